@@ -1,0 +1,1 @@
+"""Metal kernels, each beside its plain-MLX twin."""

@@ -1,0 +1,184 @@
+"""The vocabulary that every part shares. Knows no mlx, no text, no files."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from .errors import InvalidRequestError
+
+MAX_LOGPROBS = 20
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # an end token or a stop string
+    LENGTH = "length"  # max_tokens, or the context is full
+    ABORT = "abort"  # the caller left
+    ERROR = "error"  # this request failed; its event carries the reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Checked when built; greedy unless told otherwise.
+
+    Order of work: penalties and bias on the logits, temperature, top_k, top_p (of what top_k left),
+    min_p (relative to the most probable token), then one draw.
+
+    Raises:
+        InvalidRequestError: a value out of its range, with the range in the message.
+    """
+
+    max_tokens: int | None = 512  # None: until the context is full
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and answer
+    presence_penalty: float = 0.0  # over the answer
+    frequency_penalty: float = 0.0  # over the answer
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
+    seed: int | None = None  # same seed, same tokens, whatever else is in the batch
+    min_tokens: int = 0  # no end token and no stop before this many
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()  # strings, matched on text
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None  # None: off; n: the chosen token's and the n most probable ones'
+
+    def __post_init__(self) -> None:
+        _check_int("max_tokens", self.max_tokens, low=1, optional=True)
+        _check_number("temperature", self.temperature, low=0.0, high=100.0)
+        _check_int("top_k", self.top_k, low=0)
+        _check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
+        _check_number("min_p", self.min_p, low=0.0, high=1.0)
+        _check_number("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
+        _check_number("presence_penalty", self.presence_penalty, low=-100.0, high=100.0)
+        _check_number("frequency_penalty", self.frequency_penalty, low=-100.0, high=100.0)
+        _check_int("seed", self.seed, low=-(2**63), high=2**63 - 1, optional=True)
+        _check_int("min_tokens", self.min_tokens, low=0)
+        _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, optional=True)
+        object.__setattr__(self, "stop", _as_stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id, low=0)
+        for token_id, bias in self.logit_bias.items():
+            _check_int("logit_bias", token_id, low=0)
+            _check_number("logit_bias", bias, low=-1e9, high=1e9)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}.",
+                param="min_tokens",
+            )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise InvalidRequestError where a value does not fit a vocabulary of `vocab_size`."""
+        if self.top_k > vocab_size:
+            raise InvalidRequestError(
+                f"top_k is {self.top_k}, but the vocabulary has {vocab_size} tokens; "
+                "use 0 to switch top_k off.",
+                param="top_k",
+            )
+        check_token_ids(self.stop_token_ids, vocab_size, param="stop_token_ids")
+        check_token_ids(self.logit_bias, vocab_size, param="logit_bias")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is taken without a draw."""
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the choice depends on tokens that came before."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt on its way through the engine: token ids in, TokenEvents out."""
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    stop_ids: frozenset[int] = frozenset()  # end tokens of the model and of params, as they apply
+    prompt_logits: bool = False  # also return the logits of every prompt position
+    arrived_s: float = 0.0  # monotonic seconds, set by the engine
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities of one position, of the model's own distribution (temperature 1)."""
+
+    logprob: float  # of the chosen token
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability), most probable first
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """What the engine says of one request after one step."""
+
+    request_id: str
+    token_id: int | None  # None: ended without a new token
+    finish_reason: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
+    error: Exception | None = None
+    cached_tokens: int = 0  # prompt tokens whose KV was there already
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """What one attention layer keeps per token, and for how long."""
+
+    num_kv_heads: int
+    key_dim: int  # head_dim of K
+    value_dim: int  # head_dim of V
+    window: int | None = None  # a token sees itself and window - 1 before it; None: all
+
+
+def check_token_ids(ids: Iterable[object], vocab_size: int, *, param: str) -> None:
+    """Raise InvalidRequestError unless every id is an integer in [0, vocab_size)."""
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(
+                f"{param} holds {token_id!r}; token ids are integers from 0 to {vocab_size - 1}.",
+                param=param,
+            )
+
+
+def _as_stop_strings(stop: object) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)  # type: ignore[arg-type]
+    if not all(isinstance(s, str) and s for s in strings):
+        raise InvalidRequestError(
+            f"stop holds {stop!r}; expected non-empty strings.", param="stop"
+        )
+    return strings  # type: ignore[return-value]
+
+
+def _check_int(
+    name: str, value: object, *, low: int, high: int | None = None, optional: bool = False
+) -> None:
+    if value is None and optional:
+        return
+    if type(value) is not int or value < low or (high is not None and value > high):
+        bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
+        raise InvalidRequestError(
+            f"{name} is {value!r}; expected an integer {bounds}.", param=name
+        )
+
+
+def _check_number(
+    name: str, value: object, *, low: float, high: float = math.inf, open_low: bool = False
+) -> None:
+    sound = type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    above = sound and (value > low if open_low else value >= low)  # type: ignore[operator]
+    if not above or value > high:  # type: ignore[operator]
+        bracket = "(" if open_low else "["
+        raise InvalidRequestError(
+            f"{name} is {value!r}; expected a finite number in {bracket}{low:g}, {high:g}].",
+            param=name,
+        )

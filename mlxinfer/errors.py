@@ -1,0 +1,120 @@
+"""Every exception that mlxinfer raises on purpose, in one tree.
+
+    MlxinferError                      500  internal_error
+    ├── InvalidRequestError            400  invalid_request        also a ValueError
+    │   ├── ContextLengthError         400  context_length_exceeded
+    │   └── InsufficientMemoryError    400  insufficient_memory    can never fit
+    ├── ModelError                     400  model_error
+    │   ├── ModelNotFoundError         404  model_not_found
+    │   ├── UnsupportedModelError      400  unsupported_model
+    │   ├── CheckpointError            400  bad_checkpoint         broken, truncated or lying files
+    │   └── DownloadError              502  download_failed
+    ├── TemplateError                  400  template_error
+    ├── OverloadedError                503  overloaded             could fit later
+    ├── EngineClosedError              503  engine_closed
+    ├── RequestFailedError             500  request_failed         a step of this request went wrong
+    └── BackendMissingError            500  backend_missing
+
+Each class knows the HTTP `status` and the machine-readable `code` that a server answers with.
+Messages say what came, what was expected and what to do.
+"""
+
+
+class MlxinferError(Exception):
+    """Base of everything raised on purpose."""
+
+    status = 500
+    code = "internal_error"
+
+
+class InvalidRequestError(MlxinferError, ValueError):
+    """A parameter or a prompt that can never be served; `param` names it where one is at fault."""
+
+    status = 400
+    code = "invalid_request"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt and answer do not fit in the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class InsufficientMemoryError(InvalidRequestError):
+    """The request needs more KV cache than this engine will ever have."""
+
+    code = "insufficient_memory"
+
+
+class ModelError(MlxinferError):
+    """A model cannot be found, read or run."""
+
+    status = 400
+    code = "model_error"
+
+
+class ModelNotFoundError(ModelError):
+    """No folder, bundled model or hub repository has this name."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class UnsupportedModelError(ModelError):
+    """The checkpoint is sound, but its architecture or a feature of it is not supported."""
+
+    code = "unsupported_model"
+
+
+class CheckpointError(ModelError):
+    """A file of the checkpoint is broken, truncated, or disagrees with the config."""
+
+    code = "bad_checkpoint"
+
+
+class DownloadError(ModelError):
+    """The hub could not be reached, refused, or sent something else."""
+
+    status = 502
+    code = "download_failed"
+
+
+class TemplateError(MlxinferError):
+    """The chat template refused these messages, or ran past its limits."""
+
+    status = 400
+    code = "template_error"
+
+
+class OverloadedError(MlxinferError):
+    """No room now; try again after `retry_after_s` seconds."""
+
+    status = 503
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineClosedError(MlxinferError):
+    """The engine was closed, or is closing."""
+
+    status = 503
+    code = "engine_closed"
+
+
+class RequestFailedError(MlxinferError):
+    """A step went wrong while it ran this request; others go on."""
+
+    code = "request_failed"
+
+
+class BackendMissingError(MlxinferError):
+    """MLX is not installed, or has no backend for this machine."""
+
+    code = "backend_missing"

@@ -1,0 +1,136 @@
+"""Which page ids are free, and which a sequence holds. Pure Python; knows no arrays and no tokens' values.
+
+A page is `page_size` consecutive token positions of one sequence in every layer of a group. The
+allocator hands out consecutive ids while it can: a run of pages is a view of the pool that needs no
+gather.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+class OutOfPages(Exception):
+    """The pool has too few free pages; the scheduler waits or preempts."""
+
+
+class PageAllocator:
+    """Free pages as runs, merged when they meet.
+
+    `headroom` pages are left after the last owner where a new run is placed, so that both can grow
+    without breaking their runs; they stay free, and are used when nothing else is left.
+    """
+
+    def __init__(self, num_pages: int, *, headroom: int = 8) -> None:
+        assert num_pages > 0
+        self.num_pages = num_pages
+        self.num_free = num_pages
+        self.extent = 0  # one more than the highest page id ever handed out
+        self._headroom = headroom
+        self._length_from: dict[int, int] = {0: num_pages}  # first page of a free run -> its length
+        self._start_before: dict[int, int] = {num_pages: 0}  # one past its last page -> first page
+
+    @property
+    def num_held(self) -> int:
+        """Pages that somebody holds."""
+        return self.num_pages - self.num_free
+
+    def allocate(self, count: int, *, after: int | None = None) -> list[int]:
+        """Take `count` pages, continuing the run that ends in page `after` while that is free.
+
+        Raises:
+            OutOfPages: fewer than `count` pages are free; then nothing is taken.
+        """
+        if count > self.num_free:
+            raise OutOfPages(f"{count} pages wanted, {self.num_free} of {self.num_pages} free")
+        taken: list[int] = []
+        start = None if after is None else after + 1
+        while len(taken) < count:
+            if start not in self._length_from:
+                start = self._place(count - len(taken))
+            taken += self._take(start, count - len(taken))
+            start = taken[-1] + 1
+        self.num_free -= count
+        self.extent = max(self.extent, max(taken, default=-1) + 1)
+        return taken
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Give pages back."""
+        for page in pages:
+            self._free(page)
+            self.num_free += 1
+
+    def _place(self, count: int) -> int:
+        """First page for a new run: the lowest place with headroom, else the longest free run."""
+        for start in sorted(self._length_from):
+            gap = self._headroom if start else 0
+            if self._length_from[start] >= gap + count:
+                return self._split(start, gap)
+        return max(self._length_from, key=lambda start: (self._length_from[start], -start))
+
+    def _split(self, start: int, offset: int) -> int:
+        """Cut a free run in two, `offset` pages in; the second part's first page."""
+        if offset:
+            length = self._length_from[start]
+            self._length_from[start] = offset
+            self._start_before[start + offset] = start
+            self._length_from[start + offset] = length - offset
+            self._start_before[start + length] = start + offset
+        return start + offset
+
+    def _take(self, start: int, count: int) -> list[int]:
+        """Up to `count` pages from the front of the free run at `start`."""
+        length = self._length_from.pop(start)
+        count = min(count, length)
+        if count < length:
+            self._length_from[start + count] = length - count
+            self._start_before[start + length] = start + count
+        else:
+            del self._start_before[start + length]
+        return list(range(start, start + count))
+
+    def _free(self, page: int) -> None:
+        assert 0 <= page < self.num_pages
+        start, end = page, page + 1
+        if page in self._start_before:  # a free run ends right before this page
+            start = self._start_before.pop(page)
+            del self._length_from[start]
+        if end in self._length_from:  # and one starts right after it
+            end += self._length_from.pop(page + 1)
+        self._length_from[start] = end - start
+        self._start_before[end] = start
+
+
+@dataclass(slots=True)
+class PageTable:
+    """The pages of one sequence in one group, in order of position.
+
+    `first` is the number (position // page_size) of the first page still held: windows let go of
+    pages at the front.
+    """
+
+    page_size: int
+    first: int = 0
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """One past the last position that has a slot."""
+        return (self.first + len(self.pages)) * self.page_size
+
+    def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The pool slots of positions [start, stop) as few [from, to) ranges, in order."""
+        size = self.page_size
+        assert self.first * size <= start and stop <= self.end, (self, start, stop)
+        ranges: list[tuple[int, int]] = []
+        position = start
+        while position < stop:
+            page = self.pages[position // size - self.first]
+            offset = position % size
+            count = min(size - offset, stop - position)
+            slot = page * size + offset
+            if ranges and ranges[-1][1] == slot:
+                ranges[-1] = (ranges[-1][0], slot + count)
+            else:
+                ranges.append((slot, slot + count))
+            position += count
+        return ranges

@@ -1,0 +1,47 @@
+"""One request while the engine works on it: its tokens, how far they are computed, what it holds."""
+
+from dataclasses import dataclass, field
+
+from ..cache.pages import PageTable
+from ..core import Request
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Positions count from 0 over prompt and answer.
+
+    `num_computed` runs ahead of what is known: a launched step counts as computed, and the tokens it
+    samples are counted in `num_pending` until they are read.
+    """
+
+    request: Request
+    max_output: int  # tokens of answer, whatever stops it first: max_tokens, context or pool
+    token_ids: list[int]  # prompt and answer, as far as known
+    num_prompt: int
+    num_computed: int = 0  # positions whose KV is there, or in a launched step
+    num_sealed: int = 0  # of these, in pages of the pool; the rest lies in the tail
+    num_pending: int = 0  # sampled in a launched step, not yet read: 0 or 1
+    slot: int = -1  # row in the tails and in the sampler; -1: not running
+    tables: list[PageTable] = field(default_factory=list)  # one per layer group
+    finished: bool = False
+    num_preempted: int = 0
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of prompt and answer that the host knows."""
+        return len(self.token_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of the answer, pending ones included."""
+        return len(self.token_ids) - self.num_prompt + self.num_pending
+
+    @property
+    def num_left(self) -> int:
+        """Positions whose token exists and whose KV is not computed: 1 in decode."""
+        return len(self.token_ids) + self.num_pending - self.num_computed
+
+    @property
+    def decoding(self) -> bool:
+        """Whether only the newest token is left to compute, and it was sampled (not a prompt's)."""
+        return self.num_left == 1 and self.num_computed >= self.num_prompt

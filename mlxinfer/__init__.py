@@ -1,1 +1,80 @@
-"""mlxinfer."""
+"""mlxinfer: LLM inference on Apple silicon where every feature works with every other.
+
+Importing this package imports nothing else of it; each name below is loaded when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .core import FinishReason, Request, SamplingParams, TokenEvent
+    from .errors import (
+        BackendMissingError,
+        CheckpointError,
+        ContextLengthError,
+        DownloadError,
+        EngineClosedError,
+        InsufficientMemoryError,
+        InvalidRequestError,
+        MlxinferError,
+        ModelError,
+        ModelNotFoundError,
+        OverloadedError,
+        RequestFailedError,
+        TemplateError,
+        UnsupportedModelError,
+    )
+    from .llm import LLM
+    from .results import Delta, Result, Timing
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "BackendMissingError",
+    "CheckpointError",
+    "ContextLengthError",
+    "Delta",
+    "DownloadError",
+    "EngineClosedError",
+    "FinishReason",
+    "InsufficientMemoryError",
+    "InvalidRequestError",
+    "MlxinferError",
+    "ModelError",
+    "ModelNotFoundError",
+    "OverloadedError",
+    "Request",
+    "RequestFailedError",
+    "Result",
+    "SamplingParams",
+    "TemplateError",
+    "Timing",
+    "TokenEvent",
+    "UnsupportedModelError",
+    "__version__",
+]
+
+_HOMES = {
+    "LLM": "llm",
+    "Delta": "results",
+    "Result": "results",
+    "Timing": "results",
+    "FinishReason": "core",
+    "Request": "core",
+    "SamplingParams": "core",
+    "TokenEvent": "core",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _HOMES.get(name, "errors")
+    value = getattr(import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

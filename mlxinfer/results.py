@@ -1,0 +1,157 @@
+"""What a generation gives back: plain data with representations for people. Knows no engine."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from html import escape
+from typing import Any
+
+from .core import FinishReason, TokenLogprobs
+
+CLIP_CHARS = 60  # of an answer, in a one-line repr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Where the time of one request went, in seconds, and the rates that follow.
+
+    A rate is None where nothing was measured: no prompt token computed, or fewer than two answer
+    tokens.
+    """
+
+    queued_s: float = 0.0  # submitted, not yet started
+    prefill_s: float = 0.0  # started until the first token
+    time_to_first_token_s: float = 0.0  # queued and prefill
+    decode_s: float = 0.0  # first token until the last
+    total_s: float = 0.0
+    prompt_tokens_per_s: float | None = None  # computed prompt tokens over prefill
+    tokens_per_s: float | None = None  # answer tokens after the first, over decode
+
+    @classmethod
+    def measure(
+        cls,
+        *,
+        submitted_s: float,
+        started_s: float,
+        first_token_s: float,
+        finished_s: float,
+        computed_tokens: int,
+        answer_tokens: int,
+    ) -> "Timing":
+        """Build from four marks of one monotonic clock and two counts.
+
+        Args:
+            submitted_s, started_s, first_token_s, finished_s: monotonic seconds, in this order.
+            computed_tokens: prompt tokens that were not found in the cache.
+            answer_tokens: tokens generated.
+        """
+        prefill_s = first_token_s - started_s
+        decode_s = finished_s - first_token_s
+        return cls(
+            queued_s=started_s - submitted_s,
+            prefill_s=prefill_s,
+            time_to_first_token_s=first_token_s - submitted_s,
+            decode_s=decode_s,
+            total_s=finished_s - submitted_s,
+            prompt_tokens_per_s=_rate(computed_tokens, prefill_s),
+            tokens_per_s=_rate(answer_tokens - 1, decode_s),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One finished answer."""
+
+    text: str
+    token_ids: Sequence[int] = ()  # of the answer
+    finish_reason: FinishReason = FinishReason.STOP
+    reasoning: str | None = None  # what the model thought aloud before the answer
+    tool_calls: Sequence[Any] = ()
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    logprobs: Sequence[TokenLogprobs] | None = None  # one for each answer token, if asked for
+    timing: Timing = Timing()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for json.dumps; keys are stable."""
+        return {
+            "text": self.text,
+            "reasoning": self.reasoning,
+            "tool_calls": [_plain(call) for call in self.tool_calls],
+            "finish_reason": str(self.finish_reason),
+            "token_ids": list(self.token_ids),
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "answer_tokens": len(self.token_ids),
+            "logprobs": None if self.logprobs is None else [_plain(lp) for lp in self.logprobs],
+            "timing": _plain(self.timing),
+        }
+
+    @property
+    def summary(self) -> str:
+        """Counts, rate and reason in one line, for footers."""
+        prompt = f"{self.prompt_tokens} prompt"
+        if self.cached_tokens:
+            prompt += f" ({self.cached_tokens} cached)"
+        parts = [f"{prompt} + {len(self.token_ids)} answer tokens"]
+        if self.timing.tokens_per_s is not None:
+            parts.append(f"{self.timing.tokens_per_s:.1f} tok/s")
+        if self.timing.time_to_first_token_s:
+            parts.append(f"first after {self.timing.time_to_first_token_s:.2f} s")
+        parts.append(str(self.finish_reason))
+        return " · ".join(parts)
+
+    def __repr__(self) -> str:
+        rate = self.timing.tokens_per_s
+        speed = "" if rate is None else f", {rate:.1f} tok/s"
+        return (
+            f"Result({_clip(self.text)!r}, {self.finish_reason}, "
+            f"{len(self.token_ids)} tokens{speed})"
+        )
+
+    def _repr_markdown_(self) -> str:
+        thought = "".join(f"> {line}\n" for line in (self.reasoning or "").splitlines())
+        return f"{thought}\n{self.text}\n\n*{self.summary}*"
+
+    def _repr_html_(self) -> str:
+        thought = ""
+        if self.reasoning:
+            thought = (
+                "<details style='opacity:.65'><summary>reasoning</summary>"
+                f"<div style='white-space:pre-wrap'>{escape(self.reasoning)}</div></details>"
+            )
+        return (
+            "<div style='border:1px solid rgba(128,128,128,.4);border-radius:8px;"
+            "padding:10px 14px;max-width:52em'>"
+            f"{thought}<div style='white-space:pre-wrap'>{escape(self.text)}</div>"
+            "<div style='margin-top:8px;font-size:85%;opacity:.65'>"
+            f"{escape(self.summary)}</div></div>"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What one step added to an answer; the last one of a stream carries the Result."""
+
+    text: str = ""
+    reasoning: str = ""
+    token_ids: Sequence[int] = ()
+    result: Result | None = None
+
+
+def _rate(count: int, seconds: float) -> float | None:
+    return count / seconds if count > 0 and seconds > 0 else None
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= CLIP_CHARS else text[: CLIP_CHARS - 1] + "…"
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses and tuples as dicts and lists; the rest as it is."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    return value

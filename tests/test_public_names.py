@@ -1,0 +1,35 @@
+"""What `import mlxinfer` offers: __all__, the error tree, the version."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import mlxinfer
+from mlxinfer import core, errors, results
+
+HERE = {"LLM", "__version__"}  # not in the modules compared below
+CORE = {"FinishReason", "Request", "SamplingParams", "TokenEvent"}
+RESULTS = {"Delta", "Result", "Timing"}
+
+
+def test_all_is_every_error_and_the_listed_names() -> None:
+    tree = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert sorted(mlxinfer.__all__) == sorted(tree | CORE | RESULTS | HERE)
+
+
+@pytest.mark.parametrize("name", sorted(set(mlxinfer.__all__) - HERE))
+def test_each_name_is_the_one_of_its_module(name: str) -> None:
+    home = core if name in CORE else results if name in RESULTS else errors
+    assert getattr(mlxinfer, name) is getattr(home, name)
+    assert name in dir(mlxinfer)
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'LMM'"):
+        mlxinfer.LMM  # noqa: B018
+
+
+def test_the_version_is_the_one_in_pyproject() -> None:
+    pyproject = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    assert mlxinfer.__version__ == pyproject["project"]["version"]

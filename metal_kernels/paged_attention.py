@@ -1,0 +1,117 @@
+"""Attention of up to 8 query tokens a sequence over its pages and its tail. Knows no scheduler.
+
+B = sequences, Q = query tokens each, H = KV heads, G = query heads per KV head, D = head_dim,
+R = tail length (a ring of two pages).
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+
+def paged_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    runs: Sequence[Sequence[tuple[int, int]]],
+    run_masks: Sequence[mx.array | None],
+    tail_keys: mx.array,
+    tail_values: mx.array,
+    tail_mask: mx.array,
+    *,
+    scale: float,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Plain-MLX twin: a softmax over the scores of every run of pages and of the tail.
+
+    Args:
+        queries: (B, Q, H * G, D).
+        keys, values: pool (H, slots, D).
+        runs: for each sequence the pool slots [from, to) that lie in its pages.
+        run_masks: for each sequence an additive mask (Q, tokens in its runs), or None: all visible.
+        tail_keys, tail_values: (B, H, R, D).
+        tail_mask: (B, 1, Q, R) additive.
+        scale: multiplies the scores.
+        sinks: (H * G,) logits that join each softmax without a value.
+
+    Returns:
+        (B, Q, H * G, D)
+    """
+    num_seqs, num_queries, num_heads, _ = queries.shape
+    kv_heads = keys.shape[0]
+    group = num_heads // kv_heads
+    by_head = _by_kv_head(queries * scale, kv_heads)  # (B, H, G * Q, D)
+    tail_scores = by_head @ tail_keys.swapaxes(-1, -2)  # (B, H, G * Q, R)
+    if num_queries > 1:
+        tail_mask = mx.tile(tail_mask, (1, 1, group, 1))
+    tail_scores = tail_scores + tail_mask
+    sink_column = None if sinks is None else _sink_column(sinks, kv_heads, num_queries)
+    if not any(runs):
+        outputs = _softmax(tail_scores, sink_column) @ tail_values
+    else:
+        outputs = mx.stack(
+            [
+                _one_sequence(
+                    by_head[b],
+                    [keys[:, start:stop] for start, stop in runs[b]],
+                    [values[:, start:stop] for start, stop in runs[b]],
+                    run_masks[b],
+                    tail_scores[b],
+                    tail_values[b],
+                    sink_column,
+                )
+                for b in range(num_seqs)
+            ]
+        )
+    dim = values.shape[-1]
+    if num_queries == 1:
+        return outputs.reshape(num_seqs, 1, num_heads, dim)
+    outputs = outputs.reshape(num_seqs, kv_heads, group, num_queries, dim)
+    return outputs.transpose(0, 3, 1, 2, 4).reshape(num_seqs, num_queries, num_heads, dim)
+
+
+def _by_kv_head(queries: mx.array, kv_heads: int) -> mx.array:
+    """(B, Q, H * G, D) -> (B, H, G * Q, D)."""
+    num_seqs, num_queries, num_heads, dim = queries.shape
+    group = num_heads // kv_heads
+    if num_queries == 1:
+        return queries.reshape(num_seqs, kv_heads, group, dim)
+    split = queries.reshape(num_seqs, num_queries, kv_heads, group, dim)
+    return split.transpose(0, 2, 3, 1, 4).reshape(num_seqs, kv_heads, group * num_queries, dim)
+
+
+def _one_sequence(
+    queries: mx.array,
+    keys: list[mx.array],
+    values: list[mx.array],
+    run_mask: mx.array | None,
+    tail_scores: mx.array,
+    tail_values: mx.array,
+    sink_column: mx.array | None,
+) -> mx.array:
+    """(H, G * Q, D) over the pages and the tail of one sequence."""
+    scores = [queries @ run.swapaxes(-1, -2) for run in keys]  # (H, G * Q, N)
+    if run_mask is not None:
+        group = queries.shape[1] // run_mask.shape[0]
+        scores = [mx.concatenate(scores, axis=-1) + mx.tile(run_mask, (group, 1))]
+    weights = _softmax(mx.concatenate([*scores, tail_scores], axis=-1), sink_column)
+    output, column = None, 0
+    for value in (*values, tail_values):
+        width = value.shape[1]
+        part = weights[..., column : column + width] @ value
+        output = part if output is None else output + part
+        column += width
+    return output
+
+
+def _sink_column(sinks: mx.array, kv_heads: int, num_queries: int) -> mx.array:
+    """(H * G,) -> (H, G * Q, 1)."""
+    return mx.repeat(sinks.reshape(kv_heads, -1, 1), num_queries, axis=1)
+
+
+def _softmax(scores: mx.array, sink_column: mx.array | None) -> mx.array:
+    """Softmax over the last axis, with an optional sink that takes mass and gives nothing."""
+    if sink_column is None:
+        return mx.softmax(scores, axis=-1, precise=True)
+    column = mx.broadcast_to(sink_column.astype(scores.dtype), (*scores.shape[:-1], 1))
+    return mx.softmax(mx.concatenate([scores, column], axis=-1), axis=-1, precise=True)[..., :-1]

@@ -1,0 +1,75 @@
+"""Log-probabilities of the model's own distribution, for the rows that asked for them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from ..core import TokenLogprobs
+from .blocks import largest_entries, pad_rows
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """The A rows of a batch that asked, and for how many tokens beside the chosen one."""
+
+    rows: tuple[int, ...]  # places in the batch
+    nums: tuple[int, ...]
+    device_rows: mx.array  # (A,) int32
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobArrays:
+    """What one step computed for the A rows that asked; n is the most that one of them asked for.
+
+    Lazy until evaluated; read_logprobs turns it into plain Python.
+    """
+
+    asked: LogprobRows
+    chosen: mx.array  # (A,) float32
+    top_ids: mx.array | None  # (A, n) int32, most probable first
+    top: mx.array | None  # (A, n) float32
+
+    def arrays(self) -> list[mx.array]:
+        """The arrays to evaluate."""
+        return [array for array in (self.chosen, self.top_ids, self.top) if array is not None]
+
+
+def logprob_rows(rows: Sequence[int], nums: Sequence[int]) -> LogprobRows:
+    """Rows that asked, and how many tokens each asked for."""
+    return LogprobRows(tuple(rows), tuple(nums), mx.array(list(rows), mx.int32))
+
+
+def compute_logprobs(logits: mx.array, tokens: mx.array, asked: LogprobRows) -> LogprobArrays:
+    """Log-probabilities at temperature 1 of the chosen and of the most probable tokens.
+
+    Args:
+        logits: (R, V) as the model gave them.
+        tokens: (R,) int32 the chosen ones.
+        asked: the rows that count.
+    """
+    rows = pad_rows(logits[asked.device_rows])  # (A, width)
+    total = mx.logsumexp(rows, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(rows, tokens[asked.device_rows][:, None], axis=-1) - total
+    n = min(max(asked.nums), logits.shape[-1])
+    if n == 0:
+        return LogprobArrays(asked, chosen[:, 0], None, None)
+    values, ids = largest_entries(rows, n)
+    return LogprobArrays(asked, chosen[:, 0], ids, values - total)
+
+
+def read_logprobs(arrays: LogprobArrays) -> dict[int, TokenLogprobs]:
+    """Row of the batch -> its log-probabilities; waits for the arrays if they are not there yet.
+
+    A row gets as many as it asked for, or the whole vocabulary where that is smaller.
+    """
+    chosen, ids, top = (
+        [] if array is None else np.array(array).tolist()
+        for array in (arrays.chosen, arrays.top_ids, arrays.top)
+    )
+    found = {}
+    for place, (row, num) in enumerate(zip(arrays.asked.rows, arrays.asked.nums, strict=True)):
+        pairs = zip(ids[place][:num], top[place][:num], strict=True) if num else ()
+        found[row] = TokenLogprobs(logprob=chosen[place], top=tuple(pairs))
+    return found

@@ -1,0 +1,171 @@
+"""What a batch needs done, worked out once and kept while its rows stay the same.
+
+Rows fall into groups by the work they need, so that nobody pays for what another row asked: greedy,
+drawn from all tokens, drawn after top-p alone (a sort of the row), drawn after top-k.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core import SamplingParams
+from .biases import Biases, SparseBias
+from .blocks import padded_width
+from .logprobs import LogprobRows, logprob_rows
+from .penalties import Penalties
+from .randomness import stream_of
+from .truncation import Cuts
+
+GREEDY, PLAIN, TOP_P, TOP_K = range(4)
+KEEP_ALL = 2.0  # a top_p that no mass reaches, whatever the rounding
+MIN_TEMPERATURE = 1e-30  # less would be 0 in float32; this is greedy but for exact ties
+K_STEP = 64  # top_k is rounded up to this: whole vectors, and few shapes
+
+ROW = np.dtype(
+    [
+        ("kind", np.int8),
+        ("stream", np.uint64),
+        ("temperature", np.float32),
+        ("top_k", np.int32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("penalised", np.bool_),
+        ("repetition", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+        ("logprobs", np.int32),  # -1: none asked for
+    ]
+)
+
+
+def row_of(params: SamplingParams, vocab_size: int) -> tuple[object, ...]:
+    """The settings of a request as one ROW."""
+    top_k = params.top_k if params.top_k < vocab_size else 0
+    if params.greedy:
+        kind = GREEDY
+    elif top_k > 0:
+        kind = TOP_K
+    else:
+        kind = TOP_P if params.top_p < 1 else PLAIN
+    return (
+        kind,
+        stream_of(params.seed),
+        max(params.temperature, MIN_TEMPERATURE),
+        top_k,
+        params.top_p if params.top_p < 1 else KEEP_ALL,
+        params.min_p,
+        params.penalised,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+        -1 if params.logprobs is None else params.logprobs,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """S rows that need the same work."""
+
+    places: NDArray[np.int64]  # (S,) in the batch
+    device_places: mx.array | None  # None: the whole batch, in order
+    cuts: Cuts | None  # None: greedy
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that does not change from step to step while the batch stays the same."""
+
+    slots: tuple[int, ...]
+    streams: NDArray[np.uint64]  # (R,)
+    groups: tuple[Group, ...]
+    order: mx.array | None  # (R,) where each row is once the groups stand one after the other
+    penalties: Penalties | None
+    biases: Biases | None
+    logprobs: LogprobRows | None
+
+    @property
+    def draws(self) -> bool:
+        """Whether any row needs a random number."""
+        return any(group.cuts is not None for group in self.groups)
+
+    @property
+    def plain_argmax(self) -> bool:
+        """Whether the token of every row is simply the most probable one."""
+        return not self.draws and self.penalties is None and self.biases is None
+
+
+def make_plan(
+    slots: tuple[int, ...],
+    table: NDArray[np.void],
+    biases: Mapping[int, SparseBias],
+    vocab_size: int,
+) -> Plan:
+    """Sort out a batch.
+
+    Args:
+        slots: (R,) of its rows.
+        table: ROWs by slot.
+        biases: by slot, of those that have any.
+        vocab_size: V
+    """
+    rows = table[list(slots)]
+    groups = _groups(rows, vocab_size)
+    order = np.argsort(np.concatenate([group.places for group in groups]))
+    asked = np.flatnonzero(rows["logprobs"] >= 0).tolist()
+    biased = [place for place, slot in enumerate(slots) if slot in biases]
+    return Plan(
+        slots=slots,
+        streams=rows["stream"],
+        groups=groups,
+        order=mx.array(order.astype(np.int32)) if len(groups) > 1 else None,
+        penalties=_penalties(rows, np.array(slots)),
+        biases=Biases(biased, [biases[slots[place]] for place in biased], vocab_size)
+        if biased
+        else None,
+        logprobs=logprob_rows(asked, rows["logprobs"][asked].tolist()) if asked else None,
+    )
+
+
+def _groups(rows: NDArray[np.void], vocab_size: int) -> tuple[Group, ...]:
+    groups = []
+    for kind in (GREEDY, PLAIN, TOP_P, TOP_K):
+        places = np.flatnonzero(rows["kind"] == kind)
+        if len(places):
+            cuts = None if kind == GREEDY else _cuts(rows[places], vocab_size)
+            whole = len(places) == len(rows)
+            device = None if whole else mx.array(places.astype(np.int32))
+            groups.append(Group(places=places, device_places=device, cuts=cuts))
+    return tuple(groups)
+
+
+def _cuts(rows: NDArray[np.void], vocab_size: int) -> Cuts:
+    max_k = -(-int(rows["top_k"].max()) // K_STEP) * K_STEP
+    return Cuts(
+        temperature=_column(rows["temperature"]),
+        min_p=_column(rows["min_p"]) if rows["min_p"].any() else None,
+        top_p=_column(rows["top_p"]) if (rows["top_p"] < 1).any() else None,
+        top_k=_column(rows["top_k"]) if max_k else None,
+        max_k=min(max_k, padded_width(vocab_size)),
+    )
+
+
+def _penalties(rows: NDArray[np.void], slots: NDArray[np.int64]) -> Penalties | None:
+    places = np.flatnonzero(rows["penalised"])
+    if not len(places):
+        return None
+    penalised = rows[places]
+    return Penalties(
+        slots=slots[places],
+        rows=_column(places.astype(np.int32)),
+        repetition=_column(penalised["repetition"]),
+        presence=_column(penalised["presence"]),
+        frequency=_column(penalised["frequency"]),
+    )
+
+
+def _column(values: Sequence[float] | NDArray[np.generic]) -> mx.array:
+    """(S,) -> (S, 1) on the device."""
+    return mx.array(np.ascontiguousarray(values)[:, None])

@@ -1,0 +1,146 @@
+"""Chooses the next token of every row of a batch. Knows settings and slots, no requests or text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core import SamplingParams
+from .biases import SparseBias, sparse_bias
+from .bitmask import apply_bitmask
+from .blocks import pad_rows
+from .draw import draw
+from .logprobs import LogprobArrays, compute_logprobs
+from .penalties import TokenHistory, penalise
+from .plan import ROW, Group, Plan, make_plan, row_of
+from .randomness import uniforms
+from .truncation import kept_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What one step chose; lazy until evaluated."""
+
+    tokens: mx.array  # (R,) int32
+    logprobs: LogprobArrays | None  # None: no row asked
+
+    def arrays(self) -> list[mx.array]:
+        """The arrays to evaluate."""
+        return [self.tokens, *(self.logprobs.arrays() if self.logprobs is not None else [])]
+
+
+class Sampler:
+    """Settings and histories of the running requests, and the choice of their next tokens.
+
+    A slot is a small integer that stands for a request from `add` to `remove`. Which tokens a
+    request gets does not depend on the slots or on the other rows of its batches.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._table = np.zeros(0, dtype=ROW)
+        self._biases: dict[int, SparseBias] = {}
+        self._history = TokenHistory(spare=vocab_size)
+        self._plan: Plan | None = None
+
+    def add(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        stop_ids: frozenset[int],
+    ) -> None:
+        """Take up a request, new or resumed.
+
+        Args:
+            slot: not in use.
+            params: checked against the vocabulary.
+            prompt_ids: its prompt.
+            output_ids: what it has said so far; not empty where it resumes.
+            stop_ids: the tokens that end it, forbidden before params.min_tokens.
+        """
+        if slot >= len(self._table):
+            self._table = np.pad(self._table, (0, max(slot + 1, 16)))
+        self._table[slot] = row_of(params, self._vocab_size)
+        bias = sparse_bias(params, stop_ids)
+        if bias is not None:
+            self._biases[slot] = bias
+        if params.penalised:
+            before = prompt_ids if params.repetition_penalty != 1 else ()
+            self._history.start(slot, before, output_ids)
+        self._plan = None
+
+    def remove(self, slot: int) -> None:
+        """Forget the request of this slot."""
+        self._table[slot] = np.zeros((), dtype=ROW)
+        self._biases.pop(slot, None)
+        self._plan = None
+
+    def observe(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Take note of tokens read back: one for each of these slots, which are distinct."""
+        places = np.asarray(slots)
+        counted = self._table["penalised"][places]
+        if counted.any():
+            tokens = np.asarray(token_ids, dtype=np.int32)
+            self._history.observe(places[counted], tokens[counted])
+
+    def sample(
+        self,
+        logits: mx.array,
+        slots: Sequence[int],
+        counts: NDArray[np.int64],
+        pending: mx.array | None = None,
+        mask: mx.array | None = None,
+    ) -> Sampled:
+        """Choose a token for each row; nothing is evaluated.
+
+        Args:
+            logits: (R, V) any float dtype.
+            slots: (R,) distinct; cheapest as the same tuple while the batch stays the same.
+            counts: (R,) index of each token that is chosen: how many its answer has before it.
+            pending: (R,) int32 the token before this one where it was not observed yet, else -1.
+            mask: (R, ceil(V / 32)) uint32 tokens that a grammar allows (see apply_bitmask).
+        """
+        plan = self._plan_for(slots)
+        masked = logits if mask is None else apply_bitmask(logits, mask)
+        if plan.plain_argmax:
+            tokens = mx.argmax(masked, axis=-1).astype(mx.int32)
+        else:
+            tokens = self._choose(plan, pad_rows(masked), counts, pending)
+        if plan.logprobs is None:
+            return Sampled(tokens, None)
+        return Sampled(tokens, compute_logprobs(logits, tokens, plan.logprobs))
+
+    def _plan_for(self, slots: Sequence[int]) -> Plan:
+        key = tuple(slots)  # the same object where it is a tuple already
+        if self._plan is None or self._plan.slots != key:
+            self._plan = make_plan(key, self._table, self._biases, self._vocab_size)
+        return self._plan
+
+    def _choose(
+        self,
+        plan: Plan,
+        rows: mx.array,
+        counts: NDArray[np.int64],
+        pending: mx.array | None,
+    ) -> mx.array:
+        """(R,) int32 the tokens of padded rows."""
+        if plan.penalties is not None:
+            rows = penalise(rows, plan.penalties, self._history, pending)
+        if plan.biases is not None:
+            rows = plan.biases.apply(rows, counts)
+        random = uniforms(plan.streams, counts)[:, None] if plan.draws else None
+        tokens = [_choose_group(group, rows, random) for group in plan.groups]
+        return tokens[0] if plan.order is None else mx.concatenate(tokens)[plan.order]
+
+
+def _choose_group(group: Group, rows: mx.array, random: NDArray[np.float32] | None) -> mx.array:
+    if group.device_places is not None:
+        rows = rows[group.device_places]
+    if group.cuts is None:
+        return mx.argmax(rows, axis=-1).astype(mx.int32)
+    assert random is not None
+    return draw(kept_weights(rows, group.cuts), mx.array(random[group.places]))

@@ -1,0 +1,170 @@
+"""Model name -> local folder: find, download, list, remove. Knows no mlx, no architectures."""
+
+import difflib
+import os
+from pathlib import Path
+
+from .errors import InvalidRequestError, ModelNotFoundError
+from .hub_cache import (
+    LocalModel,
+    bundled_models,
+    cached_models,
+    disk_bytes,
+    find_snapshot,
+    missing_files,
+)
+from .hub_download import DownloadProgress, Plan, Progress, download, plan_download
+from .hub_names import ASSETS, BUNDLED, RepoName, cache_folder, offline, parse_repo_name
+
+__all__ = [
+    "DownloadProgress",
+    "LocalModel",
+    "Plan",
+    "Progress",
+    "cache_folder",
+    "list_models",
+    "plan_pull",
+    "pull",
+    "remove",
+    "resolve",
+]
+
+
+def resolve(name: str, *, download: bool = True, progress: Progress | None = None) -> Path:
+    """The folder of a model: bundled, a local folder, or a hub repository.
+
+    A repository that is complete in the hub cache is used as it is, without asking the network;
+    pull() brings it up to date.
+
+    Args:
+        name: "demo" or "demo-draft" (bundled), a folder, or `org/name[@revision]`.
+        download: fetch a repository that is not in the cache.
+        progress: called with a DownloadProgress, from several threads.
+
+    Raises:
+        ModelNotFoundError: nothing has this name.
+        DownloadError: the hub could not be reached or refused, or the disk is full.
+    """
+    local = _local_folder(name)
+    if local is not None:
+        return local
+    repo = _parse(name)
+    snapshot = find_snapshot(repo)
+    if snapshot is not None and not missing_files(snapshot):
+        return snapshot
+    if not download or offline():
+        raise ModelNotFoundError(_why_not_here(repo, snapshot) + _suggestion(name))
+    return _fetch(repo, progress)
+
+
+def pull(name: str, *, progress: Progress | None = None) -> Path:
+    """Download a repository or bring it up to date; local models are left as they are.
+
+    Raises: as resolve().
+    """
+    return _local_folder(name) or _fetch(_parse(name), progress)
+
+
+def plan_pull(name: str) -> Plan:
+    """What pull() would fetch, and whether it fits on the disk. Raises: as resolve()."""
+    return plan_download(_parse(name))
+
+
+def list_models() -> list[LocalModel]:
+    """Bundled models, then those in the hub cache; unfinished downloads are marked as such."""
+    return [*bundled_models(), *cached_models()]
+
+
+def remove(name: str) -> int:
+    """Delete a repository, or one revision of it, from the hub cache. Returns the bytes freed.
+
+    Raises:
+        InvalidRequestError: a bundled model or a folder of the user's own.
+        ModelNotFoundError: not in the cache.
+    """
+    if name in BUNDLED:
+        raise InvalidRequestError(f"{name} is part of mlxinfer and stays.", param="name")
+    repo = _parse(name)
+    if not repo.folder.is_dir():
+        own = " It is a folder of yours: delete it yourself." if os.path.isdir(name) else ""
+        raise ModelNotFoundError(f"{repo} is not in the hub cache.{own}{_suggestion(name)}")
+    before = disk_bytes(repo.folder)
+    _delete(repo, whole="@" not in name)
+    return before - (disk_bytes(repo.folder) if repo.folder.exists() else 0)
+
+
+def _delete(repo: RepoName, *, whole: bool) -> None:
+    from huggingface_hub import scan_cache_dir
+
+    cache = scan_cache_dir(cache_folder())
+    found = [r for r in cache.repos if r.repo_type == "model" and r.repo_id == repo.repo_id]
+    revisions = {revision for r in found for revision in r.revisions}
+    if not whole:
+        revisions = {r for r in revisions if repo.revision in {r.commit_hash, *r.refs}}
+        if not revisions:
+            raise ModelNotFoundError(f"{repo} is not in the hub cache.")
+    cache.delete_revisions(*(revision.commit_hash for revision in revisions)).execute()
+    if whole and repo.folder.exists():
+        _delete_leftovers(repo.folder)
+
+
+def _delete_leftovers(folder: Path) -> None:
+    """What the hub's own scan does not count as a repository: an interrupted first download."""
+    import shutil
+
+    shutil.rmtree(folder)
+
+
+def _local_folder(name: str) -> Path | None:
+    """A bundled model or an existing folder; None where `name` may be a repository."""
+    if name in BUNDLED:
+        folder = ASSETS / name
+        if not (folder / "config.json").is_file():
+            raise ModelNotFoundError(
+                f"The bundled model {name!r} is missing from this installation; reinstall mlxinfer."
+            )
+        return folder
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):
+        return Path(path)
+    if os.path.isfile(path):
+        raise ModelNotFoundError(
+            f"{name!r} is a file; expected the folder with its config.json and .safetensors."
+        )
+    if name.startswith(("/", "./", "../", "~")) or name in {".", ".."}:
+        raise ModelNotFoundError(f"There is no folder {name!r}.")
+    return None
+
+
+def _parse(name: str) -> RepoName:
+    try:
+        return parse_repo_name(name)
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(f"{error}{_suggestion(name)}") from None
+
+
+def _fetch(repo: RepoName, progress: Progress | None) -> Path:
+    try:
+        return download(repo, progress=progress)
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(f"{error}{_suggestion(str(repo))}") from error.__cause__
+
+
+def _why_not_here(repo: RepoName, snapshot: Path | None) -> str:
+    state = f"{repo} is not on this disk"
+    if snapshot is not None:
+        state = f"{repo} is not complete on this disk (missing: {missing_files(snapshot)[0]})"
+    if offline():
+        return f"{state}, and HF_HUB_OFFLINE forbids to download it."
+    return f"{state}. Download it: mlxinfer pull {repo}"
+
+
+def _suggestion(name: str) -> str:
+    """' Did you mean …?' for the local model whose name is closest; empty if none is close."""
+    names = [model.name for model in list_models()]
+    by_tail = {known.rpartition("/")[2].lower(): known for known in names}
+    close = difflib.get_close_matches(name, names, n=1) or [
+        by_tail[tail]
+        for tail in difflib.get_close_matches(name.rpartition("/")[2].lower(), by_tail, n=1)
+    ]
+    return f" Did you mean {close[0]!r}?" if close and close[0] != name else ""

@@ -1,0 +1,138 @@
+"""What of the hub lies on this disk: bundled models and the hub's cache. Knows no network, no mlx.
+
+The cache's layout is the documented one of huggingface_hub: `models--org--name/` with `blobs/`,
+`refs/<branch>` holding a commit, and `snapshots/<commit>/` full of links into `blobs/`.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .hub_names import ASSETS, BUNDLED, RepoName, cache_folder
+
+INDEX = "model.safetensors.index.json"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "*.tiktoken")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model on this disk, or what an interrupted download left of one."""
+
+    name: str  # what resolve() takes
+    path: Path
+    size_bytes: int
+    files: int
+    modified: float  # seconds since 1970
+    complete: bool
+    source: str  # "bundled" or "cache"
+
+
+def bundled_models() -> Iterator[LocalModel]:
+    """The models that came with this package."""
+    for name in BUNDLED:
+        if (ASSETS / name / "config.json").is_file():
+            yield _describe(name, ASSETS / name, "bundled", finished=True)
+
+
+def cached_models() -> Iterator[LocalModel]:
+    """The language models with safetensors weights in the hub cache, by name."""
+    for repo_folder in sorted(cache_folder().glob("models--*--*")):
+        repo_id = repo_folder.name.removeprefix("models--").replace("--", "/", 1)
+        if "--" in repo_id or not repo_folder.is_dir():
+            continue
+        for repo, snapshot in _snapshots(repo_id, repo_folder):
+            if _is_language_model(snapshot):
+                yield _describe(str(repo), snapshot, "cache", finished=not missing_files(snapshot))
+            elif not snapshot.is_dir() and any((repo_folder / "blobs").glob("*")):
+                yield _unfinished(repo, repo_folder)
+
+
+def find_snapshot(repo: RepoName) -> Path | None:
+    """The cached folder of `repo`, complete or not; None where the cache has none."""
+    reference = repo.folder / "refs" / repo.revision
+    commit = reference.read_text().strip() if reference.is_file() else repo.revision
+    snapshot = repo.folder / "snapshots" / commit
+    return snapshot if snapshot.is_dir() else None
+
+
+def missing_files(folder: Path) -> list[str]:
+    """What a model folder lacks to be loaded; the weights are those that its index names."""
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    weights = _indexed_weights(folder)
+    missing += [name for name in sorted(weights) if not (folder / name).is_file()]
+    if not weights and not any(file.is_file() for file in folder.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if not any(file.is_file() for pattern in TOKENIZERS for file in folder.glob(pattern)):
+        missing.append("tokenizer.json")
+    return missing
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; empty where there is none to be read."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def disk_bytes(folder: Path) -> int:
+    """Bytes that files under `folder` take, links not followed."""
+    files = (file for file in folder.rglob("*") if not file.is_symlink() and file.is_file())
+    return sum(file.stat().st_size for file in files)
+
+
+def _indexed_weights(folder: Path) -> set[str]:
+    names = read_json(folder / INDEX).get("weight_map", {})
+    return {name for name in names.values() if isinstance(name, str)} if names else set()
+
+
+def _snapshots(repo_id: str, repo_folder: Path) -> Iterator[tuple[RepoName, Path]]:
+    """Each branch or tag with its snapshot; a repository without any stands for itself."""
+    refs = repo_folder / "refs"
+    references = sorted(file for file in refs.rglob("*") if file.is_file())
+    for reference in references:
+        commit = reference.read_text().strip()
+        name = RepoName(repo_id, reference.relative_to(refs).as_posix())
+        yield name, repo_folder / "snapshots" / commit
+    if not references:
+        found = sorted((repo_folder / "snapshots").glob("*"), key=lambda s: s.stat().st_mtime)
+        yield RepoName(repo_id), found[-1] if found else repo_folder / "snapshots" / "none"
+
+
+def _is_language_model(snapshot: Path) -> bool:
+    config = read_json(snapshot / "config.json")
+    architectures = [str(name) for name in config.get("architectures") or ()]
+    heads = ("CausalLM", "ConditionalGeneration", "LMHeadModel")
+    speaks = not architectures or any(name.endswith(heads) for name in architectures)
+    weights = any(snapshot.glob("*.safetensors")) or bool(_indexed_weights(snapshot))
+    weights = weights or any(snapshot.parents[1].glob("blobs/*.incomplete"))
+    return "model_type" in config and speaks and weights
+
+
+def _describe(name: str, folder: Path, source: str, *, finished: bool) -> LocalModel:
+    stats = [file.stat() for file in folder.rglob("*") if file.is_file()]
+    return LocalModel(
+        name=name,
+        path=folder,
+        size_bytes=sum(stat.st_size for stat in stats),
+        files=len(stats),
+        modified=max((stat.st_mtime for stat in stats), default=folder.stat().st_mtime),
+        complete=finished,
+        source=source,
+    )
+
+
+def _unfinished(repo: RepoName, repo_folder: Path) -> LocalModel:
+    blobs = [file for file in (repo_folder / "blobs").iterdir() if file.is_file()]
+    return LocalModel(
+        name=str(repo),
+        path=repo_folder,
+        size_bytes=sum(blob.stat().st_size for blob in blobs),
+        files=len(blobs),
+        modified=max(blob.stat().st_mtime for blob in blobs),
+        complete=False,
+        source="cache",
+    )

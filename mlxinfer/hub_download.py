@@ -1,0 +1,239 @@
+"""Bring a hub repository into the hub's cache: what is needed, is there room, fetch. No mlx.
+
+Weights are fetched by hub_fetch, which resumes after an interruption and checks the SHA-256 that
+the hub announces; the rest, and the cache's links, are huggingface_hub's work. A branch is pointed
+at the new commit only when every file is there, so an old version stays usable until then.
+"""
+
+import fnmatch
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import DownloadError
+from .hub_errors import hub_failures
+from .hub_fetch import Source, fetch, partial_path, patiently
+from .hub_names import RepoName, cache_folder, offline
+
+WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "tokenizer*", "*.tiktoken")
+NEVER = ("*.bin", "*.pt", "*.pth", "*.py", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.pkl")
+TEMPLATES = "additional_chat_templates/"
+SPARE_BYTES = 64 << 20  # what a download leaves free on the disk
+WORKERS = 4
+METADATA_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadProgress:
+    """How far a download is, over all its files."""
+
+    done_bytes: int
+    total_bytes: int
+
+
+Progress = Callable[[DownloadProgress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """One file of a repository that will be needed."""
+
+    path: str
+    size: int
+    sha256: str | None  # None: small enough to be kept in git
+    present_bytes: int  # already on this disk, whole or in part
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a download will do."""
+
+    repo: RepoName
+    commit: str
+    files: tuple[PlannedFile, ...]
+    free_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the model on the disk."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def missing_bytes(self) -> int:
+        """What is still to be fetched."""
+        return sum(file.size - file.present_bytes for file in self.files)
+
+    def check_room(self) -> None:
+        """Raise DownloadError where the disk is too full."""
+        if self.missing_bytes and self.missing_bytes + SPARE_BYTES > self.free_bytes:
+            raise DownloadError(
+                f"{self.repo} needs {self.missing_bytes / 1e9:.2f} GB more, but "
+                f"{cache_folder()} has {self.free_bytes / 1e9:.2f} GB free. Make room "
+                "(mlxinfer list, mlxinfer rm) or set HF_HOME to a larger disk."
+            )
+
+
+def plan_download(repo: RepoName) -> Plan:
+    """Ask the hub what `repo` holds and compare with the cache.
+
+    Raises:
+        ModelNotFoundError, DownloadError: as hub_failures() words them; and a DownloadError for a
+            repository without safetensors.
+    """
+    if offline():
+        raise DownloadError(f"HF_HUB_OFFLINE forbids to ask the hub for {repo}.")
+    with hub_failures(repo):
+        from huggingface_hub import HfApi
+
+        api = HfApi(endpoint=_endpoint(), library_name="mlxinfer")
+        info = patiently(
+            lambda: api.model_info(
+                repo.repo_id,
+                revision=repo.revision,
+                files_metadata=True,
+                timeout=METADATA_TIMEOUT_S,
+            )
+        )
+    names = _needed([sibling.rfilename for sibling in info.siblings or ()], repo)
+    files = [_planned(repo, info.sha, s) for s in info.siblings if s.rfilename in names]
+    return Plan(repo, info.sha, tuple(files), _free_bytes())
+
+
+def download(repo: RepoName, *, progress: Progress | None = None) -> Path:
+    """Fetch what is missing of `repo` and return its folder in the cache.
+
+    Raises:
+        ModelNotFoundError, DownloadError: with what to do.
+    """
+    plan = plan_download(repo)
+    plan.check_room()
+    tally = _Tally(plan, progress)
+    with hub_failures(repo):
+        _fetch_weights(plan, tally)
+        _complete_snapshot(plan, plan.commit)
+        folder = _complete_snapshot(plan, repo.revision)
+    tally.finish()
+    return folder
+
+
+class _Tally:
+    """Counts bytes of several threads and tells the listener."""
+
+    def __init__(self, plan: Plan, progress: Progress | None) -> None:
+        self._total = plan.total_bytes
+        self._done = self._total - plan.missing_bytes
+        self._progress = progress
+        self._lock = threading.Lock()
+        self.add(0)
+
+    def add(self, count: int) -> None:
+        """`count` more bytes are there; negative where some turned out useless."""
+        with self._lock:
+            self._done += count
+            if self._progress:
+                self._progress(DownloadProgress(self._done, self._total))
+
+    def finish(self) -> None:
+        self.add(self._total - self._done)
+
+
+def _needed(names: list[str], repo: RepoName) -> set[str]:
+    """The files to fetch: weights and texts at the top level, nothing that could hold code."""
+    wanted = {name for name in names if _is_wanted(name)}
+    weights = {name for name in wanted if name.endswith(".safetensors")}
+    if not weights:
+        what = " (it has GGUF files)" if any(n.endswith(".gguf") for n in names) else ""
+        raise DownloadError(
+            f"{repo} has no .safetensors weights{what}. Choose a repository with safetensors, "
+            "for example one of mlx-community."
+        )
+    if any(name.startswith("model") for name in weights):  # then these are the same weights again
+        wanted -= {name for name in weights if name.startswith("consolidated")}
+    return wanted
+
+
+def _is_wanted(name: str) -> bool:
+    if "/" in name.removeprefix(TEMPLATES) or "\\" in name or ".." in name:
+        return False
+    lower = name.lower()
+    matches = any(fnmatch.fnmatchcase(lower, pattern) for pattern in WANTED)
+    return matches and not any(fnmatch.fnmatchcase(lower, pattern) for pattern in NEVER)
+
+
+def _planned(repo: RepoName, commit: str, sibling: Any) -> PlannedFile:
+    size = sibling.size or 0
+    sha256 = sibling.lfs.sha256 if sibling.lfs else None
+    pointer = repo.folder / "snapshots" / commit / sibling.rfilename
+    present = size if pointer.is_file() else 0
+    if not present and sha256:
+        blob = repo.folder / "blobs" / sha256
+        partial = partial_path(blob)
+        present = size if blob.is_file() else partial.stat().st_size if partial.is_file() else 0
+    return PlannedFile(sibling.rfilename, size, sha256, min(present, size))
+
+
+def _fetch_weights(plan: Plan, tally: _Tally) -> None:
+    """Fetch the large files side by side; the first failure or Ctrl-C stops them all."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.constants import MAX_HTTP_DOWNLOAD_SIZE
+
+    stop = threading.Event()
+    blobs = plan.repo.folder / "blobs"
+    blobs.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(WORKERS) as pool:
+        jobs = []
+        for file in plan.files:
+            is_weights = file.path.endswith(".safetensors")
+            if file.sha256 is None or not is_weights or file.size > MAX_HTTP_DOWNLOAD_SIZE:
+                continue  # left to huggingface_hub
+            if (blobs / file.sha256).is_file() or file.present_bytes == file.size == 0:
+                continue
+            url = hf_hub_url(
+                plan.repo.repo_id, file.path, revision=plan.commit, endpoint=_endpoint()
+            )
+            source = Source(url, file.size, file.sha256, file.path)
+            jobs.append(pool.submit(fetch, source, blobs / file.sha256, tally.add, stop))
+        try:
+            for job in as_completed(jobs):
+                job.result()
+        finally:
+            stop.set()
+
+
+def _complete_snapshot(plan: Plan, revision: str) -> Path:
+    """Let huggingface_hub fetch the small files and link all; a branch name moves the branch."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import tqdm
+
+    class Silent(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+    folder = snapshot_download(
+        plan.repo.repo_id,
+        revision=revision,
+        cache_dir=cache_folder(),
+        endpoint=_endpoint(),
+        allow_patterns=[file.path.replace("[", "[[]") for file in plan.files],
+        library_name="mlxinfer",
+        max_workers=WORKERS,
+        tqdm_class=Silent,
+    )
+    return Path(folder)
+
+
+def _endpoint() -> str | None:
+    endpoint = os.environ.get("HF_ENDPOINT")
+    return endpoint.rstrip("/") if endpoint else None
+
+
+def _free_bytes() -> int:
+    folder = cache_folder()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

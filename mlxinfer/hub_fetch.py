@@ -1,0 +1,183 @@
+"""Fetch one large file over HTTP, resuming and checking it. Knows no repositories, no cache layout.
+
+Why not huggingface_hub's own download: since 1.0 it begins each file anew after the process ended,
+and it compares sizes and not contents.
+"""
+
+import fcntl
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from .errors import DownloadError
+
+CHUNK_BYTES = 1 << 20  # read at once from the disk
+MAX_FAILURES = 5  # in a row, without one byte in between
+RETRY_WAIT_S = 1.0  # doubled with each failure
+MAX_WAIT_S = 60.0
+TRANSIENT = (408, 429, 500, 502, 503, 504)
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a file comes from and what it must turn out to be."""
+
+    url: str
+    size: int
+    sha256: str
+    label: str  # for messages
+
+
+def partial_path(target: Path) -> Path:
+    """Where the beginning of `target` is kept; huggingface_hub counts this name as incomplete."""
+    return target.with_name(target.name + ".incomplete")
+
+
+def fetch(
+    source: Source, target: Path, report: Callable[[int], None], stop: threading.Event
+) -> None:
+    """Bring `source` to `target`, going on where an earlier call was interrupted.
+
+    Args:
+        report: told how many bytes arrived, and negative numbers where bytes had to be thrown away.
+        stop: set it to make fetch() return early with CancelledError, keeping what has arrived.
+
+    Raises:
+        DownloadError: another process fetches the same file, or the content is not what was
+            announced.
+        HTTPError: of huggingface_hub's HTTP library, after several tries.
+    """
+    partial = partial_path(target)
+    with partial.open("ab") as file:
+        _lock(file, source)
+        digest = _receive(source, file, partial, report, stop)
+        if digest != source.sha256:
+            file.truncate(0)
+            report(-source.size)
+            raise DownloadError(
+                f"{source.label} arrived damaged (its SHA-256 is {digest[:12]}…, the hub announced "
+                f"{source.sha256[:12]}…). Nothing of it was kept; try again."
+            )
+        os.replace(partial, target)
+
+
+def patiently(ask: Callable[[], Found]) -> Found:
+    """Call `ask` until it succeeds, waiting where the hub is busy; the last failure is raised."""
+    from huggingface_hub.errors import HTTPError
+
+    failures = 0
+    while True:
+        try:
+            return ask()
+        except HTTPError as error:
+            failures += 1
+            if failures > 2 or not _worth_another_try(error):
+                raise
+            time.sleep(_wait_s(error, failures))
+
+
+def _receive(
+    source: Source,
+    file: BinaryIO,
+    partial: Path,
+    report: Callable[[int], None],
+    stop: threading.Event,
+) -> str:
+    """Append until `source.size` bytes are there. Returns the SHA-256 of all of them."""
+    from huggingface_hub.errors import HTTPError
+
+    digest, done = _digest_of(partial)
+    failures = 0
+    while done < source.size:
+        if stop.is_set():
+            raise CancelledError
+        before = done
+        try:
+            for restarted, chunk in _stream(source, done):
+                if stop.is_set():
+                    raise CancelledError
+                if restarted:
+                    file.truncate(0)
+                    report(-done)
+                    digest, done = hashlib.sha256(), 0
+                    before = 0
+                file.write(chunk)
+                digest.update(chunk)
+                done += len(chunk)
+                report(len(chunk))
+        except HTTPError as error:
+            failures = 1 if done > before else failures + 1
+            if failures >= MAX_FAILURES or not _worth_another_try(error):
+                raise
+            stop.wait(_wait_s(error, failures))
+        else:
+            failures = 1 if done > before else failures + 1
+            if failures >= MAX_FAILURES:
+                raise DownloadError(f"The hub sends no more of {source.label}; try again later.")
+        if done > source.size:
+            break
+    file.flush()
+    return str(digest.hexdigest())
+
+
+def _stream(source: Source, start: int) -> Iterator[tuple[bool, bytes]]:
+    """Chunks from byte `start` on; the first comes with True if the server began at 0 instead."""
+    from huggingface_hub import get_session
+    from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+    headers = build_hf_headers(library_name="mlxinfer") | {"Accept-Encoding": "identity"}
+    if start:
+        headers["Range"] = f"bytes={start}-"
+    with get_session().stream(
+        "GET", source.url, headers=headers, timeout=HF_HUB_DOWNLOAD_TIMEOUT
+    ) as response:
+        hf_raise_for_status(response)
+        restarted = start > 0 and response.status_code == 200
+        for chunk in response.iter_raw():
+            yield restarted, chunk
+            restarted = False
+
+
+def _digest_of(path: Path) -> tuple[Any, int]:
+    """A running SHA-256 over what `path` holds, and how many bytes that is."""
+    digest, count = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            count += len(chunk)
+    return digest, count
+
+
+def _lock(file: BinaryIO, source: Source) -> None:
+    """Two processes that append to one file would spoil it; the lock ends with the process."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise DownloadError(
+            f"Another process is downloading {source.label}; wait for it, then try again."
+        ) from None
+
+
+def _worth_another_try(error: Exception) -> bool:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return not isinstance(error, HfHubHTTPError) or error.response.status_code in TRANSIENT
+
+
+def _wait_s(error: Exception, failures: int) -> float:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    wait_s = RETRY_WAIT_S * 2 ** (failures - 1)
+    if isinstance(error, HfHubHTTPError):
+        asked = error.response.headers.get("Retry-After", "")
+        wait_s = max(wait_s, float(asked)) if asked.isdigit() else wait_s
+    return min(wait_s, MAX_WAIT_S)

@@ -1,0 +1,159 @@
+"""What lies on this disk: finding, listing, removing."""
+
+from pathlib import Path
+
+import pytest
+from conftest import MODEL, WEIGHTS
+from standin import Repo, StandIn
+
+from mlxinfer import hub, hub_cache, hub_names
+from mlxinfer.errors import DownloadError, InvalidRequestError, ModelNotFoundError
+
+
+@pytest.fixture
+def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Path:
+    """A bundled demo that does not depend on the real one."""
+    folder = tmp_path / "assets" / "demo"
+    folder.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / name).write_bytes(MODEL[name])
+    for module in (hub, hub_cache):
+        monkeypatch.setattr(module, "ASSETS", tmp_path / "assets")
+    return folder
+
+
+def names(*, complete: bool = True) -> list[str]:
+    return [model.name for model in hub.list_models() if model.complete is complete]
+
+
+def test_the_bundled_model_needs_no_network(bundled: Path) -> None:
+    assert hub.resolve("demo") == bundled
+    with pytest.raises(ModelNotFoundError, match="reinstall"):
+        hub.resolve("demo-draft")
+
+
+def test_an_existing_folder_is_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    (tmp_path / "org/mine").mkdir(parents=True)
+    assert hub.resolve(str(tmp_path / "org/mine")) == tmp_path / "org/mine"
+    monkeypatch.chdir(tmp_path)
+    assert hub.resolve("org/mine") == Path("org/mine")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert hub.resolve("~/org/mine") == tmp_path / "org/mine"
+
+
+@pytest.mark.parametrize("name", ["/no/such", "./no", "../no", "~/no", ".hidden/../../x"])
+def test_a_path_that_is_not_there_is_not_asked_of_the_hub(name: str, standin: StandIn) -> None:
+    with pytest.raises(ModelNotFoundError):
+        hub.resolve(name)
+    assert standin.log == []
+
+
+def test_a_file_is_not_a_model(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(ModelNotFoundError, match="is a file; expected the folder"):
+        hub.resolve(str(file))
+
+
+@pytest.mark.parametrize("name", ["", "\0", "a\nb", "x" * 5000, "org/na me", "..\\x"])
+def test_odd_names_are_refused(name: str, standin: StandIn) -> None:
+    with pytest.raises(ModelNotFoundError):
+        hub.resolve(name)
+    assert standin.log == []
+
+
+def test_lists_bundled_and_cached(bundled: Path, standin: StandIn) -> None:
+    hub.pull("org/tiny")
+    demo, tiny = hub.list_models()
+    assert (demo.name, demo.source, demo.complete) == ("demo", "bundled", True)
+    assert (tiny.name, tiny.source, tiny.complete) == ("org/tiny", "cache", True)
+    assert tiny.files == 4
+    assert tiny.size_bytes > len(WEIGHTS)
+    assert hub.resolve(tiny.name) == tiny.path
+
+
+def test_an_interrupted_download_is_listed_as_such(standin: StandIn) -> None:
+    standin.faults.cut_after = [1000] + [0] * 20
+    with pytest.raises(DownloadError):
+        hub.pull("org/tiny")
+    assert names(complete=False) == ["org/tiny"]
+    assert names() == names(complete=True)
+    standin.faults.cut_after = []
+    hub.pull("org/tiny")
+    assert "org/tiny" in names()
+
+
+def test_a_missing_shard_makes_it_incomplete(standin: StandIn) -> None:
+    index = b'{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}'
+    standin.repos["org/tiny"] = Repo({**MODEL, "model.safetensors.index.json": index})
+    folder = hub.pull("org/tiny")
+    assert hub_cache.missing_files(folder) == ["model-2.safetensors"]
+    assert names(complete=False) == ["org/tiny"]
+
+
+def test_a_broken_link_makes_it_incomplete(standin: StandIn) -> None:
+    folder = hub.pull("org/tiny")
+    (folder / "model.safetensors").resolve().unlink()
+    assert hub_cache.missing_files(folder) == ["*.safetensors"]
+    assert (hub.resolve("org/tiny") / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_other_kinds_of_model_are_not_listed(standin: StandIn) -> None:
+    bert = b'{"model_type": "bert", "architectures": ["BertForMaskedLM"]}'
+    standin.repos["org/bert"] = Repo({**MODEL, "config.json": bert})
+    hub.pull("org/bert")
+    assert "org/bert" not in names() + names(complete=False)
+
+
+def test_a_typo_gets_a_suggestion(bundled: Path, standin: StandIn) -> None:
+    hub.pull("org/tiny")
+    with pytest.raises(ModelNotFoundError, match=r"Did you mean 'demo'\?"):
+        hub.resolve("demoo")
+    with pytest.raises(ModelNotFoundError, match=r"Did you mean 'org/tiny'\?"):
+        hub.resolve("org/tinny")
+    with pytest.raises(ModelNotFoundError, match=r"Did you mean 'org/tiny'\?"):
+        hub.resolve("tiny")
+
+
+def test_remove_frees_what_it_says(standin: StandIn, cache: Path) -> None:
+    hub.pull("org/tiny")
+    on_disk = hub_cache.disk_bytes(cache / "models--org--tiny")
+    assert hub.remove("org/tiny") == on_disk > len(WEIGHTS)
+    assert not (cache / "models--org--tiny").exists()
+    assert names() == [m.name for m in hub.list_models() if m.source == "bundled"]
+
+
+def test_remove_one_revision_keeps_the_other(standin: StandIn) -> None:
+    hub.pull("org/tiny")
+    other = Repo({**MODEL, "chat_template.jinja": b"v1"}, commit="a" * 40, revisions=("v1",))
+    standin.repos["org/tiny"] = other
+    hub.pull("org/tiny@v1")
+    freed = hub.remove("org/tiny@v1")
+    assert 0 < freed < len(WEIGHTS)
+    assert (hub.resolve("org/tiny", download=False) / "model.safetensors").is_file()
+    with pytest.raises(ModelNotFoundError):
+        hub.remove("org/tiny@v1")
+
+
+def test_remove_an_interrupted_download(standin: StandIn) -> None:
+    standin.faults.cut_after = [100_000] + [0] * 20
+    with pytest.raises(DownloadError):
+        hub.pull("org/tiny")
+    assert hub.remove("org/tiny") >= 64 * 1024
+    assert names(complete=False) == []
+
+
+def test_remove_refuses_what_is_not_in_the_cache(bundled: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="stays"):
+        hub.remove("demo")
+    with pytest.raises(ModelNotFoundError, match="not in the hub cache"):
+        hub.remove("org/none")
+    with pytest.raises(ModelNotFoundError):
+        hub.remove(str(tmp_path))
+    assert bundled.is_dir()
+
+
+def test_the_assets_folder_is_beside_the_package() -> None:
+    assert hub_names.ASSETS.parent == Path(hub.__file__).parent

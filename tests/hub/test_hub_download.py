@@ -1,0 +1,279 @@
+"""Downloads from a stand-in hub: what is fetched, resumed, refused, and how it is said."""
+
+import hashlib
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import MODEL, WEIGHTS, safetensors
+from standin import Repo, StandIn
+
+from mlxinfer import hub, hub_download, hub_fetch
+from mlxinfer.errors import DownloadError, ModelNotFoundError
+
+SHA256 = hashlib.sha256(WEIGHTS).hexdigest()
+CDN = f"/cdn/{SHA256}"
+
+
+def blob(cache: Path) -> Path:
+    return cache / "models--org--tiny" / "blobs" / SHA256
+
+
+def test_fetches_weights_and_texts_and_nothing_else(standin: StandIn, cache: Path) -> None:
+    folder = hub.resolve("org/tiny")
+    assert {file.name for file in folder.iterdir()} == {
+        "config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "model.safetensors",
+    }
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+    assert (folder / "config.json").read_bytes() == MODEL["config.json"]
+    assert folder.is_relative_to(cache)
+    assert standin.sent[CDN] == len(WEIGHTS)
+
+
+def test_what_is_in_the_cache_is_used_without_asking(standin: StandIn) -> None:
+    first = hub.resolve("org/tiny")
+    standin.log.clear()
+    assert hub.resolve("org/tiny") == first
+    assert standin.log == []
+
+
+def test_pull_asks_and_fetches_only_what_is_new(standin: StandIn) -> None:
+    old = hub.pull("org/tiny")
+    newer = {**MODEL, "config.json": b'{"model_type": "qwen3"}'}
+    standin.repos["org/tiny"] = Repo(newer, commit="f" * 40)
+    new = hub.pull("org/tiny")
+    assert new != old
+    assert (new / "config.json").read_bytes() == newer["config.json"]
+    assert standin.sent[CDN] == len(WEIGHTS)  # once, for both
+    assert hub.resolve("org/tiny") == new
+
+
+def test_huggingface_hub_finds_what_was_downloaded(standin: StandIn, cache: Path) -> None:
+    from huggingface_hub import snapshot_download
+
+    folder = hub.resolve("org/tiny")
+    found = snapshot_download(
+        "org/tiny",
+        cache_dir=cache,
+        local_files_only=True,
+        allow_patterns=["config.json", "model.safetensors"],
+    )
+    assert Path(found) == folder
+
+
+def test_a_revision_can_be_named(standin: StandIn) -> None:
+    old = Repo({**MODEL, "chat_template.jinja": b"old"}, commit="a" * 40, revisions=("v1",))
+    standin.repos["org/tiny"] = old
+    assert (hub.resolve("org/tiny@v1") / "chat_template.jinja").read_bytes() == b"old"
+    with pytest.raises(ModelNotFoundError, match="no revision 'v2'"):
+        hub.resolve("org/tiny@v2")
+
+
+def test_progress_ends_at_the_total(standin: StandIn) -> None:
+    seen: list[hub.DownloadProgress] = []
+    hub.resolve("org/tiny", progress=seen.append)
+    done = [step.done_bytes for step in seen]
+    assert done == sorted(done)
+    assert seen[-1].done_bytes == seen[-1].total_bytes > len(WEIGHTS)
+
+
+def test_a_connection_cut_in_mid_file_goes_on_from_there(standin: StandIn) -> None:
+    standin.faults.cut_after = [100_000, 50_000]
+    folder = hub.resolve("org/tiny")
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+    ranges = [line.rpartition("=")[2] for line in standin.asked_for("GET /cdn/") if "=" in line]
+    assert ranges == ["100000-", "150000-"]
+    assert standin.sent[CDN] == len(WEIGHTS)
+
+
+def test_an_interrupted_process_goes_on_where_it_stopped(standin: StandIn, cache: Path) -> None:
+    half = len(WEIGHTS) // 2
+    blob(cache).parent.mkdir(parents=True)
+    hub_fetch.partial_path(blob(cache)).write_bytes(WEIGHTS[:half])
+    seen: list[hub.DownloadProgress] = []
+    folder = hub.resolve("org/tiny", progress=seen.append)
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+    assert standin.asked_for(f"GET {CDN}") == [f"GET {CDN} bytes={half}-"]
+    assert seen[0].done_bytes == half
+
+
+def test_a_spoiled_beginning_is_noticed_and_thrown_away(standin: StandIn, cache: Path) -> None:
+    blob(cache).parent.mkdir(parents=True)
+    hub_fetch.partial_path(blob(cache)).write_bytes(b"not the beginning of this file")
+    with pytest.raises(DownloadError, match="arrived damaged"):
+        hub.resolve("org/tiny")
+    assert not blob(cache).exists()
+    assert (hub.resolve("org/tiny") / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_server_without_ranges_sends_it_all_again(standin: StandIn, cache: Path) -> None:
+    standin.faults.no_ranges = True
+    blob(cache).parent.mkdir(parents=True)
+    hub_fetch.partial_path(blob(cache)).write_bytes(WEIGHTS[:1000])
+    seen: list[hub.DownloadProgress] = []
+    folder = hub.resolve("org/tiny", progress=seen.append)
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+    assert seen[-1].done_bytes == seen[-1].total_bytes
+
+
+def test_damaged_content_is_never_linked(standin: StandIn, cache: Path) -> None:
+    standin.faults.damage = True
+    with pytest.raises(DownloadError, match=r"model\.safetensors arrived damaged"):
+        hub.resolve("org/tiny")
+    assert not list(cache.rglob("model.safetensors"))
+    assert [model.complete for model in hub.list_models() if model.source == "cache"] == [False]
+
+
+def test_a_short_content_length_is_made_good(standin: StandIn) -> None:
+    standin.faults.short_length = 5000
+    assert (hub.resolve("org/tiny") / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_server_that_sends_nothing_more_is_given_up(standin: StandIn) -> None:
+    standin.faults.cut_after = [0] * 20
+    with pytest.raises(DownloadError):
+        hub.resolve("org/tiny")
+    assert len(standin.asked_for(f"GET {CDN}")) == hub_fetch.MAX_FAILURES
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_hub_is_asked_again(status: int, standin: StandIn) -> None:
+    standin.faults.busy, standin.faults.busy_status = 2, status
+    assert (hub.resolve("org/tiny") / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "error", "words"),
+    [
+        (401, None, DownloadError, "hf auth login"),
+        (401, "RepoNotFound", ModelNotFoundError, "private"),
+        (403, "GatedRepo", DownloadError, r"gated: ask for access .*org/tiny, then hf auth login"),
+        (403, None, DownloadError, "ask for access"),
+        (404, "RepoNotFound", ModelNotFoundError, "Check the spelling"),
+        (404, None, ModelNotFoundError, "Check the spelling"),
+        (429, None, DownloadError, "wait a while"),
+        (500, None, DownloadError, "answered 500"),
+    ],
+)
+def test_refusals_say_what_to_do(
+    status: int, code: str | None, error: type[Exception], words: str, standin: StandIn
+) -> None:
+    standin.faults.status, standin.faults.code = status, code
+    with pytest.raises(error, match=words):
+        hub.resolve("org/tiny")
+
+
+def test_a_gated_repository_that_may_be_listed(standin: StandIn) -> None:
+    standin.faults.gate_files = True
+    with pytest.raises(DownloadError, match="gated"):
+        hub.resolve("org/tiny")
+
+
+def test_no_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody listens
+    with pytest.raises(DownloadError, match="cannot be reached"):
+        hub.resolve("org/tiny")
+
+
+def test_offline_uses_the_cache_and_asks_nobody(
+    standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = hub.resolve("org/tiny")
+    standin.log.clear()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert hub.resolve("org/tiny") == folder
+    with pytest.raises(ModelNotFoundError, match="HF_HUB_OFFLINE forbids"):
+        hub.resolve("org/other")
+    with pytest.raises(DownloadError, match="HF_HUB_OFFLINE forbids"):
+        hub.pull("org/tiny")
+    assert standin.log == []
+
+
+def test_without_download_nobody_is_asked(standin: StandIn) -> None:
+    with pytest.raises(ModelNotFoundError, match="mlxinfer pull org/tiny"):
+        hub.resolve("org/tiny", download=False)
+    assert standin.log == []
+
+
+def test_a_full_disk_is_seen_before_the_download(
+    standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = SimpleNamespace(total=10**9, used=10**9, free=1000)
+    monkeypatch.setattr(hub_download.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(DownloadError, match=r"needs 0\.00 GB more.* has 0\.00 GB free"):
+        hub.resolve("org/tiny")
+    assert standin.sent[CDN] == 0
+
+
+def test_a_disk_that_fills_during_the_download(standin: StandIn, cache: Path) -> None:
+    import errno
+
+    def full(_: hub.DownloadProgress) -> None:
+        if standin.sent[CDN]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(DownloadError, match="disk is full"):
+        hub.resolve("org/tiny", progress=full)
+
+
+def test_a_repository_without_safetensors(standin: StandIn) -> None:
+    standin.repos["org/old"] = Repo({"config.json": b"{}", "model.gguf": b"GGUF"})
+    with pytest.raises(DownloadError, match=r"no \.safetensors weights \(it has GGUF files\)"):
+        hub.resolve("org/old")
+
+
+def test_the_same_weights_twice_are_fetched_once(standin: StandIn) -> None:
+    twin = safetensors(b"the same again")
+    standin.repos["org/twice"] = Repo({**MODEL, "consolidated.safetensors": twin})
+    assert not (hub.resolve("org/twice") / "consolidated.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "evil", ["../../x.json", "sub/../x.json", "/abs.safetensors", "a\\b.json", "tokenizer.py"]
+)
+def test_names_from_the_hub_that_would_leave_the_folder(evil: str, standin: StandIn) -> None:
+    standin.repos["org/evil"] = Repo({**MODEL, evil: b"{}"})
+    plan = hub.plan_pull("org/evil")
+    assert evil not in [file.path for file in plan.files]
+
+
+def test_two_processes_do_not_write_one_file(standin: StandIn, cache: Path) -> None:
+    import fcntl
+
+    blob(cache).parent.mkdir(parents=True)
+    with hub_fetch.partial_path(blob(cache)).open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(DownloadError, match="Another process is downloading"):
+            hub.resolve("org/tiny")
+
+
+def test_stopping_keeps_what_has_arrived(standin: StandIn, tmp_path: Path) -> None:
+    stop = threading.Event()
+    target = tmp_path / "weights"
+    source = hub_fetch.Source(standin.url + CDN, len(WEIGHTS), SHA256, "weights")
+    received = []
+
+    def report(count: int) -> None:
+        received.append(count)
+        if sum(received) >= 64 * 1024:
+            stop.set()
+
+    with pytest.raises(hub_fetch.CancelledError):
+        hub_fetch.fetch(source, target, report, stop)
+    kept = hub_fetch.partial_path(target).read_bytes()
+    assert kept == WEIGHTS[: sum(received)]
+    stop.clear()
+    hub_fetch.fetch(source, target, lambda _: None, stop)
+    assert target.read_bytes() == WEIGHTS
+
+
+def test_the_plan_tells_sizes_and_asks_once(standin: StandIn) -> None:
+    plan = hub.plan_pull("org/tiny")
+    assert plan.missing_bytes == plan.total_bytes > len(WEIGHTS)
+    assert len(standin.log) == 1
+    hub.pull("org/tiny")
+    assert hub.plan_pull("org/tiny").missing_bytes == 0

@@ -1,0 +1,88 @@
+"""What a model may be called, and where the cache is."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxinfer.errors import ModelNotFoundError
+from mlxinfer.hub_names import RepoName, cache_folder, offline, parse_repo_name
+
+
+@pytest.mark.parametrize(
+    ("name", "repo"),
+    [
+        ("org/name", RepoName("org/name")),
+        ("mlx-community/Qwen3-0.6B-4bit", RepoName("mlx-community/Qwen3-0.6B-4bit")),
+        ("org/name@v1.0", RepoName("org/name", "v1.0")),
+        ("org/name@refs/pr/1", RepoName("org/name", "refs/pr/1")),
+        ("org/name@main", RepoName("org/name")),
+    ],
+)
+def test_names_that_can_be_repositories(name: str, repo: RepoName) -> None:
+    assert parse_repo_name(name) == repo
+    assert parse_repo_name(str(repo)) == repo
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "name",
+        "org/name/more",
+        "../../etc/passwd",
+        "org/../name",
+        "org/..",
+        "org/na--me",
+        "org/name.git",
+        "org/-name",
+        "org/name@",
+        "org/name@../../x",
+        "org/name@/etc",
+        "org/na me",
+        "org/name\n",
+        "org/na\x00me",
+        "org\\name",
+        "https://huggingface.co/org/name",
+        "org/ñame",
+        "o" * 200 + "/name",
+    ],
+)
+def test_names_that_cannot(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="is not a model name"):
+        parse_repo_name(name)
+
+
+@given(st.text(max_size=40))
+def test_a_name_that_is_accepted_stays_inside_the_cache(name: str) -> None:
+    try:
+        repo = parse_repo_name(name)
+    except ModelNotFoundError:
+        return
+    inside = (repo.folder / "refs" / repo.revision).resolve()
+    assert inside.is_relative_to(cache_folder().resolve())
+
+
+def test_the_cache_is_where_huggingface_hub_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache/huggingface/hub"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert cache_folder() == Path("/xdg/huggingface/hub")
+    monkeypatch.setenv("HF_HOME", "~/models")
+    assert cache_folder() == tmp_path / "models/hub"
+    monkeypatch.setenv("HF_HUB_CACHE", "/elsewhere")
+    assert cache_folder() == Path("/elsewhere")
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("true", True), ("0", False)])
+def test_offline_is_read_from_the_environment(
+    value: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", value)
+    assert offline() is expected

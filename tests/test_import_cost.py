@@ -1,0 +1,58 @@
+"""`import mlxinfer` and `mlxinfer --help` load nothing that a reader of help has to wait for."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {
+    "mlx",
+    "mlx_lm",
+    "numpy",
+    "jinja2",
+    "tokenizers",
+    "huggingface_hub",
+    "rich",
+    "prompt_toolkit",
+    "starlette",
+}
+
+
+def loaded_after(code: str) -> set[str]:
+    """Top-level names in sys.modules after `code` ran in a fresh interpreter."""
+    report = "import json, sys; print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, check=True
+    )
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import mlxinfer; mlxinfer.__version__",
+        "import mlxinfer; mlxinfer.SamplingParams; mlxinfer.Result; mlxinfer.ModelError",
+        "import mlxinfer.hub",
+        "from mlxinfer import core, config, errors, results, backend",
+    ],
+)
+def test_the_vocabulary_loads_nothing_heavy(code: str) -> None:
+    assert loaded_after(code) & (HEAVY | {"click"}) == set()
+
+
+def test_importing_the_package_alone_does_not_even_load_its_own_modules() -> None:
+    code = (
+        "import sys, mlxinfer; print(sorted(m for m in sys.modules if m.startswith('mlxinfer.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_loads_click_and_nothing_heavy() -> None:
+    code = (
+        "import mlxinfer.cli\n"
+        "try: mlxinfer.cli.main(['--help'])\n"
+        "except SystemExit as stop: assert stop.code == 0, stop.code"
+    )
+    assert loaded_after(code) & HEAVY == set()

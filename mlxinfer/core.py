@@ -128,6 +128,7 @@ class TokenEvent:
     logprobs: TokenLogprobs | None = None
     error: Exception | None = None
     cached_tokens: int = 0  # prompt tokens whose KV was there already
+    prompt_logits: object = None  # numpy (n, vocab) float32 of the prompt's next n positions
 
 
 @dataclass(frozen=True, slots=True)

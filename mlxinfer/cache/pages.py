@@ -111,26 +111,54 @@ class PageTable:
     page_size: int
     first: int = 0
     pages: list[int] = field(default_factory=list)
+    _runs: list[tuple[int, int]] | None = field(default=None, repr=False)
 
     @property
     def end(self) -> int:
         """One past the last position that has a slot."""
         return (self.first + len(self.pages)) * self.page_size
 
+    def append(self, pages: list[int]) -> None:
+        """Take pages for the positions that follow."""
+        self.pages += pages
+        self._runs = None
+
+    def drop_before(self, page_number: int) -> list[int]:
+        """Let go of the pages before `page_number`; returns them."""
+        count = min(page_number - self.first, len(self.pages))
+        dropped, self.pages = self.pages[:count], self.pages[count:]
+        self.first += count
+        self._runs = None
+        return dropped
+
     def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The pool slots of positions [start, stop) as few [from, to) ranges, in order."""
         size = self.page_size
-        assert self.first * size <= start and stop <= self.end, (self, start, stop)
+        assert self.first * size <= start < stop <= self.end, (self, start, stop)
         ranges: list[tuple[int, int]] = []
-        position = start
-        while position < stop:
-            page = self.pages[position // size - self.first]
-            offset = position % size
-            count = min(size - offset, stop - position)
-            slot = page * size + offset
-            if ranges and ranges[-1][1] == slot:
-                ranges[-1] = (ranges[-1][0], slot + count)
-            else:
-                ranges.append((slot, slot + count))
-            position += count
+        skipped = start - self.first * size
+        wanted = stop - start
+        for page, length in self._page_runs():
+            if skipped >= length:
+                skipped -= length
+                continue
+            slot = page + skipped
+            count = min(length - skipped, wanted)
+            ranges.append((slot, slot + count))
+            skipped, wanted = 0, wanted - count
+            if not wanted:
+                break
         return ranges
+
+    def _page_runs(self) -> list[tuple[int, int]]:
+        """Runs of consecutive pages as (first slot, slots); found once per change of the table."""
+        if self._runs is None:
+            runs: list[list[int]] = []
+            for page in self.pages:
+                slot = page * self.page_size
+                if runs and runs[-1][0] + runs[-1][1] == slot:
+                    runs[-1][1] += self.page_size
+                else:
+                    runs.append([slot, self.page_size])
+            self._runs = [(slot, length) for slot, length in runs]
+        return self._runs

@@ -19,7 +19,7 @@ HIDDEN = float(np.finfo(np.float32).min)  # additive mask of what must not be se
 QUERY_BLOCK = 128  # prefill queries at a time where attention materialises its scores
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Span:
     """New tokens of one sequence, as a layer group sees them."""
 
@@ -28,7 +28,7 @@ class Span:
     num_tokens: int
     sealed: int  # positions before the tail
     slot: int  # of the tail
-    table: PageTable
+    tables: list[PageTable]  # one per layer group
 
     @property
     def stop(self) -> int:
@@ -73,15 +73,15 @@ class GroupPlan:
 
 
 def plan_group(
-    short: Sequence[Span], long: Sequence[Span], *, window: int | None, page_size: int
+    short: Sequence[Span], long: Sequence[Span], *, group: int, window: int | None, page_size: int
 ) -> GroupPlan:
-    """Plan one step of a group whose tokens see `window` positions (None: all before them)."""
+    """Plan one step of layer group `group`, whose tokens see `window` positions (None: all)."""
     ring = 2 * page_size
     rows, slots, positions = _tail_writes(short, long, page_size)
     num_rows = sum(span.num_tokens for span in (*short, *long))
     return GroupPlan(
-        short=[_plan_short(spans, window, ring) for spans in _by_width(short)],
-        long=[_plan_long(span, window) for span in long],
+        short=[_plan_short(spans, group, window, ring) for spans in _by_width(short)],
+        long=[_plan_long(span, group, window) for span in long],
         tail_rows=None if len(rows) == num_rows else mx.array(rows),
         tail_slots=mx.array(slots) if len(rows) else None,
         tail_offsets=mx.array(positions % ring) if len(rows) else None,
@@ -117,7 +117,7 @@ def _by_width(spans: Sequence[Span]) -> list[list[Span]]:
     return [spans for spans in (single, wide) if spans]
 
 
-def _plan_short(spans: list[Span], window: int | None, ring: int) -> ShortPlan:
+def _plan_short(spans: list[Span], group: int, window: int | None, ring: int) -> ShortPlan:
     width = max(span.num_tokens for span in spans)
     counts = np.array([span.num_tokens for span in spans], dtype=np.int32)
     first = np.array([span.row for span in spans], dtype=np.int32)
@@ -131,7 +131,7 @@ def _plan_short(spans: list[Span], window: int | None, ring: int) -> ShortPlan:
         shape=(len(spans), width),
         unpad=mx.array(np.flatnonzero(_first_of_each(step, counts))) if padded else None,
         slots=_as_index(np.array([span.slot for span in spans], dtype=np.int32)),
-        runs=[_visible_runs(span, window) for span in spans],
+        runs=[_visible_runs(span, group, window) for span in spans],
         run_masks=[_run_mask(span, window, width) for span in spans],
         tail_mask=mx.array(_tail_mask(starts[:, None] + step, sealed, window, ring)),
     )
@@ -154,9 +154,9 @@ def _lowest_visible(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1)
 
 
-def _visible_runs(span: Span, window: int | None) -> list[tuple[int, int]]:
+def _visible_runs(span: Span, group: int, window: int | None) -> list[tuple[int, int]]:
     lowest = _lowest_visible(span.start, window)
-    return span.table.runs(lowest, span.sealed) if lowest < span.sealed else []
+    return span.tables[group].runs(lowest, span.sealed) if lowest < span.sealed else []
 
 
 def _run_mask(span: Span, window: int | None, width: int) -> mx.array | None:
@@ -183,14 +183,14 @@ def _tail_mask(
     return np.where(visible, np.float32(0.0), np.float32(HIDDEN))[:, None]
 
 
-def _plan_long(span: Span, window: int | None) -> LongPlan:
+def _plan_long(span: Span, group: int, window: int | None) -> LongPlan:
     assert span.start == span.sealed, "a prefill chunk starts at a page boundary"
     lowest = _lowest_visible(span.start, window)
     return LongPlan(
         row=span.row,
         num_tokens=span.num_tokens,
-        writes=span.table.runs(span.start, span.stop),
-        reads=span.table.runs(lowest, span.stop),
+        writes=span.tables[group].runs(span.start, span.stop),
+        reads=span.tables[group].runs(lowest, span.stop),
         blocks=_query_blocks(span, lowest, window),
     )
 

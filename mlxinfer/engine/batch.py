@@ -7,7 +7,7 @@ from .sequence import Sequence
 MAX_SHORT = 8  # query tokens that the decode path takes; longer segments are prefill
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Segment:
     """Consecutive new tokens of one sequence."""
 
@@ -25,6 +25,7 @@ class Segment:
         return self.start + self.num_tokens
 
 
+
 @dataclass(slots=True)
 class Batch:
     """One step: short segments first, then prefill chunks."""
@@ -32,6 +33,8 @@ class Batch:
     segments: list[Segment]
     seal: list[tuple[Sequence, int, int]] = field(default_factory=list)
     # tail -> pages before the step: (sequence, from, to), positions at page boundaries
+    admitted: list[Sequence] = field(default_factory=list)  # took their slot for this step
+    sampling: list[Sequence] = field(default_factory=list)  # those that get a token, in flat order
 
     @property
     def num_tokens(self) -> int:

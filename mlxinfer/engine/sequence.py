@@ -23,6 +23,7 @@ class Sequence:
     num_pending: int = 0  # sampled in a launched step, not yet read: 0 or 1
     slot: int = -1  # row in the tails and in the sampler; -1: not running
     tables: list[PageTable] = field(default_factory=list)  # one per layer group
+    pending_row: int = -1  # of its pending token in the launched step's tokens
     finished: bool = False
     num_preempted: int = 0
 

@@ -1,0 +1,219 @@
+"""The KV cache of a model: layer groups, their pages and pools, sized by a budget. Knows no scheduler."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from ..core import KVSpec
+from ..errors import InsufficientMemoryError
+from .pages import PageAllocator, PageTable
+from .pool import LayerPool, page_bytes
+from .step import Span, StepKV, plan_group
+
+FIRST_PAGES = 128  # a pool starts small and doubles: a short chat takes little memory
+FIRST_SLOTS = 4
+MAX_TAIL_SHARE = 4  # tails may take one part in so many of the budget
+
+
+@dataclass(slots=True)
+class LayerGroup:
+    """Layers that keep the same positions, and so share page tables."""
+
+    window: int | None
+    layers: list[int]
+    page_bytes: int  # of all its layers
+    allocator: PageAllocator
+
+
+class KVCache:
+    """Pages and tails of all layers.
+
+    Args:
+        specs: what each layer keeps.
+        dtype: of keys and values.
+        page_size: tokens a page.
+        max_batch: sequences that may run at once; lowered where tails would take over the budget.
+        prefill_chunk: tokens of a step's prefill; windows hold that much more for a moment.
+        budget_bytes: for pages and tails together.
+        num_pages: pages of every full group instead of as many as the budget holds.
+
+    Raises:
+        InsufficientMemoryError: the budget does not hold one sequence of a page.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[KVSpec],
+        *,
+        dtype: mx.Dtype,
+        page_size: int,
+        max_batch: int,
+        prefill_chunk: int,
+        budget_bytes: int,
+        num_pages: int | None = None,
+    ) -> None:
+        self.specs = list(specs)
+        self.dtype = dtype
+        self.page_size = page_size
+        self.bytes_copied = 0  # tails copied because a step was in flight
+        self.bytes_grown = 0  # copied while pools grew
+        per_layer = [page_bytes(spec, page_size=page_size, dtype=dtype) for spec in specs]
+        tail_bytes = 2 * sum(per_layer)  # of one sequence
+        self.max_batch = max(1, min(max_batch, budget_bytes // MAX_TAIL_SHARE // tail_bytes))
+        windows = sorted({spec.window for spec in specs}, key=lambda w: (w is not None, w or 0))
+        layers = [[i for i, s in enumerate(specs) if s.window == w] for w in windows]
+        costs = [sum(per_layer[i] for i in members) for members in layers]
+        counts = _page_counts(
+            windows,
+            costs,
+            budget_bytes - self.max_batch * tail_bytes - max(per_layer),
+            max_held=[self._max_held(window, prefill_chunk) for window in windows],
+            num_pages=num_pages,
+        )
+        self.groups = [
+            LayerGroup(window, members, cost, PageAllocator(count))
+            for window, members, cost, count in zip(windows, layers, costs, counts, strict=True)
+        ]
+        self._group_of = {i: g for g, group in enumerate(self.groups) for i in group.layers}
+        self._fixed = num_pages is not None
+        self.reset()
+
+    def _max_held(self, window: int | None, prefill_chunk: int) -> int | None:
+        """Pages that `max_batch` sequences can hold of a window; None: no bound but their length."""
+        if window is None:
+            return None
+        chunk_pages = prefill_chunk // self.page_size
+        return self.max_batch * (-(-(window - 1) // self.page_size) + 2) + chunk_pages
+
+    def reset(self) -> None:
+        """Fresh arrays: after a failed step nothing in the old ones can be trusted."""
+        self.pools = [
+            LayerPool(
+                spec,
+                page_size=self.page_size,
+                num_pages=self._first_pages(self.groups[self._group_of[i]]),
+                num_slots=min(FIRST_SLOTS, self.max_batch),
+                dtype=self.dtype,
+            )
+            for i, spec in enumerate(self.specs)
+        ]
+        mx.eval([pool.arrays() for pool in self.pools])
+
+    def _first_pages(self, group: LayerGroup) -> int:
+        total = group.allocator.num_pages
+        return total if self._fixed else min(total, max(FIRST_PAGES, group.allocator.extent))
+
+    # -- capacity -------------------------------------------------------------------------------
+
+    @property
+    def max_tokens(self) -> int:
+        """Positions that one sequence may ever have, if it runs alone."""
+        full = [g.allocator.num_pages for g in self.groups if g.window is None]
+        return min(full) * self.page_size if full else 2**31 - 1
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of pages that sequences hold."""
+        return sum(group.allocator.num_held * group.page_bytes for group in self.groups)
+
+    @property
+    def bytes_allocated(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for pool in self.pools for array in pool.arrays())
+
+    def must_grow(self, num_slots: int) -> bool:
+        """Whether a step needs more pages or tails than the arrays have."""
+        return any(
+            num_slots > self.pools[group.layers[0]].num_slots
+            or group.allocator.extent > self.pools[group.layers[0]].num_pages
+            for group in self.groups
+        )
+
+    def make_room(self, num_slots: int) -> None:
+        """Grow the arrays, twofold, so that every page handed out and `num_slots` tails are there."""
+        for group in self.groups:
+            first = self.pools[group.layers[0]]
+            pages, slots = first.num_pages, first.num_slots
+            if group.allocator.extent > pages:
+                wanted = max(2 * pages, group.allocator.extent)
+                wanted = min(wanted, group.allocator.num_pages)
+                self.bytes_grown += pages * group.page_bytes
+                for layer in group.layers:
+                    self.pools[layer].grow_pages(wanted)
+            if num_slots > slots:
+                self.bytes_grown += slots * 2 * group.page_bytes
+                for layer in group.layers:
+                    self.pools[layer].grow_tails(min(max(2 * slots, num_slots), self.max_batch))
+
+    def count_copies(self) -> None:
+        """A step was launched while another held the tails: they are copied as they are written."""
+        self.bytes_copied += sum(pool.tail_bytes for pool in self.pools)
+
+    # -- one step -------------------------------------------------------------------------------
+
+    def seal(self, moves: Sequence[tuple[list[PageTable], int, int, int]]) -> None:
+        """Move tail pages into the pools: (tables, tail slot, from position, to position) each.
+
+        Only behind a barrier. Pages that a window let go of already are left out.
+        """
+        for g, group in enumerate(self.groups) if moves else ():
+            slots: list[np.ndarray] = []
+            positions: list[np.ndarray] = []
+            targets: list[np.ndarray] = []
+            for tables, slot, start, stop in moves:
+                start = max(start, tables[g].first * self.page_size)
+                if start < stop:
+                    runs = tables[g].runs(start, stop)
+                    targets += [np.arange(*run, dtype=np.int32) for run in runs]
+                    positions.append(np.arange(start, stop, dtype=np.int32))
+                    slots.append(np.full(stop - start, slot, dtype=np.int32))
+            if targets:
+                offsets = mx.array(np.concatenate(positions) % (2 * self.page_size))
+                index = mx.array(np.concatenate(slots)), offsets, mx.array(np.concatenate(targets))
+                for layer in group.layers:
+                    self.pools[layer].seal(*index)
+
+    def begin_step(self, short: Sequence[Span], long: Sequence[Span]) -> list[StepKV]:
+        """What each layer attends through, for a step of these spans."""
+        plans = [
+            plan_group(short, long, group=g, window=group.window, page_size=self.page_size)
+            for g, group in enumerate(self.groups)
+        ]
+        return [StepKV(pool, plans[self._group_of[i]]) for i, pool in enumerate(self.pools)]
+
+
+def _page_counts(
+    windows: Sequence[int | None],
+    costs: Sequence[int],
+    budget_bytes: int,
+    *,
+    max_held: Sequence[int | None],
+    num_pages: int | None,
+) -> list[int]:
+    """Pages of each group: as many full pages as fit, and windows enough for all that can run.
+
+    A window group never needs more pages than sequences can hold of it, nor more than the full
+    groups have: it is sized so that it is never what runs out.
+    """
+
+    def counts(full: int) -> list[int]:
+        return [full if held is None else min(full, held) for held in max_held]
+
+    if num_pages is not None:
+        return counts(num_pages)
+    low, high = 0, budget_bytes // min(costs) if budget_bytes > 0 else 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        if sum(c * n for c, n in zip(costs, counts(middle), strict=True)) <= budget_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    if low < 2:
+        raise InsufficientMemoryError(
+            f"The KV cache may take {budget_bytes / 1e6:.1f} MB besides its tails, less than two pages "
+            f"({2 * sum(costs) / 1e6:.1f} MB); raise max_memory or lower max_batch.",
+            param="max_memory",
+        )
+    return counts(low)

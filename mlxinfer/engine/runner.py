@@ -1,0 +1,187 @@
+"""Runs a batch: forward pass and sampling. The only place that evaluates arrays; knows no queues."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from ..cache.kv import KVCache
+from ..cache.step import Span
+from ..core import TokenLogprobs
+from ..models.decoder import Model
+from ..sampling.logprobs import read_logprobs
+from ..sampling.sampler import Sampled, Sampler
+from .batch import Batch, Segment
+from .sequence import Sequence
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step that MLX is working on."""
+
+    batch: Batch
+    sampled: Sampled | None  # lazy; None: no row samples
+    prompt_logits: list[tuple[Sequence, mx.array]]  # (sequence, (n, vocab) float32), lazy
+    outputs: list[mx.array]  # evaluating these finishes the step
+    committed: bool = False  # its tokens were passed on
+
+    def wait(self) -> None:
+        """Return when the step is done and MLX holds none of its inputs."""
+        mx.eval(self.outputs)
+        mx.synchronize()
+
+    def token_ids(self) -> list[int]:
+        """The sampled tokens, in the order of `batch.sampling`."""
+        return [] if self.sampled is None else self.sampled.tokens.tolist()  # type: ignore[no-any-return]
+
+    def logprobs(self) -> dict[int, TokenLogprobs]:
+        """Of the sampled tokens whose requests asked: place in `batch.sampling` -> log-probabilities."""
+        if self.sampled is None or self.sampled.logprobs is None:
+            return {}
+        return read_logprobs(self.sampled.logprobs)
+
+
+class Runner:
+    """A model, its KV cache and a sampler."""
+
+    def __init__(self, model: Model, cache: KVCache, sampler: Sampler) -> None:
+        self.model = model
+        self.cache = cache
+        self.sampler = sampler
+        self._sampler_slots: set[int] = set()
+
+    def launch(self, batch: Batch, previous: Launched | None) -> Launched:
+        """Start a step; `previous` is in flight, and its tokens are inputs that no one has read."""
+        if previous is not None and (batch.writes_pages or self.cache.must_grow(batch_slots(batch))):
+            previous.wait()
+        self._admit(batch)
+        self.cache.make_room(batch_slots(batch))
+        self.cache.seal([(s.tables, s.slot, start, stop) for s, start, stop in batch.seal])
+        ids, pending = _input_ids(batch, previous)
+        short, long = _spans(batch.segments)
+        hidden = self.model(
+            ids, mx.array(_positions(batch.segments)), self.cache.begin_step(short, long)
+        )  # (T, hidden)
+        launched = self._heads(batch, hidden, ids, pending)
+        mx.async_eval(launched.outputs)
+        if previous is not None:
+            self.cache.count_copies()
+        for row, sequence in enumerate(batch.sampling):
+            sequence.pending_row = row
+        return launched
+
+    def observe(self, sequences: Seq[Sequence], token_ids: Seq[int]) -> None:
+        """Tell the sampler which tokens were read; only of sequences that still run."""
+        slots = [s.slot for s in sequences]
+        if -1 in slots:
+            token_ids = [t for t, slot in zip(token_ids, slots, strict=True) if slot >= 0]
+            slots = [slot for slot in slots if slot >= 0]
+        if slots:
+            self.sampler.observe(slots, token_ids)
+
+    def _admit(self, batch: Batch) -> None:
+        for sequence in batch.admitted:
+            if sequence.slot >= 0:  # else it was preempted at once
+                if sequence.slot in self._sampler_slots:
+                    self.sampler.remove(sequence.slot)
+                self._sampler_slots.add(sequence.slot)
+                request, known = sequence.request, sequence.token_ids
+                self.sampler.add(
+                    sequence.slot,
+                    request.params,
+                    known[: sequence.num_prompt],
+                    known[sequence.num_prompt :],
+                    request.stop_ids,
+                )
+
+    def _heads(
+        self, batch: Batch, hidden: mx.array, ids: mx.array, pending: np.ndarray
+    ) -> Launched:
+        """Logits and tokens of the rows that need them."""
+        prompt_logits = []
+        row = 0
+        sampling_rows: list[int] = []
+        for segment in batch.segments:
+            stop = row + segment.num_tokens
+            if segment.samples:
+                sampling_rows.append(stop - 1)
+            if segment.sequence.request.prompt_logits:
+                logits = self.model.logits(hidden[row:stop]).astype(mx.float32)
+                prompt_logits.append((segment.sequence, logits))
+            row = stop
+        sampled = None
+        if sampling_rows:
+            sampled = self._sample(batch, hidden, ids, pending, np.array(sampling_rows))
+        outputs = [logits for _, logits in prompt_logits]
+        outputs += [hidden] if sampled is None else sampled.arrays()
+        return Launched(batch, sampled, prompt_logits, outputs)
+
+    def _sample(
+        self, batch: Batch, hidden: mx.array, ids: mx.array, pending: np.ndarray, rows: np.ndarray
+    ) -> Sampled:
+        all_rows = len(rows) == hidden.shape[0]
+        chosen = hidden if all_rows else hidden[mx.array(rows)]
+        last_ids = None
+        if pending[rows].any():
+            last_ids = mx.where(mx.array(pending[rows]), ids if all_rows else ids[mx.array(rows)], -1)
+        counts = np.array([s.output_index for s in batch.segments if s.samples], dtype=np.int64)
+        slots = tuple([sequence.slot for sequence in batch.sampling])
+        return self.sampler.sample(self.model.logits(chosen), slots, counts, last_ids)
+
+
+def batch_slots(batch: Batch) -> int:
+    """Tails that a batch needs: one more than its highest slot."""
+    return 1 + max(segment.sequence.slot for segment in batch.segments)
+
+
+def _input_ids(batch: Batch, previous: Launched | None) -> tuple[mx.array, np.ndarray]:
+    """Token ids (T,), and which of them only the device knows yet (T,) bool.
+
+    A decode row's token may have been sampled by the step in flight: then it is taken from there.
+    """
+    known: list[int] = []
+    source: list[int] = []  # row in the previous step's tokens; -1: known here
+    for segment in batch.segments:
+        sequence = segment.sequence
+        if segment.start >= len(sequence.token_ids):
+            known.append(0)
+            source.append(sequence.pending_row)
+        else:
+            known += sequence.token_ids[segment.start : segment.stop]
+            source += [-1] * segment.num_tokens
+    rows = np.array(source, dtype=np.int32)
+    pending = rows >= 0
+    if not pending.any():
+        return mx.array(known, dtype=mx.int32), pending
+    assert previous is not None and previous.sampled is not None
+    tokens = previous.sampled.tokens.astype(mx.int32)
+    if pending.all():
+        same = len(rows) == tokens.shape[0] and bool((rows == np.arange(len(rows))).all())
+        return tokens if same else tokens[mx.array(rows)], pending
+    taken = tokens[mx.array(np.maximum(rows, 0))]
+    return mx.where(mx.array(pending), taken, mx.array(known, dtype=mx.int32)), pending
+
+
+def _positions(segments: Seq[Segment]) -> np.ndarray:
+    """(T,) int32."""
+    if all(segment.num_tokens == 1 for segment in segments):
+        return np.array([segment.start for segment in segments], dtype=np.int32)
+    return np.concatenate(
+        [np.arange(segment.start, segment.stop, dtype=np.int32) for segment in segments]
+    )
+
+
+def _spans(segments: Seq[Segment]) -> tuple[list[Span], list[Span]]:
+    """The segments as the KV cache sees them: short ones, prefill chunks."""
+    short: list[Span] = []
+    long: list[Span] = []
+    row = 0
+    for segment in segments:
+        sequence = segment.sequence
+        span = Span(
+            row, segment.start, segment.num_tokens, segment.sealed, sequence.slot, sequence.tables
+        )
+        (long if segment.seals else short).append(span)
+        row += segment.num_tokens
+    return short, long

@@ -1,0 +1,330 @@
+"""Who runs next and with how many tokens. Pure Python: knows pages, slots and counts, no arrays.
+
+Decode comes first, then prefill chunks within a token budget. A prefill chunk ends at a page boundary
+unless it ends the prompt. Half of the budget is for the oldest prompt, so that it is never starved; the
+rest goes to the shortest first, so that a short question does not wait behind a long document.
+
+A step may be in flight while the next one is planned. Pages given up meanwhile are safe: the pool is
+written only behind a barrier (`Batch.writes_pages`).
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from ..cache.pages import OutOfPages, PageAllocator, PageTable
+from ..core import FinishReason, Request
+from .batch import MAX_SHORT, Batch, Segment
+from .sequence import Sequence
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the engine started; only ever grows."""
+
+    requests: int = 0
+    steps: int = 0
+    prompt_tokens_computed: int = 0
+    tokens_computed: int = 0
+    tokens_sampled: int = 0
+    preemptions: int = 0
+    pages_sealed: int = 0
+
+
+class Scheduler:
+    """Continuous batching over paged KV.
+
+    Args:
+        windows: for each layer group how many positions a token sees, None for all.
+        allocators: the pages of each group.
+        page_size: tokens a page.
+        max_batch: sequences that may run at once.
+        prefill_chunk: prompt tokens a step, all sequences together.
+    """
+
+    def __init__(
+        self,
+        *,
+        windows: Seq[int | None],
+        allocators: Seq[PageAllocator],
+        page_size: int,
+        max_batch: int,
+        prefill_chunk: int,
+    ) -> None:
+        assert len(windows) == len(allocators)
+        assert prefill_chunk % page_size == 0
+        self.windows = windows
+        self.allocators = allocators
+        self.page_size = page_size
+        self.prefill_chunk = prefill_chunk
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of admission
+        self.counters = Counters()
+        self._by_id: dict[str, Sequence] = {}
+        self._free_slots = list(range(max_batch))  # a heap: low slots first keeps tails small
+        self._admitted: list[Sequence] = []
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs and nothing waits."""
+        return not self.running and not self.waiting
+
+    # -- arrivals and departures ----------------------------------------------------------------
+
+    def add(self, request: Request, *, max_output: int) -> Sequence:
+        """Queue a request that was found valid."""
+        sequence = Sequence(
+            request=request,
+            max_output=max_output,
+            token_ids=list(request.prompt_ids),
+            num_prompt=len(request.prompt_ids),
+        )
+        self._by_id[request.id] = sequence
+        self.waiting.append(sequence)
+        self.counters.requests += 1
+        return sequence
+
+    def find(self, request_id: str) -> Sequence | None:
+        """The unfinished sequence of a request."""
+        return self._by_id.get(request_id)
+
+    def unfinished(self) -> list[Sequence]:
+        """All that run or wait."""
+        return list(self._by_id.values())
+
+    def finish(self, sequence: Sequence) -> None:
+        """Forget a sequence and give back what it holds; a launched step of it is ignored later."""
+        assert not sequence.finished
+        sequence.finished = True
+        del self._by_id[sequence.request.id]
+        if sequence.slot >= 0:
+            self.running.remove(sequence)
+            self._release(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Back to the head of the queue; what was computed is computed again later."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.num_computed = sequence.num_sealed = 0
+        sequence.num_preempted += 1
+        self.waiting.appendleft(sequence)
+        self.counters.preemptions += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        for table, allocator in zip(sequence.tables, self.allocators, strict=True):
+            allocator.release(table.pages)
+        sequence.tables = []
+        heapq.heappush(self._free_slots, sequence.slot)
+        sequence.slot = -1
+
+    # -- the next step --------------------------------------------------------------------------
+
+    def next_batch(self) -> Batch | None:
+        """What to compute next; None where nothing can be done now."""
+        self._trim_windows()
+        segments: dict[Sequence, Segment] = {}
+        self._add_decodes(segments)
+        self._add_prefills(segments)
+        if not segments:
+            assert self.idle or any(s.num_pending for s in self.unfinished()), "stuck"
+            return None
+        ordered = sorted(segments.values(), key=_segment_class)
+        batch = Batch(ordered, self._seal_tails(ordered), self._admitted)
+        self._admitted = []
+        self._launch(batch)
+        return batch
+
+    def commit(
+        self, batch: Batch, token_ids: Seq[int]
+    ) -> list[tuple[Sequence, int, FinishReason | None]]:
+        """Take in the tokens that a step sampled: (sequence, token id, why it ended or None)."""
+        taken: list[tuple[Sequence, int, FinishReason | None]] = []
+        for sequence, token_id in zip(batch.sampling, token_ids, strict=True):
+            sequence.num_pending -= 1
+            if sequence.finished:
+                continue
+            sequence.token_ids.append(token_id)
+            reason = _finish_reason(sequence, token_id)
+            if reason is not None:
+                self.finish(sequence)
+            taken.append((sequence, token_id, reason))
+        self.counters.tokens_sampled += len(taken)
+        return taken
+
+    def _add_decodes(self, segments: dict[Sequence, Segment]) -> None:
+        for sequence in list(self.running):
+            if sequence.slot < 0 or not sequence.decoding:
+                continue
+            if sequence.num_output >= sequence.max_output:
+                continue  # its last token is in flight
+            if self._hold(sequence, sequence.num_computed + 1, segments):
+                segments[sequence] = self._segment(sequence, 1)
+
+    def _add_prefills(self, segments: dict[Sequence, Segment]) -> None:
+        prefilling = [s for s in self.running if s.num_left > 0 and not s.decoding]
+        max_prefilling = self.prefill_chunk // self.page_size  # each gets a page at least
+        while len(prefilling) < max_prefilling and (admitted := self._admit()):
+            prefilling.append(admitted)
+        for sequence, count in self._shares(prefilling):
+            if sequence.slot >= 0 and self._hold(
+                sequence, sequence.num_computed + count, segments
+            ):
+                segments[sequence] = self._segment(sequence, count)
+
+    def _shares(self, prefilling: list[Sequence]) -> list[tuple[Sequence, int]]:
+        """Tokens of the budget for each prompt: half to the oldest, the rest shortest first."""
+        if not prefilling:
+            return []
+        oldest = prefilling[0]
+        shares = {oldest: self._chunk(oldest, max(self.prefill_chunk // 2, self.page_size))}
+        budget = self.prefill_chunk - shares[oldest]
+        for sequence in sorted(prefilling[1:], key=lambda s: s.num_left):
+            shares[sequence] = self._chunk(sequence, budget)
+            budget -= shares[sequence]
+        shares[oldest] = self._chunk(oldest, shares[oldest] + budget)
+        return [(sequence, count) for sequence, count in shares.items() if count]
+
+    def _chunk(self, sequence: Sequence, limit: int) -> int:
+        """Tokens of the next chunk: all that is left, or as many whole pages as fit."""
+        if sequence.num_left <= limit:
+            return sequence.num_left
+        return limit - limit % self.page_size
+
+    def _segment(self, sequence: Sequence, count: int) -> Segment:
+        start = sequence.num_computed
+        return Segment(
+            sequence=sequence,
+            start=start,
+            num_tokens=count,
+            samples=count == sequence.num_left,
+            sealed=sequence.num_sealed,
+            seals=count > MAX_SHORT,
+            output_index=sequence.num_output,
+        )
+
+    def _launch(self, batch: Batch) -> None:
+        """Count the step as computed: it will be by the time that anything depends on it."""
+        for segment in batch.segments:
+            sequence = segment.sequence
+            prompt_rows = min(sequence.num_prompt, segment.stop) - segment.start
+            self.counters.prompt_tokens_computed += max(prompt_rows, 0)
+            self.counters.tokens_computed += segment.num_tokens
+            sequence.num_computed += segment.num_tokens
+            sequence.num_pending += segment.samples
+            if segment.seals:
+                sequence.num_sealed = segment.stop - segment.stop % self.page_size
+        batch.sampling = [s.sequence for s in batch.segments if s.samples]
+        self.counters.steps += 1
+
+    # -- tails ----------------------------------------------------------------------------------
+
+    def _seal_tails(self, segments: list[Segment]) -> list[tuple[Sequence, int, int]]:
+        """Tail pages to move into the pool before the step: every full one, if any tail is full.
+
+        All at once, because the barrier that it takes costs the same for one as for all. A step that
+        writes pages anyhow has its barrier, so it seals too.
+        """
+        ring = 2 * self.page_size
+        if not any(s.seals or s.stop - s.sealed > ring for s in segments):
+            return []
+        moves = []
+        for segment in segments:
+            stop = segment.start - segment.start % self.page_size
+            if stop > segment.sealed:
+                moves.append((segment.sequence, segment.sealed, stop))
+                self.counters.pages_sealed += (stop - segment.sealed) // self.page_size
+                segment.sealed = segment.sequence.num_sealed = stop
+        return moves
+
+    # -- pages ----------------------------------------------------------------------------------
+
+    def _trim_windows(self) -> None:
+        """Let go of pages that no later token can see."""
+        for group, window in enumerate(self.windows):
+            if window is None:
+                continue
+            allocator = self.allocators[group]
+            for sequence in self.running:
+                lowest = (sequence.num_computed - window + 1) // self.page_size
+                table = sequence.tables[group]
+                if lowest > table.first:
+                    allocator.release(table.drop_before(lowest))
+
+    def _admit(self) -> Sequence | None:
+        """Start the first in the queue if the pages of all that it has now are there."""
+        if not self.waiting or not self._free_slots:
+            return None
+        sequence = self.waiting[0]
+        if sequence.num_pending or not self._room_for(sequence):
+            return None  # pending: it was preempted with a step in flight, whose token it gets first
+        self.waiting.popleft()
+        sequence.slot = heapq.heappop(self._free_slots)
+        sequence.tables = [PageTable(self.page_size) for _ in self.windows]
+        for group, window in enumerate(self.windows):
+            if window is None:  # in one go, so that a prompt lies in one run
+                self._extend(sequence, group, sequence.num_known)
+        self.running.append(sequence)
+        self._admitted.append(sequence)
+        return sequence
+
+    def _room_for(self, sequence: Sequence) -> bool:
+        """Whether its pages are free, and one for each that runs: else it would be preempted soon."""
+        spare = len(self.running)
+        return all(
+            self.pages_needed(group, sequence.num_known + 1) + spare <= allocator.num_free
+            for group, allocator in enumerate(self.allocators)
+        )
+
+    def pages_needed(self, group: int, num_tokens: int) -> int:
+        """Pages of a group that a sequence of `num_tokens` needs at once, at most."""
+        pages = -(-num_tokens // self.page_size)
+        window = self.windows[group]
+        if window is None:
+            return pages
+        held = -(-(window - 1) // self.page_size) + 1
+        return min(pages, held + self.prefill_chunk // self.page_size)
+
+    def _hold(
+        self, sequence: Sequence, num_tokens: int, segments: dict[Sequence, Segment]
+    ) -> bool:
+        """Take the pages for `num_tokens` positions, from the youngest others if need be.
+
+        False: the sequence itself is the youngest and went back to the queue.
+        """
+        for group in range(len(self.windows)):
+            while True:
+                try:
+                    self._extend(sequence, group, num_tokens)
+                    break
+                except OutOfPages:
+                    youngest = self.running[-1]
+                    assert len(self.running) > 1, "a request that fits alone was admitted"
+                    segments.pop(youngest, None)
+                    self.preempt(youngest)
+                    if youngest is sequence:
+                        return False
+        return True
+
+    def _extend(self, sequence: Sequence, group: int, num_tokens: int) -> None:
+        table = sequence.tables[group]
+        missing = -(-(num_tokens - table.end) // self.page_size)
+        if missing > 0:
+            after = table.pages[-1] if table.pages else None
+            table.append(self.allocators[group].allocate(missing, after=after))
+
+
+def _segment_class(segment: Segment) -> int:
+    """Flat order of a step: single tokens, short segments, prefill chunks."""
+    return 0 if segment.num_tokens == 1 else 1 if not segment.seals else 2
+
+
+def _finish_reason(sequence: Sequence, token_id: int) -> FinishReason | None:
+    """Why a sequence ends with this token; None: it goes on."""
+    known = len(sequence.token_ids) - sequence.num_prompt
+    if token_id in sequence.request.stop_ids and known > sequence.request.params.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if known >= sequence.max_output else None
+

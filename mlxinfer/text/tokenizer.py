@@ -1,0 +1,162 @@
+"""Text to token ids and back. Knows the tokenizer's files; no chat, no streams, no model."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from ..errors import InvalidRequestError
+from .backend import (
+    NOT_TEXT,
+    TokenizerPanicError,
+    encode_guarded,
+    load_backend,
+    panic_guard,
+    part_spec,
+)
+from .files import TokenizerFiles, read_tokenizer_files
+from .template import ChatTemplate
+
+MAX_TEXT_CHARS = 16_000_000
+
+
+class Tokenizer:
+    """A model's tokenizer; safe to use from several threads.
+
+    `eos_token_ids` are the ids that end an answer, of generation_config.json (or config.json) and
+    the tokenizer's own eos_token. `special_ids` are control tokens, which decode leaves out.
+    `vocab_size` is one more than the largest id.
+    """
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    bos_token_id: int | None
+    special_ids: frozenset[int]
+    template: ChatTemplate | None
+
+    def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles | None = None) -> None:
+        files = files or TokenizerFiles()
+        self._backend = backend
+        self._lock = threading.Lock()  # over `encode_special_tokens`, which is state of the backend
+        _add_missing_tokens(backend, files)
+        self.added_tokens: dict[int, tokenizers.AddedToken] = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, t in self.added_tokens.items() if t.special)
+        self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
+        self.named_tokens = dict(files.named)
+        self._resolve_ends(files)
+        self.decoder_spec: dict[str, Any] | None = part_spec(backend, "decoder")
+        self.template = (
+            ChatTemplate(files.templates, variables=self.named_tokens) if files.templates else None
+        )
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "Tokenizer":
+        """Load a checkpoint's tokenizer and chat template.
+
+        Raises:
+            CheckpointError: a file is broken, truncated or hostile.
+            UnsupportedModelError: no tokenizer.json, and nothing that can make one.
+        """
+        return cls(load_backend(folder), read_tokenizer_files(folder))
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False
+    ) -> list[int]:
+        """Return the ids of `text`.
+
+        Args:
+            text: any valid Unicode up to MAX_TEXT_CHARS characters.
+            add_special_tokens: add what the tokenizer puts around a text, such as BOS. A text that
+                already begins with BOS (under `parse_special`) gets no second one.
+            parse_special: read special-token text (`<|im_end|>`) as control tokens; otherwise it is
+                plain text like any other.
+
+        Raises:
+            InvalidRequestError: the text is too long, not valid Unicode, or the tokenizer fails.
+        """
+        _check_text(text)
+        with self._lock:
+            self._backend.encode_special_tokens = not parse_special
+            ids = encode_guarded(self._backend, text, special=add_special_tokens)
+        doubled = self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2
+        return ids[1:] if doubled and add_special_tokens and parse_special else ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the ids of `text` as text only: no added token is matched, special or not."""
+        _check_text(text)
+        backend = self._backend
+        try:
+            with panic_guard():
+                if backend.normalizer is not None:
+                    text = backend.normalizer.normalize_str(text)
+                splits = [text]
+                if backend.pre_tokenizer is not None:
+                    splits = [s for s, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+                return [token.id for split in splits for token in backend.model.tokenize(split)]
+        except (TypeError, UnicodeEncodeError):
+            raise InvalidRequestError(NOT_TEXT) from None
+        except TokenizerPanicError as error:
+            raise InvalidRequestError(f"The tokenizer cannot encode this text: {error}") from None
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of `ids`; ids that no token has are left out.
+
+        Raises:
+            InvalidRequestError: an id is negative or past 32 bits, or the tokenizer fails.
+        """
+        try:
+            with panic_guard():
+                return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        except (OverflowError, TypeError) as error:
+            raise InvalidRequestError(f"These are not token ids: {error}") from None
+        except TokenizerPanicError as error:
+            raise InvalidRequestError(f"The tokenizer cannot decode these ids: {error}") from None
+
+    def id_to_piece(self, token_id: int) -> str | None:
+        """Return the token as the vocabulary spells it (`Ġthe`, `▁the`, `<0x0A>`), None if none."""
+        piece: str | None = self._backend.id_to_token(token_id)
+        return piece
+
+    def piece_to_id(self, piece: str) -> int | None:
+        """Return the id of a token as the vocabulary spells it, None if there is none."""
+        token_id: int | None = self._backend.token_to_id(piece)
+        return token_id
+
+    def to_json(self) -> str:
+        """Return tokenizer.json of this tokenizer, for libraries that build their own tables."""
+        return str(self._backend.to_str())
+
+    def _resolve_ends(self, files: TokenizerFiles) -> None:
+        self.bos_token_id = self.piece_to_id(self.named_tokens.get("bos_token", ""))
+        if self.bos_token_id is None and files.bos_id is not None:
+            self.bos_token_id = files.bos_id if files.bos_id < self.vocab_size else None
+        eos = self.piece_to_id(self.named_tokens.get("eos_token", ""))
+        declared = {i for i in files.eos_ids if i < self.vocab_size}
+        self.eos_token_ids = frozenset(declared | ({eos} if eos is not None else set()))
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
+    """Add the tokens that only tokenizer_config.json declares, as transformers does."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for entry, special in files.added:
+        if entry["content"] in known:
+            continue
+        flags = {k: bool(entry[k]) for k in _TOKEN_FLAGS if k in entry}
+        backend.add_tokens([tokenizers.AddedToken(entry["content"], special=special, **flags)])
+        known.add(entry["content"])
+    missing = [text for text in files.named.values() if text and text not in known]
+    backend.add_special_tokens(list(dict.fromkeys(missing)))
+
+
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+
+
+def _check_text(text: object) -> None:
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"Expected text, got {type(text).__name__}.")
+    if len(text) > MAX_TEXT_CHARS:
+        raise InvalidRequestError(
+            f"The text has {len(text)} characters; at most {MAX_TEXT_CHARS} are accepted."
+        )

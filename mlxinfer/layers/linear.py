@@ -1,0 +1,91 @@
+"""Matrix products with dense or quantised weights. Knows no checkpoint names."""
+
+from typing import Protocol
+
+import mlx.core as mx
+
+
+class Projection(Protocol):
+    """x (T, in_dims) -> (T, out_dims)."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """The product, and the bias where there is one."""
+        ...
+
+    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
+        """residual (T, out_dims) + self(x), in one operation where the format has one."""
+        ...
+
+
+class Linear:
+    """A dense matrix, kept as the transposed view that the product wants."""
+
+    __slots__ = ("bias", "transposed")
+
+    def __init__(self, weight: mx.array, bias: mx.array | None = None) -> None:
+        self.transposed = weight.T  # (in_dims, out_dims)
+        self.bias = bias
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (T, in_dims) -> (T, out_dims)."""
+        if self.bias is None:
+            return x @ self.transposed
+        return mx.addmm(self.bias, x, self.transposed)
+
+    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
+        """residual + self(x); the residual takes part in the product."""
+        y = mx.addmm(residual, x, self.transposed)
+        return y if self.bias is None else y + self.bias
+
+
+class QuantizedLinear:
+    """A matrix in one of MLX's quantised formats; the product dequantises as it goes."""
+
+    __slots__ = ("bias", "biases", "bits", "group_size", "mode", "scales", "weight")
+
+    def __init__(
+        self,
+        weight: mx.array,
+        scales: mx.array,
+        biases: mx.array | None,
+        bias: mx.array | None = None,
+        *,
+        group_size: int,
+        bits: int,
+        mode: str,
+    ) -> None:
+        self.weight = weight  # (out_dims, in_dims * bits / 32) uint32
+        self.scales = scales  # (out_dims, in_dims / group_size)
+        self.biases = biases  # as scales; affine only
+        self.bias = bias  # (out_dims,)
+        self.group_size = group_size
+        self.bits = bits
+        self.mode = mode
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (T, in_dims) -> (T, out_dims)."""
+        y = mx.quantized_matmul(
+            x, self.weight, self.scales, self.biases, True, self.group_size, self.bits, self.mode
+        )
+        return y if self.bias is None else y + self.bias
+
+    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
+        """residual + self(x)."""
+        return residual + self(x)
+
+
+class Joined:
+    """Several projections of the same input, side by side: for formats that cannot be fused."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: list[Projection]) -> None:
+        self.parts = parts
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (T, in_dims) -> (T, sum of out_dims)."""
+        return mx.concatenate([part(x) for part in self.parts], axis=-1)
+
+    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
+        """residual + self(x)."""
+        return residual + self(x)

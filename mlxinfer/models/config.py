@@ -1,0 +1,252 @@
+"""config.json, normalised: one frozen ModelConfig for every family and spelling. No mlx.
+
+What a family assumes where its config is silent stands in `_ASSUMED`, as transformers has it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, UnsupportedModelError
+from ..layers.frequencies import RopeSpec
+from . import registry
+from .jsonfields import Fields, read_json
+from .quantization import Quantization, read_quantization
+from .ropeconfig import read_rope
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+_GEMMA3: dict[str, Any] = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "tie_word_embeddings": True,
+}
+_ASSUMED: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 4096},
+    "qwen2": {},
+    "qwen3": {"head_dim": 128},
+    "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False},
+    "gemma3_text": _GEMMA3,
+    "gpt_oss": {
+        "head_dim": 64,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "sliding_window_pattern": 2,
+        "rope_theta": 150_000.0,
+        "experts_per_token": 4,
+    },
+}
+_COMMON = {
+    "rope_theta": 10_000.0,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What a decoder needs to know to be built. Per-layer tuples have `num_layers` entries."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_context: int  # tokens
+    eos_token_ids: tuple[int, ...]
+    rms_norm_eps: float
+    activation: str
+    tie_word_embeddings: bool
+    windows: tuple[int | None, ...]  # tokens a layer sees, itself included; None: all
+    ropes: tuple[RopeSpec, ...]
+    attention_scale: float
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    final_softcap: float | None = None
+    num_experts: int = 0
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    sparse_layers: tuple[bool, ...] = ()  # whether a layer's MLP is a mixture of experts
+    quantization: Quantization | None = None
+    dtype: str | None = None  # as the config states it; the tensors themselves decide
+    fields: Fields = field(repr=False, compare=False)  # for what only one family reads
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """The config of a checkpoint folder, with the end tokens of generation_config.json."""
+    raw = read_json(folder / "config.json")
+    generation = folder / "generation_config.json"
+    return normalise(raw, read_json(generation) if generation.is_file() else {})
+
+
+def normalise(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+    """A ModelConfig from the contents of config.json, as transformers 4 or 5 or mlx-lm write it.
+
+    Raises:
+        CheckpointError: a key is missing, of the wrong type or out of range; the message names it.
+        UnsupportedModelError: the architecture or a feature of it is not supported.
+    """
+    fields = _text_fields(raw)
+    model_type = fields.text("model_type")
+    registry.check(model_type)
+    vocab_size = fields.integer("vocab_size", high=2**24)
+    hidden_size = fields.integer("hidden_size", high=2**20)
+    num_layers = fields.integer("num_hidden_layers", high=2000)
+    num_heads = fields.integer("num_attention_heads", high=2**14)
+    num_kv_heads = fields.integer("num_key_value_heads", high=2**14, default=num_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"num_attention_heads is {num_heads}, which num_key_value_heads, {num_kv_heads}, "
+            "does not divide."
+        )
+    head_dim = fields.integer("head_dim", high=2**14, default=None) or hidden_size // num_heads
+    layer_types = _layer_types(fields, num_layers)
+    window = fields.integer("sliding_window", default=None) if SLIDING in layer_types else None
+    ropes = {kind: read_rope(fields, kind, head_dim=head_dim) for kind in set(layer_types)}
+    query_scalar = fields.number("query_pre_attn_scalar", above=0.0, default=float(head_dim))
+    bias = fields.boolean("attention_bias", default=False)
+    biased = model_type in ("llama", "qwen3", "qwen3_moe", "gpt_oss") and bias
+    _check_features(fields)
+    return ModelConfig(
+        model_type=model_type,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size", high=2**22),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_context=_max_context(fields, ropes[layer_types[-1]]),
+        eos_token_ids=_eos_token_ids(raw, fields, generation or {}, vocab_size),
+        rms_norm_eps=fields.number("rms_norm_eps", low=0.0, high=1.0),
+        activation=fields.text("hidden_activation", "hidden_act"),
+        tie_word_embeddings=_tied(raw, fields),
+        windows=tuple(window if kind == SLIDING else None for kind in layer_types),
+        ropes=tuple(ropes[kind] for kind in layer_types),
+        attention_scale=query_scalar**-0.5,
+        qkv_bias=biased or model_type == "qwen2",
+        o_bias=biased,
+        mlp_bias=fields.boolean("mlp_bias", default=False),
+        final_softcap=fields.number("final_logit_softcapping", above=0.0, default=None),
+        quantization=read_quantization(Fields(raw, "config.json")),
+        dtype=fields.text("dtype", "torch_dtype", default=None),
+        fields=fields,
+        **_experts(fields, num_layers),
+    )
+
+
+def _text_fields(raw: Mapping[str, Any]) -> Fields:
+    """The object that describes the language model, with the family's assumptions filled in."""
+    top = Fields(raw, "config.json")
+    model_type = top.text("model_type")
+    text = top.fields("text_config")
+    if model_type == "gemma3" and text is not None:
+        top = Fields({"model_type": "gemma3_text", **text.values}, text.where)
+        model_type = top.text("model_type")
+    elif model_type == "gemma3":
+        model_type = "gemma3_text"
+        top = Fields({**raw, "model_type": model_type}, top.where)
+    assumed = {**_COMMON, **_ASSUMED.get(model_type, {})}
+    return Fields({**assumed, **top.values}, top.where)
+
+
+def _tied(raw: Mapping[str, Any], fields: Fields) -> bool:
+    """transformers writes the key beside, not inside, the text_config of a multimodal model."""
+    inner = fields.boolean("tie_word_embeddings", default=False)
+    return Fields(raw, "config.json").boolean("tie_word_embeddings", default=inner)
+
+
+def _layer_types(fields: Fields, num_layers: int) -> list[str]:
+    """FULL or SLIDING for each layer, whether a list, a period or a first layer is stated."""
+    if fields.get("sliding_window") is None or not _windows_used(fields):
+        return [FULL] * num_layers
+    stated = fields.items("layer_types")
+    if stated is not None:
+        if len(stated) != num_layers or not all(kind in (FULL, SLIDING) for kind in stated):
+            raise CheckpointError(
+                f"layer_types in {fields.where} must be {num_layers} times {FULL!r} or {SLIDING!r}."
+            )
+        return stated
+    if fields.get("sliding_window_pattern") is not None:
+        period = fields.integer("_sliding_window_pattern", "sliding_window_pattern", high=2**20)
+        return [SLIDING if (i + 1) % period else FULL for i in range(num_layers)]
+    first = 0
+    if fields.text("model_type") in ("qwen2", "qwen3"):
+        first = fields.integer("max_window_layers", low=0, default=28)
+    return [SLIDING if i >= first else FULL for i in range(num_layers)]
+
+
+def _windows_used(fields: Fields) -> bool:
+    model_type = fields.text("model_type")
+    if model_type.startswith("qwen"):
+        return fields.boolean("use_sliding_window", default=False)
+    return model_type != "llama"
+
+
+def _max_context(fields: Fields, rope: RopeSpec) -> int:
+    """YaRN configs may state the context before stretching; the others state it after."""
+    stated = fields.integer("max_position_embeddings")
+    stretched = int(rope.original_context * rope.factor) if rope.kind == "yarn" else 0
+    return min(max(stated, stretched), 2**31 - 1)
+
+
+def _eos_token_ids(
+    raw: Mapping[str, Any], fields: Fields, generation: Mapping[str, Any], vocab_size: int
+) -> tuple[int, ...]:
+    found: dict[int, None] = {}  # a set that keeps the order
+    for values in (generation, raw, fields.values):
+        stated = values.get("eos_token_id")
+        for token_id in stated if isinstance(stated, list) else [stated]:
+            if token_id is None:
+                continue
+            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                raise CheckpointError(
+                    f"eos_token_id holds {str(token_id)[:60]!r}; expected token ids from 0 to "
+                    f"{vocab_size - 1}."
+                )
+            found[token_id] = None
+    return tuple(found)
+
+
+def _experts(fields: Fields, num_layers: int) -> dict[str, Any]:
+    if fields.get("num_experts", "num_local_experts") is None:
+        return {}
+    num_experts = fields.integer("num_local_experts", "num_experts", high=2**16)
+    step = fields.integer("decoder_sparse_step", default=1)
+    dense = fields.items("mlp_only_layers") or []
+    return {
+        "num_experts": num_experts,
+        "experts_per_token": fields.integer(
+            "num_experts_per_tok", "experts_per_token", high=num_experts
+        ),
+        "moe_intermediate_size": fields.integer(
+            "moe_intermediate_size", "intermediate_size", high=2**22
+        ),
+        "norm_topk_prob": fields.boolean("norm_topk_prob", default=False),
+        "sparse_layers": tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
+    }
+
+
+def _check_features(fields: Fields) -> None:
+    """Refuse what would silently change the answers."""
+    for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
+        if fields.get(key) not in (None, False):
+            raise UnsupportedModelError(f"{key} in {fields.where} is not supported.")

@@ -1,0 +1,149 @@
+"""JSON files read with care: sizes, depth, types and ranges are checked and named. No mlx."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..errors import CheckpointError
+
+MAX_JSON_BYTES = 64 << 20
+
+
+def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: no such file, too large, not JSON, NaN or Infinity, or not an object.
+    """
+    try:
+        if path.stat().st_size > max_bytes:
+            raise CheckpointError(f"{path} is larger than {max_bytes} bytes; not read.")
+        return parse_json(path.read_bytes(), str(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def parse_json(data: bytes, where: str) -> dict[str, Any]:
+    """The object in `data`; duplicate keys are refused, since readers disagree about them."""
+    try:
+        value = json.loads(
+            data.decode("utf-8"), parse_constant=_refuse, object_pairs_hook=_without_duplicates
+        )
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} is not sound JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} holds a {type(value).__name__}; expected an object.")
+    return value
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a JSON number")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key is given twice")
+    return result
+
+
+_REQUIRED: Any = object()
+
+
+class Fields:
+    """One JSON object, read key by key.
+
+    Several keys are spellings of one thing: the first that is present and not null counts. Every
+    reader raises CheckpointError, naming key and file, where the value is missing, of another type
+    or out of its range.
+    """
+
+    __slots__ = ("values", "where")
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values = values
+        self.where = where
+
+    def get(self, *keys: str) -> Any:
+        """The first value that is present and not null, unchecked; None if there is none."""
+        return next((self.values[key] for key in keys if self.values.get(key) is not None), None)
+
+    def integer(
+        self, *keys: str, low: int = 1, high: int = 2**31 - 1, default: Any = _REQUIRED
+    ) -> int:
+        """An integer in [low, high]; whole floats, as some configs have them, count."""
+        value = self._given(keys, default)
+        if type(value) is float and value.is_integer():
+            value = int(value)
+        if value is default and default is not _REQUIRED:
+            return default
+        if type(value) is not int or not low <= value <= high:
+            self._fail(keys, value, f"an integer from {low} to {high}")
+        return value
+
+    def number(
+        self,
+        *keys: str,
+        low: float = -1e30,
+        high: float = 1e30,
+        above: float | None = None,
+        default: Any = _REQUIRED,
+    ) -> float:
+        """A finite number in [low, high], and greater than `above`."""
+        value = self._given(keys, default)
+        if value is default and default is not _REQUIRED:
+            return default
+        sound = type(value) in (int, float) and low <= value <= high and math.isfinite(value)
+        if not sound or (above is not None and value <= above):
+            bound = f"[{low:g}" if above is None else f"({above:g}"
+            self._fail(keys, value, f"a number in {bound}, {high:g}]")
+        return float(value)
+
+    def boolean(self, *keys: str, default: Any = _REQUIRED) -> bool:
+        """True or false."""
+        value = self._given(keys, default)
+        if type(value) is not bool:
+            self._fail(keys, value, "true or false")
+        return value
+
+    def text(self, *keys: str, default: Any = _REQUIRED) -> str:
+        """A string."""
+        value = self._given(keys, default)
+        if value is default and default is not _REQUIRED:
+            return default
+        if type(value) is not str:
+            self._fail(keys, value, "a string")
+        return value
+
+    def fields(self, *keys: str) -> "Fields | None":
+        """A nested object, or None where there is none."""
+        value = self.get(*keys)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            self._fail(keys, value, "an object")
+        return Fields(value, f"{keys[0]} of {self.where}")
+
+    def items(self, *keys: str, max_items: int = 10_000) -> list[Any] | None:
+        """A list, its items unchecked, or None where there is none."""
+        value = self.get(*keys)
+        if value is not None and (not isinstance(value, list) or len(value) > max_items):
+            self._fail(keys, value, f"a list of at most {max_items} items")
+        return value
+
+    def _given(self, keys: tuple[str, ...], default: Any) -> Any:
+        value = self.get(*keys)
+        if value is not None:
+            return value
+        if default is _REQUIRED:
+            names = " or ".join(keys)
+            raise CheckpointError(f"{self.where} has no {names}, which this model needs.")
+        return default
+
+    def _fail(self, keys: tuple[str, ...], value: Any, expected: str) -> NoReturn:
+        key = next(key for key in keys if self.values.get(key) is not None)
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else shown[:60] + "…"
+        raise CheckpointError(f"{key} in {self.where} is {shown}; expected {expected}.")

@@ -1,0 +1,87 @@
+"""Which weights a checkpoint holds quantised, and in which format. Knows config.json, no mlx.
+
+MLX checkpoints state one format for all layers and exceptions by path:
+`{"group_size": 64, "bits": 4, "mode": "affine", "lm_head": false, "a.b": {"bits": 8, ...}}`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..errors import CheckpointError, UnsupportedModelError
+from .jsonfields import Fields
+
+_GROUPS = {"affine": (32, 64, 128), "mxfp4": (32,), "mxfp8": (32,), "nvfp4": (16,)}
+_BITS = {"affine": (1, 2, 3, 4, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
+_DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantFormat:
+    """How numbers are packed: `group_size` weights of `bits` bits share a scale."""
+
+    group_size: int
+    bits: int
+    mode: str = "affine"  # "affine" | "mxfp4" | "mxfp8" | "nvfp4"
+
+
+MXFP4 = QuantFormat(32, 4, "mxfp4")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The format of a checkpoint's quantised layers, and the layers that differ."""
+
+    default: QuantFormat
+    by_path: Mapping[str, QuantFormat] = field(default_factory=dict)
+
+    def of(self, path: str) -> QuantFormat:
+        """The format of the layer at `path`, as the checkpoint names it."""
+        return self.by_path.get(path, self.default)
+
+
+def read_quantization(config: Fields) -> Quantization | None:
+    """What config.json says of quantisation; None: nothing is quantised.
+
+    Raises:
+        CheckpointError: a format that does not exist.
+        UnsupportedModelError: a format of another library.
+    """
+    stated = config.fields("quantization", "quantization_config")
+    if stated is None:
+        return None
+    method = stated.get("quant_method")
+    if method == "mxfp4":
+        return Quantization(MXFP4)
+    if method is not None and "bits" not in stated.values:
+        raise _foreign(method, stated)
+    if stated.get("group_size", "bits", "mode") is None:
+        raise _foreign(method, stated)
+    if method not in (None, "mlx", "affine") and "mode" not in stated.values:
+        raise _foreign(method, stated)
+    by_path = {
+        path: _read_format(Fields(value, f"{path} in {stated.where}"))
+        for path, value in stated.values.items()
+        if isinstance(value, dict)
+    }
+    return Quantization(_read_format(stated), by_path)
+
+
+def _read_format(fields: Fields) -> QuantFormat:
+    mode = fields.text("mode", default="affine")
+    if mode not in _GROUPS:
+        raise CheckpointError(f"mode in {fields.where} is {mode!r}; expected one of {[*_GROUPS]}.")
+    group_size = fields.integer("group_size", default=_DEFAULTS[mode][0])
+    bits = fields.integer("bits", default=_DEFAULTS[mode][1])
+    if group_size not in _GROUPS[mode] or bits not in _BITS[mode]:
+        raise CheckpointError(
+            f"{fields.where} says {bits} bits in groups of {group_size}; {mode} has "
+            f"{_BITS[mode]} bits in groups of {_GROUPS[mode]}."
+        )
+    return QuantFormat(group_size, bits, mode)
+
+
+def _foreign(method: object, stated: Fields) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{stated.where} says quant_method {method!r}, which cannot be loaded as it is; use the "
+        "original checkpoint, or convert it."
+    )

@@ -1,0 +1,93 @@
+"""How a config states its rotary embedding, in the spellings of transformers 4 and 5. No mlx.
+
+Version 4: `rope_theta`, `rope_scaling: {type | rope_type, factor, ...}`, `partial_rotary_factor`,
+and for Gemma 3 `rope_local_base_freq`. Version 5: `rope_parameters: {rope_type, rope_theta, ...}`,
+or one such object per layer type.
+"""
+
+from ..errors import CheckpointError, UnsupportedModelError
+from ..layers.frequencies import RopeSpec, yarn_attention_factor
+from .jsonfields import Fields
+
+_KINDS = {
+    "default": "default",
+    "mrope": "default",  # for text alone, all three of its axes are the position
+    "linear": "linear",
+    "llama3": "llama3",
+    "yarn": "yarn",
+}
+
+
+def read_rope(config: Fields, layer_type: str, *, head_dim: int) -> RopeSpec:
+    """The rope of the layers of one type ("full_attention" | "sliding_attention").
+
+    Raises:
+        CheckpointError: values that make no sense.
+        UnsupportedModelError: a kind of scaling that is not known here.
+    """
+    stated = _stated(config, layer_type)
+    kind = stated.text("rope_type", "type", default="default")
+    if kind not in _KINDS:
+        raise UnsupportedModelError(
+            f"rope_type in {stated.where} is {kind!r}; supported are {', '.join(_KINDS)}."
+        )
+    partial = stated.number("partial_rotary_factor", above=0.0, high=1.0, default=1.0)
+    dims = int(head_dim * partial)
+    if dims < 2 or dims % 2:
+        raise CheckpointError(
+            f"{stated.where} turns {dims} of {head_dim} dimensions; expected an even number."
+        )
+    base = RopeSpec(dims=dims, theta=stated.number("rope_theta", above=1.0), kind=_KINDS[kind])
+    return base if base.kind == "default" else _scaled(base, stated, config)
+
+
+def _stated(config: Fields, layer_type: str) -> Fields:
+    """One flat object with rope_theta in it, whatever the spelling."""
+    new = config.fields("rope_parameters")
+    if new is not None and isinstance(new.get(layer_type), dict):
+        new = new.fields(layer_type)
+    old = config.fields("rope_scaling")
+    local = config.get("rope_local_base_freq")
+    theta = config.get("rope_theta")
+    if layer_type == "sliding_attention" and local is not None:
+        old, theta = None, local  # Gemma 3 stretches its full-attention layers only
+    chosen = new if new is not None else old
+    values = {"rope_theta": theta, "partial_rotary_factor": config.get("partial_rotary_factor")}
+    if chosen is not None:
+        values.update((key, value) for key, value in chosen.values.items() if value is not None)
+    return Fields(values, chosen.where if chosen is not None else config.where)
+
+
+def _scaled(base: RopeSpec, stated: Fields, config: Fields) -> RopeSpec:
+    original = stated.get("original_max_position_embeddings")
+    source = stated if original is not None else config
+    context = source.integer("original_max_position_embeddings", "max_position_embeddings")
+    factor = stated.number("factor", low=1e-3, high=1e6)
+    extra: dict[str, float | bool] = {}
+    if base.kind == "llama3":
+        extra["low_freq_factor"] = stated.number("low_freq_factor", above=0.0, default=1.0)
+        extra["high_freq_factor"] = stated.number(
+            "high_freq_factor", above=extra["low_freq_factor"], default=4.0
+        )
+    if base.kind == "yarn":
+        extra = _yarn_extra(stated, factor)
+    return RopeSpec(
+        dims=base.dims,
+        theta=base.theta,
+        kind=base.kind,
+        factor=factor,
+        original_context=context,
+        **extra,  # type: ignore[arg-type]
+    )
+
+
+def _yarn_extra(stated: Fields, factor: float) -> dict[str, float | bool]:
+    mscale = stated.number("mscale", low=0.0, high=1e3, default=None)
+    all_dims = stated.number("mscale_all_dim", low=0.0, high=1e3, default=None)
+    inferred = yarn_attention_factor(factor, mscale, all_dims)
+    return {
+        "beta_fast": stated.number("beta_fast", above=0.0, default=32.0),
+        "beta_slow": stated.number("beta_slow", above=0.0, default=1.0),
+        "truncate": stated.boolean("truncate", default=True),
+        "attention_factor": stated.number("attention_factor", above=0.0, default=inferred),
+    }

@@ -1,0 +1,85 @@
+"""The plainest possible KV cache: a list of keys and values per sequence, and masked softmax.
+
+cache = DenseCache(model)
+hidden = model(ids, positions, cache.step([("a", 5), ("b", 1)]))   # 5 tokens of a, then 1 of b
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlxinfer.core import KVSpec
+
+
+class DenseLayerKV:
+    """One layer's keys and values of every sequence, and who is in the step."""
+
+    def __init__(self, spec: KVSpec) -> None:
+        self.spec = spec
+        self.past: dict[str, tuple[mx.array, mx.array]] = {}
+        self.segments: Sequence[tuple[str, int]] = []
+
+    def attend(self, queries, keys, values, *, scale, sinks=None):
+        spec = self.spec
+        num_tokens = sum(count for _, count in self.segments)
+        assert keys.shape == (num_tokens, spec.num_kv_heads, spec.key_dim)
+        assert values.shape == (num_tokens, spec.num_kv_heads, spec.value_dim)
+        outputs, start = [], 0
+        for name, count in self.segments:
+            rows = slice(start, start + count)
+            outputs.append(
+                self._attend_one(name, queries[rows], keys[rows], values[rows], scale, sinks)
+            )
+            start += count
+        return mx.concatenate(outputs)
+
+    def _attend_one(self, name, q, k, v, scale, sinks):
+        if name in self.past:
+            past_k, past_v = self.past[name]
+            k, v = mx.concatenate([past_k, k]), mx.concatenate([past_v, v])
+        self.past[name] = (k, v)
+        return masked_attention(q, k, v, scale=scale, window=self.spec.window, sinks=sinks)
+
+
+class DenseCache:
+    """A DenseLayerKV for each layer of a model."""
+
+    def __init__(self, model) -> None:
+        self.layers = [DenseLayerKV(spec) for spec in model.kv_specs]
+        self.lengths: dict[str, int] = {}
+
+    def step(self, segments: Sequence[tuple[str, int]]) -> list[DenseLayerKV]:
+        """The caches for a step of these (sequence, number of tokens), in this order."""
+        for layer in self.layers:
+            layer.segments = segments
+        return self.layers
+
+    def run(self, model, chunks: Sequence[tuple[str, Sequence[int]]]) -> mx.array:
+        """Logits (T, vocab_size) of a step over (sequence, its next token ids) pairs."""
+        positions: list[int] = []
+        for name, ids in chunks:
+            start = self.lengths.get(name, 0)
+            positions += range(start, start + len(ids))
+            self.lengths[name] = start + len(ids)
+        flat = [token for _, ids in chunks for token in ids]
+        kv = self.step([(name, len(ids)) for name, ids in chunks])
+        hidden = model(mx.array(flat, mx.int32), mx.array(positions, mx.int32), kv)
+        return model.logits(hidden)
+
+
+def masked_attention(q, k, v, *, scale, window=None, sinks=None):
+    """q (L, H, D): the last L tokens of k (S, Hkv, D) and v (S, Hkv, Dv) -> (L, H, Dv)."""
+    length, heads, _ = q.shape
+    total, kv_heads, _ = k.shape
+    k = mx.repeat(k, heads // kv_heads, axis=1).transpose(1, 2, 0)  # (H, D, S)
+    v = mx.repeat(v, heads // kv_heads, axis=1).transpose(1, 0, 2)  # (H, S, Dv)
+    scores = scale * (q.transpose(1, 0, 2) @ k)  # (H, L, S)
+    at = mx.arange(total - length, total)[:, None]
+    of = mx.arange(total)[None]
+    seen = of <= at if window is None else (of <= at) & (of > at - window)
+    scores = mx.where(seen, scores, -mx.inf)
+    if sinks is not None:
+        column = mx.broadcast_to(sinks[:, None, None], (heads, length, 1)).astype(scores.dtype)
+        scores = mx.concatenate([scores, column], axis=-1)
+    weights = mx.softmax(scores, axis=-1, precise=True)[..., :total]
+    return (weights @ v).transpose(1, 0, 2)

@@ -1,0 +1,78 @@
+"""Tiny random checkpoints, for any test that needs a model: the same seed, the same weights.
+
+folder = tiny_checkpoint(tmp_path, "qwen3-v4")          # or just "qwen3"
+folder = tiny_checkpoint(tmp_path, "llama", quantize={"group_size": 32, "bits": 4})
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from models.cases import CASES, shapes
+
+
+def random_tensor(name: str, shape: tuple[int, ...], seed: int, *, gemma: bool) -> np.ndarray:
+    """float32 values that depend on name, shape and seed alone; no kind is trivial."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    noise = np.random.default_rng(int.from_bytes(digest[:8], "little")).standard_normal(shape)
+    if name.endswith("norm.weight"):
+        values = 0.2 * noise + (0.0 if gemma else 1.0)
+    elif name.endswith("sinks"):
+        values = noise
+    elif "embed_tokens" in name:
+        values = 0.4 * noise
+    elif len(shape) == 1 or name.endswith("_bias"):
+        values = 0.3 * noise
+    else:
+        in_dims = shape[-2] if "experts.gate_up_proj" in name else shape[-1]
+        gain = 3.0 if "lm_head" in name or "router" in name or ".gate.weight" in name else 1.0
+        values = noise * gain / np.sqrt(in_dims)
+    return values.astype(np.float32)
+
+
+def tiny_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
+    """Every tensor of a checkpoint with this config, by its name on the hub."""
+    gemma = config["model_type"].startswith("gemma")
+    return {
+        name: random_tensor(name, shape, seed, gemma=gemma)
+        for name, shape in shapes(config).items()
+    }
+
+
+def tiny_config(case: str) -> dict[str, Any]:
+    """The config of a case ("qwen3-v4"), or of the first case of a family ("qwen3")."""
+    return CASES[case if case in CASES else f"{case}-v4"]
+
+
+def tiny_checkpoint(
+    folder: Path, case: str, *, quantize: dict[str, Any] | None = None, seed: int = 0
+) -> Path:
+    """Write config.json and model.safetensors into `folder` and return it.
+
+    `quantize` ({"group_size", "bits"} and perhaps "mode") quantises every matrix whose inputs the
+    group size divides, as mlx-lm does; the experts of gpt_oss stay as they are.
+    """
+    config = dict(tiny_config(case))
+    arrays = {name: mx.array(value) for name, value in tiny_tensors(config, seed).items()}
+    if quantize is not None:
+        arrays = quantized(arrays, quantize)
+        config["quantization"] = quantize
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
+    return folder
+
+
+def quantized(arrays: dict[str, mx.array], how: dict[str, Any]) -> dict[str, mx.array]:
+    """weight -> weight, scales and (affine) biases, for every matrix that can be quantised."""
+    result: dict[str, mx.array] = {}
+    for name, array in arrays.items():
+        if array.ndim != 2 or array.shape[1] % how["group_size"]:
+            result[name] = array
+            continue
+        names = (name, name.replace("weight", "scales"), name.replace("weight", "biases"))
+        result |= dict(zip(names, mx.quantize(array, **how), strict=False))
+    return result

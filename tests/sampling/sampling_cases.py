@@ -1,0 +1,52 @@
+"""Requests, logits and histories that hypothesis draws for the sampling tests."""
+
+import numpy as np
+from hypothesis import strategies as st
+from sampling_reference import Row
+
+from mlxinfer.core import SamplingParams
+
+VOCAB = 300
+TOKENS = st.integers(0, VOCAB - 1)
+
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1e-6, 0.3, 0.7, 1.0, 1.0, 1.5, 100.0]),
+    top_k=st.sampled_from([0, 0, 1, 2, 7, 40, 100, VOCAB - 1, VOCAB]),
+    top_p=st.sampled_from([1.0, 1.0, 0.999, 0.9, 0.5, 0.01, 1e-9]),
+    min_p=st.sampled_from([0.0, 0.0, 0.02, 0.3, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.7]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 0.7, -1.3]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 0.3, -0.1]),
+    logit_bias=st.one_of(
+        st.just({}),
+        st.dictionaries(TOKENS, st.sampled_from([-1e9, -3.0, 0.5, 8.0]), max_size=4),
+    ),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    min_tokens=st.sampled_from([0, 0, 3]),
+    logprobs=st.sampled_from([None, None, 0, 1, 20]),
+)
+
+
+@st.composite
+def logits(draw: st.DrawFn) -> np.ndarray:
+    """(VOCAB,) float32 on a grid, so that equal values are frequent; some of them may be -inf."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    spread = draw(st.sampled_from([0, 4, 30, 100]))
+    x = rng.integers(-spread, spread + 1, VOCAB).astype(np.float32) / 8
+    if draw(st.booleans()):
+        x[rng.random(VOCAB) < 0.4] = -np.inf
+        x[rng.integers(VOCAB)] = 1.0
+    return x
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> Row:
+    few = st.integers(0, 9)  # from few tokens, so that they repeat
+    return Row(
+        params=draw(PARAMS),
+        logits=draw(logits()),
+        prompt_ids=draw(st.lists(st.one_of(few, TOKENS), max_size=12)),
+        output_ids=draw(st.lists(st.one_of(few, TOKENS), max_size=6)),
+        stop_ids=draw(st.frozensets(TOKENS, max_size=3)),
+    )

@@ -1,0 +1,210 @@
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from sampling_cases import VOCAB, rows
+from sampling_reference import Row, draw, greedy, kept_tokens
+
+from mlxinfer.core import SamplingParams, TokenLogprobs
+from mlxinfer.sampling import Sampler, read_logprobs
+from mlxinfer.sampling.randomness import stream_of, uniforms
+
+Choice = tuple[int, TokenLogprobs | None]
+
+
+def choose(cases: list[Row], pending: bool = False, slots: list[int] | None = None) -> list[Choice]:
+    """One step over these rows; with `pending`, their last tokens are known to the device only."""
+    slots = slots or list(range(len(cases)))
+    sampler = Sampler(VOCAB)
+    hidden = -1 if pending else None
+    for slot, row in zip(slots, cases, strict=True):
+        known = row.output_ids[:hidden]
+        sampler.add(slot, row.params, row.prompt_ids, known, row.stop_ids)
+    newest = [row.output_ids[-1] if pending and row.output_ids else -1 for row in cases]
+    logits = mx.array(np.stack([row.logits for row in cases]))
+    counts = np.array([len(row.output_ids) for row in cases])
+    sampled = sampler.sample(logits, slots, counts, mx.array(newest, mx.int32))
+    mx.eval(sampled.arrays())
+    logprobs = {} if sampled.logprobs is None else read_logprobs(sampled.logprobs)
+    assert sampled.tokens.dtype == mx.int32
+    return [(token, logprobs.get(row)) for row, token in enumerate(sampled.tokens.tolist())]
+
+
+def uniform_of(row: Row) -> float:
+    streams = np.array([stream_of(row.params.seed)], dtype=np.uint64)
+    return float(uniforms(streams, np.array([len(row.output_ids)]))[0])
+
+
+@given(row=rows())
+def test_chooses_as_the_reference(row: Row):
+    ((token, _),) = choose([row])
+    if row.params.greedy:
+        assert token == greedy(row)
+    else:
+        kept = kept_tokens(row)
+        assume(not kept.in_doubt)
+        assert token in draw(kept.probabilities, uniform_of(row))
+
+
+@given(cases=st.lists(rows(), min_size=2, max_size=8), shift=st.integers(0, 7))
+def test_a_row_gets_in_any_batch_and_slot_what_it_gets_alone(cases: list[Row], shift: int):
+    slots = [(3 * place + shift) % 11 for place in range(len(cases))]
+    assert choose(cases, slots=slots) == [choose([row])[0] for row in cases]
+
+
+@given(cases=st.lists(rows(), min_size=1, max_size=8))
+def test_a_token_not_yet_read_counts_as_one_that_was(cases: list[Row]):
+    assert choose(cases, pending=True) == choose(cases)
+
+
+def test_a_run_launched_ahead_and_one_resumed_in_the_middle_give_the_same_tokens():
+    rng = np.random.default_rng(0)
+    steps = mx.array((rng.normal(size=(12, 2, VOCAB)) * 2).astype(np.float32))
+    params = [
+        SamplingParams(temperature=0.9, top_p=0.9, frequency_penalty=0.5, seed=3),
+        SamplingParams(temperature=1.1, repetition_penalty=1.4, min_tokens=4, seed=4),
+    ]
+    prompts, stops = [[1, 2], [3]], frozenset(range(0, VOCAB, 2))
+
+    def run(sampler: Sampler, steps: range) -> list[list[int]]:
+        said, pending = [], None
+        for step in steps:
+            sampled = sampler.sample(logits[step], (0, 1), np.array([step, step]), pending)
+            if pending is not None:
+                said.append(pending.tolist())
+                sampler.observe((0, 1), said[-1])
+            pending = sampled.tokens
+        assert pending is not None
+        return [*said, pending.tolist()]
+
+    logits = steps
+    undisturbed = Sampler(VOCAB)
+    for slot in (0, 1):
+        undisturbed.add(slot, params[slot], prompts[slot], [], stops)
+    whole = run(undisturbed, range(12))
+    resumed = Sampler(VOCAB)
+    for slot in (0, 1):
+        output = [tokens[slot] for tokens in whole[:7]]
+        resumed.add(slot, params[slot], prompts[slot], output, stops)
+    assert run(resumed, range(7, 12)) == whole[7:]
+    assert all(tokens[1] not in stops for tokens in whole[:4])
+    assert any(tokens[1] in stops for tokens in whole[4:])
+
+
+def test_frequencies_follow_the_probabilities_along_a_seeded_answer():
+    logits = np.full(VOCAB, -np.inf, np.float32)
+    logits[[3, 150, 299]] = np.log([0.5, 0.3, 0.2])
+    sampler, times = Sampler(VOCAB), np.zeros(VOCAB)
+    slots = tuple(range(50))
+    for slot in slots:
+        sampler.add(slot, SamplingParams(temperature=1.0, seed=slot), [], [], frozenset())
+    rows = mx.array(np.tile(logits, (50, 1)))
+    for step in range(100):
+        tokens = sampler.sample(rows, slots, np.full(50, step)).tokens
+        times += np.bincount(tokens.tolist(), minlength=VOCAB)
+    expected = np.array([2500, 1500, 1000])
+    assert times.sum() == times[[3, 150, 299]].sum() == 5000
+    assert ((times[[3, 150, 299]] - expected) ** 2 / expected).sum() < 14  # 2 degrees, p = 0.001
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-6, 1.0, 100.0])
+@pytest.mark.parametrize("cut", [{}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9}])
+def test_a_bias_against_all_but_one_leaves_that_one(temperature: float, cut: dict[str, float]):
+    bias = {token: -1e9 for token in range(VOCAB) if token != 77}
+    params = SamplingParams(temperature=temperature, logit_bias=bias, **cut)
+    logits = np.random.default_rng(0).normal(size=VOCAB) * 30
+    assert choose([Row(params, logits)])[0][0] == 77
+
+
+@pytest.mark.parametrize("value", [0.0, -1e30, 1e30])
+def test_all_equal_logits(value: float):
+    flat = np.full(VOCAB, value, np.float32)
+    assert choose([Row(SamplingParams(), flat)])[0][0] == 0
+    for seed in range(5):
+        params = SamplingParams(temperature=1.0, top_k=3, top_p=0.1, min_p=1.0, seed=seed)
+        row = Row(params, flat)
+        assert choose([row])[0][0] == int(uniform_of(row) * VOCAB)
+
+
+def test_a_row_where_nothing_is_allowed_breaks_no_other():
+    nothing = Row(SamplingParams(temperature=1.0, top_p=0.5), np.full(VOCAB, -np.inf, np.float32))
+    some = Row(SamplingParams(temperature=1.0, top_p=0.5, seed=1), np.arange(VOCAB) / 10)
+    (token, _), beside = choose([nothing, some])
+    assert 0 <= token < VOCAB
+    assert beside == choose([some])[0]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0, top_k=3)])
+def test_a_mask_comes_before_all_else(params: SamplingParams):
+    sampler = Sampler(VOCAB)
+    sampler.add(0, params, [], [], frozenset())
+    sampler.add(1, params, [], [], frozenset())
+    logits = mx.array(np.tile(np.arange(VOCAB, dtype=np.float32), (2, 1)))
+    mask = np.zeros((2, 10), np.uint32)
+    mask[0, 1] = 1 << 4  # token 36 only
+    mask[1] = 0xFFFFFFFF
+    tokens = sampler.sample(logits, (0, 1), np.zeros(2, np.int64), None, mx.array(mask)).tokens
+    assert tokens[0].item() == 36
+    assert tokens[1].item() >= VOCAB - 3
+
+
+def test_logprobs_are_those_of_the_raw_logits():
+    bias = {5: 50.0}
+    params = SamplingParams(logit_bias=bias, logprobs=1, repetition_penalty=2.0)
+    logits = np.zeros(VOCAB, np.float32)
+    logits[9] = 3.0
+    ((token, found),) = choose([Row(params, logits, prompt_ids=[9])])
+    total = np.log(VOCAB - 1 + np.exp(3))
+    assert token == 5
+    assert found is not None
+    assert found.logprob == pytest.approx(-total, abs=1e-5)
+    assert found.top[0] == (9, pytest.approx(3 - total, abs=1e-5))
+
+
+def test_low_precision_logits_are_taken():
+    for params in (SamplingParams(), SamplingParams(temperature=0.5, top_p=0.9, logprobs=2)):
+        sampler = Sampler(VOCAB)
+        sampler.add(0, params, [], [], frozenset())
+        logits = mx.zeros((1, VOCAB), mx.bfloat16)
+        logits[0, 4] = 30
+        sampled = sampler.sample(logits, (0,), np.zeros(1, np.int64))
+        assert sampled.tokens.tolist() == [4]
+
+
+def test_rows_without_a_seed_go_their_own_ways():
+    flat = np.zeros(VOCAB, np.float32)
+    cases = [Row(SamplingParams(temperature=1.0), flat)] * 40
+    assert len({token for token, _ in choose(cases)}) > 20
+
+
+def test_a_slot_used_again_keeps_nothing_of_the_request_before():
+    sampler = Sampler(VOCAB)
+    first = SamplingParams(temperature=1.0, logit_bias={7: 50.0}, presence_penalty=9.0, logprobs=1)
+    sampler.add(0, first, [1], [2], frozenset())
+    logits = mx.zeros((1, VOCAB))
+    assert sampler.sample(logits, (0,), np.array([1])).tokens.tolist() == [7]
+    sampler.remove(0)
+    sampler.add(0, SamplingParams(), [1], [0], frozenset())
+    sampled = sampler.sample(logits, (0,), np.array([1]))
+    assert sampled.tokens.tolist() == [0]
+    assert sampled.logprobs is None
+
+
+def test_nothing_of_a_step_is_held_after_it():
+    sampler = Sampler(5000)
+    params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.2, logprobs=2)
+    sampler.add(0, params, [1, 2], [], frozenset())
+
+    def step(count: int) -> None:
+        sampled = sampler.sample(mx.random.normal((1, 5000)), (0,), np.array([count]))
+        mx.eval(sampled.arrays())
+        sampler.observe((0,), sampled.tokens.tolist())
+
+    step(0)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    for count in range(1, 6):
+        step(count)
+    mx.synchronize()
+    assert mx.get_active_memory() - before < 5000

@@ -1,0 +1,80 @@
+import mlx.core as mx
+import numpy as np
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from sampling_cases import PARAMS, VOCAB, logits
+from sampling_reference import Row, kept_tokens
+
+from mlxinfer.core import SamplingParams
+from mlxinfer.sampling.blocks import pad_rows
+from mlxinfer.sampling.plan import ROW, make_plan, row_of
+from mlxinfer.sampling.truncation import kept_weights
+
+DRAWN = PARAMS.filter(lambda params: not params.greedy)
+
+
+def weights(x: np.ndarray, *params: SamplingParams) -> np.ndarray:
+    """(V,) or (R, V) what is kept of the same logits under each of these settings."""
+    table = np.array([row_of(p, len(x)) for p in params], dtype=ROW)
+    plan = make_plan(tuple(range(len(params))), table, {}, len(x))
+    kept = np.zeros((len(params), len(x)), np.float32)
+    for group in plan.groups:
+        rows = pad_rows(mx.array(np.broadcast_to(x, (len(group.places), len(x)))))
+        kept[group.places] = np.array(kept_weights(rows, group.cuts))[:, : len(x)]
+    return kept if len(params) > 1 else kept[0]
+
+
+@given(x=logits(), params=DRAWN)
+def test_keeps_what_the_reference_keeps(x: np.ndarray, params: SamplingParams):
+    settings = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
+    cut = SamplingParams(temperature=params.temperature, **settings)
+    expected = kept_tokens(Row(cut, x))
+    assume(not expected.in_doubt)
+    got = weights(x, cut)
+    seen = expected.probabilities > 1e-30  # below it float32 has nothing
+    np.testing.assert_array_equal(got > 1e-30 * got.sum(), seen)
+    np.testing.assert_allclose(got / got.sum(), expected.probabilities, rtol=1e-4, atol=1e-30)
+
+
+@given(x=logits(), params=st.lists(DRAWN, min_size=2, max_size=8))
+def test_a_row_is_cut_as_it_is_alone(x: np.ndarray, params: list[SamplingParams]):
+    alone = np.stack([weights(x, p) for p in params])
+    np.testing.assert_array_equal(weights(x, *params), alone)
+
+
+def test_ties_at_a_cut_are_kept_together():
+    x = np.array([3, 1, 2, 1, 1, 0], np.float32)
+    kept = weights(x, SamplingParams(temperature=1.0, top_k=3)) > 0
+    assert kept.tolist() == [True, True, True, True, True, False]
+    flat = weights(np.zeros(VOCAB, np.float32), SamplingParams(temperature=1.0, top_p=0.1))
+    assert (flat == 1).all()
+
+
+def test_top_p_counts_only_what_top_k_left():
+    x = np.log(np.array([0.3, 0.2, 0.2, 0.15, 0.15], np.float32))
+    both = weights(x, SamplingParams(temperature=1.0, top_k=1, top_p=0.5))
+    assert (both > 0).tolist() == [True, False, False, False, False]
+    # Three are left with shares of 3/7, 2/7 and 2/7: the first two hold 5/7, their tie comes along.
+    both = weights(x, SamplingParams(temperature=1.0, top_k=2, top_p=0.5))
+    assert (both > 0).tolist() == [True, True, True, False, False]
+
+
+def test_top_k_of_the_whole_vocabulary_and_beyond_is_off():
+    x = np.arange(10, dtype=np.float32)
+    for top_k in (10, 11, 10**9):
+        assert (weights(x, SamplingParams(temperature=1.0, top_k=top_k)) > 0).all()
+
+
+def test_a_row_of_no_token_gives_zeros():
+    x = np.full(5, -np.inf, np.float32)
+    for cut in ({}, {"top_k": 2}, {"top_p": 0.5}, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}):
+        assert (weights(x, SamplingParams(temperature=1.0, **cut)) == 0).all()
+
+
+def test_a_long_row_is_cut_in_the_same_place_but_for_rounding():
+    x = (np.random.default_rng(0).normal(size=40_000) * 2).astype(np.float32)
+    for cut in ({"top_k": 50}, {"top_k": 50, "top_p": 0.8}, {"top_p": 0.8}, {"min_p": 0.05}):
+        params = SamplingParams(temperature=0.9, **cut)
+        expected = kept_tokens(Row(params, x)).probabilities > 0
+        differing = (weights(x, params) > 0) != expected
+        assert differing.sum() <= 1e-3 * expected.sum()

@@ -1,1 +1,1 @@
-"""bench."""
+"""Benchmarks: ratios measured in one run, beside mlx-lm on the same machine and model."""

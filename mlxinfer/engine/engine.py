@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import TypeVar
 
 import mlx.core as mx
@@ -97,6 +98,34 @@ class Engine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def stats(self) -> dict[str, object]:
+        """Plain numbers of what was done and what is held; call it through `call`."""
+        if self._stopping:
+            raise EngineClosedError("The engine is closed.")
+        groups = [
+            {
+                "window": group.window,
+                "layers": len(group.layers),
+                "pages": group.allocator.num_pages,
+                "pages_held": group.allocator.num_held,
+                "page_bytes": group.page_bytes,
+            }
+            for group in self.cache.groups
+        ]
+        return {
+            **asdict(self.scheduler.counters),
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "page_size": self.config.page_size,
+            "groups": groups,
+            "kv_bytes_held": self.cache.bytes_held,
+            "kv_bytes_allocated": self.cache.bytes_allocated,
+            "bytes_copied": self.cache.bytes_copied,
+            "bytes_grown": self.cache.bytes_grown,
+            "peak_memory_bytes": mx.get_peak_memory(),
+            "active_memory_bytes": mx.get_active_memory(),
+        }
+
     @property
     def closed(self) -> bool:
         """Whether close() was called."""
@@ -164,6 +193,8 @@ class Engine:
             block = False
 
     def _launch(self, batch: Batch, previous: Launched | None) -> Launched | None:
+        for sequence in batch.admitted:
+            sequence.request.started_s = sequence.request.started_s or time.monotonic()
         try:
             return self.runner.launch(batch, previous)
         except Exception as error:  # the fault boundary of a step: its requests fail, others go on

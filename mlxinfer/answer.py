@@ -1,0 +1,92 @@
+"""One answer as it grows: token events in, deltas of text and a Result out. Knows no engine."""
+
+import time
+from collections.abc import Sequence
+
+from .core import FinishReason, Request, TokenEvent, TokenLogprobs
+from .results import Delta, Result, Timing
+from .text import TextStream
+
+
+class Answer:
+    """Turns the events of one request into deltas, and keeps what the Result needs.
+
+    `stopped` tells that a stop string ended the text: the request is to be aborted, and later events
+    are ignored.
+    """
+
+    def __init__(self, request: Request, stream: TextStream) -> None:
+        self.request = request
+        self.stopped = False
+        self.result: Result | None = None
+        self._stream = stream
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] | None = (
+            None if request.params.logprobs is None else []
+        )
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._cached_tokens = 0
+        self._submitted_s = time.monotonic()
+        self._first_token_s = 0.0
+
+    def push(self, event: TokenEvent) -> Delta:
+        """Take in one event; the last one's delta carries the Result.
+
+        Raises:
+            RequestFailedError: the request failed.
+        """
+        if event.error is not None:
+            raise event.error
+        new_ids: Sequence[int] = ()
+        self._cached_tokens = max(self._cached_tokens, event.cached_tokens)
+        if event.token_id is not None:
+            new_ids = (event.token_id,)
+            self._take(event.token_id, event.logprobs)
+        text, reasoning = self._push_text(event)
+        reason = FinishReason.STOP if self._stream.stopped else event.finish_reason
+        if reason is not None:
+            self.stopped = self._stream.stopped and event.finish_reason is None
+            rest = self._stream.finish()
+            text, reasoning = text + rest.text, reasoning + rest.reasoning
+        self._text.append(text)
+        self._reasoning.append(reasoning)
+        if reason is not None:
+            self.result = self._finish(reason)
+        return Delta(text=text, reasoning=reasoning, token_ids=new_ids, result=self.result)
+
+    def _take(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        if not self._token_ids:
+            self._first_token_s = time.monotonic()
+        self._token_ids.append(token_id)
+        if self._logprobs is not None and logprobs is not None:
+            self._logprobs.append(logprobs)
+
+    def _push_text(self, event: TokenEvent) -> tuple[str, str]:
+        """The new text; the token that ended the answer is not part of it."""
+        ended = event.finish_reason is FinishReason.STOP
+        if event.token_id is None or ended:
+            return "", ""
+        delta = self._stream.push([event.token_id])
+        return delta.text, delta.reasoning
+
+    def _finish(self, reason: FinishReason) -> Result:
+        now = time.monotonic()
+        first = self._first_token_s or now
+        return Result(
+            text="".join(self._text),
+            reasoning="".join(self._reasoning) or None,
+            token_ids=tuple(self._token_ids),
+            finish_reason=reason,
+            prompt_tokens=len(self.request.prompt_ids),
+            cached_tokens=self._cached_tokens,
+            logprobs=None if self._logprobs is None else tuple(self._logprobs),
+            timing=Timing.measure(
+                submitted_s=self._submitted_s,
+                started_s=self.request.started_s or first,
+                first_token_s=first,
+                finished_s=now,
+                computed_tokens=len(self.request.prompt_ids) - self._cached_tokens,
+                answer_tokens=len(self._token_ids),
+            ),
+        )

@@ -1,0 +1,346 @@
+"""LLM: text in, text out, over one engine. Puts the parts together; each of them is elsewhere."""
+
+import asyncio
+import itertools
+import queue
+import weakref
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, overload
+
+from . import hub
+from .answer import Answer
+from .backend import require_mlx
+from .config import EngineConfig
+from .core import Request, SamplingParams, TokenEvent
+from .errors import EngineClosedError, InvalidRequestError
+from .info import ModelInfo, describe
+from .mailbox import Mailbox
+from .memory import default_kv_bytes, parse_bytes, total_memory_bytes
+from .results import Delta, Result
+from .text import ReasoningFormat, TextStream, Tokenizer, detect_reasoning, encode_chat
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from .models.decoder import Model
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A language model and the engine that runs it.
+
+    Args:
+        model: "demo" (bundled), a folder with a checkpoint, or a Hugging Face repository id.
+        max_memory: what the KV cache may take, such as "8GB"; None: a share of what is there.
+        max_batch: requests that run at once; others wait.
+        max_context: tokens of prompt and answer; None: what the model was made for.
+        prefill_chunk: prompt tokens a step; smaller answers others sooner, larger is a little faster.
+        dtype: of activations and KV cache: "auto", "float32", "bfloat16" or "float16".
+        num_pages: KV pages, instead of max_memory: for tests of tight memory.
+        launch_ahead: launch a step before the one before it is read. Off: for debugging.
+
+    Raises:
+        ModelError: the model was not found, is broken, or is not supported.
+        BackendMissingError: MLX does not run here.
+        InvalidRequestError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "demo",
+        *,
+        max_memory: str | int | None = None,
+        max_batch: int = 64,
+        max_context: int | None = None,
+        prefill_chunk: int = 256,
+        dtype: str = "auto",
+        num_pages: int | None = None,
+        launch_ahead: bool = True,
+    ) -> None:
+        budget = None if max_memory is None else parse_bytes(max_memory)
+        for name, value in (("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
+            if type(value) is not int or value < 1:
+                raise InvalidRequestError(f"{name} is {value!r}; expected a whole number from 1 up.")
+        require_mlx()
+        self.path = hub.resolve(str(model))
+        self.tokenizer = Tokenizer.from_folder(self.path)
+        self._reasoning: ReasoningFormat | None = detect_reasoning(self.tokenizer)
+        self._ids = itertools.count()
+        self._mailboxes: weakref.WeakKeyDictionary[
+            asyncio.AbstractEventLoop, Mailbox[TokenEvent]
+        ] = weakref.WeakKeyDictionary()
+
+        from .engine.engine import Engine  # imports mlx, which need not be there to say why not
+        from .models import load
+
+        def build() -> "tuple[Model, EngineConfig]":
+            loaded = load(self.path, dtype=dtype)
+            self.model_info: ModelInfo = describe(str(model), self.path, loaded)
+            page_size = 16
+            return loaded, EngineConfig(
+                page_size=page_size,
+                max_batch=max_batch,
+                prefill_chunk=-(-prefill_chunk // page_size) * page_size,
+                max_context=min(max_context or loaded.config.max_context, loaded.config.max_context),
+                kv_budget_bytes=budget or default_kv_bytes(total_memory_bytes(), loaded.num_bytes),
+                num_pages=num_pages,
+                launch_ahead=launch_ahead,
+            )
+
+        self._engine = Engine(build)
+        self._finalizer = weakref.finalize(self, self._engine.close)
+
+    # -- text -----------------------------------------------------------------------------------
+
+    @overload
+    def generate(self, prompts: str, params: SamplingParams | None = None) -> Result: ...
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]] | Sequence[int],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Any: ...
+    def generate(
+        self,
+        prompts: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Any:
+        """Continue one prompt or many, all in one batch.
+
+        Args:
+            prompts: a text or a flat list of token ids (one prompt), or a list of these.
+            params: for all, or a list with one for each.
+
+        Returns:
+            A Result, or a list of them in the order of the prompts.
+        """
+        if _is_one_prompt(prompts):
+            return self._run([self._request(self._encode(prompts), _single(params))])[0]
+        every = _one_each(params, len(prompts))
+        return self._run(
+            [self._request(self._encode(p), q) for p, q in zip(prompts, every, strict=True)]
+        )
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Continue one prompt and yield what each step adds; leaving the loop ends the request."""
+        return self._stream(self._request(self._encode(prompt), params))
+
+    async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> Result:
+        """`generate` of one prompt for asyncio; cancelling the task ends the request."""
+        return await _last(self.astream(prompt, params))
+
+    def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> AsyncIterator[Delta]:
+        """`stream` for asyncio."""
+        return self._astream(self._request(self._encode(prompt), params))
+
+    # -- chat -----------------------------------------------------------------------------------
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        **template_kwargs: Any,
+    ) -> Result:
+        """Answer a conversation, rendered by the model's own chat template.
+
+        Raises:
+            TemplateError: the model has no chat template, or it refused these messages.
+        """
+        return self._run([self._chat_request(messages, params, template_kwargs)])[0]
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        **template_kwargs: Any,
+    ) -> Iterator[Delta]:
+        """Answer a conversation and yield what each step adds."""
+        return self._stream(self._chat_request(messages, params, template_kwargs))
+
+    async def achat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        **template_kwargs: Any,
+    ) -> Result:
+        """`chat` for asyncio."""
+        return await _last(self.astream_chat(messages, params, **template_kwargs))
+
+    def astream_chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        **template_kwargs: Any,
+    ) -> AsyncIterator[Delta]:
+        """`stream_chat` for asyncio."""
+        return self._astream(self._chat_request(messages, params, template_kwargs))
+
+    # -- the model itself -----------------------------------------------------------------------
+
+    def logits(self, prompt: Prompt) -> "np.ndarray":
+        """Logits (T, vocab) float32 of every position, through the same pages and chunks as answers."""
+        import numpy as np
+
+        request = self._request(self._encode(prompt), SamplingParams(max_tokens=1))
+        request.prompt_logits = True
+        events = self._events([request])
+        return np.concatenate([e.prompt_logits for e in events if e.prompt_logits is not None])
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, pages and memory of the engine, as plain numbers."""
+        self._open()
+        return self._engine.call(self._engine.stats)
+
+    def close(self) -> None:
+        """End what runs and free the memory; closing twice is fine."""
+        self._finalizer()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._engine.closed else ""
+        return f"LLM({self.model_info.name!r}, {self.model_info.summary}{state})"
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        if self._engine.closed:
+            raise EngineClosedError("This LLM was closed; build a new one.")
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, parse_special=True)
+        return list(prompt)
+
+    def _chat_request(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None,
+        template_kwargs: dict[str, Any],
+    ) -> Request:
+        return self._request(encode_chat(self.tokenizer, messages, **template_kwargs), params)
+
+    def _request(self, ids: list[int], params: SamplingParams | None) -> Request:
+        params = params or SamplingParams()
+        ends = frozenset() if params.ignore_eos else self.end_ids
+        return Request(str(next(self._ids)), ids, params, ends.union(params.stop_token_ids))
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return self.tokenizer.eos_token_ids.union(self.model_info.eos_token_ids)
+
+    def _answer(self, request: Request) -> Answer:
+        stream = TextStream(
+            self.tokenizer,
+            stop=request.params.stop,
+            min_tokens=request.params.min_tokens,
+            reasoning=self._reasoning,
+        )
+        return Answer(request, stream)
+
+    def _run(self, requests: list[Request]) -> list[Result]:
+        """Run requests together; any failure ends them all and is raised."""
+        answers = {request.id: self._answer(request) for request in requests}
+        for event in self._events(requests):
+            answer = answers[event.request_id]
+            if answer.result is None:
+                answer.push(event)
+                if answer.stopped:
+                    self._engine.abort(event.request_id)
+        return [_result(answers[request.id]) for request in requests]
+
+    def _events(self, requests: list[Request]) -> Iterator[TokenEvent]:
+        """Submit requests and yield their events until each has ended; leaving early ends them."""
+        self._open()
+        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        unfinished: set[str] = set()
+        try:
+            for request in requests:
+                self._engine.submit(request, events.put)
+                unfinished.add(request.id)
+            while unfinished:
+                event = events.get()
+                if event.finish_reason is not None:
+                    unfinished.discard(event.request_id)
+                yield event
+        finally:
+            for request_id in unfinished:
+                self._engine.abort(request_id)
+
+    def _stream(self, request: Request) -> Iterator[Delta]:
+        answer = self._answer(request)
+        for event in self._events([request]):
+            delta = answer.push(event)
+            yield delta
+            if delta.result is not None:
+                return
+
+    async def _astream(self, request: Request) -> AsyncIterator[Delta]:
+        self._open()
+        loop = asyncio.get_running_loop()
+        mailbox = self._mailboxes.setdefault(loop, Mailbox(loop))
+        events: asyncio.Queue[TokenEvent] = asyncio.Queue()
+        answer = self._answer(request)
+        self._engine.submit(request, lambda event: mailbox.post(events, event))
+        try:
+            while answer.result is None:
+                yield answer.push(await events.get())
+        finally:
+            self._engine.abort(request.id)
+
+
+async def _last(deltas: AsyncIterator[Delta]) -> Result:
+    result = None
+    async for delta in deltas:
+        result = delta.result
+    assert result is not None
+    return result
+
+
+def _result(answer: Answer) -> Result:
+    assert answer.result is not None
+    return answer.result
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    """A text, or a flat list of integers; a list of prompts is many."""
+    if isinstance(prompts, str):
+        return True
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise InvalidRequestError(
+            f"A prompt is a text or a list of token ids, not {type(prompts).__name__}.", param="prompt"
+        )
+    return all(isinstance(item, int) for item in prompts)
+
+
+def _single(params: SamplingParams | Sequence[SamplingParams] | None) -> SamplingParams | None:
+    return _one_each(params, 1)[0]
+
+
+def _one_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequestError(
+            f"There are {count} prompts and {len(params)} SamplingParams; give one, or one each.",
+            param="params",
+        )
+    return list(params)

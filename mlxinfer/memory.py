@@ -1,0 +1,44 @@
+"""How much memory there is, and how much the KV cache may take. Knows sizes, not models."""
+
+import os
+import re
+
+from .errors import InvalidRequestError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+
+MIN_KV_BYTES = 64 * 10**6
+KV_SHARE = 0.4  # of what the weights leave, where nobody said how much
+
+
+def parse_bytes(size: str | int) -> int:
+    """Bytes of "8GB", "512 MiB", "1.5g" or a plain number.
+
+    Raises:
+        InvalidRequestError: anything else.
+    """
+    if type(size) is int and size > 0:
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    number = 0.0
+    if match:
+        unit, binary = match[2].lower(), match[3]
+        scale = 1024 ** " kmgt".index(unit or " ") if binary else _UNITS[unit]
+        number = float(match[1]) * scale
+    if number < 1:
+        raise InvalidRequestError(
+            f"max_memory is {size!r}; expected bytes as a number or a size such as '8GB' or '512MiB'.",
+            param="max_memory",
+        )
+    return int(number)
+
+
+def total_memory_bytes() -> int:
+    """Physical memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def default_kv_bytes(available_bytes: int, weights_bytes: int) -> int:
+    """Budget of the KV cache beside weights of this size, where nobody gave one."""
+    return max(int((available_bytes - weights_bytes) * KV_SHARE), MIN_KV_BYTES)

@@ -22,6 +22,7 @@ __all__ = [
     "Plan",
     "Progress",
     "cache_folder",
+    "is_bundled",
     "list_models",
     "plan_pull",
     "pull",
@@ -68,6 +69,11 @@ def pull(name: str, *, progress: Progress | None = None) -> Path:
 def plan_pull(name: str) -> Plan:
     """What pull() would fetch, and whether it fits on the disk. Raises: as resolve()."""
     return plan_download(_parse(name))
+
+
+def is_bundled(name: str) -> bool:
+    """Whether `name` is one of the models that come with this package."""
+    return name in BUNDLED
 
 
 def list_models() -> list[LocalModel]:

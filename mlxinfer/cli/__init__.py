@@ -1,1 +1,52 @@
-"""cli."""
+"""The `mlxinfer` command. Knows where commands are found, and nothing that a command does.
+
+Each module of this package without a leading underscore is a command: it has a click command
+called `command`. It imports what is slow (mlx, rich, the hub) inside of its functions, so that
+`mlxinfer --help` is quick.
+"""
+
+import pkgutil
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+
+from .. import __version__
+from ._errors import guarded
+
+ORDER = ("run", "chat", "serve", "pull", "list", "show", "rm", "ps", "convert", "bench", "doctor")
+
+
+class CommandFolder(click.Group):
+    """A group whose commands are the modules of this package, imported on use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of the modules, the usual ones first."""
+        names = {m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")}
+        return [n for n in ORDER if n in names] + sorted(names - set(ORDER))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command in the module of this name."""
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        command = import_module(f".{cmd_name}", __name__).command
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=CommandFolder, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="mlxinfer")
+def cli() -> None:
+    """LLM inference for Apple silicon.
+
+    \b
+    mlxinfer run "Why is the sky blue?"       one answer from the bundled demo model
+    mlxinfer chat -m mlx-community/Qwen3-4B-4bit
+    mlxinfer COMMAND --help                   what a command takes
+    """
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    sys.exit(guarded(lambda: cli.main(args, prog_name="mlxinfer", standalone_mode=False)))

@@ -1,0 +1,94 @@
+"""A model folder -> numbers about it, from JSON files and safetensors headers. Loads no model."""
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from ..errors import MlxinferError
+from ..hub_cache import read_json
+from ..models.config import ModelConfig, load_config
+from ..models.files import read_headers
+from ..models.safetensors import TensorInfo
+from ..text.files import read_tokenizer_files
+
+KV_BITS = (16, 8, 4)
+KV_GROUP = 64  # numbers that share a 16-bit scale and a 16-bit bias in a quantised KV cache
+CONTEXTS = (4096, 32_768)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What the safetensors headers say."""
+
+    parameters: int
+    num_bytes: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Average over all tensors, scales included."""
+        return 8 * self.num_bytes / self.parameters if self.parameters else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """All that `show` shows. `config` is None where `problem` says why the model cannot run."""
+
+    folder: Path
+    model_type: str | None
+    config: ModelConfig | None
+    weights: Weights | None
+    chat_template: bool
+    problem: str | None
+
+
+def summarise(folder: Path) -> Summary:
+    """Read what can be read; what is broken or unsupported is in `problem`, not raised."""
+    problem, config, weights, template = None, None, None, False
+    try:
+        template = has_chat_template(folder)
+        config = load_config(folder)
+    except MlxinferError as error:
+        problem = str(error)
+    try:
+        weights = count_weights(folder, config)
+    except MlxinferError as error:
+        problem = problem or str(error)
+    model_type = read_json(folder / "config.json").get("model_type")
+    return Summary(folder, model_type, config, weights, template, problem)
+
+
+def has_chat_template(folder: Path | str) -> bool:
+    """Whether the tokenizer comes with a template for conversations."""
+    return bool(read_tokenizer_files(Path(folder)).templates)
+
+
+def count_weights(folder: Path, config: ModelConfig | None) -> Weights:
+    """Parameters and bytes of the checkpoint; packed weights count as what they unpack to."""
+    parameters = num_bytes = 0
+    for tensors in read_headers(folder).values():
+        for name, info in tensors.items():
+            num_bytes += info.end - info.start
+            parameters += _parameters(name, info, tensors, config)
+    return Weights(parameters, num_bytes)
+
+
+def kv_bytes(config: ModelConfig, context: int, bits: int = 16) -> int:
+    """KV cache of one sequence of `context` tokens, all layers; windows hold what they see."""
+    bits_each = bits if bits == 16 else bits + 32 / KV_GROUP
+    per_token = 2 * config.num_kv_heads * config.head_dim * bits_each / 8
+    tokens = sum(min(context, window or context) for window in config.windows)
+    return round(per_token * tokens)
+
+
+def _parameters(
+    name: str, info: TensorInfo, tensors: dict[str, TensorInfo], config: ModelConfig | None
+) -> int:
+    stem, _, last = name.rpartition(".")
+    packed = tensors.get(f"{stem}.weight")
+    if last in ("scales", "biases") and packed is not None and packed.dtype == "U32":
+        return 0
+    if info.dtype == "U32" and config is not None and config.quantization is not None:
+        return prod(info.shape) * 32 // config.quantization.of(stem).bits
+    if name.endswith("_scales"):
+        return 0
+    return prod(info.shape) * (2 if name.endswith("_blocks") else 1)  # two 4-bit numbers a byte

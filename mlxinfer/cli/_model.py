@@ -1,0 +1,72 @@
+"""Name on the command line -> a loaded LLM, with a progress bar where a download is needed."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import hub
+from ..backend import require_mlx
+from ._output import human_bytes
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+
+
+def open_llm(name: str, **arguments: Any) -> "LLM":
+    """Load a model, downloading it first if it is not here. Raises what hub and LLM raise."""
+    require_mlx()
+    fetch(name)
+    from ..llm import LLM
+
+    return LLM(name, **arguments)
+
+
+def fetch(name: str) -> Path:
+    """hub.resolve() with a progress bar."""
+    with progress_bar(name) as progress:
+        return hub.resolve(name, progress=progress)
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[hub.DownloadProgress], None]]:
+    """A bar on stderr that appears with the first byte; nothing where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+    task = bar.add_task(label, total=None, start=False)
+
+    def show(step: hub.DownloadProgress) -> None:
+        if not bar.live.is_started:
+            bar.start()
+            bar.start_task(task)
+        bar.update(task, completed=step.done_bytes, total=step.total_bytes)
+
+    try:
+        yield show
+    finally:
+        bar.stop()
+
+
+def size_of(folder: Path) -> str:
+    """Bytes of the files in `folder`, for people."""
+    return human_bytes(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))

@@ -1,0 +1,78 @@
+"""Options that several commands share, and how they become SamplingParams and LLM arguments."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from ..core import SamplingParams
+from ..errors import InvalidRequestError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+model_option = click.option(
+    "-m",
+    "--model",
+    default="demo",
+    show_default=True,
+    metavar="MODEL",
+    help="Bundled model, folder, or org/name of the Hugging Face hub.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+
+_SAMPLING = (
+    click.option("--max-tokens", type=int, help="Longest answer, in tokens.  [default: 512]"),
+    click.option("--temperature", type=float, help="0 takes the most probable.  [default: 0]"),
+    click.option("--top-p", type=float, help="Draw from the most probable that add up to P."),
+    click.option("--top-k", type=int, help="Draw from the K most probable."),
+    click.option("--min-p", type=float, help="Drop tokens below P times the most probable."),
+    click.option("--seed", type=int, help="Same seed, same answer."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End before TEXT; repeatable."),
+)
+_ENGINE = (
+    click.option(
+        "--kv-bits",
+        type=click.Choice(["16", "8", "4", "8/4"]),
+        help="Bits of the KV cache; 8/4: keys 8, values 4.",
+    ),
+    click.option("--kv-window", type=int, metavar="N", help="Attend to the last N tokens only."),
+    click.option("--kv-sinks", type=int, metavar="N", help="With a window: and to the first N."),
+    click.option("--max-memory", metavar="SIZE", help="Hard limit, for example 8GB."),
+)
+SAMPLING_NAMES = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
+ENGINE_NAMES = ("kv_bits", "kv_window", "kv_sinks", "max_memory")
+
+
+def sampling_options(function: Function) -> Function:
+    """Add --max-tokens … --stop."""
+    return _apply(_SAMPLING, function)
+
+
+def engine_options(function: Function) -> Function:
+    """Add --kv-bits … --max-memory."""
+    return _apply(_ENGINE, function)
+
+
+def sampling_params(options: dict[str, Any]) -> SamplingParams:
+    """What was given on the command line; a value out of range is wrong usage."""
+    given = {name: options[name] for name in SAMPLING_NAMES if options[name] not in (None, ())}
+    try:
+        return SamplingParams(**given)
+    except InvalidRequestError as error:
+        flag = f"--{error.param.replace('_', '-')}" if error.param else "option"
+        raise click.BadParameter(str(error), param_hint=flag) from error
+
+
+def engine_arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of LLM for what was given on the command line."""
+    given = {name: options[name] for name in ENGINE_NAMES if options[name] is not None}
+    if "kv_bits" in given:
+        bits = {"16": None, "8": 8, "4": 4, "8/4": (8, 4)}
+        given["kv_bits"] = bits[given["kv_bits"]]
+    return given
+
+
+def _apply(options: tuple[Callable[[Any], Any], ...], function: Function) -> Function:
+    for option in reversed(options):
+        function = option(function)
+    return function

@@ -1,0 +1,57 @@
+"""How commands write: JSON, tables, sizes, dim text. Knows no models."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def emit_json(value: Any) -> None:
+    """Write `value` as one JSON document to stdout."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def human_bytes(count: float) -> str:
+    """1536000 -> '1.5 MB'. Decimal units, as disks and the hub count."""
+    for unit in _UNITS:
+        if count < 999.5 or unit == _UNITS[-1]:
+            break
+        count /= 1000
+    return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.1f} {unit}"
+
+
+def human_count(count: float) -> str:
+    """7241732096 -> '7.2 B'; 596049920 -> '596 M'."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            value = count / size
+            return f"{value:.0f} {unit}" if value >= 99.5 else f"{value:.1f} {unit}"
+    return f"{count:.0f}"
+
+
+def table(rows: Sequence[Sequence[str]], *, header: Sequence[str] = ()) -> str:
+    """Left-aligned columns, two spaces apart; no borders, so that awk and people can read it."""
+    lines = [header, *rows] if header else list(rows)
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))] if lines else []
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def colours(stream: TextIO) -> bool:
+    """Whether `stream` is a terminal that may be coloured (NO_COLOR, TERM=dumb)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def styled(text: str, code: str, stream: TextIO) -> str:
+    """`text` in an ANSI style ("2" is dim, "31" red), plain where `stream` has no colours."""
+    return f"\x1b[{code}m{text}\x1b[0m" if text and colours(stream) else text
+
+
+def note(text: str) -> None:
+    """A dim line on stderr, for people who watch."""
+    print(styled(text, "2", sys.stderr), file=sys.stderr)

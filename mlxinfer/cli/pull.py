@@ -1,0 +1,51 @@
+"""`mlxinfer pull`: download a model, or bring it up to date."""
+
+import click
+
+from .. import hub
+from ._model import progress_bar
+from ._options import json_option
+from ._output import emit_json, human_bytes
+
+
+@click.command()
+@click.argument("name")
+@click.option("--dry-run", is_flag=True, help="Say what would be downloaded, and whether it fits.")
+@json_option
+def command(name: str, dry_run: bool, as_json: bool) -> None:
+    """Download NAME (org/name or org/name@revision) from the Hugging Face hub.
+
+    An interrupted download goes on where it stopped.
+    """
+    if dry_run:
+        _plan(name, as_json=as_json)
+        return
+    with progress_bar(name) as progress:
+        folder = hub.pull(name, progress=progress)
+    if as_json:
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        emit_json({"name": name, "path": str(folder), "size_bytes": size})
+    else:
+        click.echo(f"{name} is in {folder}")
+
+
+def _plan(name: str, *, as_json: bool) -> None:
+    plan = hub.plan_pull(name)
+    if as_json:
+        emit_json(
+            {
+                "name": str(plan.repo),
+                "commit": plan.commit,
+                "total_bytes": plan.total_bytes,
+                "missing_bytes": plan.missing_bytes,
+                "free_bytes": plan.free_bytes,
+                "files": [{"path": f.path, "size_bytes": f.size} for f in plan.files],
+            }
+        )
+    else:
+        click.echo(
+            f"{plan.repo}: {human_bytes(plan.total_bytes)} in {len(plan.files)} files, "
+            f"{human_bytes(plan.missing_bytes)} to download, "
+            f"{human_bytes(plan.free_bytes)} free"
+        )
+    plan.check_room()

@@ -1,0 +1,117 @@
+"""`mlxinfer show`: what a model is and what it needs."""
+
+from typing import Any
+
+import click
+
+from .. import hub
+from ._inspect import CONTEXTS, KV_BITS, Summary, kv_bytes, summarise
+from ._options import json_option
+from ._output import emit_json, human_bytes, human_count, table
+
+
+@click.command()
+@click.argument("name", default="demo")
+@click.option("--context", type=click.IntRange(min=1), help="Also the memory at N tokens.")
+@json_option
+def command(name: str, context: int | None, as_json: bool) -> None:
+    """Show the architecture, size and memory needs of a model on this disk."""
+    summary = summarise(hub.resolve(name, download=False))
+    facts = describe(name, summary, context)
+    if as_json:
+        emit_json(facts)
+    else:
+        click.echo(render(facts))
+
+
+def describe(name: str, summary: Summary, context: int | None) -> dict[str, Any]:
+    """Everything as plain data; keys are stable, unknown values None."""
+    config, weights = summary.config, summary.weights
+    quantization = config.quantization.default if config and config.quantization else None
+    files = sorted(file for file in summary.folder.iterdir() if file.is_file())
+    return {
+        "name": name,
+        "path": str(summary.folder),
+        "supported": summary.problem is None,
+        "problem": summary.problem,
+        "architecture": summary.model_type,
+        "parameters": weights.parameters if weights else None,
+        "weight_bytes": weights.num_bytes if weights else None,
+        "bits_per_weight": round(weights.bits_per_weight, 2) if weights else None,
+        "quantization": quantization
+        and {
+            "bits": quantization.bits,
+            "group_size": quantization.group_size,
+            "mode": quantization.mode,
+        },
+        "layers": config.num_layers if config else None,
+        "hidden_size": config.hidden_size if config else None,
+        "vocab_size": config.vocab_size if config else None,
+        "experts": config.num_experts if config else None,
+        "context": config.max_context if config else None,
+        "chat_template": summary.chat_template,
+        "kv_bytes_per_token": config and {str(bits): kv_bytes(config, 1, bits) for bits in KV_BITS},
+        "memory": _memory(summary, context),
+        "files": [{"name": file.name, "size_bytes": file.stat().st_size} for file in files],
+    }
+
+
+def render(facts: dict[str, Any]) -> str:
+    """describe()'s data for people."""
+    rows = [
+        ("model", facts["name"]),
+        ("path", facts["path"]),
+        ("architecture", _architecture(facts)),
+        ("parameters", _parameters(facts)),
+        ("context", f"{facts['context']:,} tokens" if facts["context"] else "?"),
+        ("chat template", "yes" if facts["chat_template"] else "no"),
+    ]
+    if per_token := facts["kv_bytes_per_token"]:
+        sizes = ", ".join(f"{human_bytes(per_token[str(bits)])} at {bits} bit" for bits in KV_BITS)
+        rows.append(("KV per token", sizes))
+    rows += [
+        (
+            f"at {step['context']:,}",
+            f"{human_bytes(step['total_bytes'])} (weights and 16-bit KV; "
+            f"{human_bytes(step['total_bytes_kv8'])} with --kv-bits 8)",
+        )
+        for step in facts["memory"]
+    ]
+    rows += [("file", f"{f['name']}  {human_bytes(f['size_bytes'])}") for f in facts["files"]]
+    if facts["problem"]:
+        rows.append(("cannot run", facts["problem"]))
+    return table(rows)
+
+
+def _memory(summary: Summary, context: int | None) -> list[dict[str, int]]:
+    """Weights and KV of one sequence at some lengths up to the model's own."""
+    config, weights = summary.config, summary.weights
+    if config is None or weights is None:
+        return []
+    lengths = {n for n in (*CONTEXTS, config.max_context) if n <= config.max_context}
+    return [
+        {
+            "context": length,
+            "total_bytes": weights.num_bytes + kv_bytes(config, length),
+            "total_bytes_kv8": weights.num_bytes + kv_bytes(config, length, 8),
+        }
+        for length in sorted(lengths | ({context} if context else set()))
+    ]
+
+
+def _architecture(facts: dict[str, Any]) -> str:
+    parts = [facts["architecture"] or "?"]
+    if facts["layers"]:
+        parts.append(f"{facts['layers']} layers of {facts['hidden_size']}")
+    if facts["experts"]:
+        parts.append(f"{facts['experts']} experts")
+    return ", ".join(parts)
+
+
+def _parameters(facts: dict[str, Any]) -> str:
+    if not facts["parameters"]:
+        return "?"
+    text = f"{human_count(facts['parameters'])}, {facts['bits_per_weight']:g} bits each"
+    if quantization := facts["quantization"]:
+        text += f" ({quantization['mode']}, groups of {quantization['group_size']})"
+    return f"{text}, {human_bytes(facts['weight_bytes'])}"

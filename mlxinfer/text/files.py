@@ -10,8 +10,7 @@ from ..errors import CheckpointError
 
 MAX_JSON_BYTES = 64 << 20
 MAX_TEMPLATE_BYTES = 1 << 20  # the longest in use have some tens of kilobytes
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
-NAMED_TOKENS += ("mask_token",)
+NAMED_TOKENS = tuple(f"{name}_token" for name in ["bos", "eos", "unk", "sep", "pad", "cls", "mask"])
 
 
 @dataclass(frozen=True, slots=True)

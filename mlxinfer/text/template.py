@@ -117,6 +117,16 @@ class ChatTemplate:
             self._compiled[source] = self._sandbox.compile_template(source)
         return self._compiled[source]
 
+    def literal_text(self, source: str) -> str:
+        """Return what the template itself may write: its text and its string constants."""
+        try:
+            tree = self._sandbox.parse(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise TemplateError(f"The chat template is broken: {error}") from None
+        texts = {data.data for data in tree.find_all(jinja2.nodes.TemplateData)}
+        constants = {const.value for const in tree.find_all(jinja2.nodes.Const)}
+        return "\0".join(texts | {value for value in constants if isinstance(value, str)})
+
     def _run(self, source: str, variables: dict[str, Any], budget: Budget) -> str:
         template = self.compiled(source)
         chunks: list[str] = []

@@ -1,0 +1,220 @@
+"""Messages to token ids. Knows template and tokenizer, and what of a prompt its user wrote.
+
+A template writes control tokens (`<|im_end|>`) as text. A user who types the same text must not
+get the token. So control-token text within the messages is put between two marks before the
+template runs; what the marks enclose afterwards is encoded as plain text. Where no message holds
+such text, nothing is marked and the ids are those of the rendered text, as transformers gives.
+"""
+
+import json
+import re
+import unicodedata
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..errors import InvalidRequestError, TemplateError
+from .literals import literal_pattern
+from .template import plain_data
+from .tokenizer import Tokenizer
+
+_ANCHOR = "\n"  # stands before a piece, so that no space is put before it as at a text's beginning
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool | str = False,
+    **kwargs: Any,
+) -> list[int]:
+    """Return the ids of the prompt that the tokenizer's chat template makes of these messages.
+
+    Args: as of ChatTemplate.render.
+
+    Raises:
+        TemplateError: there is no template, it refuses the messages, or goes past a limit.
+        InvalidRequestError: the prompt cannot be encoded.
+    """
+    template = tokenizer.template
+    if template is None:
+        raise TemplateError(
+            "This model has no chat template; use a plain prompt, or a model made for chat."
+        )
+    control = ControlTokens.of(tokenizer, template.source_for(tools))
+    given = _plain({"messages": messages, "tools": tools, "documents": documents, "kwargs": kwargs})
+    marks = control.marks_for(given)
+    if marks is not None:
+        given = marks.put_into(given)
+    text = template.render(
+        given["messages"],
+        tools=given["tools"],
+        documents=given["documents"],
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        **given["kwargs"],
+    )
+    if marks is None:
+        return tokenizer.encode(text, add_special_tokens=False, parse_special=True)
+    return control.encode_marked(text, marks)
+
+
+class ControlTokens:
+    """The tokens that only a template may write: special ones, and those in its own text."""
+
+    _cache: "weakref.WeakKeyDictionary[Tokenizer, dict[str, ControlTokens]]"
+    _cache = weakref.WeakKeyDictionary()
+
+    def __init__(self, tokenizer: Tokenizer, source: str) -> None:
+        assert tokenizer.template is not None
+        self._tokenizer = weakref.proxy(tokenizer)
+        literal = tokenizer.template.literal_text(source)
+        tokens = {
+            token_id: token.content
+            for token_id, token in tokenizer.added_tokens.items()
+            if token.special or (token.content in literal and not token.content.isspace())
+        }
+        self._ids = frozenset(tokens)
+        self._texts = frozenset(tokens.values())
+        self._normalized = any(tokenizer.added_tokens[i].normalized for i in tokens)
+        self.pattern = literal_pattern(tokens.values())
+        self._regex = re.compile(self.pattern)
+        beginnings = {text[:n] for text in self._texts for n in range(1, min(len(text), 64))}
+        self._beginning = re.compile(f"(?:{literal_pattern(beginnings)})(?=\\s*\\Z)")
+        self._anchor_ids = tokenizer.encode(_ANCHOR, add_special_tokens=False)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, source: str) -> "ControlTokens":
+        """Return those of a tokenizer and a template, worked out once."""
+        by_source = cls._cache.setdefault(tokenizer, {})
+        if source not in by_source:
+            by_source[source] = cls(tokenizer, source)
+        return by_source[source]
+
+    def marks_for(self, given: Any) -> "Marks | None":
+        """Return how to mark these inputs, None where they hold no control-token text."""
+        strings = list(_strings(given))
+        whole = any(self._regex.search(text) for text in strings)
+        folded = self._normalized and any(
+            self._regex.search(unicodedata.normalize("NFKC", text)) for text in strings
+        )
+        bridged = self._bridged(strings)
+        if not (whole or folded or bridged):
+            return None
+        regex = re.compile(f"{self.pattern}|{self._beginning.pattern}") if bridged else self._regex
+        return Marks(regex, set().union(*strings), fold=folded)
+
+    def encode_marked(self, text: str, marks: "Marks") -> list[int]:
+        """Return the ids of a rendering; the marks go, and what they enclose is plain text."""
+        ids: list[int] = []
+        for piece, is_plain in marks.split(text, self.pattern):
+            if not is_plain:
+                ids += self._encode_after(piece) if ids else self._encode(piece)
+                continue
+            plain = self._plain_after(piece)
+            if not self._ids.isdisjoint(plain):  # the model itself spells it as one token
+                plain = [i for char in piece for i in self._plain_after(char)]
+            if not self._ids.isdisjoint(plain):
+                raise InvalidRequestError(
+                    f"The text {piece!r} cannot be told from a control token."
+                )
+            ids += plain
+        return ids
+
+    def _bridged(self, strings: list[str]) -> bool:
+        """Whether one string ends in the beginning of a control token and another goes on with it.
+
+        A template may write the two side by side.
+        """
+        ends = {found.group() for text in strings if (found := self._beginning.search(text))}
+        if not ends:
+            return False
+        starts = [text.lstrip() for text in strings]
+        return any(
+            start and (start.startswith(rest) or rest.startswith(start))
+            for end in ends
+            for rest in {text[len(end) :] for text in self._texts if text.startswith(end)}
+            for start in starts
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False, parse_special=True)
+
+    def _encode_after(self, piece: str) -> list[int]:
+        return self._without_anchor(self._encode(_ANCHOR + piece)) or self._encode(piece)
+
+    def _plain_after(self, piece: str) -> list[int]:
+        ids = self._without_anchor(self._tokenizer.encode_plain(_ANCHOR + piece))
+        return ids or self._tokenizer.encode_plain(piece)
+
+    def _without_anchor(self, ids: list[int]) -> list[int]:
+        size = len(self._anchor_ids)
+        return ids[size:] if ids[:size] == self._anchor_ids else []
+
+
+class Marks:
+    """Two private-use characters that the inputs do not hold, and what they are put around."""
+
+    def __init__(self, regex: re.Pattern[str], used: set[str], *, fold: bool) -> None:
+        free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
+        self._open, self._close = next(free), next(free)
+        self._regex = regex
+        self._fold = fold
+
+    def put_into(self, value: Any) -> Any:
+        """Return the inputs with marks around control-token text, in keys and values."""
+        if isinstance(value, str):
+            text = unicodedata.normalize("NFKC", value) if self._fold else value
+            return self._regex.sub(f"{self._open}\\g<0>{self._close}", text)
+        if isinstance(value, dict):
+            return {self.put_into(key): self.put_into(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.put_into(item) for item in value]
+        return value
+
+    def split(self, text: str, pattern: str) -> Iterator[tuple[str, bool]]:
+        """Yield (piece, is plain text) of a rendering.
+
+        A template may have cut a marked text apart. A lone mark still separates what stands around
+        it, and one that touches control-token text makes that plain.
+        """
+        for mark in (self._open, self._close):
+            text = text.replace(json.dumps(mark)[1:-1], mark)  # through tojson(ensure_ascii=True)
+        opened, closed = self._open, self._close
+        edge = re.compile(f"{opened}({pattern}){closed}?|({pattern}){closed}|[{opened}{closed}]")
+        position = 0
+        for found in edge.finditer(text):
+            yield from _piece(text[position : found.start()], False)
+            yield from _piece(found.group(1) or found.group(2) or "", True)
+            position = found.end()
+        yield from _piece(text[position:], False)
+
+
+def _piece(text: str, is_plain: bool) -> Iterator[tuple[str, bool]]:
+    if text:
+        yield text, is_plain
+
+
+def _plain(given: dict[str, Any]) -> dict[str, Any]:
+    try:
+        plain: dict[str, Any] = plain_data(given)
+    except RecursionError:
+        raise TemplateError("The messages are nested too deeply.") from None
+    return plain
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield every string in plain data, keys included."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            stack.extend(item)
+            stack.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            stack.extend(item)

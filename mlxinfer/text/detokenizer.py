@@ -1,0 +1,261 @@
+"""Token ids to text as they come, never half a character. Knows decoders; no stops, no requests.
+
+A tokenizer's decoder is a chain of steps over a list of tokens. Each step is done here one token at
+a time, holding only what a later token could still change, so that the pieces joined are exactly
+what `Tokenizer.decode` gives for all ids together, in time linear in their number.
+"""
+
+import codecs
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from .tokenizer import Tokenizer
+
+PROMPT_TAIL = 16  # prompt tokens that can matter to the first characters of an answer
+
+
+class Detokenizer:
+    """Ids in, text out, for one answer.
+
+    A decoder that has no incremental form here (CTC, WordPiece) gives its text at the end.
+
+    Args:
+        tokenizer: whose ids these are.
+        skip_special_tokens: leave out control tokens, as `Tokenizer.decode` does.
+        keep_ids: special ids that are written out all the same.
+        prompt_ids: what came before, where the answer goes on with its text: then the space that
+            decoders strip at the beginning of a text is kept.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        keep_ids: Iterable[int] = (),
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids - set(keep_ids) if skip_special_tokens else set()
+        self._steps = steps_of(tokenizer.decoder_spec)
+        self._held: list[int] = []  # where the decoder has no incremental form
+        for token_id in prompt_ids[-PROMPT_TAIL:]:
+            self.push(token_id)
+        self._held.clear()
+
+    def push(self, token_id: int) -> str:
+        """Return the text that is certain now that this token has come; often "" ."""
+        if token_id in self._skipped:
+            return ""
+        if self._steps is None:
+            self._held.append(token_id)
+            return ""
+        piece = self._tokenizer.id_to_piece(token_id)
+        if piece is None:
+            return ""
+        tokens = [piece]
+        for step in self._steps:
+            tokens = [out for token in tokens for out in step.feed(token)]
+        return "".join(tokens)
+
+    def flush(self) -> str:
+        """Return what is left; half a character comes out as U+FFFD. Nothing may be pushed after."""
+        if self._steps is None:
+            text = self._tokenizer.decode(self._held, skip_special_tokens=False)
+            self._held.clear()
+            return text
+        tokens: list[str] = []
+        for step in self._steps:
+            tokens = [out for token in tokens for out in step.feed(token)] + step.finish()
+        return "".join(tokens)
+
+
+class Step(Protocol):
+    """One step of a decoder, a token at a time."""
+
+    def feed(self, token: str) -> list[str]:
+        """Return the tokens that are certain once `token` has come."""
+        ...
+
+    def finish(self) -> list[str]:
+        """Return what was held back."""
+        ...
+
+
+class EachToken:
+    """A step that changes every token by itself."""
+
+    def __init__(self, change: Callable[[str], str]) -> None:
+        self._change = change
+
+    def feed(self, token: str) -> list[str]:
+        """Return the token, changed."""
+        return [self._change(token)]
+
+    def finish(self) -> list[str]:
+        """Nothing is held."""
+        return []
+
+
+class FirstToken:
+    """A step that treats the first token differently from all others."""
+
+    def __init__(self, first: Callable[[str], str], other: Callable[[str], str]) -> None:
+        self._change, self._other = first, other
+
+    def feed(self, token: str) -> list[str]:
+        """Return the token, changed."""
+        changed = self._change(token)
+        self._change = self._other
+        return [changed]
+
+    def finish(self) -> list[str]:
+        """Nothing is held."""
+        return []
+
+
+class ByteLevel:
+    """GPT-2's alphabet: each character of a token stands for a byte."""
+
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token: str) -> list[str]:
+        """Return the characters that are complete."""
+        try:
+            data = bytes([BYTE_OF[char] for char in token])
+        except KeyError:  # an added token, outside of the alphabet
+            data = token.encode()
+        return [self._utf8.decode(data)]
+
+    def finish(self) -> list[str]:
+        """Return U+FFFD for a character that stayed incomplete."""
+        return [self._utf8.decode(b"", final=True)]
+
+
+class ByteFallback:
+    """Tokens `<0xE2>` stand for bytes; a run of them is a text, or as many U+FFFD if it is not.
+
+    Whether a run is valid shows at its end only, so that all of it is held until then.
+    """
+
+    def __init__(self) -> None:
+        self._run = bytearray()
+
+    def feed(self, token: str) -> list[str]:
+        """Return the run that this token ends, and the token."""
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            digits = token[3:5]
+            if all(digit in "0123456789abcdefABCDEF" for digit in digits):
+                self._run.append(int(digits, 16))
+                return []
+        return [*self.finish(), token]
+
+    def finish(self) -> list[str]:
+        """Return the run."""
+        run, self._run = bytes(self._run), bytearray()
+        if not run:
+            return []
+        try:
+            return [run.decode()]
+        except UnicodeDecodeError:
+            return ["\ufffd"] * len(run)
+
+
+class StripEnds:
+    """Takes up to `start` and `stop` characters `content` off the ends of the whole text."""
+
+    def __init__(self, content: str, start: int, stop: int) -> None:
+        self._content, self._start, self._stop = content, start, stop
+        self._tail = ""  # trailing `content`, which may be the end
+
+    def feed(self, token: str) -> list[str]:
+        """Return the text so far, less what may have to go."""
+        while self._start and token:
+            if token[0] != self._content:
+                self._start = 0
+            else:
+                self._start -= 1
+                token = token[1:]
+        text = self._tail + token
+        kept = len(text)
+        while kept and len(text) - kept < self._stop and text[kept - 1] == self._content:
+            kept -= 1
+        self._tail = text[kept:]
+        return [text[:kept]]
+
+    def finish(self) -> list[str]:
+        """What is held at the end is what goes."""
+        return []
+
+
+def steps_of(spec: dict[str, Any] | None) -> list[Step] | None:
+    """Return fresh steps that do what the decoder does, None where it has no incremental form."""
+    if spec is None:  # without a decoder, tokens are joined by spaces
+        return [FirstToken(str, lambda token: " " + token)]
+    fused = False
+    steps: list[Step] = []
+    for part in spec["decoders"] if spec.get("type") == "Sequence" else [spec]:
+        kind = part.get("type")
+        step = None if kind == "Fuse" else _step_of(part, fused)
+        if kind != "Fuse" and step is None:
+            return None
+        steps.extend([step] if step else [])
+        fused = fused or kind in ("Fuse", "ByteLevel")
+    return steps
+
+
+def _step_of(part: dict[str, Any], fused: bool) -> Step | None:
+    """Return one step; after Fuse the whole text is a single token, which few steps fit."""
+    kind = part.get("type")
+    if kind == "Strip":
+        return _strip(part["content"], part["start"], part["stop"], fused)
+    if kind == "Replace":
+        return _replace(part["pattern"].get("String"), part["content"], fused)
+    if kind == "ByteLevel" and not fused:
+        return ByteLevel()
+    if kind == "ByteFallback" and not fused:
+        return ByteFallback()
+    if kind == "Metaspace" and not fused:
+        return _metaspace(part["replacement"], part.get("prepend_scheme", "always"))
+    return None
+
+
+def _strip(content: str, start: int, stop: int, fused: bool) -> Step:
+    if fused:
+        return StripEnds(content, start, stop)
+
+    def strip(token: str) -> str:
+        whole = StripEnds(content, start, stop)
+        return "".join(whole.feed(token))
+
+    return EachToken(strip)
+
+
+def _replace(old: str | None, new: str, fused: bool) -> Step | None:
+    if not old or (fused and len(old) > 1):  # a match could lie across tokens
+        return None
+    return EachToken(lambda token: token.replace(old, new))
+
+
+def _metaspace(mark: str, prepend_scheme: str) -> Step:
+    def other(token: str) -> str:
+        return token.replace(mark, " ")
+
+    def first(token: str) -> str:
+        return token.replace(mark, "")
+
+    return FirstToken(other if prepend_scheme == "never" else first, other)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return {character: byte} of GPT-2: printable bytes are themselves, others come from U+0100 up.
+
+    Source: Radford et al. 2019, bytes_to_unicode.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+BYTE_OF = _byte_alphabet()

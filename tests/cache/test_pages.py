@@ -1,0 +1,77 @@
+"""The page allocator against a naive set, and page tables against arithmetic."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxinfer.cache.pages import OutOfPages, PageAllocator, PageTable
+
+
+def test_extends_a_run_while_it_can() -> None:
+    allocator = PageAllocator(100, headroom=8)
+    first = allocator.allocate(3)
+    other = allocator.allocate(2)
+    assert first == [0, 1, 2]
+    assert other == [11, 12]  # headroom is left for the first to grow
+    assert allocator.allocate(2, after=2) == [3, 4]
+
+
+def test_fills_the_headroom_when_nothing_else_is_left() -> None:
+    allocator = PageAllocator(12, headroom=8)
+    pages = allocator.allocate(2) + allocator.allocate(2) + allocator.allocate(8)
+    assert sorted(pages) == list(range(12))
+    with pytest.raises(OutOfPages, match="1 pages wanted, 0 of 12 free"):
+        allocator.allocate(1)
+
+
+@given(st.data())
+def test_allocator_equals_a_naive_set(data: st.DataObject) -> None:
+    total = data.draw(st.integers(1, 40))
+    allocator = PageAllocator(total, headroom=data.draw(st.integers(0, 4)))
+    held: list[list[int]] = []
+    for _ in range(data.draw(st.integers(0, 40))):
+        free = set(range(total)) - {page for pages in held for page in pages}
+        if held and data.draw(st.booleans()):
+            allocator.release(held.pop(data.draw(st.integers(0, len(held) - 1))))
+            continue
+        count = data.draw(st.integers(1, total))
+        owner = data.draw(st.sampled_from(held)) if held and data.draw(st.booleans()) else None
+        after = owner[-1] if owner else None
+        if count > len(free):
+            with pytest.raises(OutOfPages):
+                allocator.allocate(count, after=after)
+            continue
+        pages = allocator.allocate(count, after=after)
+        assert len(pages) == count == len(set(pages))
+        assert set(pages) <= free
+        if after is not None and after + 1 in free:
+            assert pages[0] == after + 1
+        if owner is None:
+            held.append(pages)
+        else:
+            owner += pages
+    num_held = sum(map(len, held))
+    assert allocator.num_held == num_held
+    assert allocator.num_free == total - num_held
+    assert allocator.extent >= max((page + 1 for pages in held for page in pages), default=0)
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=8, unique=True), st.data())
+def test_runs_cover_exactly_the_positions(pages: list[int], data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, 5))
+    table = PageTable(4, first, list(pages))
+    start = data.draw(st.integers(first * 4, table.end - 1))
+    stop = data.draw(st.integers(start + 1, table.end))
+    slots = [slot for run in table.runs(start, stop) for slot in range(*run)]
+    assert slots == [pages[p // 4 - first] * 4 + p % 4 for p in range(start, stop)]
+    runs = table.runs(start, stop)
+    assert all(a[1] != b[0] for a, b in zip(runs, runs[1:], strict=False)), "runs that touch"
+
+
+def test_dropping_pages_keeps_positions() -> None:
+    table = PageTable(4)
+    table.append([7, 8, 3])
+    assert table.runs(0, 12) == [(28, 36), (12, 16)]
+    assert table.drop_before(2) == [7, 8]
+    assert table.runs(9, 12) == [(13, 16)]
+    assert table.end == 12

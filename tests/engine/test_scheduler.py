@@ -1,0 +1,224 @@
+"""The scheduler alone: no model, no arrays; whatever is drawn, its books balance after every step."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxinfer.cache.pages import PageAllocator
+from mlxinfer.core import FinishReason, Request, SamplingParams
+from mlxinfer.engine.batch import MAX_SHORT, Batch
+from mlxinfer.engine.scheduler import Scheduler
+from mlxinfer.engine.sequence import Sequence
+
+PAGE = 4
+
+
+def build(
+    *, pages: int = 64, windows: tuple[int | None, ...] = (None,), max_batch: int = 4, chunk: int = 16
+) -> Scheduler:
+    return Scheduler(
+        windows=windows,
+        allocators=[PageAllocator(pages, headroom=2) for _ in windows],
+        page_size=PAGE,
+        max_batch=max_batch,
+        prefill_chunk=chunk,
+    )
+
+
+def request(name: str, num_prompt: int, max_tokens: int = 8) -> Request:
+    return Request(name, list(range(num_prompt)), SamplingParams(max_tokens=max_tokens))
+
+
+def step(scheduler: Scheduler, token: int = 7) -> Batch:
+    """One step, read at once."""
+    batch = scheduler.next_batch()
+    assert batch is not None
+    scheduler.commit(batch, [token] * len(batch.sampling))
+    return batch
+
+
+def rows(batch: Batch) -> dict[str, int]:
+    return {s.sequence.request.id: s.num_tokens for s in batch.segments}
+
+
+def test_decode_comes_first_and_prefill_is_chunked() -> None:
+    scheduler = build()
+    scheduler.add(request("short", 3), max_output=8)
+    assert rows(step(scheduler)) == {"short": 3}
+    scheduler.add(request("long", 40), max_output=8)
+    assert rows(step(scheduler)) == {"short": 1, "long": 16}
+    assert rows(step(scheduler)) == {"short": 1, "long": 16}
+    assert rows(step(scheduler)) == {"short": 1, "long": 8}
+    assert rows(step(scheduler)) == {"short": 1, "long": 1}
+
+
+def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
+    scheduler = build(chunk=32)
+    scheduler.add(request("long", 100), max_output=8)
+    step(scheduler)
+    scheduler.add(request("short", 5), max_output=8)
+    scheduler.add(request("middle", 60), max_output=8)
+    batch = step(scheduler)
+    # the oldest keeps half of the budget, the shortest is served whole
+    assert rows(batch) == {"short": 5, "long": 16, "middle": 8}
+    batch = step(scheduler)
+    assert rows(batch) == {"short": 1, "long": 16, "middle": 16}
+    assert [s.sequence.request.id for s in batch.segments] == ["short", "long", "middle"]
+
+
+def test_chunks_end_at_page_boundaries() -> None:
+    scheduler = build(chunk=16)
+    scheduler.add(request("a", 30), max_output=1)
+    scheduler.add(request("b", 30), max_output=1)
+    while not scheduler.idle:
+        for segment in step(scheduler).segments:
+            ends_prompt = segment.stop >= segment.sequence.num_prompt
+            assert ends_prompt or segment.stop % PAGE == 0
+
+
+def test_tails_are_sealed_all_at_once() -> None:
+    scheduler = build(pages=64)
+    for name in "ab":
+        scheduler.add(request(name, 3, 60), max_output=60)
+    sealed = [len(step(scheduler).seal) for _ in range(30)]
+    assert set(sealed) == {0, 2}  # at a barrier everybody seals
+    first, second = [i for i, count in enumerate(sealed) if count][:2]
+    assert second - first >= PAGE  # and barriers are a page apart at least
+
+
+def test_the_youngest_makes_room_and_comes_back() -> None:
+    scheduler = build(pages=6, max_batch=2)
+    old = scheduler.add(request("old", 8, 12), max_output=12)
+    young = scheduler.add(request("young", 8, 12), max_output=12)
+    preempted = False
+    while not scheduler.idle:
+        step(scheduler)
+        preempted |= young.slot < 0 and not young.finished
+        assert old.num_preempted == 0
+    assert preempted
+    assert young.num_preempted >= 1
+    assert young.token_ids[8:] == [7] * 12
+    assert scheduler.allocators[0].num_held == 0
+
+
+def test_a_token_in_flight_survives_preemption() -> None:
+    scheduler = build(pages=6, max_batch=2)
+    sequences = [scheduler.add(request(n, 8, 12), max_output=12) for n in ("old", "young")]
+    previous, token = None, 0
+    while not scheduler.idle:  # launched one ahead, as the engine does
+        batch = scheduler.next_batch()
+        if previous is not None:
+            token += 1
+            scheduler.commit(previous, [token] * len(previous.sampling))
+        previous = batch
+    assert all(len(s.token_ids) == 20 for s in sequences)
+    assert sequences[1].num_preempted >= 1
+    assert scheduler.allocators[0].num_held == 0
+
+
+def test_finished_is_noticed_one_step_late_and_counted_once() -> None:
+    scheduler = build()
+    stopping = Request("a", [1, 2], SamplingParams(max_tokens=9), stop_ids=frozenset({99}))
+    sequence = scheduler.add(stopping, max_output=9)
+    first = scheduler.next_batch()
+    second = scheduler.next_batch()  # launched before the first is read
+    assert first is not None
+    assert second is not None
+    assert scheduler.commit(first, [99]) == [(sequence, 99, FinishReason.STOP)]
+    assert scheduler.commit(second, [5]) == []
+    assert sequence.token_ids == [1, 2, 99]
+    assert scheduler.idle
+
+
+def test_min_tokens_holds_back_the_end() -> None:
+    scheduler = build()
+    params = SamplingParams(max_tokens=9, min_tokens=2)
+    scheduler.add(Request("a", [1], params, stop_ids=frozenset({7})), max_output=9)
+    ended = [reason for _ in range(3) for _, _, reason in commit_sevens(scheduler)]
+    assert ended == [None, None, FinishReason.STOP]
+
+
+def commit_sevens(scheduler: Scheduler) -> list[tuple[Sequence, int, FinishReason | None]]:
+    batch = scheduler.next_batch()
+    assert batch is not None
+    return scheduler.commit(batch, [7] * len(batch.sampling))
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_books_balance_over_random_programs(data: st.DataObject) -> None:
+    windows = data.draw(st.sampled_from([(None,), (6,), (None, 6), (None, 1, 20)]))
+    chunk = PAGE * data.draw(st.integers(1, 5))
+    pages = data.draw(st.integers(12, 30))
+    scheduler = build(
+        pages=pages, windows=windows, max_batch=data.draw(st.integers(1, 5)), chunk=chunk
+    )
+    ahead = data.draw(st.booleans())
+    live: dict[str, Sequence] = {}
+    ended: Counter[str] = Counter()
+    previous, arrivals = None, data.draw(st.integers(1, 8))
+    for tick in range(1000):
+        if arrivals and (scheduler.idle or data.draw(st.booleans())):
+            arrivals -= 1
+            prompt, answer = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 16))
+            name = f"r{tick}"
+            live[name] = scheduler.add(request(name, prompt, answer), max_output=answer)
+        if live and data.draw(st.integers(0, 9)) == 0:
+            name = data.draw(st.sampled_from(sorted(live)))
+            scheduler.finish(live.pop(name))
+            ended[name] += 1
+        batch = scheduler.next_batch()
+        if batch is not None:
+            check_batch(scheduler, batch, chunk)
+        for done in [previous] if ahead else [batch]:
+            for sequence, _, reason in scheduler.commit(done, [3] * len(done.sampling)) if done else ():
+                if reason is not None:
+                    ended[sequence.request.id] += 1
+                    assert len(sequence.token_ids) - sequence.num_prompt == sequence.max_output
+                    del live[sequence.request.id]
+        previous = batch
+        check_books(scheduler)
+        if scheduler.idle and not arrivals and previous is None:
+            break
+    else:
+        pytest.fail("the queue did not drain")
+    assert set(ended.values()) <= {1}
+    assert all(allocator.num_held == 0 for allocator in scheduler.allocators)
+
+
+def check_batch(scheduler: Scheduler, batch: Batch, chunk: int) -> None:
+    prefill = [s for s in batch.segments if s.num_tokens > 1 or s.start < s.sequence.num_prompt]
+    assert sum(s.num_tokens for s in prefill) <= chunk
+    slots = [s.sequence.slot for s in batch.segments]
+    assert len(set(slots)) == len(slots)
+    assert -1 not in slots
+    for segment in batch.segments:
+        assert segment.seals == (segment.num_tokens > MAX_SHORT)
+        if segment.seals:
+            assert segment.start == segment.sealed
+        else:
+            assert segment.stop - segment.sealed <= 2 * PAGE, "the tail is too short"
+        for window, table in zip(scheduler.windows, segment.sequence.tables, strict=True):
+            assert table.end >= segment.stop, "a token without a slot"
+            lowest = 0 if window is None else max(0, segment.start - window + 1)
+            assert table.first * PAGE <= lowest, "a visible page was let go of"
+
+
+def check_books(scheduler: Scheduler) -> None:
+    for group, (window, allocator) in enumerate(
+        zip(scheduler.windows, scheduler.allocators, strict=True)
+    ):
+        held = [page for s in scheduler.running for page in s.tables[group].pages]
+        assert len(held) == len(set(held)) == allocator.num_held
+        assert allocator.num_held + allocator.num_free == allocator.num_pages
+        if window is not None:
+            scheduler._trim_windows()
+            for sequence in scheduler.running:
+                kept = sequence.num_computed - sequence.tables[group].first * PAGE
+                assert kept <= window + PAGE
+    running, waiting = set(scheduler.running), set(scheduler.waiting)
+    assert not running & waiting
+    assert running | waiting == set(scheduler.unfinished())
+    assert all(s.slot < 0 and not s.tables for s in waiting)

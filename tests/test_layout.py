@@ -1,0 +1,160 @@
+"""The house rules that a machine can check: imports point down, logic stays free of MLX."""
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "mlxinfer"
+FOLDERS = {"mlxinfer": PACKAGE, "mlxinfer.metal_kernels": ROOT / "metal_kernels"}
+
+LEAVES = {"core", "errors", "config"}
+MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
+    "errors": set(),
+    "core": {"errors"},
+    "config": {"errors"},
+    "metal_kernels": set(),
+    "layers": LEAVES | {"metal_kernels"},
+    "models": LEAVES | {"layers"},
+    "cache": LEAVES | {"metal_kernels"},
+    "sampling": LEAVES | {"metal_kernels"},
+    "text": LEAVES,
+    "engine": LEAVES | {"cache", "layers", "models", "sampling"},
+    "hub": LEAVES | {"backend"},
+    "backend": LEAVES,
+    "memory": LEAVES,
+    "mailbox": set(),
+    "results": LEAVES,
+    "answer": LEAVES | {"results", "text"},
+    "info": LEAVES | {"models"},
+}
+ASSEMBLERS = {"llm", "cli", "bench", "__init__"}  # anything
+WITHOUT_MLX = (
+    "core",
+    "config",
+    "errors",
+    "hub",
+    "backend",
+    "memory",
+    "mailbox",
+    "results",
+    "answer",
+    "cache.pages",
+    "engine.batch",
+    "engine.scheduler",
+    "engine.sequence",
+    "text",
+)
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """(dotted name below mlxinfer, file) of every module."""
+    for prefix, folder in FOLDERS.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = [*prefix.split(".")[1:], *path.relative_to(folder).with_suffix("").parts]
+            yield ".".join(parts if parts[-1] != "__init__" or len(parts) == 1 else parts[:-1]), path
+
+
+def part_of(name: str) -> str:
+    """core.py -> core, engine/scheduler.py -> engine; hub_cache.py belongs to hub."""
+    first = name.split(".")[0]
+    return "hub" if first.startswith("hub_") else first
+
+
+def imported(name: str, path: Path) -> Iterator[str]:
+    """Modules that a module names in import statements, absolute: mlxinfer.core, mlx.core, json.
+
+    Imports for type checkers only are left out: nothing is imported by them.
+    """
+    package = ["mlxinfer", *name.split(".")]
+    if name == "__init__":
+        package = ["mlxinfer"]
+    elif path.name != "__init__.py":
+        package = package[:-1]
+    for node in runtime_nodes(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *(node.module or "").split(".")]).rstrip(".")
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        yield node
+        yield from runtime_nodes(node)
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for name, path in modules():
+        part = part_of(name)
+        if part in ASSEMBLERS:
+            continue
+        assert part in MAY_IMPORT, f"{name} is a new part: say what it may import"
+        for target in imported(name, path):
+            below = target.removeprefix("mlxinfer.")
+            ours = target.startswith("mlxinfer.") and part_of(below)
+            if ours and ours in MAY_IMPORT | dict.fromkeys(ASSEMBLERS) and ours != part:
+                if ours not in MAY_IMPORT[part]:
+                    wrong.append(f"{name} imports {below}")
+    assert not wrong
+
+
+def test_logic_is_free_of_mlx() -> None:
+    wrong = [
+        f"{name} imports {target}"
+        for name, path in modules()
+        for target in imported(name, path)
+        if name.startswith(tuple(f"{free}." for free in WITHOUT_MLX))
+        or name in WITHOUT_MLX
+        or part_of(name) == "hub"
+        if target == "mlx" or target.startswith(("mlx.", "mlx_lm"))
+    ]
+    assert not wrong
+
+
+def test_nothing_imports_torch_transformers_or_mlx_lm() -> None:
+    allowed = {"text.backend"}  # the fallback for checkpoints without a tokenizer.json
+    wrong = [
+        f"{name} imports {target}"
+        for name, path in modules()
+        for target in imported(name, path)
+        if target.split(".")[0] in {"torch", "transformers", "mlx_lm"}
+        and part_of(name) != "bench"
+        and name not in allowed
+    ]
+    assert not wrong
+
+
+def test_no_hasattr_dispatch_and_no_stubs() -> None:
+    wrong = []
+    for name, path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                if node.func.id == "hasattr":
+                    wrong.append(f"{name}:{node.lineno} hasattr")
+            if isinstance(node, ast.Raise) and "NotImplementedError" in ast.dump(node):
+                wrong.append(f"{name}:{node.lineno} NotImplementedError")
+    assert not wrong
+
+
+def test_package_list_is_complete() -> None:
+    """setuptools is given an explicit list: a folder that is missing there is missing in the wheel."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    found = {
+        ".".join([prefix, *path.parent.relative_to(folder).parts])
+        for prefix, folder in FOLDERS.items()
+        for path in folder.rglob("__init__.py")
+    }
+    assert found == set(settings["packages"])
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [name for name, path in modules() if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert not silent

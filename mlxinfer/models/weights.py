@@ -6,6 +6,7 @@ is an error that names it. MLX sees a file only after its header was checked (sa
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,11 +14,14 @@ import mlx.core as mx
 from ..errors import CheckpointError
 from ..layers.embedding import Embedding, QuantizedEmbedding
 from ..layers.linear import Linear, Projection, QuantizedLinear
+from ..layers.moe import ExpertLinear, QuantizedExpertLinear
 from .files import read_headers
 from .fuse import fuse
 from .quantization import QuantFormat, Quantization
 
 Rename = Callable[[str], str | None]
+Matrix = Linear | QuantizedLinear
+ExpertMatrix = ExpertLinear | QuantizedExpertLinear
 
 _FLOATS = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
 _DTYPES = {name: dtype for dtype, name in _FLOATS.items()}
@@ -47,8 +51,8 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
-    def raw(self, name: str, shape: Sequence[int]) -> mx.array:
-        """The tensor as it is stored; it must have this shape."""
+    def raw(self, name: str, shape: Sequence[int], *, dtype: mx.Dtype | None = None) -> mx.array:
+        """The tensor as it is stored; it must have this shape, and this dtype if one is given."""
         tensor = self._tensors.pop(name, None)
         if tensor is None:
             raise CheckpointError(f"Tensor {name!r} {tuple(shape)} is missing.")
@@ -56,6 +60,10 @@ class Weights:
             raise CheckpointError(
                 f"Tensor {self._original[name]!r} has shape {tensor.shape}; expected "
                 f"{tuple(shape)}."
+            )
+        if dtype is not None and tensor.dtype != dtype:
+            raise CheckpointError(
+                f"Tensor {self._original[name]!r} is {tensor.dtype}; expected {dtype}."
             )
         return tensor
 
@@ -73,39 +81,43 @@ class Weights:
 
     def linear(self, path: str, out_dims: int, in_dims: int, *, bias: bool = False) -> Projection:
         """The projection at `path`, dense or quantised as the checkpoint has it."""
-        return self.fused([path], [out_dims], in_dims, bias=bias)
+        return self.matrix(path, (out_dims, in_dims), bias=bias)
 
     def fused(
         self, paths: Sequence[str], out_dims: Sequence[int], in_dims: int, *, bias: bool = False
     ) -> Projection:
-        """Projections of one input as one matrix, outputs in the order of `paths`.
-
-        Parts of different formats stay apart, and their outputs are joined.
-        """
-        parts = [
-            self.matrix(path, (rows, in_dims), bias=bias)
-            for path, rows in zip(paths, out_dims, strict=True)
-        ]
-        return parts[0] if len(parts) == 1 else fuse(parts)
-
-    def matrix(
-        self, path: str, shape: tuple[int, int], *, bias: bool = False
-    ) -> Linear | QuantizedLinear:
-        """One matrix (out_dims, in_dims), not fused."""
-        offset = self.take(f"{path}.bias", shape[:1]) if bias else None
-        if f"{path}.scales" not in self:
-            return Linear(self.take(f"{path}.weight", shape), offset)
-        form = self.format_of(path)
-        packed = self.packed(path, shape, form)
-        return QuantizedLinear(
-            *packed, offset, group_size=form.group_size, bits=form.bits, mode=form.mode
+        """Projections of one input as one matrix, outputs in the order of `paths`."""
+        return fuse(
+            [
+                self.matrix(path, (rows, in_dims), bias=bias)
+                for path, rows in zip(paths, out_dims, strict=True)
+            ]
         )
+
+    def matrix(self, path: str, shape: tuple[int, int], *, bias: bool = False) -> Matrix:
+        """One matrix (out_dims, in_dims), dense or quantised."""
+        offset = self.take(f"{path}.bias", shape[:-1]) if bias else None
+        if f"{path}.scales" in self:
+            form = self.format_of(path)
+            return QuantizedLinear(*self.packed(path, shape, form), offset, **asdict(form))
+        return Linear(self.take(f"{path}.weight", shape), offset)
+
+    def experts(
+        self, path: str, shape: tuple[int, int, int], *, bias: bool = False
+    ) -> ExpertMatrix:
+        """Matrices (num_experts, out_dims, in_dims) that are stored as one tensor."""
+        offset = self.take(f"{path}.bias", shape[:-1]) if bias else None
+        if f"{path}.scales" in self:
+            form = self.format_of(path)
+            return QuantizedExpertLinear(*self.packed(path, shape, form), offset, **asdict(form))
+        return ExpertLinear(self.take(f"{path}.weight", shape), offset)
 
     def embedding(self, path: str, shape: tuple[int, int]) -> Embedding | QuantizedEmbedding:
         """The token table (vocab_size, hidden_size)."""
+        if f"{path}.scales" not in self:
+            return Embedding(self.take(f"{path}.weight", shape))
         table = self.matrix(path, shape)
-        if isinstance(table, Linear):
-            return Embedding(table.transposed.T)
+        assert isinstance(table, QuantizedLinear)
         return QuantizedEmbedding(table, self.dtype)
 
     def format_of(self, path: str) -> QuantFormat:
@@ -127,20 +139,12 @@ class Weights:
             raise CheckpointError(
                 f"{path} has {in_dims} inputs, which groups of {form.group_size} do not divide."
             )
-        weight = self.raw(f"{path}.weight", (*rows, in_dims * form.bits // 32))
-        if weight.dtype != mx.uint32:
-            raise CheckpointError(f"{path}.weight is {weight.dtype}; expected packed uint32.")
         groups = (*rows, in_dims // form.group_size)
-        if form.mode == "affine":
-            return (
-                weight,
-                self.take(f"{path}.scales", groups),
-                self.take(f"{path}.biases", groups),
-            )
-        scales = self.raw(f"{path}.scales", groups)
-        if scales.dtype != mx.uint8:
-            raise CheckpointError(f"{path}.scales is {scales.dtype}; expected uint8.")
-        return weight, scales, None
+        words = (*rows, in_dims * form.bits // 32)
+        weight = self.raw(f"{path}.weight", words, dtype=mx.uint32)
+        if form.mode != "affine":
+            return weight, self.raw(f"{path}.scales", groups, dtype=mx.uint8), None
+        return weight, self.take(f"{path}.scales", groups), self.take(f"{path}.biases", groups)
 
     def drop(self, *names: str) -> None:
         """Leave out tensors that are known to carry nothing."""

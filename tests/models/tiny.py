@@ -4,42 +4,13 @@ folder = tiny_checkpoint(tmp_path, "qwen3-v4")          # or just "qwen3"
 folder = tiny_checkpoint(tmp_path, "llama", quantize={"group_size": 32, "bits": 4})
 """
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
-from models.cases import CASES, shapes
-
-
-def random_tensor(name: str, shape: tuple[int, ...], seed: int, *, gemma: bool) -> np.ndarray:
-    """float32 values that depend on name, shape and seed alone; no kind is trivial."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    noise = np.random.default_rng(int.from_bytes(digest[:8], "little")).standard_normal(shape)
-    if name.endswith("norm.weight"):
-        values = 0.2 * noise + (0.0 if gemma else 1.0)
-    elif name.endswith("sinks"):
-        values = noise
-    elif "embed_tokens" in name:
-        values = 0.4 * noise
-    elif len(shape) == 1 or name.endswith("_bias"):
-        values = 0.3 * noise
-    else:
-        in_dims = shape[-2] if "experts.gate_up_proj" in name else shape[-1]
-        gain = 3.0 if "lm_head" in name or "router" in name or ".gate.weight" in name else 1.0
-        values = noise * gain / np.sqrt(in_dims)
-    return values.astype(np.float32)
-
-
-def tiny_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """Every tensor of a checkpoint with this config, by its name on the hub."""
-    gemma = config["model_type"].startswith("gemma")
-    return {
-        name: random_tensor(name, shape, seed, gemma=gemma)
-        for name, shape in shapes(config).items()
-    }
+from models.cases import CASES
+from models.random_weights import tiny_tensors
 
 
 def tiny_config(case: str) -> dict[str, Any]:
@@ -70,7 +41,7 @@ def quantized(arrays: dict[str, mx.array], how: dict[str, Any]) -> dict[str, mx.
     """weight -> weight, scales and (affine) biases, for every matrix that can be quantised."""
     result: dict[str, mx.array] = {}
     for name, array in arrays.items():
-        if array.ndim != 2 or array.shape[1] % how["group_size"]:
+        if not name.endswith("weight") or array.ndim != 2 or array.shape[1] % how["group_size"]:
             result[name] = array
             continue
         names = (name, name.replace("weight", "scales"), name.replace("weight", "biases"))

@@ -1,0 +1,103 @@
+"""Write the reference logits of every tiny case: transformers in float32 with eager attention.
+
+Needs torch and transformers, which nothing else here does:
+
+    python tests/data/parity/generate.py
+
+Each case's config goes through transformers' own reading of it, and the weights that both sides use
+come from `tests/models/tiny.py`, by name. Checked on the way: our table of tensors is exactly what
+transformers would publish for this config, and no router is close to a tie.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from models.cases import CASES, shapes  # noqa: E402
+from models.random_weights import tiny_tensors  # noqa: E402
+
+LENGTH = 40
+MIN_ROUTER_GAP = 2e-3
+MIN_LOGIT_GAP = 2e-3
+
+
+def reference(config: dict, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids (LENGTH,) and logits (LENGTH, vocab_size) of one seed."""
+    ids = np.random.default_rng(seed).integers(3, config["vocab_size"], LENGTH)
+    model = hub_model(config, tiny_tensors(config))
+    gaps: list[float] = []
+    for name, module in model.named_modules():
+        if name.endswith((".mlp.gate", ".mlp.router")):
+            module.register_forward_hook(lambda *call: gaps.append(router_gap(config, call[2])))
+    with torch.no_grad():
+        logits = model(torch.tensor(ids)[None]).logits[0].numpy()
+    top = np.sort(logits, axis=-1)
+    if min(gaps, default=1.0) < MIN_ROUTER_GAP or (top[:, -1] - top[:, -2]).min() < MIN_LOGIT_GAP:
+        return reference(config, seed + 1)
+    return ids.astype(np.int32), logits
+
+
+def hub_model(config: dict, tensors: dict[str, np.ndarray]) -> torch.nn.Module:
+    """transformers' model of this config with these weights, through a folder as on the hub."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        read = transformers.AutoConfig.from_pretrained(folder)
+        fresh = transformers.AutoModelForCausalLM.from_config(read, attn_implementation="eager")
+        check_names(fresh, config, folder)
+        save({name: torch.tensor(value) for name, value in tensors.items()}, folder)
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=read,
+            attn_implementation="eager",
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+    assert not info["missing_keys"], info
+    assert not info["unexpected_keys"], info
+    return model.eval()
+
+
+def save(tensors: dict[str, torch.Tensor], folder: str) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+
+
+def check_names(model: torch.nn.Module, config: dict, folder: str) -> None:
+    """Our names and shapes are those that transformers saves."""
+    from safetensors import safe_open
+
+    model.save_pretrained(Path(folder) / "saved")
+    with safe_open(Path(folder) / "saved" / "model.safetensors", "pt") as file:
+        saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    ours = shapes(config)
+    assert saved == ours, {k: (saved.get(k), ours.get(k)) for k in saved.keys() ^ ours.keys()}
+
+
+def router_gap(config: dict, output: tuple[torch.Tensor, ...] | torch.Tensor) -> float:
+    """The smallest distance between the last expert taken and the first left out."""
+    logits = output[0] if isinstance(output, tuple) else output
+    ranked = logits.sort(dim=-1, descending=True).values
+    k = config["num_experts_per_tok"]
+    return float((ranked[:, k - 1] - ranked[:, k]).min())
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for name in sys.argv[1:] or CASES:
+        ids, logits = reference(CASES[name], seed=1)
+        path = HERE / f"{name}.npz"
+        np.savez_compressed(path, ids=ids, logits=logits.astype(np.float32))
+        print(f"{name:16} std {logits.std():.2f}  {path.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Every native family gives the logits of transformers: in one shot, in ragged chunks, in steps."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from models.cases import CASES
+from models.dense_kv import DenseCache
+from models.tiny import tiny_checkpoint
+
+from mlxinfer.models import load
+
+DATA = Path(__file__).parents[1] / "data" / "parity"
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    """A loaded model, token ids and the reference logits."""
+    model = load(tiny_checkpoint(tmp_path_factory.mktemp("case"), request.param))
+    with np.load(DATA / f"{request.param}.npz") as reference:
+        return model, reference["ids"].tolist(), reference["logits"]
+
+
+def assert_parity(logits: mx.array, reference: np.ndarray) -> None:
+    ours = np.array(logits.astype(mx.float32))
+    assert np.abs(ours - reference).max() <= 1e-4 * max(1.0, reference.std())
+    assert (ours.argmax(-1) == reference.argmax(-1)).all()
+
+
+def test_one_shot(case):
+    model, ids, reference = case
+    assert_parity(DenseCache(model).run(model, [("a", ids)]), reference)
+
+
+def test_chunks_and_steps_beside_another_sequence(case):
+    model, ids, reference = case
+    cache = DenseCache(model)
+    parts = [cache.run(model, [("a", ids[:17])])]
+    parts.append(cache.run(model, [("b", ids[5:12]), ("a", ids[17:22])])[7:])
+    for i in range(22, len(ids)):
+        first = cache.run(model, [("a", ids[i : i + 1]), ("b", ids[i - 4 : i - 2])])
+        parts.append(first[:1])
+    assert_parity(mx.concatenate(parts), reference)
+
+
+def test_the_fixtures_are_not_trivial(case):
+    _, ids, reference = case
+    assert len(ids) == len(reference) == 40
+    assert reference.std() > 1
+    assert len(set(reference.argmax(-1).tolist())) > 10

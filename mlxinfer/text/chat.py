@@ -65,9 +65,6 @@ def encode_chat(
 class ControlTokens:
     """The tokens that only a template may write: special ones, and those in its own text."""
 
-    _cache: "weakref.WeakKeyDictionary[Tokenizer, dict[str, ControlTokens]]"
-    _cache = weakref.WeakKeyDictionary()
-
     def __init__(self, tokenizer: Tokenizer, source: str) -> None:
         assert tokenizer.template is not None
         self._tokenizer = weakref.proxy(tokenizer)
@@ -89,7 +86,7 @@ class ControlTokens:
     @classmethod
     def of(cls, tokenizer: Tokenizer, source: str) -> "ControlTokens":
         """Return those of a tokenizer and a template, worked out once."""
-        by_source = cls._cache.setdefault(tokenizer, {})
+        by_source = _control_tokens.setdefault(tokenizer, {})
         if source not in by_source:
             by_source[source] = cls(tokenizer, source)
         return by_source[source]
@@ -153,6 +150,10 @@ class ControlTokens:
     def _without_anchor(self, ids: list[int]) -> list[int]:
         size = len(self._anchor_ids)
         return ids[size:] if ids[:size] == self._anchor_ids else []
+
+
+_control_tokens: "weakref.WeakKeyDictionary[Tokenizer, dict[str, ControlTokens]]"
+_control_tokens = weakref.WeakKeyDictionary()
 
 
 class Marks:

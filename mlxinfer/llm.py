@@ -14,7 +14,7 @@ from .answer import Answer
 from .backend import require_mlx
 from .config import EngineConfig
 from .core import Request, SamplingParams, TokenEvent
-from .errors import EngineClosedError, InvalidRequestError
+from .errors import InvalidRequestError
 from .info import ModelInfo, describe
 from .mailbox import Mailbox
 from .memory import default_kv_bytes, parse_bytes, total_memory_bytes
@@ -119,15 +119,13 @@ class LLM:
             A Result, or a list of them in the order of the prompts.
         """
         if _is_one_prompt(prompts):
-            return self._run([self._request(self._encode(prompts), _single(params))])[0]
+            return self._run([self._plain(prompts, _one_each(params, 1)[0])])[0]
         every = _one_each(params, len(prompts))
-        return self._run(
-            [self._request(self._encode(p), q) for p, q in zip(prompts, every, strict=True)]
-        )
+        return self._run([self._plain(p, q) for p, q in zip(prompts, every, strict=True)])
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Continue one prompt and yield what each step adds; leaving the loop ends the request."""
-        return self._stream(self._request(self._encode(prompt), params))
+        return self._stream(self._plain(prompt, params))
 
     async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> Result:
         """`generate` of one prompt for asyncio; cancelling the task ends the request."""
@@ -137,7 +135,7 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> AsyncIterator[Delta]:
         """`stream` for asyncio."""
-        return self._astream(self._request(self._encode(prompt), params))
+        return self._astream(self._plain(prompt, params))
 
     # -- chat -----------------------------------------------------------------------------------
 
@@ -152,7 +150,7 @@ class LLM:
         Raises:
             TemplateError: the model has no chat template, or it refused these messages.
         """
-        return self._run([self._chat_request(messages, params, template_kwargs)])[0]
+        return self._run([self._chat(messages, params, template_kwargs)])[0]
 
     def stream_chat(
         self,
@@ -161,7 +159,7 @@ class LLM:
         **template_kwargs: Any,
     ) -> Iterator[Delta]:
         """Answer a conversation and yield what each step adds."""
-        return self._stream(self._chat_request(messages, params, template_kwargs))
+        return self._stream(self._chat(messages, params, template_kwargs))
 
     async def achat(
         self,
@@ -179,7 +177,7 @@ class LLM:
         **template_kwargs: Any,
     ) -> AsyncIterator[Delta]:
         """`stream_chat` for asyncio."""
-        return self._astream(self._chat_request(messages, params, template_kwargs))
+        return self._astream(self._chat(messages, params, template_kwargs))
 
     # -- the model itself -----------------------------------------------------------------------
 
@@ -194,8 +192,7 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """Counters, pages and memory of the engine, as plain numbers."""
-        self._open()
-        return self._engine.call(self._engine.stats)
+        return self._engine.stats()
 
     def close(self) -> None:
         """End what runs and free the memory; closing twice is fine."""
@@ -218,26 +215,26 @@ class LLM:
 
     # -- requests -------------------------------------------------------------------------------
 
-    def _open(self) -> None:
-        if self._engine.closed:
-            raise EngineClosedError("This LLM was closed; build a new one.")
-
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, parse_special=True)
         return list(prompt)
 
-    def _chat_request(
+    def _plain(self, prompt: Prompt, params: SamplingParams | None) -> Answer:
+        return self._answer(self._request(self._encode(prompt), params), continues=True)
+
+    def _chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None,
         template_kwargs: dict[str, Any],
-    ) -> Request:
-        return self._request(encode_chat(self.tokenizer, messages, **template_kwargs), params)
+    ) -> Answer:
+        ids = encode_chat(self.tokenizer, messages, **template_kwargs)
+        return self._answer(self._request(ids, params), continues=False)
 
     def _request(self, ids: list[int], params: SamplingParams | None) -> Request:
         params = params or SamplingParams()
-        ends = frozenset() if params.ignore_eos else self.end_ids
+        ends: frozenset[int] = frozenset() if params.ignore_eos else self.end_ids
         return Request(str(next(self._ids)), ids, params, ends.union(params.stop_token_ids))
 
     @property
@@ -245,29 +242,38 @@ class LLM:
         """Tokens that end an answer."""
         return self.tokenizer.eos_token_ids.union(self.model_info.eos_token_ids)
 
-    def _answer(self, request: Request) -> Answer:
+    def _answer(self, request: Request, *, continues: bool) -> Answer:
         stream = TextStream(
             self.tokenizer,
             stop=request.params.stop,
             min_tokens=request.params.min_tokens,
             reasoning=self._reasoning,
+            prompt_ids=request.prompt_ids,
+            continues=continues,
         )
         return Answer(request, stream)
 
-    def _run(self, requests: list[Request]) -> list[Result]:
+    # -- events ---------------------------------------------------------------------------------
+
+    def _run(self, answers: Sequence[Answer]) -> list[Result]:
         """Run requests together; any failure ends them all and is raised."""
-        answers = {request.id: self._answer(request) for request in requests}
-        for event in self._events(requests):
-            answer = answers[event.request_id]
+        by_id = {answer.request.id: answer for answer in answers}
+        for event in self._events([answer.request for answer in answers]):
+            answer = by_id[event.request_id]
             if answer.result is None:
                 answer.push(event)
                 if answer.stopped:
                     self._engine.abort(event.request_id)
-        return [_result(answers[request.id]) for request in requests]
+        return [answer.result for answer in answers if answer.result is not None]
 
-    def _events(self, requests: list[Request]) -> Iterator[TokenEvent]:
+    def _stream(self, answer: Answer) -> Iterator[Delta]:
+        for event in self._events([answer.request]):
+            yield answer.push(event)
+            if answer.result is not None:
+                return
+
+    def _events(self, requests: Sequence[Request]) -> Iterator[TokenEvent]:
         """Submit requests and yield their events until each has ended; leaving early ends them."""
-        self._open()
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
         unfinished: set[str] = set()
         try:
@@ -283,26 +289,16 @@ class LLM:
             for request_id in unfinished:
                 self._engine.abort(request_id)
 
-    def _stream(self, request: Request) -> Iterator[Delta]:
-        answer = self._answer(request)
-        for event in self._events([request]):
-            delta = answer.push(event)
-            yield delta
-            if delta.result is not None:
-                return
-
-    async def _astream(self, request: Request) -> AsyncIterator[Delta]:
-        self._open()
+    async def _astream(self, answer: Answer) -> AsyncIterator[Delta]:
         loop = asyncio.get_running_loop()
         mailbox = self._mailboxes.setdefault(loop, Mailbox(loop))
         events: asyncio.Queue[TokenEvent] = asyncio.Queue()
-        answer = self._answer(request)
-        self._engine.submit(request, lambda event: mailbox.post(events, event))
+        self._engine.submit(answer.request, lambda event: mailbox.post(events, event))
         try:
             while answer.result is None:
                 yield answer.push(await events.get())
         finally:
-            self._engine.abort(request.id)
+            self._engine.abort(answer.request.id)
 
 
 async def _last(deltas: AsyncIterator[Delta]) -> Result:
@@ -311,11 +307,6 @@ async def _last(deltas: AsyncIterator[Delta]) -> Result:
         result = delta.result
     assert result is not None
     return result
-
-
-def _result(answer: Answer) -> Result:
-    assert answer.result is not None
-    return answer.result
 
 
 def _is_one_prompt(prompts: Any) -> bool:
@@ -327,10 +318,6 @@ def _is_one_prompt(prompts: Any) -> bool:
             f"A prompt is a text or a list of token ids, not {type(prompts).__name__}.", param="prompt"
         )
     return all(isinstance(item, int) for item in prompts)
-
-
-def _single(params: SamplingParams | Sequence[SamplingParams] | None) -> SamplingParams | None:
-    return _one_each(params, 1)[0]
 
 
 def _one_each(

@@ -1,0 +1,228 @@
+"""The loop, one turn at a time: schedule, launch, read the step before. Knows no threads and no text."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..cache.kv import KVCache
+from ..config import EngineConfig
+from ..core import FinishReason, Request, TokenEvent, check_token_ids
+from ..errors import (
+    ContextLengthError,
+    InsufficientMemoryError,
+    InvalidRequestError,
+    RequestFailedError,
+)
+from ..models.decoder import Model
+from ..sampling.sampler import Sampler
+from .batch import Batch
+from .runner import Launched, Runner
+from .scheduler import Scheduler
+from .sequence import Sequence
+
+
+class Loop:
+    """Many requests over one model. All methods are called from one thread, which owns MLX.
+
+    Args:
+        model: evaluated and ready.
+        config: sizes.
+        emit: called with each event of each request; the last one has a finish_reason.
+    """
+
+    def __init__(
+        self, model: Model, config: EngineConfig, emit: Callable[[TokenEvent], None]
+    ) -> None:
+        self.model = model
+        self.config = config
+        self._emit = emit
+        self._in_flight: Launched | None = None
+        self.assemble()
+
+    def assemble(self) -> None:
+        """A fresh cache, scheduler and runner around the model."""
+        config = self.config
+        self.cache = KVCache(
+            self.model.kv_specs,
+            dtype=self.model.activation_dtype,
+            page_size=config.page_size,
+            max_batch=config.max_batch,
+            prefill_chunk=config.prefill_chunk,
+            budget_bytes=config.kv_budget_bytes,
+            num_pages=config.num_pages,
+        )
+        self.scheduler = Scheduler(
+            windows=[group.window for group in self.cache.groups],
+            allocators=[group.allocator for group in self.cache.groups],
+            page_size=config.page_size,
+            max_batch=self.cache.max_batch,
+            prefill_chunk=config.prefill_chunk,
+        )
+        self.runner = Runner(self.model, self.cache, Sampler(self.model.config.vocab_size))
+        self._in_flight = None
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs, waits or is in flight."""
+        return self._in_flight is None and self.scheduler.idle
+
+    def turn(self) -> None:
+        """Launch the next step, then read the one before it: Python works while MLX does."""
+        previous = self._in_flight
+        self._in_flight = None
+        batch = self.scheduler.next_batch()
+        current = self._launch(batch, previous) if batch else None
+        if previous is not None and not self._commit(previous):
+            current = None  # it ran on what the failed step left
+        if current is not None and not self.config.launch_ahead:
+            self._commit(current)
+            current = None
+        self._in_flight = current
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def check(self, request: Request) -> int:
+        """How many tokens the answer may have at most, of a request that can run.
+
+        Raises:
+            InvalidRequestError, ContextLengthError, InsufficientMemoryError: it can never run.
+        """
+        vocab_size = self.model.config.vocab_size
+        num_prompt = len(request.prompt_ids)
+        if not num_prompt:
+            raise InvalidRequestError("The prompt is empty; give at least one token.", param="prompt")
+        check_token_ids(request.prompt_ids, vocab_size, param="prompt")
+        request.params.check_vocabulary(vocab_size)
+        room = self.config.max_context - num_prompt
+        if room < 1:
+            raise ContextLengthError(
+                f"The prompt has {num_prompt} tokens, and the context holds {self.config.max_context} "
+                "with the answer; shorten the prompt.",
+                param="prompt",
+            )
+        self._check_memory(num_prompt)
+        max_tokens = request.params.max_tokens or room
+        return min(max_tokens, room, self.cache.max_tokens - num_prompt)
+
+    def _check_memory(self, num_prompt: int) -> None:
+        for index, group in enumerate(self.cache.groups):
+            needed = self.scheduler.pages_needed(index, num_prompt + 1)
+            if needed > group.allocator.num_pages:
+                raise InsufficientMemoryError(
+                    f"The prompt has {num_prompt} tokens and needs {needed} pages of KV cache "
+                    f"({needed * group.page_bytes / 1e6:.1f} MB), and there are only "
+                    f"{group.allocator.num_pages}; shorten it or raise max_memory.",
+                    param="prompt",
+                )
+
+    def add(self, request: Request, max_output: int) -> None:
+        """Queue a request that `check` passed."""
+        self.scheduler.add(request, max_output=max_output)
+
+    def abort(self, request_id: str) -> None:
+        """End a request if it has not ended."""
+        sequence = self.scheduler.find(request_id)
+        if sequence is not None:
+            self.scheduler.finish(sequence)
+            self._emit(TokenEvent(request_id, None, FinishReason.ABORT))
+
+    def abort_all(self) -> None:
+        """End every request."""
+        for sequence in self.scheduler.unfinished():
+            self.abort(sequence.request.id)
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def _launch(self, batch: Batch, previous: Launched | None) -> Launched | None:
+        for sequence in batch.admitted:
+            sequence.request.started_s = sequence.request.started_s or time.monotonic()
+        try:
+            return self.runner.launch(batch, previous)
+        except Exception as error:  # the fault boundary of a step: its requests fail, others go on
+            if previous is None or self._commit(previous):
+                self._fail_step(batch, error)
+            return None
+
+    def _commit(self, launched: Launched) -> bool:
+        """Read a step's tokens and pass them on; False: the step failed."""
+        if launched.committed:
+            return True
+        launched.committed = True
+        try:
+            token_ids = launched.token_ids()
+            logprobs = launched.logprobs()
+            prompt_logits = [(s, np.array(logits)) for s, logits in launched.prompt_logits]
+        except Exception as error:  # evaluation failed: the fault boundary of a step
+            self._fail_step(launched.batch, error)
+            return False
+        for sequence, logits in prompt_logits:
+            self._emit(TokenEvent(sequence.request.id, None, prompt_logits=logits))
+        asked = {launched.batch.sampling[row]: found for row, found in logprobs.items()}
+        taken = self.scheduler.commit(launched.batch, token_ids)
+        self.runner.observe([s for s, _, _ in taken], [token for _, token, _ in taken])
+        for sequence, token_id, reason in taken:
+            self._emit(TokenEvent(sequence.request.id, token_id, reason, asked.get(sequence)))
+        return True
+
+    # -- faults ---------------------------------------------------------------------------------
+
+    def _fail_step(self, batch: Batch, error: Exception) -> None:
+        """Fail the requests of a step; the others start over on fresh arrays and lose nothing."""
+        for segment in batch.segments:
+            if not segment.sequence.finished:
+                self.scheduler.finish(segment.sequence)
+                self._emit(_failure(segment.sequence, error))
+        for sequence in reversed(list(self.scheduler.running)):
+            self.scheduler.preempt(sequence)
+        for sequence in self.scheduler.unfinished():
+            sequence.num_pending = 0  # sampled on what failed; drawn again, the same
+        self.cache.reset()
+
+    def fail_all(self, error: Exception) -> None:
+        """Fail every request and start afresh: the books themselves were wrong."""
+        for sequence in self.scheduler.unfinished():
+            self._emit(_failure(sequence, error))
+        self.assemble()
+
+    def close(self) -> None:
+        """Let go of the model and every array; the loop cannot be used afterwards."""
+        del self.model, self.cache, self.runner, self._in_flight
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers of what was done and what is held."""
+        groups = [
+            {
+                "window": group.window,
+                "layers": len(group.layers),
+                "pages": group.allocator.num_pages,
+                "pages_held": group.allocator.num_held,
+                "page_bytes": group.page_bytes,
+            }
+            for group in self.cache.groups
+        ]
+        return {
+            **asdict(self.scheduler.counters),
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "page_size": self.config.page_size,
+            "groups": groups,
+            "kv_bytes_held": self.cache.bytes_held,
+            "kv_bytes_allocated": self.cache.bytes_allocated,
+            "bytes_copied": self.cache.bytes_copied,
+            "bytes_grown": self.cache.bytes_grown,
+            "peak_memory_bytes": mx.get_peak_memory(),
+            "active_memory_bytes": mx.get_active_memory(),
+        }
+
+
+def _failure(sequence: Sequence, error: Exception) -> TokenEvent:
+    failure = RequestFailedError(
+        f"A step of this request failed after {sequence.num_known - sequence.num_prompt} tokens: "
+        f"{type(error).__name__}: {error}"
+    )
+    failure.__cause__ = error
+    return TokenEvent(sequence.request.id, None, FinishReason.ERROR, error=failure)

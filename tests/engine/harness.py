@@ -1,0 +1,112 @@
+"""Drives the engine's loop turn by turn, without threads, so that a program of arrivals is exact."""
+
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import numpy as np
+from models.tiny import tiny_checkpoint
+
+from mlxinfer.config import EngineConfig
+from mlxinfer.core import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
+from mlxinfer.engine.loop import Loop
+from mlxinfer.models import load
+from mlxinfer.models.decoder import Model
+
+PAGE = 16
+
+
+@cache
+def tiny_model(case: str, *, quantized: bool = False) -> Model:
+    """A tiny random model, loaded once. Quantised ones give the same bits in any batch on the CPU."""
+    how = {"group_size": 32, "bits": 4} if quantized else None
+    return load(tiny_checkpoint(Path(mkdtemp()), case, quantize=how))
+
+
+def config(**changes: object) -> EngineConfig:
+    """Small sizes; every one can be changed."""
+    defaults = dict(
+        page_size=PAGE,
+        max_batch=8,
+        prefill_chunk=64,
+        max_context=4096,
+        kv_budget_bytes=1 << 26,
+        num_pages=None,
+    )
+    return EngineConfig(**{**defaults, **changes})  # type: ignore[arg-type]
+
+
+@dataclass
+class Outcome:
+    """What came of one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None
+    error: Exception | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logits: list[np.ndarray] = field(default_factory=list)
+    first_token_turn: int | None = None
+    turns: list[int] = field(default_factory=list)  # in which its tokens came
+
+
+class Harness:
+    """A loop and what it said."""
+
+    def __init__(self, model: Model, **changes: object) -> None:
+        self.outcomes: dict[str, Outcome] = {}
+        self.turns = 0
+        self.loop = Loop(model, config(**changes), self._take)
+
+    def _take(self, event: TokenEvent) -> None:
+        outcome = self.outcomes[event.request_id]
+        assert outcome.reason is None, "an event after the end"
+        if event.token_id is not None:
+            outcome.token_ids.append(event.token_id)
+            outcome.turns.append(self.turns)
+        if event.logprobs is not None:
+            outcome.logprobs.append(event.logprobs)
+        if event.prompt_logits is not None:
+            outcome.logits.append(event.prompt_logits)  # type: ignore[arg-type]
+        outcome.reason, outcome.error = event.finish_reason, event.error
+
+    def add(
+        self,
+        name: str,
+        prompt_ids: list[int],
+        params: SamplingParams | None = None,
+        *,
+        stop_ids: frozenset[int] = frozenset(),
+        prompt_logits: bool = False,
+    ) -> None:
+        request = Request(name, prompt_ids, params or SamplingParams(), stop_ids, prompt_logits)
+        self.outcomes[name] = Outcome()
+        self.loop.add(request, self.loop.check(request))
+
+    def turn(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.loop.turn()
+            self.turns += 1
+
+    def drain(self, max_turns: int = 5000) -> dict[str, Outcome]:
+        """Run until nothing is left, and see that nothing is held."""
+        for _ in range(max_turns):
+            if self.loop.idle:
+                break
+            self.turn()
+        assert self.loop.idle, "the queue did not drain"
+        assert all(group.allocator.num_held == 0 for group in self.loop.cache.groups)
+        return self.outcomes
+
+
+def prompt(length: int, seed: int = 0, vocab: int = 96) -> list[int]:
+    """Random token ids."""
+    return np.random.default_rng((length, seed)).integers(3, vocab, length).tolist()  # type: ignore[no-any-return]
+
+
+def alone(model: Model, ids: list[int], params: SamplingParams, **changes: object) -> Outcome:
+    """One request by itself, nothing launched ahead, its prompt in one step: the plain run."""
+    plain = {"launch_ahead": False, "prefill_chunk": 512, "max_batch": 1, "num_pages": 300}
+    harness = Harness(model, **{**plain, **changes})
+    harness.add("alone", ids, params)
+    return harness.drain()["alone"]

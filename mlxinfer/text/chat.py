@@ -18,6 +18,7 @@ from .literals import literal_pattern
 from .template import plain_data
 from .tokenizer import Tokenizer
 
+MAX_BEGINNING = 64  # characters of a control token that one string may leave to the next
 _ANCHOR = "\n"  # stands before a piece, so that no space is put before it as at a text's beginning
 
 
@@ -76,10 +77,13 @@ class ControlTokens:
         }
         self._ids = frozenset(tokens)
         self._texts = frozenset(tokens.values())
+        # such tokens are looked for in the normalised text, where other characters may become theirs
         self._normalized = any(tokenizer.added_tokens[i].normalized for i in tokens)
         self.pattern = literal_pattern(tokens.values())
         self._regex = re.compile(self.pattern)
-        beginnings = {text[:n] for text in self._texts for n in range(1, min(len(text), 64))}
+        beginnings = {
+            text[:n] for text in self._texts for n in range(1, min(len(text), MAX_BEGINNING))
+        }
         self._beginning = re.compile(f"(?:{literal_pattern(beginnings)})(?=\\s*\\Z)")
         self._anchor_ids = tokenizer.encode(_ANCHOR, add_special_tokens=False)
 
@@ -115,9 +119,7 @@ class ControlTokens:
             if not self._ids.isdisjoint(plain):  # the model itself spells it as one token
                 plain = [i for char in piece for i in self._plain_after(char)]
             if not self._ids.isdisjoint(plain):
-                raise InvalidRequestError(
-                    f"The text {piece!r} cannot be told from a control token."
-                )
+                raise InvalidRequestError(f"{piece!r} is a token and nothing else here.")
             ids += plain
         return ids
 
@@ -126,15 +128,13 @@ class ControlTokens:
 
         A template may write the two side by side.
         """
-        ends = {found.group() for text in strings if (found := self._beginning.search(text))}
-        if not ends:
-            return False
-        starts = [text.lstrip() for text in strings]
+        tails = (text.rstrip()[-MAX_BEGINNING:] for text in strings)
+        ends = {found.group() for tail in tails if (found := self._beginning.search(tail))}
+        rests = {t[len(end) :] for end in ends for t in self._texts if t.startswith(end)}
+        firsts = {rest[0] for rest in rests if rest}
+        starts = [start for text in strings if (start := text.lstrip())[:1] in firsts]
         return any(
-            start and (start.startswith(rest) or rest.startswith(start))
-            for end in ends
-            for rest in {text[len(end) :] for text in self._texts if text.startswith(end)}
-            for start in starts
+            start.startswith(rest) or rest.startswith(start) for start in starts for rest in rests
         )
 
     def _encode(self, text: str) -> list[int]:

@@ -59,7 +59,7 @@ class Detokenizer:
         return "".join(tokens)
 
     def flush(self) -> str:
-        """Return what is left; half a character comes out as U+FFFD. Nothing may be pushed after."""
+        """Return what is left; half a character comes out as U+FFFD. Push nothing after it."""
         if self._steps is None:
             text = self._tokenizer.decode(self._held, skip_special_tokens=False)
             self._held.clear()
@@ -249,7 +249,7 @@ def _metaspace(mark: str, prepend_scheme: str) -> Step:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return {character: byte} of GPT-2: printable bytes are themselves, others come from U+0100 up.
+    """Return {character: byte} of GPT-2: printable bytes are themselves, the others U+0100 and up.
 
     Source: Radford et al. 2019, bytes_to_unicode.
     """

@@ -104,9 +104,14 @@ def prompt(length: int, seed: int = 0, vocab: int = 96) -> list[int]:
     return np.random.default_rng((length, seed)).integers(3, vocab, length).tolist()  # type: ignore[no-any-return]
 
 
-def alone(model: Model, ids: list[int], params: SamplingParams, **changes: object) -> Outcome:
+def alone(
+    model: Model,
+    ids: list[int],
+    params: SamplingParams,
+    *,
+    stop_ids: frozenset[int] = frozenset(),
+) -> Outcome:
     """One request by itself, nothing launched ahead, its prompt in one step: the plain run."""
-    plain = {"launch_ahead": False, "prefill_chunk": 512, "max_batch": 1, "num_pages": 300}
-    harness = Harness(model, **{**plain, **changes})
-    harness.add("alone", ids, params)
+    harness = Harness(model, launch_ahead=False, prefill_chunk=512, max_batch=1, num_pages=100)
+    harness.add("alone", ids, params, stop_ids=stop_ids)
     return harness.drain()["alone"]

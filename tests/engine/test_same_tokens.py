@@ -1,0 +1,135 @@
+"""Whatever shares the engine with a request, it gets the tokens that it gets alone.
+
+Random programs of arrivals, lengths, settings, cancels and pool sizes. Models are quantised here:
+MLX's CPU kernels then compute each row by itself, so that even bits do not depend on the batch.
+
+    MLXINFER_PROGRAMS=1000 HYPOTHESIS_SEED=7 pytest tests/engine/test_same_tokens.py -s
+"""
+
+import os
+from dataclasses import dataclass
+
+import hypothesis
+from engine.harness import PAGE, Harness, alone, prompt, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxinfer.core import FinishReason, SamplingParams
+
+NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "40"))
+SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
+CASES = ("qwen3-v4", "mistral-v4", "gemma3_text-v4", "gpt_oss-v4", "qwen3_moe-v4", "qwen3-v5")
+
+
+@dataclass(frozen=True)
+class Arrival:
+    turn: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    cancel_after: int | None  # turns
+
+
+def params_strategy() -> st.SearchStrategy[SamplingParams]:
+    off = st.none()
+    return st.builds(
+        lambda **drawn: SamplingParams(**{k: v for k, v in drawn.items() if v is not None}),
+        max_tokens=st.integers(1, 45),
+        temperature=st.sampled_from([0.0, 0.0, 0.0, 0.7, 1.5]),
+        seed=st.integers(0, 2**40),
+        top_k=off | st.integers(1, 40),
+        top_p=off | st.floats(0.3, 0.99),
+        min_p=off | st.floats(0.01, 0.3),
+        repetition_penalty=off | st.floats(0.8, 1.5),
+        presence_penalty=off | st.floats(-1, 1),
+        frequency_penalty=off | st.floats(-1, 1),
+        logit_bias=off | st.dictionaries(st.integers(0, 95), st.floats(-5, 5), max_size=3),
+        logprobs=off | st.integers(0, 3),
+        min_tokens=st.just(0) | st.just(1),
+    )
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> list[Arrival]:
+    turn, out = 0, []
+    for _ in range(draw(st.integers(1, 6))):
+        turn += draw(st.sampled_from([0, 0, 0, 1, 2, 7, 20]))
+        length = draw(st.one_of(st.integers(1, 12), st.integers(1, 150)))
+        out.append(
+            Arrival(
+                turn,
+                tuple(prompt(length, draw(st.integers(0, 3)))),
+                draw(params_strategy()),
+                frozenset(draw(st.sets(st.integers(0, 95), max_size=3))),
+                draw(st.sampled_from([None, None, None, None, 0, 1, 5, 12])),
+            )
+        )
+    return out
+
+
+def pages_for(program: list[Arrival]) -> int:
+    """The fewest pages in which each request of a program can run alone."""
+    longest = max(len(a.prompt_ids) + (a.params.max_tokens or 0) for a in program)
+    return -(-longest // PAGE)
+
+
+def run(harness: Harness, program: list[Arrival]) -> None:
+    """Arrivals and cancels at their turns, then until the end."""
+    for turn in range(max(a.turn + (a.cancel_after or 0) for a in program) + 1):
+        for i, arrival in enumerate(program):
+            if arrival.turn == turn:
+                harness.add(
+                    str(i), list(arrival.prompt_ids), arrival.params, stop_ids=arrival.stop_ids
+                )
+            if arrival.cancel_after is not None and arrival.turn + arrival.cancel_after == turn:
+                harness.loop.abort(str(i))
+        harness.turn()
+    harness.drain()
+
+
+@given(
+    case=st.sampled_from(CASES),
+    program=arrivals(),
+    spare_pages=st.sampled_from([0, 0, 1, 4, 100]),
+    chunk=st.sampled_from([16, 32, 64, 128]),
+    max_batch=st.integers(1, 6),
+    launch_ahead=st.booleans(),
+)
+@settings(max_examples=NUM_PROGRAMS)
+@hypothesis.seed(SEED)
+def test_a_program_gives_each_request_its_own_tokens(
+    case: str,
+    program: list[Arrival],
+    spare_pages: int,
+    chunk: int,
+    max_batch: int,
+    launch_ahead: bool,
+) -> None:
+    model = tiny_model(case, quantized=True)
+    harness = Harness(
+        model,
+        num_pages=pages_for(program) + spare_pages,
+        prefill_chunk=chunk,
+        max_batch=max_batch,
+        launch_ahead=launch_ahead,
+    )
+    run(harness, program)
+    assert harness.loop.cache.bytes_grown <= harness.loop.cache.max_batch * 2 * sum(
+        group.page_bytes for group in harness.loop.cache.groups
+    ), "only tails may grow in a pool of fixed size"
+    for i, arrival in enumerate(program):
+        outcome = harness.outcomes[str(i)]
+        plain = alone(model, list(arrival.prompt_ids), arrival.params, stop_ids=arrival.stop_ids)
+        assert outcome.error is None
+        if outcome.reason is FinishReason.ABORT:
+            assert outcome.token_ids == plain.token_ids[: len(outcome.token_ids)]
+            continue
+        assert outcome.token_ids == plain.token_ids
+        assert outcome.reason is plain.reason
+        assert [p.top for p in outcome.logprobs] == [] or len(outcome.logprobs) == len(
+            outcome.token_ids
+        )
+
+
+def test_the_seed_is_printed() -> None:
+    print(f"\n{NUM_PROGRAMS} random programs, HYPOTHESIS_SEED={SEED}")

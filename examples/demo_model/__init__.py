@@ -1,0 +1,1 @@
+"""How the bundled demo model was made: its corpus, its tokenizer, its training, its bundling."""

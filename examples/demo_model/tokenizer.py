@@ -1,0 +1,95 @@
+"""The tokenizer of the demo models: trains it, renders ChatML, writes its files. No mlx."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from .corpus import Message, conversation, document
+
+VOCAB_SIZE = 2048
+START, END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+SPECIAL = (END_OF_TEXT, START, END)  # ids 0, 1, 2
+QUESTION_WEIGHT = 0.1  # how much the model learns to ask, against to answer
+
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+{%- if message.role not in ('system', 'user', 'assistant') %}
+{{- raise_exception('The demo model knows the roles system, user and assistant, not ' ~ message.role) }}
+{%- endif %}
+{{- '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+def train_tokenizer(seed: int = 0) -> Tokenizer:
+    """Return a byte-level BPE tokenizer of VOCAB_SIZE tokens; each digit is a token of its own."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(Random(seed)), trainer)
+    return tokenizer
+
+
+def _texts(rng: Random, num_texts: int = 20_000) -> Iterator[str]:
+    for _ in range(num_texts):
+        yield from (message.content for message in conversation(rng))
+        if rng.random() < 0.1:
+            yield document(rng)
+
+
+def render_chat(tokenizer: Tokenizer, messages: list[Message]) -> tuple[list[int], list[float]]:
+    """Return a conversation as token ids and the weight of each token in the loss."""
+    ids: list[int] = []
+    weights: list[float] = []
+    for role, content in messages:
+        answered = role == "assistant"
+        for text, weight in (
+            (f"{START}{role}\n", QUESTION_WEIGHT),
+            (content, 1.0 if answered else QUESTION_WEIGHT),
+            (f"{END}\n", 1.0 if answered else QUESTION_WEIGHT),
+        ):
+            piece = tokenizer.encode(text).ids
+            ids += piece
+            weights += [weight] * len(piece)
+    return ids, weights
+
+
+def render_document(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[float]]:
+    """Return a page of prose as token ids and weights."""
+    ids = tokenizer.encode(text + END_OF_TEXT).ids
+    return ids, [1.0] * len(ids)
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": None,
+        "eos_token": END,
+        "pad_token": END_OF_TEXT,
+        "additional_special_tokens": [START, END],
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 2048,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    text = json.dumps(config, indent=2) + "\n"
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")

@@ -11,9 +11,7 @@ from ..models.files import read_headers
 from ..models.safetensors import TensorInfo
 from ..text.files import read_tokenizer_files
 
-KV_BITS = (16, 8, 4)
 KV_GROUP = 64  # numbers that share a 16-bit scale and a 16-bit bias in a quantised KV cache
-CONTEXTS = (4096, 32_768)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ import click
 from ..core import FinishReason, SamplingParams
 from ..results import Delta, Result
 from ._errors import INTERRUPTED
-from ._inspect import has_chat_template
 from ._model import open_llm
 from ._options import (
     engine_arguments,
@@ -40,6 +39,8 @@ def command(prompt: str | None, model: str, **options: Any) -> None:
     if options["raw"] and options["system"] is not None:
         raise click.UsageError("--system needs a chat template; it does not go with --raw.")
     text = read_prompt(prompt)
+    from ._inspect import has_chat_template
+
     with open_llm(model, **engine_arguments(options)) as llm:
         raw = options["raw"] or not has_chat_template(llm.model_info.path)
         deltas = start(llm, text, options["system"], params, raw=raw)

@@ -1,13 +1,18 @@
 """`mlxinfer show`: what a model is and what it needs."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .. import hub
-from ._inspect import CONTEXTS, KV_BITS, Summary, kv_bytes, summarise
 from ._options import json_option
 from ._output import emit_json, human_bytes, human_count, table
+
+if TYPE_CHECKING:
+    from ._inspect import Summary
+
+KV_BITS = (16, 8, 4)
+CONTEXTS = (4096, 32_768)
 
 
 @click.command()
@@ -16,6 +21,8 @@ from ._output import emit_json, human_bytes, human_count, table
 @json_option
 def command(name: str, context: int | None, as_json: bool) -> None:
     """Show the architecture, size and memory needs of a model on this disk."""
+    from ._inspect import summarise
+
     summary = summarise(hub.resolve(name, download=False))
     facts = describe(name, summary, context)
     if as_json:
@@ -24,8 +31,10 @@ def command(name: str, context: int | None, as_json: bool) -> None:
         click.echo(render(facts))
 
 
-def describe(name: str, summary: Summary, context: int | None) -> dict[str, Any]:
+def describe(name: str, summary: "Summary", context: int | None) -> dict[str, Any]:
     """Everything as plain data; keys are stable, unknown values None."""
+    from ._inspect import kv_bytes
+
     config, weights = summary.config, summary.weights
     quantization = config.quantization.default if config and config.quantization else None
     files = sorted(file for file in summary.folder.iterdir() if file.is_file())
@@ -83,8 +92,10 @@ def render(facts: dict[str, Any]) -> str:
     return table(rows)
 
 
-def _memory(summary: Summary, context: int | None) -> list[dict[str, int]]:
+def _memory(summary: "Summary", context: int | None) -> list[dict[str, int]]:
     """Weights and KV of one sequence at some lengths up to the model's own."""
+    from ._inspect import kv_bytes
+
     config, weights = summary.config, summary.weights
     if config is None or weights is None:
         return []

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from conftest import MODEL, WEIGHTS
 from standin import Repo, StandIn
+from standin_fixtures import MODEL, WEIGHTS
 
 from mlxinfer import hub, hub_cache, hub_names
 from mlxinfer.errors import DownloadError, InvalidRequestError, ModelNotFoundError

@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import MODEL, WEIGHTS, safetensors
 from standin import Repo, StandIn
+from standin_fixtures import MODEL, WEIGHTS, safetensors
 
 from mlxinfer import hub, hub_download, hub_fetch
 from mlxinfer.errors import DownloadError, ModelNotFoundError

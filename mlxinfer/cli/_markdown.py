@@ -1,0 +1,127 @@
+"""Markdown that is shown while it grows. Knows text and a console; no models, no keyboard.
+
+Rendering the whole answer again with each token costs tens of milliseconds for a few thousand
+characters, and is cut off where it is taller than the screen. So a block (paragraph, list item,
+table, fenced code) that is finished is printed once and scrolls away, and only the open one is
+drawn again.
+"""
+
+import re
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import Console, ConsoleOptions
+    from rich.live import Live
+    from rich.segment import Segment
+
+FRAME_S = 0.06  # at most one redraw in this time
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
+
+
+def split_finished(text: str) -> tuple[str, str]:
+    """Split into (blocks that no later text can change, the rest).
+
+    A block is finished where a blank line outside of a code fence is followed by a line that
+    starts at the margin: an indented one would still belong to it.
+    """
+    fence = ""
+    end = position = 0
+    blank_before = False
+    lines = text.splitlines(keepends=True)
+    for line in lines:
+        bare = line.rstrip("\r\n")
+        if not fence and blank_before and bare and not bare[0].isspace():
+            end = position
+        fence = _fence_after(fence, bare, whole=line != bare)
+        blank_before = not fence and not bare.strip()
+        position += len(line)
+    return text[:end], text[end:]
+
+
+class MarkdownStream:
+    """Feed it text as it comes; finish() prints what is still open. It can be used again then.
+
+    Where the console is no terminal the text is written as it is.
+    """
+
+    def __init__(self, console: "Console", *, style: str = "none") -> None:
+        self._console = console
+        self._style = style
+        self._open = ""
+        self._live: Live | None = None
+        self._drawn_s = 0.0
+
+    def feed(self, text: str) -> None:
+        """Add `text` and show what there is."""
+        if not self._console.is_terminal:
+            self._open = text[-1:] or self._open
+            self._console.file.write(text)
+            self._console.file.flush()
+            return
+        finished, self._open = split_finished(self._open + text)
+        if finished:
+            self._print(finished)
+        self._draw()
+
+    def finish(self) -> None:
+        """Print what is still open; nothing where nothing was fed."""
+        if not self._console.is_terminal:
+            self._console.file.write("" if self._open in ("", "\n") else "\n")
+        elif self._open.strip():
+            self._print(self._open)
+        self._open = ""
+
+    def _print(self, text: str) -> None:
+        """Erase the open block and print `text` for good."""
+        from rich.markdown import Markdown
+
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        self._console.print(Markdown(text, style=self._style))
+        self._console.print()
+
+    def _draw(self) -> None:
+        now = time.monotonic()
+        if not self._open.strip() or now - self._drawn_s < FRAME_S:
+            return
+        from rich.live import Live
+
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+        self._live.update(_Tail(self._open, self._style), refresh=True)
+        self._drawn_s = now
+
+
+class _Tail:
+    """Markdown of which only the end is shown where it is taller than the screen."""
+
+    def __init__(self, text: str, style: str) -> None:
+        self._text, self._style = text, style
+
+    def __rich_console__(
+        self, console: "Console", options: "ConsoleOptions"
+    ) -> "Iterator[Segment]":
+        from rich.markdown import Markdown
+        from rich.segment import Segment
+
+        lines = console.render_lines(Markdown(self._text, style=self._style), options, pad=False)
+        for line in lines[-max(1, console.height - 2) :]:
+            yield from line
+            yield Segment.line()
+
+
+def _fence_after(fence: str, line: str, *, whole: bool) -> str:
+    """The code fence that is open after `line`, if any; an unfinished line closes none."""
+    match = _FENCE.fullmatch(line)
+    if match is None:
+        return fence
+    mark, info = match[1], match[2]
+    if not fence:
+        return "" if mark[0] == "`" and "`" in info else mark
+    closes = mark[0] == fence[0] and len(mark) >= len(fence) and not info.strip()
+    return "" if closes and whole else fence

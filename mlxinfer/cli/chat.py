@@ -1,0 +1,112 @@
+"""`mlxinfer chat`: a conversation in the terminal."""
+
+import sys
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import MlxinferError
+from ..results import Delta
+from ._chat_commands import COMMANDS, Reply, is_command, run_command
+from ._chat_session import ChatSession
+from ._errors import report
+from ._model import open_llm
+from ._options import (
+    engine_arguments,
+    engine_options,
+    model_option,
+    sampling_options,
+    sampling_params,
+)
+from ._output import note
+from ._reader import Reader, open_reader
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@click.command()
+@model_option
+@sampling_options
+@click.option("--system", metavar="TEXT", help="System message.")
+@engine_options
+def command(model: str, **options: Any) -> None:
+    """Talk with a model. /help inside lists what can be done.
+
+    Ctrl-C stops an answer; pressed twice at an empty prompt, or Ctrl-D, it leaves.
+    """
+    from rich.console import Console
+
+    arguments = engine_arguments(options)
+    session = ChatSession(
+        model,
+        lambda name: open_llm(name, **arguments),
+        sampling_params(options),
+        options["system"],
+    )
+    try:
+        summary = session.llm.model_info  # load now, so that a failure ends the command
+        if sys.stdin.isatty():
+            note(f"{summary.name} is ready; /help lists commands, Ctrl-D leaves")
+        converse(session, open_reader(COMMANDS), Console())
+    finally:
+        session.close()
+
+
+def converse(session: ChatSession, read: Reader, console: "Console") -> None:
+    """Read, do, show, until the user leaves. Errors of a turn are shown and end only the turn."""
+    default, interrupts = "", 0
+    while True:
+        try:
+            line = read(default).strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            interrupts += 1
+            if interrupts == 2:
+                return
+            note("Ctrl-C again leaves")
+            continue
+        default, interrupts = "", 0
+        if not line:
+            continue
+        try:
+            reply = run_command(session, line) if is_command(line) else Reply(ask=_unescaped(line))
+            if reply.quit:
+                return
+            if reply.text:
+                console.print(reply.text, markup=False, highlight=False)
+            if reply.ask is not None:
+                answer(session.ask(reply.ask), session, console)
+            default = reply.edit or ""
+        except (MlxinferError, OSError) as error:
+            report(error)
+
+
+def answer(deltas: Generator[Delta, None, None], session: ChatSession, console: "Console") -> None:
+    """Show an answer while it comes; Ctrl-C ends it and keeps what there is."""
+    from ._markdown import MarkdownStream
+
+    thought, spoken = MarkdownStream(console, style="dim"), MarkdownStream(console)
+    try:
+        for delta in deltas:
+            if delta.reasoning and console.is_terminal:
+                thought.feed(delta.reasoning)
+            if delta.text:
+                thought.finish()
+                spoken.feed(delta.text)
+    except KeyboardInterrupt:
+        deltas.close()
+        thought.finish()
+        spoken.finish()
+        note("stopped")
+        return
+    thought.finish()
+    spoken.finish()
+    if session.last is not None and console.is_terminal:
+        note(session.last.summary)
+
+
+def _unescaped(line: str) -> str:
+    return line[1:] if line.startswith("//") else line

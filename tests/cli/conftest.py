@@ -1,0 +1,45 @@
+"""A model that needs no mlx, for tests of what the commands do around it."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "hub"))
+
+from fake_llm import FakeLLM
+from standin_fixtures import cache, standin
+
+__all__ = ["cache", "standin"]
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
+    """The LLM that every command opens; its folder has a chat template."""
+    llm = FakeLLM(tmp_path / "model")
+
+    def open_fake(name: str, **arguments: Any) -> FakeLLM:
+        llm.opened.append((name, arguments))
+        return llm
+
+    for module in ("run", "chat", "_model"):
+        monkeypatch.setattr(f"mlxinfer.cli.{module}.open_llm", open_fake, raising=True)
+    return llm
+
+
+@pytest.fixture
+def outcome(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+    """outcome("run", "hi") -> what a user sees: .code, .out, .err"""
+    from mlxinfer.cli import main
+
+    def call(*args: str) -> SimpleNamespace:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main(args)
+        seen = capsys.readouterr()
+        return SimpleNamespace(code=stop.value.code, out=seen.out, err=seen.err)
+
+    return call

@@ -1,0 +1,184 @@
+"""The chat loop: what is typed, what is shown. Keys and screen are fakes."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_llm import FakeLLM
+from rich.console import Console
+
+from mlxinfer.cli import _reader
+from mlxinfer.cli._chat_commands import COMMANDS
+from mlxinfer.cli._chat_session import ChatSession
+from mlxinfer.cli.chat import converse
+from mlxinfer.errors import OverloadedError
+
+Talk = Callable[..., str]
+
+
+class Typist:
+    """A reader that types prepared lines; an exception class among them is raised."""
+
+    def __init__(self, *lines: Any) -> None:
+        self.lines = [*lines, EOFError]
+        self.defaults: list[str] = []
+
+    def __call__(self, default: str) -> str:
+        self.defaults.append(default)
+        line = self.lines.pop(0)
+        if isinstance(line, str):
+            return line
+        raise line
+
+
+@pytest.fixture
+def llm(tmp_path: Path) -> FakeLLM:
+    return FakeLLM(tmp_path / "model")
+
+
+@pytest.fixture
+def session(llm: FakeLLM) -> ChatSession:
+    return ChatSession("fake", lambda _: llm)
+
+
+def talk(session: ChatSession, *lines: Any) -> str:
+    screen = io.StringIO()
+    converse(session, Typist(*lines), Console(file=screen, width=80))
+    return screen.getvalue()
+
+
+def test_answers_are_shown(session: ChatSession) -> None:
+    assert talk(session, "hi", "", "again") == "Hello there.\nHello there.\n"
+    assert len(session.messages) == 4
+
+
+def test_quit_leaves(session: ChatSession) -> None:
+    assert talk(session, "/quit", "hi") == ""
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(
+    session: ChatSession, llm: FakeLLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm.fail_after = 1
+    assert talk(session, "hi", "/clear") == "Hello \nThe conversation is empty.\n"
+    assert "stopped" in capsys.readouterr().err
+
+
+def test_ctrl_c_twice_at_the_prompt_leaves(session: ChatSession) -> None:
+    assert talk(session, KeyboardInterrupt, KeyboardInterrupt, "hi") == ""
+    assert talk(session, KeyboardInterrupt, "hi", KeyboardInterrupt, "hi").count("Hello") == 2
+
+
+def test_an_error_ends_only_the_turn(
+    session: ChatSession, llm: FakeLLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm.fail_after, llm.error = 0, OverloadedError("full")
+    talk(session, "hi", "/nonsense", "/set temperature hot", "/save /no/such/folder/x")
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[0] == "error: full"
+    assert errors[1] == "error: There is no /nonsense. /help lists what there is."
+    assert "temperature" in errors[2]
+    assert "/no/such/folder" in errors[3]
+    assert session.messages == []
+
+
+def test_two_slashes_send_one(session: ChatSession) -> None:
+    talk(session, "//etc is a folder")
+    assert session.messages[0]["content"] == "/etc is a folder"
+
+
+def test_regen_asks_the_same_again(session: ChatSession, llm: FakeLLM) -> None:
+    assert talk(session, "hi", "/regen").count("Hello") == 2
+    assert len(session.messages) == 2
+    assert llm.asked[0][0] == llm.asked[1][0]
+
+
+def test_edit_offers_the_last_message(session: ChatSession) -> None:
+    typist = Typist("first", "/edit", "better", "/edit best")
+    converse(session, typist, Console(file=io.StringIO()))
+    assert typist.defaults[:4] == ["", "", "first", ""]
+    assert [m["content"] for m in session.messages if m["role"] == "user"] == ["best"]
+
+
+def test_help_lists_every_command(session: ChatSession) -> None:
+    shown = talk(session, "/help")
+    for name in COMMANDS:
+        assert f"/{name}" in shown
+
+
+def test_settings_and_system_and_model(session: ChatSession) -> None:
+    assert "temperature  0.5" in talk(session, "/set temperature 0.5")
+    assert "top_k" in talk(session, "/set")
+    assert talk(session, "/system Be brief.") == "system: Be brief.\n"
+    assert talk(session, "/system off") == "system: none\n"
+    assert session.system is None
+    assert talk(session, "/model") == "model: fake\n"
+    assert talk(session, "/model other") == "model: other\n"
+
+
+def test_stats_save_load_clear(session: ChatSession, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    shown = talk(session, "hi", "/stats", f"/save {file}", "/clear", f"/load {file}")
+    assert "7 prompt + 2 answer tokens" in shown
+    assert "pages_used" in shown
+    assert "saved 2 messages" in shown
+    assert "loaded 2 messages" in shown
+    assert len(session.messages) == 2
+
+
+def test_what_a_user_types_is_no_markup(session: ChatSession) -> None:
+    assert talk(session, "/system [red]x[/red]") == "system: [red]x[/red]\n"
+
+
+def test_reasoning_is_shown_on_a_terminal_only(session: ChatSession, llm: FakeLLM) -> None:
+    llm.thinks = "hm hm"
+    assert talk(session, "hi") == "Hello there.\n"
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=40, no_color=True)
+    converse(session, Typist("hi"), terminal)
+    shown = screen.getvalue()
+    assert shown.index("hm hm") < shown.rindex("Hello there.")
+
+
+def test_the_command_reads_stdin(
+    fake: FakeLLM, outcome: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("first \\\nsecond\n/quit\n"))
+    seen = outcome("chat", "--temperature", "0.3")
+    assert (seen.code, seen.out, seen.err) == (0, "Hello there.\n", "")
+    messages, params = fake.asked[0]
+    assert messages == [{"role": "user", "content": "first \nsecond"}]
+    assert params is not None
+    assert params.temperature == 0.3
+    assert fake.closed == 1
+
+
+def test_history_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    path = _reader.history_file()
+    assert path == tmp_path / "mlxinfer" / "chat_history"
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_keys_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enter sends; a backslash before it, or Alt, makes a new line; the default can be edited."""
+    from prompt_toolkit.application import create_app_session
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        read = _reader.terminal_reader(COMMANDS)
+        keys.send_text("one\\\rtwo\x1b\rthree\r")
+        assert read("") == "one\ntwo\nthree"
+        keys.send_text("!\r")
+        assert read("again") == "again!"
+        keys.send_text("\x03")
+        with pytest.raises(KeyboardInterrupt):
+            read("")
+        keys.send_text("\x04")
+        with pytest.raises(EOFError):
+            read("")
+    assert "+one" in _reader.history_file().read_text()

@@ -1,0 +1,77 @@
+"""`mlxinfer doctor`: every check is a line, a broken one too."""
+
+import json
+from typing import Any
+
+import pytest
+from fake_llm import FakeLLM
+from standin import StandIn
+
+from mlxinfer.cli import _checks, doctor
+from mlxinfer.cli._checks import FAIL, OK, WARN, Check, examine, judge_gpu_memory, recommended_mb
+
+
+def test_exit_code_1_where_something_fails(outcome: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = Check("one", OK, "fine"), Check("two", FAIL, "broken", "mend it")
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: good,))
+    assert outcome("doctor").code == 0
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: good, lambda: bad))
+    seen = outcome("doctor")
+    assert seen.code == 1
+    assert seen.out == "ok    one: fine\nfail  two: broken\n      -> mend it\n"
+
+
+def test_json_keys_are_stable(outcome: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: Check("one", WARN, "so so", "look"),))
+    assert json.loads(outcome("doctor", "--json").out) == {
+        "ok": True,
+        "checks": [{"name": "one", "status": "warn", "detail": "so so", "advice": "look"}],
+    }
+
+
+def test_a_check_that_breaks_is_a_finding() -> None:
+    def odd_check() -> Check:
+        raise RuntimeError("boom")
+
+    found = examine(odd_check)
+    assert (found.name, found.status) == ("odd check", FAIL)
+    assert "RuntimeError: boom" in found.detail
+
+
+def test_this_machine_can_be_examined(fake: FakeLLM, cache: Any) -> None:
+    for check in _checks.CHECKS:
+        found = check()
+        assert found.detail
+        assert found.status in (OK, WARN, FAIL)
+
+
+def test_generation_needs_tokens(fake: FakeLLM) -> None:
+    found = _checks.generation()
+    assert found.status == OK
+    assert "4 tokens of the demo model, 12 tok/s" in found.detail
+
+
+def test_the_token_is_never_shown(cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret_value")
+    assert _checks.token() == Check("hub token", OK, "present")
+
+
+def test_interrupted_downloads_are_found(standin: StandIn, outcome: Any) -> None:
+    standin.faults.cut_after = [1000] + [0] * 20
+    outcome("pull", "org/tiny")
+    found = _checks.cache()
+    assert found.status == WARN
+    assert "incomplete: org/tiny" in found.detail
+
+
+@pytest.mark.parametrize(
+    ("limit_mb", "total_mb", "status"),
+    [(0, 16_384, OK), (12_288, 16_384, OK), (16_000, 16_384, WARN), (114_688, 131_072, OK)],
+)
+def test_gpu_memory_limit(limit_mb: int, total_mb: int, status: str) -> None:
+    assert judge_gpu_memory(limit_mb, total_mb).status == status
+
+
+def test_recommended_limit_leaves_room_for_the_system() -> None:
+    assert recommended_mb(16_384) == 12_288
+    assert recommended_mb(524_288) == 524_288 - 16_384

@@ -1,0 +1,49 @@
+"""What goes wrong becomes one line and an exit code, never a traceback."""
+
+from typing import Any
+
+import pytest
+from fake_llm import FakeLLM
+
+from mlxinfer import __version__
+from mlxinfer.cli._errors import guarded
+
+
+def test_a_bug_is_named_and_said_to_be_one(fake: FakeLLM, outcome: Any) -> None:
+    fake.fail_after, fake.error = 0, ZeroDivisionError("by zero")
+    seen = outcome("run", "hi")
+    assert seen.code == 1
+    assert seen.err.startswith("error: unexpected ZeroDivisionError: by zero\nhint: this is a bug")
+    assert "Traceback" not in seen.err
+
+
+def test_the_traceback_can_be_had(
+    fake: FakeLLM, outcome: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLXINFER_TRACEBACK", "1")
+    fake.fail_after, fake.error = 0, ZeroDivisionError("by zero")
+    assert "Traceback (most recent call last)" in outcome("run", "hi").err
+
+
+def test_unknown_commands(outcome: Any) -> None:
+    seen = outcome("fly")
+    assert (seen.code, seen.out) == (2, "")
+    assert "No such command 'fly'" in seen.err
+
+
+def test_version_and_help(outcome: Any) -> None:
+    assert outcome("--version").out == f"mlxinfer, version {__version__}\n"
+    seen = outcome("--help")
+    assert seen.code == 0
+    for name in ("run", "chat", "pull", "list", "show", "rm", "doctor"):
+        assert f"\n  {name} " in seen.out
+        assert outcome(name, "--help").code == 0
+
+
+def test_interrupted_while_loading_is_130() -> None:
+    import click
+
+    def interrupted() -> None:
+        raise click.exceptions.Abort
+
+    assert guarded(interrupted) == 130

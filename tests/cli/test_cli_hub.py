@@ -1,0 +1,120 @@
+"""pull, list, show, rm against the stand-in hub."""
+
+import json
+from typing import Any
+
+import pytest
+from standin import Repo, StandIn
+from standin_fixtures import MODEL, WEIGHTS
+
+from mlxinfer import hub, hub_cache
+
+
+@pytest.fixture(autouse=True)
+def no_bundled_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    for module in (hub, hub_cache):
+        monkeypatch.setattr(module, "ASSETS", tmp_path / "assets")
+
+
+def test_pull_then_list_then_rm(standin: StandIn, outcome: Any) -> None:
+    pulled = outcome("pull", "org/tiny")
+    assert pulled.code == 0
+    assert pulled.out.startswith("org/tiny is in ")
+    assert pulled.err == ""
+    listed = outcome("list").out.splitlines()
+    assert listed[0].split() == ["NAME", "SIZE", "MODIFIED", "STATE"]
+    assert listed[1].startswith("org/tiny  262 kB")
+    assert listed[1].endswith("ready")
+    assert outcome("rm", "--yes", "org/tiny").out.startswith("Deleted org/tiny, 264 kB freed")
+    assert len(outcome("list").out.splitlines()) == 1
+
+
+def test_json_keys_are_stable(standin: StandIn, outcome: Any) -> None:
+    plan = json.loads(outcome("pull", "--dry-run", "--json", "org/tiny").out)
+    assert set(plan) == {
+        "name",
+        "commit",
+        "total_bytes",
+        "missing_bytes",
+        "free_bytes",
+        "files",
+    }
+    assert plan["missing_bytes"] == plan["total_bytes"]
+    pulled = json.loads(outcome("pull", "--json", "org/tiny").out)
+    assert set(pulled) == {"name", "path", "size_bytes"}
+    [model] = json.loads(outcome("list", "--json").out)["models"]
+    assert set(model) == {
+        "name",
+        "path",
+        "size_bytes",
+        "files",
+        "modified",
+        "complete",
+        "source",
+    }
+    assert model["path"] == pulled["path"]
+    assert model["size_bytes"] == pulled["size_bytes"]
+    removed = json.loads(outcome("rm", "-y", "--json", "org/tiny").out)
+    assert removed["removed"][0]["name"] == "org/tiny"
+    assert removed["removed"][0]["freed_bytes"] > len(WEIGHTS)
+
+
+def test_dry_run_fetches_nothing(standin: StandIn, outcome: Any) -> None:
+    seen = outcome("pull", "--dry-run", "org/tiny")
+    assert "262 kB in 4 files, 262 kB to download" in seen.out
+    assert json.loads(outcome("list", "--json").out) == {"models": []}
+
+
+def test_an_interrupted_pull_is_shown_and_resumed(standin: StandIn, outcome: Any) -> None:
+    standin.faults.cut_after = [100_000] + [0] * 20
+    failed = outcome("pull", "org/tiny")
+    assert failed.code == 1
+    assert failed.err.startswith("error: ")
+    assert "incomplete: mlxinfer pull org/tiny" in outcome("list").out
+    standin.faults.cut_after = []
+    assert outcome("pull", "org/tiny").code == 0
+    assert "ready" in outcome("list").out
+
+
+def test_errors_say_what_to_do(standin: StandIn, outcome: Any) -> None:
+    seen = outcome("pull", "org/none")
+    assert seen.code == 1
+    assert seen.err.splitlines()[0].startswith("error: The hub has no org/none")
+    assert seen.err.splitlines()[1] == "hint: `mlxinfer list` shows the models on this disk"
+    assert outcome("show", "org/none").code == 1
+    standin.faults.status, standin.faults.code = 403, "GatedRepo"
+    assert "hf auth login" in outcome("pull", "org/tiny").err
+
+
+def test_rm_asks_first(standin: StandIn, outcome: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    outcome("pull", "org/tiny")
+    seen = outcome("rm", "org/tiny")
+    assert seen.code == 2
+    assert "--yes" in seen.err
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("click.confirm", lambda *_, **__: False)
+    assert outcome("rm", "org/tiny").code == 1
+    assert "org/tiny" in outcome("list").out
+    monkeypatch.setattr("click.confirm", lambda *_, **__: True)
+    assert outcome("rm", "org/tiny").code == 0
+
+
+def test_rm_refuses_bundled_models(outcome: Any) -> None:
+    seen = outcome("rm", "--yes", "demo")
+    assert (seen.code, seen.err) == (1, "error: demo is part of mlxinfer and stays.\n")
+
+
+def test_show_what_cannot_run(standin: StandIn, outcome: Any) -> None:
+    standin.repos["org/odd"] = Repo({**MODEL, "config.json": b'{"model_type": "oddity"}'})
+    outcome("pull", "org/odd")
+    facts = json.loads(outcome("show", "--json", "org/odd").out)
+    assert facts["supported"] is False
+    assert facts["architecture"] == "oddity"
+    assert facts["parameters"] == len(WEIGHTS) - 8 - facts_header_bytes()
+    assert "cannot run" in outcome("show", "org/odd").out
+
+
+def facts_header_bytes() -> int:
+    return int.from_bytes(WEIGHTS[:8], "little")

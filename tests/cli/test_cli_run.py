@@ -1,0 +1,147 @@
+"""`mlxinfer run`: prompt in, answer out, errors in one line."""
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_llm import FakeLLM
+
+from mlxinfer.core import SamplingParams
+from mlxinfer.errors import OverloadedError
+
+EVERY_OPTION = """
+    -m org/x --system sys
+    --max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 3 --min-p 0.1
+    --seed 7 --stop END --stop FIN
+    --kv-bits 8/4 --kv-window 64 --kv-sinks 4 --max-memory 1GB
+"""
+
+
+def pipe_in(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+
+
+def test_the_answer_goes_to_stdout_and_nothing_else(fake: FakeLLM, outcome: Any) -> None:
+    seen = outcome("run", "hi")
+    assert (seen.code, seen.out, seen.err) == (0, "Hello there.\n", "")
+    assert fake.asked == [([{"role": "user", "content": "hi"}], SamplingParams())]
+    assert fake.opened == [("demo", {})]
+    assert fake.closed == 1
+
+
+def test_options_reach_the_model(fake: FakeLLM, outcome: Any) -> None:
+    outcome("run", *EVERY_OPTION.split(), "hi")
+    messages, params = fake.asked[0]
+    assert messages == [
+        {"role": "system", "content": "sys"},
+        {"role": "user", "content": "hi"},
+    ]
+    assert params == SamplingParams(
+        max_tokens=5,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        min_p=0.1,
+        seed=7,
+        stop=("END", "FIN"),
+    )
+    assert fake.opened == [
+        ("org/x", {"kv_bits": (8, 4), "kv_window": 64, "kv_sinks": 4, "max_memory": "1GB"})
+    ]
+
+
+def test_raw_and_base_models_get_the_text_as_it_is(
+    fake: FakeLLM, outcome: Any, tmp_path: Path
+) -> None:
+    outcome("run", "--raw", "Once upon")
+    fake.model_info = FakeLLM(tmp_path / "base", template=False).model_info
+    outcome("run", "a time")
+    assert [prompt for prompt, _ in fake.asked] == ["Once upon", "a time"]
+
+
+@pytest.mark.parametrize("arguments", [(), ("-",)])
+def test_the_prompt_from_stdin(
+    arguments: tuple[str, ...], fake: FakeLLM, outcome: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe_in(monkeypatch, "grüezi\n".encode())
+    outcome("run", *arguments)
+    assert fake.asked[0][0] == [{"role": "user", "content": "grüezi\n"}]
+
+
+@pytest.mark.parametrize(("data", "words"), [(b"", "empty"), (b" \n", "empty"), (b"\xff", "UTF-8")])
+def test_a_prompt_on_stdin_that_is_none(
+    data: bytes, words: str, fake: FakeLLM, outcome: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe_in(monkeypatch, data)
+    seen = outcome("run")
+    assert seen.code == 2
+    assert words in seen.err
+
+
+def test_json_is_one_object(fake: FakeLLM, outcome: Any) -> None:
+    fake.thinks = "let me see"
+    data = json.loads(outcome("run", "--json", "hi").out)
+    assert data["model"] == "demo"
+    assert data["text"] == "Hello there."
+    assert data["reasoning"] == "let me see"
+    assert data["finish_reason"] == "stop"
+    assert data["answer_tokens"] == 5
+    assert data["timing"]["tokens_per_s"] == 12.0
+
+
+def test_reasoning_stays_out_of_a_pipe(fake: FakeLLM, outcome: Any) -> None:
+    fake.thinks = "secret thoughts"
+    assert outcome("run", "hi").out == "Hello there.\n"
+
+
+def test_stats_on_stderr(fake: FakeLLM, outcome: Any) -> None:
+    seen = outcome("run", "--stats", "hi")
+    assert seen.out == "Hello there.\n"
+    assert "7 prompt + 2 answer tokens" in seen.err
+    assert "12.0 tok/s" in seen.err
+
+
+def test_ctrl_c_keeps_what_came(fake: FakeLLM, outcome: Any) -> None:
+    fake.says, fake.fail_after = "one two three", 2
+    seen = outcome("run", "hi")
+    assert (seen.code, seen.out) == (130, "one two \n")
+    assert fake.ended_streams == fake.closed == 1
+
+
+def test_ctrl_c_with_json_is_still_json(fake: FakeLLM, outcome: Any) -> None:
+    fake.says, fake.fail_after = "one two three", 2
+    seen = outcome("run", "--json", "hi")
+    data = json.loads(seen.out)
+    assert seen.code == 130
+    assert (data["text"], data["finish_reason"], data["token_ids"]) == ("one two ", "abort", [0, 1])
+
+
+def test_an_error_is_one_line(fake: FakeLLM, outcome: Any) -> None:
+    fake.fail_after, fake.error = 0, OverloadedError("No room\nnow.")
+    seen = outcome("run", "hi")
+    assert (seen.code, seen.err) == (1, "error: No room now.\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--temperature", "-1", "hi"], "--temperature: temperature is -1.0; expected"),
+        (["--top-p", "2", "hi"], "--top-p"),
+        (["--max-tokens", "x", "hi"], "'x' is not a valid integer"),
+        (["--kv-bits", "5", "hi"], "--kv-bits"),
+        (["--raw", "--system", "s", "hi"], "does not go with --raw"),
+        (["--nonsense", "hi"], "No such option"),
+        (["one", "two"], "unexpected extra argument"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(
+    arguments: list[str], words: str, fake: FakeLLM, outcome: Any
+) -> None:
+    seen = outcome("run", *arguments)
+    assert seen.code == 2
+    assert words in seen.err
+    assert "hint: `mlxinfer run --help`" in seen.err
+    assert fake.opened == []

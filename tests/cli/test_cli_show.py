@@ -1,0 +1,118 @@
+"""`mlxinfer show`: numbers from a config and safetensors headers."""
+
+import json
+import struct
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxinfer.cli._inspect import kv_bytes, summarise
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "quantization": {"group_size": 64, "bits": 4},
+}
+TENSORS = {  # a 32x64 matrix in 4 bits, and a norm
+    "lm_head.weight": ("U32", (32, 8)),
+    "lm_head.scales": ("BF16", (32, 1)),
+    "lm_head.biases": ("BF16", (32, 1)),
+    "model.norm.weight": ("BF16", (64,)),
+}
+SIZES = {"U32": 4, "BF16": 2}
+
+
+def write_model(folder: Path, config: dict[str, Any], *, template: bool = True) -> Path:
+    folder.mkdir(exist_ok=True)
+    header, end = {}, 0
+    for name, (dtype, shape) in TENSORS.items():
+        start, end = end, end + prod(shape) * SIZES[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    if template:
+        (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+def test_packed_weights_count_as_what_they_unpack_to(tmp_path: Path) -> None:
+    summary = summarise(write_model(tmp_path / "m", CONFIG))
+    assert summary.problem is None
+    assert summary.weights is not None
+    assert summary.weights.parameters == 32 * 64 + 64
+    assert summary.weights.num_bytes == 32 * 8 * 4 + 2 * 32 * 2 + 64 * 2
+
+
+def test_kv_bytes_by_hand(tmp_path: Path) -> None:
+    config = summarise(write_model(tmp_path / "m", CONFIG)).config
+    assert config is not None
+    per_token = 2 * 2 * 2 * 16  # layers, K and V, heads, head_dim
+    assert kv_bytes(config, 1) == per_token * 2
+    assert kv_bytes(config, 100) == per_token * 200
+    assert kv_bytes(config, 100, 8) == per_token * 100 * 8.5 / 8
+
+
+def test_windows_bound_the_kv_cache(tmp_path: Path) -> None:
+    windowed = {**CONFIG, "model_type": "mistral", "sliding_window": 10}
+    config = summarise(write_model(tmp_path / "m", windowed)).config
+    assert config is not None
+    assert kv_bytes(config, 10_000) == kv_bytes(config, 10)
+
+
+def test_json_keys_are_stable(tmp_path: Path, outcome: Any) -> None:
+    folder = write_model(tmp_path / "m", CONFIG)
+    facts = json.loads(outcome("show", "--json", "--context", "100", str(folder)).out)
+    assert set(facts) == {
+        "name",
+        "path",
+        "supported",
+        "problem",
+        "architecture",
+        "parameters",
+        "weight_bytes",
+        "bits_per_weight",
+        "quantization",
+        "layers",
+        "hidden_size",
+        "vocab_size",
+        "experts",
+        "context",
+        "chat_template",
+        "kv_bytes_per_token",
+        "memory",
+        "files",
+    }
+    assert facts["quantization"] == {"bits": 4, "group_size": 64, "mode": "affine"}
+    assert [step["context"] for step in facts["memory"]] == [100, 4096, 8192]
+    assert facts["memory"][0]["total_bytes"] == facts["weight_bytes"] + 100 * 256
+    assert facts["chat_template"] is True
+
+
+def test_for_people(tmp_path: Path, outcome: Any) -> None:
+    out = outcome("show", str(write_model(tmp_path / "m", CONFIG, template=False))).out
+    assert "llama, 2 layers of 64" in out
+    assert "2.1 k, " in out
+    assert "(affine, groups of 64)" in out
+    assert "chat template  no" in out
+    assert "at 4,096" in out
+
+
+@pytest.mark.parametrize("broken", ["config.json", "model.safetensors"])
+def test_a_broken_file_is_named_and_the_rest_is_shown(
+    broken: str, tmp_path: Path, outcome: Any
+) -> None:
+    folder = write_model(tmp_path / "m", CONFIG)
+    (folder / broken).write_bytes(b"\x00")
+    facts = json.loads(outcome("show", "--json", str(folder)).out)
+    assert facts["supported"] is False
+    assert broken in facts["problem"]

@@ -1,0 +1,166 @@
+"""What the KV cache holds and what it copies: pages, tails, windows, and nothing in a decode step."""
+
+import mlx.core as mx
+import pytest
+from engine.harness import PAGE, Harness, prompt, tiny_model
+
+from mlxinfer.cache.kv import KVCache
+from mlxinfer.core import KVSpec, SamplingParams
+from mlxinfer.errors import InsufficientMemoryError
+
+
+def held_bytes(harness: Harness) -> int:
+    """Pages that sequences hold and the tails of those that run."""
+    cache = harness.loop.cache
+    tails = sum(2 * group.page_bytes for group in cache.groups) * len(
+        harness.loop.scheduler.running
+    )
+    return cache.bytes_held + tails
+
+
+def ideal_bytes(harness: Harness) -> int:
+    """Lengths rounded up to pages."""
+    pages = sum(-(-s.num_computed // PAGE) for s in harness.loop.scheduler.running)
+    return pages * sum(group.page_bytes for group in harness.loop.cache.groups)
+
+
+def test_mixed_lengths_take_what_they_are_long() -> None:
+    """One request of 8k tokens and seven of 100: within 5 % of the ideal, and no padded row."""
+    model = tiny_model("qwen3-v4")
+    harness = Harness(model, prefill_chunk=512, max_context=10_000, num_pages=600)
+    for name, length in [("long", 8000), *((f"short{i}", 100) for i in range(7))]:
+        harness.add(name, prompt(length), SamplingParams(max_tokens=40))
+    while any(not s.decoding for s in harness.loop.scheduler.unfinished()):
+        harness.turn()
+    harness.turn(5)
+    assert len(harness.loop.scheduler.running) == 8
+    assert held_bytes(harness) <= 1.05 * ideal_bytes(harness)
+    counters = harness.loop.scheduler.counters
+    assert counters.prompt_tokens_computed == 8700
+    sampled = counters.tokens_computed - counters.prompt_tokens_computed
+    harness.drain()
+    assert counters.tokens_computed == 8700 + 8 * 39, "padding, or something computed twice"
+    assert sampled > 0
+
+
+@pytest.mark.parametrize("case", ["mistral-v4", "gemma3_text-v4", "gpt_oss-v4"])
+def test_windows_hold_a_window_and_a_page(case: str) -> None:
+    harness = Harness(tiny_model(case), prefill_chunk=32, max_context=1000)
+    harness.add("a", prompt(200), SamplingParams(max_tokens=100))
+    harness.add("b", prompt(33), SamplingParams(max_tokens=100))
+    scheduler, group = harness.loop.scheduler, len(harness.loop.cache.groups) - 1
+    window = scheduler.windows[group]
+    assert window == 8
+    most = 0
+    while not harness.loop.idle:
+        harness.turn()
+        scheduler._trim_windows()  # as the next turn begins
+        for sequence in scheduler.running:
+            held = sequence.num_computed - sequence.tables[group].first * PAGE
+            assert held <= window + PAGE
+            most = max(most, held)
+    assert most > window, "nothing was held"
+
+
+def big_heads() -> tuple[Harness, int]:
+    """A harness whose pool is large beside all else that a step touches; bytes of one K array."""
+    harness = Harness(tiny_model("qwen3-v4"), num_pages=8000, max_batch=4, max_context=100_000)
+    return harness, harness.loop.cache.pools[0].keys.nbytes
+
+
+def test_a_decode_step_copies_no_pages_though_one_is_in_flight() -> None:
+    """mlx-lm's overlap copies its cache every step (twice the bytes at the peak); tails do not."""
+    harness, array_bytes = big_heads()
+    for name, length in (("a", 600), ("b", 40)):
+        harness.add(name, prompt(length), SamplingParams(max_tokens=200))
+    harness.turn(20)
+    tails = sum(pool.tail_bytes for pool in harness.loop.cache.pools)
+    mx.synchronize()
+    before, copied = mx.get_active_memory(), harness.loop.cache.bytes_copied
+    mx.reset_peak_memory()
+    harness.turn(40)
+    extra = mx.get_peak_memory() - before
+    assert extra < array_bytes / 2, "some K or V array was there twice"
+    assert harness.loop.cache.bytes_copied - copied <= 40 * tails
+    assert harness.loop.scheduler.counters.pages_sealed >= 4, "no barrier in between"
+    harness.loop.abort_all()
+    harness.drain()
+
+
+def test_joining_and_leaving_copies_nothing() -> None:
+    harness, array_bytes = big_heads()
+    harness.add("long", prompt(600), SamplingParams(max_tokens=300))
+    harness.add("first", prompt(40), SamplingParams(max_tokens=5))
+    harness.turn(20)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    grown = harness.loop.cache.bytes_grown
+    for i in range(4):
+        harness.add(f"joins{i}", prompt(40 + i), SamplingParams(max_tokens=3 + i))
+        harness.turn(8)
+    assert mx.get_peak_memory() - before < array_bytes / 2
+    assert harness.loop.cache.bytes_grown == grown
+    harness.loop.abort_all()
+    harness.drain()
+
+
+def test_a_held_view_would_be_noticed() -> None:
+    """The same watch over a step that does hold a view: it must see the copy."""
+    harness, array_bytes = big_heads()
+    harness.add("a", prompt(600), SamplingParams(max_tokens=200))
+    harness.turn(14)
+    mx.synchronize()
+    held = [pool.keys[:, :5] for pool in harness.loop.cache.pools]
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    harness.turn(40)
+    assert mx.get_peak_memory() - before > array_bytes / 2
+    del held
+    harness.loop.abort_all()
+    harness.drain()
+
+
+def cache(budget: int, **changes: object) -> KVCache:
+    spec = KVSpec(2, 64, 64)
+    windowed = KVSpec(2, 64, 64, window=32)
+    sizes = dict(page_size=16, max_batch=4, prefill_chunk=64, budget_bytes=budget)
+    return KVCache([spec, windowed], dtype=mx.float32, **{**sizes, **changes})  # type: ignore[arg-type]
+
+
+def test_the_budget_bounds_every_array() -> None:
+    budget = 20_000_000
+    kv = cache(budget)
+    for group in kv.groups:
+        group.allocator.allocate(group.allocator.num_pages)
+    kv.make_room(kv.max_batch)
+    assert 0.9 * budget < kv.bytes_allocated <= budget
+
+
+def test_pools_start_small_and_double() -> None:
+    kv = cache(200_000_000)
+    small = kv.bytes_allocated
+    assert small < 20_000_000
+    full = kv.groups[0]
+    full.allocator.allocate(129)
+    assert kv.must_grow(1)
+    kv.make_room(1)
+    assert kv.pools[0].num_pages == 256
+    assert not kv.must_grow(1)
+
+
+def test_windows_get_no_more_than_can_be_held() -> None:
+    kv = cache(200_000_000)
+    full, windowed = kv.groups
+    assert windowed.allocator.num_pages == 4 * (2 + 2) + 4
+    assert full.allocator.num_pages > 1000
+
+
+def test_a_budget_too_small_says_so() -> None:
+    with pytest.raises(InsufficientMemoryError, match="raise max_memory"):
+        cache(100_000)
+
+
+def test_few_tails_where_memory_is_small() -> None:
+    kv = cache(2_000_000, max_batch=64)
+    assert 1 <= kv.max_batch < 64

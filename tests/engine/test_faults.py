@@ -1,0 +1,132 @@
+"""A failure belongs to the request that caused it; the others get the same tokens as ever."""
+
+import pytest
+from engine.harness import Harness, alone, prompt, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxinfer.core import FinishReason, Request, SamplingParams
+from mlxinfer.errors import (
+    ContextLengthError,
+    InsufficientMemoryError,
+    InvalidRequestError,
+    RequestFailedError,
+)
+
+CASE = "qwen3-v4"
+
+
+class Boom(RuntimeError):
+    pass
+
+
+def break_launch(harness: Harness, at: int) -> None:
+    """The launch number `at` raises after half of its work, as a failing forward pass would."""
+    launch, count = harness.loop.runner.launch, 0
+
+    def failing(batch, previous):  # type: ignore[no-untyped-def]
+        nonlocal count
+        count += 1
+        launched = launch(batch, previous)
+        if count == at:
+            raise Boom("the forward pass failed")
+        return launched
+
+    harness.loop.runner.launch = failing  # type: ignore[method-assign]
+
+
+def break_read(harness: Harness, at: int) -> None:
+    """Reading the tokens of launch number `at` raises, as a failed evaluation would."""
+    launch, count = harness.loop.runner.launch, 0
+
+    def failing(batch, previous):  # type: ignore[no-untyped-def]
+        nonlocal count
+        count += 1
+        launched = launch(batch, previous)
+        if count == at:
+            launched.sampled = Unreadable()
+        return launched
+
+    harness.loop.runner.launch = failing  # type: ignore[method-assign]
+
+
+class Unreadable:
+    def __getattr__(self, name: str) -> object:
+        raise Boom("evaluation failed")
+
+
+@given(
+    at=st.integers(1, 25),
+    reading=st.booleans(),
+    launch_ahead=st.booleans(),
+    late=st.integers(0, 12),
+)
+@settings(max_examples=25)
+def test_a_failed_step_fails_its_requests_only(
+    at: int, reading: bool, launch_ahead: bool, late: int
+) -> None:
+    model = tiny_model(CASE, quantized=True)
+    harness = Harness(model, launch_ahead=launch_ahead, max_batch=2)
+    (break_read if reading else break_launch)(harness, at)
+    params = SamplingParams(max_tokens=12, temperature=0.8, seed=3, repetition_penalty=1.2)
+    for i in range(4):
+        harness.add(str(i), prompt(20 + 9 * i), params)
+        harness.turn(late if i == 2 else 0)
+    outcomes = harness.drain()
+    failed = [o for o in outcomes.values() if o.reason is FinishReason.ERROR]
+    assert len(failed) in ({1, 2, 3} if reading and launch_ahead else {0, 1, 2})
+    for outcome in failed:
+        assert isinstance(outcome.error, RequestFailedError)
+        assert isinstance(outcome.error.__cause__, Boom)
+        assert "Boom" in str(outcome.error)
+    for i, outcome in enumerate(outcomes.values()):
+        plain = alone(model, prompt(20 + 9 * i), params).token_ids
+        if outcome in failed:
+            assert outcome.token_ids == plain[: len(outcome.token_ids)]
+        else:
+            assert outcome.token_ids == plain
+    harness.add("after", prompt(30), params)
+    assert harness.drain()["after"].token_ids == alone(model, prompt(30), params).token_ids
+
+
+def test_the_loop_starts_afresh_when_its_books_are_wrong() -> None:
+    harness = Harness(tiny_model(CASE))
+    harness.add("a", prompt(20), SamplingParams(max_tokens=12))
+    harness.turn(3)
+    harness.loop.fail_all(AssertionError("books"))
+    assert harness.outcomes["a"].reason is FinishReason.ERROR
+    harness.add("b", prompt(20), SamplingParams(max_tokens=3))
+    assert len(harness.drain()["b"].token_ids) == 3
+
+
+def refuse(harness: Harness, ids: list[int], **params: object) -> pytest.ExceptionInfo:
+    with pytest.raises(InvalidRequestError) as caught:
+        harness.loop.check(Request("x", ids, SamplingParams(**params)))  # type: ignore[arg-type]
+    return caught
+
+
+def test_what_can_never_run_is_refused_at_once() -> None:
+    harness = Harness(tiny_model(CASE), num_pages=4, max_context=100)
+    assert "empty" in str(refuse(harness, []).value)
+    assert "from 0 to 95" in str(refuse(harness, [5, 96]).value)
+    assert "-1" in str(refuse(harness, [-1]).value)
+    assert "True" in str(refuse(harness, [True]).value)
+    assert "top_k is 97" in str(refuse(harness, [1], top_k=97).value)
+    assert "logit_bias" in str(refuse(harness, [1], logit_bias={96: 1.0}).value)
+    assert "stop_token_ids" in str(refuse(harness, [1], stop_token_ids=(200,)).value)
+    long = refuse(harness, prompt(100))
+    assert long.type is ContextLengthError
+    assert "100 tokens" in str(long.value)
+    large = refuse(harness, prompt(64))
+    assert large.type is InsufficientMemoryError
+    assert "raise max_memory" in str(large.value)
+
+
+def test_an_answer_ends_where_context_or_pool_ends() -> None:
+    model = tiny_model(CASE)
+    for changes, total in (({"max_context": 40}, 40), ({"num_pages": 3}, 48)):
+        harness = Harness(model, **changes)
+        harness.add("a", prompt(20), SamplingParams(max_tokens=None))
+        outcome = harness.drain()["a"]
+        assert len(outcome.token_ids) == total - 20
+        assert outcome.reason is FinishReason.LENGTH

@@ -1,7 +1,7 @@
 """The corpus: an endless, seeded stream of conversations and short texts. Knows no tokens.
 
-Nothing here was written by somebody else: knowledge comes from `text/`, everything else is computed.
-The same generator state gives the same conversation on every machine.
+Nothing here was written by somebody else: knowledge comes from `text/`, all else is computed. The
+same generator state gives the same conversation on every machine.
 """
 
 import json
@@ -22,7 +22,12 @@ SYSTEM_PROMPTS = (
 )
 BRIEF = ("Answer in one sentence.", "Answer briefly.", "Keep it short.", "Be brief.")
 IN_JSON = ("Answer in JSON.", "Always answer with a JSON object.")
-SHORTER = ("Shorter please", "Explain that shorter", "In one sentence?", "Can you say that shorter?")
+SHORTER = (
+    "Shorter please",
+    "Explain that shorter",
+    "In one sentence?",
+    "Can you say that shorter?",
+)
 AGAIN = ("In other words?", "Tell me more", "Explain it again", "Can you say that differently?")
 UNKNOWN_ANSWERS = (
     "I am a tiny demonstration model and do not know that. Ask me about language-model inference, "

@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 SOURCE = """
-#define ARGS int order, int ta, int tb, int m, int n, int k, float alpha, const float *a, int lda, \\
-             const float *b, int ldb, float beta, float *c, int ldc
+#define ARGS int order, int ta, int tb, int m, int n, int k, float alpha, \\
+             const float *a, int lda, const float *b, int ldb, float beta, float *c, int ldc
 void scipy_cblas_sgemm(ARGS);
 void cblas_sgemm(ARGS) {
     scipy_cblas_sgemm(order, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);

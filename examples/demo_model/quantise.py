@@ -9,7 +9,7 @@ BITS, GROUP_SIZE = 4, 64
 
 
 def quantised(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return named weights with each matrix as `weight`, `scales` and `biases`, the rest as bf16."""
+    """Return named weights: a matrix as `weight`, `scales` and `biases`, the rest in bf16."""
     out: dict[str, mx.array] = {}
     for name, value in weights.items():
         value = value.astype(mx.bfloat16)

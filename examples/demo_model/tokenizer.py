@@ -17,7 +17,7 @@ QUESTION_WEIGHT = 0.1  # how much the model learns to ask, against to answer
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
 {%- if message.role not in ('system', 'user', 'assistant') %}
-{{- raise_exception('The demo model knows the roles system, user and assistant, not ' ~ message.role) }}
+{{- raise_exception('Roles are system, user and assistant, not ' ~ message.role) }}
 {%- endif %}
 {{- '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' }}
 {%- endfor %}

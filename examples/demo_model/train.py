@@ -1,10 +1,10 @@
 """Trains a demo model: `python -m examples.demo_model.train --model demo --minutes 60`.
 
 The learning rate stays up and comes down in the last quarter. When three quarters of the minutes
-are over, the number of steps is fixed and printed; `--steps N` makes exactly that run again. Needs mlx, numpy and tokenizers;
-on Linux `scipy-openblas32` and a C compiler make it some twenty times faster. A checkpoint is
-written every three minutes, and a run that was stopped goes on from there.
-Then `python -m examples.demo_model.bundle` writes the files that ship.
+are over, the number of steps is fixed and printed; `--steps N` makes exactly that run again.
+Needs mlx, numpy and tokenizers; on Linux `scipy-openblas32` and a C compiler make it some twenty
+times faster. A checkpoint is written every three minutes, and a run that was stopped goes on from
+there. Then `python -m examples.demo_model.bundle` writes the files that ship.
 """
 
 import argparse

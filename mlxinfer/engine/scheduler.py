@@ -67,8 +67,8 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Nothing runs and nothing waits."""
-        return not self.running and not self.waiting
+        """Every request has ended."""
+        return not self._by_id
 
     # -- arrivals and departures ----------------------------------------------------------------
 

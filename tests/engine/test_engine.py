@@ -1,0 +1,115 @@
+"""The engine's thread: submit, abort, call and close from any other."""
+
+import queue
+import threading
+import time
+
+import pytest
+from engine.harness import PAGE, alone, config, prompt, tiny_model
+
+from mlxinfer.core import FinishReason, Request, SamplingParams, TokenEvent
+from mlxinfer.engine.engine import Engine
+from mlxinfer.errors import EngineClosedError, InvalidRequestError
+
+
+@pytest.fixture
+def engine():
+    made = Engine(lambda: (tiny_model("qwen3-v4", quantized=True), config(num_pages=400)))
+    yield made
+    made.close()
+
+
+def collect(events: "queue.SimpleQueue[TokenEvent]", count: int) -> dict[str, list[TokenEvent]]:
+    """All events of `count` requests."""
+    seen: dict[str, list[TokenEvent]] = {}
+    while count:
+        event = events.get(timeout=60)
+        seen.setdefault(event.request_id, []).append(event)
+        count -= event.finish_reason is not None
+    return seen
+
+
+def tokens(events: list[TokenEvent]) -> list[int]:
+    return [event.token_id for event in events if event.token_id is not None]
+
+
+def test_requests_from_many_threads(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=20)
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+
+    def submit(i: int) -> None:
+        engine.submit(Request(str(i), prompt(10 + i), params), events.put)
+
+    threads = [threading.Thread(target=submit, args=(i,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    seen = collect(events, 12)
+    for thread in threads:
+        thread.join()
+    model = tiny_model("qwen3-v4", quantized=True)
+    for i in range(12):
+        assert tokens(seen[str(i)]) == alone(model, prompt(10 + i), params).token_ids
+
+
+def test_abort_ends_a_request_and_frees_its_pages(engine: Engine) -> None:
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    engine.submit(Request("a", prompt(30), SamplingParams(max_tokens=3000)), events.put)
+    events.get(timeout=60)
+    engine.abort("a")
+    engine.abort("never heard of")
+    assert collect(events, 1)["a"][-1].finish_reason is FinishReason.ABORT
+    assert engine.stats()["groups"][0]["pages_held"] == 0
+    assert engine.stats()["running"] == 0
+
+
+def test_bad_requests_raise_where_they_are_made(engine: Engine) -> None:
+    with pytest.raises(InvalidRequestError, match="empty"):
+        engine.submit(Request("a", [], SamplingParams()), lambda event: None)
+    assert engine.stats()["requests"] == 0
+
+
+def test_close_ends_everything_and_twice_is_fine(engine: Engine) -> None:
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    for name in "ab":
+        engine.submit(Request(name, prompt(PAGE), SamplingParams(max_tokens=3000)), events.put)
+    engine.close()
+    assert {e[-1].finish_reason for e in collect(events, 2).values()} == {FinishReason.ABORT}
+    engine.close()
+    with pytest.raises(EngineClosedError):
+        engine.submit(Request("c", [5], SamplingParams()), events.put)
+    with pytest.raises(EngineClosedError):
+        engine.stats()
+
+
+def test_what_load_raises_comes_out_of_the_constructor() -> None:
+    def load():  # type: ignore[no-untyped-def]
+        raise InvalidRequestError("no such thing")
+
+    with pytest.raises(InvalidRequestError, match="no such thing"):
+        Engine(load)
+
+
+def test_a_fault_in_the_books_does_not_kill_the_engine(engine: Engine) -> None:
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    engine.submit(Request("a", prompt(30), SamplingParams(max_tokens=3000)), events.put)
+    events.get(timeout=60)
+
+    def corrupt() -> None:
+        engine._loop.scheduler.running.clear()
+
+    engine.call(corrupt)
+    assert collect(events, 1)["a"][-1].finish_reason is FinishReason.ERROR
+    engine.submit(Request("b", prompt(30), SamplingParams(max_tokens=3)), events.put)
+    assert len(tokens(collect(events, 1)["b"])) == 3
+
+
+def test_call_returns_and_raises(engine: Engine) -> None:
+    assert engine.call(lambda: threading.current_thread().name) == "mlxinfer-engine"
+    with pytest.raises(ZeroDivisionError):
+        engine.call(lambda: 1 / 0)
+
+
+def test_an_idle_engine_uses_no_cpu(engine: Engine) -> None:
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.1

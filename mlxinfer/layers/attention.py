@@ -15,8 +15,7 @@ class Attention:
 
     __slots__ = (
         "heads_shape",
-        "k_end",
-        "num_heads",
+        "k_start",
         "o_proj",
         "o_shape",
         "qk_norm",
@@ -24,6 +23,7 @@ class Attention:
         "rope",
         "scale",
         "sinks",
+        "v_start",
     )
 
     def __init__(
@@ -41,8 +41,8 @@ class Attention:
     ) -> None:
         self.qkv_proj = qkv_proj  # (T, hidden) -> (T, (num_heads + 2 * num_kv_heads) * head_dim)
         self.o_proj = o_proj  # (T, num_heads * head_dim) -> (T, hidden)
-        self.num_heads = num_heads
-        self.k_end = num_heads + num_kv_heads
+        self.k_start = (num_heads,)
+        self.v_start = (num_heads + num_kv_heads,)
         self.heads_shape = (-1, num_heads + 2 * num_kv_heads, head_dim)
         self.o_shape = (-1, num_heads * head_dim)
         self.scale = scale
@@ -53,18 +53,13 @@ class Attention:
     def heads(self, x: mx.array, prepared: Any, kv: LayerKV) -> mx.array:
         """x (T, hidden) -> what the heads saw, (T, num_heads * head_dim)."""
         qkv = self.qkv_proj(x).reshape(self.heads_shape)  # (T, H + 2 Hkv, D)
-        qk = qkv[:, : self.k_end]
+        qk, values = mx.split(qkv, self.v_start, axis=1)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
         if self.rope is not None:
             qk = self.rope(qk, prepared)
-        seen = kv.attend(
-            qk[:, : self.num_heads],
-            qk[:, self.num_heads :],
-            qkv[:, self.k_end :],
-            scale=self.scale,
-            sinks=self.sinks,
-        )
+        queries, keys = mx.split(qk, self.k_start, axis=1)
+        seen = kv.attend(queries, keys, values, scale=self.scale, sinks=self.sinks)
         return seen.reshape(self.o_shape)
 
     def __call__(self, x: mx.array, prepared: Any, kv: LayerKV) -> mx.array:

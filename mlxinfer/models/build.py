@@ -30,7 +30,7 @@ def make_dense_mlp(config: ModelConfig, weights: Weights, index: int, path: str)
         bias=config.mlp_bias,
     )
     down = weights.linear(f"{path}.down_proj", config.hidden_size, inner, bias=config.mlp_bias)
-    return MLP(gate_up, down, activation(config))
+    return MLP(gate_up, down, activation(config, weights))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +82,13 @@ def build_decoder(config: ModelConfig, weights: Weights, plan: Plan) -> Model:
     return model
 
 
-def activation(config: ModelConfig) -> Gated:
+def activation(config: ModelConfig, weights: Weights) -> Gated:
     """The gated activation that the config names."""
     if config.activation not in ACTIVATIONS:
         raise UnsupportedModelError(
             f"hidden_act is {config.activation!r}; supported are {', '.join(ACTIVATIONS)}."
         )
-    return gated(config.activation)
+    return gated(config.activation, weights.dtype)
 
 
 def _layer(

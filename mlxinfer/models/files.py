@@ -20,8 +20,7 @@ def read_headers(folder: Path) -> dict[Path, dict[str, TensorInfo]]:
         ModelNotFoundError: the folder has no safetensors.
         CheckpointError: a broken file, a tensor in two files, or an index that is wrong.
     """
-    index = folder / INDEX
-    paths = _indexed(index) if index.is_file() else _listed(folder)
+    paths = _weight_files(folder)
     headers = {path: read_header(path) for path in paths}
     owners: dict[str, Path] = {}
     for path, tensors in headers.items():
@@ -32,10 +31,13 @@ def read_headers(folder: Path) -> dict[Path, dict[str, TensorInfo]]:
     return headers
 
 
-def _listed(folder: Path) -> list[Path]:
-    whole = folder / "model.safetensors"
+def _weight_files(folder: Path) -> list[Path]:
+    """One file, or what the index lists, or shards without an index: in this order."""
+    whole, index = folder / "model.safetensors", folder / INDEX
     if whole.is_file():
         return [whole]
+    if index.is_file():
+        return _indexed(index)
     paths = sorted(folder.glob("model*.safetensors"))
     if paths:
         return paths

@@ -11,6 +11,7 @@ _MODULES = {
     "qwen2": "llama",
     "qwen3": "llama",
     "qwen3_moe": "moe",
+    "gemma3": "gemma",
     "gemma3_text": "gemma",
     "gpt_oss": "gpt_oss",
 }

@@ -63,7 +63,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             header = parse_json(file.read(length), f"the header of {path}")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None) or {}  # MLX writes null where there is none
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CheckpointError(f"__metadata__ in {path} is not an object of strings.")
     tensors = {name: _tensor_info(name, entry, path) for name, entry in header.items()}
     return _check_spans(tensors, size - 8 - length, path)
 

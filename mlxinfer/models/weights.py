@@ -42,9 +42,12 @@ class Weights:
         self._original: dict[str, str] = {}  # our name -> the checkpoint's
         for name, tensor in tensors.items():
             ours = rename(name) if rename else name
-            if ours is not None:
-                self._tensors[ours] = tensor
-                self._original[ours] = name
+            if ours is None:
+                continue
+            if ours in self._tensors:
+                raise CheckpointError(f"{self._original[ours]!r} and {name!r} are the same tensor.")
+            self._tensors[ours] = tensor
+            self._original[ours] = name
         self._quantization = quantization
         self.dtype = choose_dtype(self._tensors.values(), dtype)
 

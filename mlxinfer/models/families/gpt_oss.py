@@ -43,6 +43,7 @@ def make_mlp(config: ModelConfig, weights: Weights, index: int, path: str) -> Fe
         gate_up_proj=_gate_up(weights, experts, (count, 2 * inner, hidden)),
         down_proj=_down(weights, experts, (count, hidden, inner)),
         activation=clamped_swiglu(
+            weights.dtype,
             alpha=config.fields.number("swiglu_alpha", default=1.702),
             limit=config.fields.number("swiglu_limit", above=0.0, default=7.0),
         ),

@@ -29,7 +29,7 @@ def make_mlp(config: ModelConfig, weights: Weights, index: int, path: str) -> Fe
         choose=top_k_softmax(k) if config.norm_topk_prob else softmax_top_k(k),
         gate_up_proj=fuse_experts([gate, up]),
         down_proj=_experts(config, weights, path, "down", hidden, inner),
-        activation=activation(config),
+        activation=activation(config, weights),
     )
 
 

@@ -1,0 +1,124 @@
+"""Norms, activations and projections against their definitions in numpy."""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxinfer.layers.activations import ACTIVATIONS, _halves, clamped_swiglu, gated
+from mlxinfer.layers.embedding import Embedding, QuantizedEmbedding
+from mlxinfer.layers.linear import Joined, Linear, QuantizedLinear
+from mlxinfer.layers.norm import LeanRMSNorm, RMSNorm, ScaledRMSNorm, rms_norm
+from mlxinfer.models.fuse import fuse
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x.astype(np.float64)))
+
+
+@pytest.mark.parametrize("shape", [(5, 48), (5, 3, 16)])
+@pytest.mark.parametrize("size", [1.0, 1e-4])
+def test_norms_are_the_definition(shape, size):
+    x, weight, eps = normal(*shape) * size, normal(*shape[1:], seed=1), 1e-5
+    expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+    fused = RMSNorm if weight.ndim == 1 else ScaledRMSNorm
+    for norm in (fused(mx.array(weight), eps), LeanRMSNorm(mx.array(weight), eps)):
+        np.testing.assert_allclose(np.array(norm(mx.array(x))), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_half_precision_takes_the_fused_norm():
+    """Its sums are float32: squares of values this large overflow float16."""
+    norm = rms_norm(mx.ones((64,), mx.float16), 1e-5)
+    y = norm(mx.full((1, 64), 300.0, mx.float16))
+    assert y.dtype == mx.float16
+    assert y[0, 0].item() == pytest.approx(1.0, abs=1e-2)
+
+
+def expected_activation(name: str, gate: np.ndarray) -> np.ndarray:
+    if name in ("silu", "swish"):
+        return gate * sigmoid(gate)
+    if name == "gelu":
+        return gate * np.vectorize(lambda x: 0.5 * (1 + math.erf(x / math.sqrt(2))))(gate)
+    return 0.5 * gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_activations(name, dtype):
+    gate, up = 4 * normal(3, 32), normal(3, 32, seed=1)
+    gate[0, :4] = [0, 200, -200, -88]
+    y = gated(name, dtype)(mx.array(np.concatenate([gate, up], -1)).astype(dtype))
+    assert y.dtype == dtype
+    close = {"rtol": 1e-5, "atol": 1e-6} if dtype == mx.float32 else {"rtol": 0.05, "atol": 0.05}
+    expected = expected_activation(name, gate) * up
+    np.testing.assert_allclose(np.array(y.astype(mx.float32)), expected, **close)
+
+
+def test_clamped_swiglu():
+    gate, up = 4 * normal(3, 32), 4 * normal(3, 32, seed=1)
+    y = clamped_swiglu(mx.float32, alpha=1.702, limit=2.0)(mx.array(np.concatenate([gate, up], -1)))
+    low = np.minimum(gate, 2.0)
+    expected = low * sigmoid(1.702 * low) * (np.clip(up, -2, 2) + 1)
+    np.testing.assert_allclose(np.array(y), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_fused_activation_takes_any_number_of_tokens():
+    activation = _halves(lambda gate, up: gate * mx.sigmoid(gate) * up, fused=True)
+    for tokens in (1, 3, 2):
+        x = mx.array(normal(tokens, 8))
+        gate, up = np.split(np.array(x), 2, axis=-1)
+        np.testing.assert_allclose(np.array(activation(x)), gate * sigmoid(gate) * up, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_projections_and_their_sum_with_a_residual(bias, quantised):
+    layer, weight, offset = projection(24, seed=0, bias=bias, bits=8 if quantised else None)
+    x, residual = normal(3, 64, seed=2), normal(3, 24, seed=3)
+    expected = x @ weight.T + offset
+    np.testing.assert_allclose(np.array(layer(mx.array(x))), expected, rtol=1e-4, atol=1e-4)
+    onto = layer.onto(mx.array(residual), mx.array(x))
+    np.testing.assert_allclose(np.array(onto), residual + expected, rtol=1e-4, atol=1e-4)
+
+
+def projection(rows: int, *, seed: int, bias: bool = True, bits: int | None = None):
+    """A projection of 64 inputs, the matrix that it stands for, and its bias."""
+    weight = mx.array(normal(rows, 64, seed=seed))
+    offset = mx.array(normal(rows, seed=seed + 50)) if bias else None
+    shown = np.zeros(rows) if offset is None else np.array(offset)
+    if bits is None:
+        return Linear(weight, offset), np.array(weight), shown
+    form = {"group_size": 32, "bits": bits, "mode": "affine"}
+    packed = mx.quantize(weight, **form)
+    return QuantizedLinear(*packed, offset, **form), np.array(mx.dequantize(*packed, **form)), shown
+
+
+@pytest.mark.parametrize(
+    ("bits", "kind"),
+    [([None, None, None], Linear), ([4, 4, 4], QuantizedLinear), ([4, 4, 8], Joined),
+     ([4, None, 4], Joined)],
+)  # fmt: skip
+def test_fusing_gives_the_outputs_side_by_side(bits, kind):
+    parts = [projection(8 * (i + 1), seed=i, bits=b) for i, b in enumerate(bits)]
+    layer = fuse([part[0] for part in parts])
+    assert type(layer) is kind
+    x, residual = normal(3, 64, seed=9), normal(3, 48, seed=8)
+    expected = np.concatenate([x @ weight.T + offset for _, weight, offset in parts], axis=-1)
+    np.testing.assert_allclose(np.array(layer(mx.array(x))), expected, rtol=1e-4, atol=1e-4)
+    onto = layer.onto(mx.array(residual), mx.array(x))
+    np.testing.assert_allclose(np.array(onto), residual + expected, rtol=1e-4, atol=1e-4)
+
+
+def test_embeddings_and_their_use_as_output():
+    layer, table, _ = projection(16, seed=0, bias=False, bits=8)
+    ids, x = [3, 0, 15, 3], normal(2, 64, seed=5)
+    for embedding in (Embedding(mx.array(table)), QuantizedEmbedding(layer, mx.float32)):
+        rows = np.array(embedding(mx.array(ids)))
+        np.testing.assert_allclose(rows, table[ids], rtol=1e-6, atol=1e-6)
+        logits = np.array(embedding.as_linear()(mx.array(x)))
+        np.testing.assert_allclose(logits, x @ table.T, rtol=1e-4, atol=1e-4)

@@ -77,13 +77,12 @@ class ControlTokens:
         }
         self._ids = frozenset(tokens)
         self._texts = frozenset(tokens.values())
-        # such tokens are looked for in the normalised text, where other characters may become theirs
+        # these are looked for in normalised text, where other characters may have become theirs
         self._normalized = any(tokenizer.added_tokens[i].normalized for i in tokens)
         self.pattern = literal_pattern(tokens.values())
         self._regex = re.compile(self.pattern)
-        beginnings = {
-            text[:n] for text in self._texts for n in range(1, min(len(text), MAX_BEGINNING))
-        }
+        heads = [text[:MAX_BEGINNING] for text in self._texts]
+        beginnings = {head[:length] for head in heads for length in range(1, len(head))}
         self._beginning = re.compile(f"(?:{literal_pattern(beginnings)})(?=\\s*\\Z)")
         self._anchor_ids = tokenizer.encode(_ANCHOR, add_special_tokens=False)
 
@@ -183,7 +182,7 @@ class Marks:
         it, and one that touches control-token text makes that plain.
         """
         for mark in (self._open, self._close):
-            text = text.replace(json.dumps(mark)[1:-1], mark)  # through tojson(ensure_ascii=True)
+            text = _escaped(mark).sub(mark, text)
         opened, closed = self._open, self._close
         edge = re.compile(f"{opened}({pattern}){closed}?|({pattern}){closed}|[{opened}{closed}]")
         position = 0
@@ -192,6 +191,12 @@ class Marks:
             yield from _piece(found.group(1) or found.group(2) or "", True)
             position = found.end()
         yield from _piece(text[position:], False)
+
+
+def _escaped(mark: str) -> re.Pattern[str]:
+    """Return what matches a mark as JSON or Python spell it, where a template wrote out a value."""
+    spellings = (json.dumps(mark)[1:-1], repr(mark)[1:-1])
+    return re.compile("|".join(s.replace("\\", r"\\+") for s in spellings))
 
 
 def _piece(text: str, is_plain: bool) -> Iterator[tuple[str, bool]]:

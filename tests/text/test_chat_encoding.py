@@ -1,0 +1,160 @@
+"""Messages to ids: as transformers, and nobody types a control token."""
+
+import json
+import re
+import time
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from text_data import KINDS, load_tokenizer, read_data, read_template
+
+from mlxinfer.errors import InvalidRequestError, TemplateError
+from mlxinfer.text import ChatTemplate, Tokenizer, encode_chat
+from mlxinfer.text.chat import ControlTokens
+from mlxinfer.text.literals import literal_pattern
+
+CONTROL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+words = st.sampled_from([*CONTROL, *TAGS, "<", "<|", "im_end|>", "|>", "think>", " ", "\n", "hé"])
+contents = st.lists(words | st.text(max_size=4), max_size=8).map("".join)
+
+
+@pytest.mark.parametrize("number", range(len(read_data("encodings.json"))))
+def test_ids_are_those_of_transformers(number):
+    case = read_data("encodings.json")[number]
+    tokenizer = load_tokenizer(case["tokenizer"], case["template"])
+    assert encode_chat(tokenizer, read_data("conversations.json")[case["name"]]) == case["ids"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_control_text_the_ids_are_those_of_the_rendering(kind):
+    tokenizer = load_tokenizer(kind, "chatml_plain")
+    messages = [{"role": "user", "content": "a < b, naïve 🙂"}, {"role": "user", "content": "| x"}]
+    text = tokenizer.template.render(messages)
+    ids = tokenizer.encode(text, add_special_tokens=False, parse_special=True)
+    assert encode_chat(tokenizer, messages) == ids
+
+
+def assert_written(tokenizer, ids, text):
+    """The ids spell the text; this kind of sentencepiece puts a space after each added token."""
+    written = tokenizer.decode(ids, skip_special_tokens=False)
+    if tokenizer.decoder_spec["type"] == "ByteLevel":
+        assert written == text
+    else:
+        assert written.replace(" ", "") == text.replace(" ", "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=150)
+@given(texts=st.lists(contents, min_size=1, max_size=4))
+def test_nobody_types_a_control_token(kind, texts):
+    tokenizer = load_tokenizer(kind, "chatml_plain")
+    messages = [{"role": "user", "content": text} for text in texts]
+    ids = encode_chat(tokenizer, messages)
+    control = [tokenizer.id_to_piece(i) for i in ids if i in tokenizer.special_ids]
+    assert control == ["<|im_start|>", "<|im_end|>"] * len(texts) + ["<|im_start|>"]
+    assert_written(tokenizer, ids, tokenizer.template.render(messages))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=150)
+@given(texts=st.lists(contents, min_size=1, max_size=4))
+def test_nobody_types_a_control_token_in_parts(kind, texts):
+    """A template may write strings of the user side by side: half a token each is no token."""
+    tokenizer = load_tokenizer(kind, "docs_continue")
+    parts = [{"type": "text", "text": text} for text in texts]
+    ids = encode_chat(tokenizer, [{"role": "user", "content": parts}])
+    special = tokenizer.special_ids - {tokenizer.bos_token_id}
+    assert special.isdisjoint(ids)
+    if kind == "sentencepiece":
+        assert ids.count(tokenizer.bos_token_id) == 1
+    parts_text = f"<s>[user]{''.join(texts)}[assistant]"
+    assert_written(tokenizer, ids, parts_text)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages | tojson(ensure_ascii=true) }}",
+        "{{ messages[0].content[:-1] }}",
+        "{{ messages[0].content[1:] }}",
+        "{{ messages[0].content.split('im_end') | join('im_end') }}",
+        "{{ messages[0].content.strip('x') | trim | replace('x', '') }}",
+        "{{ messages[0].content | e }}",
+        "{% for part in messages[0].content.split('|') %}{{ part }}|{% endfor %}",
+        "{{ kwarg }}{{ tools | tojson }}{{ documents }}",
+    ],
+)
+def test_whatever_the_template_does_with_the_text(tokenizer, source):
+    source = "<|im_start|>" + source
+    given = Tokenizer(tokenizer._backend)
+    given.template = ChatTemplate(source)
+    end = "<|im_end|>"
+    ids = encode_chat(
+        given,
+        [{"role": "user", "content": end, end: [end]}],
+        tools=[{"function": {"name": end, "parameters": {end: end}}}],
+        documents=[{"title": end}],
+        kwarg=end,
+    )
+    assert ids.count(given.piece_to_id("<|im_start|>")) == 1
+    assert given.piece_to_id(end) not in ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_template_may_use_a_tag_that_the_user_wrote(kind):
+    """Reasoning within the content is found by the template, and its own tags are tokens."""
+    tokenizer = load_tokenizer(kind, "chatml_tools")
+    messages = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "<think>hm</think>done"},
+    ]
+    ids = encode_chat(tokenizer, messages, add_generation_prompt=False)
+    assert ids.count(tokenizer.piece_to_id("<think>")) == 1
+    assert ids.count(tokenizer.piece_to_id("</think>")) == 1
+
+
+def test_compatibility_characters_do_not_become_a_token():
+    spec = json.loads(load_tokenizer("bytelevel").to_json())
+    spec["normalizer"] = {"type": "NFKC"}
+    for token in spec["added_tokens"]:
+        token["normalized"] = True
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec)))
+    tokenizer.template = ChatTemplate(read_template("chatml_plain"))
+    wide = "＜|im_end|＞"
+    end = tokenizer.piece_to_id("<|im_end|>")
+    assert end in tokenizer.encode(wide, parse_special=True)
+    assert encode_chat(tokenizer, [{"role": "user", "content": wide}]).count(end) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hostile_contents_take_no_time(kind):
+    tokenizer = load_tokenizer(kind, "chatml_plain")
+    control = ControlTokens.of(tokenizer, tokenizer.template.source_for())
+    began = time.monotonic()
+    for text in ("<" * 200_000, "<|im_" * 50_000, "< " * 100_000, "<|im_end|" * 20_000):
+        control.marks_for({"content": [text, text]})
+    assert time.monotonic() - began < 5
+
+
+def test_errors():
+    tokenizer = load_tokenizer("bytelevel")
+    with pytest.raises(TemplateError, match="no chat template"):
+        encode_chat(tokenizer, [{"role": "user", "content": "x"}])
+    tokenizer = load_tokenizer("bytelevel", "chatml_plain")
+    with pytest.raises(InvalidRequestError, match="surrogate"):
+        encode_chat(tokenizer, [{"role": "user", "content": "\ud800"}])
+    nested = []
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(TemplateError, match="nested too deeply"):
+        encode_chat(tokenizer, [{"role": "user", "content": nested}])
+
+
+@given(literals=st.sets(st.text("ab<|", min_size=1, max_size=6), max_size=12), text=st.text("ab<|"))
+def test_the_pattern_of_many_strings_finds_the_longest(literals, text):
+    longest_first = sorted(literals, key=len, reverse=True)
+    plain = "|".join(map(re.escape, longest_first)) or "(?!)"
+    assert re.findall(literal_pattern(literals), text) == re.findall(plain, text)

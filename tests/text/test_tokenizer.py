@@ -1,0 +1,226 @@
+"""Text to ids and back, and what broken files and texts do."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from text_data import DATA, KINDS, load_tokenizer
+from tokenizers import models, normalizers, pre_tokenizers
+
+from mlxinfer.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
+from mlxinfer.text import Tokenizer
+
+TEXT = "A café, 日本 🙂 <|im_end|> end"
+
+
+def make_folder(path, kind="bytelevel", **files):
+    """A checkpoint folder with a test tokenizer and these JSON files; None leaves one out."""
+    path.mkdir(exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DATA / kind / name, path / name)
+    for name, value in files.items():
+        (path / f"{name}.json").write_text(json.dumps(value))
+    return path
+
+
+def with_spec(path, change):
+    """A folder whose tokenizer.json has been changed by `change(spec)`."""
+    folder = make_folder(path)
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    change(spec)
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=st.text())
+def test_text_comes_back(kind, text):
+    tokenizer = load_tokenizer(kind)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert all(0 <= token_id < tokenizer.vocab_size for token_id in ids)
+
+
+def test_special_text_is_text_unless_asked_for(tokenizer):
+    end = tokenizer.piece_to_id("<|im_end|>")
+    assert end not in tokenizer.encode(TEXT)
+    assert end in tokenizer.encode(TEXT, parse_special=True)
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    assert tokenizer.decode([end]) == ""
+    assert tokenizer.decode([end], skip_special_tokens=False) == "<|im_end|>"
+
+
+def test_plain_encoding_matches_no_added_token(tokenizer):
+    added = set(tokenizer.added_tokens)
+    ids = tokenizer.encode_plain("<think>x</think><|im_end|>")
+    assert added.isdisjoint(ids)
+
+
+def test_a_text_with_its_bos_gets_no_second_one():
+    tokenizer = load_tokenizer("sentencepiece")
+    bos = tokenizer.bos_token_id
+    assert tokenizer.encode("hi")[0] == bos
+    ids = tokenizer.encode("<s>hi", parse_special=True)
+    assert ids[0] == bos
+    assert ids.count(bos) == 1
+    assert bos not in tokenizer.encode("hi", add_special_tokens=False)
+
+
+def test_ends_come_from_the_generation_config_first(tmp_path):
+    folder = make_folder(
+        tmp_path,
+        config={"eos_token_id": 1, "bos_token_id": 0},
+        generation_config={"eos_token_id": [2, 3, 10**9]},
+        tokenizer_config={"eos_token": "<|endoftext|>"},
+    )
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.eos_token_ids == {2, 3, tokenizer.piece_to_id("<|endoftext|>")}
+    assert tokenizer.bos_token_id == 0
+
+
+def test_ends_of_a_multimodal_config(tmp_path):
+    folder = make_folder(tmp_path, config={"text_config": {"eos_token_id": 7}}, tokenizer_config={})
+    assert Tokenizer.from_folder(folder).eos_token_ids == {7}
+
+
+def test_tokens_of_the_config_alone_are_added(tmp_path):
+    entry = {"content": "<extra>", "special": True}
+    config = {"added_tokens_decoder": {"9000": entry}, "pad_token": "<pad>", "mask_token": None}
+    tokenizer = Tokenizer.from_folder(make_folder(tmp_path, tokenizer_config=config))
+    for piece in ("<extra>", "<pad>"):
+        assert tokenizer.encode(piece, parse_special=True) == [tokenizer.piece_to_id(piece)]
+        assert tokenizer.piece_to_id(piece) in tokenizer.special_ids
+    assert tokenizer.named_tokens == {"pad_token": "<pad>"}
+
+
+def test_templates_in_order_of_precedence(tmp_path):
+    def sources():
+        return Tokenizer.from_folder(folder).template.sources
+
+    named = [{"name": "default", "template": "list"}, {"name": "tool_use", "template": "tools"}]
+    folder = make_folder(tmp_path, tokenizer_config={"chat_template": named})
+    assert sources() == {"default": "list", "tool_use": "tools"}
+    (folder / "chat_template.json").write_text('{"chat_template": "legacy"}')
+    assert sources() == {"default": "legacy"}
+    (folder / "chat_template.jinja").write_text("file")
+    assert sources() == {"default": "file"}
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("more")
+    assert sources() == {"default": "file", "tool_use": "more"}
+
+
+def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path):
+    def change(spec):
+        backend = tokenizers.Tokenizer.from_str(json.dumps(spec))
+        backend.enable_truncation(3)
+        backend.enable_padding(length=50)
+        spec.update(json.loads(backend.to_str()))
+
+    tokenizer = Tokenizer.from_folder(with_spec(tmp_path, change))
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model": 1}', "\x00\xff", "null"])
+def test_a_broken_tokenizer_file_is_a_checkpoint_error(tmp_path, content):
+    folder = make_folder(tmp_path)
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(folder)
+
+
+@given(cut=st.integers(0, 16000))
+def test_a_truncated_tokenizer_file_is_a_checkpoint_error(tmp_path_factory, cut):
+    folder = tmp_path_factory.mktemp("cut")
+    whole = (DATA / "bytelevel" / "tokenizer.json").read_bytes()
+    (folder / "tokenizer.json").write_bytes(whole[:cut])
+    with pytest.raises(CheckpointError):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config", "config", "generation_config"])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b"[" * 100_000])
+def test_a_broken_file_beside_it_is_a_checkpoint_error(tmp_path, name, content):
+    folder = make_folder(tmp_path)
+    (folder / f"{name}.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=name):
+        Tokenizer.from_folder(folder)
+
+
+def test_a_file_beside_it_with_values_of_wrong_types_is_read_as_far_as_it_goes(tmp_path):
+    config = {"eos_token": 5, "bos_token": ["x"], "chat_template": 1, "pad_token": {"content": 2}}
+    folder = make_folder(
+        tmp_path, tokenizer_config=config, generation_config={"eos_token_id": ["a", -1, True]}
+    )
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.eos_token_ids == frozenset()
+    assert tokenizer.template is None
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+def test_a_file_that_makes_texts_explode_is_refused(tmp_path, part):
+    step = {"type": "Replace", "pattern": {"String": "x"}, "content": "x" * 100}
+    steps = {"type": "Sequence", f"{part}s": [step] * 4}
+    with pytest.raises(CheckpointError, match="times longer"):
+        Tokenizer.from_folder(with_spec(tmp_path, lambda spec: spec.update({part: steps})))
+
+
+def test_a_panic_of_the_library_is_an_invalid_request(capfd):
+    backend = tokenizers.Tokenizer(models.BPE())
+    pattern = tokenizers.Regex("(?=(a+)+$)b|(a|aa)+$")
+    backend.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
+    tokenizer = Tokenizer(backend)
+    hard = "a" * 40 + "c"
+    for encode in (tokenizer.encode, tokenizer.encode_plain):
+        with pytest.raises(InvalidRequestError, match="cannot encode"):
+            encode(hard)
+    assert tokenizer.encode("c") == []  # it goes on working
+
+
+def test_texts_that_are_not_text(tokenizer):
+    for encode in (tokenizer.encode, tokenizer.encode_plain):
+        for bad in ("\ud800", "a\udfffb", b"bytes", None, "x" * 16_000_001):
+            with pytest.raises(InvalidRequestError):
+                encode(bad)
+    assert tokenizer.decode(tokenizer.encode("a\x00b")) == "a\x00b"
+
+
+def test_ids_that_are_no_ids(tokenizer):
+    for bad in ([-1], [2**32], ["1"], [None]):
+        with pytest.raises(InvalidRequestError, match="token ids"):
+            tokenizer.decode(bad)
+    assert tokenizer.decode([tokenizer.vocab_size + 5]) == ""
+    assert tokenizer.id_to_piece(tokenizer.vocab_size) is None
+
+
+def test_without_tokenizer_json_and_transformers(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UnsupportedModelError, match="pip install transformers"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_other_tokenizer_files_are_read_through_transformers(tmp_path, monkeypatch):
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    backend.normalizer = normalizers.Lowercase()
+
+    class Wrapper:
+        backend_tokenizer = backend
+
+    class AutoTokenizer:
+        @staticmethod
+        def from_pretrained(folder, trust_remote_code):
+            assert trust_remote_code is False
+            return Wrapper()
+
+    class Module:
+        pass
+
+    Module.AutoTokenizer = AutoTokenizer
+    monkeypatch.setitem(sys.modules, "transformers", Module)
+    assert Tokenizer.from_folder(tmp_path).encode("B") == [1]
+    Wrapper.backend_tokenizer = None
+    with pytest.raises(UnsupportedModelError, match="no form"):
+        Tokenizer.from_folder(tmp_path)

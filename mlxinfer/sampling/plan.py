@@ -21,7 +21,7 @@ from .truncation import Cuts
 
 GREEDY, PLAIN, TOP_P, TOP_K = range(4)
 KEEP_ALL = 2.0  # a top_p that no mass reaches, whatever the rounding
-MIN_TEMPERATURE = 1e-30  # less would be 0 in float32; this is greedy but for exact ties
+TINY = 1e-30  # stands for what is above 0 and would be 0 in float32
 K_STEP = 64  # top_k is rounded up to this: whole vectors, and few shapes
 
 ROW = np.dtype(
@@ -44,21 +44,22 @@ ROW = np.dtype(
 def row_of(params: SamplingParams, vocab_size: int) -> tuple[object, ...]:
     """The settings of a request as one ROW."""
     top_k = params.top_k if params.top_k < vocab_size else 0
+    top_p = float(np.float32(max(params.top_p, TINY)))
     if params.greedy:
         kind = GREEDY
     elif top_k > 0:
         kind = TOP_K
     else:
-        kind = TOP_P if params.top_p < 1 else PLAIN
+        kind = TOP_P if top_p < 1 else PLAIN
     return (
         kind,
         stream_of(params.seed),
-        max(params.temperature, MIN_TEMPERATURE),
+        max(params.temperature, TINY),
         top_k,
-        params.top_p if params.top_p < 1 else KEEP_ALL,
+        top_p if top_p < 1 else KEEP_ALL,
         params.min_p,
         params.penalised,
-        params.repetition_penalty,
+        min(max(params.repetition_penalty, TINY), 1 / TINY),
         params.presence_penalty,
         params.frequency_penalty,
         -1 if params.logprobs is None else params.logprobs,

@@ -11,6 +11,8 @@ import mlx.core as mx
 from .blocks import largest_values
 from .draw import total_weight
 
+SORTED = 256  # where halving costs more than it saves
+
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
@@ -74,7 +76,43 @@ def _top_p_floor(weights: mx.array, top_p: mx.array) -> mx.array:
 
     Floats that are at least 0 order as the integers of the same bits do, and integers sort faster.
     """
-    rising = mx.sort(weights.view(mx.int32), axis=-1).view(mx.float32)
-    mass = mx.cumsum(rising, axis=-1, reverse=True)  # of this value and all larger ones
-    num_enough = (mass >= top_p * mass[:, :1]).sum(axis=-1, keepdims=True)
+    goal = top_p * total_weight(weights)
+    bits = weights.view(mx.int32)
+    above = mx.zeros_like(goal)  # mass of the values that are larger than those in `bits`
+    # MLX partitions in linear time on the CPU; on a GPU its partition is a sort of the whole row.
+    if mx.default_device() == mx.cpu:
+        bits, above = _half_that_decides(bits, above, goal)
+    rising = mx.sort(bits, axis=-1).view(mx.float32)
+    mass = above + mx.cumsum(rising, axis=-1, reverse=True)  # of this value and all larger ones
+    num_enough = (mass >= goal).sum(axis=-1, keepdims=True)
     return mx.take_along_axis(rising, mx.maximum(num_enough, 1) - 1, axis=-1)
+
+
+def _half_that_decides(
+    bits: mx.array, above: mx.array, goal: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Halve the values, again and again, to the half in which the mass from the top meets `goal`.
+
+    What quickselect does, but for a mass and with the same shapes for all rows: each row goes on
+    with its upper half where that and what lies above it is enough, else with its lower one.
+
+    Args:
+        bits: (S, width) int32, bits of floats that are at least 0.
+        above: (S, 1) float32 mass of larger values.
+        goal: (S, 1) float32
+
+    Returns:
+        (S, at most SORTED) bits and their (S, 1) `above`.
+    """
+    width = bits.shape[-1]
+    halvings = max(0, (width - 1) // SORTED).bit_length()
+    bits = mx.pad(bits, [(0, 0), (0, -width % (1 << halvings))])  # weights of 0 change no mass
+    for _ in range(halvings):
+        half = bits.shape[-1] // 2
+        parted = mx.partition(bits, half, axis=-1)
+        lower, upper = parted[:, :half], parted[:, half:]
+        mass = above + mx.cumsum(upper.view(mx.float32), axis=-1)[:, -1:]
+        enough = mass >= goal
+        bits = mx.where(enough, upper, lower)
+        above = mx.where(enough, above, mass)
+    return bits, above

@@ -162,6 +162,16 @@ def test_logprobs_are_those_of_the_raw_logits():
     assert found.top[0] == (9, pytest.approx(3 - total, abs=1e-5))
 
 
+def test_logprobs_do_not_know_of_the_mask():
+    sampler = Sampler(VOCAB)
+    sampler.add(0, SamplingParams(logprobs=0), [], [], frozenset())
+    mask = mx.array([[1 << 3, *[0] * 9]], mx.uint32)
+    sampled = sampler.sample(mx.zeros((1, VOCAB)), (0,), np.zeros(1, np.int64), None, mask)
+    assert sampled.tokens.tolist() == [3]
+    assert sampled.logprobs is not None
+    assert read_logprobs(sampled.logprobs)[0].logprob == pytest.approx(-np.log(VOCAB))
+
+
 def test_low_precision_logits_are_taken():
     for params in (SamplingParams(), SamplingParams(temperature=0.5, top_p=0.9, logprobs=2)):
         sampler = Sampler(VOCAB)

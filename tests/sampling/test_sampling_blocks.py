@@ -30,3 +30,10 @@ def test_largest_values_and_entries(k: int, levels: int):
     np.testing.assert_array_equal(values, expected)
     np.testing.assert_array_equal(columns, order)
     assert columns.dtype == mx.int32
+
+
+def test_equal_values_come_in_the_order_of_their_columns_whatever_leads_their_blocks():
+    x = np.zeros((1, 1280), np.float32)
+    x[0, [140, 150, 700, 710]] = [8, 7, 9, 7]
+    _, columns = largest_entries(mx.array(x), 4)
+    assert columns.tolist() == [[700, 140, 150, 710]]

@@ -1,5 +1,6 @@
 import mlx.core as mx
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sampling_cases import VOCAB, rows
@@ -70,6 +71,14 @@ def test_tokens_seen_one_by_one_make_the_history_of_all_at_once(
     known.start(3, prompt, output)
     known.start(1, [], [200 - token for token in output])
     assert as_dicts(grown, slots) == as_dicts(known, slots)
+    assert grown.tables(slots)[0].shape == known.tables(slots)[0].shape
+
+
+@pytest.mark.parametrize("strength", [1e-300, 1e300])
+def test_absurd_strengths_give_no_nan(strength: float):
+    logits = np.array([-1.0, 0.0, 1.0] * 100, np.float32)
+    row = Row(SamplingParams(repetition_penalty=strength), logits, range(VOCAB))
+    assert not np.isnan(penalised([row])).any()
 
 
 def as_dicts(history: TokenHistory, slots: np.ndarray) -> list[dict[int, float]]:

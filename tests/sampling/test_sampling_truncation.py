@@ -1,11 +1,15 @@
+from unittest import mock
+
 import mlx.core as mx
 import numpy as np
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from sampling_cases import PARAMS, VOCAB, logits
 from sampling_reference import Row, kept_tokens
 
 from mlxinfer.core import SamplingParams
+from mlxinfer.sampling import truncation
 from mlxinfer.sampling.blocks import pad_rows
 from mlxinfer.sampling.plan import ROW, make_plan, row_of
 from mlxinfer.sampling.truncation import kept_weights
@@ -57,6 +61,37 @@ def test_top_p_counts_only_what_top_k_left():
     # Three are left with shares of 3/7, 2/7 and 2/7: the first two hold 5/7, their tie comes along.
     both = weights(x, SamplingParams(temperature=1.0, top_k=2, top_p=0.5))
     assert (both > 0).tolist() == [True, True, True, False, False]
+
+
+def test_a_set_that_has_exactly_top_p_is_enough():
+    x = np.log(np.array([0.5, 0.25, 0.25], np.float32))
+    for cut in ({}, {"top_k": 2}):  # with top_k, the tie makes it all three
+        assert (weights(x, SamplingParams(temperature=1.0, top_p=0.5, **cut)) > 0).sum() == 1
+
+
+def test_what_rounding_cannot_see_in_the_mass_stays_where_top_p_is_off():
+    x = np.array([0.0, *[-20.0] * 99], np.float32)
+    rest = [SamplingParams(temperature=1.0, top_k=80, top_p=p) for p in (1.0, 1 - 1e-12, 0.5)]
+    assert (weights(x, *rest) > 0).sum(axis=1).tolist() == [100, 100, 1]
+
+
+@pytest.mark.parametrize("top_p", [1e-9, 1e-40, 1e-300])
+def test_a_top_p_near_zero_keeps_the_most_probable(top_p: float):
+    x = np.array([1, 2, 2, 0], np.float32)
+    for cut in ({}, {"top_k": 3}):
+        kept = weights(x, SamplingParams(temperature=1.0, top_p=top_p, **cut)) > 0
+        assert kept.tolist() == [False, True, True, False]
+
+
+@given(x=logits(), params=st.lists(DRAWN, min_size=1, max_size=3))
+def test_halving_ends_where_sorting_the_whole_row_does(x: np.ndarray, params: list[SamplingParams]):
+    found = []
+    for width in (8, truncation.SORTED, 10**9):
+        with mock.patch.object(truncation, "SORTED", width):
+            found.append(weights(x, *params))
+    assume(not any(kept_tokens(Row(p, x)).in_doubt for p in params))
+    np.testing.assert_array_equal(found[0], found[2])
+    np.testing.assert_array_equal(found[1], found[2])
 
 
 def test_top_k_of_the_whole_vocabulary_and_beyond_is_off():

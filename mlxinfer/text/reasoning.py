@@ -132,7 +132,6 @@ class TagSplitter:
                 shown += self._answer(part)
             elif is_mark:
                 self._thinking, self._bare = False, True
-                shown += self._answer(self._scanner.finish())
             else:
                 reasoning += self._reasoning(part)
         if not self._thinking:

@@ -76,7 +76,7 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int]) -> Delta:
         """Return what these tokens add; nothing once a stop string has come."""
-        assert not self._finished, "push after finish"
+        assert self.stopped or not self._finished, "push after finish"
         texts: list[str] = []
         thoughts: list[str] = []
         for token_id in token_ids:

@@ -1,0 +1,103 @@
+"""Stop strings against a plain definition of what they mean."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from text_data import pieces
+
+from mlxinfer.text import StopMatcher
+from mlxinfer.text.marks import MarkScanner
+
+texts = st.text("abc", max_size=30)
+stop_lists = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4)
+cuts = st.lists(st.integers(0, 1000), max_size=10)
+
+
+def expected(text, stops):
+    """(visible text, stop string): the first to be complete, of those the longest."""
+    ends = [(text.find(s) + len(s), -len(s), s) for s in stops if s in text]
+    if not ends:
+        return text, None
+    end, _, stop = min(ends)
+    return text[: end - len(stop)], stop
+
+
+@given(text=texts, stops=stop_lists, cuts=cuts)
+def test_the_same_as_the_definition_however_the_text_is_cut(text, stops, cuts):
+    matcher = StopMatcher(stops)
+    shown = "".join(matcher.push("".join(part)) for part in pieces(list(text), cuts))
+    shown += matcher.finish()
+    assert (shown, matcher.matched) == expected(text, stops)
+
+
+@given(text=texts, stops=stop_lists, cuts=cuts)
+def test_including_the_stop_string(text, stops, cuts):
+    matcher = StopMatcher(stops, include_stop=True)
+    shown = "".join(matcher.push("".join(part)) for part in pieces(list(text), cuts))
+    shown += matcher.finish()
+    visible, stop = expected(text, stops)
+    assert shown == visible + (stop or "")
+
+
+@given(text=texts, stops=stop_lists)
+def test_no_more_is_held_than_could_become_a_stop_string(text, stops):
+    matcher = StopMatcher(stops)
+    shown = ""
+    for count, char in enumerate(text, 1):
+        shown += matcher.push(char)
+        if matcher.matched is not None:
+            break
+        held = text[len(shown) : count]
+        assert text.startswith(shown)
+        starts = [text[:count][-n:] for n in range(1, count + 1)]
+        longest = max((len(s) for s in starts if any(x.startswith(s) for x in stops)), default=0)
+        assert len(held) == longest
+
+
+def test_of_two_that_end_together_the_longer_counts():
+    matcher = StopMatcher(["b", "ab"])
+    assert matcher.push("xab") == "x"
+    assert matcher.matched == "ab"
+
+
+def test_a_match_does_not_count_while_it_is_disabled():
+    matcher = StopMatcher(["ab"])
+    assert matcher.push("ab", enabled=False) == "ab"[: 2 - len(matcher._held)]
+    assert matcher.matched is None
+    matcher.push("xa")
+    matcher.push("b")
+    assert matcher.matched == "ab"
+    assert matcher.push("more") == ""
+
+
+@given(
+    text=st.text("<a/>b", max_size=40),
+    marks=st.lists(st.text("<a/>", min_size=1, max_size=5), min_size=1, max_size=4),
+    cuts=cuts,
+)
+def test_marks_are_found_however_the_text_is_cut(text, marks, cuts):
+    def scan(parts):
+        scanner = MarkScanner(marks)
+        found = [part for piece in parts for part in scanner.push(piece)]
+        found.append((scanner.finish(), False))
+        merged = [["", False]]
+        for part, is_mark in found:
+            if is_mark or merged[-1][1]:
+                merged.append([part, is_mark])
+            else:
+                merged[-1][0] += part
+        return [tuple(part) for part in merged if part[0]]
+
+    whole = scan([text])
+    assert scan("".join(part) for part in pieces(list(text), cuts)) == whole
+    assert "".join(part for part, _ in whole) == text
+    held_back = max(map(len, marks)) - 1
+    for part, is_mark in whole:
+        assert is_mark == (part in marks) or not is_mark
+        if not is_mark:
+            assert not any(mark in part[: len(part) - held_back] for mark in marks)
+
+
+@pytest.mark.parametrize("stops", [[], ["never" * 3]])
+def test_text_without_stops_passes_at_once(stops):
+    assert StopMatcher(stops).push("some text") == "some text"

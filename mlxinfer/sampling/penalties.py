@@ -1,7 +1,7 @@
-"""Penalties on tokens that came before: the history of each request, and its effect on logits.
+"""Penalties on tokens that came before. Knows the tokens of a batch, not its requests.
 
 The newest token of a row may exist on the device only (`pending`): the host then learns of it one
-step later through `observe`. Logits come out the same bit for bit, whether it is pending or known.
+step later. Logits come out the same bit for bit, whether it is pending or known.
 """
 
 from collections.abc import Sequence
@@ -11,78 +11,34 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int32]
-Floats = NDArray[np.float32]
-
-
-class TokenHistory:
-    """Distinct tokens of each slot, and how often each is in its answer.
-
-    A row of `ids` holds `sizes` tokens, then `spare`: the column of a padded row of logits that
-    stands for no token. Tokens of a prompt count 0 times.
-    """
-
-    def __init__(self, spare: int) -> None:
-        self.spare = spare
-        self._sizes = np.zeros(0, dtype=np.int64)
-        self._ids = np.zeros((0, 64), dtype=np.int32)
-        self._counts = np.zeros((0, 64), dtype=np.float32)
-
-    def start(self, slot: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
-        """Take up a request, with what it has said so far."""
-        output, times = np.unique(np.asarray(output_ids, dtype=np.int32), return_counts=True)
-        ids = np.union1d(np.asarray(prompt_ids, dtype=np.int32), output)
-        self._reserve(num_slots=slot + 1, num_ids=len(ids) + 1)
-        self._ids[slot] = self.spare
-        self._counts[slot] = 0
-        self._ids[slot, : len(ids)] = ids
-        self._counts[slot, np.searchsorted(ids, output)] = times
-        self._sizes[slot] = len(ids)
-
-    def observe(self, slots: NDArray[np.int64], token_ids: Ints) -> None:
-        """Add one token to each of these slots, which are distinct."""
-        num_ids = int(self._sizes[slots].max()) + 1
-        self._reserve(num_slots=0, num_ids=num_ids)
-        found = self._ids[slots, :num_ids] == token_ids[:, None]
-        is_new = ~found.any(axis=1)
-        columns = np.where(is_new, self._sizes[slots], found.argmax(axis=1))
-        self._ids[slots, columns] = token_ids
-        self._counts[slots, columns] += 1
-        self._sizes[slots] += is_new
-
-    def tables(self, slots: NDArray[np.int64]) -> tuple[Ints, Floats]:
-        """(P, N) distinct ids and their counts, as wide as the longest of these histories."""
-        num_ids = max(1, int(self._sizes[slots].max()))
-        return self._ids[slots, :num_ids], self._counts[slots, :num_ids]
-
-    def _reserve(self, *, num_slots: int, num_ids: int) -> None:
-        rows, columns = self._ids.shape
-        if num_slots <= rows and num_ids <= columns:
-            return
-        more_rows = max(num_slots, 2 * rows) - rows if num_slots > rows else 0
-        more_columns = max(num_ids, 2 * columns) - columns if num_ids > columns else 0
-        more = ((0, more_rows), (0, more_columns))
-        self._sizes = np.pad(self._sizes, more[0])
-        self._ids = np.pad(self._ids, more, constant_values=self.spare)
-        self._counts = np.pad(self._counts, more)
+from .blocks import padded_width
+from .history import TokenHistory
 
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """The P rows of a batch that have penalties, and how strong these are; each (P, 1) float32."""
+    """The P rows of a batch that have penalties, and how strong these are."""
 
     slots: NDArray[np.int64]  # (P,)
-    rows: mx.array  # (P, 1) int32, their places in the batch
-    repetition: mx.array
-    presence: mx.array
-    frequency: mx.array
+    places: mx.array | None  # (P,) int32 in the batch; None: all of it, in order
+    repetition: mx.array  # (P, 1) float32
+    presence: mx.array  # (P, 1) float32
+    frequency: mx.array  # (P, 1) float32
+    prompts: mx.array | None  # (P, width) bool, see prompt_mask; None: no prompt counts
+
+
+def prompt_mask(prompt_ids: Sequence[int], vocab_size: int) -> mx.array:
+    """(width,) bool the tokens of a prompt.
+
+    A prompt may hold most of the vocabulary and never changes: it is sent to the device once.
+    """
+    mask = np.zeros(padded_width(vocab_size), dtype=np.bool_)
+    mask[np.asarray(prompt_ids, dtype=np.int64)] = True
+    return mx.array(mask)
 
 
 def penalise(
-    logits: mx.array,
-    penalties: Penalties,
-    history: TokenHistory,
-    pending: mx.array | None,
+    logits: mx.array, penalties: Penalties, history: TokenHistory, pending: mx.array | None
 ) -> mx.array:
     """Logits after the penalties: repetition, then frequency and presence.
 
@@ -93,21 +49,44 @@ def penalise(
     Args:
         logits: (R, width) float32, padded: column `spare` of the history is -inf.
         penalties: of P of these rows.
-        history: what the host knows of their tokens.
+        history: what the host knows of their answers.
         pending: (R,) int32 each row's newest token where the host does not know it, else -1.
 
     Returns:
         (R, width) float32
     """
+    places = penalties.places
+    rows = logits if places is None else logits[places]  # (P, width)
+    if penalties.prompts is not None:
+        rows = mx.where(penalties.prompts, _repeated(rows, penalties.repetition), rows)
     ids, counts = (mx.array(table) for table in history.tables(penalties.slots))  # (P, N)
     if pending is not None:
-        newest = pending[penalties.rows]  # (P, 1)
-        known = ids == newest
-        extra = mx.where(known.any(axis=-1, keepdims=True) | (newest < 0), history.spare, newest)
-        ids = mx.concatenate([ids, extra], axis=-1)
-        counts = mx.concatenate([counts + known, mx.ones(newest.shape)], axis=-1)
-    old = logits[penalties.rows, ids]
-    new = mx.where(old > 0, old / penalties.repetition, old * penalties.repetition)
+        newest = (pending if places is None else pending[places])[:, None]
+        ids, counts = _with_newest(ids, counts, newest, history.spare)
+    old = mx.take_along_axis(rows, ids, axis=-1)
+    new = _repeated(old, penalties.repetition)
+    if penalties.prompts is not None:
+        new = mx.where(mx.take_along_axis(penalties.prompts, ids, axis=-1), old, new)
     new = new - penalties.frequency * counts - penalties.presence * (counts > 0)
-    logits[penalties.rows, ids] = new  # an id twice in a row is `spare`, and stays -inf
+    rows = mx.put_along_axis(rows, ids, new, axis=-1)  # what comes twice is `spare`, still -inf
+    if places is None:
+        return rows
+    logits[places] = rows
     return logits
+
+
+def _repeated(logits: mx.array, penalty: mx.array) -> mx.array:
+    return mx.where(logits > 0, logits / penalty, logits * penalty)
+
+
+def _with_newest(
+    ids: mx.array, counts: mx.array, newest: mx.array, spare: int
+) -> tuple[mx.array, mx.array]:
+    """Tables (P, N + 1) with one more token a row, (P, 1): counted where it is, or in a new column.
+
+    Where no new column is needed it stands for no token.
+    """
+    known = ids == newest
+    place = mx.where(known.any(axis=-1, keepdims=True) | (newest < 0), spare, newest)
+    counts = mx.concatenate([counts + known, mx.ones(newest.shape)], axis=-1)
+    return mx.concatenate([ids, place], axis=-1), counts

@@ -102,6 +102,7 @@ def make_plan(
     slots: tuple[int, ...],
     table: NDArray[np.void],
     biases: Mapping[int, SparseBias],
+    prompts: Mapping[int, mx.array],
     vocab_size: int,
 ) -> Plan:
     """Sort out a batch.
@@ -110,6 +111,7 @@ def make_plan(
         slots: (R,) of its rows.
         table: ROWs by slot.
         biases: by slot, of those that have any.
+        prompts: prompt_mask by slot, of those that have a repetition penalty.
         vocab_size: V
     """
     rows = table[list(slots)]
@@ -122,7 +124,7 @@ def make_plan(
         streams=rows["stream"],
         groups=groups,
         order=mx.array(order.astype(np.int32)) if len(groups) > 1 else None,
-        penalties=_penalties(rows, np.array(slots)),
+        penalties=_penalties(rows, np.array(slots), prompts),
         biases=Biases(biased, [biases[slots[place]] for place in biased], vocab_size)
         if biased
         else None,
@@ -153,18 +155,30 @@ def _cuts(rows: NDArray[np.void], vocab_size: int) -> Cuts:
     )
 
 
-def _penalties(rows: NDArray[np.void], slots: NDArray[np.int64]) -> Penalties | None:
+def _penalties(
+    rows: NDArray[np.void], slots: NDArray[np.int64], prompts: Mapping[int, mx.array]
+) -> Penalties | None:
     places = np.flatnonzero(rows["penalised"])
     if not len(places):
         return None
     penalised = rows[places]
     return Penalties(
         slots=slots[places],
-        rows=_column(places.astype(np.int32)),
+        places=None if len(places) == len(rows) else mx.array(places.astype(np.int32)),
         repetition=_column(penalised["repetition"]),
         presence=_column(penalised["presence"]),
         frequency=_column(penalised["frequency"]),
+        prompts=_stack([prompts.get(slot) for slot in slots[places].tolist()]),
     )
+
+
+def _stack(masks: Sequence[mx.array | None]) -> mx.array | None:
+    """(P, width) masks one above the other, None as an empty one; None if there is no other."""
+    given = [mask for mask in masks if mask is not None]
+    if not given:
+        return None
+    empty = mx.zeros_like(given[0])
+    return mx.stack([empty if mask is None else mask for mask in masks])
 
 
 def _column(values: Sequence[float] | NDArray[np.generic]) -> mx.array:

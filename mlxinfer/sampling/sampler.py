@@ -12,8 +12,9 @@ from .biases import SparseBias, sparse_bias
 from .bitmask import apply_bitmask
 from .blocks import pad_rows
 from .draw import draw
+from .history import TokenHistory
 from .logprobs import LogprobArrays, compute_logprobs
-from .penalties import TokenHistory, penalise
+from .penalties import penalise, prompt_mask
 from .plan import ROW, Group, Plan, make_plan, row_of
 from .randomness import uniforms
 from .truncation import kept_weights
@@ -42,6 +43,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._table = np.zeros(0, dtype=ROW)
         self._biases: dict[int, SparseBias] = {}
+        self._prompts: dict[int, mx.array] = {}
         self._history = TokenHistory(spare=vocab_size)
         self._plan: Plan | None = None
 
@@ -69,14 +71,16 @@ class Sampler:
         if bias is not None:
             self._biases[slot] = bias
         if params.penalised:
-            before = prompt_ids if params.repetition_penalty != 1 else ()
-            self._history.start(slot, before, output_ids)
+            self._history.start(slot, output_ids)
+        if params.repetition_penalty != 1:
+            self._prompts[slot] = prompt_mask(prompt_ids, self._vocab_size)
         self._plan = None
 
     def remove(self, slot: int) -> None:
         """Forget the request of this slot."""
         self._table[slot] = np.zeros((), dtype=ROW)
         self._biases.pop(slot, None)
+        self._prompts.pop(slot, None)
         self._plan = None
 
     def observe(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
@@ -117,7 +121,7 @@ class Sampler:
     def _plan_for(self, slots: Sequence[int]) -> Plan:
         key = tuple(slots)  # the same object where it is a tuple already
         if self._plan is None or self._plan.slots != key:
-            self._plan = make_plan(key, self._table, self._biases, self._vocab_size)
+            self._plan = make_plan(key, self._table, self._biases, self._prompts, self._vocab_size)
         return self._plan
 
     def _choose(

@@ -1,3 +1,5 @@
+import sys
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -199,6 +201,43 @@ def test_a_slot_used_again_keeps_nothing_of_the_request_before():
     sampled = sampler.sample(logits, (0,), np.array([1]))
     assert sampled.tokens.tolist() == [0]
     assert sampled.logprobs is None
+
+
+MIXED = [
+    SamplingParams(),
+    SamplingParams(temperature=0.8, top_p=0.95),
+    SamplingParams(temperature=0.7, top_k=20, top_p=0.9, repetition_penalty=1.1),
+    SamplingParams(temperature=1.0, min_p=0.05, presence_penalty=0.5, frequency_penalty=0.2),
+    SamplingParams(temperature=1.0, logit_bias={5: 1.0}, min_tokens=10, logprobs=2),
+]
+
+
+def calls_of_a_step(num_rows: int, params: list[SamplingParams]) -> int:
+    """How many functions one step calls once the batch has settled, evaluation aside."""
+    sampler, slots = Sampler(VOCAB), tuple(range(num_rows))
+    for slot in slots:
+        sampler.add(slot, params[slot % len(params)], [1, 2, 3], [], frozenset({2}))
+    logits, counts = mx.zeros((num_rows, VOCAB)), np.zeros(num_rows, np.int64)
+    pending = sampler.sample(logits, slots, counts).tokens
+    tokens = pending.tolist()
+    calls = 0
+
+    def count(_frame: object, event: str, _arg: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        sampler.sample(logits, slots, counts + 1, pending)
+        sampler.observe(slots, tokens)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("params", [[SamplingParams()], MIXED], ids=["greedy", "mixed"])
+def test_a_step_takes_no_python_per_row(params: list[SamplingParams]):
+    assert calls_of_a_step(250, params) == calls_of_a_step(10, params)
 
 
 def test_nothing_of_a_step_is_held_after_it():

@@ -8,7 +8,8 @@ from sampling_reference import Row, adjusted_logits
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.sampling.blocks import pad_rows
-from mlxinfer.sampling.penalties import TokenHistory, penalise
+from mlxinfer.sampling.history import TokenHistory
+from mlxinfer.sampling.penalties import penalise, prompt_mask
 from mlxinfer.sampling.plan import ROW, make_plan, row_of
 
 STRENGTHS = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -23,10 +24,12 @@ def penalised(cases: list[Row], pending: list[int] | None = None) -> np.ndarray:
     """(R, VOCAB) logits after the penalties; tokens of `pending` come after those of the rows."""
     table = np.array([row_of(row.params, VOCAB) for row in cases], dtype=ROW)
     history = TokenHistory(spare=VOCAB)
+    prompts = {}
     for slot, row in enumerate(cases):
-        prompt = row.prompt_ids if row.params.repetition_penalty != 1 else ()
-        history.start(slot, prompt, row.output_ids)
-    plan = make_plan(tuple(range(len(cases))), table, {}, VOCAB)
+        history.start(slot, row.output_ids)
+        if row.params.repetition_penalty != 1:
+            prompts[slot] = prompt_mask(row.prompt_ids, VOCAB)
+    plan = make_plan(tuple(range(len(cases))), table, {}, prompts, VOCAB)
     logits = pad_rows(mx.array(np.stack([row.logits for row in cases])))
     if plan.penalties is not None:
         newest = None if pending is None else mx.array(pending, mx.int32)
@@ -55,45 +58,8 @@ def test_a_pending_token_counts_as_a_known_one(cases: list[Row], mixed: bool):
     np.testing.assert_array_equal(penalised(before, pending), penalised(cases))
 
 
-@given(
-    prompt=st.lists(st.integers(0, 20), max_size=10),
-    output=st.lists(st.integers(0, 200), max_size=150),
-)
-def test_tokens_seen_one_by_one_make_the_history_of_all_at_once(
-    prompt: list[int], output: list[int]
-):
-    grown, known = TokenHistory(spare=VOCAB), TokenHistory(spare=VOCAB)
-    slots = np.array([3, 1])
-    grown.start(3, prompt, [])
-    grown.start(1, [], [])
-    for token in output:
-        grown.observe(slots, np.array([token, 200 - token], np.int32))
-    known.start(3, prompt, output)
-    known.start(1, [], [200 - token for token in output])
-    assert as_dicts(grown, slots) == as_dicts(known, slots)
-    assert grown.tables(slots)[0].shape == known.tables(slots)[0].shape
-
-
 @pytest.mark.parametrize("strength", [1e-300, 1e300])
 def test_absurd_strengths_give_no_nan(strength: float):
     logits = np.array([-1.0, 0.0, 1.0] * 100, np.float32)
     row = Row(SamplingParams(repetition_penalty=strength), logits, range(VOCAB))
     assert not np.isnan(penalised([row])).any()
-
-
-def as_dicts(history: TokenHistory, slots: np.ndarray) -> list[dict[int, float]]:
-    ids, counts = history.tables(slots)
-    assert (counts[ids == VOCAB] == 0).all()
-    found = [
-        [(int(token), float(times)) for token, times in zip(*row, strict=True) if token != VOCAB]
-        for row in zip(ids, counts, strict=True)
-    ]
-    assert all(len(dict(pairs)) == len(pairs) for pairs in found)  # each token once
-    return [dict(pairs) for pairs in found]
-
-
-def test_a_slot_used_again_starts_empty():
-    history = TokenHistory(spare=VOCAB)
-    history.start(0, [1, 2, 3], [4, 4])
-    history.start(0, [7], [])
-    assert as_dicts(history, np.array([0])) == [{7: 0.0}]

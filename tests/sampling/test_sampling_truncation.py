@@ -20,7 +20,7 @@ DRAWN = PARAMS.filter(lambda params: not params.greedy)
 def weights(x: np.ndarray, *params: SamplingParams) -> np.ndarray:
     """(V,) or (R, V) what is kept of the same logits under each of these settings."""
     table = np.array([row_of(p, len(x)) for p in params], dtype=ROW)
-    plan = make_plan(tuple(range(len(params))), table, {}, len(x))
+    plan = make_plan(tuple(range(len(params))), table, {}, {}, len(x))
     kept = np.zeros((len(params), len(x)), np.float32)
     for group in plan.groups:
         rows = pad_rows(mx.array(np.broadcast_to(x, (len(group.places), len(x)))))

@@ -1,0 +1,44 @@
+from collections import Counter
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxinfer.sampling.history import TokenHistory
+
+SPARE = 300
+
+
+def as_dicts(history: TokenHistory, slots: np.ndarray) -> list[dict[int, float]]:
+    ids, counts = history.tables(slots)
+    assert (counts[ids == SPARE] == 0).all()
+    found = [
+        [(int(token), float(times)) for token, times in zip(*row, strict=True) if token != SPARE]
+        for row in zip(ids, counts, strict=True)
+    ]
+    assert all(len(dict(pairs)) == len(pairs) for pairs in found)  # each token once
+    assert ids.shape[1] == max(1, *map(len, found))
+    return [dict(pairs) for pairs in found]
+
+
+@given(
+    before=st.lists(st.integers(0, 200), max_size=90),
+    output=st.lists(st.integers(0, 200), max_size=150),
+)
+def test_counts_each_token_of_each_slot(before: list[int], output: list[int]):
+    history = TokenHistory(SPARE)
+    history.start(3, before)
+    history.start(1, [])
+    slots = np.array([3, 1])
+    for token in output:
+        history.observe(slots, np.array([token, 200 - token], np.int32))
+    expected = [Counter(before + output), Counter(200 - token for token in output)]
+    assert as_dicts(history, slots) == [dict(counter) for counter in expected]
+
+
+def test_a_slot_used_again_starts_empty():
+    history = TokenHistory(SPARE)
+    history.start(0, [4, 4, 5])
+    history.start(0, [7])
+    history.start(1, [])
+    assert as_dicts(history, np.array([0, 1])) == [{7: 1.0}, {}]

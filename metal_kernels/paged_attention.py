@@ -95,11 +95,11 @@ def _one_sequence(
         group = queries.shape[1] // run_mask.shape[0]
         scores = [mx.concatenate(scores, axis=-1) + mx.tile(run_mask, (group, 1))]
     weights = _softmax(mx.concatenate([*scores, tail_scores], axis=-1), sink_column)
-    output, column = None, 0
-    for value in (*values, tail_values):
+    output = weights[..., -tail_values.shape[1] :] @ tail_values
+    column = 0
+    for value in values:
         width = value.shape[1]
-        part = weights[..., column : column + width] @ value
-        output = part if output is None else output + part
+        output = output + weights[..., column : column + width] @ value
         column += width
     return output
 

@@ -11,8 +11,8 @@ from .text import TextStream
 class Answer:
     """Turns the events of one request into deltas, and keeps what the Result needs.
 
-    `stopped` tells that a stop string ended the text: the request is to be aborted, and later events
-    are ignored.
+    `stopped` tells that a stop string ended the text: the request is to be aborted, and later
+    events are ignored.
     """
 
     def __init__(self, request: Request, stream: TextStream) -> None:
@@ -21,9 +21,7 @@ class Answer:
         self.result: Result | None = None
         self._stream = stream
         self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] | None = (
-            None if request.params.logprobs is None else []
-        )
+        self._logprobs: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._cached_tokens = 0

@@ -153,12 +153,10 @@ def check_token_ids(ids: Iterable[object], vocab_size: int, *, param: str) -> No
 
 
 def _as_stop_strings(stop: object) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)  # type: ignore[arg-type]
-    if not all(isinstance(s, str) and s for s in strings):
-        raise InvalidRequestError(
-            f"stop holds {stop!r}; expected non-empty strings.", param="stop"
-        )
-    return strings  # type: ignore[return-value]
+    strings = (stop,) if isinstance(stop, str) else stop
+    if isinstance(strings, (list, tuple)) and all(isinstance(s, str) and s for s in strings):
+        return tuple(strings)
+    raise InvalidRequestError(f"stop is {stop!r}; expected non-empty strings.", param="stop")
 
 
 def _check_int(
@@ -168,9 +166,7 @@ def _check_int(
         return
     if type(value) is not int or value < low or (high is not None and value > high):
         bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
-        raise InvalidRequestError(
-            f"{name} is {value!r}; expected an integer {bounds}.", param=name
-        )
+        raise InvalidRequestError(f"{name} is {value!r}; expected an integer {bounds}.", param=name)
 
 
 def _check_number(

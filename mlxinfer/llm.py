@@ -38,7 +38,7 @@ class LLM:
         max_memory: what the KV cache may take, such as "8GB"; None: a share of what is there.
         max_batch: requests that run at once; others wait.
         max_context: tokens of prompt and answer; None: what the model was made for.
-        prefill_chunk: prompt tokens a step; smaller answers others sooner, larger is a little faster.
+        prefill_chunk: prompt tokens a step; smaller answers others sooner, larger is faster.
         dtype: of activations and KV cache: "auto", "float32", "bfloat16" or "float16".
         num_pages: KV pages, instead of max_memory: for tests of tight memory.
         launch_ahead: launch a step before the one before it is read. Off: for debugging.
@@ -64,7 +64,9 @@ class LLM:
         budget = None if max_memory is None else parse_bytes(max_memory)
         for name, value in (("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
             if type(value) is not int or value < 1:
-                raise InvalidRequestError(f"{name} is {value!r}; expected a whole number from 1 up.")
+                raise InvalidRequestError(
+                    f"{name} is {value!r}; expected a whole number from 1 up."
+                )
         require_mlx()
         self.path = hub.resolve(str(model))
         self.tokenizer = Tokenizer.from_folder(self.path)
@@ -85,7 +87,9 @@ class LLM:
                 page_size=page_size,
                 max_batch=max_batch,
                 prefill_chunk=-(-prefill_chunk // page_size) * page_size,
-                max_context=min(max_context or loaded.config.max_context, loaded.config.max_context),
+                max_context=min(
+                    max_context or loaded.config.max_context, loaded.config.max_context
+                ),
                 kv_budget_bytes=budget or default_kv_bytes(total_memory_bytes(), loaded.num_bytes),
                 num_pages=num_pages,
                 launch_ahead=launch_ahead,
@@ -131,9 +135,7 @@ class LLM:
         """`generate` of one prompt for asyncio; cancelling the task ends the request."""
         return await _last(self.astream(prompt, params))
 
-    def astream(
-        self, prompt: Prompt, params: SamplingParams | None = None
-    ) -> AsyncIterator[Delta]:
+    def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
         """`stream` for asyncio."""
         return self._astream(self._plain(prompt, params))
 
@@ -182,7 +184,7 @@ class LLM:
     # -- the model itself -----------------------------------------------------------------------
 
     def logits(self, prompt: Prompt) -> "np.ndarray":
-        """Logits (T, vocab) float32 of every position, through the same pages and chunks as answers."""
+        """Logits (T, vocab) float32 of every position, through the pages and chunks of answers."""
         import numpy as np
 
         request = self._request(self._encode(prompt), SamplingParams(max_tokens=1))
@@ -315,7 +317,8 @@ def _is_one_prompt(prompts: Any) -> bool:
         return True
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise InvalidRequestError(
-            f"A prompt is a text or a list of token ids, not {type(prompts).__name__}.", param="prompt"
+            f"A prompt is a text or a list of token ids, not {type(prompts).__name__}.",
+            param="prompt",
         )
     return all(isinstance(item, int) for item in prompts)
 

@@ -28,7 +28,7 @@ def parse_bytes(size: str | int) -> int:
         number = float(match[1]) * scale
     if number < 1:
         raise InvalidRequestError(
-            f"max_memory is {size!r}; expected bytes as a number or a size such as '8GB' or '512MiB'.",
+            f"max_memory is {size!r}; expected a number of bytes, or a size such as '8GB'.",
             param="max_memory",
         )
     return int(number)

@@ -1,4 +1,4 @@
-"""For all tests: a fast BLAS before MLX is imported, and drawn examples that are the same every time."""
+"""For all tests: a fast BLAS before MLX is imported, and the same drawn examples every time."""
 
 import os
 

@@ -1,7 +1,7 @@
-"""A fast BLAS under MLX's CPU backend, for benchmarks and tests. The library itself never does this.
+"""A fast BLAS under MLX's CPU backend, for benchmarks and tests. The library never does this.
 
-MLX's Linux wheel carries the reference BLAS, some 25 times slower than OpenBLAS. Whatever library is
-loaded with global symbols before MLX provides cblas_sgemm and its like instead.
+MLX's Linux wheel carries the reference BLAS, some 25 times slower than OpenBLAS. Whatever library
+is loaded with global symbols before MLX provides cblas_sgemm and its like instead.
 """
 
 import ctypes
@@ -34,8 +34,8 @@ void cblas_cgemm(i o,i s,i t,i m,i n,i k,const void*al,const void*a,i la,const v
 def preload_openblas() -> str | None:
     """Load OpenBLAS before MLX is imported; returns what was loaded, None where there is none.
 
-    Threads are limited to one unless OPENBLAS_NUM_THREADS says otherwise: timings on a shared machine
-    are steadier so.
+    Threads are limited to one unless OPENBLAS_NUM_THREADS says otherwise: timings on a shared
+    machine are steadier so.
     """
     if sys.platform != "linux" or "mlx.core" in sys.modules:
         return None
@@ -64,7 +64,7 @@ def _from_package() -> str | None:
 
 
 def _built_shim(compiler: str, library: Path) -> Path:
-    """Compiled once per library and user; renamed into place, so that two builders do not collide."""
+    """Compiled once per library and user; renamed into place, so that two builders cannot clash."""
     name = hashlib.sha256(f"{_SHIM}{library}".encode()).hexdigest()[:16]
     target = Path(tempfile.gettempdir()) / f"mlxinfer-blas-{os.getuid()}-{name}.so"
     if not target.exists():

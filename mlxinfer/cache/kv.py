@@ -1,4 +1,4 @@
-"""The KV cache of a model: layer groups, their pages and pools, sized by a budget. Knows no scheduler."""
+"""The KV cache of a model: layer groups, their pages and pools, within a budget. Knows no queue."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,7 +81,7 @@ class KVCache:
         self.reset()
 
     def _max_held(self, window: int | None, prefill_chunk: int) -> int | None:
-        """Pages that `max_batch` sequences can hold of a window; None: no bound but their length."""
+        """Pages of a window that `max_batch` sequences can hold; None: bound by their length."""
         if window is None:
             return None
         chunk_pages = prefill_chunk // self.page_size
@@ -132,7 +132,7 @@ class KVCache:
         )
 
     def make_room(self, num_slots: int) -> None:
-        """Grow the arrays, twofold, so that every page handed out and `num_slots` tails are there."""
+        """Grow the arrays, twofold, until all pages handed out and `num_slots` tails are there."""
         for group in self.groups:
             first = self.pools[group.layers[0]]
             pages, slots = first.num_pages, first.num_slots
@@ -212,7 +212,7 @@ def _page_counts(
             high = middle - 1
     if low < 2:
         raise InsufficientMemoryError(
-            f"The KV cache may take {budget_bytes / 1e6:.1f} MB besides its tails, less than two pages "
+            f"The KV cache may take {budget_bytes / 1e6:.1f} MB besides its tails, under two pages "
             f"({2 * sum(costs) / 1e6:.1f} MB); raise max_memory or lower max_batch.",
             param="max_memory",
         )

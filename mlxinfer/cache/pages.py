@@ -1,4 +1,4 @@
-"""Which page ids are free, and which a sequence holds. Pure Python; knows no arrays and no tokens' values.
+"""Which page ids are free, and which a sequence holds. Pure Python; knows no arrays, no tokens.
 
 A page is `page_size` consecutive token positions of one sequence in every layer of a group. The
 allocator hands out consecutive ids while it can: a run of pages is a view of the pool that needs no

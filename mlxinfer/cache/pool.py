@@ -6,9 +6,9 @@ H = KV heads, D = head_dim, P = page_size, N = tokens.
 attention takes as it is. They are updated in place, which MLX does only while nobody else holds the
 buffer: write them behind a barrier, and never keep a view in a variable across steps.
 
-`tail_keys` and `tail_values` are (num_slots, H, 2 * P, D), a ring of two pages per running sequence:
-position p lies at p % (2 * P). A decode step writes tails only; while an earlier step is in flight that
-copies them, which is kilobytes a sequence where the pool would be gigabytes.
+`tail_keys` and `tail_values` are (num_slots, H, 2 * P, D), a ring of two pages per running
+sequence: position p lies at p % (2 * P). A decode step writes tails only; while an earlier step is
+in flight that copies them, which is kilobytes a sequence where the pool would be gigabytes.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class LayerPool:
     def write_pages(
         self, runs: Sequence[tuple[int, int]], row: int, keys: mx.array, values: mx.array
     ) -> None:
-        """Store rows `row`, `row + 1`, ... of keys and values (T, H, D) in the pool slots of `runs`."""
+        """Store rows `row`, `row + 1`, ... of keys and values (T, H, D) in the slots of `runs`."""
         for start, stop in runs:
             end = row + stop - start
             self.keys[:, start:stop] = keys[row:end].swapaxes(0, 1)  # (H, N, D)

@@ -1,7 +1,7 @@
 """The KV cache during one step: who writes where, who sees what. Knows no models.
 
-Built once per step and layer group (`GroupPlan`), used by every layer of the group (`StepKV`, which is
-what a model's attention sees as `LayerKV`). Short segments (decode, verification) come first in the
+Built once per step and layer group (`GroupPlan`), used by every layer of the group (`StepKV`, which
+is what a model's attention sees as `LayerKV`). Short segments (decode, verification) come first in the
 flat list of tokens and go to tails; long ones (prefill chunks) go to pages.
 """
 
@@ -68,8 +68,7 @@ class GroupPlan:
     short: list[ShortPlan]
     long: list[LongPlan]
     tail_rows: mx.array | None  # (N,) flat rows that go to tails; None: all of them, in order
-    tail_slots: mx.array | None  # (N,); None: nothing goes to tails
-    tail_offsets: mx.array | None  # (N,)
+    tail_place: tuple[mx.array, mx.array] | None  # slots and offsets (N,); None: nothing does
 
 
 def plan_group(
@@ -83,8 +82,7 @@ def plan_group(
         short=[_plan_short(spans, group, window, ring) for spans in _by_width(short)],
         long=[_plan_long(span, group, window) for span in long],
         tail_rows=None if len(rows) == num_rows else mx.array(rows),
-        tail_slots=mx.array(slots) if len(rows) else None,
-        tail_offsets=mx.array(positions % ring) if len(rows) else None,
+        tail_place=(mx.array(slots), mx.array(positions % ring)) if len(rows) else None,
     )
 
 
@@ -205,7 +203,7 @@ def _query_blocks(
         last = min(first + width, span.num_tokens)
         start, stop = span.start + first, span.start + last
         key_start = _lowest_visible(start, window)
-        mask = "causal"
+        mask: mx.array | str = "causal"
         if window is not None and key_start < _lowest_visible(stop - 1, window):
             positions, keys = np.arange(start, stop)[:, None], np.arange(key_start, stop)[None]
             mask = mx.array((keys <= positions) & (keys > positions - window))
@@ -241,10 +239,10 @@ class StepKV:
         plan, pool = self._plan, self._pool
         for long in plan.long:
             pool.write_pages(long.writes, long.row, keys, values)
-        if plan.tail_slots is not None:
+        if plan.tail_place is not None:
             if plan.tail_rows is not None:
                 keys, values = keys[plan.tail_rows], values[plan.tail_rows]
-            pool.write_tails(plan.tail_slots, plan.tail_offsets, keys, values)
+            pool.write_tails(*plan.tail_place, keys, values)
 
     def _short(
         self, plan: ShortPlan, queries: mx.array, scale: float, sinks: mx.array | None

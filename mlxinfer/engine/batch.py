@@ -25,7 +25,6 @@ class Segment:
         return self.start + self.num_tokens
 
 
-
 @dataclass(slots=True)
 class Batch:
     """One step: short segments first, then prefill chunks."""

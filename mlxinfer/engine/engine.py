@@ -1,4 +1,4 @@
-"""The engine: the one thread that touches MLX, and the ways to talk to it. Knows no text, no HTTP."""
+"""The engine: the one thread that touches MLX, and how to talk to it. Knows no text, no HTTP."""
 
 import queue
 import threading
@@ -105,9 +105,7 @@ class Engine:
 
     # -- on the engine's thread -----------------------------------------------------------------
 
-    def _run(
-        self, load: Callable[[], tuple[Model, EngineConfig]], ready: "Future[Loop]"
-    ) -> None:
+    def _run(self, load: Callable[[], tuple[Model, EngineConfig]], ready: "Future[Loop]") -> None:
         try:
             model, config = load()
             loop = Loop(model, config, self._emit)

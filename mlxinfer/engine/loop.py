@@ -1,4 +1,4 @@
-"""The loop, one turn at a time: schedule, launch, read the step before. Knows no threads and no text."""
+"""The loop, turn by turn: schedule, launch, read the step before. Knows no threads, no text."""
 
 import time
 from collections.abc import Callable
@@ -94,14 +94,16 @@ class Loop:
         vocab_size = self.model.config.vocab_size
         num_prompt = len(request.prompt_ids)
         if not num_prompt:
-            raise InvalidRequestError("The prompt is empty; give at least one token.", param="prompt")
+            raise InvalidRequestError(
+                "The prompt is empty; give at least one token.", param="prompt"
+            )
         check_token_ids(request.prompt_ids, vocab_size, param="prompt")
         request.params.check_vocabulary(vocab_size)
         room = self.config.max_context - num_prompt
         if room < 1:
             raise ContextLengthError(
-                f"The prompt has {num_prompt} tokens, and the context holds {self.config.max_context} "
-                "with the answer; shorten the prompt.",
+                f"The prompt has {num_prompt} tokens, and the context holds "
+                f"{self.config.max_context} with the answer; shorten the prompt.",
                 param="prompt",
             )
         self._check_memory(num_prompt)

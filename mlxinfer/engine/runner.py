@@ -1,4 +1,4 @@
-"""Runs a batch: forward pass and sampling. The only place that evaluates arrays; knows no queues."""
+"""Runs a batch: forward pass and sampling. The only place that evaluates; knows no queues."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -33,10 +33,10 @@ class Launched:
 
     def token_ids(self) -> list[int]:
         """The sampled tokens, in the order of `batch.sampling`."""
-        return [] if self.sampled is None else self.sampled.tokens.tolist()  # type: ignore[no-any-return]
+        return [] if self.sampled is None else list(np.array(self.sampled.tokens).tolist())
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
-        """Of the sampled tokens whose requests asked: place in `batch.sampling` -> log-probabilities."""
+        """Where a request asked for them: place in `batch.sampling` -> log-probabilities."""
         if self.sampled is None or self.sampled.logprobs is None:
             return {}
         return read_logprobs(self.sampled.logprobs)
@@ -53,7 +53,9 @@ class Runner:
 
     def launch(self, batch: Batch, previous: Launched | None) -> Launched:
         """Start a step; `previous` is in flight, and its tokens are inputs that no one has read."""
-        if previous is not None and (batch.writes_pages or self.cache.must_grow(batch_slots(batch))):
+        if previous is not None and (
+            batch.writes_pages or self.cache.must_grow(batch_slots(batch))
+        ):
             previous.wait()
         self._admit(batch)
         self.cache.make_room(batch_slots(batch))
@@ -124,7 +126,9 @@ class Runner:
         chosen = hidden if all_rows else hidden[mx.array(rows)]
         last_ids = None
         if pending[rows].any():
-            last_ids = mx.where(mx.array(pending[rows]), ids if all_rows else ids[mx.array(rows)], -1)
+            last_ids = mx.where(
+                mx.array(pending[rows]), ids if all_rows else ids[mx.array(rows)], -1
+            )
         counts = np.array([s.output_index for s in batch.segments if s.samples], dtype=np.int64)
         slots = tuple([sequence.slot for sequence in batch.sampling])
         return self.sampler.sample(self.model.logits(chosen), slots, counts, last_ids)
@@ -154,7 +158,8 @@ def _input_ids(batch: Batch, previous: Launched | None) -> tuple[mx.array, np.nd
     pending = rows >= 0
     if not pending.any():
         return mx.array(known, dtype=mx.int32), pending
-    assert previous is not None and previous.sampled is not None
+    assert previous is not None
+    assert previous.sampled is not None
     tokens = previous.sampled.tokens.astype(mx.int32)
     if pending.all():
         same = len(rows) == tokens.shape[0] and bool((rows == np.arange(len(rows))).all())

@@ -1,11 +1,12 @@
 """Who runs next and with how many tokens. Pure Python: knows pages, slots and counts, no arrays.
 
-Decode comes first, then prefill chunks within a token budget. A prefill chunk ends at a page boundary
-unless it ends the prompt. Half of the budget is for the oldest prompt, so that it is never starved; the
-rest goes to the shortest first, so that a short question does not wait behind a long document.
+Decode comes first, then prefill chunks within a token budget. A prefill chunk ends at a page
+boundary unless it ends the prompt. Half of the budget is for the oldest prompt, so that it is never
+starved; the rest goes to the shortest first, so that a short question does not wait behind a long
+document.
 
-A step may be in flight while the next one is planned. Pages given up meanwhile are safe: the pool is
-written only behind a barrier (`Batch.writes_pages`).
+A step may be in flight while the next one is planned. Pages given up meanwhile are safe: the pool
+is written only behind a barrier (`Batch.writes_pages`).
 """
 
 import heapq
@@ -169,9 +170,7 @@ class Scheduler:
         while len(prefilling) < max_prefilling and (admitted := self._admit()):
             prefilling.append(admitted)
         for sequence, count in self._shares(prefilling):
-            if sequence.slot >= 0 and self._hold(
-                sequence, sequence.num_computed + count, segments
-            ):
+            if sequence.slot >= 0 and self._hold(sequence, sequence.num_computed + count, segments):
                 segments[sequence] = self._segment(sequence, count)
 
     def _shares(self, prefilling: list[Sequence]) -> list[tuple[Sequence, int]]:
@@ -224,8 +223,8 @@ class Scheduler:
     def _seal_tails(self, segments: list[Segment]) -> list[tuple[Sequence, int, int]]:
         """Tail pages to move into the pool before the step: every full one, if any tail is full.
 
-        All at once, because the barrier that it takes costs the same for one as for all. A step that
-        writes pages anyhow has its barrier, so it seals too.
+        All at once, because the barrier that it takes costs the same for one as for all. A step
+        that writes pages anyhow has its barrier, so it seals too.
         """
         ring = 2 * self.page_size
         if not any(s.seals or s.stop - s.sealed > ring for s in segments):
@@ -259,7 +258,9 @@ class Scheduler:
             return None
         sequence = self.waiting[0]
         if sequence.num_pending or not self._room_for(sequence):
-            return None  # pending: it was preempted with a step in flight, whose token it gets first
+            return (
+                None  # pending: it was preempted with a step in flight, whose token it gets first
+            )
         self.waiting.popleft()
         sequence.slot = heapq.heappop(self._free_slots)
         sequence.tables = [PageTable(self.page_size) for _ in self.windows]
@@ -271,7 +272,7 @@ class Scheduler:
         return sequence
 
     def _room_for(self, sequence: Sequence) -> bool:
-        """Whether its pages are free, and one for each that runs: else it would be preempted soon."""
+        """Whether its pages are free, and one for each that runs: else it were preempted soon."""
         spare = len(self.running)
         return all(
             self.pages_needed(group, sequence.num_known + 1) + spare <= allocator.num_free
@@ -287,9 +288,7 @@ class Scheduler:
         held = -(-(window - 1) // self.page_size) + 1
         return min(pages, held + self.prefill_chunk // self.page_size)
 
-    def _hold(
-        self, sequence: Sequence, num_tokens: int, segments: dict[Sequence, Segment]
-    ) -> bool:
+    def _hold(self, sequence: Sequence, num_tokens: int, segments: dict[Sequence, Segment]) -> bool:
         """Take the pages for `num_tokens` positions, from the youngest others if need be.
 
         False: the sequence itself is the youngest and went back to the queue.
@@ -327,4 +326,3 @@ def _finish_reason(sequence: Sequence, token_id: int) -> FinishReason | None:
     if token_id in sequence.request.stop_ids and known > sequence.request.params.min_tokens:
         return FinishReason.STOP
     return FinishReason.LENGTH if known >= sequence.max_output else None
-

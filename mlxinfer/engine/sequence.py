@@ -1,4 +1,4 @@
-"""One request while the engine works on it: its tokens, how far they are computed, what it holds."""
+"""One request while the engine works on it: tokens, how far they are computed, what it holds."""
 
 from dataclasses import dataclass, field
 
@@ -10,8 +10,8 @@ from ..core import Request
 class Sequence:
     """Positions count from 0 over prompt and answer.
 
-    `num_computed` runs ahead of what is known: a launched step counts as computed, and the tokens it
-    samples are counted in `num_pending` until they are read.
+    `num_computed` runs ahead of what is known: a launched step counts as computed, and the tokens
+    it samples are counted in `num_pending` until they are read.
     """
 
     request: Request

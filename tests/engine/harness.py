@@ -1,4 +1,4 @@
-"""Drives the engine's loop turn by turn, without threads, so that a program of arrivals is exact."""
+"""Drives the engine's loop turn by turn, without threads: a program of arrivals is exact."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,21 +19,20 @@ PAGE = 16
 
 @cache
 def tiny_model(case: str, *, quantized: bool = False) -> Model:
-    """A tiny random model, loaded once. Quantised ones give the same bits in any batch on the CPU."""
+    """A tiny random model, loaded once; a quantised one gives the same bits in any batch."""
     how = {"group_size": 32, "bits": 4} if quantized else None
     return load(tiny_checkpoint(Path(mkdtemp()), case, quantize=how))
 
 
 def config(**changes: object) -> EngineConfig:
     """Small sizes; every one can be changed."""
-    defaults = dict(
-        page_size=PAGE,
-        max_batch=8,
-        prefill_chunk=64,
-        max_context=4096,
-        kv_budget_bytes=1 << 26,
-        num_pages=None,
-    )
+    defaults: dict[str, object] = {
+        "page_size": PAGE,
+        "max_batch": 8,
+        "prefill_chunk": 64,
+        "max_context": 4096,
+        "kv_budget_bytes": 1 << 26,
+    }
     return EngineConfig(**{**defaults, **changes})  # type: ignore[arg-type]
 
 

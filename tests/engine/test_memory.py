@@ -1,4 +1,4 @@
-"""What the KV cache holds and what it copies: pages, tails, windows, and nothing in a decode step."""
+"""What the KV cache holds and copies: pages, tails, windows, and nothing in a decode step."""
 
 import mlx.core as mx
 import pytest
@@ -124,7 +124,7 @@ def test_a_held_view_would_be_noticed() -> None:
 def cache(budget: int, **changes: object) -> KVCache:
     spec = KVSpec(2, 64, 64)
     windowed = KVSpec(2, 64, 64, window=32)
-    sizes = dict(page_size=16, max_batch=4, prefill_chunk=64, budget_bytes=budget)
+    sizes = {"page_size": 16, "max_batch": 4, "prefill_chunk": 64, "budget_bytes": budget}
     return KVCache([spec, windowed], dtype=mx.float32, **{**sizes, **changes})  # type: ignore[arg-type]
 
 

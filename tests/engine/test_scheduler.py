@@ -1,4 +1,4 @@
-"""The scheduler alone: no model, no arrays; whatever is drawn, its books balance after every step."""
+"""The scheduler alone, no model, no arrays: whatever is drawn, its books balance."""
 
 from collections import Counter
 
@@ -16,7 +16,11 @@ PAGE = 4
 
 
 def build(
-    *, pages: int = 64, windows: tuple[int | None, ...] = (None,), max_batch: int = 4, chunk: int = 16
+    *,
+    pages: int = 64,
+    windows: tuple[int | None, ...] = (None,),
+    max_batch: int = 4,
+    chunk: int = 16,
 ) -> Scheduler:
     return Scheduler(
         windows=windows,
@@ -173,7 +177,9 @@ def test_books_balance_over_random_programs(data: st.DataObject) -> None:
         if batch is not None:
             check_batch(scheduler, batch, chunk)
         for done in [previous] if ahead else [batch]:
-            for sequence, _, reason in scheduler.commit(done, [3] * len(done.sampling)) if done else ():
+            for sequence, _, reason in (
+                scheduler.commit(done, [3] * len(done.sampling)) if done else ()
+            ):
                 if reason is not None:
                     ended[sequence.request.id] += 1
                     assert len(sequence.token_ids) - sequence.num_prompt == sequence.max_output

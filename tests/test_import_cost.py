@@ -1,6 +1,7 @@
 """`import mlxinfer` and `mlxinfer --help` load nothing that a reader of help has to wait for."""
 
 import json
+import resource
 import subprocess
 import sys
 
@@ -56,3 +57,20 @@ def test_help_loads_click_and_nothing_heavy() -> None:
         "except SystemExit as stop: assert stop.code == 0, stop.code"
     )
     assert loaded_after(code) & HEAVY == set()
+
+
+def cpu_s(*arguments: str, runs: int = 5) -> float:
+    """The least CPU time of a fresh interpreter; wall time would measure who else is busy."""
+    times = []
+    for _ in range(runs):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *arguments], stdout=subprocess.DEVNULL, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return min(times)
+
+
+def test_import_and_help_are_quick() -> None:
+    bare_s = cpu_s("-c", "pass")
+    assert cpu_s("-c", "import mlxinfer") - bare_s < 0.05
+    assert cpu_s("-m", "mlxinfer.cli", "--help") - bare_s < 0.2

@@ -10,6 +10,8 @@ import re
 import time
 from typing import TYPE_CHECKING
 
+from ._output import printable
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -61,7 +63,7 @@ class MarkdownStream:
             self._console.file.write(text)
             self._console.file.flush()
             return
-        finished, self._open = split_finished(self._open + text)
+        finished, self._open = split_finished(self._open + printable(text))
         if finished:
             self._print(finished)
         self._draw()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
+_CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and newline
 
 
 def emit_json(value: Any) -> None:
@@ -50,6 +51,11 @@ def colours(stream: TextIO) -> bool:
 def styled(text: str, code: str, stream: TextIO) -> str:
     """`text` in an ANSI style ("2" is dim, "31" red), plain where `stream` has no colours."""
     return f"\x1b[{code}m{text}\x1b[0m" if text and colours(stream) else text
+
+
+def printable(text: str) -> str:
+    """`text` without control characters: what a model writes must not steer the terminal."""
+    return text.translate(_CONTROLS)
 
 
 def note(text: str) -> None:

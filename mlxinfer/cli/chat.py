@@ -55,7 +55,7 @@ def command(model: str, **options: Any) -> None:
 
 
 def converse(session: ChatSession, read: Reader, console: "Console") -> None:
-    """Read, do, show, until the user leaves. Errors of a turn are shown and end only the turn."""
+    """Read, do, show, until the user leaves. What goes wrong in a turn ends only the turn."""
     default, interrupts = "", 0
     while True:
         try:
@@ -69,19 +69,28 @@ def converse(session: ChatSession, read: Reader, console: "Console") -> None:
             note("Ctrl-C again leaves")
             continue
         default, interrupts = "", 0
-        if not line:
-            continue
         try:
-            reply = run_command(session, line) if is_command(line) else Reply(ask=_unescaped(line))
-            if reply.quit:
-                return
-            if reply.text:
-                console.print(reply.text, markup=False, highlight=False)
-            if reply.ask is not None:
-                answer(session.ask(reply.ask), session, console)
-            default = reply.edit or ""
+            reply = take_turn(session, line, console)
         except (MlxinferError, OSError) as error:
             report(error)
+        except KeyboardInterrupt:
+            note("stopped")
+        else:
+            if reply.quit:
+                return
+            default = reply.edit or ""
+
+
+def take_turn(session: ChatSession, line: str, console: "Console") -> Reply:
+    """Run a command, or ask the model and show the answer. Returns what is left to be done."""
+    if not line:
+        return Reply()
+    reply = run_command(session, line) if is_command(line) else Reply(ask=_unescaped(line))
+    if reply.text:
+        console.print(reply.text, markup=False, highlight=False)
+    if reply.ask is not None:
+        answer(session.ask(reply.ask), session, console)
+    return reply
 
 
 def answer(deltas: Generator[Delta, None, None], session: ChatSession, console: "Console") -> None:

@@ -18,7 +18,7 @@ from ._options import (
     sampling_options,
     sampling_params,
 )
-from ._output import emit_json, note, styled
+from ._output import emit_json, note, printable, styled
 
 
 @click.command()
@@ -110,9 +110,11 @@ def show(deltas: Iterator[Delta], *, quiet: bool) -> tuple[Result, bool]:
 
 def _write(delta: Delta) -> None:
     """The answer to stdout; what the model thinks first only to those who watch."""
-    if delta.reasoning and sys.stdout.isatty():
-        sys.stdout.write(styled(delta.reasoning, "2", sys.stdout))
-    sys.stdout.write(delta.text)
+    if not sys.stdout.isatty():
+        sys.stdout.write(delta.text)
+    else:
+        sys.stdout.write(styled(printable(delta.reasoning), "2", sys.stdout))
+        sys.stdout.write(printable(delta.text))
     sys.stdout.flush()
 
 

@@ -1,7 +1,6 @@
 """The chat loop: what is typed, what is shown. Keys and screen are fakes."""
 
 import io
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ from mlxinfer.cli._chat_commands import COMMANDS
 from mlxinfer.cli._chat_session import ChatSession
 from mlxinfer.cli.chat import converse
 from mlxinfer.errors import OverloadedError
-
-Talk = Callable[..., str]
 
 
 class Typist:
@@ -82,6 +79,17 @@ def test_an_error_ends_only_the_turn(
     assert "temperature" in errors[2]
     assert "/no/such/folder" in errors[3]
     assert session.messages == []
+
+
+def test_ctrl_c_while_a_model_loads_stops_only_that(llm: FakeLLM) -> None:
+    def open_model(name: str) -> FakeLLM:
+        if name == "huge":
+            raise KeyboardInterrupt
+        return llm
+
+    session = ChatSession("fake", open_model)
+    assert talk(session, "/model huge", "hi") == "Hello there.\n"
+    assert session.model == "fake"
 
 
 def test_two_slashes_send_one(session: ChatSession) -> None:

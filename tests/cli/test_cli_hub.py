@@ -1,6 +1,7 @@
 """pull, list, show, rm against the stand-in hub."""
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from standin import Repo, StandIn
 from standin_fixtures import MODEL, WEIGHTS
 
 from mlxinfer import hub, hub_cache
+from mlxinfer.cli._model import progress_bar
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +61,19 @@ def test_json_keys_are_stable(standin: StandIn, outcome: Any) -> None:
     assert removed["removed"][0]["freed_bytes"] > len(WEIGHTS)
 
 
+def test_a_bar_only_on_a_terminal(
+    standin: StandIn, outcome: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert outcome("pull", "org/tiny").err == ""
+    outcome("rm", "--yes", "org/tiny")
+    sys.stderr.isatty = lambda: True  # type: ignore[method-assign]
+    with progress_bar("org/tiny") as progress:
+        hub.pull("org/tiny", progress=progress)
+    shown = capsys.readouterr().err
+    assert "org/tiny" in shown
+    assert "262.3/262.3 kB" in shown
+
+
 def test_dry_run_fetches_nothing(standin: StandIn, outcome: Any) -> None:
     seen = outcome("pull", "--dry-run", "org/tiny")
     assert "262 kB in 4 files, 262 kB to download" in seen.out
@@ -87,8 +102,6 @@ def test_errors_say_what_to_do(standin: StandIn, outcome: Any) -> None:
 
 
 def test_rm_asks_first(standin: StandIn, outcome: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     outcome("pull", "org/tiny")
     seen = outcome("rm", "org/tiny")
     assert seen.code == 2

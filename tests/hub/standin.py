@@ -54,6 +54,7 @@ class StandIn:
         self.faults = Faults()
         self.log: list[str] = []  # "GET /path" and " bytes=…" where a Range was asked for
         self.sent: Counter[str] = Counter()  # body bytes by path
+        self.authorised: set[str] = set()  # paths that were asked for with a token
         owner = self
 
         class Handler(_Handler):
@@ -108,6 +109,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = urllib.parse.unquote(self.path.partition("?")[0])
         asked_range = self.headers.get("Range")
         self.hub.log.append(f"{self.command} {path}" + (f" {asked_range}" if asked_range else ""))
+        if self.headers.get("Authorization"):
+            self.hub.authorised.add(path)
         if self._fault(path):
             return
         if path.startswith("/cdn/"):

@@ -73,6 +73,17 @@ def test_a_revision_can_be_named(standin: StandIn) -> None:
         hub.resolve("org/tiny@v2")
 
 
+def test_the_token_goes_to_the_hub_and_nowhere_else(
+    standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    hub.pull("org/tiny")
+    assert "/api/models/org/tiny/revision/main" in standin.authorised
+    assert any("/resolve/" in path for path in standin.authorised)
+    assert standin.sent[CDN] == len(WEIGHTS)
+    assert CDN not in standin.authorised
+
+
 def test_progress_ends_at_the_total(standin: StandIn) -> None:
     seen: list[hub.DownloadProgress] = []
     hub.resolve("org/tiny", progress=seen.append)

@@ -1,0 +1,186 @@
+"""The real command in processes of its own: a real model, pipes, signals, a terminal."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Self
+
+import pytest
+from tiny_folder import write_tiny_folder
+
+COMMAND = [sys.executable, "-m", "mlxinfer.cli"]
+FOREVER = "50000"
+READING = "\x1b[?2004h"  # the line editor switches bracketed paste on
+REDRAWN = "\x1b[1A\x1b[2K"  # the open block of an answer is erased, to be drawn again
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_folder(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+def finished(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(  # type: ignore[call-overload, no-any-return]
+        [*COMMAND, *args], capture_output=True, encoding="utf-8", timeout=60, **options
+    )
+
+
+def test_json_of_a_real_answer_repeats_with_its_seed(model: str) -> None:
+    args = ("run", "-m", model, "--json", "--seed", "3", "--temperature", "1", "--max-tokens", "6")
+    first, second = finished(*args, "hi"), finished(*args, "-", input="hi")
+    assert (first.returncode, first.stderr) == (0, "")
+    one, two = json.loads(first.stdout), json.loads(second.stdout)
+    assert one["answer_tokens"] == 6
+    assert one["finish_reason"] == "length"
+    assert one["token_ids"] == two["token_ids"]
+
+
+def test_exit_codes(model: str) -> None:
+    assert finished("run", "-m", "/no/such/folder", "hi").returncode == 1
+    assert finished("run", "-m", model, "--top-k", "-1", "hi").returncode == 2
+    too_much = finished("run", "-m", model, "--top-k", "99999", "hi")
+    assert too_much.returncode == 1
+    assert too_much.stderr.startswith("error: top_k is 99999")
+    assert "Traceback" not in too_much.stderr
+
+
+def test_a_reader_that_leaves_ends_it_quietly(model: str) -> None:
+    with subprocess.Popen(
+        [*COMMAND, "run", "-m", model, "--max-tokens", FOREVER, "hi"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(5)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=20) == 1
+
+
+def test_a_listing_into_a_closed_pipe_is_quiet(model: str) -> None:
+    done = subprocess.run(
+        f"{' '.join(COMMAND)} show {model} | true",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_ctrl_c_prints_what_came(model: str) -> None:
+    with subprocess.Popen(
+        [*COMMAND, "run", "-m", model, "--json", "--max-tokens", FOREVER, "--stats", "hi"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        time.sleep(2.0)  # --json is silent until the end, so nothing else tells that it runs
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    if out:  # else it was still loading
+        assert json.loads(out)["finish_reason"] == "abort"
+
+
+class Terminal:
+    """A command with a pseudo-terminal as its stdin, stdout and stderr."""
+
+    def __init__(self, *args: str, state: Path) -> None:
+        self._ours, theirs = os.openpty()
+        environment = {**os.environ, "TERM": "xterm", "XDG_STATE_HOME": str(state)}
+        environment |= {"PROMPT_TOOLKIT_NO_CPR": "1"}
+        self.process = subprocess.Popen(
+            [*COMMAND, *args],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment,
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self.seen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def until(self, text: str, timeout_s: float = 30.0) -> str:
+        """What was shown until `text` was."""
+        end = time.monotonic() + timeout_s
+        while text not in self.seen:
+            left_s = end - time.monotonic()
+            assert left_s > 0, f"{text!r} was not shown, but {self.seen[-2000:]!r}"
+            self.read(left_s)
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def read(self, timeout_s: float) -> None:
+        """Wait until something is shown."""
+        if select.select([self._ours], [], [], timeout_s)[0]:
+            self.seen += os.read(self._ours, 65536).decode("utf-8", "replace")
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def exit_code(self) -> int:
+        return self.process.wait(timeout=20)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+def test_chat_on_a_terminal(model: str, tmp_path: Path) -> None:
+    """Ask, interrupt the answer, go on, leave."""
+    with Terminal("chat", "-m", model, "--max-tokens", FOREVER, state=tmp_path) as chat:
+        chat.until("is ready")
+        chat.until(READING)
+        chat.type("/set max_tokens 5\r")
+        chat.until("max_tokens  5")
+        chat.type("hello\r")
+        chat.until("5 answer tokens")
+        chat.until(READING)
+        chat.type(f"/set max_tokens {FOREVER}\r")
+        chat.until(f"max_tokens  {FOREVER}")
+        chat.until(READING)
+        chat.type("hello again\r")
+        chat.until(REDRAWN)
+        chat.interrupt()
+        chat.until("stopped")
+        chat.until(READING)
+        chat.type("/quit\r")
+        assert chat.exit_code() == 0
+
+
+def test_run_on_a_terminal_stops_at_ctrl_c(model: str, tmp_path: Path) -> None:
+    with Terminal("run", "-m", model, "--max-tokens", FOREVER, "hi", state=tmp_path) as run:
+        run.read(timeout_s=30.0)
+        run.interrupt()
+        run.until("abort")
+        assert run.exit_code() == 130
+
+
+@pytest.mark.parametrize("args", [("run", "hi"), ("chat",)])
+def test_a_broken_mlx_is_explained(args: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "__init__.py").write_text("")
+    broken = 'raise ImportError("libmlx.so: cannot open shared object file")'
+    (tmp_path / "mlx" / "core.py").write_text(broken)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = finished(*args, env=environment, stdin=subprocess.DEVNULL)
+    assert done.returncode == 1
+    assert "MLX cannot be loaded (libmlx.so: cannot open shared object file)" in done.stderr
+    assert "Traceback" not in done.stderr
+    if sys.platform == "linux":
+        assert 'pip install "mlxinfer[cpu]"' in done.stderr

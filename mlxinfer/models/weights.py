@@ -157,7 +157,7 @@ class Weights:
     def finish(self) -> None:
         """Raise CheckpointError if a tensor was not asked for."""
         if self._tensors:
-            names = [self._original[name] for name in self._tensors]
+            names = sorted(self._original[name] for name in self._tensors)
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise CheckpointError(
                 f"The checkpoint has tensors that this architecture does not: "

@@ -1,0 +1,207 @@
+"""Loading is strict: what is missing, misshapen or left over is named; harmless extras are not."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from models.cases import CASES
+from models.dense_kv import DenseCache
+from models.random_weights import tiny_tensors
+from models.tiny import tiny_checkpoint, tiny_config
+
+from mlxinfer.core import KVSpec
+from mlxinfer.errors import CheckpointError, UnsupportedModelError
+from mlxinfer.models import load
+
+IDS = list(range(3, 23))
+
+
+def write(folder: Path, config: dict, tensors: dict) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    arrays = {name: mx.array(value) for name, value in tensors.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
+    return folder
+
+
+def logits(model, ids=IDS) -> np.ndarray:
+    return np.array(DenseCache(model).run(model, [("a", ids)]).astype(mx.float32))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_tensor_must_be_there(tmp_path, case):
+    config, tensors = tiny_config(case), tiny_tensors(tiny_config(case))
+    for name in [name for name in tensors if not name.startswith("model.layers.1.mlp.experts.3")][
+        ::7
+    ]:
+        write(tmp_path, config, {key: value for key, value in tensors.items() if key != name})
+        with pytest.raises(CheckpointError, match=f"{name}.*missing"):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_tensor_must_have_its_shape(tmp_path, case):
+    config, tensors = tiny_config(case), tiny_tensors(tiny_config(case))
+    for name in list(tensors)[::7]:
+        wrong = np.zeros((*tensors[name].shape[:-1], tensors[name].shape[-1] + 1), np.float32)
+        write(tmp_path, config, tensors | {name: wrong})
+        with pytest.raises(CheckpointError) as caught:
+            load(tmp_path)
+        for part in (name, str(wrong.shape), str(tensors[name].shape)):
+            assert part in str(caught.value)
+
+
+def test_a_transposed_square_matrix_would_load_but_a_wrong_dtype_does_not(tmp_path):
+    config, tensors = tiny_config("llama"), tiny_tensors(tiny_config("llama"))
+    write(tmp_path, config, tensors | {"model.norm.weight": np.ones(64, np.int32)})
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*int32"):
+        load(tmp_path)
+
+
+def test_what_the_architecture_does_not_have_is_named(tmp_path):
+    config, tensors = tiny_config("llama"), tiny_tensors(tiny_config("llama"))
+    strange = {f"model.layers.{i}.strange.weight": np.zeros(1, np.float32) for i in range(5)}
+    write(tmp_path, config, tensors | strange)
+    with pytest.raises(CheckpointError, match=r"layers\.0\.strange.*layers\.2\.strange.*2 more"):
+        load(tmp_path)
+
+
+def test_a_bias_that_the_config_denies_is_an_error(tmp_path):
+    config, tensors = tiny_config("llama-v5"), tiny_tensors(tiny_config("llama-v5"))
+    write(tmp_path, config | {"attention_bias": False}, tensors)
+    with pytest.raises(CheckpointError, match=r"self_attn\.[qkvo]_proj\.bias"):
+        load(tmp_path)
+
+
+def test_harmless_extras_are_left_out(tmp_path):
+    config, tensors = tiny_config("llama-v5"), tiny_tensors(tiny_config("llama-v5"))
+    plain = logits(load(write(tmp_path, config, tensors)))
+    extras = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(12, np.float32),
+        "lm_head.weight": np.zeros((96, 64), np.float32),  # tied: the table counts
+    }
+    assert (logits(load(write(tmp_path, config, tensors | extras))) == plain).all()
+
+
+@pytest.mark.parametrize(
+    "prefixes",
+    [
+        {"model.": "language_model.model."},
+        {"model.": "model.language_model."},
+    ],
+)
+def test_gemma_inside_a_multimodal_checkpoint(tmp_path, prefixes):
+    text, tensors = tiny_config("gemma3_text"), tiny_tensors(tiny_config("gemma3_text"))
+    plain = logits(load(write(tmp_path, text, tensors)))
+    ((old, new),) = prefixes.items()
+    wrapped = {new + name.removeprefix(old): value for name, value in tensors.items()}
+    for extra in ("vision_tower.x", "model.vision_tower.x", "multi_modal_projector.x"):
+        wrapped[extra] = np.zeros(3, np.float32)
+    config = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 8}}
+    assert (logits(load(write(tmp_path, config, wrapped))) == plain).all()
+
+
+def test_one_tensor_under_two_names(tmp_path):
+    config, tensors = tiny_config("gemma3_text"), tiny_tensors(tiny_config("gemma3_text"))
+    twice = tensors | {"language_model.model.norm.weight": np.zeros(64, np.float32)}
+    with pytest.raises(CheckpointError, match="same tensor"):
+        load(write(tmp_path, config, twice))
+
+
+def test_shards_load_like_one_file(tmp_path):
+    config, tensors = tiny_config("qwen3"), tiny_tensors(tiny_config("qwen3"))
+    plain = logits(load(write(tmp_path, config, tensors)))
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {name: f"model-{i % 3}.safetensors" for i, name in enumerate(names)}
+    for file in set(weight_map.values()):
+        part = {name: mx.array(tensors[name]) for name in names if weight_map[name] == file}
+        mx.save_safetensors(str(tmp_path / file), part)
+    index = json.dumps({"weight_map": weight_map})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert (logits(load(tmp_path)) == plain).all()
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "llama")
+    (folder / "evil.py").write_text("raise SystemExit('ran')")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"auto_map": {"AutoModel": "evil.Model"}, "model_file": "evil.py"}
+    (folder / "config.json").write_text(json.dumps(config))
+    load(folder)
+
+
+def test_an_unsupported_architecture_is_refused_before_its_config_is_read(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(UnsupportedModelError, match="bert"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("case", ["llama-v4", "gemma3_text-v4", "gpt_oss-v4", "qwen3_moe-v5"])
+def test_dtypes_are_honoured(tmp_path, case, dtype):
+    model = load(tiny_checkpoint(tmp_path, case), dtype=dtype)
+    seen = []
+
+    class Spy:
+        def attend(self, queries, keys, values, *, scale, sinks=None):
+            seen.extend([queries.dtype, keys.dtype, values.dtype])
+            return queries
+
+    ids = mx.array([3, 4], mx.int32)
+    hidden = model(ids, mx.arange(2), [Spy() for _ in model.kv_specs])
+    assert {model.activation_dtype, hidden.dtype, *seen} == {getattr(mx, dtype)}
+    assert model.logits(hidden).dtype == getattr(mx, dtype)
+
+
+def test_bfloat16_weights_are_float32_on_the_cpu(tmp_path):
+    config, tensors = tiny_config("llama"), tiny_tensors(tiny_config("llama"))
+    half = {name: mx.array(value).astype(mx.bfloat16) for name, value in tensors.items()}
+    model = load(write(tmp_path, config, half))
+    widened = {name: value.astype(mx.float32) for name, value in half.items()}
+    expected = logits(load(write(tmp_path, config, widened)))
+    if mx.metal.is_available():
+        assert model.activation_dtype == mx.bfloat16
+    else:
+        assert model.activation_dtype == mx.float32
+        assert (logits(model) == expected).all()
+
+
+def test_an_unknown_dtype(tmp_path):
+    with pytest.raises(CheckpointError, match="int3"):
+        load(tiny_checkpoint(tmp_path, "llama"), dtype="int3")
+
+
+def test_what_the_engine_reads(tmp_path):
+    model = load(tiny_checkpoint(tmp_path, "gpt_oss"))
+    assert model.kv_specs == [KVSpec(2, 24, 24, window) for window in (8, None, 8, None)]
+    assert model.config.eos_token_ids == (2,)
+    assert model.config.max_context == 128
+    weights = sum(value.nbytes for value in tiny_tensors(tiny_config("gpt_oss")).values())
+    assert weights <= model.num_bytes < 1.05 * weights
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ragged_batches_are_what_each_sequence_gives_alone(tmp_path, case):
+    """Any split of any mixture of sequences into steps."""
+    model = load(tiny_checkpoint(tmp_path, case))
+    random = np.random.default_rng(7)
+    texts = {
+        name: random.integers(0, 96, n).tolist() for name, n in (("a", 23), ("b", 9), ("c", 17))
+    }
+    alone = {name: logits(model, ids) for name, ids in texts.items()}
+    cache, rest = DenseCache(model), dict(texts)
+    while any(rest.values()):
+        names = [name for name in random.permutation(list(rest)) if rest[name]]
+        step = []
+        for name in names[: random.integers(1, 4)]:
+            count = random.integers(1, 7)
+            step.append((name, rest[name][:count]))
+            rest[name] = rest[name][count:]
+        result, start = np.array(cache.run(model, step)), 0
+        for name, ids in step:
+            end = cache.lengths[name]
+            expected = alone[name][end - len(ids) : end]
+            np.testing.assert_allclose(result[start : start + len(ids)], expected, atol=2e-4)
+            start += len(ids)

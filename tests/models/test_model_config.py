@@ -1,0 +1,302 @@
+"""config.json in every spelling becomes one ModelConfig; hostile ones become CheckpointError."""
+
+import json
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from models.cases import CASES
+from models.tiny import tiny_config
+
+from mlxinfer.errors import CheckpointError, MlxinferError, UnsupportedModelError
+from mlxinfer.layers.frequencies import RopeSpec
+from mlxinfer.models.config import load_config, normalise
+from mlxinfer.models.quantization import QuantFormat
+
+
+def llama(**changes):
+    config = {**tiny_config("llama"), "rope_scaling": None, **changes}
+    return {key: value for key, value in config.items() if value is not ...}
+
+
+# Rope, in both spellings.
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (
+            {"rope_theta": 500.0},
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+            RopeSpec(dims=24, theta=500.0),
+        ),
+        (
+            {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}},
+            RopeSpec(dims=24, theta=500.0, kind="linear", factor=2.0, original_context=128),
+        ),
+        (
+            {"rope_theta": 500.0, "partial_rotary_factor": 0.5},
+            {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+            RopeSpec(dims=12, theta=500.0),
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1.5}},
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5}},
+            RopeSpec(dims=24, kind="yarn", factor=4.0, original_context=128, attention_factor=1.5),
+        ),
+    ],
+)
+def test_both_spellings_of_rope(old, new, expected):
+    for spelling in (old, new):
+        config = normalise(llama(rope_theta=..., rope_scaling=...) | spelling)
+        assert config.ropes == (expected,) * 3
+
+
+def test_gemma_stretches_its_full_attention_layers_only():
+    old = {"rope_theta": 2e3, "rope_local_base_freq": 100.0}
+    old["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
+    new = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e3},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    }
+    base = {
+        key: value
+        for key, value in tiny_config("gemma3_text").items()
+        if not key.startswith("rope")
+    }
+    configs = [normalise(base | old), normalise(base | {"rope_parameters": new})]
+    assert configs[0].ropes == configs[1].ropes
+    local, full = configs[0].ropes[0], configs[0].ropes[2]
+    assert (local.kind, local.theta) == ("default", 100.0)
+    assert (full.kind, full.theta, full.factor) == ("linear", 2000.0, 8.0)
+
+
+def test_an_unknown_rope_is_refused():
+    with pytest.raises(UnsupportedModelError, match="longrope"):
+        normalise(llama(rope_scaling={"type": "longrope", "factor": 2.0}))
+
+
+# Windows.
+
+WINDOWED = {"use_sliding_window": True, "sliding_window": 9}
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "windows"),
+    [
+        ("llama", {"sliding_window": 8}, (None, None, None)),
+        ("mistral", {"sliding_window": 8}, (8, 8, 8)),
+        ("mistral", {"sliding_window": None}, (None, None, None)),
+        ("qwen2", {"sliding_window": 8}, (None, None, None)),
+        ("qwen2", {**WINDOWED, "max_window_layers": 2}, (None, None, 9)),
+        ("qwen3", {**WINDOWED, "max_window_layers": 0}, (9,) * 3),
+        ("gemma3_text", {"sliding_window_pattern": 2}, (8, None) * 3),
+        ("gemma3_text", {"layer_types": ["full_attention"] * 6}, (None,) * 6),
+        ("gpt_oss", {"layer_types": None}, (8, None, 8, None)),
+    ],
+)  # fmt: skip
+def test_windows(case, changes, windows):
+    assert normalise(tiny_config(case) | changes).windows == windows
+
+
+# What families assume.
+
+
+def test_a_bare_gemma_text_config_means_the_4b_model():
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+            "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024}  # fmt: skip
+    config = normalise(
+        {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text, "vision_config": {}}
+    )
+    assert config.model_type == "gemma3_text"
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert config.vocab_size == 262_208
+    assert config.tie_word_embeddings
+    assert config.eos_token_ids == (1, 106)
+    assert config.windows[:7] == (1024,) * 5 + (None, 1024)
+    assert config.attention_scale == 1 / 16
+
+
+def test_biases_follow_the_family():
+    flags = {
+        case: (c.qkv_bias, c.o_bias, c.mlp_bias)
+        for case, c in ((name, normalise(config)) for name, config in CASES.items())
+    }
+    assert flags["llama-v4"] == (False, False, False)
+    assert flags["llama-v5"] == (True, True, True)
+    assert flags["qwen2-v4"] == (True, False, False)
+    assert flags["gpt_oss-v4"] == (True, True, False)
+
+
+def test_mixture_spellings():
+    old, new = normalise(tiny_config("qwen3_moe-v4")), normalise(tiny_config("qwen3_moe-v5"))
+    assert (old.num_experts, old.experts_per_token, old.norm_topk_prob) == (6, 2, True)
+    assert old.sparse_layers == (False, True, False, False)
+    assert (new.num_experts, new.experts_per_token, new.norm_topk_prob) == (6, 3, False)
+    assert new.sparse_layers == (True,) * 4
+
+
+YARN = {"type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 128),
+        ({"rope_scaling": YARN}, 512),
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": 16}}, 128),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 128),
+    ],
+)  # fmt: skip
+def test_max_context(changes, expected):
+    assert normalise(llama(**changes)).max_context == expected
+
+
+@pytest.mark.parametrize(
+    ("stated", "generation", "expected"),
+    [(2, {}, (2,)), ([2, 3], {}, (2, 3)), (2, {"eos_token_id": [7, 2]}, (7, 2)), (None, {}, ())],
+)
+def test_end_tokens_of_both_files(tmp_path, stated, generation, expected):
+    (tmp_path / "config.json").write_text(json.dumps(llama(eos_token_id=stated)))
+    if generation:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert load_config(tmp_path).eos_token_ids == expected
+
+
+# Quantisation.
+
+
+def test_quantisation_with_exceptions():
+    stated = {
+        "group_size": 64,
+        "bits": 4,
+        "lm_head": False,
+        "a.gate": {"group_size": 32, "bits": 8},
+    }
+    for key in ("quantization", "quantization_config"):
+        quantization = normalise(llama(**{key: stated})).quantization
+        assert quantization.of("anything") == QuantFormat(64, 4)
+        assert quantization.of("a.gate") == QuantFormat(32, 8)
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({"mode": "mxfp4"}, QuantFormat(32, 4, "mxfp4")),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": ["x"]}, QuantFormat(32, 4, "mxfp4")),
+        ({"bits": 4, "group_size": 16, "mode": "nvfp4"}, QuantFormat(16, 4, "nvfp4")),
+    ],
+)
+def test_quantisation_modes(stated, expected):
+    assert normalise(llama(quantization_config=stated)).quantization.default == expected
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [{"quant_method": "gptq", "bits": 4, "group_size": 128}, {"quant_method": "fp8"}, {"x": 1}],
+)
+def test_formats_of_other_libraries_are_refused(stated):
+    with pytest.raises(UnsupportedModelError, match="quant"):
+        normalise(llama(quantization_config=stated))
+
+
+@pytest.mark.parametrize("stated", [{"bits": 7}, {"group_size": 48}, {"mode": "int9"}, "4bit"])
+def test_formats_that_do_not_exist(stated):
+    stated = {"group_size": 64, **stated} if isinstance(stated, dict) else stated
+    with pytest.raises(CheckpointError):
+        normalise(llama(quantization=stated))
+
+
+# Hostile configs: the message names the key.
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", ...),
+        ("hidden_size", "64"),
+        ("hidden_size", -64),
+        ("hidden_size", 64.5),
+        ("hidden_size", True),
+        ("hidden_size", 10**30),
+        ("hidden_size", [64]),
+        ("vocab_size", 0),
+        ("num_hidden_layers", 10**6),
+        ("num_key_value_heads", 3),
+        ("head_dim", 2**20),
+        ("rms_norm_eps", -1.0),
+        ("rope_theta", 0),
+        ("rope_theta", "fast"),
+        ("rope_scaling", [1]),
+        ("rope_scaling", {"type": 7}),
+        ("rope_scaling", {"type": "yarn"}),
+        ("rope_scaling", {"type": "llama3", "factor": -2}),
+        ("rope_parameters", "default"),
+        ("partial_rotary_factor", 0.01),
+        ("tie_word_embeddings", "no"),
+        ("attention_bias", 1),
+        ("max_position_embeddings", 2**40),
+        ("eos_token_id", 96),
+        ("eos_token_id", ["</s>"]),
+        ("model_type", ...),
+        ("model_type", 5),
+    ],
+)
+def test_hostile_values_are_named(key, value):
+    with pytest.raises(CheckpointError) as caught:
+        normalise(llama(**{key: value}))
+    named = (key, "factor", "type", "dimensions") if "rope" in key or "rot" in key else (key,)
+    assert any(name in str(caught.value) for name in named)
+    assert len(str(caught.value)) < 300
+
+
+def test_layer_types_must_match_the_layers():
+    for types in (
+        ["full_attention"],
+        ["sliding_attention", "full_attention", "strange"],
+        [[], 1, 2],
+    ):
+        with pytest.raises(CheckpointError, match="layer_types"):
+            normalise(tiny_config("mistral") | {"layer_types": types})
+
+
+def test_what_would_change_the_answers_is_refused():
+    for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
+        with pytest.raises(UnsupportedModelError, match=key):
+            normalise(tiny_config("gemma3_text") | {key: True})
+
+
+def test_an_unknown_architecture_lists_the_known_ones():
+    with pytest.raises(UnsupportedModelError, match=r"'mamba9'.*llama.*gpt_oss"):
+        normalise({"model_type": "mamba9"})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"[]", b"{", b'{"model_type": NaN}', b'{"a": 1, "a": 2}', b"\xff\xfe{}", b"[" * 100_000,
+     b'{"a": ' + b"9" * 10_000 + b"}"],
+)  # fmt: skip
+def test_broken_json(tmp_path, text):
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_config(tmp_path)
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+)
+
+
+@given(st.sampled_from(sorted(CASES)), st.data(), JUNK)
+def test_junk_anywhere_is_an_error_of_ours_or_harmless(case, data, junk):
+    config = {**CASES[case], "quantization": {"group_size": 64, "bits": 4}}
+    key = data.draw(st.sampled_from(sorted(config)))
+    if isinstance(config[key], dict) and data.draw(st.booleans()):
+        inner = data.draw(st.sampled_from(sorted(config[key])))
+        junk = {**config[key], inner: junk}
+    with suppress(MlxinferError):
+        normalise({**config, key: junk})

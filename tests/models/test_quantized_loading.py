@@ -1,0 +1,202 @@
+"""Quantised checkpoints give the logits of the weights they stand for, in every layout."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from models.dense_kv import DenseCache
+from models.random_weights import tiny_tensors
+from models.tiny import quantized, tiny_checkpoint, tiny_config
+
+from mlxinfer.errors import CheckpointError
+from mlxinfer.layers.linear import Joined
+from mlxinfer.models import load
+
+IDS = list(range(3, 43))
+FORMS = [{"group_size": 32, "bits": bits} for bits in (2, 3, 4, 5, 6, 8)] + [
+    {"group_size": 64, "bits": 4},
+    {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+    {"group_size": 32, "bits": 8, "mode": "mxfp8"},
+    {"group_size": 16, "bits": 4, "mode": "nvfp4"},
+]
+
+
+def write(folder: Path, config: dict, arrays: dict[str, mx.array]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
+    return folder
+
+
+def arrays_of(config: dict) -> dict[str, mx.array]:
+    return {name: mx.array(value) for name, value in tiny_tensors(config).items()}
+
+
+def dequantized(arrays: dict[str, mx.array], forms) -> dict[str, mx.array]:
+    """What a quantised checkpoint stands for; `forms` maps a path to its format."""
+    result = {n: a for n, a in arrays.items() if not n.endswith((".scales", ".biases"))}
+    for name in [name for name in arrays if name.endswith(".scales")]:
+        path = name.removesuffix(".scales")
+        parts = [arrays.get(f"{path}.{part}") for part in ("weight", "scales", "biases")]
+        parts[1:] = [widened(part) for part in parts[1:]]
+        result[f"{path}.weight"] = mx.dequantize(*parts, **forms(path), dtype=mx.float32)
+    return result
+
+
+def widened(array: mx.array | None) -> mx.array | None:
+    """Half precision made float32, so that a product is not rounded; bytes and None as they are."""
+    half = array is not None and array.dtype in (mx.float16, mx.bfloat16)
+    return array.astype(mx.float32) if half else array
+
+
+def logits(model) -> np.ndarray:
+    return np.array(DenseCache(model).run(model, [("a", IDS)]).astype(mx.float32))
+
+
+def assert_same(folder: Path, config: dict, arrays: dict[str, mx.array], stated, forms) -> None:
+    packed = load(write(folder / "q", config | {"quantization": stated}, arrays))
+    plain = load(write(folder / "d", config, dequantized(arrays, forms)))
+    np.testing.assert_allclose(logits(packed), logits(plain), atol=2e-3)
+    assert packed.num_bytes < 0.6 * plain.num_bytes
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(map(str, form.values())))
+@pytest.mark.parametrize("case", ["qwen3-v4", "llama-v5", "qwen3_moe-v5"])
+def test_every_format(tmp_path, case, form):
+    config = tiny_config(case) | {"intermediate_size": 128, "moe_intermediate_size": 64}
+    arrays = quantized(arrays_of(config), form)
+    assert_same(tmp_path, config, arrays, form, lambda path: form)
+
+
+def test_exceptions_by_path(tmp_path):
+    """As mixed recipes write it: v_proj at 8 bits, so Q, K and V cannot be one matrix."""
+    config = tiny_config("qwen3_moe-v4") | {"intermediate_size": 128, "moe_intermediate_size": 64}
+    low, high = {"group_size": 32, "bits": 4}, {"group_size": 64, "bits": 8}
+    arrays = arrays_of(config)
+    raised = [n for n in arrays if n.endswith(("v_proj.weight", "mlp.gate.weight"))]
+    kept = ["lm_head.weight"]
+    packed = quantized({n: a for n, a in arrays.items() if n not in (*raised, *kept)}, low)
+    packed |= quantized({n: arrays[n] for n in raised}, high) | {n: arrays[n] for n in kept}
+    paths = {name.removesuffix(".weight"): high for name in raised}
+    stated = low | paths | {"lm_head": False}
+    assert_same(tmp_path, config, packed, stated, lambda path: paths.get(path, low))
+    model = load(tmp_path / "q")
+    assert isinstance(model.layers[0].self_attn.qkv_proj, Joined)
+
+
+def test_stacked_experts_of_mlx_checkpoints(tmp_path):
+    config = tiny_config("qwen3_moe-v5") | {"moe_intermediate_size": 64}
+    arrays = arrays_of(config)
+    stacked = stack_experts(arrays, config["num_local_experts"])
+    by_name = logits(load(write(tmp_path / "hub", config, arrays)))
+    assert (logits(load(write(tmp_path / "mlx", config, stacked))) == by_name).all()
+    form = {"group_size": 32, "bits": 4}
+    packed = quantized(stacked, form)
+    for name in [name for name in packed if "switch_mlp" in name]:
+        path = name.removesuffix(".weight")
+        parts = mx.quantize(packed[name], **form)
+        packed |= dict(zip((name, f"{path}.scales", f"{path}.biases"), parts, strict=True))
+    assert_same(tmp_path, config, packed, form, lambda path: form)
+
+
+def stack_experts(arrays: dict[str, mx.array], count: int) -> dict[str, mx.array]:
+    result = {name: array for name, array in arrays.items() if ".experts." not in name}
+    for name in [name for name in arrays if ".experts.0." in name]:
+        parts = [arrays[name.replace(".experts.0.", f".experts.{e}.")] for e in range(count)]
+        result[name.replace(".experts.0.", ".switch_mlp.")] = mx.stack(parts)
+    return result
+
+
+# gpt-oss: three layouts of the same experts.
+
+OSS = tiny_config("gpt_oss") | {"intermediate_size": 64}
+MXFP4 = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+
+
+def oss_layouts() -> dict[str, tuple[dict, dict[str, mx.array]]]:
+    """The same MXFP4 numbers as the hub has them, as MLX has them, and dequantised."""
+    arrays = arrays_of(OSS)
+    hub = {name: array for name, array in arrays.items() if ".experts." not in name}
+    mlx, dense = dict(hub), dict(hub)
+    for layer in range(OSS["num_hidden_layers"]):
+        path = f"model.layers.{layer}.mlp.experts"
+        for name in ("gate_up_proj", "down_proj"):
+            bias = arrays[f"{path}.{name}_bias"]
+            weight, scales = mx.quantize(arrays[f"{path}.{name}"].swapaxes(1, 2), **MXFP4)
+            hub[f"{path}.{name}_blocks"] = weight.view(mx.uint8).reshape(*scales.shape, 16)
+            hub[f"{path}.{name}_scales"] = scales
+            plain = mx.dequantize(weight, scales, **MXFP4, dtype=mx.float32)
+            dense[f"{path}.{name}"] = plain.swapaxes(1, 2)
+            hub[f"{path}.{name}_bias"] = dense[f"{path}.{name}_bias"] = bias
+            rows = {"down_proj": slice(None)}
+            if name == "gate_up_proj":
+                rows = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+            for ours, which in rows.items():
+                mlx[f"{path}.{ours}.weight"] = weight[:, which]
+                mlx[f"{path}.{ours}.scales"] = scales[:, which]
+                mlx[f"{path}.{ours}.bias"] = bias[:, which]
+    return {
+        "hub": (OSS | {"quantization_config": {"quant_method": "mxfp4"}}, hub),
+        "mlx": (OSS | {"quantization": MXFP4}, mlx),
+        "dense": (OSS, dense),
+    }
+
+
+def test_layouts_of_gpt_oss(tmp_path):
+    results = {
+        name: logits(load(write(tmp_path / name, config, arrays)))
+        for name, (config, arrays) in oss_layouts().items()
+    }
+    assert (results["hub"] == results["mlx"]).all()
+    np.testing.assert_allclose(results["hub"], results["dense"], atol=2e-3)
+
+
+def test_a_router_at_8_bits_beside_mxfp4_experts(tmp_path):
+    config, arrays = oss_layouts()["mlx"]
+    form = {"group_size": 64, "bits": 8, "mode": "affine"}
+    routers = {name: array for name, array in arrays.items() if name.endswith("router.weight")}
+    stated = MXFP4 | {name.removesuffix(".weight"): form for name in routers}
+    folder = write(tmp_path, config | {"quantization": stated}, arrays | quantized(routers, form))
+    exact = logits(load(write(tmp_path / "exact", config, arrays)))
+    assert np.abs(logits(load(folder)) - exact).mean() < 0.05
+
+
+# What does not fit together.
+
+
+def test_scales_without_a_format(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "qwen3", quantize={"group_size": 32, "bits": 4})
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"scales.*no quantization"):
+        load(folder)
+
+
+@pytest.mark.parametrize("stated", [{"group_size": 64, "bits": 4}, {"group_size": 32, "bits": 8}])
+def test_a_format_that_is_not_the_file_s(tmp_path, stated):
+    folder = tiny_checkpoint(tmp_path, "qwen3", quantize={"group_size": 32, "bits": 4})
+    config = json.loads((folder / "config.json").read_text()) | {"quantization": stated}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="shape"):
+        load(folder)
+
+
+def test_quantised_weights_must_be_packed(tmp_path):
+    config, form = tiny_config("qwen3"), {"group_size": 32, "bits": 4}
+    arrays = quantized(arrays_of(config), form)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    arrays[name] = arrays[name].view(mx.int32)
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight.*uint32"):
+        load(write(tmp_path, config | {"quantization": form}, arrays))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_scales(tmp_path, dtype):
+    """mlx-community's scales are half precision; on the CPU they become float32."""
+    config, form = tiny_config("qwen3"), {"group_size": 32, "bits": 4}
+    halves = {name: array.astype(getattr(mx, dtype)) for name, array in arrays_of(config).items()}
+    arrays = quantized(halves, form)
+    assert_same(tmp_path, config, arrays, form, lambda path: form)

@@ -1,0 +1,179 @@
+"""safetensors headers: what the reference writes is read; what lies is refused by name."""
+
+import json
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from mlxinfer.errors import CheckpointError, ModelNotFoundError
+from mlxinfer.models.files import read_headers
+from mlxinfer.models.safetensors import TensorInfo, read_header
+
+
+def write(path, header, data: bytes, *, length: int | None = None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+    return path
+
+
+def entry(start: int, end: int, *, dtype: str = "F32", shape=None):
+    return {"dtype": dtype, "shape": [(end - start) // 4] if shape is None else shape,
+            "data_offsets": [start, end]}  # fmt: skip
+
+
+def test_what_the_reference_writes_is_read(tmp_path):
+    path = tmp_path / "x.safetensors"
+    arrays = {
+        "b": np.zeros((2, 3), np.float32),
+        "a": np.ones((5,), np.int8),
+        "empty": np.zeros((0, 4)),
+    }
+    save_file(arrays, path, metadata={"format": "pt"})
+    found = read_header(path)
+    assert {name: info.shape for name, info in found.items()} == {
+        "b": (2, 3), "a": (5,), "empty": (0, 4)
+    }  # fmt: skip
+    assert found["b"].dtype == "F32"
+
+
+def test_a_sound_file(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"a": entry(0, 8), "b": entry(8, 12)}, bytes(12))
+    assert read_header(path)["b"] == TensorInfo("F32", (1,), 8, 12)
+
+
+LIES = {
+    "gap": ({"a": entry(0, 4), "b": entry(8, 12)}, 12),
+    "overlap": ({"a": entry(0, 8), "b": entry(4, 12)}, 12),
+    "the same bytes twice": ({"a": entry(0, 12), "b": entry(0, 12)}, 12),
+    "not from the start": ({"a": entry(4, 12)}, 12),
+    "trailing bytes": ({"a": entry(0, 8)}, 12),
+    "past the end": ({"a": entry(0, 16)}, 12),
+    "shape larger than span": ({"a": entry(0, 12, shape=[4])}, 12),
+    "shape smaller than span": ({"a": entry(0, 12, shape=[2])}, 12),
+    "negative dimension": ({"a": entry(0, 12, shape=[-3])}, 12),
+    "two negative dimensions": ({"a": entry(0, 12, shape=[-3, -1])}, 12),
+    "dimension wraps int32": ({"a": entry(0, 0, shape=[2**32, 0])}, 0),
+    "float dimension": ({"a": entry(0, 12, shape=[3.0])}, 12),
+    "boolean dimension": ({"a": entry(0, 4, shape=[True])}, 4),
+    "many dimensions": ({"a": entry(0, 4, shape=[1] * 5000)}, 4),
+    "no shape": ({"a": {"dtype": "F32", "data_offsets": [0, 12]}}, 12),
+    "reversed offsets": ({"a": entry(12, 0, shape=[3])}, 12),
+    "negative offset": ({"a": entry(-12, 0, shape=[3])}, 12),
+    "float offsets": ({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0.0, 12.0]}}, 12),
+    "three offsets": ({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 6, 12]}}, 12),
+    "unknown dtype": ({"a": entry(0, 12, dtype="F33")}, 12),
+    "dtype is no string": ({"a": entry(0, 12, dtype=["F32"])}, 12),
+    "entry is no object": ({"a": [0, 12]}, 12),
+    "metadata is no object": ({"__metadata__": 7, "a": entry(0, 12)}, 12),
+    "metadata holds numbers": ({"__metadata__": {"x": 1}, "a": entry(0, 12)}, 12),
+    "header is a list": (b"[]", 0),
+    "header is no json": (b"{nope", 0),
+    "header is no utf-8": (b'{"\xff": 1}', 0),
+    "duplicate names": (b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":1}', 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_lies_are_refused(tmp_path, lie):
+    header, data_bytes = LIES[lie]
+    path = write(tmp_path / "x.safetensors", header, bytes(data_bytes))
+    with pytest.raises(CheckpointError, match=r"x\.safetensors"):
+        read_header(path)
+
+
+@pytest.mark.parametrize("length", [0, 3, 10**6, 2**40, 2**63, 2**64 - 1])
+def test_a_wrong_header_length(tmp_path, length):
+    path = write(tmp_path / "x.safetensors", {"a": entry(0, 12)}, bytes(12), length=length)
+    with pytest.raises(CheckpointError):
+        read_header(path)
+
+
+def test_every_truncation_is_noticed(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"a": entry(0, 8), "b": entry(8, 12)}, bytes(12))
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError):
+            read_header(path)
+
+
+@given(st.data())
+def test_mutations_never_escape(tmp_path, data):
+    path = write(tmp_path / "x.safetensors", {"a": entry(0, 8), "b": entry(8, 12)}, bytes(12))
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    with suppress(CheckpointError):
+        read_header(path)
+
+
+# Which files are read.
+
+
+def shard(folder, name: str, *tensors: str):
+    save_file({tensor: np.zeros(1, np.float32) for tensor in tensors}, folder / name)
+
+
+def index(folder, weight_map):
+    text = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+def test_shards_through_an_index(tmp_path):
+    shard(tmp_path, "model-1.safetensors", "a")
+    shard(tmp_path, "other.safetensors", "b")
+    shard(tmp_path, "model-stale.safetensors", "c")
+    index(tmp_path, {"a": "model-1.safetensors", "b": "other.safetensors"})
+    found = read_headers(tmp_path)
+    assert sorted(path.name for path in found) == ["model-1.safetensors", "other.safetensors"]
+
+
+def test_shards_without_an_index(tmp_path):
+    shard(tmp_path, "model-1.safetensors", "a")
+    shard(tmp_path, "model-2.safetensors", "b")
+    assert len(read_headers(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", "..", "weights.bin", "", 7,
+     "a\\..\\b.safetensors", "missing.safetensors"],
+)  # fmt: skip
+def test_an_index_that_leads_astray(tmp_path, name):
+    (tmp_path / "sub").mkdir()
+    shard(tmp_path / "sub", "model.safetensors", "a")
+    index(tmp_path / "sub", {"a": name})
+    (tmp_path / "sub" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="index"):
+        read_headers(tmp_path / "sub")
+
+
+@pytest.mark.parametrize("weight_map", [None, [], {}, "x"])
+def test_an_index_without_a_map(tmp_path, weight_map):
+    index(tmp_path, weight_map)
+    with pytest.raises(CheckpointError, match="weight_map"):
+        read_headers(tmp_path)
+
+
+def test_a_tensor_in_two_files(tmp_path):
+    shard(tmp_path, "model-1.safetensors", "a")
+    shard(tmp_path, "model-2.safetensors", "a")
+    with pytest.raises(CheckpointError, match="'a'"):
+        read_headers(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_pickles_are_refused(tmp_path, name):
+    (tmp_path / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    with pytest.raises(CheckpointError, match="pickle"):
+        read_headers(tmp_path)
+
+
+def test_an_empty_folder(tmp_path):
+    with pytest.raises(ModelNotFoundError):
+        read_headers(tmp_path)

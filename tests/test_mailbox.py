@@ -1,0 +1,53 @@
+"""Messages from a thread to an event loop: all arrive, in order, with few wake-ups."""
+
+import asyncio
+import threading
+
+from mlxinfer.mailbox import Mailbox
+
+
+def test_all_arrive_in_order() -> None:
+    async def main() -> None:
+        mailbox: Mailbox[int] = Mailbox(asyncio.get_running_loop())
+        queues: list[asyncio.Queue[int]] = [asyncio.Queue() for _ in range(3)]
+
+        def work() -> None:
+            for i in range(1000):
+                mailbox.post(queues[i % 3], i)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        for i in range(1000):
+            assert await asyncio.wait_for(queues[i % 3].get(), 10) == i
+        thread.join()
+
+    asyncio.run(main())
+
+
+def test_messages_before_the_loop_runs_share_a_wake_up() -> None:
+    async def main() -> int:
+        loop = asyncio.get_running_loop()
+        wake_ups = 0
+        original = loop.call_soon_threadsafe
+
+        def counting(*arguments):  # type: ignore[no-untyped-def]
+            nonlocal wake_ups
+            wake_ups += 1
+            return original(*arguments)
+
+        loop.call_soon_threadsafe = counting  # type: ignore[method-assign]
+        mailbox: Mailbox[int] = Mailbox(loop)
+        inbox: asyncio.Queue[int] = asyncio.Queue()
+        for i in range(100):
+            mailbox.post(inbox, i)
+        assert [await inbox.get() for _ in range(100)] == list(range(100))
+        return wake_ups
+
+    assert asyncio.run(main()) == 1
+
+
+def test_a_closed_loop_is_no_error() -> None:
+    loop = asyncio.new_event_loop()
+    mailbox: Mailbox[int] = Mailbox(loop)
+    loop.close()
+    mailbox.post(asyncio.Queue(), 1)

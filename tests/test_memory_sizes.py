@@ -1,0 +1,34 @@
+"""Sizes as people write them."""
+
+import pytest
+
+from mlxinfer.errors import InvalidRequestError
+from mlxinfer.memory import default_kv_bytes, parse_bytes, total_memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("8GB", 8_000_000_000),
+        ("8gb", 8_000_000_000),
+        ("1.5G", 1_500_000_000),
+        ("512 MiB", 512 * 2**20),
+        ("2gib", 2 * 2**30),
+        ("4096", 4096),
+        (4096, 4096),
+    ],
+)
+def test_sizes(text: str | int, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "8 Gb/s", "lots", 0, -5, 1.5, True, None, "0"])
+def test_what_is_no_size(text: object) -> None:
+    with pytest.raises(InvalidRequestError, match="max_memory"):
+        parse_bytes(text)  # type: ignore[arg-type]
+
+
+def test_the_default_is_a_share_and_never_nothing() -> None:
+    assert default_kv_bytes(10**10, 5 * 10**9) == 2 * 10**9
+    assert default_kv_bytes(10**9, 5 * 10**9) == 64 * 10**6
+    assert total_memory_bytes() > 10**8

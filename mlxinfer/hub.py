@@ -67,7 +67,12 @@ def pull(name: str, *, progress: Progress | None = None) -> Path:
 
 
 def plan_pull(name: str) -> Plan:
-    """What pull() would fetch, and whether it fits on the disk. Raises: as resolve()."""
+    """What pull() would fetch, and whether it fits on the disk.
+
+    Raises: as resolve(); and InvalidRequestError for a model that is not the hub's.
+    """
+    if _local_folder(name) is not None:
+        raise InvalidRequestError(f"{name} is local: there is nothing to download.", param="name")
     return plan_download(_parse(name))
 
 
@@ -90,10 +95,11 @@ def remove(name: str) -> int:
     """
     if name in BUNDLED:
         raise InvalidRequestError(f"{name} is part of mlxinfer and stays.", param="name")
+    if os.path.isdir(os.path.expanduser(name)):
+        raise InvalidRequestError(f"{name} is a folder of yours: delete it yourself.", param="name")
     repo = _parse(name)
     if not repo.folder.is_dir():
-        own = " It is a folder of yours: delete it yourself." if os.path.isdir(name) else ""
-        raise ModelNotFoundError(f"{repo} is not in the hub cache.{own}{_suggestion(name)}")
+        raise ModelNotFoundError(f"{repo} is not in the hub cache.{_suggestion(name)}")
     before = disk_bytes(repo.folder)
     _delete(repo, whole="@" not in name)
     return before - (disk_bytes(repo.folder) if repo.folder.exists() else 0)

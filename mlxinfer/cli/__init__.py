@@ -5,6 +5,7 @@ called `command`. It imports what is slow (mlx, rich, the hub) inside of its fun
 `mlxinfer --help` is quick.
 """
 
+import os
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -49,4 +50,5 @@ def cli() -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # retries are our business, and quiet
     sys.exit(guarded(lambda: cli.main(args, prog_name="mlxinfer", standalone_mode=False)))

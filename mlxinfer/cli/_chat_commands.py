@@ -1,8 +1,9 @@
 """The /commands of a chat: text in, a Reply out. Knows the session, not the terminal."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from ..errors import InvalidRequestError
 from ._chat_session import ChatSession
@@ -95,10 +96,20 @@ def _load(session: ChatSession, name: str) -> Reply:
 
 
 def _stats(session: ChatSession, _: str) -> Reply:
-    rows = [(key, str(value)) for key, value in session.llm.stats().items()]
+    rows = list(_flat("", session.llm.stats()))
     if session.last is not None:
         rows.insert(0, ("last answer", session.last.summary))
     return Reply(table(rows))
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """{"a": [{"b": 1}]} -> ("a.0.b", "1")"""
+    if isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in pairs:
+            yield from _flat(f"{name}.{key}" if name else str(key), item)
+    else:
+        yield name, str(value)
 
 
 def _quit(_: ChatSession, __: str) -> Reply:

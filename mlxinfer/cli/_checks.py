@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from .. import __version__, hub
@@ -60,6 +59,8 @@ def mlx() -> Check:
         require_mlx()
     except MlxinferError as error:
         return Check("mlx", FAIL, str(error), "see the message")
+    from importlib.metadata import version
+
     import mlx.core as mx
 
     devices = f"default device {mx.default_device()}"

@@ -87,7 +87,7 @@ def take_turn(session: ChatSession, line: str, console: "Console") -> Reply:
         return Reply()
     reply = run_command(session, line) if is_command(line) else Reply(ask=_unescaped(line))
     if reply.text:
-        console.print(reply.text, markup=False, highlight=False)
+        console.print(reply.text, markup=False, highlight=False, soft_wrap=True)
     if reply.ask is not None:
         answer(session.ask(reply.ask), session, console)
     return reply

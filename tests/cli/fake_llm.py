@@ -55,7 +55,7 @@ class FakeLLM:
         return self._result(4)
 
     def stats(self) -> dict[str, Any]:
-        return {"pages_used": 3}
+        return {"pages_used": 3, "groups": [{"pages": 8}]}
 
     def close(self) -> None:
         self.closed += 1

@@ -130,7 +130,8 @@ def test_stats_save_load_clear(session: ChatSession, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     shown = talk(session, "hi", "/stats", f"/save {file}", "/clear", f"/load {file}")
     assert "7 prompt + 2 answer tokens" in shown
-    assert "pages_used" in shown
+    assert "pages_used      3" in shown
+    assert "groups.0.pages  8" in shown
     assert "saved 2 messages" in shown
     assert "loaded 2 messages" in shown
     assert len(session.messages) == 2

@@ -150,8 +150,10 @@ def test_remove_refuses_what_is_not_in_the_cache(bundled: Path, tmp_path: Path) 
         hub.remove("demo")
     with pytest.raises(ModelNotFoundError, match="not in the hub cache"):
         hub.remove("org/none")
-    with pytest.raises(ModelNotFoundError):
+    with pytest.raises(InvalidRequestError, match="a folder of yours"):
         hub.remove(str(tmp_path))
+    with pytest.raises(InvalidRequestError, match="nothing to download"):
+        hub.plan_pull("demo")
     assert bundled.is_dir()
 
 

@@ -20,7 +20,7 @@ MAX_POSITIONS = 2048
 SAMPLING = {"do_sample": True, "temperature": 0.3, "top_p": 0.9}  # what suits the model
 
 
-def model_config(shape: Shape, eos_ids: list[int]) -> dict[str, Any]:
+def model_config(shape: Shape, eos_ids: list[int | None]) -> dict[str, Any]:
     """Return config.json, as transformers 4 spells it, without a quantisation."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
@@ -69,7 +69,7 @@ def bundle(name: str, work: Path, out: Path, *, bits: int | None = BITS) -> None
 
 def trained_weights(checkpoint: Path) -> dict[str, mx.array]:
     """Return the named weights of a training checkpoint in bfloat16."""
-    arrays = mx.load(str(checkpoint))
+    arrays: Any = mx.load(str(checkpoint))
     return {
         name.removeprefix("params."): array.astype(mx.bfloat16)
         for name, array in sorted(arrays.items())

@@ -6,6 +6,7 @@ Held-out loss of the weights as trained and as shipped, then the shipped model's
 import argparse
 import math
 from pathlib import Path
+from typing import Any
 
 from .train import held_out_loss  # first: it makes matrix products fast, before mlx is loaded
 
@@ -35,7 +36,7 @@ QUESTIONS = (
 
 def shipped_weights(folder: Path) -> dict[str, mx.array]:
     """Return the weights of a bundled folder, as the numbers that its 4 bits stand for."""
-    arrays = mx.load(str(folder / "model.safetensors"))
+    arrays: Any = mx.load(str(folder / "model.safetensors"))
     weights = {}
     for name, array in arrays.items():
         stem = name.removesuffix(".weight")

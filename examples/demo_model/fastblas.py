@@ -34,7 +34,7 @@ def preload() -> bool:
         source, library = Path(scratch, "shim.c"), Path(scratch, "shim.so")
         source.write_text(SOURCE, encoding="utf-8")
         linking = [f"-L{folder}", "-lscipy_openblas", f"-Wl,-rpath,{folder}"]
-        command = [compiler, "-O2", "-shared", "-fPIC", "-o", library, source, *linking]
+        command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source), *linking]
         if subprocess.run(command, capture_output=True, check=False).returncode != 0:
             return False
         ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)

@@ -120,8 +120,9 @@ class Run:
     def _resume(self) -> None:
         if not self.checkpoint.exists():
             return
-        arrays, place = mx.load(str(self.checkpoint), return_metadata=True)
-        state = tree_unflatten(list(arrays.items()))
+        saved: Any = mx.load(str(self.checkpoint), return_metadata=True)
+        arrays, place = saved
+        state: Any = tree_unflatten(list(arrays.items()))
         self.params, self.optimizer.state = state["params"], state["optimizer"]
         self.step, self.num_steps = int(place["step"]), int(place["num_steps"])
 

@@ -13,7 +13,7 @@ from . import hub
 from .answer import Answer
 from .backend import require_mlx
 from .config import EngineConfig
-from .core import Request, SamplingParams, TokenEvent
+from .core import Request, SamplingParams, TokenEvent, check_token_ids
 from .errors import InvalidRequestError
 from .info import ModelInfo, describe
 from .mailbox import Mailbox
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from .models.decoder import Model
+
+PAGE_SIZE = 16  # tokens of KV cache that are handed out together
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -79,23 +81,25 @@ class LLM:
         from .engine.engine import Engine  # imports mlx, which need not be there to say why not
         from .models import load
 
+        path, name = self.path, str(model)
+        described: list[ModelInfo] = []  # `build` must not know `self`: its thread would keep it
+
         def build() -> "tuple[Model, EngineConfig]":
-            loaded = load(self.path, dtype=dtype)
-            self.model_info: ModelInfo = describe(str(model), self.path, loaded)
-            page_size = 16
+            loaded = load(path, dtype=dtype)
+            described.append(describe(name, path, loaded))
+            limit = loaded.config.max_context
             return loaded, EngineConfig(
-                page_size=page_size,
+                page_size=PAGE_SIZE,
                 max_batch=max_batch,
-                prefill_chunk=-(-prefill_chunk // page_size) * page_size,
-                max_context=min(
-                    max_context or loaded.config.max_context, loaded.config.max_context
-                ),
+                prefill_chunk=-(-prefill_chunk // PAGE_SIZE) * PAGE_SIZE,
+                max_context=min(max_context or limit, limit),
                 kv_budget_bytes=budget or default_kv_bytes(total_memory_bytes(), loaded.num_bytes),
                 num_pages=num_pages,
                 launch_ahead=launch_ahead,
             )
 
         self._engine = Engine(build)
+        self.model_info = described[0]
         self._finalizer = weakref.finalize(self, self._engine.close)
 
     # -- text -----------------------------------------------------------------------------------
@@ -220,6 +224,7 @@ class LLM:
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, parse_special=True)
+        check_token_ids(prompt, self.model_info.vocab_size, param="prompt")
         return list(prompt)
 
     def _plain(self, prompt: Prompt, params: SamplingParams | None) -> Answer:
@@ -309,6 +314,14 @@ async def _last(deltas: AsyncIterator[Delta]) -> Result:
         result = delta.result
     assert result is not None
     return result
+
+
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise InvalidRequestError(
+                f"{name} is {value!r}; expected a whole number from 1 up.", param=name
+            )
 
 
 def _is_one_prompt(prompts: Any) -> bool:

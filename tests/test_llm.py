@@ -1,0 +1,278 @@
+"""The public contract, on the bundled demo model."""
+
+import asyncio
+import gc
+import json
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mlxinfer
+from mlxinfer import LLM, FinishReason, SamplingParams
+
+QUESTION = [{"role": "user", "content": "Hello, who are you?"}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", max_batch=8) as made:
+        yield made
+        assert made.stats()["kv_bytes_held"] == 0
+
+
+def test_one_prompt_gives_a_result_and_many_give_a_list(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=6)
+    result = llm.generate("The KV cache", params)
+    assert result.finish_reason in ("length", "stop")
+    assert result.prompt_tokens == len(llm.tokenizer.encode("The KV cache"))
+    assert result.text
+    ids = llm.tokenizer.encode("The KV cache")
+    assert llm.generate(ids, params).token_ids == result.token_ids
+    many = llm.generate(["The KV cache", ids, "A page"], params)
+    assert [r.token_ids for r in many[:2]] == [result.token_ids] * 2
+    assert len(llm.generate(["one", "two"], [params, SamplingParams(max_tokens=2)])) == 2
+
+
+def test_streams_join_to_the_result(llm: LLM) -> None:
+    deltas = list(llm.stream_chat(QUESTION, SamplingParams(max_tokens=30)))
+    result = deltas[-1].result
+    assert result is not None
+    assert "".join(d.text for d in deltas) == result.text
+    assert [i for d in deltas for i in d.token_ids] == list(result.token_ids)
+    assert all(d.result is None for d in deltas[:-1])
+    assert llm.chat(QUESTION, SamplingParams(max_tokens=30)).text == result.text
+
+
+def test_stop_strings_end_the_text_before_them(llm: LLM) -> None:
+    whole = llm.chat(QUESTION, SamplingParams(max_tokens=40))
+    stop = whole.text[5:9]
+    cut = llm.chat(QUESTION, SamplingParams(max_tokens=40, stop=(stop,)))
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.finish_reason is FinishReason.STOP
+    assert len(cut.token_ids) < len(whole.token_ids)
+
+
+def test_end_tokens_are_not_text(llm: LLM) -> None:
+    result = llm.chat(QUESTION, SamplingParams(max_tokens=200))
+    assert result.finish_reason is FinishReason.STOP
+    assert result.token_ids[-1] in llm.end_ids
+    assert "<|" not in result.text
+    longer = llm.chat(QUESTION, SamplingParams(max_tokens=200, ignore_eos=True))
+    assert longer.finish_reason is FinishReason.LENGTH
+    assert len(longer.token_ids) == 200
+
+
+def test_logprobs_are_those_of_the_logits(llm: LLM) -> None:
+    prompt = llm.tokenizer.encode("The KV cache keeps")
+    result = llm.generate(prompt, SamplingParams(max_tokens=4, logprobs=3))
+    logits = llm.logits([*prompt, *result.token_ids[:-1]])[len(prompt) - 1 :]
+    expected = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+    assert result.logprobs is not None
+    for row, token, scores in zip(expected, result.token_ids, result.logprobs, strict=True):
+        assert scores.logprob == pytest.approx(row[token], abs=1e-3)
+        assert [i for i, _ in scores.top] == np.argsort(-row)[:3].tolist()
+
+
+def test_logits_do_not_depend_on_chunks(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("Pages, tails and tokens. " * 12)
+    with LLM("demo", prefill_chunk=16) as chunked:
+        assert np.abs(chunked.logits(ids) - llm.logits(ids)).max() < 1e-3
+    assert llm.logits(ids).shape == (len(ids), llm.model_info.vocab_size)
+    assert llm.logits(ids).dtype == np.float32
+
+
+def test_seeded_requests_repeat(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=5)
+    first = llm.generate("A token", params)
+    crowd = llm.generate(["A token", "A page", "x"], [params, SamplingParams(), params])
+    assert crowd[0].token_ids == first.token_ids
+    other = llm.generate("A token", SamplingParams(max_tokens=12, temperature=1.0, seed=6))
+    assert other.token_ids != first.token_ids
+
+
+def test_asyncio(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=10)
+
+    async def streamed() -> str:
+        return "".join([d.text async for d in llm.astream("A page", params)])
+
+    async def main() -> None:
+        results = await asyncio.gather(
+            llm.agenerate("A page", params), llm.achat(QUESTION, params), streamed()
+        )
+        assert results[0].text == results[2] == llm.generate("A page", params).text
+        assert results[1].text == llm.chat(QUESTION, params).text
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_task_ends_its_request(llm: LLM) -> None:
+    async def main() -> None:
+        endless = SamplingParams(max_tokens=None, ignore_eos=True)
+        task = asyncio.create_task(llm.agenerate("A", endless))
+        await asyncio.sleep(0.1)
+        assert llm.stats()["running"] == 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert llm.stats()["running"] == 0
+
+
+def test_leaving_a_stream_ends_its_request(llm: LLM) -> None:
+    stream = llm.stream("A", SamplingParams(max_tokens=None, ignore_eos=True))
+    next(stream)
+    assert llm.stats()["running"] == 1
+    stream.close()  # type: ignore[attr-defined]
+    assert llm.stats()["running"] == 0
+
+
+def test_ctrl_c_ends_the_requests_of_a_cell(llm: LLM) -> None:
+    import _thread
+
+    threading.Timer(0.2, _thread.interrupt_main).start()
+    endless = SamplingParams(max_tokens=None, ignore_eos=True)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["A", "B"], endless)
+    assert llm.stats()["running"] == 0
+    assert llm.generate("A", SamplingParams(max_tokens=3)).token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "empty"),
+        ([], "empty"),
+        ([5, 10**6], "from 0 to"),
+        ([-1], "-1"),
+        (b"bytes", "bytes"),
+        (None, "NoneType"),
+        (7, "int"),
+    ],
+)
+def test_bad_prompts(llm: LLM, prompt: object, message: str) -> None:
+    with pytest.raises(mlxinfer.InvalidRequestError, match=message):
+        llm.generate(prompt, SamplingParams(max_tokens=2))  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": float("inf")}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop": ""}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logit_bias": {"a": 1.0}}, "logit_bias"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+    ],
+)
+def test_bad_settings_name_themselves(values: dict[str, object], message: str) -> None:
+    with pytest.raises(mlxinfer.InvalidRequestError, match=message) as caught:
+        SamplingParams(**values)  # type: ignore[arg-type]
+    assert caught.value.param == next(iter(values))
+    assert caught.value.status == 400
+
+
+def test_one_bad_request_of_a_batch_ends_no_engine(llm: LLM) -> None:
+    with pytest.raises(mlxinfer.InvalidRequestError):
+        llm.generate(["fine", [10**6]], SamplingParams(max_tokens=50))
+    with pytest.raises(mlxinfer.InvalidRequestError, match="2 prompts and 1"):
+        llm.generate(["a", "b"], [SamplingParams()])
+    assert llm.generate("A", SamplingParams(max_tokens=3)).token_ids
+    assert llm.stats()["running"] == 0
+
+
+def test_too_long_prompts(llm: LLM) -> None:
+    long = [5] * llm.model_info.max_context
+    with pytest.raises(mlxinfer.ContextLengthError, match=f"{len(long)} tokens"):
+        llm.generate(long)
+    with LLM("demo", num_pages=4, max_context=100) as small:
+        with pytest.raises(mlxinfer.InsufficientMemoryError):
+            small.generate([5] * 64)
+        with pytest.raises(mlxinfer.ContextLengthError, match="holds 100"):
+            small.generate([5] * 100)
+        last = small.generate([5] * 63, SamplingParams(max_tokens=9))
+        assert len(last.token_ids) == 1
+        assert last.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_batch": 0},
+        {"prefill_chunk": -3},
+        {"max_context": 0},
+        {"max_memory": "much"},
+        {"max_memory": "1KB"},
+    ],
+)
+def test_bad_arguments(arguments: dict[str, object]) -> None:
+    with pytest.raises(mlxinfer.InvalidRequestError):
+        LLM("demo", **arguments)  # type: ignore[arg-type]
+
+
+def test_unknown_and_broken_models(tmp_path: Path) -> None:
+    with pytest.raises(mlxinfer.ModelNotFoundError):
+        LLM(str(tmp_path / "nowhere"))
+    demo = Path(mlxinfer.__file__).parent / "assets" / "demo"
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in demo.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(mlxinfer.CheckpointError):
+        LLM(broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "model_type": "unheard_of"}))
+    with pytest.raises(mlxinfer.UnsupportedModelError, match="unheard_of"):
+        LLM(broken)
+
+
+def test_closing(llm: LLM) -> None:
+    other = LLM("demo")
+    assert "demo" in repr(other)
+    stream = other.stream("A", SamplingParams(max_tokens=None, ignore_eos=True))
+    next(stream)
+    other.close()
+    other.close()
+    assert "closed" in repr(other)
+    assert [d.result for d in stream][-1].finish_reason is FinishReason.ABORT  # type: ignore[union-attr]
+    with pytest.raises(mlxinfer.EngineClosedError):
+        other.generate("A")
+    with pytest.raises(mlxinfer.EngineClosedError):
+        other.stats()
+
+
+def test_a_forgotten_llm_is_closed() -> None:
+    made = LLM("demo")
+    thread = made._engine._thread
+    gone = weakref.ref(made)
+    del made
+    gc.collect()
+    assert gone() is None
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_results_tell_times(llm: LLM) -> None:
+    timing = llm.generate("A page", SamplingParams(max_tokens=20, ignore_eos=True)).timing
+    assert 0 < timing.time_to_first_token_s <= timing.total_s
+    assert timing.tokens_per_s is not None
+    assert timing.tokens_per_s > 0
+    assert timing.queued_s >= 0

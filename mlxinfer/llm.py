@@ -64,11 +64,9 @@ class LLM:
         launch_ahead: bool = True,
     ) -> None:
         budget = None if max_memory is None else parse_bytes(max_memory)
-        for name, value in (("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
-            if type(value) is not int or value < 1:
-                raise InvalidRequestError(
-                    f"{name} is {value!r}; expected a whole number from 1 up."
-                )
+        _check_counts(max_batch=max_batch, prefill_chunk=prefill_chunk)
+        if max_context is not None:
+            _check_counts(max_context=max_context)
         require_mlx()
         self.path = hub.resolve(str(model))
         self.tokenizer = Tokenizer.from_folder(self.path)

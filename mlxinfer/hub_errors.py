@@ -30,6 +30,7 @@ def hub_failures(repo: RepoName) -> Iterator[None]:
 def translate(error: BaseException, repo: RepoName) -> MlxinferError:
     """The error of ours that tells a user about `error`."""
     from huggingface_hub.errors import (
+        EntryNotFoundError,
         GatedRepoError,
         HfHubHTTPError,
         HTTPError,
@@ -49,6 +50,8 @@ def translate(error: BaseException, repo: RepoName) -> MlxinferError:
         return _unknown(repo)
     if isinstance(error, RevisionNotFoundError):
         return ModelNotFoundError(f"{repo.repo_id} has no revision {repo.revision!r}.")
+    if isinstance(error, EntryNotFoundError):
+        return DownloadError(f"The hub lists a file of {repo} that it does not have; try again.")
     if isinstance(error, HfHubHTTPError):
         return _answered(error.response.status_code, repo)
     if isinstance(error, HTTPError):

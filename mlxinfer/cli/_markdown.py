@@ -35,7 +35,7 @@ def split_finished(text: str) -> tuple[str, str]:
     lines = text.splitlines(keepends=True)
     for line in lines:
         bare = line.rstrip("\r\n")
-        if not fence and blank_before and bare and not bare[0].isspace():
+        if blank_before and bare and not bare[0].isspace():
             end = position
         fence = _fence_after(fence, bare, whole=line != bare)
         blank_before = not fence and not bare.strip()

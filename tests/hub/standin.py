@@ -43,6 +43,7 @@ class Faults:
     no_ranges: bool = False  # ignore Range
     short_length: int = 0  # announce and send that many bytes less than there are, once
     gate_files: bool = False  # files are gated, the listing is not
+    gone: frozenset[str] = frozenset()  # files that are listed, but not there
     on_chunk: Callable[[], None] | None = None  # called before each KiB of a large body
 
 
@@ -154,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._error(404, "RepoNotFound")
         if not repo.knows(revision):
             return self._error(404, "RevisionNotFound")
-        if name not in repo.files:
+        if name not in repo.files or name in self.hub.faults.gone:
             return self._error(404, "EntryNotFound")
         data = repo.files[name]
         headers = {"X-Repo-Commit": repo.commit, "ETag": f'"{hashlib.sha1(data).hexdigest()}"'}

@@ -52,6 +52,16 @@ def test_pull_asks_and_fetches_only_what_is_new(standin: StandIn) -> None:
     assert hub.resolve("org/tiny") == new
 
 
+def test_an_update_that_fails_leaves_the_old_version_in_place(standin: StandIn) -> None:
+    old = hub.pull("org/tiny")
+    newer = {**MODEL, "config.json": b'{"model_type": "qwen3"}'}
+    standin.repos["org/tiny"] = Repo(newer, commit="f" * 40)
+    standin.faults.gone = frozenset({"config.json"})
+    with pytest.raises(DownloadError, match="that it does not have"):
+        hub.pull("org/tiny")
+    assert hub.resolve("org/tiny", download=False) == old
+
+
 def test_huggingface_hub_finds_what_was_downloaded(standin: StandIn, cache: Path) -> None:
     from huggingface_hub import snapshot_download
 

@@ -1,0 +1,150 @@
+"""What a benchmark asks of an engine, and ours driven so. Knows no threads and no text.
+
+Both engines are driven turn by turn from one thread, so that what is measured is the engine and not
+the queue in front of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import mlx.core as mx
+
+from ..cache.step import StepKV
+from ..config import EngineConfig
+from ..core import Request, SamplingParams, TokenEvent
+from ..engine.loop import Loop
+from ..models.decoder import Model
+from .meter import FORWARD, PLAN, Meter
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Forward passes, and the tokens that they computed, padding included."""
+
+    passes: int = 0
+    rows: int = 0
+
+    def since(self, earlier: "Work") -> "Work":
+        """What came on top."""
+        return Work(self.passes - earlier.passes, self.rows - earlier.rows)
+
+
+class Driver(Protocol):
+    """An engine under measurement."""
+
+    meter: Meter
+
+    @property
+    def done(self) -> Work:
+        """All work whose tokens `step` has returned."""
+        ...
+
+    def store_model(self) -> None:
+        """From now on the model returns what it returned last: all else is what is measured."""
+        ...
+
+    def add(self, name: str, prompt_ids: list[int], params: SamplingParams) -> None:
+        """Queue a request."""
+        ...
+
+    def step(self) -> list[str]:
+        """One turn; the names of the requests that got a token in it."""
+        ...
+
+
+class MeteredModel:
+    """A model that counts its calls, their rows and their time."""
+
+    def __init__(self, model: Model, meter: Meter) -> None:
+        self.config = model.config
+        self.kv_specs = model.kv_specs
+        self.activation_dtype = model.activation_dtype
+        self.work = Work()
+        self.storing = False
+        self._hidden: mx.array | None = None
+        self._logits: mx.array | None = None
+        self._forward = meter.timed(FORWARD, model)
+        self._head = meter.timed(FORWARD, model.logits)
+
+    def __call__(self, ids: mx.array, positions: mx.array, kv: Sequence[StepKV]) -> mx.array:
+        """One step over (T,) tokens."""
+        self.work = Work(self.work.passes + 1, self.work.rows + ids.shape[0])
+        if self._hidden is None or len(self._hidden) != len(ids):
+            hidden = self._forward(ids, positions, kv)
+            if not self.storing:
+                return hidden
+            mx.eval(hidden)
+            self._hidden, self._logits = hidden, None
+        return self._hidden
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """hidden (R, hidden_size) -> (R, vocab)."""
+        if self._logits is None or len(self._logits) != len(hidden):
+            logits = self._head(hidden)
+            if not self.storing:
+                return logits
+            mx.eval(logits)
+            self._logits = logits
+        return self._logits
+
+
+class OurDriver:
+    """mlxinfer's loop.
+
+    Args:
+        model: evaluated and ready.
+        max_batch: requests that run at once.
+        prefill_chunk: prompt tokens a step.
+        num_pages: of KV cache; None: as many as 4 GB hold.
+        launch_ahead: as the engine does.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        max_batch: int = 64,
+        prefill_chunk: int = 256,
+        num_pages: int | None = None,
+        launch_ahead: bool = True,
+    ) -> None:
+        self.meter = Meter()
+        self.done = Work()
+        self._launch_ahead = launch_ahead
+        self._model = MeteredModel(model, self.meter)
+        self._named: list[str] = []
+        config = EngineConfig(
+            max_batch=max_batch,
+            prefill_chunk=prefill_chunk,
+            max_context=model.config.max_context,
+            kv_budget_bytes=1 << 32,
+            num_pages=num_pages,
+            launch_ahead=launch_ahead,
+        )
+        self.loop = Loop(cast(Model, self._model), config, self._take)
+        cache = self.loop.cache
+        cache.begin_step = self.meter.timed(PLAN, cache.begin_step)  # type: ignore[method-assign]
+
+    def store_model(self) -> None:
+        """Compute once more, then no more."""
+        self._model.storing = True
+
+    def add(self, name: str, prompt_ids: list[int], params: SamplingParams) -> None:
+        """Queue a request."""
+        request = Request(name, prompt_ids, params)
+        self.loop.add(request, self.loop.check(request))
+
+    def step(self) -> list[str]:
+        """Launch a step, read the one before."""
+        self._named = []
+        launched_before = self._model.work
+        self.loop.turn()
+        self.done = launched_before if self._launch_ahead else self._model.work
+        return self._named
+
+    def _take(self, event: TokenEvent) -> None:
+        if event.error is not None:
+            raise event.error
+        if event.token_id is not None:
+            self._named.append(event.request_id)

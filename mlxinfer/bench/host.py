@@ -1,0 +1,277 @@
+"""`bench host`: what the main thread does for one decode step. Knows both engines as drivers.
+
+Two questions. How much CPU time does a step take beside the model, with one to many requests that
+all sample differently? And how long does it take to build the graph of a deep model's step? On Apple silicon the first is hidden behind the GPU while it is short, and the second is the
+floor under small models.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..core import SamplingParams
+from ..models import load
+from .checkpoints import MANY_LAYERS, TWO_LAYERS, Dense, random_prompt, write_checkpoint
+from .driver import Driver, OurDriver
+from .meter import DISPATCH, FORWARD, PLAN, Meter, metered_evaluation
+from .peer import PeerDriver, PeerStream, load_peer_model
+from .report import Report, Table, ratio
+
+PAGE = 16
+BLOCK = PAGE  # steps a block: as many as a page has, so that each block seals its share
+WARM_BLOCKS = (
+    2  # pools and tails are grown, and every page size was seen, after a ring of two pages
+)
+PROMPT = 20
+NAMES = ("mlxinfer", "mlx-lm")
+CONTEXT = 100  # tokens before the deep model's step: several sealed pages and a tail
+MIXED = (  # what different users ask for at once; round robin over the requests
+    SamplingParams(temperature=0.8, top_p=0.9, seed=1),
+    SamplingParams(temperature=0.8, top_k=40),
+    SamplingParams(temperature=0.8, min_p=0.05, repetition_penalty=1.1),
+    SamplingParams(),
+)
+
+
+class Steps(Protocol):
+    """Something that takes decode steps, with a meter."""
+
+    meter: Meter
+
+    def step(self) -> list[str]:
+        """Take one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Main-thread CPU microseconds of one decode step, the mean over a block of steps."""
+
+    total: float
+    forward: float  # building the graph
+    plan: float  # of which page tables; mlx-lm's are part of `forward`
+    dispatch: float  # handing the graph to the backend
+
+    @property
+    def outside(self) -> float:
+        """Everything but graph and dispatch: scheduling, sampling, reading tokens, page tables."""
+        return self.total - self.forward - self.dispatch
+
+    @property
+    def build(self) -> float:
+        """Everything that the model's graph needs."""
+        return self.forward + self.plan
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Costs of ours and of mlx-lm with some requests decoding at once."""
+
+    requests: int
+    whole: list[StepCost]
+    without_model: list[StepCost]  # which returns stored logits: sampling and its dispatch are in
+
+
+def measure_block(steps: Steps, count: int) -> StepCost:
+    """Take `count` steps."""
+    accounts = steps.meter.seconds
+    before = dict(accounts)
+    with metered_evaluation(steps.meter):
+        started = time.thread_time()
+        for _ in range(count):
+            steps.step()
+        total = time.thread_time() - started
+
+    def each(account: str) -> float:
+        return (accounts[account] - before.get(account, 0.0)) / count * 1e6
+
+    return StepCost(total / count * 1e6, each(FORWARD), each(PLAN), each(DISPATCH))
+
+
+def measure(sides: Sequence[Steps], *, blocks: int, block_steps: int = BLOCK) -> list[StepCost]:
+    """The median cost of each side over blocks that alternate, A B A B."""
+    costs: list[list[StepCost]] = [[] for _ in sides]
+    for block in range(WARM_BLOCKS + blocks):
+        for side, found in zip(sides, costs, strict=True):
+            gc.collect()  # what the other side left is not this side's
+            cost = measure_block(side, block_steps)
+            if block >= WARM_BLOCKS:
+                found.append(cost)
+    return [_median_of(found) for found in costs]
+
+
+def _median_of(costs: Sequence[StepCost]) -> StepCost:
+    """The block whose cost outside the forward pass is the median, with the medians of the rest."""
+
+    def middle(field: Callable[[StepCost], float]) -> float:
+        return statistics.median(field(cost) for cost in costs)
+
+    forward, dispatch = middle(lambda c: c.forward), middle(lambda c: c.dispatch)
+    outside = middle(lambda c: c.outside)
+    return StepCost(outside + forward + dispatch, forward, middle(lambda c: c.plan), dispatch)
+
+
+def until_decoding(driver: Driver, names: set[str]) -> None:
+    """Step until every request has a token: no prefill is left."""
+    while names:
+        names = names.difference(driver.step())
+
+
+def fill(driver: Driver, count: int, length: int, vocab: int) -> None:
+    """Start `count` requests that sample differently and bring them to decoding."""
+    names = {str(index) for index in range(count)}
+    for index in range(count):
+        params = MIXED[index % len(MIXED)]
+        prompt = random_prompt(length + index % 8, vocab, seed=index)
+        driver.add(str(index), prompt, endless(params))
+    until_decoding(driver, names)
+
+
+def endless(params: SamplingParams) -> SamplingParams:
+    """The same settings without an end."""
+    return replace(params, max_tokens=None, ignore_eos=True)
+
+
+def pages_for(count: int, length: int, blocks: int) -> int:
+    """Pages that `count` requests never outgrow, so that no pool grows while it is measured."""
+    tokens = length + 8 + 2 * (WARM_BLOCKS + blocks + 4) * BLOCK
+    return count * (tokens // PAGE + 10)
+
+
+def decode_costs(sizes: Sequence[int], *, blocks: int, peer: bool, folder: Path) -> "list[Decode]":
+    """Costs of decode steps over a model of two layers."""
+    write_checkpoint(folder, TWO_LAYERS)
+    model = load(folder)
+    peer_model = load_peer_model(folder) if peer else None
+    found: list[Decode] = []
+    for count in sizes:
+        sides: list[Driver] = [
+            OurDriver(model, max_batch=count, num_pages=pages_for(count, PROMPT, blocks))
+        ]
+        if peer:
+            sides.append(PeerDriver(peer_model, max_batch=count))
+        for side in sides:
+            fill(side, count, PROMPT, TWO_LAYERS.vocab)
+        whole = measure(sides, blocks=blocks)
+        for side in sides:
+            side.store_model()
+        found.append(Decode(count, whole, measure(sides, blocks=blocks)))
+    return found
+
+
+def build_costs(
+    sizes: Sequence[int], *, blocks: int, peer: bool, folder: Path, dense: Dense = MANY_LAYERS
+) -> list[tuple[int, list[StepCost]]]:
+    """(requests, cost of ours and of mlx-lm) of the graph of one greedy step of a deep model."""
+    write_checkpoint(folder, dense)
+    model = load(folder)
+    peer_model = load_peer_model(folder) if peer else None
+    found = []
+    for count in sizes:
+        prompts = [random_prompt(CONTEXT, dense.vocab, seed=index) for index in range(count)]
+        ours = OurDriver(model, max_batch=count, num_pages=pages_for(count, CONTEXT, blocks))
+        for index, prompt in enumerate(prompts):
+            ours.add(str(index), prompt, endless(SamplingParams()))
+        until_decoding(ours, {str(index) for index in range(count)})
+        sides: list[Steps] = [ours]
+        if peer:
+            sides.append(PeerStream(peer_model, prompts))
+        found.append((count, measure(sides, blocks=blocks)))
+    return found
+
+
+def slope(points: Sequence[tuple[int, float]]) -> float:
+    """Microseconds per request, by a straight line through all points."""
+    counts, costs = zip(*points, strict=True)
+    return float(np.polyfit(counts, costs, 1)[0]) if len(points) > 1 else float("nan")
+
+
+def run(
+    *,
+    sizes: Sequence[int] = (1, 8, 64, 256),
+    build_sizes: Sequence[int] = (1, 8),
+    blocks: int = 8,
+    peer: bool = True,
+) -> Report:
+    """Both parts."""
+    with TemporaryDirectory() as scratch:
+        decode = decode_costs(sizes, blocks=blocks, peer=peer, folder=Path(scratch) / "two")
+        build = build_costs(build_sizes, blocks=blocks, peer=peer, folder=Path(scratch) / "many")
+    data = {
+        "decode": [
+            {
+                "requests": d.requests,
+                "whole": _data(d.whole),
+                "without_model": _data(d.without_model),
+            }
+            for d in decode
+        ],
+        "build": [{"requests": count, **_data(costs)} for count, costs in build],
+    }
+    return Report("host", [_decode_table(decode), _build_table(build)], data)
+
+
+def _decode_table(found: list[Decode]) -> Table:
+    """Microseconds for each number of requests, and per request."""
+    columns: list[tuple[str, Callable[[Decode], list[float]]]] = [
+        ("beside the model", lambda d: [c.total for c in d.without_model]),
+        ("of it Python", lambda d: [c.outside for c in d.whole]),
+        ("with the model", lambda d: [c.total for c in d.whole]),
+    ]
+    rows = []
+    for decode in found:
+        cells = [_pair(field(decode)) for _, field in columns]
+        rows.append([str(decode.requests), *sum(cells, [])])
+    if len(found) > 1:
+        sides = range(len(found[0].whole))
+        slopes = [
+            _pair([slope([(d.requests, field(d)[i]) for d in found]) for i in sides], digits=1)
+            for _, field in columns
+        ]
+        rows.append(["each more", *sum(slopes, [])])
+    return Table(
+        "Main-thread CPU microseconds of a decode step; requests sample differently; two layers",
+        ["requests", *sum(([label, "mlx-lm", "ratio"] for label, _ in columns), [])],
+        rows,
+        "Beside the model: with stored logits. Of it Python: without mx.eval and mx.async_eval.",
+    )
+
+
+def _build_table(found: list[tuple[int, list[StepCost]]]) -> Table:
+    rows = []
+    for count, costs in found:
+        builds, dispatches = [c.build for c in costs], [c.dispatch for c in costs]
+        rows.append([str(count), *_pair(builds), *_pair(dispatches)])
+    return Table(
+        f"Main-thread CPU microseconds of the graph of one step, {MANY_LAYERS.layers} layers",
+        ["requests", "build", "mlx-lm", "ratio", "dispatch", "mlx-lm", "ratio"],
+        rows,
+        f"After {CONTEXT} tokens of context, page tables, attention, cache writes and logits included.",
+    )
+
+
+def _pair(values: Sequence[float], *, digits: int = 0) -> list[str]:
+    """Ours, theirs and how many times less ours is."""
+    ours = f"{values[0]:,.{digits}f}"
+    if len(values) == 1:
+        return [ours, "-", "-"]
+    return [ours, f"{values[1]:,.{digits}f}", ratio(values[1], values[0])]
+
+
+def _data(costs: list[StepCost]) -> dict[str, Any]:
+    return {
+        name: {
+            "total_us": cost.total,
+            "python_us": cost.outside,
+            "build_us": cost.build,
+            "dispatch_us": cost.dispatch,
+        }
+        for name, cost in zip(NAMES, costs, strict=False)
+    }

@@ -1,0 +1,109 @@
+"""`mlxinfer bench`: ratios beside mlx-lm, measured in one run on this machine."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ._options import json_option
+from ._output import emit_json
+
+if TYPE_CHECKING:
+    from ..bench.report import Report
+
+skip_peer = click.option("--skip-peer", is_flag=True, help="Measure mlxinfer alone.")
+
+
+class Counts(click.ParamType):
+    """1,8,64 -> [1, 8, 64]."""
+
+    name = "N,N,..."
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Whole numbers from 1 up."""
+        try:
+            counts = [int(part) for part in str(value).split(",")]
+        except ValueError:
+            counts = []
+        if not counts or min(counts) < 1:
+            self.fail(f"{value!r} is not a list of whole numbers such as 1,8,64.", param, ctx)
+        return counts
+
+
+@click.group()
+def command() -> None:
+    """Measure mlxinfer beside mlx-lm: same machine, same weights, same run.
+
+    Needs mlx-lm (pip install "mlxinfer[bench]") unless --skip-peer is given.
+    """
+
+
+@command.command()
+@click.option("--requests", type=Counts(), default="1,8,64,256", show_default=True)
+@click.option("--blocks", type=click.IntRange(min=1), default=8, show_default=True)
+@skip_peer
+@json_option
+def host(requests: list[int], blocks: int, skip_peer: bool, as_json: bool) -> None:
+    """CPU time of the main thread for one decode step."""
+    blas = _prepare()
+    from ..bench.host import run
+
+    _show(run(sizes=requests, blocks=blocks, peer=not skip_peer), blas, as_json)
+
+
+@command.command()
+@click.option("--long", type=click.IntRange(min=64), default=2048, show_default=True)
+@click.option("--small", is_flag=True, help="A model of seconds instead of minutes.")
+@click.option("--runs", type=click.IntRange(min=1), default=1, show_default=True)
+@skip_peer
+@json_option
+def latency(long: int, small: bool, runs: int, skip_peer: bool, as_json: bool) -> None:
+    """Time to first token of short requests behind a long prompt, and the gap in a running stream."""
+    blas = _prepare()
+    from ..bench.latency import run
+
+    _show(run(long=long, small=small, runs=runs, peer=not skip_peer), blas, as_json)
+
+
+@command.command()
+@click.option("-m", "--model", default="demo", show_default=True, metavar="MODEL")
+@click.option("--runs", type=click.IntRange(min=1), default=7, show_default=True)
+@skip_peer
+@json_option
+def start(model: str, runs: int, skip_peer: bool, as_json: bool) -> None:
+    """Whole processes: import, --help, and from launch to the first token."""
+    from ..bench.start import run
+
+    _show(run(model=model, runs=runs, peer=not skip_peer), None, as_json)
+
+
+def _prepare() -> str | None:
+    """A fast BLAS, the same for both sides, before anything imports MLX; and no word from others."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from ..bench.blas import preload_openblas
+
+    return preload_openblas()
+
+
+def _show(report: "Report", blas: str | None, as_json: bool) -> None:
+    from ..bench.report import describe_machine
+
+    report.machine = describe_machine(blas)
+    if as_json:
+        emit_json(report.as_dict())
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    for name, fact in report.machine.items():
+        console.print(f"[dim]{name:9}[/dim]{fact}", markup=True, soft_wrap=True)
+    for found in report.tables:
+        table = Table(title=found.title, caption=found.note or None, title_justify="left")
+        table.caption_justify = "left"
+        for index, column in enumerate(found.columns):
+            table.add_column(column, justify="left" if index == 0 else "right")
+        for row in found.rows:
+            table.add_row(*row)
+        console.print()
+        console.print(table)

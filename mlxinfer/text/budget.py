@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 MAX_INT_ARGUMENT = 1_000_000  # widths, counts and the like, given to a method or a filter
@@ -18,8 +18,9 @@ class LimitError(Exception):
 class Budget:
     """What is left of one rendering's allowance.
 
-    Every value that a template builds is charged by its expanded size, so that neither one huge
-    value, nor many, nor a small one that refers to the same part a billion times gets through.
+    Every value that a template builds is charged for what it takes, and its expanded size (shared
+    parts count each time) has a limit, so that neither one huge value, nor many, nor a small one
+    that refers to the same part a billion times gets through.
 
     Args:
         input_size: characters of what the template is given; the limits grow with it.
@@ -39,9 +40,21 @@ class Budget:
             raise LimitError(f"it ran for more than {self._deadline_s:g} s")
 
     def charge(self, value: object) -> None:
-        """Take the size of a value that was just built from what is left."""
+        """Take what a value that was just built takes from what is left; lists share items."""
+        size = self.check_value(value)
+        self._spend(8 * len(value) if isinstance(value, (dict, *_LISTS)) else size)
+
+    def charge_text(self, value: object) -> None:
+        """Take the size of a value that is written out from what is left."""
+        self._spend(self.check_value(value))
+
+    def check_value(self, value: object) -> int:
+        """Return the expanded size of a value; raise LimitError if that is too large."""
         self.tick()
-        self._left -= size_of(value, self.max_size)
+        return size_of(value, self.max_size)
+
+    def _spend(self, size: int) -> None:
+        self._left -= size
         if self._left < 0:
             raise LimitError("the values that it builds take too much memory together")
 
@@ -124,9 +137,9 @@ def size_of(value: object, limit: int) -> int:
         item = stack.pop()
         if isinstance(item, (str, bytes)):
             total += len(item)
-        elif isinstance(item, Mapping):
+        elif isinstance(item, dict):
             total += 8 * len(item)
-            stack.extend(item.keys())
+            stack.extend(item)
             stack.extend(item.values())
         elif isinstance(item, _LISTS):
             total += 8 * len(item)

@@ -6,7 +6,6 @@ template runs; what the marks enclose afterwards is encoded as plain text. Where
 such text, nothing is marked and the ids are those of the rendered text, as transformers gives.
 """
 
-import json
 import re
 import unicodedata
 import weakref
@@ -15,7 +14,8 @@ from typing import Any
 
 from ..errors import InvalidRequestError, TemplateError
 from .literals import literal_pattern
-from .template import plain_data
+from .messages import plain_data
+from .quoting import Marks
 from .tokenizer import Tokenizer
 
 MAX_BEGINNING = 64  # characters of a control token that one string may leave to the next
@@ -94,7 +94,7 @@ class ControlTokens:
             by_source[source] = cls(tokenizer, source)
         return by_source[source]
 
-    def marks_for(self, given: Any) -> "Marks | None":
+    def marks_for(self, given: Any) -> Marks | None:
         """Return how to mark these inputs, None where they hold no control-token text."""
         strings = list(_strings(given))
         whole = any(self._regex.search(text) for text in strings)
@@ -107,7 +107,7 @@ class ControlTokens:
         regex = re.compile(f"{self.pattern}|{self._beginning.pattern}") if bridged else self._regex
         return Marks(regex, set().union(*strings), fold=folded)
 
-    def encode_marked(self, text: str, marks: "Marks") -> list[int]:
+    def encode_marked(self, text: str, marks: Marks) -> list[int]:
         """Return the ids of a rendering; the marks go, and what they enclose is plain text."""
         ids: list[int] = []
         for piece, is_plain in marks.split(text, self.pattern):
@@ -153,55 +153,6 @@ class ControlTokens:
 
 _control_tokens: "weakref.WeakKeyDictionary[Tokenizer, dict[str, ControlTokens]]"
 _control_tokens = weakref.WeakKeyDictionary()
-
-
-class Marks:
-    """Two private-use characters that the inputs do not hold, and what they are put around."""
-
-    def __init__(self, regex: re.Pattern[str], used: set[str], *, fold: bool) -> None:
-        free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
-        self._open, self._close = next(free), next(free)
-        self._regex = regex
-        self._fold = fold
-
-    def put_into(self, value: Any) -> Any:
-        """Return the inputs with marks around control-token text, in keys and values."""
-        if isinstance(value, str):
-            text = unicodedata.normalize("NFKC", value) if self._fold else value
-            return self._regex.sub(f"{self._open}\\g<0>{self._close}", text)
-        if isinstance(value, dict):
-            return {self.put_into(key): self.put_into(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self.put_into(item) for item in value]
-        return value
-
-    def split(self, text: str, pattern: str) -> Iterator[tuple[str, bool]]:
-        """Yield (piece, is plain text) of a rendering.
-
-        A template may have cut a marked text apart. A lone mark still separates what stands around
-        it, and one that touches control-token text makes that plain.
-        """
-        for mark in (self._open, self._close):
-            text = _escaped(mark).sub(mark, text)
-        opened, closed = self._open, self._close
-        edge = re.compile(f"{opened}({pattern}){closed}?|({pattern}){closed}|[{opened}{closed}]")
-        position = 0
-        for found in edge.finditer(text):
-            yield from _piece(text[position : found.start()], False)
-            yield from _piece(found.group(1) or found.group(2) or "", True)
-            position = found.end()
-        yield from _piece(text[position:], False)
-
-
-def _escaped(mark: str) -> re.Pattern[str]:
-    """Return what matches a mark as JSON or Python spell it, where a template wrote out a value."""
-    spellings = (json.dumps(mark)[1:-1], repr(mark)[1:-1])
-    return re.compile("|".join(s.replace("\\", r"\\+") for s in spellings))
-
-
-def _piece(text: str, is_plain: bool) -> Iterator[tuple[str, bool]]:
-    if text:
-        yield text, is_plain
 
 
 def _plain(given: dict[str, Any]) -> dict[str, Any]:

@@ -1,16 +1,10 @@
-"""Splits an answer into reasoning and what the user sees. Knows text and marks; no token ids.
-
-Marks are found in the text, so that it does not matter whether a model writes `<think>` as one
-token or as four.
-"""
+"""How models mark their reasoning, and which way a model uses. Knows tags; does no splitting."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
-from .marks import MarkScanner
+from .splitters import HARMONY, HARMONY_ENDS, HarmonySplitter, Splitter, TagSplitter
 from .tokenizer import Tokenizer
 
-MAX_LEADING_SPACE = 64  # before a start tag; more than that, and the answer has begun
 _TAGS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -20,20 +14,6 @@ _TAGS = (
     ("<|think:start|>", "<|think:end|>"),
     ("<|channel>thought", "<channel|>"),
 )
-_HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
-_HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
-
-
-class Splitter(Protocol):
-    """Text in, (reasoning, visible text) out; the same whatever pieces the text comes in."""
-
-    def push(self, text: str) -> tuple[str, str]:
-        """Return the (reasoning, visible text) that is certain now."""
-        ...
-
-    def finish(self) -> tuple[str, str]:
-        """Return what was held back."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +27,7 @@ class ReasoningFormat:
     @property
     def marks(self) -> tuple[str, ...]:
         """The texts that this format looks for, special tokens or not."""
-        return (*_HARMONY, *_HARMONY_ENDS) if self.harmony else (self.start, self.end)
+        return (*HARMONY, *HARMONY_ENDS) if self.harmony else (self.start, self.end)
 
     def splitter(self, prompt_tail: str = "") -> Splitter:
         """Return a splitter for an answer to a prompt that ends so, control tokens included."""
@@ -63,7 +43,7 @@ class ReasoningFormat:
 
 def detect_reasoning(tokenizer: Tokenizer) -> ReasoningFormat | None:
     """Return the format that the tokenizer's tokens or its chat template show, None if none."""
-    if all(tokenizer.piece_to_id(mark) is not None for mark in _HARMONY if "con" not in mark):
+    if all(tokenizer.piece_to_id(mark) is not None for mark in HARMONY if "con" not in mark):
         return ReasoningFormat("", "", harmony=True)
     sources = tokenizer.template.sources.values() if tokenizer.template else ()
     added = {token.content for token in tokenizer.added_tokens.values()}
@@ -73,154 +53,3 @@ def detect_reasoning(tokenizer: Tokenizer) -> ReasoningFormat | None:
         if in_tokens or in_template:
             return ReasoningFormat(start, end)
     return None
-
-
-class TagSplitter:
-    """Reasoning between a start and an end tag, at the beginning of the answer.
-
-    Spaces around the reasoning and before the answer after it are dropped. Tags further on are
-    ordinary text: an answer may speak of them.
-
-    Args:
-        start: the tag before the reasoning.
-        end: the tag after it.
-        opened: the prompt ends with the start tag already.
-    """
-
-    def __init__(self, start: str, end: str, *, opened: bool = False) -> None:
-        self._start = start
-        self._opened = opened
-        self._scanner = MarkScanner((end,))
-        self._head: str | None = ""  # the answer's beginning, None once it is decided
-        self._thinking = opened
-        self._bare = opened  # nothing but space so far, of the reasoning or of the answer after it
-        self._space: list[str] = []  # trailing space of the reasoning
-
-    def push(self, text: str) -> tuple[str, str]:
-        """Return the (reasoning, visible text) that is certain now."""
-        if self._head is not None:
-            text = self._begin(self._head + text)
-        return self._split(text)
-
-    def finish(self) -> tuple[str, str]:
-        """Return what was held back: a tag that stayed incomplete is text."""
-        reasoning, shown = self._split(self._head or "")
-        self._head = None
-        if self._thinking:
-            reasoning += self._reasoning(self._scanner.finish())
-        return reasoning, shown
-
-    def _begin(self, head: str) -> str:
-        """Decide whether the answer begins with the start tag; return what comes after it."""
-        body = head.lstrip()
-        near = len(head) - len(body) <= MAX_LEADING_SPACE
-        if near and len(body) < len(self._start) and self._start.startswith(body):
-            self._head = head
-            return ""
-        self._head = None
-        if near and body.startswith(self._start):
-            self._thinking = self._bare = True
-            return body[len(self._start) :]
-        return head
-
-    def _split(self, text: str) -> tuple[str, str]:
-        reasoning = shown = ""
-        if not self._thinking:
-            return "", self._answer(text)
-        for part, is_mark in self._scanner.push(text):
-            if not self._thinking:
-                shown += self._answer(part)
-            elif is_mark:
-                self._thinking, self._bare = False, True
-            else:
-                reasoning += self._reasoning(part)
-        if not self._thinking:
-            shown += self._answer(self._scanner.finish())
-        return reasoning, shown
-
-    def _reasoning(self, text: str) -> str:
-        text = text.lstrip() if self._bare else text
-        body = text.rstrip()
-        if not body:
-            self._space.append(text)
-            return ""
-        self._bare = False
-        space = "".join(self._space)
-        self._space = [text[len(body) :]]
-        return space + body
-
-    def _answer(self, text: str) -> str:
-        text = text.lstrip() if self._bare else text
-        self._bare = self._bare and not text
-        return text
-
-
-class HarmonySplitter:
-    """Channels: analysis is reasoning; final, and commentary to the user, is the answer.
-
-    A message to a tool keeps its header and marks and goes into the text, where a tool-call parser
-    finds it. Text without any channel is the answer.
-    Source: the harmony response format of gpt-oss.
-    """
-
-    def __init__(self) -> None:
-        self._scanner = MarkScanner((*_HARMONY, *_HARMONY_ENDS))
-        self._header: list[str] | None = []  # between messages: what stands before <|message|>
-        self._seen_mark = False
-        self._channel = "final"
-
-    def push(self, text: str) -> tuple[str, str]:
-        """Return the (reasoning, visible text) that is certain now."""
-        return self._take(self._scanner.push(text))
-
-    def finish(self) -> tuple[str, str]:
-        """Return what was held back: half a mark is text."""
-        reasoning, shown = self._take([(self._scanner.finish(), False)])
-        if not self._seen_mark and self._header:
-            shown += "".join(self._header)
-        self._header = None
-        return reasoning, shown
-
-    def _take(self, parts: list[tuple[str, bool]]) -> tuple[str, str]:
-        reasoning = shown = ""
-        for part, is_mark in parts:
-            out = self._mark(part) if is_mark else self._text(part)
-            if self._channel == "analysis":
-                reasoning += out
-            else:
-                shown += out
-        return reasoning, shown
-
-    def _text(self, text: str) -> str:
-        if self._header is None:
-            return text
-        self._header.append(text)
-        begun = "".join(self._header).lstrip() if not self._seen_mark else ""
-        if not begun or begun.startswith("to=") or "to=".startswith(begun):
-            return ""
-        held, self._header = "".join(self._header), None  # an answer without any marks
-        return held
-
-    def _mark(self, mark: str) -> str:
-        """Go on to the next part of the message; return what the mark itself adds to the output."""
-        self._seen_mark = True
-        if mark in _HARMONY_ENDS:
-            closing = mark if self._header is None and self._channel == "tool" else ""
-            self._header = []
-            return closing
-        if mark == "<|message|>":
-            return self._begin_body("".join(self._header or []))
-        if mark == "<|start|>" or self._header is None:
-            self._header = []
-        if mark != "<|start|>":
-            self._header.append(mark)
-        return ""
-
-    def _begin_body(self, header: str) -> str:
-        self._header = None
-        _, _, channel = header.partition("<|channel|>")
-        if " to=" in f" {header}":
-            self._channel = "tool"
-            return f"{header}<|message|>"
-        self._channel = "analysis" if channel.split()[:1] == ["analysis"] else "final"
-        return ""

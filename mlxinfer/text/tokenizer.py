@@ -17,16 +17,19 @@ from .backend import (
     part_spec,
 )
 from .files import TokenizerFiles, read_tokenizer_files
+from .pieces import piece_bytes
 from .template import ChatTemplate
 
 MAX_TEXT_CHARS = 16_000_000
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 
 
 class Tokenizer:
     """A model's tokenizer; safe to use from several threads.
 
-    `eos_token_ids` are the ids that end an answer, of generation_config.json (or config.json) and
-    the tokenizer's own eos_token. `special_ids` are control tokens, which decode leaves out.
+    `eos_token_ids` end an answer: the ids of generation_config.json (or config.json), the
+    tokenizer's own eos_token, and the usual ends of a turn that the chat template writes, which
+    many checkpoints forget to declare. `special_ids` are control tokens, which decode leaves out.
     `vocab_size` is one more than the largest id.
     """
 
@@ -45,11 +48,11 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, t in self.added_tokens.items() if t.special)
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
         self.named_tokens = dict(files.named)
-        self._resolve_ends(files)
         self.decoder_spec: dict[str, Any] | None = part_spec(backend, "decoder")
         self.template = (
             ChatTemplate(files.templates, variables=self.named_tokens) if files.templates else None
         )
+        self._resolve_ends(files)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
@@ -119,6 +122,19 @@ class Tokenizer:
         piece: str | None = self._backend.id_to_token(token_id)
         return piece
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for within a text, b"" for an id without a token.
+
+        A character may be spread over tokens, so that these need not be valid UTF-8. Control tokens
+        give their own text.
+        """
+        piece = self.id_to_piece(token_id)
+        if piece is None:
+            return b""
+        if token_id in self.added_tokens:
+            return piece.encode()
+        return piece_bytes(piece, self.decoder_spec)
+
     def piece_to_id(self, piece: str) -> int | None:
         """Return the id of a token as the vocabulary spells it, None if there is none."""
         token_id: int | None = self._backend.token_to_id(piece)
@@ -134,7 +150,10 @@ class Tokenizer:
             self.bos_token_id = files.bos_id if files.bos_id < self.vocab_size else None
         eos = self.piece_to_id(self.named_tokens.get("eos_token", ""))
         declared = {i for i in files.eos_ids if i < self.vocab_size}
-        self.eos_token_ids = frozenset(declared | ({eos} if eos is not None else set()))
+        sources = files.templates.values()
+        turns = [end for end in TURN_ENDS if any(end in source for source in sources)]
+        found = (eos, *map(self.piece_to_id, turns))
+        self.eos_token_ids = frozenset(declared.union(i for i in found if i is not None))
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:

@@ -47,7 +47,7 @@ def assert_written(tokenizer, ids, text):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(texts=st.lists(contents, min_size=1, max_size=4))
 def test_nobody_types_a_control_token(kind, texts):
     tokenizer = load_tokenizer(kind, "chatml_plain")
@@ -59,7 +59,7 @@ def test_nobody_types_a_control_token(kind, texts):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(texts=st.lists(contents, min_size=1, max_size=4))
 def test_nobody_types_a_control_token_in_parts(kind, texts):
     """A template may write strings of the user side by side: half a token each is no token."""

@@ -10,7 +10,7 @@ from text_data import KINDS, load_tokenizer
 from tokenizers import decoders, models
 
 from mlxinfer.text import Detokenizer, Tokenizer
-from mlxinfer.text.detokenizer import steps_of
+from mlxinfer.text.decoding import steps_of
 
 PIECES = [
     "▁",
@@ -70,7 +70,7 @@ def joined(detokenizer, ids):
 
 
 @pytest.mark.parametrize("name", DECODERS)
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     ids=st.lists(st.integers(0, len(PIECES) + 1) | st.sampled_from([9, 10, 11]), max_size=12),
     skip=st.booleans(),

@@ -176,6 +176,24 @@ HOSTILE = {
         "{% set a = range(100000) | map('string') | list %}"
         "{% for i in range(100000) %}{{ a == a | list }}{% endfor %}"
     ),
+    "a block of literals": (
+        "{% set x %}{% for i in range(100000) %}" + "y" * 100_000 + "{% endfor %}{% endset %}"
+    ),
+    "a block of one value": (
+        "{% set y = 'y' * 5000000 %}"
+        "{% set x %}{% for i in range(100000) %}{{ y }}{% endfor %}{% endset %}"
+    ),
+    "a macro's text": (
+        "{% macro f() %}{% for i in range(100000) %}{{ 'y' * 1000 }}{% endfor %}{% endmacro %}"
+        "{% set x = f() %}"
+    ),
+    "slices": "{% set y = 'y' * 5000000 %}"
+    + "".join(f"{{% set x{i} = y[1:] %}}" for i in range(400)),
+    "blocks that call blocks": "".join(
+        f"{{% block b{i} %}}{{{{ self.b{i + 1}() }}}}{{{{ self.b{i + 1}() }}}}{{% endblock %}}"
+        for i in range(60)
+    )
+    + "{% block b60 %}{% endblock %}",
     "slow patterns": "{{ ('<' * 5000000) | striptags }}",
 }
 
@@ -193,6 +211,16 @@ def test_limits_grow_with_the_messages():
     long = "word " * 1_000_000
     template = ChatTemplate("{% for m in messages %}{{ m.content | trim ~ '!' }}{% endfor %}")
     assert len(template.render([{"role": "user", "content": long}] * 3)) == 3 * len(long)
+
+
+def test_lists_may_grow_one_by_one():
+    """Templates that merge messages do this; their lists share the messages."""
+    template = ChatTemplate(
+        "{% set n = namespace(all=[]) %}"
+        "{% for m in messages %}{% set n.all = n.all + [m] %}{% endfor %}{{ n.all | length }}"
+    )
+    messages = [{"role": "user", "content": "word " * 200}] * 500
+    assert template.render(messages) == "500"
 
 
 def test_a_template_is_usable_after_it_was_stopped():

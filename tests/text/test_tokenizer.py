@@ -45,6 +45,17 @@ def test_text_comes_back(kind, text):
     assert all(0 <= token_id < tokenizer.vocab_size for token_id in ids)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=st.text())
+def test_the_bytes_of_tokens_are_the_text(kind, text):
+    tokenizer = load_tokenizer(kind)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    data = b"".join(map(tokenizer.token_bytes, ids))
+    assert data.decode().removeprefix(" " if kind == "sentencepiece" else "") == text
+    assert tokenizer.token_bytes(tokenizer.piece_to_id("<|im_end|>")) == b"<|im_end|>"
+    assert tokenizer.token_bytes(tokenizer.vocab_size) == b""
+
+
 def test_special_text_is_text_unless_asked_for(tokenizer):
     end = tokenizer.piece_to_id("<|im_end|>")
     assert end not in tokenizer.encode(TEXT)
@@ -85,6 +96,13 @@ def test_ends_come_from_the_generation_config_first(tmp_path):
 def test_ends_of_a_multimodal_config(tmp_path):
     folder = make_folder(tmp_path, config={"text_config": {"eos_token_id": 7}}, tokenizer_config={})
     assert Tokenizer.from_folder(folder).eos_token_ids == {7}
+
+
+def test_the_end_of_a_turn_that_nobody_declared(tmp_path):
+    config = {"chat_template": "{{ messages[0].content }}<|im_end|>"}
+    folder = make_folder(tmp_path, tokenizer_config=config, config={"eos_token_id": 5})
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.eos_token_ids == {5, tokenizer.piece_to_id("<|im_end|>")}
 
 
 def test_tokens_of_the_config_alone_are_added(tmp_path):

@@ -1,0 +1,56 @@
+"""Marks around what a user wrote like a control token. Knows plain data and text; no tokenizer."""
+
+import json
+import re
+import unicodedata
+from collections.abc import Iterator
+from typing import Any
+
+
+class Marks:
+    """Two private-use characters that the inputs do not hold, and what they are put around."""
+
+    def __init__(self, regex: re.Pattern[str], used: set[str], *, fold: bool) -> None:
+        free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
+        self._open, self._close = next(free), next(free)
+        self._regex = regex
+        self._fold = fold
+
+    def put_into(self, value: Any) -> Any:
+        """Return the inputs with marks around control-token text, in keys and values."""
+        if isinstance(value, str):
+            text = unicodedata.normalize("NFKC", value) if self._fold else value
+            return self._regex.sub(f"{self._open}\\g<0>{self._close}", text)
+        if isinstance(value, dict):
+            return {self.put_into(key): self.put_into(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.put_into(item) for item in value]
+        return value
+
+    def split(self, text: str, pattern: str) -> Iterator[tuple[str, bool]]:
+        """Yield (piece, is plain text) of a rendering.
+
+        A template may have cut a marked text apart. A lone mark still separates what stands around
+        it, and one that touches control-token text makes that plain.
+        """
+        for mark in (self._open, self._close):
+            text = _escaped(mark).sub(mark, text)
+        opened, closed = self._open, self._close
+        edge = re.compile(f"{opened}({pattern}){closed}?|({pattern}){closed}|[{opened}{closed}]")
+        position = 0
+        for found in edge.finditer(text):
+            yield from _piece(text[position : found.start()], False)
+            yield from _piece(found.group(1) or found.group(2) or "", True)
+            position = found.end()
+        yield from _piece(text[position:], False)
+
+
+def _escaped(mark: str) -> re.Pattern[str]:
+    """Return what matches a mark as JSON or Python spell it, where a template wrote out a value."""
+    spellings = (json.dumps(mark)[1:-1], repr(mark)[1:-1])
+    return re.compile("|".join(s.replace("\\", r"\\+") for s in spellings))
+
+
+def _piece(text: str, is_plain: bool) -> Iterator[tuple[str, bool]]:
+    if text:
+        yield text, is_plain

@@ -39,7 +39,6 @@ class TagSplitter:
 
     def __init__(self, start: str, end: str, *, opened: bool = False) -> None:
         self._start = start
-        self._opened = opened
         self._scanner = MarkScanner((end,))
         self._head: str | None = ""  # the answer's beginning, None once it is decided
         self._thinking = opened
@@ -117,6 +116,7 @@ class HarmonySplitter:
         self._scanner = MarkScanner((*HARMONY, *HARMONY_ENDS))
         self._header: list[str] | None = []  # between messages: what stands before <|message|>
         self._seen_mark = False
+        self._is_header = False  # decided: after a mark, or where the text begins with a recipient
         self._channel = "final"
 
     def push(self, text: str) -> tuple[str, str]:
@@ -145,15 +145,20 @@ class HarmonySplitter:
         if self._header is None:
             return text
         self._header.append(text)
-        begun = "".join(self._header).lstrip() if not self._seen_mark else ""
-        if not begun or begun.startswith("to=") or "to=".startswith(begun):
+        if self._is_header:
             return ""
-        held, self._header = "".join(self._header), None  # an answer without any marks
+        held = "".join(self._header)
+        begun = held.lstrip()
+        if len(held) - len(begun) <= MAX_LEADING_SPACE:
+            self._is_header = begun.startswith("to=")
+            if self._is_header or "to=".startswith(begun):
+                return ""
+        self._header = None  # an answer without any marks
         return held
 
     def _mark(self, mark: str) -> str:
         """Go on to the next part of the message; return what the mark itself adds to the output."""
-        self._seen_mark = True
+        self._seen_mark = self._is_header = True
         if mark in HARMONY_ENDS:
             closing = mark if self._header is None and self._channel == "tool" else ""
             self._header = []

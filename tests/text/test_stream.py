@@ -1,5 +1,7 @@
 """One request's text: stops, reasoning and harmony channels, whatever pieces the tokens come in."""
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -196,6 +198,18 @@ def test_harmony_channels(harmony, text, expected):
         assert shown == (text, "")
     else:
         assert shown == expected
+
+
+@pytest.mark.parametrize("format", [THINK, HARMONY], ids=["tags", "harmony"])
+@pytest.mark.parametrize("text", [" ", "\n", "<", "to=", "</think", "a", "<think>", "<|channel|>"])
+def test_an_endless_repetition_is_linear(format, text):
+    """Whatever a model repeats, the splitter does not scan all that came before once more."""
+    splitter = format.splitter()
+    began = time.monotonic()
+    for _ in range(50_000):
+        splitter.push(text)
+    splitter.finish()
+    assert time.monotonic() - began < 3
 
 
 def test_harmony_goes_on_with_what_the_prompt_began(harmony):

@@ -111,7 +111,9 @@ CONVERSATIONS = {
             "role": "assistant",
             "content": None,
             "reasoning": "I need the tool.",
-            "tool_calls": [call("weather", {"city": "Zürich", "hours": [1, 2], "deep": {"a": None}})],
+            "tool_calls": [
+                call("weather", {"city": "Zürich", "hours": [1, 2], "deep": {"a": None}})
+            ],
         },
         {"role": "tool", "content": '{"temp": 21.5}', "tool_call_id": "abc123def"},
     ],

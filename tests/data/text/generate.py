@@ -91,7 +91,8 @@ CLOCK = {
 
 
 def call(name: str, arguments: dict) -> dict:
-    return {"id": "abc123def", "type": "function", "function": dict(name=name, arguments=arguments)}
+    function = {"name": name, "arguments": arguments}
+    return {"id": "abc123def", "type": "function", "function": function}
 
 
 SYSTEM = {"role": "system", "content": " Be brief.\n"}
@@ -183,7 +184,7 @@ def renderings(judge: PreTrainedTokenizerFast) -> list[dict]:
                     text = judge.apply_chat_template(
                         messages, tokenize=False, chat_template=path.read_text(), **options
                     )
-                except Exception:  # noqa: BLE001  whatever a template raises: ours must refuse it too
+                except Exception:  # whatever a template raises: ours must refuse it too
                     text = None
                 cases.append({"case": [path.stem, name, number], "text": text})
     return cases
@@ -203,7 +204,7 @@ def encodings(judges: dict[str, PreTrainedTokenizerFast]) -> list[dict]:
                         return_dict=False,
                         sanitize_control_tokens=True,
                     )
-                except Exception:  # noqa: BLE001
+                except Exception:  # the same
                     continue
                 cases.append({"tokenizer": kind, "template": template, "name": name, "ids": ids})
     return cases

@@ -4,6 +4,7 @@ Run it with a Python that has transformers 5 and tokenizers; nothing else reads 
 """
 
 import json
+from collections import Counter
 from datetime import datetime
 from pathlib import Path
 
@@ -47,10 +48,13 @@ def sentencepiece_like() -> Tokenizer:
         ]
     )
     specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    counts = Counter("".join(CORPUS).replace(" ", "▁"))
+    common = sorted(counts, key=lambda char: (-counts[char], char))[:60]
     trainer = BpeTrainer(
         vocab_size=600,
         special_tokens=specials,
         show_progress=False,
+        initial_alphabet=common,  # named, as ties would otherwise fall differently each time
         limit_alphabet=60,
         max_token_length=8,
     )

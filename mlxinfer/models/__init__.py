@@ -21,6 +21,7 @@ def load(folder: Path, *, dtype: str = "auto") -> "Model":
         ModelNotFoundError: there are no weights.
         UnsupportedModelError: the architecture, or a feature of it, is not supported.
         CheckpointError: a file is broken or disagrees with the config.
+        InvalidRequestError: an unknown dtype.
     """
     from .config import load_config
     from .registry import family

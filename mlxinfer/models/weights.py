@@ -11,7 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, InvalidRequestError
 from ..layers.embedding import Embedding, QuantizedEmbedding
 from ..layers.linear import Linear, Projection, QuantizedLinear
 from ..layers.moe import ExpertLinear, QuantizedExpertLinear
@@ -188,7 +188,9 @@ def choose_dtype(tensors: Iterable[mx.array], dtype: str) -> mx.Dtype:
     """The dtype of activations: as asked for, or the checkpoint's own; float32 on the CPU."""
     if dtype != "auto":
         if dtype not in _DTYPES:
-            raise CheckpointError(f"dtype is {dtype!r}; expected auto, {', '.join(_DTYPES)}.")
+            raise InvalidRequestError(
+                f"dtype is {dtype!r}; expected auto, {', '.join(_DTYPES)}.", param="dtype"
+            )
         return _DTYPES[dtype]
     if not mx.metal.is_available():
         return mx.float32

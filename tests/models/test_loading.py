@@ -12,7 +12,7 @@ from models.random_weights import tiny_tensors
 from models.tiny import tiny_checkpoint, tiny_config
 
 from mlxinfer.core import KVSpec
-from mlxinfer.errors import CheckpointError, UnsupportedModelError
+from mlxinfer.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from mlxinfer.models import load
 
 IDS = list(range(3, 23))
@@ -169,7 +169,7 @@ def test_bfloat16_weights_are_float32_on_the_cpu(tmp_path):
 
 
 def test_an_unknown_dtype(tmp_path):
-    with pytest.raises(CheckpointError, match="int3"):
+    with pytest.raises(InvalidRequestError, match="int3"):
         load(tiny_checkpoint(tmp_path, "llama"), dtype="int3")
 
 

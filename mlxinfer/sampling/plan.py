@@ -44,7 +44,7 @@ ROW = np.dtype(
 def row_of(params: SamplingParams, vocab_size: int) -> tuple[object, ...]:
     """The settings of a request as one ROW."""
     top_k = params.top_k if params.top_k < vocab_size else 0
-    top_p = float(np.float32(max(params.top_p, TINY)))
+    top_p = float(np.float32(params.top_p))  # 1 - 1e-12 is 1, and so off
     if params.greedy:
         kind = GREEDY
     elif top_k > 0:

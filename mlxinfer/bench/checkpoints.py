@@ -1,4 +1,4 @@
-"""Random dense checkpoints, made where they are needed: speed does not depend on what weights say."""
+"""Random dense checkpoints, made where they are needed; speed does not depend on the values."""
 
 import json
 from dataclasses import dataclass
@@ -97,4 +97,5 @@ def write_checkpoint(folder: Path, sizes: Dense, *, seed: int = 0) -> Path:
 
 def random_prompt(length: int, vocab: int, seed: int) -> list[int]:
     """Token ids; no two seeds share a prefix worth caching."""
-    return np.random.default_rng((seed, length)).integers(3, vocab, length).tolist()  # type: ignore[no-any-return]
+    ids: list[int] = np.random.default_rng((seed, length)).integers(3, vocab, length).tolist()
+    return ids

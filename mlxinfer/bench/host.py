@@ -1,8 +1,9 @@
 """`bench host`: what the main thread does for one decode step. Knows both engines as drivers.
 
 Two questions. How much CPU time does a step take beside the model, with one to many requests that
-all sample differently? And how long does it take to build the graph of a deep model's step? On Apple silicon the first is hidden behind the GPU while it is short, and the second is the
-floor under small models.
+all sample differently? And how long does it take to build the graph of a deep model's step? On
+Apple silicon the first hides behind the GPU while it is short, and the second is the floor under
+small models.
 """
 
 import gc
@@ -219,41 +220,42 @@ def run(
 
 
 def _decode_table(found: list[Decode]) -> Table:
-    """Microseconds for each number of requests, and per request."""
-    columns: list[tuple[str, Callable[[Decode], list[float]]]] = [
+    """Microseconds for each number of requests, and for each request more."""
+    kinds: list[tuple[str, Callable[[Decode], list[float]]]] = [
         ("beside the model", lambda d: [c.total for c in d.without_model]),
-        ("of it Python", lambda d: [c.outside for c in d.whole]),
+        ("Python alone", lambda d: [c.outside for c in d.whole]),
         ("with the model", lambda d: [c.total for c in d.whole]),
     ]
     rows = []
-    for decode in found:
-        cells = [_pair(field(decode)) for _, field in columns]
-        rows.append([str(decode.requests), *sum(cells, [])])
-    if len(found) > 1:
-        sides = range(len(found[0].whole))
-        slopes = [
-            _pair([slope([(d.requests, field(d)[i]) for d in found]) for i in sides], digits=1)
-            for _, field in columns
-        ]
-        rows.append(["each more", *sum(slopes, [])])
+    for label, field in kinds:
+        rows += [[label, str(decode.requests), *_pair(field(decode))] for decode in found]
+        if len(found) > 1:
+            each = [
+                slope([(d.requests, field(d)[side]) for d in found])
+                for side in range(len(found[0].whole))
+            ]
+            rows.append([label, "each more", *_pair(each, digits=1)])
     return Table(
-        "Main-thread CPU microseconds of a decode step; requests sample differently; two layers",
-        ["requests", *sum(([label, "mlx-lm", "ratio"] for label, _ in columns), [])],
+        "Main-thread CPU us of a decode step (two layers, mixed sampling settings)",
+        ["", "requests", "mlxinfer", "mlx-lm", "ratio"],
         rows,
-        "Beside the model: with stored logits. Of it Python: without mx.eval and mx.async_eval.",
+        "Beside the model: it returns stored logits. Python alone: less the model's graph and less "
+        "mx.eval and mx.async_eval.",
     )
 
 
 def _build_table(found: list[tuple[int, list[StepCost]]]) -> Table:
     rows = []
-    for count, costs in found:
-        builds, dispatches = [c.build for c in costs], [c.dispatch for c in costs]
-        rows.append([str(count), *_pair(builds), *_pair(dispatches)])
+    for label, field in (
+        ("build", lambda c: c.build),
+        ("dispatch", lambda c: c.dispatch),
+    ):
+        rows += [[label, str(count), *_pair([field(c) for c in costs])] for count, costs in found]
     return Table(
-        f"Main-thread CPU microseconds of the graph of one step, {MANY_LAYERS.layers} layers",
-        ["requests", "build", "mlx-lm", "ratio", "dispatch", "mlx-lm", "ratio"],
+        f"Main-thread CPU us of the graph of one step, {MANY_LAYERS.layers} layers",
+        ["", "requests", "mlxinfer", "mlx-lm", "ratio"],
         rows,
-        f"After {CONTEXT} tokens of context, page tables, attention, cache writes and logits included.",
+        f"After {CONTEXT} tokens; with page tables, attention, cache writes and logits.",
     )
 
 

@@ -84,19 +84,21 @@ class Timeline:
         return max((at, work.passes, work) for at, work in self._done_at if at <= when_s)[-1]
 
 
-def scenario(make: Callable[[], Driver], vocab: int, long: int) -> Measured:
+def scenario(
+    make: Callable[[], Driver], vocab: int, long: int, clock: Callable[[], float]
+) -> Measured:
     """The whole scene, and the long prompt alone on a fresh engine."""
-    alone = Timeline(make())
+    alone = Timeline(make(), clock)
     prompts = {name: random_prompt(SHORT_PROMPT, vocab, i) for i, name in enumerate(SHORTS)}
     long_ids = random_prompt(long, vocab, 99)
     alone.play([Arrival(0.0, "long", long_ids)], until=lambda: bool(alone.tokens_s["long"]))
 
     driver = make()
-    before = Timeline(driver)
+    before = Timeline(driver, clock)
     stream = Arrival(0.0, "stream", random_prompt(STREAM_PROMPT, vocab, 98))
     before.play([stream], until=lambda: len(before.tokens_s["stream"]) >= STREAM_STARTED)
 
-    line = Timeline(driver)
+    line = Timeline(driver, clock)
     arrivals = [Arrival(0.0, "long", long_ids)]
     arrivals += [Arrival(SHORT_ARRIVES_S, name, ids) for name, ids in prompts.items()]
 
@@ -124,18 +126,36 @@ def _measured(line: Timeline, long_alone_s: float) -> Measured:
     )
 
 
-def run(*, long: int = 2048, small: bool = False, runs: int = 1, peer: bool = True) -> Report:
-    """`runs` scenarios of each side, alternating."""
+def run(
+    *,
+    long: int = 2048,
+    small: bool = False,
+    runs: int = 1,
+    prefill_chunk: int = 256,
+    cpu_time: bool = False,
+    peer: bool = True,
+) -> Report:
+    """`runs` scenarios of each side, alternating.
+
+    Args:
+        long: tokens of the long prompt.
+        small: a model of 1M weights instead of 55M.
+        runs: scenarios of each side.
+        prefill_chunk: of mlxinfer.
+        cpu_time: time is what the process computed, not what passed: for a machine that others use.
+        peer: also mlx-lm.
+    """
     dense = SMALL if small else LAPTOP
     with TemporaryDirectory() as scratch:
         folder = write_checkpoint(Path(scratch) / "model", dense)
-        makers = _makers(folder, peer=peer)
+        makers = _makers(folder, prefill_chunk, peer=peer)
     for make in makers.values():
         _warm(make(), dense)
+    clock = time.process_time if cpu_time else time.perf_counter
     found: dict[str, list[Measured]] = {name: [] for name in makers}
     for _ in range(runs):
         for name, make in makers.items():
-            found[name].append(scenario(make, dense.vocab, long))
+            found[name].append(scenario(make, dense.vocab, long, clock))
     medians = {name: _median(each) for name, each in found.items()}
     data = {
         "prompt_tokens": long,
@@ -143,12 +163,18 @@ def run(*, long: int = 2048, small: bool = False, runs: int = 1, peer: bool = Tr
         "runs": {name: [asdict(m) for m in each] for name, each in found.items()},
         "median": {name: asdict(m) for name, m in medians.items()},
     }
-    return Report("latency", [_table(dense, long, medians)], data)
+    note = (
+        f"{dense.num_weights / 1e6:.0f}M float32 weights; mlxinfer prefills {prefill_chunk} a step."
+    )
+    note += " Seconds of CPU time." if cpu_time else ""
+    return Report("latency", [_table(note, long, medians)], data)
 
 
-def _makers(folder: Path, *, peer: bool) -> dict[str, Callable[[], Driver]]:
+def _makers(folder: Path, prefill_chunk: int, *, peer: bool) -> dict[str, Callable[[], Driver]]:
     model = load(folder)
-    makers: dict[str, Callable[[], Driver]] = {"mlxinfer": lambda: OurDriver(model)}
+    makers: dict[str, Callable[[], Driver]] = {
+        "mlxinfer": lambda: OurDriver(model, prefill_chunk=prefill_chunk)
+    }
     if peer:
         peer_model = load_peer_model(folder)
         makers["mlx-lm"] = lambda: PeerDriver(peer_model)
@@ -169,7 +195,7 @@ def _median(each: Sequence[Measured]) -> Measured:
     return Measured(**{key: statistics.median(value[key] for value in values) for key in values[0]})
 
 
-def _table(dense: Dense, long: int, medians: dict[str, Measured]) -> Table:
+def _table(note: str, long: int, medians: dict[str, Measured]) -> Table:
     names = list(medians)
     seconds = {
         "short requests: first token, median (s)": lambda m: m.short_first_s,
@@ -190,7 +216,7 @@ def _table(dense: Dense, long: int, medians: dict[str, Measured]) -> Table:
         rows.append([label, *cells, *([ratio(values[1], values[0])] if len(values) > 1 else [])])
     columns = ["", *names, *(["ratio"] if len(names) > 1 else [])]
     title = (
-        f"A {long:,}-token prompt, three of {SHORT_PROMPT} tokens {SHORT_ARRIVES_S * 1e3:.0f} ms later, "
-        "one running stream"
+        f"A prompt of {long:,} tokens, and {SHORT_ARRIVES_S * 1e3:.0f} ms later three of "
+        f"{SHORT_PROMPT}, beside a running stream"
     )
-    return Table(title, columns, rows, f"{dense.num_weights / 1e6:.0f}M float32 weights, defaults.")
+    return Table(title, columns, rows, note)

@@ -1,5 +1,6 @@
 """mlx-lm under the same measurements: imported on use, driven as its own server drives it."""
 
+import resource
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,6 @@ from ..core import SamplingParams
 from .driver import Work
 from .meter import FORWARD, Meter
 from .peer_version import require_peer
-
-try:
-    import resource
-except ImportError:  # Windows has no such limits
-    resource = None  # type: ignore[assignment]
 
 
 def load_peer_model(folder: Path) -> Any:
@@ -29,8 +25,6 @@ def load_peer_model(folder: Path) -> Any:
 def _module(name: str) -> Any:
     """Import a module of mlx-lm; it lowers the limit of open files, which is put back."""
     require_peer()
-    if resource is None:
-        return import_module(name)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     module = import_module(name)
     try:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 skip_peer = click.option("--skip-peer", is_flag=True, help="Measure mlxinfer alone.")
 
 
-class Counts(click.ParamType):
+class Counts(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2 on
     """1,8,64 -> [1, 8, 64]."""
 
     name = "N,N,..."
@@ -55,14 +55,16 @@ def host(requests: list[int], blocks: int, skip_peer: bool, as_json: bool) -> No
 @click.option("--long", type=click.IntRange(min=64), default=2048, show_default=True)
 @click.option("--small", is_flag=True, help="A model of seconds instead of minutes.")
 @click.option("--runs", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--prefill-chunk", type=click.IntRange(min=16), default=256, show_default=True)
+@click.option("--cpu-time", is_flag=True, help="CPU seconds, for a machine that others use.")
 @skip_peer
 @json_option
-def latency(long: int, small: bool, runs: int, skip_peer: bool, as_json: bool) -> None:
-    """Time to first token of short requests behind a long prompt, and the gap in a running stream."""
+def latency(skip_peer: bool, as_json: bool, **options: Any) -> None:
+    """First token of short requests behind a long prompt; the gap in a running stream."""
     blas = _prepare()
     from ..bench.latency import run
 
-    _show(run(long=long, small=small, runs=runs, peer=not skip_peer), blas, as_json)
+    _show(run(**options, peer=not skip_peer), blas, as_json)
 
 
 @command.command()
@@ -78,7 +80,7 @@ def start(model: str, runs: int, skip_peer: bool, as_json: bool) -> None:
 
 
 def _prepare() -> str | None:
-    """A fast BLAS, the same for both sides, before anything imports MLX; and no word from others."""
+    """A fast BLAS for both sides, before anything imports MLX; and no word from others."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from ..bench.blas import preload_openblas
 

@@ -1,19 +1,19 @@
 """Attention of up to 8 query tokens a sequence over its pages and its tail. Knows no scheduler.
 
 B = sequences, Q = query tokens each, H = KV heads, G = query heads per KV head, D = head_dim,
-R = tail length (a ring of two pages).
+N = tokens of a run of pages, R = tail length (a ring of two pages).
 """
 
 from collections.abc import Sequence
 
 import mlx.core as mx
 
+Run = tuple[mx.array, mx.array]  # keys and values (H, N, D) of consecutive pages
+
 
 def paged_attention(
     queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    runs: Sequence[Sequence[tuple[int, int]]],
+    runs: Sequence[Sequence[Run]],
     run_masks: Sequence[mx.array | None],
     tail_keys: mx.array,
     tail_values: mx.array,
@@ -26,8 +26,7 @@ def paged_attention(
 
     Args:
         queries: (B, Q, H * G, D).
-        keys, values: pool (H, slots, D).
-        runs: for each sequence the pool slots [from, to) that lie in its pages.
+        runs: for each sequence what of its pages may be seen.
         run_masks: for each sequence an additive mask (Q, tokens in its runs), or None: all visible.
         tail_keys, tail_values: (B, H, R, D).
         tail_mask: (B, 1, Q, R) additive.
@@ -38,32 +37,23 @@ def paged_attention(
         (B, Q, H * G, D)
     """
     num_seqs, num_queries, num_heads, _ = queries.shape
-    kv_heads = keys.shape[0]
+    kv_heads, dim = tail_values.shape[1], tail_values.shape[-1]
     group = num_heads // kv_heads
     by_head = _by_kv_head(queries * scale, kv_heads)  # (B, H, G * Q, D)
-    tail_scores = by_head @ tail_keys.swapaxes(-1, -2)  # (B, H, G * Q, R)
     if num_queries > 1:
         tail_mask = mx.tile(tail_mask, (1, 1, group, 1))
-    tail_scores = tail_scores + tail_mask
+    tail_scores = by_head @ tail_keys.swapaxes(-1, -2) + tail_mask  # (B, H, G * Q, R)
     sink_column = None if sinks is None else _sink_column(sinks, kv_heads, num_queries)
-    if not any(runs):
-        outputs = _softmax(tail_scores, sink_column) @ tail_values
+    if any(runs):
+        rows = [
+            _one_sequence(
+                by_head[b], runs[b], run_masks[b], tail_scores[b], tail_values[b], sink_column
+            )
+            for b in range(num_seqs)
+        ]
+        outputs = rows[0] if num_seqs == 1 else mx.stack(rows)
     else:
-        outputs = mx.stack(
-            [
-                _one_sequence(
-                    by_head[b],
-                    [keys[:, start:stop] for start, stop in runs[b]],
-                    [values[:, start:stop] for start, stop in runs[b]],
-                    run_masks[b],
-                    tail_scores[b],
-                    tail_values[b],
-                    sink_column,
-                )
-                for b in range(num_seqs)
-            ]
-        )
-    dim = values.shape[-1]
+        outputs = _softmax(tail_scores, sink_column) @ tail_values
     if num_queries == 1:
         return outputs.reshape(num_seqs, 1, num_heads, dim)
     outputs = outputs.reshape(num_seqs, kv_heads, group, num_queries, dim)
@@ -82,24 +72,23 @@ def _by_kv_head(queries: mx.array, kv_heads: int) -> mx.array:
 
 def _one_sequence(
     queries: mx.array,
-    keys: list[mx.array],
-    values: list[mx.array],
+    runs: Sequence[Run],
     run_mask: mx.array | None,
     tail_scores: mx.array,
     tail_values: mx.array,
     sink_column: mx.array | None,
 ) -> mx.array:
     """(H, G * Q, D) over the pages and the tail of one sequence."""
-    scores = [queries @ run.swapaxes(-1, -2) for run in keys]  # (H, G * Q, N)
+    scores = [queries @ keys.swapaxes(-1, -2) for keys, _ in runs]  # (H, G * Q, N)
     if run_mask is not None:
         group = queries.shape[1] // run_mask.shape[0]
         scores = [mx.concatenate(scores, axis=-1) + mx.tile(run_mask, (group, 1))]
     weights = _softmax(mx.concatenate([*scores, tail_scores], axis=-1), sink_column)
     output = weights[..., -tail_values.shape[1] :] @ tail_values
     column = 0
-    for value in values:
-        width = value.shape[1]
-        output = output + weights[..., column : column + width] @ value
+    for _, values in runs:
+        width = values.shape[1]
+        output = output + weights[..., column : column + width] @ values
         column += width
     return output
 

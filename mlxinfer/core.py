@@ -140,6 +140,7 @@ class KVSpec:
     key_dim: int  # head_dim of K
     value_dim: int  # head_dim of V
     window: int | None = None  # a token sees itself and window - 1 before it; None: all
+    sinks: int = 0  # with a window: the first positions, which stay visible
 
 
 def check_token_ids(ids: Iterable[object], vocab_size: int, *, param: str) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 from ..core import KVSpec
 from ..errors import InsufficientMemoryError
 from .pages import PageAllocator, PageTable
-from .pool import LayerPool, page_bytes
+from .pool import Bits, LayerPool, token_bytes
+from .reach import Reach
 from .step import Span, StepKV, plan_group
 
 FIRST_PAGES = 128  # a pool starts small and doubles: a short chat takes little memory
@@ -21,7 +22,7 @@ MAX_TAIL_SHARE = 4  # tails may take one part in so many of the budget
 class LayerGroup:
     """Layers that keep the same positions, and so share page tables."""
 
-    window: int | None
+    reach: Reach
     layers: list[int]
     page_bytes: int  # of all its layers
     allocator: PageAllocator
@@ -38,6 +39,7 @@ class KVCache:
         prefill_chunk: tokens of a step's prefill; windows hold that much more for a moment.
         budget_bytes: for pages and tails together.
         num_pages: pages of every full group instead of as many as the budget holds.
+        bits: of keys and values, for each layer; None: all in `dtype`.
 
     Raises:
         InsufficientMemoryError: the budget does not hold one sequence of a page.
@@ -53,39 +55,43 @@ class KVCache:
         prefill_chunk: int,
         budget_bytes: int,
         num_pages: int | None = None,
+        bits: Sequence[Bits] | None = None,
     ) -> None:
         self.specs = list(specs)
         self.dtype = dtype
         self.page_size = page_size
+        self.bits = list(bits or [(None, None)] * len(specs))
         self.bytes_copied = 0  # tails copied because a step was in flight
         self.bytes_grown = 0  # copied while pools grew
-        per_layer = [page_bytes(spec, page_size=page_size, dtype=dtype) for spec in specs]
-        tail_bytes = 2 * sum(per_layer)  # of one sequence
+        per_page = [
+            token_bytes(spec, dtype, b) * page_size
+            for spec, b in zip(specs, self.bits, strict=True)
+        ]
+        tail_bytes = 2 * sum(per_page)  # of one sequence
         self.max_batch = max(1, min(max_batch, budget_bytes // MAX_TAIL_SHARE // tail_bytes))
-        windows = sorted({spec.window for spec in specs}, key=lambda w: (w is not None, w or 0))
-        layers = [[i for i, s in enumerate(specs) if s.window == w] for w in windows]
-        costs = [sum(per_layer[i] for i in members) for members in layers]
+        reaches = sorted({_reach(s) for s in specs}, key=lambda r: (r.window or 0, r.sinks))
+        layers = [[i for i, s in enumerate(specs) if _reach(s) == reach] for reach in reaches]
+        costs = [sum(per_page[i] for i in members) for members in layers]
         counts = _page_counts(
-            windows,
             costs,
-            budget_bytes - self.max_batch * tail_bytes - max(per_layer),
-            max_held=[self._max_held(window, prefill_chunk) for window in windows],
+            budget_bytes - self.max_batch * tail_bytes - max(per_page),
+            max_held=[self._max_held(reach, prefill_chunk) for reach in reaches],
             num_pages=num_pages,
         )
         self.groups = [
-            LayerGroup(window, members, cost, PageAllocator(count))
-            for window, members, cost, count in zip(windows, layers, costs, counts, strict=True)
+            LayerGroup(reach, members, cost, PageAllocator(count))
+            for reach, members, cost, count in zip(reaches, layers, costs, counts, strict=True)
         ]
         self._group_of = {i: g for g, group in enumerate(self.groups) for i in group.layers}
         self._fixed = num_pages is not None
         self.reset()
 
-    def _max_held(self, window: int | None, prefill_chunk: int) -> int | None:
+    def _max_held(self, reach: Reach, prefill_chunk: int) -> int | None:
         """Pages of a window that `max_batch` sequences can hold; None: bound by their length."""
-        if window is None:
+        if reach.window is None:
             return None
-        chunk_pages = prefill_chunk // self.page_size
-        return self.max_batch * (-(-(window - 1) // self.page_size) + 2) + chunk_pages
+        held = -(-(reach.window - 1) // self.page_size) + 2 + reach.kept_pages(self.page_size)
+        return self.max_batch * held + prefill_chunk // self.page_size
 
     def reset(self) -> None:
         """Fresh arrays: after a failed step nothing in the old ones can be trusted."""
@@ -96,6 +102,7 @@ class KVCache:
                 num_pages=self._first_pages(self.groups[self._group_of[i]]),
                 num_slots=min(FIRST_SLOTS, self.max_batch),
                 dtype=self.dtype,
+                bits=self.bits[i],
             )
             for i, spec in enumerate(self.specs)
         ]
@@ -110,7 +117,7 @@ class KVCache:
     @property
     def max_tokens(self) -> int:
         """Positions that one sequence may ever have, if it runs alone."""
-        full = [g.allocator.num_pages for g in self.groups if g.window is None]
+        full = [g.allocator.num_pages for g in self.groups if g.reach.window is None]
         return min(full) * self.page_size if full else 2**31 - 1
 
     @property
@@ -163,12 +170,11 @@ class KVCache:
             positions: list[np.ndarray] = []
             targets: list[np.ndarray] = []
             for tables, slot, start, stop in moves:
-                start = max(start, tables[g].first * self.page_size)
-                if start < stop:
-                    runs = tables[g].runs(start, stop)
+                for low, high in _held(tables[g], start, stop):
+                    runs = tables[g].runs(low, high)
                     targets += [np.arange(*run, dtype=np.int32) for run in runs]
-                    positions.append(np.arange(start, stop, dtype=np.int32))
-                    slots.append(np.full(stop - start, slot, dtype=np.int32))
+                    positions.append(np.arange(low, high, dtype=np.int32))
+                    slots.append(np.full(high - low, slot, dtype=np.int32))
             if targets:
                 offsets = mx.array(np.concatenate(positions) % (2 * self.page_size))
                 index = mx.array(np.concatenate(slots)), offsets, mx.array(np.concatenate(targets))
@@ -178,14 +184,24 @@ class KVCache:
     def begin_step(self, short: Sequence[Span], long: Sequence[Span]) -> list[StepKV]:
         """What each layer attends through, for a step of these spans."""
         plans = [
-            plan_group(short, long, group=g, window=group.window, page_size=self.page_size)
+            plan_group(short, long, group=g, reach=group.reach, page_size=self.page_size)
             for g, group in enumerate(self.groups)
         ]
         return [StepKV(pool, plans[self._group_of[i]]) for i, pool in enumerate(self.pools)]
 
 
+def _reach(spec: KVSpec) -> Reach:
+    return Reach(spec.window, spec.sinks)
+
+
+def _held(table: PageTable, start: int, stop: int) -> list[tuple[int, int]]:
+    """The parts of positions [start, stop) whose pages a table still holds."""
+    edge, first = table.num_kept * table.page_size, table.first * table.page_size
+    parts = [(start, min(stop, edge)), (max(start, first), stop)]
+    return [(low, high) for low, high in parts if low < high]
+
+
 def _page_counts(
-    windows: Sequence[int | None],
     costs: Sequence[int],
     budget_bytes: int,
     *,

@@ -104,28 +104,46 @@ class PageAllocator:
 class PageTable:
     """The pages of one sequence in one group, in order of position.
 
-    `first` is the number (position // page_size) of the first page still held: windows let go of
-    pages at the front.
+    A window lets go of pages at the front, all but the first `num_kept`, which hold the sinks.
+    After them follows page number (position // page_size) `first`.
     """
 
     page_size: int
+    num_kept: int = 0
     first: int = 0
+    kept: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     _runs: list[tuple[int, int]] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.first = max(self.first, self.num_kept)
 
     @property
     def end(self) -> int:
         """One past the last position that has a slot."""
-        return (self.first + len(self.pages)) * self.page_size
+        number = self.first + len(self.pages) if self.pages_begun else len(self.kept)
+        return number * self.page_size
+
+    @property
+    def pages_begun(self) -> bool:
+        """Whether all kept pages are there."""
+        return len(self.kept) == self.num_kept
+
+    @property
+    def all_pages(self) -> list[int]:
+        """Every page held, in order."""
+        return self.kept + self.pages
 
     def append(self, pages: list[int]) -> None:
         """Take pages for the positions that follow."""
-        self.pages += pages
+        missing = self.num_kept - len(self.kept)
+        self.kept += pages[:missing]
+        self.pages += pages[missing:]
         self._runs = None
 
     def drop_before(self, page_number: int) -> list[int]:
-        """Let go of the pages before `page_number`; returns them."""
-        count = min(page_number - self.first, len(self.pages))
+        """Let go of the pages before `page_number` that are not kept; returns them."""
+        count = min(max(page_number - self.first, 0), len(self.pages))
         dropped, self.pages = self.pages[:count], self.pages[count:]
         self.first += count
         self._runs = None
@@ -133,10 +151,12 @@ class PageTable:
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The pool slots of positions [start, stop) as few [from, to) ranges, in order."""
-        size = self.page_size
-        assert self.first * size <= start < stop <= self.end, (self, start, stop)
+        assert 0 <= start < stop <= self.end, (self, start, stop)
+        gap = (self.first - self.num_kept) * self.page_size  # positions that were let go of
+        edge = self.num_kept * self.page_size
+        assert not gap or stop <= edge or start >= edge + gap, (self, start, stop)
         ranges: list[tuple[int, int]] = []
-        skipped = start - self.first * size
+        skipped = start if start < edge else start - gap
         wanted = stop - start
         for page, length in self._page_runs():
             if skipped >= length:
@@ -154,7 +174,7 @@ class PageTable:
         """Runs of consecutive pages as (first slot, slots); found once per change of the table."""
         if self._runs is None:
             runs: list[list[int]] = []
-            for page in self.pages:
+            for page in self.all_pages:
                 slot = page * self.page_size
                 if runs and runs[-1][0] + runs[-1][1] == slot:
                     runs[-1][1] += self.page_size

@@ -1,14 +1,14 @@
 """The K and V arrays of one layer: sealed pages and tails. Knows slots and rows; no sequences.
 
-H = KV heads, D = head_dim, P = page_size, N = tokens.
+H = KV heads, W = width of a stored part, P = page_size, N = tokens.
 
-`keys` and `values` are (H, num_pages * P, D): heads first, so that a run of pages is a view that
-attention takes as it is. They are updated in place, which MLX does only while nobody else holds the
-buffer: write them behind a barrier, and never keep a view in a variable across steps.
+Pages are (H, num_pages * P, W): heads first, so that a run of pages is a view that attention takes
+as it is. They are updated in place, which MLX does only while nobody else holds the buffer: write
+them behind a barrier, and never keep a view in a variable across steps.
 
-`tail_keys` and `tail_values` are (num_slots, H, 2 * P, D), a ring of two pages per running
-sequence: position p lies at p % (2 * P). A decode step writes tails only; while an earlier step is
-in flight that copies them, which is kilobytes a sequence where the pool would be gigabytes.
+Tails are (num_slots, H, 2 * P, W), a ring of two pages per running sequence: position p lies at
+p % (2 * P). A decode step writes tails only; while an earlier step is in flight that copies them,
+which is kilobytes a sequence where the pool would be gigabytes.
 """
 
 from collections.abc import Sequence
@@ -16,87 +16,149 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..core import KVSpec
+from .formats import KVFormat, make_format, rotatable, vector_bytes
+
+Runs = Sequence[tuple[int, int]]  # [from, to) ranges of pool slots
+Bits = tuple[int | None, int | None]  # of keys and values; None: the activation dtype
+
+
+class Plane:
+    """The keys or the values of one layer, in one format: one array for each part of it."""
+
+    __slots__ = ("fmt", "pages", "tails")
+
+    def __init__(
+        self, fmt: KVFormat, heads: int, *, page_size: int, num_pages: int, num_slots: int
+    ) -> None:
+        self.fmt = fmt
+        tokens, ring = num_pages * page_size, 2 * page_size
+        self.pages = [mx.zeros((heads, tokens, width), dtype) for width, dtype in fmt.parts]
+        self.tails = [
+            mx.zeros((num_slots, heads, ring, width), dtype) for width, dtype in fmt.parts
+        ]
+
+    def write_pages(self, runs: Runs, row: int, parts: list[mx.array]) -> None:
+        """Store rows `row`, `row + 1`, ... of encoded parts (T, H, W) in the slots of `runs`."""
+        for start, stop in runs:
+            end = row + stop - start
+            for pages, part in zip(self.pages, parts, strict=True):
+                pages[:, start:stop] = part[row:end].swapaxes(0, 1)  # (H, N, W)
+            row = end
+
+    def write_tails(self, slots: mx.array, offsets: mx.array, parts: list[mx.array]) -> None:
+        """Store encoded parts (N, H, W) at `offsets` (N,) of the tails of `slots` (N,)."""
+        for tails, part in zip(self.tails, parts, strict=True):
+            tails[slots, :, offsets] = part
+
+    def seal(self, slots: mx.array, offsets: mx.array, targets: mx.array) -> None:
+        """Copy tail tokens (`slots`, `offsets`) to the pool slots `targets`; all (N,)."""
+        for pages, tails in zip(self.pages, self.tails, strict=True):
+            pages[:, targets] = tails[slots, :, offsets].swapaxes(0, 1)  # (H, N, W)
+
+    def read_run(self, start: int, stop: int) -> mx.array:
+        """(H, N, D) of one run of pages; a view where the format is plain."""
+        return self.fmt.decode([pages[:, start:stop] for pages in self.pages])
+
+    def read_runs(self, runs: Runs) -> mx.array:
+        """(H, N, D) of several runs, one after the other."""
+        if len(runs) == 1:
+            return self.read_run(*runs[0])
+        joined = [
+            mx.concatenate([pages[:, start:stop] for start, stop in runs], axis=1)
+            for pages in self.pages
+        ]
+        return self.fmt.decode(joined)
+
+    def read_tails(self, slots: mx.array | slice) -> mx.array:
+        """(B, H, 2 * P, D)."""
+        return self.fmt.decode([tails[slots] for tails in self.tails])
+
+    def grow_pages(self, extra_tokens: int) -> None:
+        """Make room, one array at a time so that only one is ever there twice."""
+        for i, pages in enumerate(self.pages):
+            self.pages[i] = _extended(pages, axis=1, extra=extra_tokens)
+            del pages
+            mx.eval(self.pages[i])
+
+    def grow_tails(self, extra_slots: int) -> None:
+        """Make room for more running sequences."""
+        self.tails = [_extended(tails, axis=0, extra=extra_slots) for tails in self.tails]
+        mx.eval(self.tails)
 
 
 class LayerPool:
-    """Pages and tails of one attention layer, in the activation dtype."""
+    """Pages and tails of one attention layer.
+
+    Keys of 4 bits are rotated by a Hadamard matrix before they are stored, and queries with them:
+    scores stay the same, and outliers of single channels are spread over all.
+    """
 
     def __init__(
-        self, spec: KVSpec, *, page_size: int, num_pages: int, num_slots: int, dtype: mx.Dtype
+        self,
+        spec: KVSpec,
+        *,
+        page_size: int,
+        num_pages: int,
+        num_slots: int,
+        dtype: mx.Dtype,
+        bits: Bits = (None, None),
     ) -> None:
-        self.spec = spec
+        key_format, value_format = layer_formats(spec, dtype, bits)
+        heads = spec.num_kv_heads
         self.page_size = page_size
-        self.dtype = dtype
         self.num_pages = num_pages
         self.num_slots = num_slots
-        heads, tokens = spec.num_kv_heads, num_pages * page_size
-        self.keys = mx.zeros((heads, tokens, spec.key_dim), dtype)
-        self.values = mx.zeros((heads, tokens, spec.value_dim), dtype)
-        self.tail_keys = mx.zeros((num_slots, heads, 2 * page_size, spec.key_dim), dtype)
-        self.tail_values = mx.zeros((num_slots, heads, 2 * page_size, spec.value_dim), dtype)
+        self._rotates = bits[0] == 4
+        self.keys, self.values = (
+            Plane(fmt, heads, page_size=page_size, num_pages=num_pages, num_slots=num_slots)
+            for fmt in (key_format, value_format)
+        )
 
     def arrays(self) -> list[mx.array]:
         """Everything held, for evaluation and accounting."""
-        return [self.keys, self.values, self.tail_keys, self.tail_values]
+        return [
+            array for plane in (self.keys, self.values) for array in (*plane.pages, *plane.tails)
+        ]
 
     @property
     def tail_bytes(self) -> int:
         """Bytes of all tails: what a step copies while another is in flight."""
-        return self.tail_keys.nbytes + self.tail_values.nbytes
+        return sum(t.nbytes for plane in (self.keys, self.values) for t in plane.tails)
 
-    def write_pages(
-        self, runs: Sequence[tuple[int, int]], row: int, keys: mx.array, values: mx.array
-    ) -> None:
-        """Store rows `row`, `row + 1`, ... of keys and values (T, H, D) in the slots of `runs`."""
-        for start, stop in runs:
-            end = row + stop - start
-            self.keys[:, start:stop] = keys[row:end].swapaxes(0, 1)  # (H, N, D)
-            self.values[:, start:stop] = values[row:end].swapaxes(0, 1)
-            row = end
+    def rotate(self, queries: mx.array, keys: mx.array) -> tuple[mx.array, mx.array]:
+        """Queries and keys (..., D) in the basis that keys are stored in."""
+        if not self._rotates:
+            return queries, keys
+        return mx.hadamard_transform(queries), mx.hadamard_transform(keys)
 
-    def write_tails(
-        self, slots: mx.array, offsets: mx.array, keys: mx.array, values: mx.array
-    ) -> None:
-        """Store keys and values (N, H, D) at `offsets` (N,) of the tails of `slots` (N,)."""
-        self.tail_keys[slots, :, offsets] = keys
-        self.tail_values[slots, :, offsets] = values
-
-    def seal(self, slots: mx.array, offsets: mx.array, pool_slots: mx.array) -> None:
-        """Copy tail tokens (`slots`, `offsets`) to `pool_slots`; all (N,)."""
-        self.keys[:, pool_slots] = self.tail_keys[slots, :, offsets].swapaxes(0, 1)  # (H, N, D)
-        self.values[:, pool_slots] = self.tail_values[slots, :, offsets].swapaxes(0, 1)
-
-    def view(self, runs: Sequence[tuple[int, int]]) -> tuple[mx.array, mx.array]:
-        """K and V (H, N, D) of the pool slots of `runs`: a view of one run, a copy of several."""
-        if len(runs) == 1:
-            start, stop = runs[0]
-            return self.keys[:, start:stop], self.values[:, start:stop]
-        return (
-            mx.concatenate([self.keys[:, start:stop] for start, stop in runs], axis=1),
-            mx.concatenate([self.values[:, start:stop] for start, stop in runs], axis=1),
-        )
+    def seal(self, slots: mx.array, offsets: mx.array, targets: mx.array) -> None:
+        """Copy tail tokens (`slots`, `offsets`) to the pool slots `targets`; all (N,)."""
+        self.keys.seal(slots, offsets, targets)
+        self.values.seal(slots, offsets, targets)
 
     def grow_pages(self, num_pages: int) -> None:
-        """Make room for `num_pages`, one array at a time so that only one is ever there twice."""
+        """Make room for `num_pages`."""
         extra = (num_pages - self.num_pages) * self.page_size
-        self.keys = _extended(self.keys, axis=1, extra=extra)
-        mx.eval(self.keys)
-        self.values = _extended(self.values, axis=1, extra=extra)
-        mx.eval(self.values)
+        for plane in (self.keys, self.values):
+            plane.grow_pages(extra)
         self.num_pages = num_pages
 
     def grow_tails(self, num_slots: int) -> None:
         """Make room for `num_slots` running sequences."""
-        extra = num_slots - self.num_slots
-        self.tail_keys = _extended(self.tail_keys, axis=0, extra=extra)
-        self.tail_values = _extended(self.tail_values, axis=0, extra=extra)
-        mx.eval(self.tail_keys, self.tail_values)
+        for plane in (self.keys, self.values):
+            plane.grow_tails(num_slots - self.num_slots)
         self.num_slots = num_slots
 
 
-def page_bytes(spec: KVSpec, *, page_size: int, dtype: mx.Dtype) -> int:
-    """Bytes of one page of one layer; a tail takes two of them."""
-    return spec.num_kv_heads * (spec.key_dim + spec.value_dim) * page_size * dtype.size
+def layer_formats(spec: KVSpec, dtype: mx.Dtype, bits: Bits) -> tuple[KVFormat, KVFormat]:
+    """How a layer stores its keys and values."""
+    assert bits[0] != 4 or rotatable(spec.key_dim), "refused before a cache is built"
+    return make_format(spec.key_dim, dtype, bits[0]), make_format(spec.value_dim, dtype, bits[1])
+
+
+def token_bytes(spec: KVSpec, dtype: mx.Dtype, bits: Bits) -> int:
+    """Bytes that one layer keeps of one token."""
+    return spec.num_kv_heads * sum(vector_bytes(f) for f in layer_formats(spec, dtype, bits))
 
 
 def _extended(array: mx.array, *, axis: int, extra: int) -> mx.array:

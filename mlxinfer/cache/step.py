@@ -1,8 +1,8 @@
 """The KV cache during one step: who writes where, who sees what. Knows no models.
 
 Built once per step and layer group (`GroupPlan`), used by every layer of the group (`StepKV`, which
-is what a model's attention sees as `LayerKV`). Short segments (decode, verification) come first in the
-flat list of tokens and go to tails; long ones (prefill chunks) go to pages.
+is what a model's attention sees as `LayerKV`). Short segments (decode, verification) come first in
+the flat list of tokens and go to tails; long ones (prefill chunks) go to pages.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,14 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from ..metal_kernels.paged_attention import paged_attention
 from .pages import PageTable
-from .pool import LayerPool
+from .pool import LayerPool, Plane
+from .reach import Reach
+
+Ints = NDArray[np.int32]
 
 HIDDEN = float(np.finfo(np.float32).min)  # additive mask of what must not be seen
 QUERY_BLOCK = 128  # prefill queries at a time where attention materialises its scores
@@ -50,15 +54,22 @@ class ShortPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Block:
+    """Some queries of a prefill chunk, and the keys that they can see."""
+
+    queries: slice  # of the chunk's rows
+    keys: slice  # of what the chunk reads
+    mask: mx.array | str  # "causal", or bool (queries, keys)
+
+
+@dataclass(frozen=True, slots=True)
 class LongPlan:
     """One prefill chunk."""
 
-    row: int
-    num_tokens: int
+    rows: slice  # of the step's flat list
     writes: list[tuple[int, int]]  # pool slots of the new tokens
     reads: list[tuple[int, int]]  # pool slots of all that any of them sees
-    blocks: list[tuple[int, int, int, int, mx.array | str | None]]
-    # (first query, past the last, first key, past the last, mask): rows of the chunk and of `reads`
+    blocks: list[Block]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +83,15 @@ class GroupPlan:
 
 
 def plan_group(
-    short: Sequence[Span], long: Sequence[Span], *, group: int, window: int | None, page_size: int
+    short: Sequence[Span], long: Sequence[Span], *, group: int, reach: Reach, page_size: int
 ) -> GroupPlan:
-    """Plan one step of layer group `group`, whose tokens see `window` positions (None: all)."""
+    """Plan one step of layer group `group`."""
     ring = 2 * page_size
     rows, slots, positions = _tail_writes(short, long, page_size)
     num_rows = sum(span.num_tokens for span in (*short, *long))
     return GroupPlan(
-        short=[_plan_short(spans, group, window, ring) for spans in _by_width(short)],
-        long=[_plan_long(span, group, window) for span in long],
+        short=[_plan_short(spans, group, reach, ring) for spans in _by_width(short)],
+        long=[_plan_long(span, group, reach) for span in long],
         tail_rows=None if len(rows) == num_rows else mx.array(rows),
         tail_place=(mx.array(slots), mx.array(positions % ring)) if len(rows) else None,
     )
@@ -88,7 +99,7 @@ def plan_group(
 
 def _tail_writes(
     short: Sequence[Span], long: Sequence[Span], page_size: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[Ints, Ints, Ints]:
     """Flat rows, slots and positions (N,) of the tokens that go to tails.
 
     Of a prefill chunk that is what its last, not yet full page holds.
@@ -98,14 +109,14 @@ def _tail_writes(
         rest = s.stop % page_size
         if rest:
             starts.append((s.row + s.num_tokens - rest, s.stop - rest, s.slot, rest))
-    if all(count == 1 for *_, count in starts):
-        table = np.array(starts, dtype=np.int32).reshape(-1, 4)
-        return table[:, 0], table[:, 2], table[:, 1]
-    expanded = np.array(
-        [(row + i, slot, start + i) for row, start, slot, count in starts for i in range(count)],
-        dtype=np.int32,
-    )
-    return expanded[:, 0], expanded[:, 1], expanded[:, 2]
+    if any(count > 1 for *_, count in starts):
+        starts = [
+            (row + i, start + i, slot, 1)
+            for row, start, slot, count in starts
+            for i in range(count)
+        ]
+    table = np.array(starts, dtype=np.int32).reshape(-1, 4)
+    return table[:, 0], table[:, 2], table[:, 1]
 
 
 def _by_width(spans: Sequence[Span]) -> list[list[Span]]:
@@ -115,32 +126,34 @@ def _by_width(spans: Sequence[Span]) -> list[list[Span]]:
     return [spans for spans in (single, wide) if spans]
 
 
-def _plan_short(spans: list[Span], group: int, window: int | None, ring: int) -> ShortPlan:
+def _plan_short(spans: list[Span], group: int, reach: Reach, ring: int) -> ShortPlan:
     width = max(span.num_tokens for span in spans)
-    counts = np.array([span.num_tokens for span in spans], dtype=np.int32)
-    first = np.array([span.row for span in spans], dtype=np.int32)
-    starts = np.array([span.start for span in spans], dtype=np.int32)
-    sealed = np.array([span.sealed for span in spans], dtype=np.int32)
-    step = np.minimum(np.arange(width, dtype=np.int32)[None], counts[:, None] - 1)  # (B, Q)
-    rows = (first[:, None] + step).reshape(-1)
+    numbers = np.array([(s.row, s.start, s.sealed, s.slot, s.num_tokens) for s in spans], np.int32)
+    first, starts, sealed, slots, counts = numbers.T
+    step = np.minimum(np.arange(width, dtype=np.int32), counts[:, None] - 1)  # (B, Q)
     padded = width > 1 and bool((counts < width).any())
+    real = np.arange(width) < counts[:, None]  # (B, Q)
+    ranges = [reach.ranges(span.start, span.sealed) for span in spans]
     return ShortPlan(
-        rows=_as_index(rows),
+        rows=_as_index((first[:, None] + step).reshape(-1)),
         shape=(len(spans), width),
-        unpad=mx.array(np.flatnonzero(_first_of_each(step, counts))) if padded else None,
-        slots=_as_index(np.array([span.slot for span in spans], dtype=np.int32)),
-        runs=[_visible_runs(span, group, window) for span in spans],
-        run_masks=[_run_mask(span, window, width) for span in spans],
-        tail_mask=mx.array(_tail_mask(starts[:, None] + step, sealed, window, ring)),
+        unpad=mx.array(np.flatnonzero(real)) if padded else None,
+        slots=_as_index(slots),
+        runs=[
+            [run for part in parts for run in span.tables[group].runs(*part)]
+            for span, parts in zip(spans, ranges, strict=True)
+        ],
+        run_masks=[
+            None
+            if width == 1 or reach.window is None
+            else _run_mask(span.start + steps, parts, reach)
+            for span, steps, parts in zip(spans, step, ranges, strict=True)
+        ],
+        tail_mask=mx.array(_tail_mask(starts[:, None] + step, sealed, reach, ring)),
     )
 
 
-def _first_of_each(step: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """(B, Q) whether a padded query is a real one."""
-    return np.arange(step.shape[1])[None] < counts[:, None]
-
-
-def _as_index(rows: np.ndarray) -> mx.array | slice:
+def _as_index(rows: Ints) -> mx.array | slice:
     """Consecutive rows as a slice, which costs no copy; any others as an array."""
     start, stop = int(rows[0]), int(rows[-1]) + 1
     if stop - start == len(rows) and bool((np.diff(rows) == 1).all()):
@@ -148,66 +161,56 @@ def _as_index(rows: np.ndarray) -> mx.array | slice:
     return mx.array(rows)
 
 
-def _lowest_visible(position: int, window: int | None) -> int:
-    return 0 if window is None else max(0, position - window + 1)
-
-
-def _visible_runs(span: Span, group: int, window: int | None) -> list[tuple[int, int]]:
-    lowest = _lowest_visible(span.start, window)
-    return span.tables[group].runs(lowest, span.sealed) if lowest < span.sealed else []
-
-
-def _run_mask(span: Span, window: int | None, width: int) -> mx.array | None:
-    """(Q, tokens in runs): later queries of a span see less of a window's old end."""
-    lowest = _lowest_visible(span.start, window)
-    last = _lowest_visible(span.stop - 1, window)
-    if last == lowest or lowest >= span.sealed:
+def _run_mask(queries: Ints, ranges: Sequence[tuple[int, int]], reach: Reach) -> mx.array | None:
+    """Additive (Q, tokens in ranges): later queries of a span see less of a window's old end."""
+    if not ranges:
         return None
-    steps = np.minimum(np.arange(width), span.num_tokens - 1)
-    bounds = np.array([_lowest_visible(span.start + int(i), window) for i in steps])
-    keys = np.arange(lowest, span.sealed)
-    return mx.array(np.where(keys[None] >= bounds[:, None], 0.0, HIDDEN).astype(np.float32))
+    keys = np.concatenate([np.arange(start, stop, dtype=np.int32) for start, stop in ranges])
+    return mx.array(_additive(reach.sees(queries[:, None], keys[None])))
 
 
-def _tail_mask(
-    positions: np.ndarray, sealed: np.ndarray, window: int | None, ring: int
-) -> np.ndarray:
+def _tail_mask(positions: Ints, sealed: Ints, reach: Reach, ring: int) -> NDArray[np.float32]:
     """(B, 1, Q, R) additive: ring slot j holds the one position p >= sealed with p % R == j."""
     slots = np.arange(ring, dtype=np.int32)[None]
     held = sealed[:, None] + (slots - sealed[:, None]) % ring  # (B, R)
-    visible = held[:, None] <= positions[:, :, None]  # (B, Q, R)
-    if window is not None:
-        visible &= held[:, None] > positions[:, :, None] - window
-    return np.where(visible, np.float32(0.0), np.float32(HIDDEN))[:, None]
+    return _additive(reach.sees(positions[:, :, None], held[:, None]))[:, None]
 
 
-def _plan_long(span: Span, group: int, window: int | None) -> LongPlan:
+def _additive(visible: NDArray[np.bool_]) -> NDArray[np.float32]:
+    return np.where(visible, np.float32(0.0), np.float32(HIDDEN))
+
+
+def _plan_long(span: Span, group: int, reach: Reach) -> LongPlan:
     assert span.start == span.sealed, "a prefill chunk starts at a page boundary"
-    lowest = _lowest_visible(span.start, window)
+    table = span.tables[group]
+    ranges = reach.ranges(span.start, span.stop)
     return LongPlan(
-        row=span.row,
-        num_tokens=span.num_tokens,
-        writes=span.tables[group].runs(span.start, span.stop),
-        reads=span.tables[group].runs(lowest, span.stop),
-        blocks=_query_blocks(span, lowest, window),
+        rows=slice(span.row, span.row + span.num_tokens),
+        writes=table.runs(span.start, span.stop),
+        reads=[run for part in ranges for run in table.runs(*part)],
+        blocks=_query_blocks(span, ranges, reach),
     )
 
 
-def _query_blocks(
-    span: Span, lowest: int, window: int | None
-) -> list[tuple[int, int, int, int, mx.array | str | None]]:
-    """Blocks of queries with the keys that they can see, so that no score matrix is larger."""
-    blocks: list[tuple[int, int, int, int, mx.array | str | None]] = []
-    width = span.num_tokens if mx.metal.is_available() and window is None else QUERY_BLOCK
+def _query_blocks(span: Span, ranges: Sequence[tuple[int, int]], reach: Reach) -> list[Block]:
+    """Blocks of queries with the keys that they can see, so that no score matrix is larger.
+
+    MLX's fused attention on Metal keeps no scores: without a window one block is best there.
+    """
+    whole = mx.metal.is_available() and reach.window is None
+    width = span.num_tokens if whole else QUERY_BLOCK
+    keys = np.concatenate([np.arange(start, stop, dtype=np.int32) for start, stop in ranges])
+    blocks = []
     for first in range(0, span.num_tokens, width):
         last = min(first + width, span.num_tokens)
-        start, stop = span.start + first, span.start + last
-        key_start = _lowest_visible(start, window)
+        queries = np.arange(span.start + first, span.start + last, dtype=np.int32)
+        seen = reach.sees(queries[[0, -1], None], keys[None])  # an old end leaves, a new one comes
+        columns = np.flatnonzero(seen.any(axis=0))
+        low, high = int(columns[0]), int(columns[-1]) + 1
         mask: mx.array | str = "causal"
-        if window is not None and key_start < _lowest_visible(stop - 1, window):
-            positions, keys = np.arange(start, stop)[:, None], np.arange(key_start, stop)[None]
-            mask = mx.array((keys <= positions) & (keys > positions - window))
-        blocks.append((first, last, key_start - lowest, stop - lowest, mask))
+        if not seen[1, low:high].all():
+            mask = mx.array(reach.sees(queries[:, None], keys[None, low:high]))
+        blocks.append(Block(slice(first, last), slice(low, high), mask))
     return blocks
 
 
@@ -230,19 +233,22 @@ class StepKV:
         sinks: mx.array | None = None,
     ) -> mx.array:
         """Write first, then read: a view taken before a write would make the write a copy."""
-        self._write(keys, values)
+        queries, keys = self._pool.rotate(queries, keys)
+        self._write(self._pool.keys, keys)
+        self._write(self._pool.values, values)
         parts = [self._short(plan, queries, scale, sinks) for plan in self._plan.short]
         parts += [self._long(plan, queries, scale, sinks) for plan in self._plan.long]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
-    def _write(self, keys: mx.array, values: mx.array) -> None:
-        plan, pool = self._plan, self._pool
+    def _write(self, plane: Plane, vectors: mx.array) -> None:
+        plan = self._plan
+        encoded = plane.fmt.encode(vectors)
         for long in plan.long:
-            pool.write_pages(long.writes, long.row, keys, values)
+            plane.write_pages(long.writes, long.rows.start, encoded)
         if plan.tail_place is not None:
             if plan.tail_rows is not None:
-                keys, values = keys[plan.tail_rows], values[plan.tail_rows]
-            pool.write_tails(*plan.tail_place, keys, values)
+                encoded = [part[plan.tail_rows] for part in encoded]
+            plane.write_tails(*plan.tail_place, encoded)
 
     def _short(
         self, plan: ShortPlan, queries: mx.array, scale: float, sinks: mx.array | None
@@ -251,13 +257,11 @@ class StepKV:
         num_seqs, width = plan.shape
         outputs = paged_attention(
             queries[plan.rows].reshape(num_seqs, width, *queries.shape[1:]),
-            pool.keys,
-            pool.values,
-            plan.runs,
+            [[(pool.keys.read_run(*r), pool.values.read_run(*r)) for r in rs] for rs in plan.runs],
             plan.run_masks,
-            pool.tail_keys[plan.slots],
-            pool.tail_values[plan.slots],
-            plan.tail_mask.astype(queries.dtype),
+            pool.keys.read_tails(plan.slots),
+            pool.values.read_tails(plan.slots),
+            plan.tail_mask,
             scale=scale,
             sinks=sinks,
         )
@@ -267,18 +271,21 @@ class StepKV:
     def _long(
         self, plan: LongPlan, queries: mx.array, scale: float, sinks: mx.array | None
     ) -> mx.array:
-        keys, values = self._pool.view(plan.reads)  # (H, N, D)
-        chunk = queries[plan.row : plan.row + plan.num_tokens].swapaxes(0, 1)  # (heads, n, D)
+        keys, values = (
+            self._pool.keys.read_runs(plan.reads),
+            self._pool.values.read_runs(plan.reads),
+        )
+        chunk = queries[plan.rows].swapaxes(0, 1)  # (heads, n, D)
         outputs = [
             mx.fast.scaled_dot_product_attention(
-                chunk[None, :, first:last],
-                keys[None, :, key_start:key_stop],
-                values[None, :, key_start:key_stop],
+                chunk[None, :, block.queries],
+                keys[None, :, block.keys],
+                values[None, :, block.keys],
                 scale=scale,
-                mask=mask,
+                mask=block.mask,
                 sinks=sinks,
             )
-            for first, last, key_start, key_stop, mask in plan.blocks
+            for block in plan.blocks
         ]
         joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
         return joined[0].swapaxes(0, 1)  # (n, heads, D)

@@ -56,7 +56,7 @@ class Loop:
             num_pages=config.num_pages,
         )
         self.scheduler = Scheduler(
-            windows=[group.window for group in self.cache.groups],
+            reaches=[group.reach for group in self.cache.groups],
             allocators=[group.allocator for group in self.cache.groups],
             page_size=config.page_size,
             max_batch=self.cache.max_batch,
@@ -198,7 +198,8 @@ class Loop:
         """Plain numbers of what was done and what is held."""
         groups = [
             {
-                "window": group.window,
+                "window": group.reach.window,
+                "sinks": group.reach.sinks,
                 "layers": len(group.layers),
                 "pages": group.allocator.num_pages,
                 "pages_held": group.allocator.num_held,

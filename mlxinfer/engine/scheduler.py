@@ -15,6 +15,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from ..cache.pages import OutOfPages, PageAllocator, PageTable
+from ..cache.reach import Reach
 from ..core import FinishReason, Request
 from .batch import MAX_SHORT, Batch, Segment
 from .sequence import Sequence
@@ -37,7 +38,7 @@ class Scheduler:
     """Continuous batching over paged KV.
 
     Args:
-        windows: for each layer group how many positions a token sees, None for all.
+        reaches: what each layer group keeps.
         allocators: the pages of each group.
         page_size: tokens a page.
         max_batch: sequences that may run at once.
@@ -47,15 +48,15 @@ class Scheduler:
     def __init__(
         self,
         *,
-        windows: Seq[int | None],
+        reaches: Seq[Reach],
         allocators: Seq[PageAllocator],
         page_size: int,
         max_batch: int,
         prefill_chunk: int,
     ) -> None:
-        assert len(windows) == len(allocators)
+        assert len(reaches) == len(allocators)
         assert prefill_chunk % page_size == 0
-        self.windows = windows
+        self.reaches = reaches
         self.allocators = allocators
         self.page_size = page_size
         self.prefill_chunk = prefill_chunk
@@ -116,7 +117,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         for table, allocator in zip(sequence.tables, self.allocators, strict=True):
-            allocator.release(table.pages)
+            allocator.release(table.all_pages)
         sequence.tables = []
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = -1
@@ -242,15 +243,15 @@ class Scheduler:
 
     def _trim_windows(self) -> None:
         """Let go of pages that no later token can see."""
-        for group, window in enumerate(self.windows):
-            if window is None:
+        for group, reach in enumerate(self.reaches):
+            if reach.window is None:
                 continue
             allocator = self.allocators[group]
             for sequence in self.running:
-                lowest = (sequence.num_computed - window + 1) // self.page_size
+                first = reach.first_page(sequence.num_computed, self.page_size)
                 table = sequence.tables[group]
-                if lowest > table.first:
-                    allocator.release(table.drop_before(lowest))
+                if first > table.first:
+                    allocator.release(table.drop_before(first))
 
     def _admit(self) -> Sequence | None:
         """Start the first in the queue if the pages of all that it has now are there."""
@@ -263,9 +264,10 @@ class Scheduler:
             )
         self.waiting.popleft()
         sequence.slot = heapq.heappop(self._free_slots)
-        sequence.tables = [PageTable(self.page_size) for _ in self.windows]
-        for group, window in enumerate(self.windows):
-            if window is None:  # in one go, so that a prompt lies in one run
+        size = self.page_size
+        sequence.tables = [PageTable(size, reach.kept_pages(size)) for reach in self.reaches]
+        for group, reach in enumerate(self.reaches):
+            if reach.window is None:  # in one go, so that a prompt lies in one run
                 self._extend(sequence, group, sequence.num_known)
         self.running.append(sequence)
         self._admitted.append(sequence)
@@ -281,19 +283,14 @@ class Scheduler:
 
     def pages_needed(self, group: int, num_tokens: int) -> int:
         """Pages of a group that a sequence of `num_tokens` needs at once, at most."""
-        pages = -(-num_tokens // self.page_size)
-        window = self.windows[group]
-        if window is None:
-            return pages
-        held = -(-(window - 1) // self.page_size) + 1
-        return min(pages, held + self.prefill_chunk // self.page_size)
+        return self.reaches[group].max_pages(num_tokens, self.prefill_chunk, self.page_size)
 
     def _hold(self, sequence: Sequence, num_tokens: int, segments: dict[Sequence, Segment]) -> bool:
         """Take the pages for `num_tokens` positions, from the youngest others if need be.
 
         False: the sequence itself is the youngest and went back to the queue.
         """
-        for group in range(len(self.windows)):
+        for group in range(len(self.reaches)):
             while True:
                 try:
                     self._extend(sequence, group, num_tokens)
@@ -311,7 +308,8 @@ class Scheduler:
         table = sequence.tables[group]
         missing = -(-(num_tokens - table.end) // self.page_size)
         if missing > 0:
-            after = table.pages[-1] if table.pages else None
+            held = table.pages or table.kept
+            after = held[-1] if held else None
             table.append(self.allocators[group].allocate(missing, after=after))
 
 

@@ -61,7 +61,7 @@ def test_allocator_equals_a_naive_set(data: st.DataObject) -> None:
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=8, unique=True), st.data())
 def test_runs_cover_exactly_the_positions(pages: list[int], data: st.DataObject) -> None:
     first = data.draw(st.integers(0, 5))
-    table = PageTable(4, first, list(pages))
+    table = PageTable(4, first=first, pages=list(pages))
     start = data.draw(st.integers(first * 4, table.end - 1))
     stop = data.draw(st.integers(start + 1, table.end))
     slots = [slot for run in table.runs(start, stop) for slot in range(*run)]
@@ -77,3 +77,17 @@ def test_dropping_pages_keeps_positions() -> None:
     assert table.drop_before(2) == [7, 8]
     assert table.runs(9, 12) == [(13, 16)]
     assert table.end == 12
+
+
+def test_kept_pages_stay_while_a_window_moves_on() -> None:
+    table = PageTable(4, num_kept=1)
+    table.append([9])
+    assert table.end == 4
+    table.append([7, 8, 3, 4])
+    assert table.runs(0, 20) == [(36, 40), (28, 36), (12, 20)]
+    assert table.drop_before(3) == [7, 8]
+    assert table.drop_before(1) == []
+    assert table.runs(0, 4) == [(36, 40)]
+    assert table.runs(13, 20) == [(13, 20)]
+    assert table.all_pages == [9, 3, 4]
+    assert table.end == 20

@@ -113,4 +113,6 @@ def alone(
     """One request by itself, nothing launched ahead, its prompt in one step: the plain run."""
     harness = Harness(model, launch_ahead=False, prefill_chunk=512, max_batch=1, num_pages=100)
     harness.add("alone", ids, params, stop_ids=stop_ids)
-    return harness.drain()["alone"]
+    outcome = harness.drain()["alone"]
+    assert outcome.error is None, outcome.error
+    return outcome

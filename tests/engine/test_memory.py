@@ -49,7 +49,7 @@ def test_windows_hold_a_window_and_a_page(case: str) -> None:
     harness.add("a", prompt(200), SamplingParams(max_tokens=100))
     harness.add("b", prompt(33), SamplingParams(max_tokens=100))
     scheduler, group = harness.loop.scheduler, len(harness.loop.cache.groups) - 1
-    window = scheduler.windows[group]
+    window = scheduler.reaches[group].window
     assert window == 8
     most = 0
     while not harness.loop.idle:
@@ -65,7 +65,7 @@ def test_windows_hold_a_window_and_a_page(case: str) -> None:
 def big_heads() -> tuple[Harness, int]:
     """A harness whose pool is large beside all else that a step touches; bytes of one K array."""
     harness = Harness(tiny_model("qwen3-v4"), num_pages=8000, max_batch=4, max_context=100_000)
-    return harness, harness.loop.cache.pools[0].keys.nbytes
+    return harness, harness.loop.cache.pools[0].keys.pages[0].nbytes
 
 
 def test_a_decode_step_copies_no_pages_though_one_is_in_flight() -> None:
@@ -111,7 +111,7 @@ def test_a_held_view_would_be_noticed() -> None:
     harness.add("a", prompt(600), SamplingParams(max_tokens=200))
     harness.turn(14)
     mx.synchronize()
-    held = [pool.keys[:, :5] for pool in harness.loop.cache.pools]
+    held = [pool.keys.pages[0][:, :5] for pool in harness.loop.cache.pools]
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     harness.turn(40)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxinfer.cache.pages import PageAllocator
+from mlxinfer.cache.reach import Reach
 from mlxinfer.core import FinishReason, Request, SamplingParams
 from mlxinfer.engine.batch import MAX_SHORT, Batch
 from mlxinfer.engine.scheduler import Scheduler
@@ -19,11 +20,12 @@ def build(
     *,
     pages: int = 64,
     windows: tuple[int | None, ...] = (None,),
+    sinks: int = 0,
     max_batch: int = 4,
     chunk: int = 16,
 ) -> Scheduler:
     return Scheduler(
-        windows=windows,
+        reaches=[Reach(window, sinks if window else 0) for window in windows],
         allocators=[PageAllocator(pages, headroom=2) for _ in windows],
         page_size=PAGE,
         max_batch=max_batch,
@@ -157,7 +159,11 @@ def test_books_balance_over_random_programs(data: st.DataObject) -> None:
     chunk = PAGE * data.draw(st.integers(1, 5))
     pages = data.draw(st.integers(12, 30))
     scheduler = build(
-        pages=pages, windows=windows, max_batch=data.draw(st.integers(1, 5)), chunk=chunk
+        pages=pages,
+        windows=windows,
+        sinks=data.draw(st.sampled_from([0, 0, 3, 5])),
+        max_batch=data.draw(st.integers(1, 5)),
+        chunk=chunk,
     )
     ahead = data.draw(st.booleans())
     live: dict[str, Sequence] = {}
@@ -206,24 +212,24 @@ def check_batch(scheduler: Scheduler, batch: Batch, chunk: int) -> None:
             assert segment.start == segment.sealed
         else:
             assert segment.stop - segment.sealed <= 2 * PAGE, "the tail is too short"
-        for window, table in zip(scheduler.windows, segment.sequence.tables, strict=True):
+        for reach, table in zip(scheduler.reaches, segment.sequence.tables, strict=True):
             assert table.end >= segment.stop, "a token without a slot"
-            lowest = 0 if window is None else max(0, segment.start - window + 1)
-            assert table.first * PAGE <= lowest, "a visible page was let go of"
+            for part in reach.ranges(segment.start, segment.stop):
+                table.runs(*part)  # asserts that every visible position is held
 
 
 def check_books(scheduler: Scheduler) -> None:
-    for group, (window, allocator) in enumerate(
-        zip(scheduler.windows, scheduler.allocators, strict=True)
+    for group, (reach, allocator) in enumerate(
+        zip(scheduler.reaches, scheduler.allocators, strict=True)
     ):
-        held = [page for s in scheduler.running for page in s.tables[group].pages]
+        held = [page for s in scheduler.running for page in s.tables[group].all_pages]
         assert len(held) == len(set(held)) == allocator.num_held
         assert allocator.num_held + allocator.num_free == allocator.num_pages
-        if window is not None:
+        if reach.window is not None:
             scheduler._trim_windows()
             for sequence in scheduler.running:
                 kept = sequence.num_computed - sequence.tables[group].first * PAGE
-                assert kept <= window + PAGE
+                assert kept <= reach.window + PAGE
     running, waiting = set(scheduler.running), set(scheduler.waiting)
     assert not running & waiting
     assert running | waiting == set(scheduler.unfinished())

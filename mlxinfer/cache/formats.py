@@ -1,0 +1,108 @@
+"""How a key or value vector is stored: as it is, or in 8 or 4 bits. Knows no pages.
+
+A vector is encoded by itself, the moment it is written: what it becomes never depends on
+scheduling. Leading axes are free everywhere; the last one is the vector (D numbers) or what is
+stored of it.
+"""
+
+from typing import Protocol
+
+import mlx.core as mx
+
+MAX_GROUP = 64
+ROTATABLE = frozenset(m * 2**k for m in (1, 12, 20, 28) for k in range(3, 10))
+
+
+class KVFormat(Protocol):
+    """A way to store vectors of `dim` numbers."""
+
+    dim: int
+
+    @property
+    def parts(self) -> list[tuple[int, mx.Dtype]]:
+        """(width, dtype) of each array that holds a part of every vector."""
+        ...
+
+    def encode(self, vectors: mx.array) -> list[mx.array]:
+        """(..., dim) -> the parts (..., width)."""
+        ...
+
+    def decode(self, parts: list[mx.array]) -> mx.array:
+        """The parts (..., width) -> (..., dim) in the activation dtype."""
+        ...
+
+
+class Plain:
+    """Vectors as they are, in the activation dtype."""
+
+    def __init__(self, dim: int, dtype: mx.Dtype) -> None:
+        self.dim = dim
+        self.parts = [(dim, dtype)]
+
+    def encode(self, vectors: mx.array) -> list[mx.array]:
+        """Nothing to do."""
+        return [vectors]
+
+    def decode(self, parts: list[mx.array]) -> mx.array:
+        """Nothing to do."""
+        return parts[0]
+
+
+class Affine:
+    """Codes of 8 or 4 bits; a group of numbers shares a float16 scale and a float16 bias.
+
+    x is stored as round((x - bias) / scale). Two 4-bit codes share a byte, the even one low. Groups
+    are as large as divide the vector, up to 64 and in steps of 8, so that every head dim fits.
+    """
+
+    def __init__(self, dim: int, dtype: mx.Dtype, bits: int) -> None:
+        assert bits in (4, 8)
+        assert dim % 8 == 0, "a group is a multiple of 8 numbers"
+        self.dim = dim
+        self.bits = bits
+        self.group = max(g for g in range(8, MAX_GROUP + 1, 8) if dim % g == 0)
+        self._dtype = dtype
+        num_groups = dim // self.group
+        self.parts = [
+            (dim * bits // 8, mx.uint8),
+            (num_groups, mx.float16),
+            (num_groups, mx.float16),
+        ]
+
+    def encode(self, vectors: mx.array) -> list[mx.array]:
+        """(..., dim) -> codes (..., dim * bits / 8), scales and biases (..., dim / group)."""
+        levels = float(2**self.bits - 1)
+        grouped = mx.unflatten(vectors.astype(mx.float32), -1, (-1, self.group))
+        low = grouped.min(axis=-1, keepdims=True)
+        high = grouped.max(axis=-1, keepdims=True)
+        scales = ((high - low) / levels).astype(mx.float16)
+        biases = low.astype(mx.float16)
+        step = mx.maximum(scales.astype(mx.float32), 1e-8)  # a constant group: all codes 0
+        codes = mx.clip(mx.round((grouped - biases) / step), 0, levels).astype(mx.uint8)
+        codes = codes.flatten(-2)
+        if self.bits == 4:
+            codes = codes[..., ::2] | (codes[..., 1::2] << 4)
+        return [codes, scales.squeeze(-1), biases.squeeze(-1)]
+
+    def decode(self, parts: list[mx.array]) -> mx.array:
+        """Codes, scales and biases -> (..., dim)."""
+        codes, scales, biases = parts
+        if self.bits == 4:
+            codes = mx.stack([codes & 15, codes >> 4], axis=-1).flatten(-2)
+        grouped = mx.unflatten(codes, -1, (-1, self.group)).astype(mx.float32)
+        return (grouped * scales[..., None] + biases[..., None]).flatten(-2).astype(self._dtype)
+
+
+def make_format(dim: int, dtype: mx.Dtype, bits: int | None) -> KVFormat:
+    """The format for `bits` bits a number; None: the activation dtype."""
+    return Plain(dim, dtype) if bits is None else Affine(dim, dtype, bits)
+
+
+def vector_bytes(fmt: KVFormat) -> int:
+    """Bytes of one stored vector, scales and biases included."""
+    return sum(width * dtype.size for width, dtype in fmt.parts)
+
+
+def rotatable(dim: int) -> bool:
+    """Whether mx.hadamard_transform may be given `dim`: others corrupt memory without an error."""
+    return dim in ROTATABLE

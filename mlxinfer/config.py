@@ -1,6 +1,62 @@
 """How an engine is set up: frozen, and with every "auto" resolved before it is built. No mlx."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from .errors import InvalidRequestError
+
+KV_BITS = (4, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVOptions:
+    """How the KV cache is kept. Checked when built.
+
+    Raises:
+        InvalidRequestError: a value out of its range.
+    """
+
+    bits: tuple[int | None, int | None] = (None, None)  # of keys, of values; None: as computed
+    window: int | None = None  # positions that every layer sees; None: as the model has it
+    sinks: int = 0  # with a window: the first positions, which stay visible
+    plain_ends: bool = False  # first and last layer as computed, whatever `bits` says
+    plain_windows: bool = False  # so for layers with a window of their own
+
+    def __post_init__(self) -> None:
+        if self.window is not None:
+            _check_count("kv_window", self.window, 1)
+        _check_count("kv_sinks", self.sinks, 0)
+        if self.sinks and self.window is None:
+            raise InvalidRequestError(
+                "kv_sinks goes with kv_window: without a window every position stays visible.",
+                param="kv_sinks",
+            )
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        bits: int | tuple[int | None, int | None] | None,
+        window: int | None,
+        sinks: int,
+        plain_ends: bool = False,
+        plain_windows: bool = False,
+    ) -> "KVOptions":
+        """From `kv_bits=8`, `kv_bits=(8, 4)` and the like."""
+        pair = bits if isinstance(bits, (tuple, list)) else (bits, bits)
+        if len(pair) != 2 or any(
+            b is not None and (type(b) is not int or b not in KV_BITS) for b in pair
+        ):
+            raise InvalidRequestError(
+                f"kv_bits is {bits!r}; expected None, 8, 4 or (8, 4): keys, then values.",
+                param="kv_bits",
+            )
+        return cls(
+            bits=(pair[0], pair[1]),
+            window=window,
+            sinks=sinks,
+            plain_ends=plain_ends,
+            plain_windows=plain_windows,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,4 +69,12 @@ class EngineConfig:
     max_context: int  # tokens of prompt and answer of one request
     kv_budget_bytes: int  # what pages and tails may take together
     num_pages: int | None = None  # pages of each layer group; None: as many as the budget holds
+    kv: KVOptions = field(default_factory=KVOptions)
     launch_ahead: bool = True  # launch a step before the one before it is read
+
+
+def _check_count(name: str, value: object, low: int) -> None:
+    if type(value) is not int or value < low:
+        raise InvalidRequestError(
+            f"{name} is {value!r}; expected a whole number from {low} up.", param=name
+        )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 from . import hub
 from .answer import Answer
 from .backend import require_mlx
-from .config import EngineConfig
+from .config import EngineConfig, KVOptions
 from .core import Request, SamplingParams, TokenEvent, check_token_ids
 from .errors import InvalidRequestError
 from .info import ModelInfo, describe
@@ -37,6 +37,11 @@ class LLM:
 
     Args:
         model: "demo" (bundled), a folder with a checkpoint, or a Hugging Face repository id.
+        kv_bits: bits of stored keys and values: 8, 4, or (8, 4); None: as they are computed.
+        kv_window: positions that every layer sees; the KV cache of a request grows no further.
+        kv_sinks: with kv_window, the first positions, which stay visible.
+        kv_plain_ends: first and last layer as they are computed, whatever kv_bits says.
+        kv_plain_windows: so for layers that have a window of their own.
         max_memory: what the KV cache may take, such as "8GB"; None: a share of what is there.
         max_batch: requests that run at once; others wait.
         max_context: tokens of prompt and answer; None: what the model was made for.
@@ -55,6 +60,11 @@ class LLM:
         self,
         model: str | Path = "demo",
         *,
+        kv_bits: int | tuple[int | None, int | None] | None = None,
+        kv_window: int | None = None,
+        kv_sinks: int = 0,
+        kv_plain_ends: bool = False,
+        kv_plain_windows: bool = False,
         max_memory: str | int | None = None,
         max_batch: int = 64,
         max_context: int | None = None,
@@ -63,6 +73,13 @@ class LLM:
         num_pages: int | None = None,
         launch_ahead: bool = True,
     ) -> None:
+        kv = KVOptions.build(
+            bits=kv_bits,
+            window=kv_window,
+            sinks=kv_sinks,
+            plain_ends=kv_plain_ends,
+            plain_windows=kv_plain_windows,
+        )
         budget = None if max_memory is None else parse_bytes(max_memory)
         _check_counts(max_batch=max_batch, prefill_chunk=prefill_chunk)
         if max_context is not None:
@@ -93,6 +110,7 @@ class LLM:
                 max_context=min(max_context or limit, limit),
                 kv_budget_bytes=budget or default_kv_bytes(total_memory_bytes(), loaded.num_bytes),
                 num_pages=num_pages,
+                kv=kv,
                 launch_ahead=launch_ahead,
             )
 

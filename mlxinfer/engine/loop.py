@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..cache.kv import KVCache
+from ..cache.layout import lay_out
 from ..config import EngineConfig
 from ..core import FinishReason, Request, TokenEvent, check_token_ids
 from ..errors import (
@@ -46,8 +47,10 @@ class Loop:
     def assemble(self) -> None:
         """A fresh cache, scheduler and runner around the model."""
         config = self.config
+        specs, bits = lay_out(self.model.kv_specs, config.kv, key_bias=self.model.config.qkv_bias)
         self.cache = KVCache(
-            self.model.kv_specs,
+            specs,
+            bits=bits,
             dtype=self.model.activation_dtype,
             page_size=config.page_size,
             max_batch=config.max_batch,

@@ -10,7 +10,7 @@ from typing import Protocol
 import mlx.core as mx
 
 MAX_GROUP = 64
-ROTATABLE = frozenset(m * 2**k for m in (1, 12, 20, 28) for k in range(3, 10))
+ROTATABLE = frozenset(m * 2**k for m in (1, 12, 20, 28) for k in range(1, 10))
 
 
 class KVFormat(Protocol):

@@ -38,7 +38,15 @@ class DenseLayerKV:
             past_k, past_v = self.past[name]
             k, v = mx.concatenate([past_k, k]), mx.concatenate([past_v, v])
         self.past[name] = (k, v)
-        return masked_attention(q, k, v, scale=scale, window=self.spec.window, sinks=sinks)
+        return masked_attention(
+            q,
+            k,
+            v,
+            scale=scale,
+            window=self.spec.window,
+            kept=self.spec.sinks,
+            sinks=sinks,
+        )
 
 
 class DenseCache:
@@ -67,8 +75,11 @@ class DenseCache:
         return model.logits(hidden)
 
 
-def masked_attention(q, k, v, *, scale, window=None, sinks=None):
-    """q (L, H, D): the last L tokens of k (S, Hkv, D) and v (S, Hkv, Dv) -> (L, H, Dv)."""
+def masked_attention(q, k, v, *, scale, window=None, kept=0, sinks=None):
+    """q (L, H, D): the last L tokens of k (S, Hkv, D) and v (S, Hkv, Dv) -> (L, H, Dv).
+
+    With a window the first `kept` positions stay visible; `sinks` are learned logits.
+    """
     length, heads, _ = q.shape
     total, kv_heads, _ = k.shape
     k = mx.repeat(k, heads // kv_heads, axis=1).transpose(1, 2, 0)  # (H, D, S)
@@ -76,7 +87,7 @@ def masked_attention(q, k, v, *, scale, window=None, sinks=None):
     scores = scale * (q.transpose(1, 0, 2) @ k)  # (H, L, S)
     at = mx.arange(total - length, total)[:, None]
     of = mx.arange(total)[None]
-    seen = of <= at if window is None else (of <= at) & (of > at - window)
+    seen = of <= at if window is None else (of <= at) & ((of > at - window) | (of < kept))
     scores = mx.where(seen, scores, -mx.inf)
     if sinks is not None:
         column = mx.broadcast_to(sinks[:, None, None], (heads, length, 1)).astype(scores.dtype)

@@ -1,0 +1,182 @@
+"""Windows with sinks and stored bits, in ragged chunks, against dense attention under a mask."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from engine.harness import Harness, prompt, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models.dense_kv import DenseCache, DenseLayerKV
+
+from mlxinfer.cache.formats import Affine, Plain, rotatable, vector_bytes
+from mlxinfer.cache.kv import KVCache
+from mlxinfer.cache.layout import lay_out
+from mlxinfer.config import KVOptions
+from mlxinfer.core import KVSpec, SamplingParams
+from mlxinfer.errors import InvalidRequestError
+from mlxinfer.models.decoder import Model
+
+BITS = [(None, None), (8, 8), (8, 4), (4, 4)]
+
+
+class StoredKV(DenseLayerKV):
+    """Dense attention over what the formats make of keys and values."""
+
+    def __init__(self, spec: KVSpec, bits: tuple[int | None, int | None]) -> None:
+        super().__init__(spec)
+        dims = (spec.key_dim, spec.value_dim)
+        self.formats = [
+            Plain(dim, mx.float32) if b is None else Affine(dim, mx.float32, b)
+            for dim, b in zip(dims, bits, strict=True)
+        ]
+        self.rotates = bits[0] == 4
+
+    def attend(self, queries, keys, values, *, scale, sinks=None):  # type: ignore[no-untyped-def]
+        if self.rotates:
+            queries, keys = mx.hadamard_transform(queries), mx.hadamard_transform(keys)
+        keys, values = (
+            f.decode(f.encode(x)) for f, x in zip(self.formats, (keys, values), strict=True)
+        )
+        return super().attend(queries, keys, values, scale=scale, sinks=sinks)
+
+
+def dense_logits(model: Model, ids: list[int], options: KVOptions) -> np.ndarray:
+    """Every position's logits, one token at a time, so that each sees what was stored."""
+    specs, bits = lay_out(model.kv_specs, options, key_bias=False)
+    cache = DenseCache(model)
+    cache.layers = [StoredKV(spec, b) for spec, b in zip(specs, bits, strict=True)]
+    return np.concatenate([np.array(cache.run(model, [("a", [i])])) for i in ids])
+
+
+@given(
+    case=st.sampled_from(["qwen3-v4", "gemma3_text-v4", "gpt_oss-v4", "llama-v5"]),
+    bits=st.sampled_from(BITS),
+    window=st.none() | st.integers(1, 60),
+    sinks=st.sampled_from([0, 1, 4, 16, 20]),
+    ends=st.booleans(),
+    chunk=st.sampled_from([16, 32, 64, 256]),
+    length=st.integers(1, 110),
+)
+@settings(max_examples=40)
+def test_chunks_beside_others_equal_masked_attention(
+    case: str,
+    bits: tuple[int | None, int | None],
+    window: int | None,
+    sinks: int,
+    ends: bool,
+    chunk: int,
+    length: int,
+) -> None:
+    model = tiny_model(case)
+    if model.config.qkv_bias and bits[0] == 4:
+        bits = (8, 4)
+    options = KVOptions(bits=bits, window=window, sinks=sinks if window else 0, plain_ends=ends)
+    harness = Harness(model, kv=options, prefill_chunk=chunk, num_pages=40)
+    ids = prompt(length)
+    harness.add("other", prompt(40, seed=1), SamplingParams(max_tokens=20))
+    harness.turn(2)
+    harness.add("it", ids, SamplingParams(max_tokens=1), prompt_logits=True)
+    ours = np.concatenate(harness.drain()["it"].logits)
+    expected = dense_logits(model, ids, options)
+    # A code may round the other way where two ways of adding up differ in the last bit.
+    tolerance = 1e-4 if bits == (None, None) else 2e-2
+    assert np.abs(ours - expected).max() <= tolerance * max(1.0, expected.std())
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_decode_equals_prefill(bits: tuple[int | None, int | None]) -> None:
+    """The logits of a token are the same whether it came in a chunk or in a step."""
+    model = tiny_model("gpt_oss-v4")  # learned sinks and windows; key biases, so no 4-bit keys
+    options = KVOptions(bits=(8, 4) if bits[0] == 4 else bits, window=30, sinks=4)
+    stepped = Harness(model, kv=options)
+    stepped.add("a", prompt(5), SamplingParams(max_tokens=70, logprobs=3))
+    told = stepped.drain()["a"]
+    whole = Harness(model, kv=options, prefill_chunk=256)
+    whole.add(
+        "a", prompt(5) + told.token_ids[:-1], SamplingParams(max_tokens=1), prompt_logits=True
+    )
+    logits = np.concatenate(whole.drain()["a"].logits)[4:]
+    logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+    for row, scores in zip(logprobs, told.logprobs, strict=True):
+        for token, logprob in scores.top:
+            assert row[token] == pytest.approx(logprob, abs=1e-3 if bits[0] is None else 5e-2)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_formats_of_every_head_dim(dim: int, bits: int) -> None:
+    vectors = mx.random.normal((3, 5, dim), key=mx.random.key(dim))
+    stored = Affine(dim, mx.float32, bits)
+    parts = stored.encode(vectors)
+    assert [(part.shape[-1], part.dtype) for part in parts] == stored.parts
+    steps = (vectors.max() - vectors.min()).item() / (2**bits - 1)
+    assert mx.abs(stored.decode(parts) - vectors).max().item() <= 0.51 * steps
+    minimum = dim * bits / 8 + 4 * dim / stored.group
+    assert vector_bytes(stored) <= 1.03 * minimum
+    assert rotatable(dim)
+    alone = stored.encode(vectors[1:2, 2:3])
+    assert all(mx.array_equal(a[0, 0], p[1, 2]) for a, p in zip(alone, parts, strict=True))
+
+
+@pytest.mark.parametrize("value", [0.0, 3.25, -1000.0])
+def test_constant_vectors_come_back_as_they_were(value: float) -> None:
+    stored = Affine(64, mx.float32, 4)
+    vectors = mx.full((2, 64), value)
+    assert mx.array_equal(stored.decode(stored.encode(vectors)), vectors)
+
+
+@pytest.mark.parametrize(("bits", "per_number"), [((8, 8), 8.5), ((8, 4), 6.5), ((4, 4), 4.5)])
+def test_pages_take_the_bytes_of_their_format(
+    bits: tuple[int | None, int | None], per_number: float
+) -> None:
+    specs = [KVSpec(2, 64, 64)] * 3
+    cache = KVCache(
+        specs,
+        dtype=mx.float32,
+        page_size=16,
+        max_batch=2,
+        prefill_chunk=64,
+        budget_bytes=10**7,
+        bits=[bits] * 3,
+    )
+    assert cache.groups[0].page_bytes == 3 * 2 * 128 * 16 * per_number / 8
+    assert sum(a.nbytes for p in cache.pools for a in p.arrays()) == cache.bytes_allocated
+
+
+def test_options_that_do_not_suit_a_model_say_why() -> None:
+    spec = [KVSpec(2, 64, 64)]
+    with pytest.raises(InvalidRequestError, match="biases"):
+        lay_out(spec, KVOptions(bits=(4, 4)), key_bias=True)
+    assert lay_out(spec, KVOptions(bits=(8, 4)), key_bias=True)[1] == [(8, 4)]
+    with pytest.raises(InvalidRequestError, match="rotates"):
+        lay_out([KVSpec(2, 72, 64)], KVOptions(bits=(4, 4)), key_bias=False)
+    with pytest.raises(InvalidRequestError, match="multiples of 8"):
+        lay_out([KVSpec(2, 20, 20)], KVOptions(bits=(8, 8)), key_bias=False)
+    with pytest.raises(InvalidRequestError, match="kv_bits is 5"):
+        KVOptions.build(bits=5, window=None, sinks=0)
+    with pytest.raises(InvalidRequestError, match="goes with kv_window"):
+        KVOptions(sinks=4)
+    with pytest.raises(InvalidRequestError, match="kv_window is 0"):
+        KVOptions(window=0)
+
+
+def test_a_models_own_smaller_window_stands() -> None:
+    specs = [KVSpec(2, 64, 64, window=8), KVSpec(2, 64, 64), KVSpec(2, 64, 64, window=900)]
+    kept = lay_out(specs, KVOptions(window=100, sinks=4), key_bias=False)[0]
+    assert [(s.window, s.sinks) for s in kept] == [(8, 0), (100, 4), (100, 4)]
+    ends = lay_out(specs, KVOptions(bits=(8, 8), plain_ends=True), key_bias=False)[1]
+    assert ends == [(None, None), (8, 8), (None, None)]
+    windows = lay_out(specs, KVOptions(bits=(8, 8), plain_windows=True), key_bias=False)[1]
+    assert windows == [(None, None), (8, 8), (None, None)]
+
+
+def test_a_window_bounds_memory_however_long_the_answer() -> None:
+    options = KVOptions(window=40, sinks=4, bits=(8, 8))
+    harness = Harness(tiny_model("qwen3-v4"), kv=options, max_context=1000, prefill_chunk=32)
+    harness.add("a", prompt(300), SamplingParams(max_tokens=200))
+    allocator = harness.loop.cache.groups[0].allocator
+    most = 0
+    while not harness.loop.idle:
+        harness.turn()
+        most = max(most, allocator.num_held)
+    assert most <= 1 + 3 + 1 + 2  # sinks, window, the page begun, the chunk in flight

@@ -126,6 +126,11 @@ class OurDriver:
         cache = self.loop.cache
         cache.begin_step = self.meter.timed(PLAN, cache.begin_step)  # type: ignore[method-assign]
 
+    @property
+    def launched(self) -> Work:
+        """All work that was started."""
+        return self._model.work
+
     def store_model(self) -> None:
         """Compute once more, then no more."""
         self._model.storing = True

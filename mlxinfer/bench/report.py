@@ -49,7 +49,7 @@ def describe_machine(blas: str | None) -> dict[str, str]:
     """Facts that a number means nothing without."""
     return {
         "command": " ".join(["mlxinfer", *sys.argv[1:]]),
-        "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.platform(terse=True)}",
+        "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}",
         "load": ", ".join(f"{load:.1f}" for load in os.getloadavg()),
         "python": platform.python_version(),
         "versions": ", ".join(f"{name} {_version(name)}" for name in PACKAGES),

@@ -101,11 +101,11 @@ def _show(report: "Report", blas: str | None, as_json: bool) -> None:
     for name, fact in report.machine.items():
         console.print(f"[dim]{name:9}[/dim]{fact}", markup=True, soft_wrap=True)
     for found in report.tables:
-        table = Table(title=found.title, caption=found.note or None, title_justify="left")
-        table.caption_justify = "left"
+        table = Table()
         for index, column in enumerate(found.columns):
             table.add_column(column, justify="left" if index == 0 else "right")
         for row in found.rows:
             table.add_row(*row)
-        console.print()
-        console.print(table)
+        console.print(f"\n{found.title}", table, sep="\n", markup=False)
+        if found.note:
+            console.print(found.note, style="dim", markup=False)

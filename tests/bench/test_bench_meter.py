@@ -1,0 +1,76 @@
+import mlx.core as mx
+import pytest
+from bench_models import VOCAB, two_layers
+
+from mlxinfer.bench.driver import OurDriver
+from mlxinfer.bench.host import BLOCK, MIXED, fill, measure, measure_block, pages_for, slope
+from mlxinfer.bench.meter import DISPATCH, FORWARD, Meter, metered_evaluation
+
+
+def decoding(count: int) -> OurDriver:
+    driver = OurDriver(two_layers(), max_batch=count, num_pages=pages_for(count, 20, 2))
+    fill(driver, count, 20, VOCAB)
+    return driver
+
+
+def test_time_goes_to_the_account_it_was_spent_in() -> None:
+    meter = Meter()
+    work = meter.timed("work", lambda n: sum(range(n)))
+    assert work(100_000) == sum(range(100_000))
+    first = meter.seconds["work"]
+    assert first > 0
+    work(200_000)
+    assert meter.seconds["work"] > 2 * first
+    assert set(meter.seconds) == {"work"}
+
+
+def test_mlx_is_as_before_after_it_was_metered() -> None:
+    originals = mx.eval, mx.async_eval
+    meter = Meter()
+    with metered_evaluation(meter):
+        mx.eval(mx.ones((4,)) + 1)
+    with pytest.raises(ZeroDivisionError), metered_evaluation(meter):
+        mx.eval(1 / 0)
+    assert (mx.eval, mx.async_eval) == originals
+    assert meter.seconds[DISPATCH] > 0
+
+
+def test_parts_of_a_step_add_up_to_less_than_the_whole() -> None:
+    cost = measure_block(decoding(3), BLOCK)
+    assert min(cost.forward, cost.plan, cost.dispatch) > 0
+    assert cost.outside > cost.plan
+    assert cost.total == pytest.approx(cost.outside + cost.forward + cost.dispatch)
+
+
+def test_a_stored_model_costs_nothing_and_decoding_goes_on() -> None:
+    driver = decoding(5)
+    driver.store_model()
+    driver.step()
+    driver.step()
+    before = driver.meter.seconds[FORWARD]
+    assert sorted(driver.step()) == ["0", "1", "2", "3", "4"]
+    assert driver.meter.seconds[FORWARD] == before
+
+
+def test_sides_are_measured_in_turns() -> None:
+    class Side:
+        def __init__(self, name: str) -> None:
+            self.meter, self.name = Meter(), name
+
+        def step(self) -> list[str]:
+            turns.append(self.name)
+            return []
+
+    turns: list[str] = []
+    costs = measure([Side("a"), Side("b")], blocks=2, block_steps=3)
+    assert turns == (["a"] * 3 + ["b"] * 3) * 4  # two blocks to warm up
+    assert len(costs) == 2
+
+
+def test_requests_ask_for_different_things() -> None:
+    assert len({(p.greedy, p.top_k, p.top_p, p.min_p, p.seed) for p in MIXED}) == 4
+    assert any(p.penalised for p in MIXED)
+
+
+def test_slope_is_of_a_line_through_all_points() -> None:
+    assert slope([(1, 103.0), (8, 124.0), (64, 292.0)]) == pytest.approx(3.0)

@@ -1,0 +1,218 @@
+"""The nodes of a prefix tree, one by one: who locks them, what may go and in which order.
+
+Knows nodes and page allocators, not paths and leases. Keeps two kinds of queues: nodes that may go
+as a whole (leaves that nobody locks), and for each windowed group the pages that nobody holds.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+
+from .pages import PageAllocator
+from .prefix_node import Node, Tokens
+from .prefix_queue import EvictionQueue
+
+
+class NodeStore:
+    """Nodes, their locks, and the pages that belong to them."""
+
+    def __init__(
+        self,
+        allocators: Sequence[PageAllocator],
+        windows: Sequence[int | None],
+        num_kept: Sequence[int],
+        clock: Callable[[], int],
+    ) -> None:
+        self.allocators = allocators
+        self.windows = windows
+        self.num_kept = num_kept
+        self.clock = clock
+        self.windowed = [g for g, window in enumerate(windows) if window is not None]
+        self.roots: dict[Hashable, Node] = {}
+        self.num_nodes = 0
+        self.num_unlocked = 0
+        self.num_pages = [0] * len(windows)
+        self.leaves: EvictionQueue[Node] = EvictionQueue()
+        self.loose: dict[int, EvictionQueue[Node]] = {g: EvictionQueue() for g in self.windowed}
+
+    def root(self, namespace: Hashable) -> Node:
+        """The root of a namespace; made where there is none, and then to be locked at once."""
+        root = self.roots.get(namespace)
+        if root is None:
+            root = Node(namespace, None, (), [None] * len(self.windows))
+            self.roots[namespace] = root
+        return root
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the roots, parents before children."""
+        stack = list(self.roots.values())
+        while stack:
+            node = stack.pop()
+            if node.parent is not None:
+                yield node
+            stack.extend(node.children.values())
+
+    # -- in use ---------------------------------------------------------------------------------
+
+    def lock(self, node: Node) -> None:
+        """One more user of a node."""
+        node.locks += 1
+        if node.locks == 1 and node.parent is not None:
+            self.num_unlocked -= node.alive
+            self.leaves.discard(node)
+
+    def unlock(self, node: Node, now: int, priority: int) -> None:
+        """One user less; its time and priority stay with the node. Children before parents."""
+        node.locks -= 1
+        assert node.locks >= 0
+        node.tick = now
+        node.priority = max(node.priority, priority)
+        if node.locks:
+            return
+        if not node.alive:
+            self.release([node])
+        elif node.parent is None:
+            self._drop_root(node)
+        else:
+            self.num_unlocked += 1
+            self.offer(node)
+
+    def hold(self, node: Node, group: int) -> None:
+        """One more user of a windowed page."""
+        node.holds[group] += 1
+        self.loose[group].discard(node)
+
+    def unhold(self, node: Node, group: int, now: int) -> None:
+        """One user less of a windowed page."""
+        node.holds[group] -= 1
+        assert node.holds[group] >= 0
+        if node.alive:
+            self.offer_window(node, group, now)
+        elif not node.holds[group]:
+            self.release([node], [group])
+
+    def offer(self, node: Node) -> None:
+        """A node may have become evictable; without any page it is of no use, and goes."""
+        if not node.evictable:
+            return
+        if node.empty:
+            self.remove(node)
+        else:
+            self.leaves.push(node, (node.priority, node.tick, -node.number))
+
+    def offer_window(self, node: Node, group: int, now: int) -> None:
+        """A windowed page may have become evictable."""
+        if node.pages[group] is not None and not node.holds[group]:
+            self.loose[group].push(node, (node.anchored[group], node.priority, now, -node.number))
+
+    # -- coming and going -----------------------------------------------------------------------
+
+    def add(self, parent: Node, tokens: Tokens, pages: list[int | None], priority: int) -> Node:
+        """A new node, locked by its maker; partial leaves that it says all of make room for it."""
+        assert all(pages[g] is not None for g, w in enumerate(self.windows) if w is None)
+        for shorter in parent.shorter(tokens):
+            if shorter.evictable:
+                self.detach(shorter)
+                self.release([shorter])
+        node = Node(parent.namespace, parent, tokens, pages)
+        node.attach()
+        node.priority, node.tick = priority, self.clock()
+        node.locks = 1
+        self.leaves.discard(parent)
+        self.num_nodes += 1
+        for group, page in enumerate(pages):
+            self.num_pages[group] += page is not None
+        return node
+
+    def fill(self, node: Node, group: int, page: int) -> None:
+        """Give a node a windowed page that it had lost."""
+        assert node.pages[group] is None
+        node.pages[group] = page
+        self.num_pages[group] += 1
+        self.offer_window(node, group, self.clock())
+
+    def remove(self, node: Node) -> list[Node]:
+        """Take out an evictable node, and those above that then are leaves without any page.
+
+        Their pages are still to be released.
+        """
+        removed: list[Node] = []
+        while node.evictable and (not removed or node.empty):
+            self.detach(node)
+            removed.append(node)
+            assert node.parent is not None
+            node = node.parent
+        if node.parent is None:
+            self._drop_root(node)
+        else:
+            self.offer(node)
+        return removed
+
+    def detach(self, node: Node) -> None:
+        """Take out one evictable node; its parent is not looked at, its pages not released."""
+        assert node.evictable
+        node.detach()
+        self.num_nodes -= 1
+        self.num_unlocked -= 1
+        self.leaves.discard(node)
+        for loose in self.loose.values():
+            loose.discard(node)
+
+    def release(self, nodes: Sequence[Node], groups: Sequence[int] | None = None) -> None:
+        """Give the pages of nodes (of some groups) back to where they came from."""
+        for group in range(len(self.windows)) if groups is None else groups:
+            pages = [page for node in nodes if (page := node.pages[group]) is not None]
+            for node in nodes:
+                node.pages[group] = None
+            self.num_pages[group] -= len(pages)
+            self.allocators[group].release(pages)
+
+    def clear(self) -> None:
+        """Take out all nodes; pages in use are released by the last `unlock` or `unhold`."""
+        for node in list(self.nodes()):
+            node.alive = False
+            self.leaves.discard(node)
+            for loose in self.loose.values():
+                loose.discard(node)
+            used = [
+                node.locks if window is None else node.holds[group]
+                for group, window in enumerate(self.windows)
+            ]
+            self.release([node], [group for group, users in enumerate(used) if not users])
+        for root in self.roots.values():
+            root.alive = False
+        self.roots.clear()
+        self.num_nodes = self.num_unlocked = 0
+
+    def _drop_root(self, root: Node) -> None:
+        if not root.children and not root.locks:
+            del self.roots[root.namespace]
+
+    # -- checking -------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert that counts and queues agree with the nodes. Costs the size of the tree."""
+        nodes = list(self.nodes())
+        assert self.num_nodes == len(nodes)
+        assert self.num_unlocked == sum(not node.locks for node in nodes)
+        assert self.leaves.items() == {node for node in nodes if node.evictable}
+        for group, loose in self.loose.items():
+            free = {n for n in nodes if n.pages[group] is not None and not n.holds[group]}
+            assert loose.items() == free
+        for group in range(len(self.windows)):
+            pages = [page for node in nodes if (page := node.pages[group]) is not None]
+            assert len(pages) == len(set(pages)) <= self.num_pages[group]
+        for node in [*self.roots.values(), *nodes]:
+            self._check_node(node)
+
+    def _check_node(self, node: Node) -> None:
+        assert node.alive
+        assert node.order == sorted(node.children)
+        assert node.locks or not any(child.locks for child in node.children.values())
+        if node.parent is None:
+            assert node.children or node.locks, "a namespace of nothing"
+            return
+        assert node.parent.children[node.tokens] is node
+        assert node.tokens
+        assert node.locks or node.children or not node.empty, "a node of nothing"
+        for group, window in enumerate(self.windows):
+            assert node.pages[group] is not None or window is not None
+            assert node.holds[group] <= node.locks

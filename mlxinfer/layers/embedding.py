@@ -1,12 +1,32 @@
 """Token ids to vectors and back to logits, dense or quantised. Knows no vocabulary."""
 
+from typing import Protocol
+
 import mlx.core as mx
 
-from .linear import Linear, QuantizedLinear
+from .linear import TILE, Linear, Projection, QuantizedLinear, TiledLinear, tiled
 
 
-class Embedding:
-    """A dense table of one row per token."""
+class Embedding(Protocol):
+    """A table of one row per token."""
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        """ids (T,) -> (T, hidden_size)."""
+        ...
+
+    def as_linear(self) -> Projection:
+        """The output projection of a model that shares the table with its input."""
+        ...
+
+
+def dense_embedding(weight: mx.array, *, shared: bool) -> Embedding:
+    """A dense table (vocab_size, hidden_size); `shared`: it is the output projection, too."""
+    tiles = tiled(weight) if shared else None
+    return DenseEmbedding(weight) if tiles is None else TiledEmbedding(tiles)
+
+
+class DenseEmbedding:
+    """A dense table, row by row."""
 
     __slots__ = ("weight",)
 
@@ -18,8 +38,25 @@ class Embedding:
         return self.weight[ids]
 
     def as_linear(self) -> Linear:
-        """The output projection of a model that shares it with the input."""
+        """The same numbers, seen as a matrix."""
         return Linear(self.weight)
+
+
+class TiledEmbedding:
+    """A dense table in the layout that its use as output projection wants."""
+
+    __slots__ = ("tiles",)
+
+    def __init__(self, tiles: mx.array) -> None:
+        self.tiles = tiles  # (vocab_size / TILE, hidden_size, TILE)
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        """ids (T,) -> (T, hidden_size)."""
+        return self.tiles[ids // TILE, :, ids % TILE]
+
+    def as_linear(self) -> TiledLinear:
+        """The same numbers, seen as a matrix."""
+        return TiledLinear(self.tiles)
 
 
 class QuantizedEmbedding:
@@ -45,5 +82,5 @@ class QuantizedEmbedding:
         return rows.astype(self.dtype)
 
     def as_linear(self) -> QuantizedLinear:
-        """The output projection of a model that shares it with the input."""
+        """The same numbers, seen as a matrix."""
         return self.table

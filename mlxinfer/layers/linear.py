@@ -1,8 +1,11 @@
 """Matrix products with dense or quantised weights. Knows no checkpoint names."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import mlx.core as mx
+
+TILE = 32  # outputs a tile
 
 
 class Projection(Protocol):
@@ -15,6 +18,27 @@ class Projection(Protocol):
     def onto(self, residual: mx.array, x: mx.array) -> mx.array:
         """residual (T, out_dims) + self(x), in one operation where the format has one."""
         ...
+
+
+def dense(weight: mx.array, bias: mx.array | None = None) -> Projection:
+    """A dense matrix (out_dims, in_dims), stored as is quickest to read on this machine."""
+    tiles = tiled(weight)
+    return Linear(weight, bias) if tiles is None else TiledLinear(tiles, bias)
+
+
+def tiled(weight: mx.array) -> mx.array | None:
+    """(..., out_dims, in_dims) as (..., out_dims / TILE, in_dims, TILE); None where it is no gain.
+
+    For float32 on the CPU. A BLAS treats the product of a few rows with a large transposed matrix
+    as a large product: it packs the matrix first, at a quarter of the memory's speed, or walks down
+    its columns. Small contiguous tiles are read once and in order (measured: three to six times
+    faster with OpenBLAS for 1 to 8 rows, and more than twice with MLX's own for any number).
+    """
+    *stack, out_dims, in_dims = weight.shape
+    if mx.metal.is_available() or weight.dtype != mx.float32 or out_dims % TILE:
+        return None
+    parts = weight.reshape(*stack, out_dims // TILE, TILE, in_dims)
+    return mx.contiguous(parts.swapaxes(-1, -2))
 
 
 class Linear:
@@ -36,6 +60,26 @@ class Linear:
         """residual + self(x); the residual takes part in the product."""
         y = mx.addmm(residual, x, self.transposed)
         return y if self.bias is None else y + self.bias
+
+
+class TiledLinear:
+    """A dense matrix in tiles of outputs, each a small product of its own."""
+
+    __slots__ = ("bias", "shape", "tiles")
+
+    def __init__(self, tiles: mx.array, bias: mx.array | None = None) -> None:
+        self.tiles = tiles  # (out_dims / TILE, in_dims, TILE)
+        self.bias = bias
+        self.shape = (-1, tiles.shape[0] * TILE)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (T, in_dims) -> (T, out_dims)."""
+        y = (x @ self.tiles).swapaxes(0, 1).reshape(self.shape)
+        return y if self.bias is None else y + self.bias
+
+    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
+        """residual + self(x)."""
+        return residual + self(x)
 
 
 class QuantizedLinear:
@@ -79,8 +123,8 @@ class Joined:
 
     __slots__ = ("parts",)
 
-    def __init__(self, parts: list[Projection]) -> None:
-        self.parts = parts
+    def __init__(self, parts: Sequence[Projection]) -> None:
+        self.parts = tuple(parts)
 
     def __call__(self, x: mx.array) -> mx.array:
         """x (T, in_dims) -> (T, sum of out_dims)."""

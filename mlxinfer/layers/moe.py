@@ -3,13 +3,13 @@
 Each token goes to `k` of the experts; its output is their outputs, weighted by the router.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import mlx.core as mx
 
 from .activations import Gated
-from .linear import Projection
+from .linear import TILE, Projection, tiled
 
 # From this many (token, expert) pairs on, pairs are sorted by expert, so that each expert's matrix
 # is read once: MLX's gather kernels have a faster path for that.
@@ -27,6 +27,12 @@ class ExpertProjection(Protocol):
         ...
 
 
+def dense_experts(weight: mx.array, bias: mx.array | None = None) -> ExpertProjection:
+    """Dense matrices (E, out_dims, in_dims), stored as is quickest to read on this machine."""
+    tiles = tiled(weight)
+    return ExpertLinear(weight, bias) if tiles is None else TiledExpertLinear(tiles, bias)
+
+
 class ExpertLinear:
     """Dense matrices, stacked."""
 
@@ -39,6 +45,30 @@ class ExpertLinear:
     def __call__(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
         """x (..., 1, in_dims), experts (...) -> (..., 1, out_dims)."""
         y = mx.gather_mm(x, self.transposed, rhs_indices=experts, sorted_indices=in_order)
+        return y if self.bias is None else y + self.bias[experts][..., None, :]
+
+
+class TiledExpertLinear:
+    """Dense matrices in tiles of outputs, stacked: each tile counts as an expert of its own."""
+
+    __slots__ = ("bias", "of_expert", "shape", "tiles")
+
+    def __init__(self, tiles: mx.array, bias: mx.array | None = None) -> None:
+        num_experts, num_tiles, *_ = tiles.shape
+        self.tiles = tiles.flatten(0, 1)  # (E * num_tiles, in_dims, TILE)
+        self.of_expert = mx.arange(num_experts * num_tiles).reshape(num_experts, num_tiles)
+        self.bias = bias  # (E, out_dims)
+        self.shape = (1, num_tiles * TILE)
+
+    def __call__(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
+        """x (..., 1, in_dims), experts (...) -> (..., 1, out_dims)."""
+        y = mx.gather_mm(
+            x[..., None, :, :],
+            self.tiles,
+            rhs_indices=self.of_expert[experts],  # (..., num_tiles)
+            sorted_indices=in_order,
+        )  # (..., num_tiles, 1, TILE)
+        y = y.reshape(*experts.shape, *self.shape)
         return y if self.bias is None else y + self.bias[experts][..., None, :]
 
 
@@ -88,8 +118,8 @@ class JoinedExperts:
 
     __slots__ = ("parts",)
 
-    def __init__(self, parts: list[ExpertProjection]) -> None:
-        self.parts = parts
+    def __init__(self, parts: Sequence[ExpertProjection]) -> None:
+        self.parts = tuple(parts)
 
     def __call__(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
         """x (..., 1, in_dims), experts (...) -> (..., 1, sum of out_dims)."""

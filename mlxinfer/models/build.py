@@ -54,7 +54,11 @@ def build_decoder(config: ModelConfig, weights: Weights, plan: Plan) -> Model:
     dtype = weights.dtype
     specs = list(dict.fromkeys(config.ropes))
     ropes = [make_rope(spec, config.head_dim, dtype) for spec in specs]
-    table = weights.embedding("model.embed_tokens", (config.vocab_size, config.hidden_size))
+    table = weights.embedding(
+        "model.embed_tokens",
+        (config.vocab_size, config.hidden_size),
+        shared=config.tie_word_embeddings,
+    )
     layers = []
     for index, spec in enumerate(config.ropes):
         layer = _layer(config, weights, plan, index, ropes[specs.index(spec)])

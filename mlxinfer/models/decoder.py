@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..core import KVSpec
 from ..layers.attention import Attention
-from ..layers.embedding import Embedding, QuantizedEmbedding
+from ..layers.embedding import Embedding
 from ..layers.kv import LayerKV
 from ..layers.linear import Projection
 from ..layers.norm import Norm
@@ -81,7 +81,7 @@ class Model:
         self,
         config: ModelConfig,
         *,
-        embed_tokens: Embedding | QuantizedEmbedding,
+        embed_tokens: Embedding,
         layers: Sequence[PreNormLayer | SandwichLayer],
         ropes: Sequence[Rope],
         rope_of_layer: Sequence[int],

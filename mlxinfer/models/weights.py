@@ -6,22 +6,18 @@ is an error that names it. MLX sees a file only after its header was checked (sa
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import mlx.core as mx
 
 from ..errors import CheckpointError, InvalidRequestError
-from ..layers.embedding import Embedding, QuantizedEmbedding
-from ..layers.linear import Linear, Projection, QuantizedLinear
-from ..layers.moe import ExpertLinear, QuantizedExpertLinear
+from ..layers.embedding import Embedding, QuantizedEmbedding, dense_embedding
+from ..layers.linear import Projection, QuantizedLinear
 from .files import read_headers
-from .fuse import fuse
 from .quantization import QuantFormat, Quantization
+from .stored import Stored, fused
 
 Rename = Callable[[str], str | None]
-Matrix = Linear | QuantizedLinear
-ExpertMatrix = ExpertLinear | QuantizedExpertLinear
 
 _FLOATS = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
 _DTYPES = {name: dtype for dtype, name in _FLOATS.items()}
@@ -84,46 +80,52 @@ class Weights:
 
     def linear(self, path: str, out_dims: int, in_dims: int, *, bias: bool = False) -> Projection:
         """The projection at `path`, dense or quantised as the checkpoint has it."""
-        return self.matrix(path, (out_dims, in_dims), bias=bias)
+        return self.matrix(path, (out_dims, in_dims), bias=bias).projection()
 
     def fused(
         self, paths: Sequence[str], out_dims: Sequence[int], in_dims: int, *, bias: bool = False
     ) -> Projection:
         """Projections of one input as one matrix, outputs in the order of `paths`."""
-        return fuse(
+        return fused(
             [
                 self.matrix(path, (rows, in_dims), bias=bias)
                 for path, rows in zip(paths, out_dims, strict=True)
             ]
         )
 
-    def matrix(self, path: str, shape: tuple[int, int], *, bias: bool = False) -> Matrix:
-        """One matrix (out_dims, in_dims), dense or quantised."""
+    def matrix(self, path: str, shape: tuple[int, ...], *, bias: bool = False) -> Stored:
+        """One matrix (out_dims, in_dims), or (num_experts, out_dims, in_dims) as one tensor."""
         offset = self.take(f"{path}.bias", shape[:-1]) if bias else None
         if f"{path}.scales" in self:
-            form = self.format_of(path)
-            return QuantizedLinear(*self.packed(path, shape, form), offset, **asdict(form))
-        return Linear(self.take(f"{path}.weight", shape), offset)
+            return self._quantized(path, shape, offset)
+        return Stored(self.take(f"{path}.weight", shape), offset)
 
-    def experts(
-        self, path: str, shape: tuple[int, int, int], *, bias: bool = False
-    ) -> ExpertMatrix:
-        """Matrices (num_experts, out_dims, in_dims) that are stored as one tensor."""
-        offset = self.take(f"{path}.bias", shape[:-1]) if bias else None
-        if f"{path}.scales" in self:
-            form = self.format_of(path)
-            return QuantizedExpertLinear(*self.packed(path, shape, form), offset, **asdict(form))
-        return ExpertLinear(self.take(f"{path}.weight", shape), offset)
-
-    def embedding(self, path: str, shape: tuple[int, int]) -> Embedding | QuantizedEmbedding:
-        """The token table (vocab_size, hidden_size)."""
-        if f"{path}.scales" not in self:
-            return Embedding(self.take(f"{path}.weight", shape))
+    def embedding(self, path: str, shape: tuple[int, int], *, shared: bool) -> Embedding:
+        """The token table (vocab_size, hidden_size); `shared` with the output projection."""
         table = self.matrix(path, shape)
-        assert isinstance(table, QuantizedLinear)
-        return QuantizedEmbedding(table, self.dtype)
+        if table.form is None:
+            return dense_embedding(table.weight, shared=shared)
+        projection = table.projection()
+        assert isinstance(projection, QuantizedLinear)
+        return QuantizedEmbedding(projection, self.dtype)
 
-    def format_of(self, path: str) -> QuantFormat:
+    def _quantized(self, path: str, shape: tuple[int, ...], offset: mx.array | None) -> Stored:
+        form = self._format_of(path)
+        *rows, in_dims = shape
+        if in_dims % form.group_size:
+            raise CheckpointError(
+                f"{path} has {in_dims} inputs, which groups of {form.group_size} do not divide."
+            )
+        words = (*rows, in_dims * form.bits // 32)
+        weight = self.raw(f"{path}.weight", words, dtype=mx.uint32)
+        groups = (*rows, in_dims // form.group_size)
+        if form.mode != "affine":
+            scales = self.raw(f"{path}.scales", groups, dtype=mx.uint8)
+            return Stored(weight, offset, scales, None, form)
+        scales = self.take(f"{path}.scales", groups)
+        return Stored(weight, offset, scales, self.take(f"{path}.biases", groups), form)
+
+    def _format_of(self, path: str) -> QuantFormat:
         """The format that the config states for a layer that has scales."""
         original = self._original[f"{path}.scales"].removesuffix(".scales")
         if self._quantization is None:
@@ -132,22 +134,6 @@ class Weights:
                 "has no quantization."
             )
         return self._quantization.of(original)
-
-    def packed(
-        self, path: str, shape: tuple[int, ...], form: QuantFormat
-    ) -> tuple[mx.array, mx.array, mx.array | None]:
-        """weight, scales and (affine only) biases of quantised matrices (..., out, in)."""
-        *rows, in_dims = shape
-        if in_dims % form.group_size:
-            raise CheckpointError(
-                f"{path} has {in_dims} inputs, which groups of {form.group_size} do not divide."
-            )
-        groups = (*rows, in_dims // form.group_size)
-        words = (*rows, in_dims * form.bits // 32)
-        weight = self.raw(f"{path}.weight", words, dtype=mx.uint32)
-        if form.mode != "affine":
-            return weight, self.raw(f"{path}.scales", groups, dtype=mx.uint8), None
-        return weight, self.take(f"{path}.scales", groups), self.take(f"{path}.biases", groups)
 
     def drop(self, *names: str) -> None:
         """Leave out tensors that are known to carry nothing."""

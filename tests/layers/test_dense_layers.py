@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from mlxinfer.layers.activations import ACTIVATIONS, _halves, clamped_swiglu, gated
-from mlxinfer.layers.embedding import Embedding, QuantizedEmbedding
-from mlxinfer.layers.linear import Joined, Linear, QuantizedLinear
+from mlxinfer.layers.embedding import QuantizedEmbedding, dense_embedding
+from mlxinfer.layers.linear import Joined, Linear, QuantizedLinear, TiledLinear, dense
 from mlxinfer.layers.norm import LeanRMSNorm, RMSNorm, ScaledRMSNorm, rms_norm
-from mlxinfer.models.fuse import fuse
+from mlxinfer.models.quantization import QuantFormat
+from mlxinfer.models.stored import Stored, fused
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -75,11 +76,21 @@ def test_a_fused_activation_takes_any_number_of_tokens():
         np.testing.assert_allclose(np.array(activation(x)), gate * sigmoid(gate) * up, rtol=1e-5)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 5])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("quantised", [False, True])
-def test_projections_and_their_sum_with_a_residual(bias, quantised):
-    layer, weight, offset = projection(24, seed=0, bias=bias, bits=8 if quantised else None)
-    x, residual = normal(3, 64, seed=2), normal(3, 24, seed=3)
+@pytest.mark.parametrize(
+    ("rows", "bits", "kind"),
+    [(24, None, Linear), (96, None, TiledLinear), (24, 8, QuantizedLinear)],
+)
+def test_projections_and_their_sum_with_a_residual(num_tokens, bias, rows, bits, kind):
+    stored, weight, offset = projection(rows, seed=0, bias=bias, bits=bits)
+    layer = stored.projection()
+    assert type(layer) is (Linear if mx.metal.is_available() and bits is None else kind)
+    check_projection(layer, weight, offset, num_tokens)
+
+
+def check_projection(layer, weight: np.ndarray, offset: np.ndarray, num_tokens: int) -> None:
+    x, residual = normal(num_tokens, 64, seed=2), normal(num_tokens, len(weight), seed=3)
     expected = x @ weight.T + offset
     np.testing.assert_allclose(np.array(layer(mx.array(x))), expected, rtol=1e-4, atol=1e-4)
     onto = layer.onto(mx.array(residual), mx.array(x))
@@ -87,38 +98,49 @@ def test_projections_and_their_sum_with_a_residual(bias, quantised):
 
 
 def projection(rows: int, *, seed: int, bias: bool = True, bits: int | None = None):
-    """A projection of 64 inputs, the matrix that it stands for, and its bias."""
+    """A stored matrix of 64 inputs, the numbers that it stands for, and its bias."""
     weight = mx.array(normal(rows, 64, seed=seed))
     offset = mx.array(normal(rows, seed=seed + 50)) if bias else None
     shown = np.zeros(rows) if offset is None else np.array(offset)
     if bits is None:
-        return Linear(weight, offset), np.array(weight), shown
-    form = {"group_size": 32, "bits": bits, "mode": "affine"}
-    packed = mx.quantize(weight, **form)
-    return QuantizedLinear(*packed, offset, **form), np.array(mx.dequantize(*packed, **form)), shown
+        return Stored(weight, offset), np.array(weight), shown
+    packed, scales, biases = mx.quantize(weight, group_size=32, bits=bits)
+    plain = mx.dequantize(packed, scales, biases, group_size=32, bits=bits)
+    return Stored(packed, offset, scales, biases, QuantFormat(32, bits)), np.array(plain), shown
 
 
 @pytest.mark.parametrize(
-    ("bits", "kind"),
-    [([None, None, None], Linear), ([4, 4, 4], QuantizedLinear), ([4, 4, 8], Joined),
-     ([4, None, 4], Joined)],
-)  # fmt: skip
-def test_fusing_gives_the_outputs_side_by_side(bits, kind):
-    parts = [projection(8 * (i + 1), seed=i, bits=b) for i, b in enumerate(bits)]
-    layer = fuse([part[0] for part in parts])
-    assert type(layer) is kind
-    x, residual = normal(3, 64, seed=9), normal(3, 48, seed=8)
-    expected = np.concatenate([x @ weight.T + offset for _, weight, offset in parts], axis=-1)
-    np.testing.assert_allclose(np.array(layer(mx.array(x))), expected, rtol=1e-4, atol=1e-4)
-    onto = layer.onto(mx.array(residual), mx.array(x))
-    np.testing.assert_allclose(np.array(onto), residual + expected, rtol=1e-4, atol=1e-4)
+    ("bits", "joined"),
+    [([None, None, None], False), ([4, 4, 4], False), ([4, 4, 8], True), ([4, None, 4], True)],
+)
+def test_fusing_gives_the_outputs_side_by_side(bits, joined):
+    parts = [projection(32 * (i + 1), seed=i, bits=b) for i, b in enumerate(bits)]
+    layer = fused([stored for stored, _, _ in parts])
+    assert (type(layer) is Joined) == joined
+    weight, offset = (np.concatenate([part[i] for part in parts]) for i in (1, 2))
+    check_projection(layer, weight, offset, 3)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_half_precision_is_not_tiled(dtype):
+    layer = dense(mx.ones((64, 64), dtype))
+    assert type(layer) is Linear
+    assert layer(mx.ones((1, 64), dtype)).dtype == dtype
 
 
 def test_embeddings_and_their_use_as_output():
-    layer, table, _ = projection(16, seed=0, bias=False, bits=8)
-    ids, x = [3, 0, 15, 3], normal(2, 64, seed=5)
-    for embedding in (Embedding(mx.array(table)), QuantizedEmbedding(layer, mx.float32)):
-        rows = np.array(embedding(mx.array(ids)))
-        np.testing.assert_allclose(rows, table[ids], rtol=1e-6, atol=1e-6)
+    stored, table, _ = projection(64, seed=0, bias=False, bits=8)
+    ids, x = [3, 0, 63, 32, 31, 3], normal(2, 64, seed=5)
+    weight = mx.array(table)
+    for embedding in (
+        dense_embedding(weight, shared=True),
+        dense_embedding(weight, shared=False),
+        dense_embedding(weight[:63], shared=True),
+        QuantizedEmbedding(stored.projection(), mx.float32),
+    ):
+        rows = len(embedding.as_linear()(mx.array(x))[0])
+        known = [i for i in ids if i < rows]
+        found = np.array(embedding(mx.array(known)))
+        np.testing.assert_allclose(found, table[known], rtol=1e-6, atol=1e-6)
         logits = np.array(embedding.as_linear()(mx.array(x)))
-        np.testing.assert_allclose(logits, x @ table.T, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(logits, x @ table[:rows].T, rtol=1e-4, atol=1e-4)

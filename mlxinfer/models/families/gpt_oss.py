@@ -8,18 +8,12 @@ one matrix (E, 2 inner, hidden) whose first half is the gate.
 import mlx.core as mx
 
 from ...layers.activations import clamped_swiglu
-from ...layers.moe import (
-    ExpertLinear,
-    ExpertProjection,
-    MoE,
-    QuantizedExpertLinear,
-    top_k_softmax,
-)
+from ...layers.moe import ExpertProjection, MoE, top_k_softmax
 from ..build import Plan, build_decoder
 from ..config import ModelConfig
 from ..decoder import FeedForward, Model
-from ..fuse import fuse_experts
 from ..quantization import MXFP4
+from ..stored import Stored, fused_experts
 from ..weights import Weights
 
 
@@ -55,39 +49,31 @@ def _gate_up(weights: Weights, path: str, shape: tuple[int, int, int]) -> Expert
     if f"{path}.gate_proj.weight" in weights:
         half = (count, rows // 2, hidden)
         names = ("gate_proj", "up_proj")
-        return fuse_experts([weights.experts(f"{path}.{n}", half, bias=True) for n in names])
-    bias = _apart(weights.take(f"{path}.gate_up_proj_bias", shape[:2]))
-    if f"{path}.gate_up_proj" in weights:
-        weight = weights.take(f"{path}.gate_up_proj", (count, hidden, rows)).swapaxes(1, 2)
-        return ExpertLinear(_apart(weight), bias)
-    weight, scales = _blocks(weights, f"{path}.gate_up_proj", shape)
-    return _mxfp4(_apart(weight), _apart(scales), bias)
+        return fused_experts([weights.matrix(f"{path}.{n}", half, bias=True) for n in names])
+    both = _published(weights, f"{path}.gate_up_proj", shape)
+    assert both.bias is not None
+    scales = None if both.scales is None else _apart(both.scales)
+    apart = Stored(_apart(both.weight), _apart(both.bias), scales, None, both.form)
+    return apart.expert_projection()
 
 
 def _down(weights: Weights, path: str, shape: tuple[int, int, int]) -> ExpertProjection:
-    count, hidden, inner = shape
     if f"{path}.down_proj.weight" in weights:
-        return weights.experts(f"{path}.down_proj", shape, bias=True)
-    bias = weights.take(f"{path}.down_proj_bias", shape[:2])
-    if f"{path}.down_proj" in weights:
-        weight = weights.take(f"{path}.down_proj", (count, inner, hidden)).swapaxes(1, 2)
-        return ExpertLinear(mx.contiguous(weight), bias)
-    return _mxfp4(*_blocks(weights, f"{path}.down_proj", shape), bias)
+        return weights.matrix(f"{path}.down_proj", shape, bias=True).expert_projection()
+    return _published(weights, f"{path}.down_proj", shape).expert_projection()
 
 
-def _blocks(weights: Weights, path: str, shape: tuple[int, int, int]) -> tuple[mx.array, mx.array]:
-    """MXFP4 as published: 16 bytes of two numbers each and one exponent per 32 inputs."""
+def _published(weights: Weights, path: str, shape: tuple[int, int, int]) -> Stored:
+    """As on the hub: dense and transposed, or 16 bytes of two numbers each per exponent."""
     count, rows, in_dims = shape
+    bias = weights.take(f"{path}_bias", (count, rows))
+    if path in weights:
+        weight = weights.take(path, (count, in_dims, rows)).swapaxes(1, 2)
+        return Stored(mx.contiguous(weight), bias)
     groups = in_dims // MXFP4.group_size
-    packed = weights.raw(f"{path}_blocks", (count, rows, groups, 16), dtype=mx.uint8)
+    blocks = weights.raw(f"{path}_blocks", (count, rows, groups, 16), dtype=mx.uint8)
     scales = weights.raw(f"{path}_scales", (count, rows, groups), dtype=mx.uint8)
-    return packed.reshape(count, rows, -1).view(mx.uint32), scales
-
-
-def _mxfp4(weight: mx.array, scales: mx.array, bias: mx.array) -> QuantizedExpertLinear:
-    return QuantizedExpertLinear(
-        weight, scales, None, bias, group_size=32, bits=MXFP4.bits, mode=MXFP4.mode
-    )
+    return Stored(blocks.reshape(count, rows, -1).view(mx.uint32), bias, scales, None, MXFP4)
 
 
 def _apart(rows: mx.array) -> mx.array:

@@ -4,8 +4,8 @@ from ...layers.moe import MoE, softmax_top_k, top_k_softmax
 from ..build import Plan, activation, build_decoder, make_dense_mlp
 from ..config import ModelConfig
 from ..decoder import FeedForward, Model
-from ..fuse import fuse_experts, stack_experts
-from ..weights import ExpertMatrix, Weights
+from ..stored import Stored, fused_experts, stacked
+from ..weights import Weights
 
 
 def rename(name: str) -> str | None:
@@ -27,20 +27,20 @@ def make_mlp(config: ModelConfig, weights: Weights, index: int, path: str) -> Fe
     return MoE(
         router=weights.linear(f"{path}.gate", config.num_experts, hidden),
         choose=top_k_softmax(k) if config.norm_topk_prob else softmax_top_k(k),
-        gate_up_proj=fuse_experts([gate, up]),
-        down_proj=_experts(config, weights, path, "down", hidden, inner),
+        gate_up_proj=fused_experts([gate, up]),
+        down_proj=_experts(config, weights, path, "down", hidden, inner).expert_projection(),
         activation=activation(config, weights),
     )
 
 
 def _experts(
     config: ModelConfig, weights: Weights, path: str, name: str, out_dims: int, in_dims: int
-) -> ExpertMatrix:
+) -> Stored:
     """One stacked tensor, as MLX checkpoints have it, or one tensor per expert, as on the hub."""
-    stacked = f"{path}.switch_mlp.{name}_proj"
-    if f"{stacked}.weight" in weights:
-        return weights.experts(stacked, (config.num_experts, out_dims, in_dims))
-    return stack_experts(
+    whole = f"{path}.switch_mlp.{name}_proj"
+    if f"{whole}.weight" in weights:
+        return weights.matrix(whole, (config.num_experts, out_dims, in_dims))
+    return stacked(
         [
             weights.matrix(f"{path}.experts.{expert}.{name}_proj", (out_dims, in_dims))
             for expert in range(config.num_experts)

@@ -159,6 +159,29 @@ def copying(rng: Random) -> Exchange:
     return rng.choice(("Repeat: {}", "Say {}", "Repeat after me: {}")).format(phrase), phrase
 
 
+def drill(rng: Random) -> list[Exchange]:
+    """Return a page of short exercises of one kind: sums, spelling or copying."""
+    exercise = rng.choices((_bare_sum, _bare_spelling, _bare_copy), (3, 1, 1))[0]
+    return [exercise(rng) for _ in range(8)]
+
+
+def _bare_sum(rng: Random) -> Exchange:
+    left, right = arithmetic(rng)[1].split(" =")
+    return f"{left} =", right
+
+
+def _bare_spelling(rng: Random) -> Exchange:
+    word = rng.choice(SHORT_WORDS)
+    return rng.choice(
+        ((f"Spell {word}:", " " + "-".join(word)), (f"Reverse {word}:", " " + word[::-1]))
+    )
+
+
+def _bare_copy(rng: Random) -> Exchange:
+    name, age = invented_name(rng), rng.randint(1, 99)
+    return f"{name}, aged {age}:", " " + json.dumps({"name": name, "age": age})
+
+
 def invented_name(rng: Random) -> str:
     """Return a name of two or three syllables that is in no list, so that copying is learnt."""
     syllables = [rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(3)]

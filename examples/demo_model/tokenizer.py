@@ -8,6 +8,7 @@ from random import Random
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from .corpus import Message, conversation, document
+from .skills import Exchange
 
 VOCAB_SIZE = 2048
 START, END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
@@ -75,6 +76,18 @@ def render_document(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[fl
     """Return a page of prose as token ids and weights."""
     ids = tokenizer.encode(text + END_OF_TEXT).ids
     return ids, [1.0] * len(ids)
+
+
+def render_drill(tokenizer: Tokenizer, lines: list[Exchange]) -> tuple[list[int], list[float]]:
+    """Return exercises, one a line, as token ids and weights: only their solutions count fully."""
+    ids: list[int] = []
+    weights: list[float] = []
+    for exercise, solution in lines:
+        for text, weight in ((exercise, QUESTION_WEIGHT), (solution + "\n", 1.0)):
+            piece = tokenizer.encode(text).ids
+            ids += piece
+            weights += [weight] * len(piece)
+    return [*ids, tokenizer.token_to_id(END_OF_TEXT)], [*weights, 1.0]
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:

@@ -20,6 +20,7 @@ GROUP_SIZE = 64
 sys.path.insert(0, str(ROOT))
 corpus = importlib.import_module("examples.demo_model.corpus")
 tokenizing = importlib.import_module("examples.demo_model.tokenizer")
+skills = importlib.import_module("examples.demo_model.skills")
 variation = importlib.import_module("examples.demo_model.variation")
 
 
@@ -44,6 +45,10 @@ def read_header(folder: Path) -> dict:
         header = json.loads(file.read(length))
     assert header.pop("__metadata__") == {"format": "mlx"}
     return header
+
+
+def computed(a: str, sign: str, b: str) -> int:
+    return {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[sign]
 
 
 def test_the_assets_are_small() -> None:
@@ -154,8 +159,20 @@ def test_every_sum_is_right(sample: list[list[corpus.Message]]) -> None:
     sums = re.findall(r"^(\d+) ([+*-]) (\d+) = (\d+)$", text, re.MULTILINE)
     assert len(sums) > 50
     for a, sign, b, result in sums:
-        value = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[sign]
-        assert value == int(result)
+        assert int(result) == computed(a, sign, b)
+
+
+def test_exercises_are_right_and_only_their_solutions_count_fully(tokenizer: Tokenizer) -> None:
+    for seed in range(40):
+        lines = skills.drill(Random(seed))
+        for exercise, solution in lines:
+            if exercise.endswith("="):
+                a, sign, b, _ = exercise.split()
+                assert int(solution) == computed(a, sign, b)
+        ids, weights = tokenizing.render_drill(tokenizer, lines)
+        counted = [i for i, weight in zip(ids, weights, strict=True) if weight == 1.0]
+        assert tokenizer.decode(ids) == "".join(f"{e}{s}\n" for e, s in lines)
+        assert tokenizer.decode(counted) == "".join(f"{s}\n" for _, s in lines)
 
 
 def test_copied_names_stand_in_the_question(sample: list[list[corpus.Message]]) -> None:

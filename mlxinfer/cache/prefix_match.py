@@ -155,10 +155,9 @@ def _run_starts(path: Sequence[Node], group: int) -> list[int]:
 def _lower(point: int, window: int, starts: list[int], page_size: int) -> int:
     while point > 0:
         last = (point - 1) // page_size
-        start = starts[last]
-        if start * page_size <= max(point - window + 1, 0):
+        if starts[last] * page_size <= max(point - window + 1, 0):
             return point
-        point = min(start, last) * page_size  # no point inside this run, or page, is better
+        point = last * page_size  # earlier in this page would take an even longer run
     return 0
 
 

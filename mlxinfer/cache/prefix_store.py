@@ -96,17 +96,21 @@ class NodeStore:
         if node.empty:
             self.remove(node)
         else:
-            self.leaves.push(node, (node.priority, node.tick, -node.number))
+            self.leaves.push(node, (node.priority, node.tick))
 
     def offer_window(self, node: Node, group: int, now: int) -> None:
-        """A windowed page may have become evictable."""
+        """A windowed page may have become evictable; of one path the deepest is the first to go."""
         if node.pages[group] is not None and not node.holds[group]:
             self.loose[group].push(node, (node.anchored[group], node.priority, now, -node.number))
 
     # -- coming and going -----------------------------------------------------------------------
 
     def add(self, parent: Node, tokens: Tokens, pages: list[int | None], priority: int) -> Node:
-        """A new node, locked by its maker; partial leaves that it says all of make room for it."""
+        """A new node, locked by its maker as its parent is.
+
+        Partial leaves that it says all of make room for it.
+        """
+        assert parent.locks
         assert all(pages[g] is not None for g, w in enumerate(self.windows) if w is None)
         for shorter in parent.shorter(tokens):
             if shorter.evictable:
@@ -116,7 +120,6 @@ class NodeStore:
         node.attach()
         node.priority, node.tick = priority, self.clock()
         node.locks = 1
-        self.leaves.discard(parent)
         self.num_nodes += 1
         for group, page in enumerate(pages):
             self.num_pages[group] += page is not None

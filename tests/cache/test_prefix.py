@@ -186,6 +186,31 @@ def test_clearing_keeps_what_is_in_use_until_it_is_not() -> None:
     tree.check()
 
 
+def test_what_two_share_lasts_until_the_last_of_them_ends() -> None:
+    tree = make_tree(SIZE)
+    put(tree, list(range(8)))
+    leases = [tree.lock(tree.match("", list(range(9)))) for _ in range(2)]
+    assert tree.evict(0, 9) == 1
+    tree.clear()
+    tree.trim(leases[0], 0, 5)
+    tree.unlock(leases[0])
+    assert tree.allocators[0].num_held == 1
+    tree.unlock(leases[1])
+    assert tree.allocators[0].num_held == 0
+
+
+def test_a_table_tells_how_far_its_window_is() -> None:
+    tree = make_tree(SIZE)
+    tokens = list(range(12))
+    lease = tree.lock(tree.match("", tokens, limit=0))
+    table = tables_for(tree, 8)[0]
+    tree.extend(lease, tokens, [table], num_tokens=8)
+    table.drop_before(1)
+    table.append(tree.allocators[0].allocate(1))
+    tree.extend(lease, tokens, [table], num_tokens=12)
+    assert tree.evict(0, 9) == 1
+
+
 # -- eviction -----------------------------------------------------------------------------------
 
 

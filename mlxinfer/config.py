@@ -70,6 +70,7 @@ class EngineConfig:
     kv_budget_bytes: int  # what pages and tails may take together
     num_pages: int | None = None  # pages of each layer group; None: as many as the budget holds
     kv: KVOptions = field(default_factory=KVOptions)
+    prefix_cache: bool = True  # prompts use the KV that earlier requests left
     launch_ahead: bool = True  # launch a step before the one before it is read
 
 

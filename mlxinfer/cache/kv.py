@@ -9,7 +9,7 @@ import numpy as np
 from ..core import KVSpec
 from ..errors import InsufficientMemoryError
 from .pages import PageAllocator, PageTable
-from .pool import Bits, LayerPool, token_bytes
+from .pool import Bits, LayerPool, Plane, token_bytes
 from .reach import Reach
 from .step import Span, StepKV, plan_group
 
@@ -121,11 +121,6 @@ class KVCache:
         return min(full) * self.page_size if full else 2**31 - 1
 
     @property
-    def bytes_held(self) -> int:
-        """Bytes of pages that sequences hold."""
-        return sum(group.allocator.num_held * group.page_bytes for group in self.groups)
-
-    @property
     def bytes_allocated(self) -> int:
         """Bytes of all arrays."""
         return sum(array.nbytes for pool in self.pools for array in pool.arrays())
@@ -180,6 +175,32 @@ class KVCache:
                 index = mx.array(np.concatenate(slots)), offsets, mx.array(np.concatenate(targets))
                 for layer in group.layers:
                     self.pools[layer].seal(*index)
+
+    def restore(
+        self, copies: Sequence[tuple[list[PageTable], int, int, int, list[int | None]]]
+    ) -> None:
+        """Copy beginnings of shared pages: (tables, tail slot, from, to, shared pages) each.
+
+        Into the page that the tables have for these positions, and into the tail. Only behind a
+        barrier, after `seal`.
+        """
+        taken = []
+        for tables, slot, start, stop, pages in copies:
+            for group, table, page in zip(self.groups, tables, pages, strict=True):
+                if page is not None:
+                    (target, _), *_ = table.runs(start, stop)
+                    place = target, slot, start % (2 * self.page_size)
+                    source = page * self.page_size
+                    taken += [
+                        (plane, plane.peek(source, source + stop - start), place)
+                        for plane in self._planes(group)
+                    ]
+        mx.eval([parts for _, parts, _ in taken])  # before the pages that they lie in are written
+        for plane, parts, place in taken:
+            plane.paste(parts, *place)
+
+    def _planes(self, group: LayerGroup) -> list[Plane]:
+        return [plane for i in group.layers for plane in (self.pools[i].keys, self.pools[i].values)]
 
     def begin_step(self, short: Sequence[Span], long: Sequence[Span]) -> list[StepKV]:
         """What each layer attends through, for a step of these spans."""

@@ -6,7 +6,7 @@ gather.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 class OutOfPages(Exception):
@@ -133,6 +133,22 @@ class PageTable:
     def all_pages(self) -> list[int]:
         """Every page held, in order."""
         return self.kept + self.pages
+
+    def copy(self) -> "PageTable":
+        """The same pages, whatever becomes of this table."""
+        return replace(self, kept=list(self.kept), pages=list(self.pages))
+
+    def replace(self, page_number: int, page: int) -> None:
+        """Use `page` for the positions of `page_number` from now on."""
+        if page_number < self.num_kept:
+            self.kept[page_number] = page
+        else:
+            self.pages[page_number - self.first] = page
+        self._runs = None
+
+    def pages_from(self, page_number: int) -> list[int]:
+        """Pages held whose number is at least `page_number`."""
+        return self.kept[page_number:] + self.pages[max(page_number - self.first, 0) :]
 
     def append(self, pages: list[int]) -> None:
         """Take pages for the positions that follow."""

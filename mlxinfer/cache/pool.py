@@ -55,6 +55,17 @@ class Plane:
         for pages, tails in zip(self.pages, self.tails, strict=True):
             pages[:, targets] = tails[slots, :, offsets].swapaxes(0, 1)  # (H, N, W)
 
+    def peek(self, start: int, stop: int) -> list[mx.array]:
+        """The stored parts (H, N, W) of one run of pages, as copies of their own."""
+        return [mx.contiguous(pages[:, start:stop]) for pages in self.pages]
+
+    def paste(self, parts: list[mx.array], start: int, slot: int, offset: int) -> None:
+        """Store parts (H, N, W) in the pages from pool slot `start` on, and in a tail."""
+        for pages, tails, part in zip(self.pages, self.tails, parts, strict=True):
+            count = part.shape[1]
+            pages[:, start : start + count] = part
+            tails[slot, :, offset : offset + count] = part
+
     def read_run(self, start: int, stop: int) -> mx.array:
         """(H, N, D) of one run of pages; a view where the format is plain."""
         return self.fmt.decode([pages[:, start:stop] for pages in self.pages])

@@ -181,7 +181,10 @@ def _additive(visible: NDArray[np.bool_]) -> NDArray[np.float32]:
 
 
 def _plan_long(span: Span, group: int, reach: Reach) -> LongPlan:
-    assert span.start == span.sealed, "a prefill chunk starts at a page boundary"
+    # What of its first page is there already was copied into the page as well as into the tail.
+    assert span.sealed == span.start - span.start % span.tables[group].page_size, (
+        "a full page is not sealed"
+    )
     table = span.tables[group]
     ranges = reach.ranges(span.start, span.stop)
     return LongPlan(

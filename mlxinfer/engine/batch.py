@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from ..cache.pages import PageTable
 from .sequence import Sequence
 
 MAX_SHORT = 8  # query tokens that the decode path takes; longer segments are prefill
@@ -25,13 +26,33 @@ class Segment:
         return self.start + self.num_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Tail tokens to be written to pages before a step: positions [start, stop)."""
+
+    tables: list[PageTable]  # where to
+    slot: int  # of the tail
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Tokens of a shared page to be copied, before a step, into a page and a tail of one's own."""
+
+    sequence: Sequence
+    start: int  # position of the page's first token
+    stop: int  # one past the last that is copied
+    pages: list[int | None]  # by group: the shared page; None: nothing of it is visible
+
+
 @dataclass(slots=True)
 class Batch:
     """One step: short segments first, then prefill chunks."""
 
     segments: list[Segment]
-    seal: list[tuple[Sequence, int, int]] = field(default_factory=list)
-    # tail -> pages before the step: (sequence, from, to), positions at page boundaries
+    seal: list[Move] = field(default_factory=list)
+    restore: list[Restore] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)  # took their slot for this step
     sampling: list[Sequence] = field(default_factory=list)  # those that get a token, in flat order
 
@@ -43,4 +64,4 @@ class Batch:
     @property
     def writes_pages(self) -> bool:
         """Whether the step writes the pool, and so must wait for the one in flight."""
-        return bool(self.seal) or any(segment.seals for segment in self.segments)
+        return bool(self.seal or self.restore) or any(s.seals for s in self.segments)

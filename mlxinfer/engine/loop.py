@@ -64,6 +64,7 @@ class Loop:
             page_size=config.page_size,
             max_batch=self.cache.max_batch,
             prefill_chunk=config.prefill_chunk,
+            reuse=config.prefix_cache,
         )
         self.runner = Runner(self.model, self.cache, Sampler(self.model.config.vocab_size))
         self._in_flight = None
@@ -115,7 +116,7 @@ class Loop:
 
     def _check_memory(self, num_prompt: int) -> None:
         for index, group in enumerate(self.cache.groups):
-            needed = self.scheduler.pages_needed(index, num_prompt + 1)
+            needed = self.scheduler.holdings.pages_needed(index, num_prompt + 1)
             if needed > group.allocator.num_pages:
                 raise InsufficientMemoryError(
                     f"The prompt has {num_prompt} tokens and needs {needed} pages of KV cache "
@@ -170,7 +171,15 @@ class Loop:
         taken = self.scheduler.commit(launched.batch, token_ids)
         self.runner.observe([s for s, _, _ in taken], [token for _, token, _ in taken])
         for sequence, token_id, reason in taken:
-            self._emit(TokenEvent(sequence.request.id, token_id, reason, asked.get(sequence)))
+            self._emit(
+                TokenEvent(
+                    sequence.request.id,
+                    token_id,
+                    reason,
+                    asked.get(sequence),
+                    cached_tokens=sequence.num_cached,
+                )
+            )
         return True
 
     # -- faults ---------------------------------------------------------------------------------
@@ -179,12 +188,13 @@ class Loop:
         """Fail the requests of a step; the others start over on fresh arrays and lose nothing."""
         for segment in batch.segments:
             if not segment.sequence.finished:
-                self.scheduler.finish(segment.sequence)
+                self.scheduler.finish(segment.sequence, keep=False)
                 self._emit(_failure(segment.sequence, error))
         for sequence in reversed(list(self.scheduler.running)):
-            self.scheduler.preempt(sequence)
+            self.scheduler.preempt(sequence, keep=False)
         for sequence in self.scheduler.unfinished():
             sequence.num_pending = 0  # sampled on what failed; drawn again, the same
+        self.scheduler.holdings.forget()
         self.cache.reset()
 
     def fail_all(self, error: Exception) -> None:
@@ -199,16 +209,18 @@ class Loop:
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers of what was done and what is held."""
-        groups = [
+        tree = self.scheduler.holdings.tree
+        groups: list[dict[str, Any]] = [
             {
                 "window": group.reach.window,
                 "sinks": group.reach.sinks,
                 "layers": len(group.layers),
-                "pages": group.allocator.num_pages,
-                "pages_held": group.allocator.num_held,
                 "page_bytes": group.page_bytes,
+                "pages": group.allocator.num_pages,
+                "pages_cached": tree.num_evictable(g),
+                "pages_held": group.allocator.num_held - tree.num_evictable(g),
             }
-            for group in self.cache.groups
+            for g, group in enumerate(self.cache.groups)
         ]
         return {
             **asdict(self.scheduler.counters),
@@ -216,8 +228,10 @@ class Loop:
             "waiting": len(self.scheduler.waiting),
             "page_size": self.config.page_size,
             "groups": groups,
-            "kv_bytes_held": self.cache.bytes_held,
+            "kv_bytes_held": sum(g["pages_held"] * g["page_bytes"] for g in groups),
+            "kv_bytes_cached": sum(g["pages_cached"] * g["page_bytes"] for g in groups),
             "kv_bytes_allocated": self.cache.bytes_allocated,
+            "prompt_tokens_reused": tree.counters.tokens_reused,
             "bytes_copied": self.cache.bytes_copied,
             "bytes_grown": self.cache.bytes_grown,
             "peak_memory_bytes": mx.get_peak_memory(),

@@ -59,7 +59,10 @@ class Runner:
             previous.wait()
         self._admit(batch)
         self.cache.make_room(batch_slots(batch))
-        self.cache.seal([(s.tables, s.slot, start, stop) for s, start, stop in batch.seal])
+        self.cache.seal([(m.tables, m.slot, m.start, m.stop) for m in batch.seal])
+        self.cache.restore(
+            [(r.sequence.tables, r.sequence.slot, r.start, r.stop, r.pages) for r in batch.restore]
+        )
         ids, pending = _input_ids(batch, previous)
         short, long = _spans(batch.segments)
         hidden = self.model(

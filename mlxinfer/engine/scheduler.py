@@ -14,10 +14,11 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from ..cache.pages import OutOfPages, PageAllocator, PageTable
+from ..cache.pages import OutOfPages, PageAllocator
 from ..cache.reach import Reach
 from ..core import FinishReason, Request
-from .batch import MAX_SHORT, Batch, Segment
+from .batch import MAX_SHORT, Batch, Move, Restore, Segment
+from .holdings import Holdings
 from .sequence import Sequence
 
 
@@ -43,6 +44,7 @@ class Scheduler:
         page_size: tokens a page.
         max_batch: sequences that may run at once.
         prefill_chunk: prompt tokens a step, all sequences together.
+        reuse: whether prompts may use the KV that earlier requests left.
     """
 
     def __init__(
@@ -53,19 +55,27 @@ class Scheduler:
         page_size: int,
         max_batch: int,
         prefill_chunk: int,
+        reuse: bool = True,
     ) -> None:
         assert len(reaches) == len(allocators)
         assert prefill_chunk % page_size == 0
-        self.reaches = reaches
-        self.allocators = allocators
+        self.holdings = Holdings(
+            reaches=reaches,
+            allocators=allocators,
+            page_size=page_size,
+            prefill_chunk=prefill_chunk,
+            reuse=reuse,
+        )
         self.page_size = page_size
         self.prefill_chunk = prefill_chunk
+        self._max_short = min(MAX_SHORT, page_size)  # fits in a tail beside a page begun
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.counters = Counters()
         self._by_id: dict[str, Sequence] = {}
         self._free_slots = list(range(max_batch))  # a heap: low slots first keeps tails small
         self._admitted: list[Sequence] = []
+        self._restores: list[Restore] = []
 
     @property
     def idle(self) -> bool:
@@ -95,38 +105,43 @@ class Scheduler:
         """All that run or wait."""
         return list(self._by_id.values())
 
-    def finish(self, sequence: Sequence) -> None:
-        """Forget a sequence and give back what it holds; a launched step of it is ignored later."""
+    def finish(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Forget a sequence and give back what it holds; a launched step of it is ignored later.
+
+        With `keep` later requests may use what was computed.
+        """
         assert not sequence.finished
         sequence.finished = True
         del self._by_id[sequence.request.id]
         if sequence.slot >= 0:
             self.running.remove(sequence)
-            self._release(sequence)
+            self._release(sequence, keep)
         else:
             self.waiting.remove(sequence)
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Back to the head of the queue; what was computed is computed again later."""
+    def preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Back to the head of the queue; what of it is evicted meanwhile is computed again."""
         self.running.remove(sequence)
-        self._release(sequence)
+        self._release(sequence, keep)
         sequence.num_computed = sequence.num_sealed = 0
         sequence.num_preempted += 1
         self.waiting.appendleft(sequence)
         self.counters.preemptions += 1
 
-    def _release(self, sequence: Sequence) -> None:
-        for table, allocator in zip(sequence.tables, self.allocators, strict=True):
-            allocator.release(table.all_pages)
-        sequence.tables = []
+    def _release(self, sequence: Sequence, keep: bool) -> None:
+        self.holdings.end(sequence, keep=keep)
+        self._restores = [r for r in self._restores if r.sequence is not sequence]
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = -1
+        sequence.started = False
 
     # -- the next step --------------------------------------------------------------------------
 
     def next_batch(self) -> Batch | None:
         """What to compute next; None where nothing can be done now."""
-        self._trim_windows()
+        for sequence in self.running:
+            self.holdings.publish(sequence)
+            self.holdings.trim(sequence)
         segments: dict[Sequence, Segment] = {}
         self._add_decodes(segments)
         self._add_prefills(segments)
@@ -134,8 +149,9 @@ class Scheduler:
             assert self.idle or any(s.num_pending for s in self.unfinished()), "stuck"
             return None
         ordered = sorted(segments.values(), key=_segment_class)
-        batch = Batch(ordered, self._seal_tails(ordered), self._admitted)
-        self._admitted = []
+        moves = self.holdings.take_closing() + self._seal_tails(ordered, bool(self._restores))
+        batch = Batch(ordered, moves, self._restores, self._admitted)
+        self._admitted, self._restores = [], []
         self._launch(batch)
         return batch
 
@@ -168,7 +184,7 @@ class Scheduler:
     def _add_prefills(self, segments: dict[Sequence, Segment]) -> None:
         prefilling = [s for s in self.running if s.num_left > 0 and not s.decoding]
         max_prefilling = self.prefill_chunk // self.page_size  # each gets a page at least
-        while len(prefilling) < max_prefilling and (admitted := self._admit()):
+        while len(prefilling) < max_prefilling and (admitted := self._admit(prefilling)):
             prefilling.append(admitted)
         for sequence, count in self._shares(prefilling):
             if sequence.slot >= 0 and self._hold(sequence, sequence.num_computed + count, segments):
@@ -191,7 +207,8 @@ class Scheduler:
         """Tokens of the next chunk: all that is left, or as many whole pages as fit."""
         if sequence.num_left <= limit:
             return sequence.num_left
-        return limit - limit % self.page_size
+        stop = sequence.num_computed + limit
+        return max(limit - stop % self.page_size, 0)
 
     def _segment(self, sequence: Sequence, count: int) -> Segment:
         start = sequence.num_computed
@@ -201,7 +218,7 @@ class Scheduler:
             num_tokens=count,
             samples=count == sequence.num_left,
             sealed=sequence.num_sealed,
-            seals=count > MAX_SHORT,
+            seals=count > self._max_short,
             output_index=sequence.num_output,
         )
 
@@ -209,6 +226,7 @@ class Scheduler:
         """Count the step as computed: it will be by the time that anything depends on it."""
         for segment in batch.segments:
             sequence = segment.sequence
+            sequence.started = True
             prompt_rows = min(sequence.num_prompt, segment.stop) - segment.start
             self.counters.prompt_tokens_computed += max(prompt_rows, 0)
             self.counters.tokens_computed += segment.num_tokens
@@ -216,84 +234,67 @@ class Scheduler:
             sequence.num_pending += segment.samples
             if segment.seals:
                 sequence.num_sealed = segment.stop - segment.stop % self.page_size
+        for restore in batch.restore:
+            self.holdings.tree.release_cut(restore.sequence.lease_of)
         batch.sampling = [s.sequence for s in batch.segments if s.samples]
         self.counters.steps += 1
 
     # -- tails ----------------------------------------------------------------------------------
 
-    def _seal_tails(self, segments: list[Segment]) -> list[tuple[Sequence, int, int]]:
+    def _seal_tails(self, segments: list[Segment], barrier: bool) -> list[Move]:
         """Tail pages to move into the pool before the step: every full one, if any tail is full.
 
         All at once, because the barrier that it takes costs the same for one as for all. A step
         that writes pages anyhow has its barrier, so it seals too.
         """
         ring = 2 * self.page_size
-        if not any(s.seals or s.stop - s.sealed > ring for s in segments):
+        if not barrier and not any(s.seals or s.stop - s.sealed > ring for s in segments):
             return []
         moves = []
         for segment in segments:
             stop = segment.start - segment.start % self.page_size
             if stop > segment.sealed:
-                moves.append((segment.sequence, segment.sealed, stop))
+                sequence = segment.sequence
+                moves.append(Move(sequence.tables, sequence.slot, segment.sealed, stop))
                 self.counters.pages_sealed += (stop - segment.sealed) // self.page_size
                 segment.sealed = segment.sequence.num_sealed = stop
         return moves
 
     # -- pages ----------------------------------------------------------------------------------
 
-    def _trim_windows(self) -> None:
-        """Let go of pages that no later token can see."""
-        for group, reach in enumerate(self.reaches):
-            if reach.window is None:
-                continue
-            allocator = self.allocators[group]
-            for sequence in self.running:
-                first = reach.first_page(sequence.num_computed, self.page_size)
-                table = sequence.tables[group]
-                if first > table.first:
-                    allocator.release(table.drop_before(first))
+    def _admit(self, prefilling: Seq[Sequence]) -> Sequence | None:
+        """Start the first in the queue for which there is room, in order of arrival.
 
-    def _admit(self) -> Sequence | None:
-        """Start the first in the queue if the pages of all that it has now are there."""
-        if not self.waiting or not self._free_slots:
+        One that will soon share what another computes waits for it, and is passed by.
+        """
+        if not self._free_slots:
             return None
-        sequence = self.waiting[0]
-        if sequence.num_pending or not self._room_for(sequence):
-            return (
-                None  # pending: it was preempted with a step in flight, whose token it gets first
-            )
-        self.waiting.popleft()
-        sequence.slot = heapq.heappop(self._free_slots)
-        size = self.page_size
-        sequence.tables = [PageTable(size, reach.kept_pages(size)) for reach in self.reaches]
-        for group, reach in enumerate(self.reaches):
-            if reach.window is None:  # in one go, so that a prompt lies in one run
-                self._extend(sequence, group, sequence.num_known)
-        self.running.append(sequence)
-        self._admitted.append(sequence)
-        return sequence
-
-    def _room_for(self, sequence: Sequence) -> bool:
-        """Whether its pages are free, and one for each that runs: else it were preempted soon."""
-        spare = len(self.running)
-        return all(
-            self.pages_needed(group, sequence.num_known + 1) + spare <= allocator.num_free
-            for group, allocator in enumerate(self.allocators)
-        )
-
-    def pages_needed(self, group: int, num_tokens: int) -> int:
-        """Pages of a group that a sequence of `num_tokens` needs at once, at most."""
-        return self.reaches[group].max_pages(num_tokens, self.prefill_chunk, self.page_size)
+        for sequence in self.waiting:
+            if sequence.num_pending:
+                return None  # preempted with a step in flight, whose token it gets first
+            if self.holdings.shares_later(sequence, prefilling):
+                continue
+            try:
+                restore = self.holdings.begin(sequence, spare=len(self.running))
+            except OutOfPages:
+                return None
+            self.waiting.remove(sequence)
+            sequence.slot = heapq.heappop(self._free_slots)
+            self.running.append(sequence)
+            self._admitted.append(sequence)
+            self._restores += [restore] if restore else []
+            return sequence
+        return None
 
     def _hold(self, sequence: Sequence, num_tokens: int, segments: dict[Sequence, Segment]) -> bool:
         """Take the pages for `num_tokens` positions, from the youngest others if need be.
 
         False: the sequence itself is the youngest and went back to the queue.
         """
-        for group in range(len(self.reaches)):
+        for group in range(len(sequence.tables)):
             while True:
                 try:
-                    self._extend(sequence, group, num_tokens)
+                    self.holdings.extend(sequence, group, num_tokens)
                     break
                 except OutOfPages:
                     youngest = self.running[-1]
@@ -303,14 +304,6 @@ class Scheduler:
                     if youngest is sequence:
                         return False
         return True
-
-    def _extend(self, sequence: Sequence, group: int, num_tokens: int) -> None:
-        table = sequence.tables[group]
-        missing = -(-(num_tokens - table.end) // self.page_size)
-        if missing > 0:
-            held = table.pages or table.kept
-            after = held[-1] if held else None
-            table.append(self.allocators[group].allocate(missing, after=after))
 
 
 def _segment_class(segment: Segment) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from ..cache.pages import PageTable
+from ..cache.prefix_match import Lease
 from ..core import Request
 
 
@@ -24,8 +25,17 @@ class Sequence:
     slot: int = -1  # row in the tails and in the sampler; -1: not running
     tables: list[PageTable] = field(default_factory=list)  # one per layer group
     pending_row: int = -1  # of its pending token in the launched step's tokens
+    lease: Lease | None = None  # on what it shares with the prefix tree; None: not running
+    started: bool = False  # its first step since it runs was launched
+    num_cached: int = 0  # prompt tokens that it found computed
     finished: bool = False
     num_preempted: int = 0
+
+    @property
+    def lease_of(self) -> Lease:
+        """The lease of a running sequence."""
+        assert self.lease is not None
+        return self.lease
 
     @property
     def num_known(self) -> int:

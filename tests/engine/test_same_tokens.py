@@ -50,15 +50,23 @@ def params_strategy() -> st.SearchStrategy[SamplingParams]:
 
 
 @st.composite
+def prompts(draw: st.DrawFn) -> tuple[int, ...]:
+    """A beginning that others may share, cut anywhere, and an end that is its own."""
+    shared = draw(st.sampled_from([0, 0, 5, 16, 40, 100, 140]))
+    own = draw(st.one_of(st.integers(1, 12), st.integers(1, 60)))
+    base = prompt(200, draw(st.sampled_from([0, 0, 1])))
+    return (*base[:shared], *prompt(own, draw(st.integers(0, 3))))
+
+
+@st.composite
 def arrivals(draw: st.DrawFn) -> list[Arrival]:
     turn, out = 0, []
     for _ in range(draw(st.integers(1, 6))):
         turn += draw(st.sampled_from([0, 0, 0, 1, 2, 7, 20]))
-        length = draw(st.one_of(st.integers(1, 12), st.integers(1, 150)))
         out.append(
             Arrival(
                 turn,
-                tuple(prompt(length, draw(st.integers(0, 3)))),
+                draw(prompts()),
                 draw(params_strategy()),
                 frozenset(draw(st.sets(st.integers(0, 95), max_size=3))),
                 draw(st.sampled_from([None, None, None, None, 0, 1, 5, 12])),

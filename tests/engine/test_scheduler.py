@@ -33,8 +33,19 @@ def build(
     )
 
 
-def request(name: str, num_prompt: int, max_tokens: int = 8) -> Request:
-    return Request(name, list(range(num_prompt)), SamplingParams(max_tokens=max_tokens))
+def request(name: str, num_prompt: int, max_tokens: int = 8, *, shared: int = 0) -> Request:
+    """Its first `shared` tokens are those of every other request, the rest is its own."""
+    own = 1000 * (1 + sum(name.encode()))
+    ids = [*range(min(shared, num_prompt)), *range(own, own + max(num_prompt - shared, 0))]
+    return Request(name, ids, SamplingParams(max_tokens=max_tokens))
+
+
+def assert_only_cached(scheduler: Scheduler) -> None:
+    """Nothing runs: the tree has every page that is not free, and could let go of it."""
+    tree = scheduler.holdings.tree
+    tree.check()
+    for group, allocator in enumerate(scheduler.holdings.allocators):
+        assert allocator.num_held == tree.num_pages(group) == tree.num_evictable(group)
 
 
 def step(scheduler: Scheduler, token: int = 7) -> Batch:
@@ -106,7 +117,7 @@ def test_the_youngest_makes_room_and_comes_back() -> None:
     assert preempted
     assert young.num_preempted >= 1
     assert young.token_ids[8:] == [7] * 12
-    assert scheduler.allocators[0].num_held == 0
+    assert_only_cached(scheduler)
 
 
 def test_a_token_in_flight_survives_preemption() -> None:
@@ -121,7 +132,7 @@ def test_a_token_in_flight_survives_preemption() -> None:
         previous = batch
     assert all(len(s.token_ids) == 20 for s in sequences)
     assert sequences[1].num_preempted >= 1
-    assert scheduler.allocators[0].num_held == 0
+    assert_only_cached(scheduler)
 
 
 def test_finished_is_noticed_one_step_late_and_counted_once() -> None:
@@ -174,7 +185,10 @@ def test_books_balance_over_random_programs(data: st.DataObject) -> None:
             arrivals -= 1
             prompt, answer = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 16))
             name = f"r{tick}"
-            live[name] = scheduler.add(request(name, prompt, answer), max_output=answer)
+            shared = data.draw(st.sampled_from([0, 0, 4, 7, 18]))
+            live[name] = scheduler.add(
+                request(name, prompt, answer, shared=shared), max_output=answer
+            )
         if live and data.draw(st.integers(0, 9)) == 0:
             name = data.draw(st.sampled_from(sorted(live)))
             scheduler.finish(live.pop(name))
@@ -197,7 +211,7 @@ def test_books_balance_over_random_programs(data: st.DataObject) -> None:
     else:
         pytest.fail("the queue did not drain")
     assert set(ended.values()) <= {1}
-    assert all(allocator.num_held == 0 for allocator in scheduler.allocators)
+    assert_only_cached(scheduler)
 
 
 def check_batch(scheduler: Scheduler, batch: Batch, chunk: int) -> None:
@@ -207,12 +221,12 @@ def check_batch(scheduler: Scheduler, batch: Batch, chunk: int) -> None:
     assert len(set(slots)) == len(slots)
     assert -1 not in slots
     for segment in batch.segments:
-        assert segment.seals == (segment.num_tokens > MAX_SHORT)
+        assert segment.seals == (segment.num_tokens > min(MAX_SHORT, PAGE))
         if segment.seals:
-            assert segment.start == segment.sealed
+            assert 0 <= segment.start - segment.sealed < PAGE  # more than 0: after a cut page
         else:
             assert segment.stop - segment.sealed <= 2 * PAGE, "the tail is too short"
-        for reach, table in zip(scheduler.reaches, segment.sequence.tables, strict=True):
+        for reach, table in zip(scheduler.holdings.reaches, segment.sequence.tables, strict=True):
             assert table.end >= segment.stop, "a token without a slot"
             for part in reach.ranges(segment.start, segment.stop):
                 table.runs(*part)  # asserts that every visible position is held
@@ -220,14 +234,20 @@ def check_batch(scheduler: Scheduler, batch: Batch, chunk: int) -> None:
 
 def check_books(scheduler: Scheduler) -> None:
     for group, (reach, allocator) in enumerate(
-        zip(scheduler.reaches, scheduler.allocators, strict=True)
+        zip(scheduler.holdings.reaches, scheduler.holdings.allocators, strict=True)
     ):
-        held = [page for s in scheduler.running for page in s.tables[group].all_pages]
-        assert len(held) == len(set(held)) == allocator.num_held
+        tree = scheduler.holdings.tree
+        own = [
+            page
+            for s in scheduler.running
+            for page in s.tables[group].pages_from(s.lease_of.num_pages)
+        ]
+        assert len(own) == len(set(own))
+        assert len(own) + tree.num_pages(group) == allocator.num_held
         assert allocator.num_held + allocator.num_free == allocator.num_pages
         if reach.window is not None:
-            scheduler._trim_windows()
             for sequence in scheduler.running:
+                scheduler.holdings.trim(sequence)
                 kept = sequence.num_computed - sequence.tables[group].first * PAGE
                 assert kept <= reach.window + PAGE
     running, waiting = set(scheduler.running), set(scheduler.waiting)

@@ -1,0 +1,96 @@
+"""One page of a prefix as bytes with a checksum, and the chain of keys. Knows no files.
+
+An entry is its header, token ids, payload and checksum, all little-endian:
+
+    magic 8s | version u32 | tokens u32 | payload bytes u64 | key 20s | parent key 20s
+    token ids u32 each | payload | BLAKE2b-128 of everything before it
+
+A key is BLAKE2b-160 of the parent's key and the tokens, so it stands for the whole prefix, and a
+prompt's entries are found without an index.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+KEY_BYTES = 20
+VERSION = 1
+_MAGIC = b"MLXIKV\r\n"  # the line end shows files that were copied as text
+_HEADER = struct.Struct(f"<8sIIQ{KEY_BYTES}s{KEY_BYTES}s")
+_CHECKSUM_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A page of tokens and what was stored for it."""
+
+    key: bytes
+    parent: bytes
+    token_ids: tuple[int, ...]
+    payload: memoryview  # (payload bytes,) read-only
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the entry's file."""
+        tokens_bytes = 4 * len(self.token_ids)
+        return _HEADER.size + tokens_bytes + self.payload.nbytes + _CHECKSUM_BYTES
+
+
+def namespace_key(*parts: str) -> bytes:
+    """The key of a namespace: a model's content id, a KV format, an adapter, in a fixed order."""
+    texts = [part.encode() for part in parts]
+    return _hash(b"".join(len(text).to_bytes(4, "little") + text for text in texts), "namespace")
+
+
+def page_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The key of a page: of its tokens and all that came before."""
+    return _hash(parent + _pack(token_ids), "page")
+
+
+def chain_keys(namespace: bytes, token_ids: Sequence[int], page_size: int) -> list[bytes]:
+    """The keys of all whole pages of a prompt, in order."""
+    keys, key = [], namespace
+    for stop in range(page_size, len(token_ids) + 1, page_size):
+        key = page_key(key, token_ids[stop - page_size : stop])
+        keys.append(key)
+    return keys
+
+
+def encode(entry: Entry) -> list[bytes | memoryview]:
+    """The parts of an entry's file, in order; the payload is not copied."""
+    head = _HEADER.pack(
+        _MAGIC, VERSION, len(entry.token_ids), entry.payload.nbytes, entry.key, entry.parent
+    )
+    parts: list[bytes | memoryview] = [head + _pack(entry.token_ids), entry.payload]
+    return [*parts, _checksum(parts)]
+
+
+def decode(data: bytes, key: bytes) -> Entry | None:
+    """The entry of a file; None: it is not a whole and sound entry with this key."""
+    body, checksum = memoryview(data)[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
+    if len(body) < _HEADER.size or _checksum([body]) != checksum:
+        return None
+    magic, version, num_tokens, num_bytes, own_key, parent = _HEADER.unpack_from(body)
+    start = _HEADER.size + 4 * num_tokens
+    if (magic, version, own_key) != (_MAGIC, VERSION, key) or len(body) != start + num_bytes:
+        return None
+    token_ids = struct.unpack_from(f"<{num_tokens}I", body, _HEADER.size)
+    if page_key(parent, token_ids) != key:
+        return None
+    return Entry(key, parent, token_ids, body[start:])
+
+
+def _pack(token_ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def _hash(data: bytes, purpose: str) -> bytes:
+    return blake2b(data, digest_size=KEY_BYTES, person=purpose.encode()).digest()
+
+
+def _checksum(parts: Sequence[bytes | memoryview]) -> bytes:
+    checksum = blake2b(digest_size=_CHECKSUM_BYTES, person=b"entry")
+    for part in parts:
+        checksum.update(part)
+    return checksum.digest()

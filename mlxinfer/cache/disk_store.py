@@ -1,0 +1,274 @@
+"""Entries as files under a byte budget; whatever goes wrong is a miss. Knows no threads of its own.
+
+`root/<namespace>/<key>.kv`, one page each. A file appears under its name whole or not at all:
+written under another name, synced, renamed. Names carry the key, so several processes may share a
+root: they write the same file twice, or miss one that another removed, and nothing worse.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from .disk_entry import KEY_BYTES, Entry, decode, encode
+from .disk_files import Files
+
+_HEX = f"[0-9a-f]{{{2 * KEY_BYTES}}}"
+_FOLDER = re.compile(_HEX)
+_ENTRY = re.compile(rf"{_HEX}\.kv")
+_TEMP = re.compile(rf"{_HEX}\.[0-9a-f]+\.tmp")
+WRITES_PER_SCAN = 64  # how often to look for what other processes wrote
+
+
+@dataclass(slots=True)
+class DiskStats:
+    """What is there, and what happened since the store was opened."""
+
+    num_entries: int = 0  # of all namespaces
+    num_bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    written: int = 0
+    dropped: int = 0  # not written: the queue was full, or the entry larger than the budget
+    evicted: int = 0
+    corrupt: int = 0  # found broken, and removed
+    errors: int = 0  # of the file system; each was a miss, or an entry not written
+
+
+class DiskStore:
+    """One namespace of a folder that others may share. Raises nothing that files can cause.
+
+    Safe to use from several threads; at most one of them writes.
+
+    Args:
+        root: the folder; made where it is missing.
+        namespace: of what is written and read here.
+        max_bytes: what the entries of all namespaces may take together.
+        files: access to files.
+        clock_ns: nanoseconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        namespace: bytes,
+        *,
+        max_bytes: int,
+        files: Files | None = None,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        assert len(namespace) == KEY_BYTES
+        self.root = root
+        self.folder = os.path.join(root, namespace.hex())
+        self.max_bytes = max_bytes
+        self._files = files or Files()
+        self._clock_ns = clock_ns
+        self._lock = threading.Lock()  # of the next three
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # path -> bytes, longest unused first
+        self._num_bytes = 0  # of all of them
+        self._stats = DiskStats()
+        self._num_until_scan = WRITES_PER_SCAN
+        self._unsynced = False
+        with self._errors_counted():
+            self._files.make_folder(self.folder)
+        self._scan(remove_temps=True)
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def get(self, key: bytes) -> Entry | None:
+        """The entry of a key, which counts as used; None: not there, or broken and now removed."""
+        entry = self._read(key)
+        if entry is not None:
+            self._mark_used([self._path(key)])
+        return entry
+
+    def get_chain(self, keys: Sequence[bytes]) -> list[Entry]:
+        """The entries of a chain up to the first miss. They count as used, the first the most:
+        so a chain loses its end first, without which its beginning still is of use.
+        """
+        entries: list[Entry] = []
+        for key in keys:
+            entry = self._read(key)
+            if entry is None:
+                break
+            entries.append(entry)
+        self._mark_used([self._path(entry.key) for entry in reversed(entries)])
+        return entries
+
+    def contains(self, key: bytes) -> bool:
+        """Whether there is a file; it may yet prove broken."""
+        try:
+            self._files.info(self._path(key))
+        except OSError:
+            return False
+        return True
+
+    def stats(self) -> DiskStats:
+        """A copy of the counts."""
+        with self._lock:
+            return replace(self._stats, num_entries=len(self._sizes), num_bytes=self._num_bytes)
+
+    def count_dropped(self) -> None:
+        """An entry was not written for want of room or time."""
+        with self._lock:
+            self._stats.dropped += 1
+
+    def _read(self, key: bytes) -> Entry | None:
+        path = self._path(key)
+        entry = None
+        with self._errors_counted(missing_is_fine=True):
+            data = self._files.read(path)
+            entry = decode(data, key)
+            if entry is None:
+                self._count(corrupt=1)
+                self._remove(path)
+        if entry is None:
+            self._forget(path)
+        self._count(hits=entry is not None, misses=entry is None)
+        return entry
+
+    def _mark_used(self, paths: Sequence[str]) -> None:
+        """Later ones count as used later."""
+        now = self._clock_ns()
+        for age, path in enumerate(reversed(paths)):
+            with self._errors_counted(missing_is_fine=True):
+                self._files.mark_used(path, now - 1000 * age)
+        with self._lock:
+            for path in paths:
+                if path in self._sizes:
+                    self._sizes.move_to_end(path)
+
+    # -- writing --------------------------------------------------------------------------------
+
+    def put(self, entry: Entry) -> bool:
+        """Write an entry, removing the longest unused for room; whether it is there now."""
+        size = entry.num_bytes
+        if size > self.max_bytes:
+            self.count_dropped()
+            return False
+        self._scan_now_and_then()
+        path = self._path(entry.key)
+        written = False
+        with self._errors_counted():
+            self._make_room(size, but_for=path)
+            self._write(path, encode(entry))
+            self._forget(path)
+            with self._lock:
+                self._sizes[path] = size
+                self._num_bytes += size
+            self._mark_used([path])  # by the clock that tells of later uses
+            self._unsynced = True
+            self._count(written=1)
+            written = True
+        return written
+
+    def sync(self) -> None:
+        """Make the names of what was written last; without it, they may be lost in a crash."""
+        if self._unsynced:
+            self._unsynced = False
+            with self._errors_counted():
+                self._files.sync_folder(self.folder)
+
+    def clear(self) -> None:
+        """Remove the entries of all namespaces."""
+        self._scan()
+        with self._lock:
+            paths = list(self._sizes)
+        for path in paths:
+            with self._errors_counted():
+                self._remove(path)
+                self._forget(path)
+
+    def _write(self, path: str, parts: Sequence[bytes | memoryview]) -> None:
+        self._files.make_folder(self.folder)
+        temp = f"{path.removesuffix('.kv')}.{secrets.token_hex(8)}.tmp"
+        try:
+            handle = self._files.create(temp)
+            try:
+                for part in parts:
+                    view = memoryview(part)
+                    while view:
+                        view = view[self._files.write(handle, view) :]
+                self._files.fsync(handle)
+            finally:
+                self._files.close(handle)
+            self._files.rename(temp, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._files.remove(temp)
+            raise
+
+    def _make_room(self, size: int, *, but_for: str) -> None:
+        while True:
+            with self._lock:
+                used = self._num_bytes - self._sizes.get(but_for, 0)
+                if used + size <= self.max_bytes:
+                    return
+                oldest = next(path for path in self._sizes if path != but_for)
+            self._remove(oldest)
+            self._forget(oldest)
+            self._count(evicted=1)
+
+    def _remove(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            self._files.remove(path)
+
+    def _forget(self, path: str) -> None:
+        with self._lock:
+            self._num_bytes -= self._sizes.pop(path, 0)
+
+    # -- looking around -------------------------------------------------------------------------
+
+    def _scan_now_and_then(self) -> None:
+        self._num_until_scan -= 1
+        if self._num_until_scan <= 0:
+            self._num_until_scan = WRITES_PER_SCAN
+            self._scan()
+
+    def _scan(self, *, remove_temps: bool = False) -> None:
+        """Learn what is there, and how long unused. Other names than ours are left alone."""
+        found: list[tuple[int, str, int]] = []
+        for folder in self._folders():
+            for name in self._names(folder):
+                path = os.path.join(folder, name)
+                with self._errors_counted(missing_is_fine=True):
+                    if remove_temps and _TEMP.fullmatch(name):
+                        self._files.remove(path)
+                    elif _ENTRY.fullmatch(name):
+                        info = self._files.info(path)
+                        found.append((info.used_ns, path, info.num_bytes))
+        with self._lock:
+            self._sizes = OrderedDict((path, size) for _, path, size in sorted(found))
+            self._num_bytes = sum(self._sizes.values())
+
+    def _folders(self) -> list[str]:
+        names = self._names(self.root)
+        return [os.path.join(self.root, name) for name in names if _FOLDER.fullmatch(name)]
+
+    def _names(self, folder: str) -> list[str]:
+        names: list[str] = []
+        with self._errors_counted(missing_is_fine=True):
+            names = self._files.names(folder)
+        return names
+
+    def _path(self, key: bytes) -> str:
+        return os.path.join(self.folder, f"{key.hex()}.kv")
+
+    @contextlib.contextmanager
+    def _errors_counted(self, *, missing_is_fine: bool = False) -> Iterator[None]:
+        """What the file system refuses is a miss, and counted."""
+        try:
+            yield
+        except OSError as error:
+            if not (missing_is_fine and isinstance(error, FileNotFoundError)):
+                self._count(errors=1)
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            for name, count in counts.items():
+                setattr(self._stats, name, getattr(self._stats, name) + count)

@@ -1,0 +1,355 @@
+"""The disk tier on real files: what comes back, what costs a miss, and nothing worse."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxinfer.cache.disk import DiskTier, Entry, Files, chain_keys, namespace_key, page_key
+from mlxinfer.cache.disk_entry import decode, encode
+
+MODEL = namespace_key("model", "bf16")
+MEGABYTE = 2**20
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[DiskTier]:
+    tier = DiskTier(str(tmp_path), MODEL, max_bytes=MEGABYTE)
+    yield tier
+    tier.close()
+
+
+def put(tier: DiskTier, token_ids: list[int], payload: bytes, parent: bytes = MODEL) -> bytes:
+    key = page_key(parent, token_ids)
+    assert tier.put(key, parent, token_ids, payload)
+    return key
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+# -- entries ------------------------------------------------------------------------------------
+
+entries = st.builds(
+    lambda parent, token_ids, payload: Entry(
+        page_key(parent, token_ids), parent, tuple(token_ids), memoryview(payload)
+    ),
+    st.binary(min_size=20, max_size=20),
+    st.lists(st.integers(0, 2**32 - 1), max_size=16),
+    st.binary(max_size=200),
+)
+
+
+@given(entries)
+def test_entries_come_back_as_they_went(entry: Entry) -> None:
+    data = b"".join(encode(entry))
+    assert len(data) == entry.num_bytes
+    assert decode(data, entry.key) == entry
+    assert decode(data, bytes(20)) is None
+
+
+@given(entries, st.data())
+def test_any_damage_shows(entry: Entry, data: st.DataObject) -> None:
+    whole = b"".join(encode(entry))
+    bit = data.draw(st.integers(0, 8 * len(whole) - 1))
+    flipped = bytearray(whole)
+    flipped[bit // 8] ^= 1 << bit % 8
+    assert decode(bytes(flipped), entry.key) is None
+    assert decode(whole[: data.draw(st.integers(0, len(whole) - 1))], entry.key) is None
+    assert decode(whole + b"\0", entry.key) is None
+
+
+def test_a_key_stands_for_all_that_came_before() -> None:
+    keys = chain_keys(MODEL, [1, 2, 3, 4, 5], 2)
+    assert keys == [page_key(MODEL, [1, 2]), page_key(page_key(MODEL, [1, 2]), [3, 4])]
+    assert chain_keys(MODEL, [1, 2, 9, 4], 2)[0] == keys[0]
+    assert chain_keys(MODEL, [9, 2, 3, 4], 2)[1] != keys[1]
+    assert chain_keys(namespace_key("model", "q8"), [1, 2], 2) != keys[:1]
+    assert len({namespace_key("ab", "c"), namespace_key("a", "bc"), namespace_key("abc")}) == 3
+
+
+# -- storing ------------------------------------------------------------------------------------
+
+
+def test_what_was_put_comes_back_at_once_and_after_a_restart(tmp_path: Path) -> None:
+    tier = DiskTier(str(tmp_path), MODEL, max_bytes=MEGABYTE)
+    payload = bytearray(b"payload")
+    key = page_key(MODEL, [1, 2])
+    tier.put(key, MODEL, [1, 2], memoryview(payload))
+    payload[:] = b"changed"
+    for _ in range(2):
+        entry = tier.get(key)
+        assert entry is not None
+        assert (entry.parent, entry.token_ids, bytes(entry.payload)) == (MODEL, (1, 2), b"payload")
+        assert tier.contains(key)
+        assert tier.flush()
+    tier.close()
+    reopened = DiskTier(str(tmp_path), MODEL, max_bytes=MEGABYTE)
+    assert bytes(reopened.get(key).payload) == b"payload"
+    assert reopened.stats().num_entries == 1
+    other = DiskTier(str(tmp_path), namespace_key("another"), max_bytes=MEGABYTE)
+    assert other.get(key) is None, "another namespace"
+    for opened in (reopened, other):
+        opened.close()
+
+
+def test_a_chain_is_read_up_to_the_first_gap(tier: DiskTier) -> None:
+    tokens = list(range(8))
+    keys = chain_keys(MODEL, tokens, 2)
+    parents = [MODEL, *keys]
+    for number in (0, 1, 3):
+        put(tier, tokens[2 * number : 2 * number + 2], bytes([number]), parents[number])
+        tier.flush()
+    assert [bytes(entry.payload) for entry in tier.get_chain(keys)] == [b"\0", b"\1"]
+    assert tier.get_chain([]) == []
+
+
+def test_the_longest_unused_goes_and_of_a_chain_the_end(tmp_path: Path) -> None:
+    size = Entry(MODEL, MODEL, (1, 2), memoryview(bytes(1000))).num_bytes
+    tier = DiskTier(str(tmp_path), MODEL, max_bytes=4 * size)
+    keys = chain_keys(MODEL, list(range(6)), 2)
+    for number, parent in enumerate([MODEL, *keys[:2]]):
+        put(tier, [2 * number, 2 * number + 1], bytes(1000), parent)
+    old = put(tier, [7, 7], bytes(1000))
+    tier.flush()
+    assert len(tier.get_chain(keys)) == 3
+    put(tier, [8, 8], bytes(1000))
+    put(tier, [9, 9], bytes(1000))
+    tier.flush()
+    assert [tier.contains(key) for key in (*keys, old)] == [True, True, False, False]
+    tier.close()
+    reopened = DiskTier(str(tmp_path), MODEL, max_bytes=4 * size)  # knows who was used when
+    put(reopened, [10, 10], bytes(1000))
+    reopened.flush()
+    assert [reopened.contains(key) for key in keys] == [True, False, False]
+    assert reopened.stats().num_bytes == 4 * size
+    assert (reopened.stats().num_entries, reopened.stats().evicted) == (4, 1)
+    reopened.close()
+
+
+def test_an_entry_that_can_never_fit_is_dropped(tmp_path: Path) -> None:
+    tier = DiskTier(str(tmp_path), MODEL, max_bytes=500)
+    small = put(tier, [1], b"")
+    put(tier, [2], bytes(500))
+    tier.close()
+    assert tier.contains(small)
+    assert (tier.stats().num_entries, tier.stats().dropped, tier.stats().evicted) == (1, 1, 0)
+
+
+def test_what_is_there_is_not_written_again(tier: DiskTier) -> None:
+    for _ in range(3):
+        put(tier, [1], b"x")
+        tier.flush()
+    assert tier.stats().written == 1
+
+
+def test_clear_removes_everything(tier: DiskTier, tmp_path: Path) -> None:
+    key = put(tier, [1], b"x")
+    tier.clear()
+    assert not tier.contains(key)
+    assert files_in(tmp_path) == []
+    assert tier.stats().num_bytes == 0
+
+
+def test_prompts_are_for_this_user_alone(tier: DiskTier, tmp_path: Path) -> None:
+    put(tier, [1], b"x")
+    tier.flush()
+    assert [path.stat().st_mode & 0o777 for path in files_in(tmp_path)] == [0o600]
+    assert (tmp_path / MODEL.hex()).stat().st_mode & 0o777 == 0o700
+
+
+# -- damage -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "swap"])
+def test_a_damaged_file_is_a_miss_and_goes(tier: DiskTier, tmp_path: Path, damage: str) -> None:
+    key = put(tier, [1], b"payload")
+    tier.flush()
+    (path,) = files_in(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 4
+    if damage == "swap":  # sound, but another key's
+        other = put(tier, [2], b"other")
+        tier.flush()
+        data = (path.parent / f"{other.hex()}.kv").read_bytes()
+    whole = {"flip": data, "cut": path.read_bytes()[:-1], "empty": b"", "swap": data}
+    path.write_bytes(whole[damage])
+    assert tier.get(key) is None
+    assert not path.exists()
+    assert (tier.stats().corrupt, tier.stats().misses) == (1, 1)
+    put(tier, [1], b"payload")
+    tier.flush()
+    assert bytes(tier.get(key).payload) == b"payload"
+
+
+def test_only_own_leftovers_are_removed(tmp_path: Path) -> None:
+    folder = tmp_path / MODEL.hex()
+    folder.mkdir()
+    (folder / f"{MODEL.hex()}.0123abcd.tmp").write_bytes(b"half")
+    (folder / "notes.tmp").write_bytes(b"somebody's")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / f"{MODEL.hex()}.kv").write_bytes(b"somebody's")
+    DiskTier(str(tmp_path), MODEL, max_bytes=10).close()
+    assert [path.name for path in files_in(tmp_path)] == ["notes.tmp", f"{MODEL.hex()}.kv"]
+
+
+def test_links_are_not_followed(tier: DiskTier, tmp_path: Path) -> None:
+    key = put(tier, [1], b"x")
+    tier.flush()
+    (path,) = files_in(tmp_path)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert tier.get(key) is None
+
+
+class Failing(Files):
+    """One operation fails."""
+
+    def __init__(self, operation: str, code: int) -> None:
+        self.failed = 0
+
+        def fail(*_: object) -> None:
+            self.failed += 1
+            raise OSError(code, os.strerror(code))
+
+        setattr(self, operation, fail)
+
+
+OPERATIONS = [
+    *("make_folder", "names", "create", "write", "fsync", "close", "read", "rename"),
+    *("sync_folder", "remove", "info", "mark_used"),
+]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.ENOENT])
+def test_a_failing_disk_costs_a_miss(tmp_path: Path, operation: str, code: int) -> None:
+    before = DiskTier(str(tmp_path), MODEL, max_bytes=400)
+    old = put(before, [1], b"old")
+    before.close()
+    files = Failing(operation, code)
+    tier = DiskTier(str(tmp_path), MODEL, max_bytes=400, files=files)
+    new = put(tier, [2], bytes(200))  # takes the place of the old one
+    assert tier.flush(10)
+    found = {old: tier.get(old), new: tier.get(new)}
+    tier.clear()
+    tier.close()
+    for key, payload in ((old, b"old"), (new, bytes(200))):
+        assert found[key] is None or bytes(found[key].payload) == payload
+    assert files.failed
+    if operation in ("create", "write", "fsync", "close", "rename"):
+        assert found[new] is None
+        assert tier.stats().errors == 1
+    after = DiskTier(str(tmp_path), MODEL, max_bytes=400)
+    assert all(path.suffix == ".kv" for path in files_in(tmp_path))
+    put(after, [2], bytes(200))
+    after.flush()
+    assert bytes(after.get(new).payload) == bytes(200)
+    after.close()
+
+
+def test_a_root_that_is_no_folder_costs_misses(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    tier = DiskTier(str(tmp_path / "file"), MODEL, max_bytes=400)
+    key = put(tier, [1], b"x")
+    tier.close()
+    assert tier.get(key) is None
+    assert tier.stats().errors > 0
+
+
+# -- several at once ----------------------------------------------------------------------------
+
+
+class Slow(Files):
+    """Writes wait until they may go on."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def write(self, handle: int, data: bytes | memoryview) -> int:
+        assert self.go_on.wait(10)
+        return super().write(handle, data[:7])  # the system may write less than asked
+
+
+def test_a_slow_disk_never_makes_anybody_wait(tmp_path: Path) -> None:
+    files = Slow()
+    tier = DiskTier(str(tmp_path), MODEL, max_bytes=MEGABYTE, max_pending_bytes=3000, files=files)
+    taken = [tier.put(page_key(MODEL, [n]), MODEL, [n], bytes([n] * 900)) for n in range(6)]
+    assert taken == [True, True, True, False, False, False]
+    assert bytes(tier.get(page_key(MODEL, [2])).payload) == bytes([2] * 900), "not written yet"
+    assert not tier.flush(0.01)
+    files.go_on.set()
+    tier.close()
+    assert (tier.stats().written, tier.stats().dropped) == (3, 3)
+    assert bytes(tier.get(page_key(MODEL, [2])).payload) == bytes([2] * 900)
+    assert not tier.put(page_key(MODEL, [9]), MODEL, [9], b"")
+    assert tier.flush()
+
+
+def test_two_tiers_share_a_folder(tmp_path: Path) -> None:
+    """Both write and read the same keys with room for few of them: misses, never wrong ones."""
+    tiers = [DiskTier(str(tmp_path), MODEL, max_bytes=3000) for _ in range(2)]
+    wrong: list[bytes] = []
+
+    def work(tier: DiskTier) -> None:
+        for number in range(120):
+            token = number * 7 % 10
+            key = put(tier, [token], bytes([token] * 500))
+            entry = tier.get(page_key(MODEL, [number % 10]))
+            if entry is not None and bytes(entry.payload) != bytes([number % 10] * 500):
+                wrong.append(key)
+            if number % 20 == 0:
+                tier.flush()
+
+    threads = [threading.Thread(target=work, args=(tier,)) for tier in tiers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for tier in tiers:
+        tier.close()
+        assert tier.stats().corrupt == 0
+    assert wrong == []
+    assert all(path.suffix == ".kv" for path in files_in(tmp_path))
+    assert sum(path.stat().st_size for path in files_in(tmp_path)) <= 2 * 3000
+
+
+WRITE_FOR_EVER = """
+import sys
+from mlxinfer.cache.disk import DiskTier, namespace_key, page_key
+model = namespace_key("model", "bf16")
+tier = DiskTier(sys.argv[1], model, max_bytes=2**20)
+print("ready", flush=True)
+for n in range(10**9):
+    tier.put(page_key(model, [n]), model, [n], n.to_bytes(4, "little") * 5000)
+    tier.flush()
+"""
+
+
+def test_a_killed_process_leaves_whole_entries(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITE_FOR_EVER, str(tmp_path)]
+    for delay_s in (0.02, 0.05):
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout.readline() == b"ready\n"
+            time.sleep(delay_s)
+            process.send_signal(signal.SIGKILL)
+    tier = DiskTier(str(tmp_path), MODEL, max_bytes=2**20)
+    found = files_in(tmp_path)
+    assert found
+    assert all(path.suffix == ".kv" for path in found)
+    for path in found:
+        entry = tier.get(bytes.fromhex(path.stem))
+        (number,) = entry.token_ids
+        assert bytes(entry.payload) == number.to_bytes(4, "little") * 5000
+    tier.close()
+    assert tier.stats().corrupt == 0

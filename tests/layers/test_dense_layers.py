@@ -8,7 +8,14 @@ import pytest
 
 from mlxinfer.layers.activations import ACTIVATIONS, _halves, clamped_swiglu, gated
 from mlxinfer.layers.embedding import QuantizedEmbedding, dense_embedding
-from mlxinfer.layers.linear import Joined, Linear, QuantizedLinear, TiledLinear, dense
+from mlxinfer.layers.linear import (
+    UNPACK_FROM,
+    Joined,
+    Linear,
+    QuantizedLinear,
+    TiledLinear,
+    dense,
+)
 from mlxinfer.layers.norm import LeanRMSNorm, RMSNorm, ScaledRMSNorm, rms_norm
 from mlxinfer.models.quantization import QuantFormat
 from mlxinfer.models.stored import Stored, fused
@@ -76,11 +83,16 @@ def test_a_fused_activation_takes_any_number_of_tokens():
         np.testing.assert_allclose(np.array(activation(x)), gate * sigmoid(gate) * up, rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize("num_tokens", [1, 5, UNPACK_FROM])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     ("rows", "bits", "kind"),
-    [(24, None, Linear), (96, None, TiledLinear), (24, 8, QuantizedLinear)],
+    [
+        (24, None, Linear),
+        (96, None, TiledLinear),
+        (24, 8, QuantizedLinear),
+        (96, 4, QuantizedLinear),
+    ],
 )
 def test_projections_and_their_sum_with_a_residual(num_tokens, bias, rows, bits, kind):
     stored, weight, offset = projection(rows, seed=0, bias=bias, bits=bits)
@@ -107,6 +119,14 @@ def projection(rows: int, *, seed: int, bias: bool = True, bits: int | None = No
     packed, scales, biases = mx.quantize(weight, group_size=32, bits=bits)
     plain = mx.dequantize(packed, scales, biases, group_size=32, bits=bits)
     return Stored(packed, offset, scales, biases, QuantFormat(32, bits)), np.array(plain), shown
+
+
+def test_a_large_matrix_is_not_dequantised_as_a_whole(monkeypatch):
+    stored, weight, offset = projection(96, seed=0, bits=4)
+    monkeypatch.setattr("mlxinfer.layers.linear.MAX_UNPACKED", 96 * 64 - 1)
+    layer = stored.projection()
+    assert layer.unpack_from > 2**31
+    check_projection(layer, weight, offset, UNPACK_FROM)
 
 
 @pytest.mark.parametrize(

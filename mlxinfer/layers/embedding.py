@@ -4,7 +4,8 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from .linear import TILE, Linear, Projection, QuantizedLinear, TiledLinear, tiled
+from .linear import TILE, Linear, Projection, TiledLinear, tiled
+from .quantized import QuantizedLinear
 
 
 class Embedding(Protocol):

@@ -1,6 +1,6 @@
 """config.json, normalised: one frozen ModelConfig for every family and spelling. No mlx.
 
-What a family assumes where its config is silent stands in `_ASSUMED`, as transformers has it.
+What a family assumes where its config is silent stands in assumed.py.
 """
 
 from collections.abc import Mapping
@@ -11,49 +11,11 @@ from typing import Any
 from ..errors import CheckpointError, UnsupportedModelError
 from ..layers.frequencies import RopeSpec
 from . import registry
+from .assumed import text_fields
 from .jsonfields import Fields, read_json
+from .layertypes import SLIDING, read_layer_types
 from .quantization import Quantization, read_quantization
 from .ropeconfig import read_rope
-
-FULL, SLIDING = "full_attention", "sliding_attention"
-
-_GEMMA3: dict[str, Any] = {
-    "vocab_size": 262_208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "rms_norm_eps": 1e-6,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 131_072,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 6,
-    "query_pre_attn_scalar": 256,
-    "rope_theta": 1_000_000.0,
-    "rope_local_base_freq": 10_000.0,
-    "tie_word_embeddings": True,
-}
-_ASSUMED: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": 4096},
-    "qwen2": {},
-    "qwen3": {"head_dim": 128},
-    "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False},
-    "gemma3_text": _GEMMA3,
-    "gpt_oss": {
-        "head_dim": 64,
-        "attention_bias": True,
-        "sliding_window": 128,
-        "sliding_window_pattern": 2,
-        "rope_theta": 150_000.0,
-        "experts_per_token": 4,
-    },
-}
-_COMMON = {
-    "rope_theta": 10_000.0,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 2048,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +66,7 @@ def normalise(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = Non
         CheckpointError: a key is missing, of the wrong type or out of range; the message names it.
         UnsupportedModelError: the architecture or a feature of it is not supported.
     """
-    fields = _text_fields(raw)
+    fields = text_fields(raw)
     model_type = fields.text("model_type")
     registry.check(model_type)
     vocab_size = fields.integer("vocab_size", high=2**24)
@@ -118,7 +80,7 @@ def normalise(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = Non
             "does not divide."
         )
     head_dim = fields.integer("head_dim", high=2**14, default=None) or hidden_size // num_heads
-    layer_types = _layer_types(fields, num_layers)
+    layer_types = read_layer_types(fields, num_layers)
     window = fields.integer("sliding_window", default=None) if SLIDING in layer_types else None
     ropes = {kind: read_rope(fields, kind, head_dim=head_dim) for kind in set(layer_types)}
     query_scalar = fields.number("query_pre_attn_scalar", above=0.0, default=float(head_dim))
@@ -153,52 +115,10 @@ def normalise(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = Non
     )
 
 
-def _text_fields(raw: Mapping[str, Any]) -> Fields:
-    """The object that describes the language model, with the family's assumptions filled in."""
-    top = Fields(raw, "config.json")
-    model_type = top.text("model_type")
-    text = top.fields("text_config")
-    if model_type == "gemma3" and text is not None:
-        top = Fields({"model_type": "gemma3_text", **text.values}, text.where)
-        model_type = top.text("model_type")
-    elif model_type == "gemma3":
-        model_type = "gemma3_text"
-        top = Fields({**raw, "model_type": model_type}, top.where)
-    assumed = {**_COMMON, **_ASSUMED.get(model_type, {})}
-    return Fields({**assumed, **top.values}, top.where)
-
-
 def _tied(raw: Mapping[str, Any], fields: Fields) -> bool:
     """transformers writes the key beside, not inside, the text_config of a multimodal model."""
     inner = fields.boolean("tie_word_embeddings", default=False)
     return Fields(raw, "config.json").boolean("tie_word_embeddings", default=inner)
-
-
-def _layer_types(fields: Fields, num_layers: int) -> list[str]:
-    """FULL or SLIDING for each layer, whether a list, a period or a first layer is stated."""
-    if fields.get("sliding_window") is None or not _windows_used(fields):
-        return [FULL] * num_layers
-    stated = fields.items("layer_types")
-    if stated is not None:
-        if len(stated) != num_layers or not all(kind in (FULL, SLIDING) for kind in stated):
-            raise CheckpointError(
-                f"layer_types in {fields.where} must be {num_layers} times {FULL!r} or {SLIDING!r}."
-            )
-        return stated
-    if fields.get("sliding_window_pattern") is not None:
-        period = fields.integer("_sliding_window_pattern", "sliding_window_pattern", high=2**20)
-        return [SLIDING if (i + 1) % period else FULL for i in range(num_layers)]
-    first = 0
-    if fields.text("model_type") in ("qwen2", "qwen3"):
-        first = fields.integer("max_window_layers", low=0, default=28)
-    return [SLIDING if i >= first else FULL for i in range(num_layers)]
-
-
-def _windows_used(fields: Fields) -> bool:
-    model_type = fields.text("model_type")
-    if model_type.startswith("qwen"):
-        return fields.boolean("use_sliding_window", default=False)
-    return model_type != "llama"
 
 
 def _max_context(fields: Fields, rope: RopeSpec) -> int:

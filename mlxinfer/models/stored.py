@@ -9,8 +9,14 @@ from dataclasses import asdict, dataclass
 import mlx.core as mx
 
 from ..errors import CheckpointError
-from ..layers.linear import Joined, Projection, QuantizedLinear, dense
-from ..layers.moe import ExpertProjection, JoinedExperts, QuantizedExpertLinear, dense_experts
+from ..layers.experts import (
+    ExpertProjection,
+    JoinedExperts,
+    QuantizedExpertLinear,
+    dense_experts,
+)
+from ..layers.linear import Joined, Projection, dense
+from ..layers.quantized import QuantizedLinear
 from .quantization import QuantFormat
 
 

@@ -12,7 +12,8 @@ import mlx.core as mx
 
 from ..errors import CheckpointError, InvalidRequestError
 from ..layers.embedding import Embedding, QuantizedEmbedding, dense_embedding
-from ..layers.linear import Projection, QuantizedLinear
+from ..layers.linear import Projection
+from ..layers.quantized import QuantizedLinear
 from .files import read_headers
 from .quantization import QuantFormat, Quantization
 from .stored import Stored, fused

@@ -8,15 +8,9 @@ import pytest
 
 from mlxinfer.layers.activations import ACTIVATIONS, _halves, clamped_swiglu, gated
 from mlxinfer.layers.embedding import QuantizedEmbedding, dense_embedding
-from mlxinfer.layers.linear import (
-    UNPACK_FROM,
-    Joined,
-    Linear,
-    QuantizedLinear,
-    TiledLinear,
-    dense,
-)
+from mlxinfer.layers.linear import Joined, Linear, TiledLinear, dense
 from mlxinfer.layers.norm import LeanRMSNorm, RMSNorm, ScaledRMSNorm, rms_norm
+from mlxinfer.layers.quantized import UNPACK_FROM, QuantizedLinear
 from mlxinfer.models.quantization import QuantFormat
 from mlxinfer.models.stored import Stored, fused
 
@@ -123,7 +117,7 @@ def projection(rows: int, *, seed: int, bias: bool = True, bits: int | None = No
 
 def test_a_large_matrix_is_not_dequantised_as_a_whole(monkeypatch):
     stored, weight, offset = projection(96, seed=0, bits=4)
-    monkeypatch.setattr("mlxinfer.layers.linear.MAX_UNPACKED", 96 * 64 - 1)
+    monkeypatch.setattr("mlxinfer.layers.quantized.MAX_UNPACKED", 96 * 64 - 1)
     layer = stored.projection()
     assert layer.unpack_from > 2**31
     check_projection(layer, weight, offset, UNPACK_FROM)

@@ -5,17 +5,14 @@ import numpy as np
 import pytest
 
 from mlxinfer.layers.activations import gated
-from mlxinfer.layers.linear import Linear
-from mlxinfer.layers.moe import (
-    SORT_FROM,
+from mlxinfer.layers.experts import (
     ExpertLinear,
     JoinedExperts,
-    MoE,
     QuantizedExpertLinear,
     TiledExpertLinear,
-    softmax_top_k,
-    top_k_softmax,
 )
+from mlxinfer.layers.linear import Linear
+from mlxinfer.layers.moe import SORT_FROM, MoE, softmax_top_k, top_k_softmax
 from mlxinfer.models.quantization import QuantFormat
 from mlxinfer.models.stored import Stored, fused_experts
 

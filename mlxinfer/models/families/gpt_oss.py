@@ -8,7 +8,8 @@ one matrix (E, 2 inner, hidden) whose first half is the gate.
 import mlx.core as mx
 
 from ...layers.activations import clamped_swiglu
-from ...layers.moe import ExpertProjection, MoE, top_k_softmax
+from ...layers.experts import ExpertProjection
+from ...layers.moe import MoE, top_k_softmax
 from ..build import Plan, build_decoder
 from ..config import ModelConfig
 from ..decoder import FeedForward, Model

@@ -57,10 +57,11 @@ class LeanRMSNorm:
     __slots__ = ("ones", "scaled_eps", "scaled_weight")
 
     def __init__(self, weight: mx.array, eps: float) -> None:
-        dims = weight.shape[-1]
+        *heads, dims = weight.shape
         self.ones = mx.ones((dims, 1), mx.float32)
-        self.scaled_eps = mx.array(dims * eps, mx.float32)
-        self.scaled_weight = weight * dims**0.5
+        # Shaped as for one token, the case where a broadcast less in the graph counts.
+        self.scaled_eps = mx.full((1, *heads, 1), dims * eps, mx.float32)
+        self.scaled_weight = (weight * dims**0.5)[None]
 
     def __call__(self, x: mx.array) -> mx.array:
         """x (..., dims) float32 to the same shape."""

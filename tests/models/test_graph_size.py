@@ -1,0 +1,42 @@
+"""How many graph nodes a layer costs: the host builds them anew for every token."""
+
+import io
+
+import mlx.core as mx
+import pytest
+from models.tiny import tiny_checkpoint
+
+from mlxinfer.models import load
+
+
+class FreeKV:
+    """Attention that costs nothing."""
+
+    def attend(self, queries, keys, values, *, scale, sinks=None):
+        return queries
+
+
+def num_nodes(model, num_layers: int) -> int:
+    """Of one step over one token through the first layers."""
+    ids, positions = mx.array([3], mx.int32), mx.array([5], mx.int32)
+    x = model.embed_tokens(ids)
+    prepared = [rope.prepare(positions) for rope in model._ropes]
+    for layer, rope in model._steps[:num_layers]:
+        x = layer(x, prepared[rope], FreeKV())
+    text = io.StringIO()
+    mx.export_to_dot(text, x)
+    return text.getvalue().count("label =")
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="fewer there; counted for the CPU")
+@pytest.mark.parametrize(("case", "limit"), [("llama-v4", 50), ("qwen3-v4", 57)])
+def test_nodes_per_layer(tmp_path, case, limit):
+    """mlx-lm 0.32.2 has 79 and 90, counted the same way."""
+    model = load(tiny_checkpoint(tmp_path, case))
+    assert num_nodes(model, 3) - num_nodes(model, 2) <= limit
+
+
+def test_layers_of_one_rope_share_its_tables(tmp_path):
+    model = load(tiny_checkpoint(tmp_path, "gemma3_text"))
+    assert len(model.config.ropes) == 6
+    assert len(model._ropes) == 2

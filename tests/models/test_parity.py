@@ -9,6 +9,8 @@ from models.cases import CASES
 from models.dense_kv import DenseCache
 from models.tiny import tiny_checkpoint
 
+from mlxinfer.layers.linear import Linear
+from mlxinfer.layers.rope import FusedRope
 from mlxinfer.models import load
 
 DATA = Path(__file__).parents[1] / "data" / "parity"
@@ -42,6 +44,20 @@ def test_chunks_and_steps_beside_another_sequence(case):
         first = cache.run(model, [("a", ids[i : i + 1]), ("b", ids[i - 4 : i - 2])])
         parts.append(first[:1])
     assert_parity(mx.concatenate(parts), reference)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_path_that_a_gpu_takes(name, tmp_path, monkeypatch):
+    """Fused norms and ropes, compiled activations, dense matrices as they are: run on the CPU."""
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    model = load(tiny_checkpoint(tmp_path, name))
+    assert type(model.layers[0].self_attn.qkv_proj) is Linear
+    assert type(model.layers[0].self_attn.rope) is FusedRope
+    with np.load(DATA / f"{name}.npz") as reference:
+        ids = reference["ids"].tolist()
+        assert_parity(DenseCache(model).run(model, [("a", ids)]), reference["logits"])
+        one = DenseCache(model).run(model, [("a", ids[:1])])
+        assert_parity(one, reference["logits"][:1])
 
 
 def test_the_fixtures_are_not_trivial(case):

@@ -119,7 +119,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]  # (token id, log-probability), most probable first
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenEvent:
     """What the engine says of one request after one step."""
 

@@ -114,6 +114,7 @@ class PageTable:
     kept: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     _runs: list[tuple[int, int]] | None = field(default=None, repr=False)
+    _before: tuple[int, list[tuple[int, int]]] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.first = max(self.first, self.num_kept)
@@ -144,7 +145,7 @@ class PageTable:
             self.kept[page_number] = page
         else:
             self.pages[page_number - self.first] = page
-        self._runs = None
+        self._runs = self._before = None
 
     def pages_from(self, page_number: int) -> list[int]:
         """Pages held whose number is at least `page_number`."""
@@ -155,15 +156,21 @@ class PageTable:
         missing = self.num_kept - len(self.kept)
         self.kept += pages[:missing]
         self.pages += pages[missing:]
-        self._runs = None
+        self._runs = self._before = None
 
     def drop_before(self, page_number: int) -> list[int]:
         """Let go of the pages before `page_number` that are not kept; returns them."""
         count = min(max(page_number - self.first, 0), len(self.pages))
         dropped, self.pages = self.pages[:count], self.pages[count:]
         self.first += count
-        self._runs = None
+        self._runs = self._before = None
         return dropped
+
+    def runs_before(self, stop: int) -> list[tuple[int, int]]:
+        """The pool slots of positions [0, stop) of a table that keeps everything; remembered."""
+        if self._before is None or self._before[0] != stop:
+            self._before = stop, self.runs(0, stop) if stop else []
+        return self._before[1]
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The pool slots of positions [start, stop) as few [from, to) ranges, in order."""

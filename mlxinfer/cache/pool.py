@@ -14,12 +14,28 @@ which is kilobytes a sequence where the pool would be gigabytes.
 from collections.abc import Sequence
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 from ..core import KVSpec
 from .formats import KVFormat, make_format, rotatable, vector_bytes
 
 Runs = Sequence[tuple[int, int]]  # [from, to) ranges of pool slots
 Bits = tuple[int | None, int | None]  # of keys and values; None: the activation dtype
+
+
+TailPlace = tuple[mx.array | slice, slice, mx.array | slice]  # index of N tokens in tails
+
+
+def tail_place(slots: NDArray[np.int32], offsets: NDArray[np.int32]) -> TailPlace:
+    """Where tokens go whose tails are `slots` (N,), at `offsets` (N,); one alone as slices.
+
+    Slices cost the host a third of what index arrays cost.
+    """
+    if len(slots) > 1:
+        return mx.array(slots), slice(None), mx.array(offsets)
+    slot, offset = int(slots[0]), int(offsets[0])
+    return slice(slot, slot + 1), slice(None), slice(offset, offset + 1)
 
 
 class Plane:
@@ -45,10 +61,10 @@ class Plane:
                 pages[:, start:stop] = part[row:end].swapaxes(0, 1)  # (H, N, W)
             row = end
 
-    def write_tails(self, slots: mx.array, offsets: mx.array, parts: list[mx.array]) -> None:
-        """Store encoded parts (N, H, W) at `offsets` (N,) of the tails of `slots` (N,)."""
+    def write_tails(self, place: TailPlace, parts: list[mx.array]) -> None:
+        """Store encoded parts (N, H, W) in tails."""
         for tails, part in zip(self.tails, parts, strict=True):
-            tails[slots, :, offsets] = part
+            tails[place] = part if len(part) > 1 else part[:, :, None]
 
     def seal(self, slots: mx.array, offsets: mx.array, targets: mx.array) -> None:
         """Copy tail tokens (`slots`, `offsets`) to the pool slots `targets`; all (N,)."""

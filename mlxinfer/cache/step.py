@@ -7,6 +7,7 @@ the flat list of tokens and go to tails; long ones (prefill chunks) go to pages.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..metal_kernels.paged_attention import paged_attention
 from .pages import PageTable
-from .pool import LayerPool, Plane
+from .pool import LayerPool, Plane, TailPlace, tail_place
 from .reach import Reach
 
 Ints = NDArray[np.int32]
@@ -23,9 +24,8 @@ HIDDEN = float(np.finfo(np.float32).min)  # additive mask of what must not be se
 QUERY_BLOCK = 128  # prefill queries at a time where attention materialises its scores
 
 
-@dataclass(slots=True)
-class Span:
-    """New tokens of one sequence, as a layer group sees them."""
+class Span(Protocol):
+    """New tokens of one sequence, as the KV cache sees them."""
 
     row: int  # of the first token in the step's flat list
     start: int  # its position
@@ -37,7 +37,7 @@ class Span:
     @property
     def stop(self) -> int:
         """One past the last position."""
-        return self.start + self.num_tokens
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class GroupPlan:
     short: list[ShortPlan]
     long: list[LongPlan]
     tail_rows: mx.array | None  # (N,) flat rows that go to tails; None: all of them, in order
-    tail_place: tuple[mx.array, mx.array] | None  # slots and offsets (N,); None: nothing does
+    tail_place: TailPlace | None  # where the N tokens go; None: none does
 
 
 def plan_group(
@@ -93,7 +93,7 @@ def plan_group(
         short=[_plan_short(spans, group, reach, ring) for spans in _by_width(short)],
         long=[_plan_long(span, group, reach) for span in long],
         tail_rows=None if len(rows) == num_rows else mx.array(rows),
-        tail_place=(mx.array(slots), mx.array(positions % ring)) if len(rows) else None,
+        tail_place=tail_place(slots, positions % ring) if len(rows) else None,
     )
 
 
@@ -104,19 +104,17 @@ def _tail_writes(
 
     Of a prefill chunk that is what its last, not yet full page holds.
     """
-    starts = [(s.row, s.start, s.slot, s.num_tokens) for s in short]
+    runs = [(s.row, s.slot, s.start, s.num_tokens) for s in short]
     for s in long:
         rest = s.stop % page_size
         if rest:
-            starts.append((s.row + s.num_tokens - rest, s.stop - rest, s.slot, rest))
-    if any(count > 1 for *_, count in starts):
-        starts = [
-            (row + i, start + i, slot, 1)
-            for row, start, slot, count in starts
-            for i in range(count)
+            runs.append((s.row + s.num_tokens - rest, s.slot, s.stop - rest, rest))
+    if len(runs) < sum([count for *_, count in runs]):
+        runs = [
+            (row + i, slot, start + i, 1) for row, slot, start, count in runs for i in range(count)
         ]
-    table = np.array(starts, dtype=np.int32).reshape(-1, 4)
-    return table[:, 0], table[:, 2], table[:, 1]
+    rows, slots, positions, _ = zip(*runs, strict=True) if runs else ((), (), (), ())
+    return np.array(rows, np.int32), np.array(slots, np.int32), np.array(positions, np.int32)
 
 
 def _by_width(spans: Sequence[Span]) -> list[list[Span]]:
@@ -127,28 +125,21 @@ def _by_width(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def _plan_short(spans: list[Span], group: int, reach: Reach, ring: int) -> ShortPlan:
-    width = max(span.num_tokens for span in spans)
-    numbers = np.array([(s.row, s.start, s.sealed, s.slot, s.num_tokens) for s in spans], np.int32)
-    first, starts, sealed, slots, counts = numbers.T
+    counts = np.array([span.num_tokens for span in spans], np.int32)
+    first = np.array([span.row for span in spans], np.int32)
+    starts = np.array([span.start for span in spans], np.int32)
+    sealed = np.array([span.sealed for span in spans], np.int32)
+    slots = np.array([span.slot for span in spans], np.int32)
+    width = int(counts.max())
     step = np.minimum(np.arange(width, dtype=np.int32), counts[:, None] - 1)  # (B, Q)
-    padded = width > 1 and bool((counts < width).any())
     real = np.arange(width) < counts[:, None]  # (B, Q)
-    ranges = [reach.ranges(span.start, span.sealed) for span in spans]
     return ShortPlan(
         rows=_as_index((first[:, None] + step).reshape(-1)),
         shape=(len(spans), width),
-        unpad=mx.array(np.flatnonzero(real)) if padded else None,
+        unpad=None if real.all() else mx.array(np.flatnonzero(real)),
         slots=_as_index(slots),
-        runs=[
-            [run for part in parts for run in span.tables[group].runs(*part)]
-            for span, parts in zip(spans, ranges, strict=True)
-        ],
-        run_masks=[
-            None
-            if width == 1 or reach.window is None
-            else _run_mask(span.start + steps, parts, reach)
-            for span, steps, parts in zip(spans, step, ranges, strict=True)
-        ],
+        runs=_visible_runs(spans, group, reach),
+        run_masks=_run_masks(spans, step, reach),
         tail_mask=mx.array(_tail_mask(starts[:, None] + step, sealed, reach, ring)),
     )
 
@@ -161,12 +152,33 @@ def _as_index(rows: Ints) -> mx.array | slice:
     return mx.array(rows)
 
 
-def _run_mask(queries: Ints, ranges: Sequence[tuple[int, int]], reach: Reach) -> mx.array | None:
-    """Additive (Q, tokens in ranges): later queries of a span see less of a window's old end."""
-    if not ranges:
-        return None
-    keys = np.concatenate([np.arange(start, stop, dtype=np.int32) for start, stop in ranges])
-    return mx.array(_additive(reach.sees(queries[:, None], keys[None])))
+def _visible_runs(spans: list[Span], group: int, reach: Reach) -> list[list[tuple[int, int]]]:
+    """For each span the pool slots of the sealed positions that it sees."""
+    if reach.window is None:
+        return [span.tables[group].runs_before(span.sealed) for span in spans]
+    return [
+        [
+            run
+            for part in reach.ranges(span.start, span.sealed)
+            for run in span.tables[group].runs(*part)
+        ]
+        for span in spans
+    ]
+
+
+def _run_masks(spans: list[Span], step: Ints, reach: Reach) -> list[mx.array | None]:
+    """Additive (Q, tokens in runs): later queries of a span see less of a window's old end."""
+    if reach.window is None or step.shape[1] == 1:
+        return [None] * len(spans)
+    masks: list[mx.array | None] = []
+    for span, steps in zip(spans, step, strict=True):
+        ranges = reach.ranges(span.start, span.sealed)
+        keys = np.concatenate(
+            [np.arange(*part, dtype=np.int32) for part in ranges] or [step[0, :0]]
+        )
+        seen = reach.sees(span.start + steps[:, None], keys[None])
+        masks.append(mx.array(_additive(seen)) if len(keys) else None)
+    return masks
 
 
 def _tail_mask(positions: Ints, sealed: Ints, reach: Reach, ring: int) -> NDArray[np.float32]:
@@ -251,7 +263,7 @@ class StepKV:
         if plan.tail_place is not None:
             if plan.tail_rows is not None:
                 encoded = [part[plan.tail_rows] for part in encoded]
-            plane.write_tails(*plan.tail_place, encoded)
+            plane.write_tails(plan.tail_place, encoded)
 
     def _short(
         self, plan: ShortPlan, queries: mx.array, scale: float, sinks: mx.array | None

@@ -10,15 +10,18 @@ MAX_SHORT = 8  # query tokens that the decode path takes; longer segments are pr
 
 @dataclass(slots=True)
 class Segment:
-    """Consecutive new tokens of one sequence."""
+    """Consecutive new tokens of one sequence; what the KV cache calls a Span, and what to do."""
 
     sequence: Sequence
     start: int  # position of the first
     num_tokens: int
-    samples: bool  # whether the last one's logits give the next token
     sealed: int  # positions in pages before this step; the tail starts here
-    seals: bool  # written to pages (a prefill chunk), not to the tail alone
-    output_index: int = 0  # which token of the answer is sampled, from 0
+    slot: int  # of the tail
+    tables: list[PageTable]  # one per layer group
+    samples: bool  # whether the last one's logits give the next token
+    output_index: int  # which token of the answer is sampled, from 0
+    seals: bool = False  # written to pages (a prefill chunk), not to the tail alone
+    row: int = 0  # of the first token in the flat list
 
     @property
     def stop(self) -> int:
@@ -48,20 +51,22 @@ class Restore:
 
 @dataclass(slots=True)
 class Batch:
-    """One step: short segments first, then prefill chunks."""
+    """One step: short segments first, single tokens before others, then prefill chunks."""
 
-    segments: list[Segment]
+    short: list[Segment]
+    long: list[Segment] = field(default_factory=list)
     seal: list[Move] = field(default_factory=list)
     restore: list[Restore] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)  # took their slot for this step
-    sampling: list[Sequence] = field(default_factory=list)  # those that get a token, in flat order
+    sampling: list[Segment] = field(default_factory=list)  # those that get a token, in flat order
+    num_tokens: int = 0  # rows of the forward pass
 
     @property
-    def num_tokens(self) -> int:
-        """Rows of the forward pass."""
-        return sum(segment.num_tokens for segment in self.segments)
+    def segments(self) -> list[Segment]:
+        """All, in flat order."""
+        return self.short + self.long if self.long else self.short
 
     @property
     def writes_pages(self) -> bool:
         """Whether the step writes the pool, and so must wait for the one in flight."""
-        return bool(self.seal or self.restore) or any(s.seals for s in self.segments)
+        return bool(self.seal or self.restore or self.long)

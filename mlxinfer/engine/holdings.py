@@ -39,6 +39,8 @@ class Holdings:
         self.page_size = page_size
         self.reuse = reuse
         self._prefill_chunk = prefill_chunk
+        self._windowed = [(g, r) for g, r in enumerate(reaches) if r.window is not None]
+        self._written: list[Sequence] = []
         self._closing: list[Move] = []
         self.tree = PrefixTree(
             allocators,
@@ -135,17 +137,24 @@ class Holdings:
         held = table.pages or table.kept
         table.append(allocator.allocate(missing, after=held[-1] if held else None))
 
-    def publish(self, sequence: Sequence) -> None:
-        """Hand whole written pages to the tree, once the step that writes them is launched."""
-        if self.reuse and sequence.num_sealed > sequence.lease_of.num_pages * self.page_size:
-            self._hand_over(sequence, sequence.num_sealed)
+    def wrote(self, sequence: Sequence) -> None:
+        """A step that is being launched writes whole pages of this sequence."""
+        self._written.append(sequence)
+
+    def settle(self, running: Seq[Sequence]) -> None:
+        """Between two launches: publish what the last one writes, let go of what windows passed."""
+        for sequence in self._written if self.reuse else ():
+            if sequence.lease is not None:
+                self._hand_over(sequence, sequence.num_sealed)
+        self._written = []
+        if self._windowed:
+            for sequence in running:
+                self.trim(sequence)
 
     def trim(self, sequence: Sequence) -> None:
         """Let go of pages that no later token can see."""
-        for group, reach in enumerate(self.reaches):
+        for group, reach in self._windowed:
             table = sequence.tables[group]
-            if reach.window is None:
-                continue
             first = reach.first_page(sequence.num_computed, self.page_size)
             if first <= table.first:
                 continue
@@ -175,6 +184,7 @@ class Holdings:
             allocator.release(table.pages_from(own))
         self.tree.unlock(lease)
         sequence.tables = []
+        sequence.num_slots = 0
         sequence.lease = None
 
     def take_closing(self) -> list[Move]:
@@ -184,7 +194,7 @@ class Holdings:
 
     def forget(self) -> None:
         """What was computed is not to be trusted: nothing of it is found any more."""
-        self._closing = []
+        self._closing, self._written = [], []
         self.tree.clear()
 
     def _hand_over(self, sequence: Sequence, num_tokens: int) -> None:

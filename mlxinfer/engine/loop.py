@@ -167,7 +167,8 @@ class Loop:
             return False
         for sequence, logits in prompt_logits:
             self._emit(TokenEvent(sequence.request.id, None, prompt_logits=logits))
-        asked = {launched.batch.sampling[row]: found for row, found in logprobs.items()}
+        sampling = launched.batch.sampling
+        asked = {sampling[row].sequence: found for row, found in logprobs.items()}
         taken = self.scheduler.commit(launched.batch, token_ids)
         self.runner.observe([s for s, _, _ in taken], [token for _, token, _ in taken])
         for sequence, token_id, reason in taken:

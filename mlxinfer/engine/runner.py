@@ -5,15 +5,17 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from ..cache.kv import KVCache
-from ..cache.step import Span
 from ..core import TokenLogprobs
 from ..models.decoder import Model
 from ..sampling.logprobs import read_logprobs
 from ..sampling.sampler import Sampled, Sampler
-from .batch import Batch, Segment
+from .batch import Batch
 from .sequence import Sequence
+
+Bools = NDArray[np.bool_]
 
 
 @dataclass(slots=True)
@@ -53,27 +55,24 @@ class Runner:
 
     def launch(self, batch: Batch, previous: Launched | None) -> Launched:
         """Start a step; `previous` is in flight, and its tokens are inputs that no one has read."""
-        if previous is not None and (
-            batch.writes_pages or self.cache.must_grow(batch_slots(batch))
-        ):
+        num_slots = 1 + max([segment.slot for segment in batch.segments])
+        if previous is not None and (batch.writes_pages or self.cache.must_grow(num_slots)):
             previous.wait()
         self._admit(batch)
-        self.cache.make_room(batch_slots(batch))
+        self.cache.make_room(num_slots)
         self.cache.seal([(m.tables, m.slot, m.start, m.stop) for m in batch.seal])
         self.cache.restore(
             [(r.sequence.tables, r.sequence.slot, r.start, r.stop, r.pages) for r in batch.restore]
         )
         ids, pending = _input_ids(batch, previous)
-        short, long = _spans(batch.segments)
-        hidden = self.model(
-            ids, mx.array(_positions(batch.segments)), self.cache.begin_step(short, long)
-        )  # (T, hidden)
+        positions = mx.array(_positions(batch))
+        hidden = self.model(ids, positions, self.cache.begin_step(batch.short, batch.long))
         launched = self._heads(batch, hidden, ids, pending)
         mx.async_eval(launched.outputs)
         if previous is not None:
             self.cache.count_copies()
-        for row, sequence in enumerate(batch.sampling):
-            sequence.pending_row = row
+        for row, segment in enumerate(batch.sampling):
+            segment.sequence.pending_row = row
         return launched
 
     def observe(self, sequences: Seq[Sequence], token_ids: Seq[int]) -> None:
@@ -100,50 +99,34 @@ class Runner:
                     request.stop_ids,
                 )
 
-    def _heads(
-        self, batch: Batch, hidden: mx.array, ids: mx.array, pending: np.ndarray
-    ) -> Launched:
+    def _heads(self, batch: Batch, hidden: mx.array, ids: mx.array, pending: Bools) -> Launched:
         """Logits and tokens of the rows that need them."""
-        prompt_logits = []
-        row = 0
-        sampling_rows: list[int] = []
-        for segment in batch.segments:
-            stop = row + segment.num_tokens
-            if segment.samples:
-                sampling_rows.append(stop - 1)
-            if segment.sequence.request.prompt_logits:
-                logits = self.model.logits(hidden[row:stop]).astype(mx.float32)
-                prompt_logits.append((segment.sequence, logits))
-            row = stop
-        sampled = None
-        if sampling_rows:
-            sampled = self._sample(batch, hidden, ids, pending, np.array(sampling_rows))
+        prompt_logits = [
+            (s.sequence, self.model.logits(hidden[s.row : s.row + s.num_tokens]).astype(mx.float32))
+            for s in batch.segments
+            if s.sequence.request.prompt_logits
+        ]
+        sampled = self._sample(batch, hidden, ids, pending) if batch.sampling else None
         outputs = [logits for _, logits in prompt_logits]
         outputs += [hidden] if sampled is None else sampled.arrays()
         return Launched(batch, sampled, prompt_logits, outputs)
 
-    def _sample(
-        self, batch: Batch, hidden: mx.array, ids: mx.array, pending: np.ndarray, rows: np.ndarray
-    ) -> Sampled:
-        all_rows = len(rows) == hidden.shape[0]
-        chosen = hidden if all_rows else hidden[mx.array(rows)]
-        last_ids = None
-        if pending[rows].any():
-            last_ids = mx.where(
-                mx.array(pending[rows]), ids if all_rows else ids[mx.array(rows)], -1
-            )
-        counts = np.array([s.output_index for s in batch.segments if s.samples], dtype=np.int64)
-        slots = tuple([sequence.slot for sequence in batch.sampling])
-        return self.sampler.sample(self.model.logits(chosen), slots, counts, last_ids)
+    def _sample(self, batch: Batch, hidden: mx.array, ids: mx.array, pending: Bools) -> Sampled:
+        if len(batch.sampling) < batch.num_tokens:
+            rows = np.array([s.row + s.num_tokens - 1 for s in batch.sampling], np.int32)
+            chosen = mx.array(rows)
+            hidden, ids, pending = hidden[chosen], ids[chosen], pending[rows]
+        if pending.all():
+            before = ids
+        else:
+            before = mx.where(mx.array(pending), ids, -1) if pending.any() else None
+        counts = np.array([s.output_index for s in batch.sampling], dtype=np.int64)
+        slots = tuple([s.slot for s in batch.sampling])
+        return self.sampler.sample(self.model.logits(hidden), slots, counts, before)
 
 
-def batch_slots(batch: Batch) -> int:
-    """Tails that a batch needs: one more than its highest slot."""
-    return 1 + max(segment.sequence.slot for segment in batch.segments)
-
-
-def _input_ids(batch: Batch, previous: Launched | None) -> tuple[mx.array, np.ndarray]:
-    """Token ids (T,), and which of them only the device knows yet (T,) bool.
+def _input_ids(batch: Batch, previous: Launched | None) -> tuple[mx.array, Bools]:
+    """Token ids (T,), and which of them only the device knows yet (T,).
 
     A decode row's token may have been sampled by the step in flight: then it is taken from there.
     """
@@ -154,6 +137,9 @@ def _input_ids(batch: Batch, previous: Launched | None) -> tuple[mx.array, np.nd
         if segment.start >= len(sequence.token_ids):
             known.append(0)
             source.append(sequence.pending_row)
+        elif segment.num_tokens == 1:
+            known.append(sequence.token_ids[segment.start])
+            source.append(-1)
         else:
             known += sequence.token_ids[segment.start : segment.stop]
             source += [-1] * segment.num_tokens
@@ -163,33 +149,16 @@ def _input_ids(batch: Batch, previous: Launched | None) -> tuple[mx.array, np.nd
         return mx.array(known, dtype=mx.int32), pending
     assert previous is not None
     assert previous.sampled is not None
-    tokens = previous.sampled.tokens.astype(mx.int32)
+    tokens = previous.sampled.tokens
     if pending.all():
-        same = len(rows) == tokens.shape[0] and bool((rows == np.arange(len(rows))).all())
+        same = source == list(range(tokens.shape[0]))
         return tokens if same else tokens[mx.array(rows)], pending
     taken = tokens[mx.array(np.maximum(rows, 0))]
     return mx.where(mx.array(pending), taken, mx.array(known, dtype=mx.int32)), pending
 
 
-def _positions(segments: Seq[Segment]) -> np.ndarray:
-    """(T,) int32."""
-    if all(segment.num_tokens == 1 for segment in segments):
-        return np.array([segment.start for segment in segments], dtype=np.int32)
-    return np.concatenate(
-        [np.arange(segment.start, segment.stop, dtype=np.int32) for segment in segments]
-    )
-
-
-def _spans(segments: Seq[Segment]) -> tuple[list[Span], list[Span]]:
-    """The segments as the KV cache sees them: short ones, prefill chunks."""
-    short: list[Span] = []
-    long: list[Span] = []
-    row = 0
-    for segment in segments:
-        sequence = segment.sequence
-        span = Span(
-            row, segment.start, segment.num_tokens, segment.sealed, sequence.slot, sequence.tables
-        )
-        (long if segment.seals else short).append(span)
-        row += segment.num_tokens
-    return short, long
+def _positions(batch: Batch) -> NDArray[np.int32]:
+    """(T,) each token's place in its own sequence."""
+    if batch.num_tokens == len(batch.short):
+        return np.array([segment.start for segment in batch.short], dtype=np.int32)
+    return np.concatenate([np.arange(s.start, s.stop, dtype=np.int32) for s in batch.segments])

@@ -139,20 +139,23 @@ class Scheduler:
 
     def next_batch(self) -> Batch | None:
         """What to compute next; None where nothing can be done now."""
-        for sequence in self.running:
-            self.holdings.publish(sequence)
-            self.holdings.trim(sequence)
+        self.holdings.settle(self.running)
         segments: dict[Sequence, Segment] = {}
         self._add_decodes(segments)
+        num_decodes = len(segments)
         self._add_prefills(segments)
         if not segments:
             assert self.idle or any(s.num_pending for s in self.unfinished()), "stuck"
             return None
-        ordered = sorted(segments.values(), key=_segment_class)
-        moves = self.holdings.take_closing() + self._seal_tails(ordered, bool(self._restores))
-        batch = Batch(ordered, moves, self._restores, self._admitted)
-        self._admitted, self._restores = [], []
-        self._launch(batch)
+        ordered = list(segments.values())
+        if len(ordered) > num_decodes:
+            ordered.sort(key=_segment_class)
+        short = [s for s in ordered if not s.seals]
+        batch = Batch(short, [s for s in ordered if s.seals], self.holdings.take_closing())
+        batch.admitted, self._admitted = self._admitted, []
+        batch.restore, self._restores = self._restores, []
+        batch.seal += self._seal_tails(ordered, batch.writes_pages)
+        self._launch(batch, ordered)
         return batch
 
     def commit(
@@ -160,7 +163,8 @@ class Scheduler:
     ) -> list[tuple[Sequence, int, FinishReason | None]]:
         """Take in the tokens that a step sampled: (sequence, token id, why it ended or None)."""
         taken: list[tuple[Sequence, int, FinishReason | None]] = []
-        for sequence, token_id in zip(batch.sampling, token_ids, strict=True):
+        for segment, token_id in zip(batch.sampling, token_ids, strict=True):
+            sequence = segment.sequence
             sequence.num_pending -= 1
             if sequence.finished:
                 continue
@@ -173,22 +177,39 @@ class Scheduler:
         return taken
 
     def _add_decodes(self, segments: dict[Sequence, Segment]) -> None:
+        """The newest token of every sequence whose prompt is computed. Plain arithmetic: hot."""
         for sequence in list(self.running):
-            if sequence.slot < 0 or not sequence.decoding:
+            start = sequence.num_computed
+            output = len(sequence.token_ids) + sequence.num_pending - sequence.num_prompt
+            if (
+                output < 1  # nothing was sampled yet
+                or start + 1 != output + sequence.num_prompt  # more than the newest token is left
+                or output >= sequence.max_output  # the last one is in flight
+                or sequence.slot < 0  # it just had to make room
+            ):
                 continue
-            if sequence.num_output >= sequence.max_output:
-                continue  # its last token is in flight
-            if self._hold(sequence, sequence.num_computed + 1, segments):
-                segments[sequence] = self._segment(sequence, 1)
+            if start < sequence.num_slots or self._hold(sequence, start + 1, segments):
+                segments[sequence] = Segment(
+                    sequence,
+                    start,
+                    1,
+                    sequence.num_sealed,
+                    sequence.slot,
+                    sequence.tables,
+                    True,
+                    output,
+                )
 
     def _add_prefills(self, segments: dict[Sequence, Segment]) -> None:
+        if len(segments) == len(self.running) and not self.waiting:
+            return
         prefilling = [s for s in self.running if s.num_left > 0 and not s.decoding]
         max_prefilling = self.prefill_chunk // self.page_size  # each gets a page at least
         while len(prefilling) < max_prefilling and (admitted := self._admit(prefilling)):
             prefilling.append(admitted)
         for sequence, count in self._shares(prefilling):
             if sequence.slot >= 0 and self._hold(sequence, sequence.num_computed + count, segments):
-                segments[sequence] = self._segment(sequence, count)
+                segments[sequence] = self._prefill(sequence, count)
 
     def _shares(self, prefilling: list[Sequence]) -> list[tuple[Sequence, int]]:
         """Tokens of the budget for each prompt: half to the oldest, the rest shortest first."""
@@ -204,60 +225,76 @@ class Scheduler:
         return [(sequence, count) for sequence, count in shares.items() if count]
 
     def _chunk(self, sequence: Sequence, limit: int) -> int:
-        """Tokens of the next chunk: all that is left, or as many whole pages as fit."""
+        """Tokens of the next chunk: all that is left, or as many as end at a page boundary."""
         if sequence.num_left <= limit:
             return sequence.num_left
         stop = sequence.num_computed + limit
         return max(limit - stop % self.page_size, 0)
 
-    def _segment(self, sequence: Sequence, count: int) -> Segment:
-        start = sequence.num_computed
+    def _prefill(self, sequence: Sequence, count: int) -> Segment:
         return Segment(
             sequence=sequence,
-            start=start,
+            start=sequence.num_computed,
             num_tokens=count,
-            samples=count == sequence.num_left,
             sealed=sequence.num_sealed,
-            seals=count > self._max_short,
+            slot=sequence.slot,
+            tables=sequence.tables,
+            samples=count == sequence.num_left,
             output_index=sequence.num_output,
+            seals=count > self._max_short,
         )
 
-    def _launch(self, batch: Batch) -> None:
+    def _launch(self, batch: Batch, ordered: list[Segment]) -> None:
         """Count the step as computed: it will be by the time that anything depends on it."""
-        for segment in batch.segments:
+        row = 0
+        for segment in ordered:
             sequence = segment.sequence
+            segment.row = row
+            row += segment.num_tokens
             sequence.started = True
-            prompt_rows = min(sequence.num_prompt, segment.stop) - segment.start
-            self.counters.prompt_tokens_computed += max(prompt_rows, 0)
-            self.counters.tokens_computed += segment.num_tokens
             sequence.num_computed += segment.num_tokens
             sequence.num_pending += segment.samples
-            if segment.seals:
-                sequence.num_sealed = segment.stop - segment.stop % self.page_size
+        for segment in batch.long:
+            segment.sequence.num_sealed = segment.stop - segment.stop % self.page_size
+            self.holdings.wrote(segment.sequence)
         for restore in batch.restore:
             self.holdings.tree.release_cut(restore.sequence.lease_of)
-        batch.sampling = [s.sequence for s in batch.segments if s.samples]
-        self.counters.steps += 1
+        batch.sampling = [s for s in ordered if s.samples]
+        batch.num_tokens = row
+        self._count(batch, ordered)
+
+    def _count(self, batch: Batch, ordered: list[Segment]) -> None:
+        counters = self.counters
+        counters.steps += 1
+        counters.tokens_computed += batch.num_tokens
+        counters.prompt_tokens_computed += sum(
+            [
+                min(s.sequence.num_prompt, s.stop) - s.start
+                for s in ordered
+                if s.start < s.sequence.num_prompt
+            ]
+        )
 
     # -- tails ----------------------------------------------------------------------------------
 
-    def _seal_tails(self, segments: list[Segment], barrier: bool) -> list[Move]:
+    def _seal_tails(self, ordered: list[Segment], barrier: bool) -> list[Move]:
         """Tail pages to move into the pool before the step: every full one, if any tail is full.
 
         All at once, because the barrier that it takes costs the same for one as for all. A step
         that writes pages anyhow has its barrier, so it seals too.
         """
-        ring = 2 * self.page_size
-        if not barrier and not any(s.seals or s.stop - s.sealed > ring for s in segments):
+        fullest = max([s.start + s.num_tokens - s.sealed for s in ordered if not s.seals] or [0])
+        if not barrier and fullest <= 2 * self.page_size:
             return []
         moves = []
-        for segment in segments:
+        for segment in ordered:
             stop = segment.start - segment.start % self.page_size
             if stop > segment.sealed:
                 sequence = segment.sequence
                 moves.append(Move(sequence.tables, sequence.slot, segment.sealed, stop))
                 self.counters.pages_sealed += (stop - segment.sealed) // self.page_size
-                segment.sealed = segment.sequence.num_sealed = stop
+                segment.sealed = sequence.num_sealed = stop
+                self.holdings.wrote(sequence)
         return moves
 
     # -- pages ----------------------------------------------------------------------------------
@@ -303,17 +340,19 @@ class Scheduler:
                     self.preempt(youngest)
                     if youngest is sequence:
                         return False
+        sequence.num_slots = min([table.end for table in sequence.tables])
         return True
 
 
 def _segment_class(segment: Segment) -> int:
     """Flat order of a step: single tokens, short segments, prefill chunks."""
-    return 0 if segment.num_tokens == 1 else 1 if not segment.seals else 2
+    return 2 if segment.seals else int(segment.num_tokens > 1)
 
 
 def _finish_reason(sequence: Sequence, token_id: int) -> FinishReason | None:
     """Why a sequence ends with this token; None: it goes on."""
-    known = len(sequence.token_ids) - sequence.num_prompt
-    if token_id in sequence.request.stop_ids and known > sequence.request.params.min_tokens:
+    num_output = len(sequence.token_ids) - sequence.num_prompt
+    request = sequence.request
+    if token_id in request.stop_ids and num_output > request.params.min_tokens:
         return FinishReason.STOP
-    return FinishReason.LENGTH if known >= sequence.max_output else None
+    return FinishReason.LENGTH if num_output >= sequence.max_output else None

@@ -170,9 +170,9 @@ class DiskStore:
     def sync(self) -> None:
         """Make the names of what was written last; without it, they may be lost in a crash."""
         if self._unsynced:
-            self._unsynced = False
             with self._errors_counted():
                 self._files.sync_folder(self.folder)
+                self._unsynced = False
 
     def clear(self) -> None:
         """Remove the entries of all namespaces."""

@@ -14,6 +14,8 @@ from .prefix_match import Lease, Match, find
 from .prefix_node import Node, StoredPage
 from .prefix_store import NodeStore
 
+__all__ = ["Duplicate", "Lease", "Match", "PrefixCounters", "PrefixTree", "StoredPage"]
+
 OnEvict = Callable[[list[StoredPage]], None]
 
 

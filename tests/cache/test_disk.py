@@ -137,6 +137,20 @@ def test_the_longest_unused_goes_and_of_a_chain_the_end(tmp_path: Path) -> None:
     reopened.close()
 
 
+@pytest.mark.parametrize("oldest", range(4))
+def test_a_restart_knows_who_was_used_when(tmp_path: Path, oldest: int) -> None:
+    size = Entry(MODEL, MODEL, (1,), memoryview(b"")).num_bytes
+    tier = DiskTier(str(tmp_path), MODEL, max_bytes=4 * size)
+    keys = [put(tier, [token], b"") for token in range(4)]
+    tier.close()
+    path = tmp_path / MODEL.hex() / f"{keys[oldest].hex()}.kv"
+    os.utime(path, ns=(0, 10**18))
+    reopened = DiskTier(str(tmp_path), MODEL, max_bytes=4 * size)
+    put(reopened, [9], b"")
+    reopened.close()
+    assert [key for key in keys if not reopened.contains(key)] == [keys[oldest]]
+
+
 def test_an_entry_that_can_never_fit_is_dropped(tmp_path: Path) -> None:
     tier = DiskTier(str(tmp_path), MODEL, max_bytes=500)
     small = put(tier, [1], b"")

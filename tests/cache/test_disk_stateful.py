@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlxinfer.cache.disk_entry import Entry, namespace_key, page_key
+from mlxinfer.cache.disk_entry import Entry, decode, namespace_key, page_key
 from mlxinfer.cache.disk_files import FileInfo, Files
 from mlxinfer.cache.disk_store import DiskStore
 
@@ -224,7 +224,11 @@ class DiskMachine(RuleBasedStateMachine):
     @rule()
     def sync(self) -> None:
         self.store.sync()
-        self.safe |= self.disk.durable.keys() & self.disk.files.keys()
+        for number, entry in enumerate(ENTRIES):
+            inode = self.disk.files.get(self.path(number))
+            if inode and inode is self.disk.durable.get(self.path(number)):
+                sound = decode(bytes(inode.data), entry.key) is not None  # not torn before
+                self.safe |= {self.path(number)} if sound else set()
 
     @rule(number=which)
     def put_by_another_process(self, number: int) -> None:

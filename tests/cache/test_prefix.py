@@ -6,9 +6,7 @@ from itertools import count
 import pytest
 
 from mlxinfer.cache.pages import PageAllocator, PageTable
-from mlxinfer.cache.prefix import Duplicate, PrefixTree
-from mlxinfer.cache.prefix_match import Lease
-from mlxinfer.cache.prefix_node import StoredPage
+from mlxinfer.cache.prefix import Duplicate, Lease, PrefixTree, StoredPage
 from mlxinfer.cache.prefix_queue import EvictionQueue
 
 SIZE = 4

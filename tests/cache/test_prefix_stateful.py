@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mlxinfer.cache.pages import OutOfPages, PageAllocator, PageTable
-from mlxinfer.cache.prefix import PrefixTree
-from mlxinfer.cache.prefix_match import Lease
-from mlxinfer.cache.prefix_node import StoredPage
+from mlxinfer.cache.prefix import Lease, PrefixTree, StoredPage
 
 Path = tuple[str, tuple[int, ...]]  # namespace, tokens from position 0 to the end of a page
 SIZE = 2

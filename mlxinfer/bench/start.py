@@ -15,6 +15,7 @@ from .report import Report, Table, ratio
 
 PROMPT = "Hello"
 Command = list[str]
+BARE = [sys.executable, "-c", "pass"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +99,23 @@ def run(*, model: str = "demo", runs: int = 7, peer: bool = True) -> Report:
     if peer:
         require_peer()
     folder = str(hub.resolve(model))
-    bare = median([launch([sys.executable, "-c", "pass"]) for _ in range(runs)])
     found: list[tuple[Contest, list[Cost]]] = []
     for contest in contests(folder):
-        commands = [contest.ours, *([contest.theirs] if peer else [])]
-        costs: list[list[Cost]] = [[] for _ in commands]
-        for turn in range(runs + 1):
-            for command, cost in zip(commands, costs, strict=True):
-                measured = launch(command)
-                if turn:  # the first run of each fills the file caches
-                    cost.append(measured)
-        medians = [median(cost) for cost in costs]
-        found.append((contest, [less(m, bare) for m in medians] if contest.bare else medians))
+        commands = [BARE, contest.ours, *([contest.theirs] if peer else [])]
+        bare, *costs = alternate(commands, runs)
+        found.append((contest, [less(cost, bare) for cost in costs] if contest.bare else costs))
     return Report("start", [_table(model, runs, found)], _data(bare, found))
+
+
+def alternate(commands: list[Command], runs: int) -> list[Cost]:
+    """The median cost of each command over `runs` rounds of all of them."""
+    costs: list[list[Cost]] = [[] for _ in commands]
+    for turn in range(runs + 1):
+        for command, cost in zip(commands, costs, strict=True):
+            measured = launch(command)
+            if turn:  # the first run of each fills the file caches
+                cost.append(measured)
+    return [median(cost) for cost in costs]
 
 
 def _table(model: str, runs: int, found: list[tuple[Contest, list[Cost]]]) -> Table:

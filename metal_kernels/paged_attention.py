@@ -5,6 +5,7 @@ N = tokens of a run of pages, R = tail length (a ring of two pages).
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import mlx.core as mx
 
@@ -38,25 +39,22 @@ def paged_attention(
     """
     num_seqs, num_queries, num_heads, _ = queries.shape
     kv_heads, dim = tail_values.shape[1], tail_values.shape[-1]
-    group = num_heads // kv_heads
     by_head = _by_kv_head(queries * scale, kv_heads)  # (B, H, G * Q, D)
     if num_queries > 1:
-        tail_mask = mx.tile(tail_mask, (1, 1, group, 1))
+        tail_mask = mx.tile(tail_mask, (1, 1, num_heads // kv_heads, 1))
     tail_scores = by_head @ tail_keys.swapaxes(-1, -2) + tail_mask  # (B, H, G * Q, R)
     sink_column = None if sinks is None else _sink_column(sinks, kv_heads, num_queries)
     if any(runs):
-        rows = [
-            _one_sequence(
-                by_head[b], runs[b], run_masks[b], tail_scores[b], tail_values[b], sink_column
-            )
-            for b in range(num_seqs)
-        ]
-        outputs = rows[0] if num_seqs == 1 else mx.stack(rows)
+        rows = zip(
+            _rows(by_head), runs, run_masks, _rows(tail_scores), _rows(tail_values), strict=True
+        )
+        parts = [_one_sequence(*row, sink_column) for row in rows]
+        outputs = parts[0] if num_seqs == 1 else mx.concatenate(parts)
     else:
         outputs = _softmax(tail_scores, sink_column) @ tail_values
     if num_queries == 1:
         return outputs.reshape(num_seqs, 1, num_heads, dim)
-    outputs = outputs.reshape(num_seqs, kv_heads, group, num_queries, dim)
+    outputs = outputs.reshape(num_seqs, kv_heads, -1, num_queries, dim)
     return outputs.transpose(0, 3, 1, 2, 4).reshape(num_seqs, num_queries, num_heads, dim)
 
 
@@ -70,6 +68,11 @@ def _by_kv_head(queries: mx.array, kv_heads: int) -> mx.array:
     return split.transpose(0, 2, 3, 1, 4).reshape(num_seqs, kv_heads, group * num_queries, dim)
 
 
+def _rows(array: mx.array) -> list[mx.array]:
+    """(B, ...) -> B times (1, ...): one operation, where indexing would take B."""
+    return [array] if len(array) == 1 else mx.split(array, len(array))
+
+
 def _one_sequence(
     queries: mx.array,
     runs: Sequence[Run],
@@ -78,18 +81,18 @@ def _one_sequence(
     tail_values: mx.array,
     sink_column: mx.array | None,
 ) -> mx.array:
-    """(H, G * Q, D) over the pages and the tail of one sequence."""
-    scores = [queries @ keys.swapaxes(-1, -2) for keys, _ in runs]  # (H, G * Q, N)
+    """(1, H, G * Q, D) over the pages and the tail of one sequence."""
+    scores = [queries @ keys.swapaxes(-1, -2) for keys, _ in runs]  # (1, H, G * Q, N)
+    values = [value for _, value in runs]
     if run_mask is not None:
-        group = queries.shape[1] // run_mask.shape[0]
+        group = queries.shape[2] // run_mask.shape[0]
         scores = [mx.concatenate(scores, axis=-1) + mx.tile(run_mask, (group, 1))]
     weights = _softmax(mx.concatenate([*scores, tail_scores], axis=-1), sink_column)
-    output = weights[..., -tail_values.shape[1] :] @ tail_values
-    column = 0
-    for _, values in runs:
-        width = values.shape[1]
-        output = output + weights[..., column : column + width] @ values
-        column += width
+    ends = list(accumulate(value.shape[1] for value in values))
+    *run_weights, tail_weights = mx.split(weights, ends, axis=-1)
+    output = tail_weights @ tail_values
+    for weight, value in zip(run_weights, values, strict=True):
+        output = output + weight @ value
     return output
 
 

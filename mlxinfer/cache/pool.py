@@ -64,7 +64,7 @@ class Plane:
     def write_tails(self, place: TailPlace, parts: list[mx.array]) -> None:
         """Store encoded parts (N, H, W) in tails."""
         for tails, part in zip(self.tails, parts, strict=True):
-            tails[place] = part if len(part) > 1 else part[:, :, None]
+            tails[place] = part if len(part) > 1 else mx.expand_dims(part, 2)
 
     def seal(self, slots: mx.array, offsets: mx.array, targets: mx.array) -> None:
         """Copy tail tokens (`slots`, `offsets`) to the pool slots `targets`; all (N,)."""

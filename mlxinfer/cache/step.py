@@ -44,7 +44,7 @@ class Span(Protocol):
 class ShortPlan:
     """Spans of at most 8 tokens that attend together. B spans, Q tokens each (padded)."""
 
-    rows: mx.array | slice  # (B * Q,) flat rows of the queries
+    rows: mx.array | slice | None  # (B * Q,) flat rows of the queries; None: all of them
     shape: tuple[int, int]  # (B, Q)
     unpad: mx.array | None  # (T',) from the padded (B * Q) outputs back to flat order
     slots: mx.array | slice  # (B,) tails
@@ -90,7 +90,7 @@ def plan_group(
     rows, slots, positions = _tail_writes(short, long, page_size)
     num_rows = sum(span.num_tokens for span in (*short, *long))
     return GroupPlan(
-        short=[_plan_short(spans, group, reach, ring) for spans in _by_width(short)],
+        short=[_plan_short(spans, group, reach, ring, num_rows) for spans in _by_width(short)],
         long=[_plan_long(span, group, reach) for span in long],
         tail_rows=None if len(rows) == num_rows else mx.array(rows),
         tail_place=tail_place(slots, positions % ring) if len(rows) else None,
@@ -124,7 +124,7 @@ def _by_width(spans: Sequence[Span]) -> list[list[Span]]:
     return [spans for spans in (single, wide) if spans]
 
 
-def _plan_short(spans: list[Span], group: int, reach: Reach, ring: int) -> ShortPlan:
+def _plan_short(spans: list[Span], group: int, reach: Reach, ring: int, num_rows: int) -> ShortPlan:
     counts = np.array([span.num_tokens for span in spans], np.int32)
     first = np.array([span.row for span in spans], np.int32)
     starts = np.array([span.start for span in spans], np.int32)
@@ -134,7 +134,9 @@ def _plan_short(spans: list[Span], group: int, reach: Reach, ring: int) -> Short
     step = np.minimum(np.arange(width, dtype=np.int32), counts[:, None] - 1)  # (B, Q)
     real = np.arange(width) < counts[:, None]  # (B, Q)
     return ShortPlan(
-        rows=_as_index((first[:, None] + step).reshape(-1)),
+        rows=None
+        if counts.sum() == num_rows == step.size
+        else _as_index((first[:, None] + step).ravel()),
         shape=(len(spans), width),
         unpad=None if real.all() else mx.array(np.flatnonzero(real)),
         slots=_as_index(slots),
@@ -270,8 +272,9 @@ class StepKV:
     ) -> mx.array:
         pool = self._pool
         num_seqs, width = plan.shape
+        rows = queries if plan.rows is None else queries[plan.rows]
         outputs = paged_attention(
-            queries[plan.rows].reshape(num_seqs, width, *queries.shape[1:]),
+            rows.reshape(num_seqs, width, *queries.shape[1:]),
             [[(pool.keys.read_run(*r), pool.values.read_run(*r)) for r in rs] for rs in plan.runs],
             plan.run_masks,
             pool.keys.read_tails(plan.slots),

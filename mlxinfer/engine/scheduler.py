@@ -1,9 +1,9 @@
 """Who runs next and with how many tokens. Pure Python: knows pages, slots and counts, no arrays.
 
-Decode comes first, then prefill chunks within a token budget. A prefill chunk ends at a page
-boundary unless it ends the prompt. Half of the budget is for the oldest prompt, so that it is never
-starved; the rest goes to the shortest first, so that a short question does not wait behind a long
-document.
+Decode comes first, then prefill chunks within a token budget, which is halved while others run: the
+budget is what they wait for. A prefill chunk ends at a page boundary unless it ends the prompt. A
+quarter of the budget is for the oldest prompt, so that it is never starved; the rest goes to the
+shortest first, so that a short question does not wait behind a long document.
 
 A step may be in flight while the next one is planned. Pages given up meanwhile are safe: the pool
 is written only behind a barrier (`Batch.writes_pages`).
@@ -212,12 +212,15 @@ class Scheduler:
                 segments[sequence] = self._prefill(sequence, count)
 
     def _shares(self, prefilling: list[Sequence]) -> list[tuple[Sequence, int]]:
-        """Tokens of the budget for each prompt: half to the oldest, the rest shortest first."""
+        """Tokens of the budget for each prompt: a quarter to the oldest, the rest shortest first."""
         if not prefilling:
             return []
-        oldest = prefilling[0]
-        shares = {oldest: self._chunk(oldest, max(self.prefill_chunk // 2, self.page_size))}
-        budget = self.prefill_chunk - shares[oldest]
+        oldest, page = prefilling[0], self.page_size
+        budget = self.prefill_chunk
+        if len(self.running) > 1:
+            budget = max(budget // 2, page)
+        shares = {oldest: self._chunk(oldest, max(budget // 4, page))}
+        budget -= shares[oldest]
         for sequence in sorted(prefilling[1:], key=lambda s: s.num_left):
             shares[sequence] = self._chunk(sequence, budget)
             budget -= shares[sequence]

@@ -64,11 +64,17 @@ def test_decode_comes_first_and_prefill_is_chunked() -> None:
     scheduler = build()
     scheduler.add(request("short", 3), max_output=8)
     assert rows(step(scheduler)) == {"short": 3}
-    scheduler.add(request("long", 40), max_output=8)
-    assert rows(step(scheduler)) == {"short": 1, "long": 16}
-    assert rows(step(scheduler)) == {"short": 1, "long": 16}
+    scheduler.add(request("long", 20), max_output=8)
+    assert rows(step(scheduler)) == {"short": 1, "long": 8}  # half a chunk while others run
     assert rows(step(scheduler)) == {"short": 1, "long": 8}
+    assert rows(step(scheduler)) == {"short": 1, "long": 4}
     assert rows(step(scheduler)) == {"short": 1, "long": 1}
+
+
+def test_alone_a_prompt_gets_whole_chunks() -> None:
+    scheduler = build()
+    scheduler.add(request("long", 40), max_output=8)
+    assert [rows(step(scheduler))["long"] for _ in range(4)] == [16, 16, 8, 1]
 
 
 def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
@@ -78,10 +84,10 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
     scheduler.add(request("short", 5), max_output=8)
     scheduler.add(request("middle", 60), max_output=8)
     batch = step(scheduler)
-    # the oldest keeps half of the budget, the shortest is served whole
-    assert rows(batch) == {"short": 5, "long": 16, "middle": 8}
+    # the shortest is served whole, the oldest keeps a quarter of what is halved for others' sake
+    assert rows(batch) == {"short": 5, "long": 4, "middle": 4}
     batch = step(scheduler)
-    assert rows(batch) == {"short": 1, "long": 16, "middle": 16}
+    assert rows(batch) == {"short": 1, "long": 4, "middle": 12}
     assert [s.sequence.request.id for s in batch.segments] == ["short", "long", "middle"]
 
 

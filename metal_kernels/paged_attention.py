@@ -70,7 +70,7 @@ def _by_kv_head(queries: mx.array, kv_heads: int) -> mx.array:
 
 def _rows(array: mx.array) -> list[mx.array]:
     """(B, ...) -> B times (1, ...): one operation, where indexing would take B."""
-    return [array] if len(array) == 1 else mx.split(array, len(array))
+    return [array] if len(array) == 1 else list(mx.split(array, len(array)))
 
 
 def _one_sequence(

@@ -1,4 +1,4 @@
-"""Hands what one thread says to an asyncio loop: one wake-up for many messages. Knows no request."""
+"""Hands what one thread says to an event loop: one wake-up for many messages. Knows no request."""
 
 import asyncio
 import threading

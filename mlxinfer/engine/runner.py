@@ -116,10 +116,9 @@ class Runner:
             rows = np.array([s.row + s.num_tokens - 1 for s in batch.sampling], np.int32)
             chosen = mx.array(rows)
             hidden, ids, pending = hidden[chosen], ids[chosen], pending[rows]
-        if pending.all():
-            before = ids
-        else:
-            before = mx.where(mx.array(pending), ids, -1) if pending.any() else None
+        before = ids if pending.all() else None
+        if before is None and pending.any():
+            before = mx.where(mx.array(pending), ids, -1)
         counts = np.array([s.output_index for s in batch.sampling], dtype=np.int64)
         slots = tuple([s.slot for s in batch.sampling])
         return self.sampler.sample(self.model.logits(hidden), slots, counts, before)

@@ -212,7 +212,7 @@ class Scheduler:
                 segments[sequence] = self._prefill(sequence, count)
 
     def _shares(self, prefilling: list[Sequence]) -> list[tuple[Sequence, int]]:
-        """Tokens of the budget for each prompt: a quarter to the oldest, the rest shortest first."""
+        """Tokens for each prompt: a quarter to the oldest, the rest shortest first."""
         if not prefilling:
             return []
         oldest, page = prefilling[0], self.page_size

@@ -75,6 +75,6 @@ def test_work_behind_an_arrival_counts_the_pass_under_way() -> None:
         Arrival(1.0, "short", random_prompt(5, VOCAB, 1)),  # while the first 64 are computed
     ]
     line.play(arrivals, until=lambda: {"long", "short"} <= line.tokens_s.keys())
-    assert line.work["short"] == Work(passes=2, rows=64 + 64 - 16 + 5)
+    assert line.work["short"] == Work(passes=2, rows=64 + 16 + 5)  # 16: the long one's quarter
     assert line.tokens_s["short"][0] == line.work["short"].rows
     assert line.work["long"].rows >= 128

@@ -67,13 +67,7 @@ class Holdings:
         Raises:
             OutOfPages: there is no room now; then nothing is taken.
         """
-        limit = 0 if sequence.request.prompt_logits or not self.reuse else None
-        match = self.tree.match(None, sequence.token_ids, limit=limit)
-        lease = self.tree.lock(match)
-        if not self._room(match, sequence, spare):
-            self.tree.unlock(lease)
-            raise OutOfPages
-        sequence.lease = lease
+        match = self._lock(sequence, spare)
         sequence.tables = match.tables()
         sequence.num_computed = match.num_tokens
         sequence.num_sealed = match.num_tokens - match.cut_tokens
@@ -85,12 +79,27 @@ class Holdings:
                 self.extend(sequence, group, match.num_tokens)
         return self._restore(match, sequence) if match.cut_tokens else None
 
+    def _lock(self, sequence: Sequence, spare: int) -> Match:
+        """Lock the longest match that leaves room for the rest of a sequence.
+
+        A cut page takes a page more, its copy: where only that is too much, it is computed again.
+        """
+        limit = 0 if sequence.request.prompt_logits or not self.reuse else None
+        match = self.tree.match(None, sequence.token_ids, limit=limit)
+        while True:
+            lease = self.tree.lock(match)
+            if self._room(match, sequence, spare):
+                sequence.lease = lease
+                return match
+            self.tree.unlock(lease)
+            if not match.cut_tokens:
+                raise OutOfPages
+            whole = match.num_tokens - match.cut_tokens
+            match = self.tree.match(None, sequence.token_ids, limit=whole)
+
     def _room(self, match: Match, sequence: Sequence, spare: int) -> bool:
-        num_shared = match.num_tokens // self.page_size
-        for group, reach in enumerate(self.reaches):
-            needed = self.pages_needed(group, sequence.num_known + 1)
-            if reach.window is None:
-                needed -= num_shared
+        for group, shared in enumerate(match.tables()):
+            needed = self.pages_needed(group, sequence.num_known + 1) - len(shared.all_pages)
             free = self.allocators[group].num_free + self.tree.num_evictable(group)
             if needed + spare > free:
                 return False

@@ -60,9 +60,8 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 def part_of(name: str) -> str:
-    """core.py -> core, engine/scheduler.py -> engine; hub_cache.py belongs to hub."""
-    first = name.split(".")[0]
-    return "hub" if first.startswith("hub_") else first
+    """core.py -> core, engine/scheduler.py -> engine."""
+    return name.split(".")[0]
 
 
 def imported(name: str, path: Path) -> Iterator[str]:
@@ -114,9 +113,7 @@ def test_logic_is_free_of_mlx() -> None:
         f"{name} imports {target}"
         for name, path in modules()
         for target in imported(name, path)
-        if name.startswith(tuple(f"{free}." for free in WITHOUT_MLX))
-        or name in WITHOUT_MLX
-        or part_of(name) == "hub"
+        if name.startswith(tuple(f"{free}." for free in WITHOUT_MLX)) or name in WITHOUT_MLX
         if target == "mlx" or target.startswith(("mlx.", "mlx_lm"))
     ]
     assert not wrong

@@ -106,7 +106,7 @@ def _tail_writes(
     """
     runs = [(s.row, s.slot, s.start, s.num_tokens) for s in short]
     for s in long:
-        rest = s.stop % page_size
+        rest = min(s.stop % page_size, s.num_tokens)  # what came before is in the tail already
         if rest:
             runs.append((s.row + s.num_tokens - rest, s.slot, s.stop - rest, rest))
     if len(runs) < sum([count for *_, count in runs]):

@@ -5,7 +5,7 @@ from math import prod
 from pathlib import Path
 
 from ..errors import MlxinferError
-from ..hub_cache import read_json
+from ..hub.cache import read_json
 from ..models.config import ModelConfig, load_config
 from ..models.files import read_headers
 from ..models.safetensors import TensorInfo

@@ -161,12 +161,15 @@ class Loop:
         try:
             token_ids = launched.token_ids()
             logprobs = launched.logprobs()
-            prompt_logits = [(s, np.array(logits)) for s, logits in launched.prompt_logits]
+            prompt_logits = [(*about, np.array(rows)) for *about, rows in launched.prompt_logits]
         except Exception as error:  # evaluation failed: the fault boundary of a step
             self._fail_step(launched.batch, error)
             return False
-        for sequence, logits in prompt_logits:
-            self._emit(TokenEvent(sequence.request.id, None, prompt_logits=logits))
+        for sequence, start, logits in prompt_logits:
+            new = logits[max(sequence.num_logits - start, 0) :]  # preempted, it computes some again
+            if len(new) and not sequence.finished:
+                sequence.num_logits = start + len(logits)
+                self._emit(TokenEvent(sequence.request.id, None, prompt_logits=new))
         sampling = launched.batch.sampling
         asked = {sampling[row].sequence: found for row, found in logprobs.items()}
         taken = self.scheduler.commit(launched.batch, token_ids)

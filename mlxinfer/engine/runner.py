@@ -12,7 +12,7 @@ from ..core import TokenLogprobs
 from ..models.decoder import Model
 from ..sampling.logprobs import read_logprobs
 from ..sampling.sampler import Sampled, Sampler
-from .batch import Batch
+from .batch import Batch, Segment
 from .sequence import Sequence
 
 Bools = NDArray[np.bool_]
@@ -24,7 +24,7 @@ class Launched:
 
     batch: Batch
     sampled: Sampled | None  # lazy; None: no row samples
-    prompt_logits: list[tuple[Sequence, mx.array]]  # (sequence, (n, vocab) float32), lazy
+    prompt_logits: list[tuple[Sequence, int, mx.array]]  # of a position on: (n, vocab), lazy
     outputs: list[mx.array]  # evaluating these finishes the step
     committed: bool = False  # its tokens were passed on
 
@@ -102,14 +102,19 @@ class Runner:
     def _heads(self, batch: Batch, hidden: mx.array, ids: mx.array, pending: Bools) -> Launched:
         """Logits and tokens of the rows that need them."""
         prompt_logits = [
-            (s.sequence, self.model.logits(hidden[s.row : s.row + s.num_tokens]).astype(mx.float32))
+            (s.sequence, s.start, self._prompt_logits(s, hidden))
             for s in batch.segments
-            if s.sequence.request.prompt_logits
+            if s.sequence.request.prompt_logits and s.start < s.sequence.num_prompt
         ]
         sampled = self._sample(batch, hidden, ids, pending) if batch.sampling else None
-        outputs = [logits for _, logits in prompt_logits]
+        outputs = [logits for *_, logits in prompt_logits]
         outputs += [hidden] if sampled is None else sampled.arrays()
         return Launched(batch, sampled, prompt_logits, outputs)
+
+    def _prompt_logits(self, segment: Segment, hidden: mx.array) -> mx.array:
+        """(n, vocab) float32 of the prompt's part of a segment."""
+        count = min(segment.num_tokens, segment.sequence.num_prompt - segment.start)
+        return self.model.logits(hidden[segment.row : segment.row + count]).astype(mx.float32)
 
     def _sample(self, batch: Batch, hidden: mx.array, ids: mx.array, pending: Bools) -> Sampled:
         if len(batch.sampling) < batch.num_tokens:

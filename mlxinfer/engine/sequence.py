@@ -28,6 +28,7 @@ class Sequence:
     pending_row: int = -1  # of its pending token in the launched step's tokens
     lease: Lease | None = None  # on what it shares with the prefix tree; None: not running
     started: bool = False  # its first step since it runs was launched
+    num_logits: int = 0  # positions whose logits were given out, where they were asked for
     num_cached: int = 0  # prompt tokens that it found computed
     finished: bool = False
     num_preempted: int = 0

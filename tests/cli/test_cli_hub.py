@@ -8,8 +8,9 @@ import pytest
 from standin import Repo, StandIn
 from standin_fixtures import MODEL, WEIGHTS
 
-from mlxinfer import hub, hub_cache
+from mlxinfer import hub
 from mlxinfer.cli._model import progress_bar
+from mlxinfer.hub import cache as hub_cache
 
 
 @pytest.fixture(autouse=True)

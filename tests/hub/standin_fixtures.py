@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from standin import Repo, StandIn
 
-from mlxinfer import hub_fetch
+from mlxinfer.hub import fetch as hub_fetch
 
 
 def safetensors(payload: bytes) -> bytes:

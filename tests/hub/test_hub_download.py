@@ -9,8 +9,10 @@ import pytest
 from standin import Repo, StandIn
 from standin_fixtures import MODEL, WEIGHTS, safetensors
 
-from mlxinfer import hub, hub_download, hub_fetch
+from mlxinfer import hub
 from mlxinfer.errors import DownloadError, ModelNotFoundError
+from mlxinfer.hub import download as hub_download
+from mlxinfer.hub import fetch as hub_fetch
 
 SHA256 = hashlib.sha256(WEIGHTS).hexdigest()
 CDN = f"/cdn/{SHA256}"

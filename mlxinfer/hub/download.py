@@ -1,6 +1,6 @@
 """Bring a hub repository into the hub's cache: what is needed, is there room, fetch. No mlx.
 
-Weights are fetched by hub_fetch, which resumes after an interruption and checks the SHA-256 that
+Weights are fetched by fetch.py, which resumes after an interruption and checks the SHA-256 that
 the hub announces; the rest, and the cache's links, are huggingface_hub's work. A branch is pointed
 at the new commit only when every file is there, so an old version stays usable until then.
 """
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import DownloadError
-from .hub_errors import hub_failures
-from .hub_fetch import Source, fetch, partial_path, patiently
-from .hub_names import RepoName, cache_folder, offline
+from ..errors import DownloadError
+from .errors import hub_failures
+from .fetch import Source, fetch, partial_path, patiently
+from .names import RepoName, cache_folder, offline
 
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "tokenizer*", "*.tiktoken")
 NEVER = ("*.bin", "*.pt", "*.pth", "*.py", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.pkl")

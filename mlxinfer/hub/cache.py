@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .hub_names import ASSETS, BUNDLED, RepoName, cache_folder
+from .names import ASSETS, BUNDLED, RepoName, cache_folder
 
 INDEX = "model.safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "*.tiktoken")

@@ -4,8 +4,8 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .errors import DownloadError, MlxinferError, ModelNotFoundError
-from .hub_names import RepoName, cache_folder
+from ..errors import DownloadError, MlxinferError, ModelNotFoundError
+from .names import RepoName, cache_folder
 
 LOGIN = "hf auth login (or set HF_TOKEN)"
 

@@ -5,9 +5,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import ModelNotFoundError
+from ..errors import ModelNotFoundError
 
-ASSETS = Path(__file__).parent / "assets"
+ASSETS = Path(__file__).parent.parent / "assets"
 BUNDLED = ("demo", "demo-draft")
 
 _PART = r"[A-Za-z0-9_](?:[\w.-]{0,94}[\w])?"

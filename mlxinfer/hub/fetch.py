@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from .errors import DownloadError
+from ..errors import DownloadError
 
 CHUNK_BYTES = 1 << 20  # read at once from the disk
 MAX_FAILURES = 5  # in a row, without one byte in between

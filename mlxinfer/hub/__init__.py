@@ -4,8 +4,8 @@ import difflib
 import os
 from pathlib import Path
 
-from .errors import InvalidRequestError, ModelNotFoundError
-from .hub_cache import (
+from ..errors import InvalidRequestError, ModelNotFoundError
+from .cache import (
     LocalModel,
     bundled_models,
     cached_models,
@@ -13,8 +13,9 @@ from .hub_cache import (
     find_snapshot,
     missing_files,
 )
-from .hub_download import DownloadProgress, Plan, Progress, download, plan_download
-from .hub_names import ASSETS, BUNDLED, RepoName, cache_folder, offline, parse_repo_name
+from .download import DownloadProgress, Plan, Progress, plan_download
+from .download import download as download_repo
+from .names import ASSETS, BUNDLED, RepoName, cache_folder, offline, parse_repo_name
 
 __all__ = [
     "DownloadProgress",
@@ -157,7 +158,7 @@ def _parse(name: str) -> RepoName:
 
 def _fetch(repo: RepoName, progress: Progress | None) -> Path:
     try:
-        return download(repo, progress=progress)
+        return download_repo(repo, progress=progress)
     except ModelNotFoundError as error:
         raise ModelNotFoundError(f"{error}{_suggestion(str(repo))}") from error.__cause__
 

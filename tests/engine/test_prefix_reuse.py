@@ -1,0 +1,85 @@
+"""Shared prefixes through the whole loop: what is reused, copied, and given up under pressure."""
+
+from engine.harness import PAGE, Harness, alone, prompt, tiny_model
+
+from mlxinfer.core import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=8)
+
+
+def reuse(first: list[int], second: list[int], **changes: object) -> tuple[list[int], int]:
+    """Tokens of `second` after `first` has ended, and how much of its prompt was computed."""
+    harness = Harness(tiny_model("qwen3-v4", quantized=True), **changes)
+    harness.add("first", first, GREEDY)
+    harness.drain()
+    before = harness.loop.scheduler.counters.prompt_tokens_computed
+    harness.add("second", second, GREEDY)
+    tokens = harness.drain()["second"].token_ids
+    return tokens, harness.loop.scheduler.counters.prompt_tokens_computed - before
+
+
+def check(first: list[int], second: list[int], computed: int, **changes: object) -> None:
+    tokens, num_computed = reuse(first, second, **changes)
+    assert tokens == alone(tiny_model("qwen3-v4", quantized=True), second, GREEDY).token_ids
+    assert num_computed == computed
+
+
+def test_the_same_prompt_computes_one_token() -> None:
+    check(prompt(50), prompt(50), computed=1)
+
+
+def test_a_prefix_is_cut_anywhere() -> None:
+    for shared in (1, 7, PAGE, PAGE + 1, 2 * PAGE - 1, 40):
+        own = prompt(30, seed=1)
+        check(prompt(60), prompt(60)[:shared] + own, computed=30)
+
+
+def test_a_long_chunk_after_a_cut_page() -> None:
+    """The chunk begins inside a page and ends inside it: the tail gets only what is new."""
+    check([78, 10, 19], [78, *prompt(10)], computed=10, num_pages=8)
+
+
+def test_the_answer_is_shared_too() -> None:
+    model = tiny_model("qwen3-v4", quantized=True)
+    answer = alone(model, prompt(30), GREEDY).token_ids
+    # The last token of an answer was never an input: nothing is known of it.
+    check(prompt(30), prompt(30) + answer + [5, 6, 7], computed=len(answer) - 7 + 3)
+
+
+def test_what_is_shared_makes_way_when_there_is_no_other_room() -> None:
+    """One page: a second prompt cannot keep the first one's page and have its own."""
+    check([78, 10, 19], [78, 87, 80], computed=3, num_pages=1)
+    check(prompt(30), prompt(30)[:20] + prompt(5, seed=1), computed=5, num_pages=3)
+    check(prompt(30), prompt(30)[:20] + prompt(20, seed=1), computed=24, num_pages=3)
+
+
+def test_two_at_once_compute_a_new_prefix_once() -> None:
+    harness = Harness(tiny_model("qwen3-v4", quantized=True))
+    shared = prompt(96)
+    for i in range(4):
+        harness.add(str(i), [*shared, 5 + i, 6], GREEDY)
+    outcomes = harness.drain()
+    assert harness.loop.scheduler.counters.prompt_tokens_computed == 96 + 4 * 2
+    for i, outcome in enumerate(outcomes.values()):
+        model = tiny_model("qwen3-v4", quantized=True)
+        assert outcome.token_ids == alone(model, [*shared, 5 + i, 6], GREEDY).token_ids
+
+
+def test_nothing_is_reused_where_it_is_switched_off() -> None:
+    check(prompt(50), prompt(50), computed=50, prefix_cache=False)
+
+
+def test_prompt_logits_compute_every_position() -> None:
+    harness = Harness(tiny_model("qwen3-v4"))
+    harness.add("first", prompt(50), GREEDY)
+    harness.drain()
+    harness.add("second", prompt(50), GREEDY, prompt_logits=True)
+    assert sum(len(rows) for rows in harness.drain()["second"].logits) == 50
+
+
+def test_prompt_logits_come_once_though_it_was_preempted() -> None:
+    harness = Harness(tiny_model("qwen3-v4"), prefill_chunk=16)
+    harness.add("it", prompt(50), GREEDY, prompt_logits=True)
+    harness.turn(3)
+    harness.loop.scheduler.preempt(harness.loop.scheduler.running[0])
+    assert sum(len(rows) for rows in harness.drain()["it"].logits) == 50

@@ -1,0 +1,75 @@
+"""What must hold of a scheduler's books between two steps, and of every batch. Changes nothing."""
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+from itertools import pairwise
+
+from mlxinfer.cache.prefix_match import Lease
+from mlxinfer.cache.prefix_node import Node
+from mlxinfer.engine.batch import MAX_SHORT, Batch
+from mlxinfer.engine.scheduler import Scheduler
+
+
+def check_batch(scheduler: Scheduler, batch: Batch) -> None:
+    """Budget, order, slots, room for every token, all that any token sees is held."""
+    page, segments = scheduler.page_size, batch.segments
+    assert segments
+    prefill = [s for s in segments if s.num_tokens > 1 or s.start < s.sequence.num_prompt]
+    assert sum(s.num_tokens for s in prefill) <= scheduler.prefill_chunk
+    assert len({s.slot for s in segments}) == len(segments)
+    assert all(s.slot == s.sequence.slot >= 0 for s in segments)
+    assert all(a.row + a.num_tokens == b.row for a, b in pairwise(segments))
+    for segment in segments:
+        assert segment.seals == (segment.num_tokens > min(MAX_SHORT, page))
+        if segment.seals:
+            assert segment.sealed == segment.start - segment.start % page
+        else:
+            assert segment.stop - segment.sealed <= 2 * page, "the tail is too short"
+        for table in segment.tables:
+            assert table.end >= segment.stop, "a token without a slot"
+
+
+def check_books(scheduler: Scheduler, pins: Seq[Lease]) -> None:
+    """Every page is free, a sequence's or the tree's; every request runs or waits; locks agree."""
+    holdings = scheduler.holdings
+    holdings.tree.check()
+    for group, allocator in enumerate(holdings.allocators):
+        own = [
+            page
+            for s in scheduler.running
+            for page in s.tables[group].pages_from(s.lease_of.num_pages)
+        ]
+        trees = [p for s in holdings.tree.stored() if (p := s.pages[group]) is not None]
+        assert len(set(own + trees)) == len(own) + len(trees), "a page has two owners"
+        assert len(own) + holdings.tree.num_pages(group) == allocator.num_held
+        assert allocator.num_held + allocator.num_free == allocator.num_pages
+    running, waiting = set(scheduler.running), set(scheduler.waiting)
+    assert not running & waiting
+    assert running | waiting == set(scheduler.unfinished())
+    slots = [s.slot for s in scheduler.running]
+    assert len(set(slots)) == len(slots)
+    assert min(slots, default=0) >= 0
+    for s in scheduler.waiting:
+        assert s.slot < 0
+        assert not s.tables
+        assert s.lease is None
+    check_locks(scheduler, [s.lease_of for s in scheduler.running] + list(pins))
+
+
+def check_locks(scheduler: Scheduler, leases: list[Lease]) -> None:
+    """Nodes count just the leases that there are, and windowed pages those that need them."""
+    holdings = scheduler.holdings
+    locks: Counter[Node] = Counter()
+    holds: list[Counter[Node]] = [Counter() for _ in holdings.reaches]
+    for lease in leases:
+        assert not lease.released
+        cut = [lease.cut] if lease.cut else []
+        locks.update(lease.nodes + cut)
+        for group, reach in enumerate(holdings.reaches):
+            if reach.window is not None:
+                kept = reach.kept_pages(holdings.page_size)
+                holds[group].update(lease.nodes[:kept] + lease.nodes[lease.first[group] :] + cut)
+    for stored in holdings.tree.stored():
+        node = stored.node
+        assert node.locks == locks[node]
+        assert node.holds == [counter[node] for counter in holds]

@@ -1,0 +1,153 @@
+"""The contents of a KV cache with integers for tensors, moved as the real one moves them.
+
+Pools and tails hold a hash for every slot. What nobody may read any more is poisoned as soon as
+pages may be written, and reading poison fails. Knows no queues and no hashes' meaning.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from simulator.oracle import layer_groups
+
+from mlxinfer.cache.pages import PageAllocator, PageTable
+from mlxinfer.cache.reach import Reach
+from mlxinfer.engine.batch import Move, Restore, Segment
+
+POISON = 1 << 80  # no hash is as large
+
+Places = tuple[list[tuple[int, int]], list[int]]  # ranges of pool slots, offsets in the tail
+
+
+class WatchedAllocator(PageAllocator):
+    """Remembers what was given back."""
+
+    def __init__(self, num_pages: int, *, headroom: int) -> None:
+        super().__init__(num_pages, headroom=headroom)
+        self.given_back: set[int] = set()
+
+    def release(self, pages: Iterable[int]) -> None:
+        pages = list(pages)
+        super().release(pages)
+        self.given_back.update(pages)
+
+
+class FakeKV:
+    """The contents of pages and tails, by layer."""
+
+    def __init__(
+        self,
+        reaches: Sequence[Reach],
+        allocators: Sequence[WatchedAllocator],
+        *,
+        page_size: int,
+        max_batch: int,
+    ) -> None:
+        self.reaches, self.allocators = reaches, allocators
+        self.page_size, self.max_batch = page_size, max_batch
+        self.groups = layer_groups(len(reaches))
+        self.may_write_pages = False
+        self.reset()
+
+    def reset(self) -> None:
+        """After a fault nothing that was there is there."""
+        size = self.page_size
+        self.pools = [[POISON] * (self.allocators[g].num_pages * size) for g in self.groups]
+        self.tails = [[[POISON] * (2 * size) for _ in range(self.max_batch)] for _ in self.groups]
+
+    def poison_free_pages(self) -> None:
+        """Behind a barrier nobody reads what was given back since the last one."""
+        size = self.page_size
+        for pool, g in zip(self.pools, self.groups, strict=True):
+            for page in self.allocators[g].given_back:
+                pool[page * size : (page + 1) * size] = [POISON] * size
+        for allocator in self.allocators:
+            allocator.given_back.clear()
+
+    def poison_tail(self, slot: int) -> None:
+        for tails in self.tails:
+            tails[slot] = [POISON] * (2 * self.page_size)
+
+    def seal(self, moves: Sequence[Move]) -> None:
+        """Tails to pages, all at once: no slot may be the target of two."""
+        ring = 2 * self.page_size
+        targets: Counter[tuple[int, int]] = Counter()
+        for move in moves:
+            assert move.stop - move.start <= ring
+            for layer, g in enumerate(self.groups):
+                tail, pool = self.tails[layer][move.slot], self.pools[layer]
+                for low, high in held(move.tables[g], move.start, move.stop):
+                    slots = [i for run in move.tables[g].runs(low, high) for i in range(*run)]
+                    targets.update((layer, slot) for slot in slots)
+                    for slot, position in zip(slots, range(low, high), strict=True):
+                        self._write(pool, slot, tail[position % ring])
+        assert not targets or max(targets.values()) == 1, "two tails are moved to one page"
+
+    def restore(self, restores: Sequence[Restore]) -> None:
+        """Beginnings of shared pages to a page and a tail of one's own; all read before written."""
+        ring = 2 * self.page_size
+        copies = []
+        for restore in restores:
+            for layer, g in enumerate(self.groups):
+                page = restore.pages[g]
+                if page is not None:
+                    source = page * self.page_size
+                    count = restore.stop - restore.start
+                    values = self.read(layer, [(source, source + count)])
+                    (target, _), *_ = restore.sequence.tables[g].runs(restore.start, restore.stop)
+                    copies.append((layer, restore, target, values))
+        for layer, restore, target, values in copies:
+            tail = self.tails[layer][restore.sequence.slot]
+            for i, value in enumerate(values):
+                self._write(self.pools[layer], target + i, value)
+                tail[(restore.start + i) % ring] = value
+
+    def write(self, layer: int, segment: Segment, keys: Sequence[int]) -> None:
+        """New tokens of a step: to the tail, or to pages and what fills no page to both."""
+        in_tail = segment.num_tokens
+        if segment.seals:
+            in_tail = min(in_tail, segment.stop % self.page_size)
+            assert segment.sealed == segment.start - segment.start % self.page_size
+            table = segment.tables[self.groups[layer]]
+            slots = [i for run in table.runs(segment.start, segment.stop) for i in range(*run)]
+            for slot, value in zip(slots, keys, strict=True):
+                self._write(self.pools[layer], slot, value)
+        tail = self.tails[layer][segment.slot]
+        for position in range(segment.stop - in_tail, segment.stop):
+            tail[position % (2 * self.page_size)] = keys[position - segment.start]
+
+    def _write(self, pool: list[int], slot: int, value: int) -> None:
+        assert self.may_write_pages, "pages are written while a step is in flight"
+        pool[slot] = value
+
+    def places(self, segment: Segment, group: int, position: int) -> Places:
+        """Where the keys lie that a token of a segment sees."""
+        reach, table = self.reaches[group], segment.tables[group]
+        stop = position + 1
+        sealed = stop if segment.seals else min(segment.sealed, stop)
+        runs = [run for part in reach.ranges(position, sealed) for run in table.runs(*part)]
+        lowest = reach.lowest(position)
+        tail = [
+            p % (2 * self.page_size) for p in range(sealed, stop) if p >= lowest or p < reach.sinks
+        ]
+        return runs, tail
+
+    def read(self, layer: int, runs: Sequence[tuple[int, int]]) -> list[int]:
+        pool = self.pools[layer]
+        values = [value for start, stop in runs for value in pool[start:stop]]
+        assert POISON not in values, "a page is read that nobody wrote"
+        return values
+
+    def see(self, layer: int, slot: int, places: Places) -> int:
+        """The sum of the keys at `places`."""
+        runs, offsets = places
+        tail = self.tails[layer][slot]
+        values = [tail[offset] for offset in offsets]
+        assert POISON not in values, "a tail is read that nobody wrote"
+        return sum(self.read(layer, runs)) + sum(values)
+
+
+def held(table: PageTable, start: int, stop: int) -> list[tuple[int, int]]:
+    """The parts of positions [start, stop) that a window has not let go of."""
+    edge, first = table.num_kept * table.page_size, table.first * table.page_size
+    parts = [(start, min(stop, edge)), (max(start, first), stop)]
+    return [(low, high) for low, high in parts if low < high]

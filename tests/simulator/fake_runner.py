@@ -1,0 +1,139 @@
+"""Runs batches as the real runner does, on hashes. Knows no queues.
+
+A step runs when it is launched; its tokens are read one turn later, or never.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from simulator.fake_kv import FakeKV
+from simulator.oracle import embed, key, mix, sample
+
+from mlxinfer.engine.batch import Batch, Segment
+
+
+class StepFailed(RuntimeError):
+    """A fault that was asked for."""
+
+
+@dataclass
+class Launched:
+    """A step and what it gave."""
+
+    batch: Batch
+    tokens: list[int] = field(default_factory=list)
+    unreadable: bool = False  # a fault: whoever wants its results gets an error
+    done: bool = False  # it was waited for
+    committed: bool = False
+
+    def wait(self) -> None:
+        if self.unreadable:
+            raise StepFailed("evaluation failed")
+        self.done = True
+
+
+@dataclass
+class SamplerSlot:
+    """What the sampler knows of a running sequence."""
+
+    seed: int
+    history: int  # sum of all tokens that it was told of
+
+
+class FakeRunner:
+    """Computes hashes for batches.
+
+    Args:
+        verify: called with (request id, position, what the last layer gives there) of every token.
+        fault: asked at each launch where it is to fail: "start", "middle", "end", "read" or None.
+    """
+
+    def __init__(
+        self,
+        kv: FakeKV,
+        *,
+        vocab: int,
+        verify: Callable[[str, int, int], None],
+        fault: Callable[[], str | None],
+    ) -> None:
+        self.kv, self.vocab = kv, vocab
+        self._verify, self._fault = verify, fault
+        self._sampler: dict[int, SamplerSlot] = {}
+
+    def launch(self, batch: Batch, previous: Launched | None) -> Launched:
+        fault = self._fault()
+        self._fail(fault, "start")
+        if previous is not None and batch.writes_pages:
+            previous.wait()
+        self.kv.may_write_pages = previous is None or previous.done
+        if self.kv.may_write_pages:
+            self.kv.poison_free_pages()
+        self.kv.seal(batch.seal)
+        self._admit(batch)
+        self.kv.restore(batch.restore)
+        self._fail(fault, "middle")
+        launched = Launched(batch, unreadable=fault == "read")
+        ids = _input_ids(batch, previous)
+        hidden = self._forward(batch, ids)
+        launched.tokens = [self._sample(segment, ids, hidden) for segment in batch.sampling]
+        for row, segment in enumerate(batch.sampling):
+            segment.sequence.pending_row = row
+        self._fail(fault, "end")
+        return launched
+
+    def observe(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        """Tokens were read, of sequences in these sampler slots; -1: it no longer runs."""
+        for slot, token in zip(slots, tokens, strict=True):
+            if slot >= 0:
+                self._sampler[slot].history += token
+
+    def _fail(self, fault: str | None, stage: str) -> None:
+        if fault == stage:
+            raise StepFailed(f"the step failed at its {stage}")
+
+    def _admit(self, batch: Batch) -> None:
+        for sequence in batch.admitted:
+            if sequence.slot >= 0:
+                self.kv.poison_tail(sequence.slot)
+                seed = sequence.request.params.seed or 0
+                self._sampler[sequence.slot] = SamplerSlot(seed, sum(sequence.token_ids))
+
+    def _forward(self, batch: Batch, ids: list[int]) -> list[int]:
+        segments = batch.segments
+        rows = [(s, position) for s in segments for position in range(s.start, s.stop)]
+        assert len(rows) == batch.num_tokens == len(ids)
+        hidden = [embed(token, position) for token, (_, position) in zip(ids, rows, strict=True)]
+        places = [
+            [self.kv.places(segment, g, position) for segment, position in rows]
+            for g in range(len(self.kv.reaches))
+        ]
+        for layer, g in enumerate(self.kv.groups):
+            keys = [key(layer, position, x) for (_, position), x in zip(rows, hidden, strict=True)]
+            for s in segments:
+                self.kv.write(layer, s, keys[s.row : s.row + s.num_tokens])
+            hidden = [
+                mix(x, self.kv.see(layer, segment.slot, where))
+                for x, (segment, _), where in zip(hidden, rows, places[g], strict=True)
+            ]
+        for (segment, position), x in zip(rows, hidden, strict=True):
+            self._verify(segment.sequence.request.id, position, x)
+        return hidden
+
+    def _sample(self, segment: Segment, ids: list[int], hidden: list[int]) -> int:
+        known, row = self._sampler[segment.slot], segment.row + segment.num_tokens - 1
+        in_flight = segment.stop > segment.sequence.num_known  # its newest token: not told of yet
+        history = known.history + (ids[row] if in_flight else 0)
+        return sample(hidden[row], known.seed, segment.output_index, history, self.vocab)
+
+
+def _input_ids(batch: Batch, previous: Launched | None) -> list[int]:
+    """Token ids of a step; one that is still in flight is taken from there."""
+    ids: list[int] = []
+    for segment in batch.segments:
+        known = segment.sequence.token_ids[segment.start : segment.stop]
+        if len(known) < segment.num_tokens:
+            assert segment.num_tokens == 1
+            assert previous is not None
+            known = [previous.tokens[segment.sequence.pending_row]]
+        ids += known
+    return ids

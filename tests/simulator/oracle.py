@@ -1,0 +1,106 @@
+"""A model made of hashes: what it answers is a closed form of a request's own tokens.
+
+A token's key in a layer is a hash of what the token saw in the layers before; what it sees in a
+layer is the sum of the keys that its group's window and sinks let it see. So a key that is wrong,
+stale, missing or of another sequence changes every later token, in later layers too.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from mlxinfer.cache.reach import Reach
+from mlxinfer.core import FinishReason, Request
+
+ROUNDS = 2  # layers of every group; they alternate, as in a real model
+
+
+def layer_groups(num_groups: int) -> list[int]:
+    """The group of each layer."""
+    return list(range(num_groups)) * ROUNDS
+
+
+def embed(token: int, position: int) -> int:
+    return hash((token, position))
+
+
+def key(layer: int, position: int, x: int) -> int:
+    return hash((layer, position, x))
+
+
+def mix(x: int, seen: int) -> int:
+    return hash((x, seen))
+
+
+def sample(x: int, seed: int, output_index: int, history: int, vocab: int) -> int:
+    """The next token; `history` is the sum of all tokens before it, as penalties would see them."""
+    return hash((x, seed, output_index, history)) % vocab
+
+
+class Oracle:
+    """One request alone: its tokens, without end, and what each position computes.
+
+    Windows are taken from their definition, by sums over ranges; nothing is shared with `Reach`.
+    """
+
+    def __init__(
+        self, reaches: Sequence[Reach], prompt_ids: Sequence[int], *, seed: int, vocab: int
+    ) -> None:
+        self.tokens = list(prompt_ids)
+        self._num_prompt = len(prompt_ids)
+        self._seed, self._vocab = seed, vocab
+        self._reaches = [reaches[g] for g in layer_groups(len(reaches))]
+        self._sums = [[0] for _ in self._reaches]  # by layer: of the keys of the first n positions
+        self._hidden: list[int] = []
+
+    def hidden(self, position: int) -> int:
+        """What the last layer gives at a position."""
+        self._compute(position)
+        return self._hidden[position]
+
+    def keys(self, position: int) -> list[int]:
+        """What each layer keeps of a position."""
+        self._compute(position)
+        return [sums[position + 1] - sums[position] for sums in self._sums]
+
+    def answer(self, request: Request, max_output: int) -> tuple[list[int], FinishReason]:
+        """All tokens of the answer, and why it ends."""
+        answer: list[int] = []
+        for token in self._stream():
+            answer.append(token)
+            if token in request.stop_ids and len(answer) > request.params.min_tokens:
+                return answer, FinishReason.STOP
+            if len(answer) == max_output:
+                break
+        return answer, FinishReason.LENGTH
+
+    def _stream(self) -> Iterator[int]:
+        position = self._num_prompt - 1
+        while True:
+            self._compute(position)
+            position += 1
+            if position == len(self.tokens):
+                self._append()
+            yield self.tokens[position]
+
+    def _append(self) -> None:
+        index = len(self.tokens) - self._num_prompt
+        history = sum(self.tokens)
+        self.tokens.append(sample(self._hidden[-1], self._seed, index, history, self._vocab))
+
+    def _compute(self, last: int) -> None:
+        for position in range(len(self._hidden), last + 1):
+            if position == len(self.tokens):
+                self._append()
+            x = embed(self.tokens[position], position)
+            for layer, (reach, sums) in enumerate(zip(self._reaches, self._sums, strict=True)):
+                sums.append(sums[-1] + key(layer, position, x))
+                x = mix(x, _seen(sums, reach))
+            self._hidden.append(x)
+
+
+def _seen(sums: list[int], reach: Reach) -> int:
+    """Sum of the keys that the newest position sees."""
+    num_keys = len(sums) - 1
+    if reach.window is None:
+        return sums[-1]
+    lowest = max(num_keys - reach.window, 0)
+    return sums[-1] - sums[lowest] + sums[min(reach.sinks, lowest)]

@@ -1,0 +1,194 @@
+"""Random programs, each from one seed: sizes, arrivals and everything that goes wrong.
+
+Every seed switches on some features only: what all of them together would hide shows then.
+"""
+
+import random
+from dataclasses import dataclass
+
+from simulator.simulation import Simulation
+from simulator.sizes import draw_sizes
+
+from mlxinfer.cache.prefix_match import Lease
+from mlxinfer.core import Request, SamplingParams
+
+FEATURES = (
+    "shared prefixes",
+    "turns of a chat",
+    "the same again",
+    "cancels",
+    "stop tokens",
+    "prompt logits",
+    "forced preemption",
+    "faults",
+    "clears",
+    "pins",
+    "bursts",
+    "long answers",
+    "pauses",
+    "tight pool",
+)
+
+
+@dataclass
+class Pin:
+    """A prefix that is kept for a while."""
+
+    lease: Lease
+    until: int
+    num_pages: int
+
+
+class Program:
+    """What happens, turn by turn; `log` says it in words."""
+
+    def __init__(self, seed: int) -> None:
+        rng = self.rng = random.Random(seed)
+        self.seed = seed
+        share = rng.choice([0.2, 0.5, 0.8])
+        self.features = {name for name in FEATURES if rng.random() < share}
+        self.extra_pages = rng.randint(1, 4) if "pins" in self.features else 0
+        tight = "tight pool" in self.features
+        self.sizes = draw_sizes(rng, tight=tight, extra_pages=self.extra_pages)
+        self.simulation = Simulation(self.sizes)
+        self.log = [f"seed {seed}: {sorted(self.features)}", str(self.sizes)]
+        self.num_left = rng.randint(2, 14)  # requests still to come
+        self.preempt_share = rng.choice([0.05, 0.15, 0.5])
+        self.fault_share = rng.choice([0.02, 0.1])
+        self.arrival_share = rng.choice([0.05, 0.2, 0.5])
+        self.bases = [[rng.randrange(self.sizes.vocab) for _ in range(200)] for _ in range(2)]
+        self.pins: list[Pin] = []
+
+    def run(self) -> None:
+        """All of it, then until nothing is left.
+
+        Raises:
+            AssertionError: something that must hold does not.
+        """
+        simulation = self.simulation
+        while self.num_left:
+            self._something()
+            simulation.turn()
+        for _ in range(self.rng.choice([0, 5, 30])):
+            self._trouble()
+            simulation.turn()
+        simulation.next_fault = None
+        for _ in range(self._bound()):
+            if simulation.idle:
+                break
+            simulation.turn()
+        assert simulation.idle, "the queue does not drain"
+        self._unpin(everything=True)
+        simulation.check_end()
+
+    def _bound(self) -> int:
+        """Turns in which what is left must end, whatever has to be computed twice."""
+        left = [a for a in self.simulation.asked.values() if a.reason is None]
+        return 20 + sum(2 * (len(a.request.prompt_ids) + 2 * len(a.expected)) for a in left)
+
+    def _say(self, text: str) -> None:
+        self.log.append(f"turn {self.simulation.turns}: {text}")
+
+    def _on(self, feature: str, share: float) -> bool:
+        return feature in self.features and self.rng.random() < share
+
+    # -- what happens ----------------------------------------------------------------------------
+
+    def _something(self) -> None:
+        hurry = self.simulation.idle and not self._on("pauses", 0.5)
+        while self.num_left and (hurry or self.rng.random() < self.arrival_share):
+            self._arrive()
+            hurry = self._on("bursts", 0.7)
+        self._trouble()
+
+    def _trouble(self) -> None:
+        simulation, rng = self.simulation, self.rng
+        live = [name for name, asked in simulation.asked.items() if asked.reason is None]
+        if live and self._on("cancels", 0.06):
+            name = rng.choice(live)
+            self._say(f"cancel {name}")
+            simulation.abort(name)
+        running = simulation.scheduler.running
+        if running and self._on("forced preemption", self.preempt_share):
+            sequence = rng.choice(running)
+            self._say(f"preempt {sequence.request.id}")
+            simulation.scheduler.preempt(sequence)
+        if self._on("faults", self.fault_share):
+            simulation.next_fault = rng.choice(["start", "middle", "end", "read"])
+            self._say(f"the next step fails: {simulation.next_fault}")
+        if self._on("clears", 0.03):
+            self._say("clear")
+            simulation.scheduler.holdings.tree.clear()
+        self._unpin()
+        if self._on("pins", 0.1):
+            self._pin()
+
+    def _pin(self) -> None:
+        """Keep a prefix, as long as all pins together leave what requests need."""
+        tree = self.simulation.scheduler.holdings.tree
+        tokens = self._prompt()
+        match = tree.match(None, tokens, limit=len(tokens))
+        num_pages = len(match.nodes) + (match.cut is not None)
+        if num_pages and sum(p.num_pages for p in self.pins) + num_pages <= self.extra_pages:
+            until = self.simulation.turns + self.rng.randint(0, 20)
+            self._say(f"pin {match.num_tokens} tokens until turn {until}")
+            self.pins.append(Pin(tree.pin(None, tokens), until, num_pages))
+            self.simulation.pins = [pin.lease for pin in self.pins]
+
+    def _unpin(self, *, everything: bool = False) -> None:
+        for pin in list(self.pins):
+            if everything or pin.until <= self.simulation.turns:
+                self.simulation.scheduler.holdings.tree.unlock(pin.lease)
+                self.pins.remove(pin)
+        self.simulation.pins = [pin.lease for pin in self.pins]
+
+    # -- arrivals --------------------------------------------------------------------------------
+
+    def _arrive(self) -> None:
+        self.num_left -= 1
+        rng, prompt = self.rng, self._prompt()
+        stop = {rng.randrange(self.sizes.vocab) for _ in range(2)}
+        params = SamplingParams(
+            max_tokens=rng.choice([1, rng.randint(1, 10), rng.randint(1, 40)])
+            + self._on("long answers", 0.7) * rng.randint(10, 30),
+            seed=rng.randint(0, 3),
+        )
+        request = Request(
+            f"r{len(self.simulation.asked)}",
+            prompt,
+            params,
+            frozenset(stop) if self._on("stop tokens", 0.7) else frozenset(),
+            prompt_logits=self._on("prompt logits", 0.2),
+        )
+        max_output = self._check(request)
+        if max_output is not None:
+            self._say(f"{request.id} arrives: {len(prompt)} tokens, {max_output} wanted")
+            self.simulation.add(request, max_output)
+
+    def _check(self, request: Request) -> int | None:
+        """How long the answer may be, so that the request fits alone; None: it never does."""
+        holdings, sizes = self.simulation.scheduler.holdings, self.sizes
+        for max_output in range(request.params.max_tokens or 1, 0, -1):
+            num_tokens = len(request.prompt_ids) + max_output
+            needed = [holdings.pages_needed(g, num_tokens) for g in range(len(sizes.reaches))]
+            spare = [n - m - self.extra_pages for n, m in zip(sizes.num_pages, needed, strict=True)]
+            if min(spare) >= 0:
+                return max_output
+        return None
+
+    def _prompt(self) -> list[int]:
+        rng = self.rng
+        own = [
+            rng.randrange(self.sizes.vocab)
+            for _ in range(rng.choice([1, 2, rng.randint(1, 12), rng.randint(1, 70)]))
+        ]
+        earlier = list(self.simulation.asked.values())
+        if earlier and self._on("turns of a chat", 0.5):
+            tokens = rng.choice(earlier).tokens
+            return tokens[: max(len(tokens) - rng.choice([0, 0, 1, 3]), 1)] + own[:20]
+        if earlier and self._on("the same again", 0.3):
+            tokens = rng.choice(earlier).tokens
+            return tokens[: rng.choice([len(tokens), rng.randint(1, len(tokens))])]
+        if self._on("shared prefixes", 0.7):
+            return rng.choice(self.bases)[: rng.randint(0, 60)] + own[:30]
+        return own

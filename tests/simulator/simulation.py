@@ -1,0 +1,224 @@
+"""The engine's loop around a real scheduler and a runner of hashes. Draws nothing by chance.
+
+Whatever happens, each request must get the tokens of its oracle, once, in order, to the end.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, field
+
+from simulator.books import check_batch, check_books
+from simulator.fake_kv import FakeKV, WatchedAllocator
+from simulator.fake_runner import FakeRunner, Launched, StepFailed
+from simulator.oracle import Oracle
+from simulator.sizes import Sizes
+
+from mlxinfer.cache.prefix_match import Lease
+from mlxinfer.core import FinishReason, Request
+from mlxinfer.engine.batch import Batch
+from mlxinfer.engine.scheduler import Scheduler
+from mlxinfer.engine.sequence import Sequence
+
+
+@dataclass
+class Asked:
+    """A request, what it must get, and what it got."""
+
+    request: Request
+    sequence: Sequence
+    oracle: Oracle
+    expected: list[int]
+    expected_reason: FinishReason
+    got: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and answer so far."""
+        return self.request.prompt_ids + self.got
+
+
+class Simulation:
+    """Turn by turn: the same order of calls as in the engine's loop."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.asked: dict[str, Asked] = {}
+        self.next_fault: str | None = None
+        self.num_faults = 0
+        self.pins: list[Lease] = []  # of whoever is no request
+        self.turns = 0
+        allocators = [WatchedAllocator(n, headroom=sizes.headroom) for n in sizes.num_pages]
+        self.scheduler = Scheduler(
+            reaches=sizes.reaches,
+            allocators=allocators,
+            page_size=sizes.page_size,
+            max_batch=sizes.max_batch,
+            prefill_chunk=sizes.prefill_chunk,
+            reuse=sizes.reuse,
+        )
+        self.kv = FakeKV(
+            sizes.reaches, allocators, page_size=sizes.page_size, max_batch=sizes.max_batch
+        )
+        self.runner = FakeRunner(
+            self.kv, vocab=sizes.vocab, verify=self._verify, fault=self._take_fault
+        )
+        self._in_flight: Launched | None = None
+        self._counters = asdict(self.scheduler.counters)
+
+    @property
+    def idle(self) -> bool:
+        return self._in_flight is None and self.scheduler.idle
+
+    # -- what may happen between two turns -------------------------------------------------------
+
+    def add(self, request: Request, max_output: int) -> None:
+        oracle = Oracle(
+            self.sizes.reaches,
+            request.prompt_ids,
+            seed=request.params.seed or 0,
+            vocab=self.sizes.vocab,
+        )
+        expected, reason = oracle.answer(request, max_output)
+        sequence = self.scheduler.add(request, max_output=max_output)
+        self.asked[request.id] = Asked(request, sequence, oracle, expected, reason)
+
+    def abort(self, name: str) -> None:
+        sequence = self.scheduler.find(name)
+        if sequence is not None:
+            self.scheduler.finish(sequence)
+            self._end(name, FinishReason.ABORT)
+
+    # -- one turn, as in engine/loop.py ----------------------------------------------------------
+
+    def turn(self) -> None:
+        self.turns += 1
+        previous, self._in_flight = self._in_flight, None
+        batch = self.scheduler.next_batch()
+        current = self._launch(batch, previous) if batch else None
+        if previous is not None and not self._commit(previous):
+            current = None
+        if current is not None and not self.sizes.launch_ahead:
+            self._commit(current)
+            current = None
+        self._in_flight = current
+        self._check()
+
+    def _launch(self, batch: Batch, previous: Launched | None) -> Launched | None:
+        check_batch(self.scheduler, batch)
+        try:
+            return self.runner.launch(batch, previous)
+        except StepFailed:
+            if previous is None or self._commit(previous):
+                self._fail_step(batch)
+            return None
+
+    def _commit(self, launched: Launched) -> bool:
+        if launched.committed:
+            return True
+        launched.committed = True
+        if launched.unreadable:
+            self._fail_step(launched.batch)
+            return False
+        launched.done = True
+        taken = self.scheduler.commit(launched.batch, launched.tokens)
+        self.runner.observe([s.slot for s, _, _ in taken], [token for _, token, _ in taken])
+        for sequence, token, reason in taken:
+            self._take(self.asked[sequence.request.id], token, reason)
+        return True
+
+    def _fail_step(self, batch: Batch) -> None:
+        for segment in batch.segments:
+            if not segment.sequence.finished:
+                self.scheduler.finish(segment.sequence, keep=False)
+                self._end(segment.sequence.request.id, FinishReason.ERROR)
+        for sequence in reversed(list(self.scheduler.running)):
+            self.scheduler.preempt(sequence, keep=False)
+        for sequence in self.scheduler.unfinished():
+            sequence.num_pending = 0
+        self.scheduler.holdings.forget()
+        self.kv.reset()
+
+    def _take_fault(self) -> str | None:
+        fault, self.next_fault = self.next_fault, None
+        self.num_faults += fault is not None
+        return fault
+
+    # -- what must hold --------------------------------------------------------------------------
+
+    def _verify(self, name: str, position: int, hidden: int) -> None:
+        asked = self.asked[name]
+        assert hidden == asked.oracle.hidden(position), (
+            f"{name} sees wrong keys at position {position}; its prompt ends at "
+            f"{len(asked.request.prompt_ids)}"
+        )
+
+    def _take(self, asked: Asked, token: int, reason: FinishReason | None) -> None:
+        asked.got.append(token)
+        count = len(asked.got)
+        assert asked.got[-1:] == asked.expected[count - 1 : count], asked.request.id
+        assert (reason is None) == (count < len(asked.expected))
+        if reason is not None:
+            assert reason is asked.expected_reason
+            self._end(asked.request.id, reason)
+
+    def _end(self, name: str, reason: FinishReason) -> None:
+        assert self.asked[name].reason is None, f"{name} ends twice"
+        self.asked[name].reason = reason
+
+    def _check(self) -> None:
+        check_books(self.scheduler, self.pins)
+        counters = asdict(self.scheduler.counters)
+        assert all(counters[name] >= before for name, before in self._counters.items())
+        self._counters = counters
+        for asked in self.asked.values():
+            self._check_cached(asked)
+
+    def _check_cached(self, asked: Asked) -> None:
+        """Tokens count as cached only where somebody computed the same ones."""
+        num_cached = asked.sequence.num_cached
+        if not num_cached:
+            return
+        assert self.sizes.reuse
+        assert not asked.request.prompt_logits
+        assert num_cached <= len(asked.request.prompt_ids)
+        if not asked.sequence.num_preempted:
+            others = (a.tokens for a in self.asked.values() if a is not asked)
+            assert num_cached <= max(common(asked.request.prompt_ids[:-1], o) for o in others)
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def check_end(self) -> None:
+        """Every request ended; what the tree has is what it says, and all of it can go."""
+        assert all(a.reason is not None for a in self.asked.values())
+        self.kv.may_write_pages = True
+        self.scheduler.holdings.settle(())
+        self.kv.seal(self.scheduler.holdings.take_closing())
+        self._check_stored()
+        tree = self.scheduler.holdings.tree
+        for group, allocator in enumerate(self.scheduler.holdings.allocators):
+            assert allocator.num_held == tree.num_pages(group) == tree.num_evictable(group)
+            tree.evict(group, allocator.num_held)
+            assert allocator.num_free == allocator.num_pages
+        assert tree.num_nodes == 0
+
+    def _check_stored(self) -> None:
+        """Every page of the tree holds the keys of the tokens that lead to it."""
+        size, reaches = self.sizes.page_size, self.sizes.reaches
+        for stored in self.scheduler.holdings.tree.stored():
+            tokens = stored.token_ids()
+            oracle = Oracle(reaches, tokens, seed=0, vocab=self.sizes.vocab)
+            start = stored.page_number * size
+            keys = [oracle.keys(position) for position in range(start, len(tokens))]
+            for layer, group in enumerate(self.kv.groups):
+                page = stored.pages[group]
+                if page is not None:
+                    found = self.kv.pools[layer][page * size : page * size + len(keys)]
+                    assert found == [k[layer] for k in keys], "a cached page holds something else"
+
+
+def common(a: Seq[int], b: Seq[int]) -> int:
+    """How many tokens two lists share at their beginning."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))

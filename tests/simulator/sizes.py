@@ -1,0 +1,63 @@
+"""What a simulation is built with, and how it is drawn. Knows no requests."""
+
+import random
+from dataclasses import dataclass
+
+from mlxinfer.cache.reach import Reach
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a simulation is built with."""
+
+    reaches: tuple[Reach, ...]
+    page_size: int
+    num_pages: tuple[int, ...]  # by group
+    max_batch: int
+    prefill_chunk: int
+    reuse: bool
+    launch_ahead: bool
+    headroom: int
+    vocab: int
+
+
+def draw_reaches(rng: random.Random) -> tuple[Reach, ...]:
+    """Layer groups as models have them: full, windows, both, with and without sinks."""
+    window = rng.choice([1, 2, rng.randint(2, 9), rng.randint(5, 40)])
+    sinks = rng.choice([0, 0, 0, rng.randint(1, 9)])
+    other = rng.choice([1, rng.randint(2, 9), rng.randint(5, 40)])
+    return rng.choice(
+        [
+            (Reach(),),
+            (Reach(window, sinks),),
+            (Reach(), Reach(window, sinks)),
+            (Reach(), Reach(window, sinks)),
+            (Reach(window, sinks), Reach(other + window)),
+            (Reach(), Reach(window, sinks), Reach(other + window)),
+        ]
+    )
+
+
+def draw_sizes(rng: random.Random, *, tight: bool, extra_pages: int) -> Sizes:
+    """Pools from the least in which anything runs; windows as large as the engine makes them."""
+    reaches, page = draw_reaches(rng), rng.choice([4, 4, 8, 16])
+    max_batch, chunk = rng.randint(1, 6), page * rng.choice([1, 2, 3, 4, 8])
+    full = rng.choice([rng.randint(2, 8), rng.randint(6, 14)]) if tight else rng.randint(8, 40)
+    counts = []
+    for reach in reaches:
+        count = full
+        if reach.window is not None:
+            held = -(-(reach.window - 1) // page) + 2 + reach.kept_pages(page)
+            count = min(full, max_batch * held + chunk // page)
+        counts.append(count + extra_pages)
+    return Sizes(
+        reaches=reaches,
+        page_size=page,
+        num_pages=tuple(counts),
+        max_batch=max_batch,
+        prefill_chunk=chunk,
+        reuse=rng.random() < 0.85,
+        launch_ahead=rng.random() < 0.75,
+        headroom=rng.choice([0, 2, 8]),
+        vocab=rng.choice([2, 16, 1000]),
+    )

@@ -1,0 +1,82 @@
+"""The scheduler, its books and the prefix tree under random programs, against a closed form.
+
+MLXINFER_SEEDS=10000 pytest tests/simulator -s
+MLXINFER_FIRST_SEED=4711 MLXINFER_SEEDS=1 pytest tests/simulator -s
+"""
+
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+from simulator.programs import Program
+
+from mlxinfer.cache.pages import PageTable
+from mlxinfer.cache.reach import Reach
+from mlxinfer.engine.batch import Batch
+from mlxinfer.engine.holdings import Holdings
+from mlxinfer.engine.scheduler import Scheduler
+
+NUM_SEEDS = int(os.environ.get("MLXINFER_SEEDS", "150"))
+FIRST_SEED = int(os.environ.get("MLXINFER_FIRST_SEED", "0"))
+
+
+def run(seed: int) -> Program:
+    """One program; where it fails, what happened is said."""
+    program = Program(seed)
+    try:
+        program.run()
+    except Exception as error:
+        again = f"MLXINFER_FIRST_SEED={seed} MLXINFER_SEEDS=1 pytest tests/simulator -s"
+        lines = [*program.log, f"in turn {program.simulation.turns}: {error!r}", again]
+        raise AssertionError("\n".join(lines)) from error
+    return program
+
+
+def run_all(first_seed: int, count: int) -> None:
+    for seed in range(first_seed, first_seed + count):
+        run(seed)
+
+
+def test_random_programs_give_every_request_its_own_tokens() -> None:
+    started_s = time.perf_counter()
+    run_all(FIRST_SEED, NUM_SEEDS)
+    took_s = time.perf_counter() - started_s
+    print(f"\nseeds {FIRST_SEED} to {FIRST_SEED + NUM_SEEDS - 1}: {took_s:.0f} s")
+
+
+def test_a_seed_is_one_program() -> None:
+    first, again = run(3), run(3)
+    assert first.log == again.log
+    assert first.simulation.turns == again.simulation.turns
+    assert [a.got for a in first.simulation.asked.values()] == [
+        a.got for a in again.simulation.asked.values()
+    ]
+
+
+def nothing(*args: object, **kwargs: object) -> None:
+    pass
+
+
+def one_page_more(self: Reach, position: int, page_size: int) -> int:
+    return self.lowest(position) // page_size + 1
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [
+        (Batch, "writes_pages", property(lambda batch: bool(batch.long))),
+        (Holdings, "_restore", nothing),
+        (Holdings, "forget", nothing),
+        (Holdings, "take_closing", lambda holdings: []),
+        (PageTable, "replace", nothing),
+        (Reach, "first_page", one_page_more),
+        (Scheduler, "_seal_tails", lambda *_: []),
+    ],
+)
+def test_what_is_broken_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: Callable[..., object]
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(AssertionError, match="pytest tests/simulator"):
+        run_all(0, 150)

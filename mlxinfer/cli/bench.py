@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from ..bench.report import Report
 
 skip_peer = click.option("--skip-peer", is_flag=True, help="Measure mlxinfer alone.")
+markdown_option = click.option(
+    "--markdown", "as_markdown", is_flag=True, help="Tables in Markdown, for a README."
+)
 
 
 class Counts(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2 on
@@ -79,6 +82,48 @@ def start(model: str, runs: int, skip_peer: bool, as_json: bool) -> None:
     _show(run(model=model, runs=runs, peer=not skip_peer), None, as_json)
 
 
+@command.command()
+@click.option("--small", is_flag=True, help="Models and counts of seconds instead of minutes.")
+@click.option("--cpu-time", is_flag=True, help="CPU seconds, for a machine that others use.")
+@skip_peer
+@markdown_option
+@json_option
+def prefix(skip_peer: bool, as_json: bool, as_markdown: bool, **options: Any) -> None:
+    """Prompts that begin as others did: tokens computed, first token, KV held."""
+    blas = _prepare()
+    from ..bench.prefix import run
+
+    _show(run(**options, peer=not skip_peer), blas, as_json, as_markdown)
+
+
+@command.command()
+@click.option("-m", "--model", default="demo", show_default=True, metavar="MODEL")
+@click.option("--long", type=click.IntRange(min=64, max=32_000), default=16_384, show_default=True)
+@click.option("--small", is_flag=True, help="Models and counts of seconds instead of minutes.")
+@skip_peer
+@markdown_option
+@json_option
+def kv(skip_peer: bool, as_json: bool, as_markdown: bool, **options: Any) -> None:
+    """The quantised KV cache: quality, speed of many requests, peak memory of a long one."""
+    blas = _prepare()
+    from ..bench.kv import run
+
+    _show(run(**options, peer=not skip_peer), blas, as_json, as_markdown)
+
+
+@command.command()
+@click.option("--small", is_flag=True, help="Models and counts of seconds instead of minutes.")
+@skip_peer
+@markdown_option
+@json_option
+def memory(skip_peer: bool, as_json: bool, as_markdown: bool, **options: Any) -> None:
+    """KV cache bytes: copied by steps, wasted by padding, moved when a request comes or goes."""
+    blas = _prepare()
+    from ..bench.memory import run
+
+    _show(run(**options, peer=not skip_peer), blas, as_json, as_markdown)
+
+
 def _prepare() -> str | None:
     """A fast BLAS for both sides, before anything imports MLX; and no word from others."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -87,12 +132,17 @@ def _prepare() -> str | None:
     return preload_openblas()
 
 
-def _show(report: "Report", blas: str | None, as_json: bool) -> None:
+def _show(report: "Report", blas: str | None, as_json: bool, as_markdown: bool = False) -> None:
     from ..bench.report import describe_machine
 
     report.machine = describe_machine(blas)
     if as_json:
         emit_json(report.as_dict())
+        return
+    if as_markdown:
+        from ..bench.markdown import as_text
+
+        click.echo(as_text(report))
         return
     from rich.console import Console
     from rich.table import Table

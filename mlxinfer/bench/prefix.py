@@ -1,0 +1,166 @@
+"""`bench prefix`: prompt tokens computed and reused, KV held, time to the first token.
+
+Prompts that begin as earlier or concurrent ones did, answered by both engines with their prompt
+caches. Knows scenes and servers; no cache.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ..models import load
+from . import prefix_scenes as scenes
+from .checkpoints import TWO_LAYERS, Dense, write_checkpoint
+from .peer import load_peer_model
+from .peer_server import PeerServer
+from .prefix_models import FLEET, MIDDLE, TINY_WINDOWED, WINDOWED
+from .prefix_scenes import Prompts, Scale, Sum
+from .report import Report, Table, ratio
+from .served import Ask, Clock, OurServer, Server, serve
+
+SMALL = Scale(
+    conversations=3, opening=80, cold=(3,), system=96, agents=3, steps=2, catalogue=160, answer=8
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A name, a model, and what to play; each on servers of its own."""
+
+    label: str
+    dense: Dense
+    play: Callable[[Server, Prompts, Clock], dict[str, Sum]]
+
+
+def all_scenes(scale: Scale, *, small: bool) -> list[Scene]:
+    """In the order of the report."""
+    middle, fleet = (TWO_LAYERS, TWO_LAYERS) if small else (MIDDLE, FLEET)
+    windowed = TINY_WINDOWED if small else WINDOWED
+    turns = f"{scale.conversations} conversations in turn"
+
+    def talk(server: Server, prompts: Prompts, clock: Clock) -> dict[str, Sum]:
+        each = scenes.conversations(server, scale, prompts, clock)
+        return {f"{turns}, turn {turn}": found for turn, found in enumerate(each, start=1)}
+
+    found = [Scene(turns, middle, talk)]
+    for count in scale.cold:
+        label = f"{count} at once, new, {scale.system} tokens shared"
+        found.append(Scene(label, middle, _cold(label, count, scale)))
+    label = f"{scale.agents} agents x {scale.steps} steps, {scale.catalogue} shared"
+    found.append(Scene(label, fleet, _one(label, scenes.agents, scale)))
+    for dense, suffix in ((middle, ""), (windowed, f", window {windowed.window}")):
+        for label, play in (
+            ("last message edited", scenes.edited),
+            ("more questions, same document", scenes.document),
+        ):
+            found.append(Scene(label + suffix, dense, _one(label + suffix, play, scale)))
+    return found
+
+
+def _one(
+    label: str, play: Callable[[Server, Scale, Prompts, Clock], Sum], scale: Scale
+) -> Callable[[Server, Prompts, Clock], dict[str, Sum]]:
+    return lambda server, prompts, clock: {label: play(server, scale, prompts, clock)}
+
+
+def _cold(
+    label: str, count: int, scale: Scale
+) -> Callable[[Server, Prompts, Clock], dict[str, Sum]]:
+    return lambda server, prompts, clock: {
+        label: scenes.cold_start(server, count, scale, prompts, clock)
+    }
+
+
+def run(*, small: bool = False, cpu_time: bool = False, peer: bool = True) -> Report:
+    """Every scene, mlxinfer first.
+
+    Args:
+        small: models and counts of seconds.
+        cpu_time: time is what the process computed, not what passed: for a machine that others use.
+        peer: also mlx-lm.
+    """
+    scale = SMALL if small else Scale()
+    clock = time.process_time if cpu_time else time.perf_counter
+    found: dict[str, list[Sum]] = {}
+    with TemporaryDirectory() as scratch:
+        for scene in all_scenes(scale, small=small):
+            folder = Path(scratch) / f"{scene.dense.hidden}-{scene.dense.config()['model_type']}"
+            if not folder.exists():
+                write_checkpoint(folder, scene.dense)
+            for make in _makers(folder, peer=peer):
+                _warm(make(), scene.dense)
+                played = scene.play(make(), Prompts(scene.dense.vocab), clock)
+                for label, each in played.items():
+                    found.setdefault(label, []).append(each)
+    data = {
+        "scale": asdict(scale),
+        "scenes": [{"scene": label, **_data(sums)} for label, sums in found.items()],
+    }
+    return Report("prefix", [_tokens_table(found, scale), _cost_table(found, cpu_time)], data)
+
+
+def _makers(folder: Path, *, peer: bool) -> list[Callable[[], Server]]:
+    model = load(folder)
+    makers: list[Callable[[], Server]] = [lambda: OurServer(model)]
+    if peer:
+        peer_model = load_peer_model(folder)
+        makers.append(lambda: PeerServer(peer_model))
+    return makers
+
+
+def _warm(server: Server, dense: Dense) -> None:
+    """First calls load and allocate what later ones find."""
+    serve(server, [Ask("warm", [("user", Prompts(dense.vocab).message(40))], 4)])
+
+
+def _tokens_table(found: dict[str, list[Sum]], scale: Scale) -> Table:
+    rows = []
+    for label, sums in found.items():
+        row = [label, f"{sums[0].prompt_tokens:,}"]
+        row += [f"{sums[0].computed:,}", f"{sums[0].reused_share:.0%}"]
+        if len(sums) > 1:
+            row += [f"{sums[1].computed:,}", f"{sums[1].reused_share:.0%}"]
+            row.append(ratio(sums[1].computed, sums[0].computed))
+        rows.append(row)
+    columns = ["", "prompt tokens", "mlxinfer computed", "reused"]
+    peers = ["mlx-lm computed", "reused", "ratio"] if _has_peer(found) else []
+    note = (
+        f"Conversations: {scale.opening} tokens, then {scale.message} a turn; system prompts are "
+        f"followed by {scale.question}; agents have a task of {scale.task} and tools that return "
+        f"{scale.result}; answers have {scale.answer}. Reused: the share of prompt tokens that no "
+        "forward pass saw."
+    )
+    if peers:
+        note += " mlx-lm: BatchGenerator and LRUPromptCache (10 entries), as its server uses them."
+    return Table("Prompt tokens computed and reused", columns + peers, rows, note)
+
+
+def _cost_table(found: dict[str, list[Sum]], cpu_time: bool) -> Table:
+    rows = []
+    for label, sums in found.items():
+        firsts = [each.mean_first_s for each in sums]
+        held = [each.peak_kv_bytes / 1e6 for each in sums]
+        row = [label, *(f"{value:,.3f}" for value in firsts)]
+        row += [ratio(firsts[1], firsts[0])] if len(sums) > 1 else []
+        row += [f"{value:,.1f}" for value in held]
+        row += [ratio(held[1], held[0])] if len(sums) > 1 else []
+        rows.append(row)
+    sides = ["mlxinfer", "mlx-lm"] if _has_peer(found) else ["mlxinfer"]
+    columns = [""]
+    for what in ("first token (s)", "KV (MB)"):
+        columns += [f"{side} {what}" for side in sides] + ["ratio"] * (len(sides) - 1)
+    note = "First token: the mean of all requests. KV: the most that was held at a time."
+    note += " Seconds of CPU time." if cpu_time else ""
+    return Table("Time to the first token, and KV held", columns, rows, note)
+
+
+def _has_peer(found: dict[str, list[Sum]]) -> bool:
+    return any(len(sums) > 1 for sums in found.values())
+
+
+def _data(sums: list[Sum]) -> dict[str, Any]:
+    names = ("mlxinfer", "mlx-lm")
+    return {name: asdict(each) for name, each in zip(names, sums, strict=False)}

@@ -1,0 +1,15 @@
+"""What every report of a benchmark must hold."""
+
+import json
+
+from mlxinfer.bench.markdown import as_text
+from mlxinfer.bench.report import Report
+
+
+def check(report: Report) -> None:
+    assert json.loads(json.dumps(report.as_dict()))["benchmark"] == report.benchmark
+    for table in report.tables:
+        assert table.rows
+        assert {len(row) for row in table.rows} == {len(table.columns)}
+    text = as_text(report)
+    assert all(f"**{table.title}**" in text for table in report.tables)

@@ -72,9 +72,13 @@ class KVCache:
         reaches = sorted({_reach(s) for s in specs}, key=lambda r: (r.window or 0, r.sinks))
         layers = [[i for i, s in enumerate(specs) if _reach(s) == reach] for reach in reaches]
         costs = [sum(per_page[i] for i in members) for members in layers]
+        # While a pool grows one of its arrays is there twice, and that counts too.
         counts = _page_counts(
-            costs,
-            budget_bytes - self.max_batch * tail_bytes - max(per_page),
+            [
+                sum(per_page[i] for i in members) + max(per_page[i] for i in members)
+                for members in layers
+            ],
+            budget_bytes - self.max_batch * (tail_bytes + max(per_page)),
             max_held=[self._max_held(reach, prefill_chunk) for reach in reaches],
             num_pages=num_pages,
         )
@@ -193,13 +197,17 @@ class KVCache:
                     source = page * self.page_size
                     taken += [
                         (plane, plane.peek(source, source + stop - start), place)
-                        for plane in self._planes(group)
+                        for plane in self._planes_of(group)
                     ]
         mx.eval([parts for _, parts, _ in taken])  # before the pages that they lie in are written
         for plane, parts, place in taken:
             plane.paste(parts, *place)
 
-    def _planes(self, group: LayerGroup) -> list[Plane]:
+    def planes(self, group: int) -> list[Plane]:
+        """Keys and values of each layer of a group, in order."""
+        return self._planes_of(self.groups[group])
+
+    def _planes_of(self, group: LayerGroup) -> list[Plane]:
         return [plane for i in group.layers for plane in (self.pools[i].keys, self.pools[i].values)]
 
     def begin_step(self, short: Sequence[Span], long: Sequence[Span]) -> list[StepKV]:

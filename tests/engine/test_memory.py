@@ -128,13 +128,29 @@ def cache(budget: int, **changes: object) -> KVCache:
     return KVCache([spec, windowed], dtype=mx.float32, **{**sizes, **changes})  # type: ignore[arg-type]
 
 
-def test_the_budget_bounds_every_array() -> None:
-    budget = 20_000_000
-    kv = cache(budget)
-    for group in kv.groups:
-        group.allocator.allocate(group.allocator.num_pages)
-    kv.make_room(kv.max_batch)
-    assert 0.9 * budget < kv.bytes_allocated <= budget
+def test_the_budget_bounds_every_array_even_while_they_grow() -> None:
+    budget = 60_000_000
+    specs = [KVSpec(2, 64, 64)] * 12 + [KVSpec(2, 64, 64, window=32)] * 4
+    mx.clear_cache()
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    kv = KVCache(
+        specs,
+        dtype=mx.float32,
+        page_size=16,
+        max_batch=4,
+        prefill_chunk=64,
+        budget_bytes=budget,
+    )
+    for count in (1, 2, 4):
+        for group in kv.groups:
+            allocator = group.allocator
+            while allocator.num_held < allocator.num_pages * count // 4:
+                allocator.allocate(1)
+        kv.make_room(count)
+    assert mx.get_peak_memory() - before <= budget
+    assert kv.bytes_allocated > 0.85 * budget
 
 
 def test_pools_start_small_and_double() -> None:

@@ -1,6 +1,8 @@
 """How an engine is set up: frozen, and with every "auto" resolved before it is built. No mlx."""
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from .errors import InvalidRequestError
 
@@ -60,6 +62,21 @@ class KVOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DiskOptions:
+    """Where prefix pages go that memory has no room for."""
+
+    folder: Path
+    max_bytes: int  # what all entries in it may take, of other models too
+    identity: str  # of the weights: pages of one model are garbage to another
+
+
+def default_disk_folder() -> Path:
+    """Where the pages of all models lie, unless somebody said otherwise (XDG_CACHE_HOME)."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache).expanduser() if cache else Path.home() / ".cache") / "mlxinfer" / "kv"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Sizes that hold for the life of an engine. Bytes are bytes, tokens are tokens."""
 
@@ -71,6 +88,7 @@ class EngineConfig:
     num_pages: int | None = None  # pages of each layer group; None: as many as the budget holds
     kv: KVOptions = field(default_factory=KVOptions)
     prefix_cache: bool = True  # prompts use the KV that earlier requests left
+    disk: DiskOptions | None = None  # with prefix_cache: keeps what memory has no room for
     launch_ahead: bool = True  # launch a step before the one before it is read
 
 

@@ -49,6 +49,26 @@ class Restore:
     pages: list[int | None]  # by group: the shared page; None: nothing of it is visible
 
 
+@dataclass(frozen=True, slots=True)
+class Spill:
+    """A page that was evicted, to be read before the step writes over it."""
+
+    group: int
+    page: int
+    key: bytes  # what it is stored under
+    parent: bytes
+    token_ids: tuple[int, ...]  # of this page alone
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Stored bytes to be written to a page before a step."""
+
+    group: int
+    page: int
+    payload: memoryview
+
+
 @dataclass(slots=True)
 class Batch:
     """One step: short segments first, single tokens before others, then prefill chunks."""
@@ -56,6 +76,8 @@ class Batch:
     short: list[Segment]
     long: list[Segment] = field(default_factory=list)
     seal: list[Move] = field(default_factory=list)
+    spill: list[Spill] = field(default_factory=list)
+    load: list[Load] = field(default_factory=list)
     restore: list[Restore] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)  # took their slot for this step
     sampling: list[Segment] = field(default_factory=list)  # those that get a token, in flat order
@@ -68,5 +90,8 @@ class Batch:
 
     @property
     def writes_pages(self) -> bool:
-        """Whether the step writes the pool, and so must wait for the one in flight."""
-        return bool(self.seal or self.restore or self.long)
+        """Whether the step writes the pool or reads it out, and so must wait for the one in flight.
+
+        Before the step proper come, in this order: seal, spill, load, restore.
+        """
+        return bool(self.long or self.seal or self.restore or self.spill or self.load)

@@ -1,16 +1,20 @@
 """The loop, turn by turn: schedule, launch, read the step before. Knows no threads, no text."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from ..cache.disk import DiskTier, namespace_key
 from ..cache.kv import KVCache
 from ..cache.layout import lay_out
-from ..config import EngineConfig
+from ..cache.transfer import payload_bytes
+from ..config import DiskOptions, EngineConfig
 from ..core import FinishReason, Request, TokenEvent, check_token_ids
 from ..errors import (
     ContextLengthError,
@@ -21,6 +25,7 @@ from ..errors import (
 from ..models.decoder import Model
 from ..sampling.sampler import Sampler
 from .batch import Batch
+from .pagestore import PageStore
 from .runner import Launched, Runner
 from .scheduler import Scheduler
 from .sequence import Sequence
@@ -42,6 +47,7 @@ class Loop:
         self.config = config
         self._emit = emit
         self._in_flight: Launched | None = None
+        self.store: PageStore | None = None
         self.assemble()
 
     def assemble(self) -> None:
@@ -58,6 +64,8 @@ class Loop:
             budget_bytes=config.kv_budget_bytes,
             num_pages=config.num_pages,
         )
+        if config.disk is not None and self.store is None:
+            self.store = _open_store(config.disk, self.cache)
         self.scheduler = Scheduler(
             reaches=[group.reach for group in self.cache.groups],
             allocators=[group.allocator for group in self.cache.groups],
@@ -65,6 +73,7 @@ class Loop:
             max_batch=self.cache.max_batch,
             prefill_chunk=config.prefill_chunk,
             reuse=config.prefix_cache,
+            store=self.store,
         )
         self.runner = Runner(self.model, self.cache, Sampler(self.model.config.vocab_size))
         self._in_flight = None
@@ -146,8 +155,11 @@ class Loop:
     def _launch(self, batch: Batch, previous: Launched | None) -> Launched | None:
         for sequence in batch.admitted:
             sequence.request.started_s = sequence.request.started_s or time.monotonic()
+        began_s = time.monotonic()
         try:
-            return self.runner.launch(batch, previous)
+            launched = self.runner.launch(batch, previous)
+            launched.began_s = began_s
+            return launched
         except Exception as error:  # the fault boundary of a step: its requests fail, others go on
             if previous is None or self._commit(previous):
                 self._fail_step(batch, error)
@@ -161,10 +173,12 @@ class Loop:
         try:
             token_ids = launched.token_ids()
             logprobs = launched.logprobs()
-            prompt_logits = [(*about, np.array(rows)) for *about, rows in launched.prompt_logits]
+            prompt_logits = [(s, at, np.array(rows)) for s, at, rows in launched.prompt_logits]
         except Exception as error:  # evaluation failed: the fault boundary of a step
             self._fail_step(launched.batch, error)
             return False
+        if self.store is not None:
+            self._tell(self.store, launched)
         for sequence, start, logits in prompt_logits:
             new = logits[max(sequence.num_logits - start, 0) :]  # preempted, it computes some again
             if len(new) and not sequence.finished:
@@ -185,6 +199,15 @@ class Loop:
                 )
             )
         return True
+
+    def _tell(self, store: PageStore, launched: Launched) -> None:
+        """A step went well: what was read out before it may be kept."""
+        store.put(launched.spilled)
+        store.step_ended(
+            num_prefill=sum([s.num_tokens for s in launched.batch.long]),
+            num_tokens=launched.batch.num_tokens,
+            began_s=launched.began_s,
+        )
 
     # -- faults ---------------------------------------------------------------------------------
 
@@ -208,8 +231,22 @@ class Loop:
         self.assemble()
 
     def close(self) -> None:
-        """Let go of the model and every array; the loop cannot be used afterwards."""
+        """Save what is cached, let go of the model and every array; nothing works afterwards."""
+        if self.store is not None:
+            with contextlib.suppress(Exception):  # what is not saved is computed again
+                self._save(self.store)
+            self.store.close()
         del self.model, self.cache, self.runner, self._in_flight
+
+    def _save(self, store: PageStore) -> None:
+        """To the disk with all that the prefix tree holds, as far as bytes and time allow."""
+        if self._in_flight is not None and not self._commit(self._in_flight):
+            return
+        self._in_flight = None
+        holdings = self.scheduler.holdings
+        self.cache.make_room(0)
+        self.cache.seal([(m.tables, m.slot, m.start, m.stop) for m in holdings.take_closing()])
+        store.save(holdings.take_all(), self.runner.read_out)
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers of what was done and what is held."""
@@ -240,7 +277,24 @@ class Loop:
             "bytes_grown": self.cache.bytes_grown,
             "peak_memory_bytes": mx.get_peak_memory(),
             "active_memory_bytes": mx.get_active_memory(),
+            **({"disk": self.store.stats()} if self.store is not None else {}),
         }
+
+
+def _open_store(options: DiskOptions, cache: KVCache) -> PageStore:
+    """Pages that others computed are used where everything agrees that they depend on."""
+    namespace = namespace_key(
+        options.identity,
+        f"MLX {version('mlx')} {mx.default_device()}",
+        f"{cache.dtype} {cache.page_size} {cache.specs} {cache.bits}",
+    )
+    return PageStore(
+        DiskTier(str(options.folder), namespace, max_bytes=options.max_bytes),
+        reaches=[group.reach for group in cache.groups],
+        page_bytes=[payload_bytes(cache, group) for group in range(len(cache.groups))],
+        page_size=cache.page_size,
+        max_bytes=options.max_bytes,
+    )
 
 
 def _failure(sequence: Sequence, error: Exception) -> TokenEvent:

@@ -1,18 +1,19 @@
 """Runs a batch: forward pass and sampling. The only place that evaluates; knows no queues."""
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from ..cache.kv import KVCache
+from ..cache.transfer import read_pages, write_pages
 from ..core import TokenLogprobs
 from ..models.decoder import Model
 from ..sampling.logprobs import read_logprobs
 from ..sampling.sampler import Sampled, Sampler
-from .batch import Batch, Segment
+from .batch import Batch, Load, Segment, Spill
 from .sequence import Sequence
 
 Bools = NDArray[np.bool_]
@@ -26,6 +27,8 @@ class Launched:
     sampled: Sampled | None  # lazy; None: no row samples
     prompt_logits: list[tuple[Sequence, int, mx.array]]  # of a position on: (n, vocab), lazy
     outputs: list[mx.array]  # evaluating these finishes the step
+    spilled: list[tuple[Spill, bytes]] = field(default_factory=list)  # read out before it
+    began_s: float = 0.0  # when its launch began
     committed: bool = False  # its tokens were passed on
 
     def wait(self) -> None:
@@ -61,6 +64,8 @@ class Runner:
         self._admit(batch)
         self.cache.make_room(num_slots)
         self.cache.seal([(m.tables, m.slot, m.start, m.stop) for m in batch.seal])
+        spilled = self.read_out(batch.spill)
+        self._fill(batch.load)
         self.cache.restore(
             [(r.sequence.tables, r.sequence.slot, r.start, r.stop, r.pages) for r in batch.restore]
         )
@@ -68,12 +73,28 @@ class Runner:
         positions = mx.array(_positions(batch))
         hidden = self.model(ids, positions, self.cache.begin_step(batch.short, batch.long))
         launched = self._heads(batch, hidden, ids, pending)
+        launched.spilled = spilled
         mx.async_eval(launched.outputs)
         if previous is not None:
             self.cache.count_copies()
         for row, segment in enumerate(batch.sampling):
             segment.sequence.pending_row = row
         return launched
+
+    def read_out(self, spills: Seq[Spill]) -> list[tuple[Spill, bytes]]:
+        """The payloads of pages; only behind a barrier, after seals."""
+        spilled: list[tuple[Spill, bytes]] = []
+        for group in sorted({spill.group for spill in spills}):
+            some = [spill for spill in spills if spill.group == group]
+            payloads = read_pages(self.cache, group, [spill.page for spill in some])
+            spilled += zip(some, payloads, strict=True)
+        return spilled
+
+    def _fill(self, loads: Seq[Load]) -> None:
+        for group in sorted({load.group for load in loads}):
+            some = [load for load in loads if load.group == group]
+            payloads = [load.payload for load in some]
+            write_pages(self.cache, group, [load.page for load in some], payloads)
 
     def observe(self, sequences: Seq[Sequence], token_ids: Seq[int]) -> None:
         """Tell the sampler which tokens were read; only of sequences that still run."""

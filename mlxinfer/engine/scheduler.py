@@ -19,6 +19,7 @@ from ..cache.reach import Reach
 from ..core import FinishReason, Request
 from .batch import MAX_SHORT, Batch, Move, Restore, Segment
 from .holdings import Holdings
+from .pagestore import PageStore
 from .sequence import Sequence
 
 
@@ -45,6 +46,7 @@ class Scheduler:
         max_batch: sequences that may run at once.
         prefill_chunk: prompt tokens a step, all sequences together.
         reuse: whether prompts may use the KV that earlier requests left.
+        store: where evicted pages go, and come back from.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Scheduler:
         max_batch: int,
         prefill_chunk: int,
         reuse: bool = True,
+        store: PageStore | None = None,
     ) -> None:
         assert len(reaches) == len(allocators)
         assert prefill_chunk % page_size == 0
@@ -65,6 +68,7 @@ class Scheduler:
             page_size=page_size,
             prefill_chunk=prefill_chunk,
             reuse=reuse,
+            store=store,
         )
         self.page_size = page_size
         self.prefill_chunk = prefill_chunk
@@ -153,6 +157,7 @@ class Scheduler:
         short = [s for s in ordered if not s.seals]
         batch = Batch(short, [s for s in ordered if s.seals], self.holdings.take_closing())
         batch.admitted, self._admitted = self._admitted, []
+        batch.spill, batch.load = self.holdings.take_transfers()
         batch.restore, self._restores = self._restores, []
         batch.seal += self._seal_tails(ordered, batch.writes_pages)
         self._launch(batch, ordered)

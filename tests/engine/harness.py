@@ -46,6 +46,7 @@ class Outcome:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     logits: list[np.ndarray] = field(default_factory=list)
     first_token_turn: int | None = None
+    cached_tokens: int = 0
     turns: list[int] = field(default_factory=list)  # in which its tokens came
 
 
@@ -63,6 +64,7 @@ class Harness:
         if event.token_id is not None:
             outcome.token_ids.append(event.token_id)
             outcome.turns.append(self.turns)
+        outcome.cached_tokens = max(outcome.cached_tokens, event.cached_tokens)
         if event.logprobs is not None:
             outcome.logprobs.append(event.logprobs)
         if event.prompt_logits is not None:

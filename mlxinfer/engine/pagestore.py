@@ -1,0 +1,286 @@
+"""The prefix tree's pages on disk: their names, which to fetch, and whether that pays. No mlx.
+
+A page of tokens is an entry of its own for each layer group: a window's pages are stored, and read,
+only where a prompt can go on from them. Partial pages are not stored.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..cache.disk import DiskTier, chain_keys, page_key
+from ..cache.prefix import StoredPage
+from ..cache.prefix_match import Match, first_page
+from ..cache.reach import Reach
+from .batch import Spill
+
+MIN_PAGES = 2  # fewer are not worth a look at the disk
+MAX_SPILL_BYTES = 128 * 2**20  # read out of the pools before one step, and held until they go
+SAVE_CHUNK_BYTES = 64 * 2**20
+SAVE_S = 10.0  # how long a shutdown may take to save what is cached
+FORGET = 0.8  # weight of what was measured before, at each new measurement
+TRIES = 16  # of so many fetches that seem too slow, one is made: disks wake up
+
+
+@dataclass(slots=True)
+class Rate:
+    """Amounts and seconds; the latest count the most."""
+
+    amount: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        """One more measurement."""
+        self.amount = FORGET * self.amount + amount
+        self.seconds = FORGET * self.seconds + seconds
+
+    def seconds_for(self, amount: float) -> float | None:
+        """How long `amount` would take; None: nothing was measured."""
+        return amount * self.seconds / self.amount if self.amount else None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the disk adds to a match."""
+
+    num_pages: int  # whole pages from position 0 on that are then there for all groups
+    payloads: list[dict[int, memoryview]]  # by group: page number -> payload
+
+
+class PageStore:
+    """Names for pages, and a disk tier under them.
+
+    Args:
+        tier: of this model and KV format.
+        reaches: what each layer group keeps.
+        page_bytes: of a page's payload, by group.
+        page_size: tokens a page.
+        max_bytes: what the tier may hold.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        tier: DiskTier,
+        *,
+        reaches: Seq[Reach],
+        page_bytes: Seq[int],
+        page_size: int,
+        max_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tier = tier
+        self.reaches = reaches
+        self.page_bytes = page_bytes
+        self.page_size = page_size
+        self.tokens_loaded = 0
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._computing, self._reading = Rate(), Rate()  # tokens, bytes
+        self._step_ended_s = 0.0
+        self._num_refused = 0
+
+    # -- to the disk ----------------------------------------------------------------------------
+
+    def spills(self, page: StoredPage) -> list[Spill]:
+        """What is to be read out of a page; nothing of what is on the disk already."""
+        if len(page.tokens) < self.page_size:
+            return []
+        before, _ = page.chain_keys(self.tier.namespace, page_key)
+        spills = []
+        for group, page_id in enumerate(page.pages):
+            if page_id is not None:
+                parent, key = entry_keys(before, group, page.tokens)
+                if not self.tier.contains(key):
+                    spills.append(Spill(group, page_id, key, parent, page.tokens))
+        return spills
+
+    def affordable(self, spills: Seq[Spill]) -> list[Spill]:
+        """The last ones, as many as may be held: of a path these are nearest to its beginning."""
+        kept, room = [], MAX_SPILL_BYTES
+        for spill in reversed(spills):
+            room -= self.page_bytes[spill.group]
+            if room < 0:
+                break
+            kept.append(spill)
+        return kept[::-1]
+
+    def put(self, spilled: Iterable[tuple[Spill, bytes]]) -> None:
+        """Store payloads soon."""
+        for spill, payload in spilled:
+            self.tier.put(spill.key, spill.parent, spill.token_ids, payload)
+
+    def save(
+        self, spills: Seq[Spill], read: Callable[[Seq[Spill]], list[tuple[Spill, bytes]]]
+    ) -> None:
+        """Store as many as there are bytes and seconds for, the first ones first, and wait."""
+        deadline_s = self._clock() + SAVE_S
+        for chunk in self._chunks(spills):
+            self.put(read(chunk))
+            if not self.tier.flush(max(deadline_s - self._clock(), 0.0)):
+                return
+
+    def _chunks(self, spills: Seq[Spill]) -> Iterator[list[Spill]]:
+        chunk: list[Spill] = []
+        room, total = SAVE_CHUNK_BYTES, self._max_bytes
+        for spill in spills:
+            room -= self.page_bytes[spill.group]
+            total -= self.page_bytes[spill.group]
+            if total < 0:
+                break
+            chunk.append(spill)
+            if room <= 0:
+                yield chunk
+                chunk, room = [], SAVE_CHUNK_BYTES
+        yield chunk
+
+    # -- from the disk --------------------------------------------------------------------------
+
+    def find(self, token_ids: Seq[int], match: Match) -> Found | None:
+        """What the disk adds to `match` of a prompt, read; None: nothing, or not worth its time.
+
+        Costs the prompt's length, one look at a file where the disk knows nothing of it.
+        """
+        stop = (len(token_ids) - 1) // self.page_size
+        if stop - len(match.nodes) < MIN_PAGES:
+            return None
+        search = _Search(self, token_ids, match, stop)
+        while (num_pages := search.reachable()) - len(match.nodes) >= MIN_PAGES:
+            wanted = search.wanted(num_pages)
+            num_tokens = num_pages * self.page_size - match.num_tokens
+            if not self._pays(num_tokens, sum(self.page_bytes[g] for _, g in wanted)):
+                return None
+            if self._read(search, wanted):
+                self.tokens_loaded += num_tokens
+                return search.found(num_pages)
+        return None
+
+    def _read(self, search: "_Search", wanted: list[tuple[int, int]]) -> bool:
+        """Read pages; False: one is not there, which the search knows now."""
+        started_s = self._clock()
+        entries = self.tier.get_chain([search.key(*place) for place in wanted])
+        self._reading.add(sum(e.payload.nbytes for e in entries), self._clock() - started_s)
+        for place, entry in zip(wanted, entries, strict=False):
+            if entry.payload.nbytes != self.page_bytes[place[1]]:
+                search.there[place] = False
+                return False
+            search.payloads[place] = entry.payload
+        if len(entries) < len(wanted):
+            search.there[wanted[len(entries)]] = False
+        return len(entries) == len(wanted)
+
+    def _pays(self, num_tokens: int, num_bytes: int) -> bool:
+        """Whether reading is expected to be quicker than computing."""
+        computing_s = self._computing.seconds_for(num_tokens)
+        reading_s = self._reading.seconds_for(num_bytes)
+        if computing_s is None or reading_s is None or reading_s <= computing_s:
+            return True
+        self._num_refused += 1
+        return self._num_refused % TRIES == 0
+
+    def step_ended(self, *, num_prefill: int, num_tokens: int, began_s: float) -> None:
+        """A step's tokens were read; it was launched at `began_s`, behind the step before it."""
+        now = self._clock()
+        if 2 * num_prefill > num_tokens:
+            self._computing.add(num_tokens, now - max(began_s, self._step_ended_s))
+        self._step_ended_s = now
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers; a page of tokens is an entry for each layer group."""
+        return {**asdict(self.tier.stats()), "tokens_loaded": self.tokens_loaded}
+
+    def close(self) -> None:
+        """Stop the writer; what it has not written within `SAVE_S` is lost."""
+        self.tier.close(SAVE_S)
+
+
+@dataclass(slots=True)
+class _Search:
+    """One prompt's pages on the disk, each looked for once: places are (page number, group)."""
+
+    store: PageStore
+    token_ids: Seq[int]
+    match: Match
+    stop: int  # pages
+    there: dict[tuple[int, int], bool] = field(default_factory=dict)
+    payloads: dict[tuple[int, int], memoryview] = field(default_factory=dict)
+    _before: list[bytes] = field(default_factory=list)  # [n]: the chain's key before page n
+
+    def reachable(self) -> int:
+        """The most pages after which all groups can go on, from memory and disk together."""
+        reaches = list(enumerate(self.store.reaches))
+        full = [g for g, reach in reaches if reach.window is None]
+        num_pages = len(self.match.nodes)
+        while num_pages < self.stop and all(self._has(num_pages, g) for g in full):
+            num_pages += 1
+        checked = -1
+        while num_pages != checked:
+            checked = num_pages
+            for group, reach in reaches:
+                if reach.window is not None:
+                    num_pages = self._lower(num_pages, group)
+        return num_pages
+
+    def wanted(self, num_pages: int) -> list[tuple[int, int]]:
+        """Places to be read for going on after `num_pages`, the first pages first."""
+        return sorted(
+            (number, group)
+            for group in range(len(self.store.reaches))
+            for number in self._needed(num_pages, group)
+            if not self._in_memory(number, group) and (number, group) not in self.payloads
+        )
+
+    def found(self, num_pages: int) -> Found:
+        """What was read of what is needed."""
+        payloads: list[dict[int, memoryview]] = [{} for _ in self.store.reaches]
+        for group, pages in enumerate(payloads):
+            for number in self._needed(num_pages, group):
+                if (number, group) in self.payloads:
+                    pages[number] = self.payloads[number, group]
+        return Found(num_pages, payloads)
+
+    def key(self, number: int, group: int) -> bytes:
+        """The name of a page's entry."""
+        if not self._before:
+            known = self.token_ids[: self.stop * self.store.page_size]
+            namespace = self.store.tier.namespace
+            self._before = [namespace, *chain_keys(namespace, known, self.store.page_size)]
+        size = self.store.page_size
+        tokens = self.token_ids[number * size : (number + 1) * size]
+        return entry_keys(self._before[number], group, tokens)[1]
+
+    def _lower(self, num_pages: int, group: int) -> int:
+        while num_pages > len(self.match.nodes):
+            lacking = [n for n in self._needed(num_pages, group) if not self._has(n, group)]
+            if not lacking:
+                break
+            num_pages = lacking[-1]
+        return num_pages
+
+    def _needed(self, num_pages: int, group: int) -> Seq[int]:
+        """Page numbers of a group that the token after `num_pages` sees."""
+        size, reach = self.store.page_size, self.store.reaches[group]
+        first = first_page(num_pages * size, reach.window, size)
+        return [*range(min(reach.kept_pages(size), first)), *range(first, num_pages)]
+
+    def _has(self, number: int, group: int) -> bool:
+        if self._in_memory(number, group):
+            return True
+        place = number, group
+        if place not in self.there:
+            self.there[place] = self.store.tier.contains(self.key(*place))
+        return self.there[place]
+
+    def _in_memory(self, number: int, group: int) -> bool:
+        nodes = self.match.nodes
+        return number < len(nodes) and nodes[number].pages[group] is not None
+
+
+def entry_keys(before: bytes, group: int, tokens: Seq[int]) -> tuple[bytes, bytes]:
+    """(parent, own key) of a group's entry of a page; `before`: key of the chain before it."""
+    parent = page_key(before, (group,))
+    return parent, page_key(parent, tokens)

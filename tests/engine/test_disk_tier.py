@@ -1,0 +1,333 @@
+"""What memory has no room for goes to the disk and comes back, and no token changes by it."""
+
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from engine.harness import PAGE, Harness, Outcome, alone, prompt, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxinfer.cache.disk import Files, chain_keys
+from mlxinfer.config import DiskOptions, KVOptions
+from mlxinfer.core import FinishReason, SamplingParams
+from mlxinfer.engine.pagestore import entry_keys
+
+CASES = ("qwen3-v4", "mistral-v4", "gemma3_text-v4")
+FEW = SamplingParams(max_tokens=4)
+
+
+def on_disk(folder: Path, case: str = "qwen3-v4", **changes: object) -> Harness:
+    """A loop that keeps its pages under `folder`."""
+    disk = DiskOptions(folder=folder, max_bytes=1 << 26, identity=case)
+    return Harness(tiny_model(case, quantized=True), **{"disk": disk, **changes})
+
+
+def answer(harness: Harness, ids: list[int], params: SamplingParams = FEW) -> Outcome:
+    """One request until its end, and the disk's writer with it."""
+    name = str(len(harness.outcomes))
+    harness.add(name, ids, params)
+    harness.drain()
+    harness.turn()  # what the last step left
+    assert harness.loop.store is not None
+    harness.loop.store.tier.flush()
+    return harness.outcomes[name]
+
+
+def plain(case: str, ids: list[int], params: SamplingParams = FEW, **changes: object) -> list[int]:
+    return alone(tiny_model(case, quantized=True), ids, params, **changes).token_ids
+
+
+def computed(harness: Harness, work: Callable[[], Outcome]) -> tuple[Outcome, int]:
+    """What `work` gave, and how many prompt tokens it took."""
+    counters = harness.loop.scheduler.counters
+    before = counters.prompt_tokens_computed
+    outcome = work()
+    return outcome, counters.prompt_tokens_computed - before
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.kv"))
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("case", ["qwen3-v4", "gemma3_text-v4", "gpt_oss-v4"])
+def test_an_evicted_prefix_comes_back(case: str, bits: int | None, tmp_path: Path) -> None:
+    kv = KVOptions(bits=(bits, bits))
+    harness = on_disk(tmp_path, case, num_pages=9, kv=kv)
+    shared = prompt(100)
+    first = answer(harness, shared)
+    for seed in (1, 2):
+        answer(harness, prompt(120, seed))
+    again, num_computed = computed(harness, lambda: answer(harness, shared))
+    assert again.token_ids == first.token_ids
+    assert num_computed <= 100 - 96
+    assert again.cached_tokens >= 96
+    assert harness.loop.stats()["disk"]["tokens_loaded"] >= 64
+    if bits is None:
+        assert first.token_ids == plain(case, shared)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_restart_finds_what_was_cached(case: str, tmp_path: Path) -> None:
+    shared = prompt(100)
+    earlier = on_disk(tmp_path, case)
+    answer(earlier, shared)
+    assert not files_in(tmp_path), "nothing goes to the disk while there is room"
+    earlier.loop.close()
+    assert files_in(tmp_path)
+    later = on_disk(tmp_path, case)
+    ids = shared[:90] + prompt(20, 5)
+    outcome, num_computed = computed(later, lambda: answer(later, ids))
+    assert outcome.token_ids == plain(case, ids)
+    assert (num_computed, outcome.cached_tokens) == (110 - 80, 80)
+
+
+def test_a_shutdown_in_the_middle_of_a_request_saves_what_it_computed(tmp_path: Path) -> None:
+    earlier = on_disk(tmp_path)
+    earlier.add("a", prompt(100), SamplingParams(max_tokens=60))
+    earlier.turn(30)
+    earlier.loop.abort_all()
+    earlier.loop.close()
+    token_ids = earlier.outcomes["a"].token_ids
+    assert 20 < len(token_ids) < 60
+    later = on_disk(tmp_path)
+    ids = prompt(100) + token_ids
+    outcome, num_computed = computed(later, lambda: answer(later, ids))
+    assert num_computed <= 2 * PAGE
+    assert outcome.token_ids == plain("qwen3-v4", ids)
+
+
+def test_a_lone_page_is_not_worth_a_look(tmp_path: Path) -> None:
+    earlier = on_disk(tmp_path)
+    answer(earlier, prompt(40))
+    earlier.loop.close()
+    later = on_disk(tmp_path)
+    assert answer(later, prompt(40)[:20]).cached_tokens == 0
+    assert answer(later, prompt(40)).cached_tokens == 20, "what the request before left"
+
+
+def test_a_prompt_whose_pages_fill_the_pool_comes_back(tmp_path: Path) -> None:
+    for case in CASES:
+        harness = on_disk(tmp_path / case, case, num_pages=7)
+        for i in range(4):
+            ids = prompt(106, i % 2)
+            assert answer(harness, ids).token_ids == plain(case, ids)
+
+
+# -- whatever becomes of the files --------------------------------------------------------------
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+DAMAGES = (truncate, flip, Path.unlink)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("case", CASES)
+def test_damaged_files_cost_a_miss(
+    case: str, damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    shared = prompt(100)
+    earlier = on_disk(tmp_path, case)
+    answer(earlier, shared)
+    earlier.loop.close()
+    for path in files_in(tmp_path)[::2]:
+        damage(path)
+    later = on_disk(tmp_path, case)
+    assert answer(later, shared).token_ids == plain(case, shared)
+    assert answer(later, prompt(70, 1)).token_ids == plain(case, prompt(70, 1))
+    later.loop.close()
+
+
+def test_a_damaged_file_is_written_anew(tmp_path: Path) -> None:
+    cached = []
+    for _ in range(3):
+        harness = on_disk(tmp_path)
+        cached.append(answer(harness, prompt(100)).cached_tokens)
+        harness.loop.close()
+        if len(cached) == 1:
+            [folder] = tmp_path.iterdir()
+            before = chain_keys(bytes.fromhex(folder.name), prompt(100), PAGE)[2]
+            _, key = entry_keys(before, 0, prompt(100)[3 * PAGE : 4 * PAGE])
+            flip(folder / f"{key.hex()}.kv")
+    assert cached == [0, 48, 96]
+
+
+class FullDisk(Files):
+    def write(self, handle: int, data: bytes | memoryview) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
+    harness = on_disk(tmp_path, num_pages=9)
+    assert harness.loop.store is not None
+    harness.loop.store.tier._store._files = FullDisk()  # type: ignore[attr-defined]
+    for seed in (0, 1, 0, 1):
+        ids = prompt(120, seed)
+        assert answer(harness, ids).token_ids == plain("qwen3-v4", ids)
+    harness.loop.close()
+    assert harness.loop.store.stats()["errors"] > 0
+    assert not files_in(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    harness = on_disk(tmp_path / "file" / "below", num_pages=9)
+    for seed in (0, 1, 0):
+        ids = prompt(120, seed)
+        assert answer(harness, ids).token_ids == plain("qwen3-v4", ids)
+    harness.loop.close()
+
+
+def test_a_small_budget_holds(tmp_path: Path) -> None:
+    disk = DiskOptions(folder=tmp_path, max_bytes=100_000, identity="small")
+    harness = on_disk(tmp_path, disk=disk, num_pages=9)
+    for seed in range(6):
+        ids = prompt(120, seed % 3)
+        assert answer(harness, ids).token_ids == plain("qwen3-v4", ids)
+    harness.loop.close()
+    assert 0 < sum(path.stat().st_size for path in files_in(tmp_path)) <= 100_000
+
+
+# -- what may not be shared ---------------------------------------------------------------------
+
+
+def test_other_formats_and_models_find_nothing(tmp_path: Path) -> None:
+    shared = prompt(100)
+    earlier = on_disk(tmp_path)
+    answer(earlier, shared)
+    earlier.loop.close()
+    other_model = DiskOptions(folder=tmp_path, max_bytes=1 << 26, identity="of other weights")
+    for changes in (
+        {"kv": KVOptions(bits=(8, 8))},
+        {"kv": KVOptions(window=32)},
+        {"page_size": 8},
+        {"disk": other_model},
+    ):
+        assert answer(on_disk(tmp_path, **changes), shared).cached_tokens == 0
+    assert answer(on_disk(tmp_path), shared).cached_tokens == 96
+
+
+def test_without_a_prefix_cache_the_disk_is_left_alone(tmp_path: Path) -> None:
+    harness = on_disk(tmp_path, prefix_cache=False)
+    answer(harness, prompt(100))
+    harness.loop.close()
+    assert not files_in(tmp_path)
+
+
+class Boom(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("reading", [False, True])
+def test_nothing_of_a_failed_step_reaches_the_disk(reading: bool, tmp_path: Path) -> None:
+    harness = on_disk(tmp_path, num_pages=9)
+    launch = harness.loop.runner.launch
+
+    class Unreadable:
+        def __getattr__(self, name: str) -> object:
+            raise Boom
+
+    def failing(batch, previous):  # type: ignore[no-untyped-def]
+        launched = launch(batch, previous)
+        if not reading:
+            raise Boom
+        launched.sampled = Unreadable()
+        return launched
+
+    answer(harness, prompt(120))
+    harness.loop.runner.launch = failing  # type: ignore[method-assign]
+    assert answer(harness, prompt(120, 1)).reason is FinishReason.ERROR
+    harness.loop.close()
+    assert not files_in(tmp_path)
+
+
+# -- at random ----------------------------------------------------------------------------------
+
+requests = st.tuples(
+    st.sampled_from([0, 40, 70, 100]),  # shared tokens
+    st.integers(1, 50),  # own tokens
+    st.integers(0, 3),  # which
+    st.integers(1, 18),  # tokens of answer
+)
+programs = st.tuples(
+    st.lists(requests, min_size=1, max_size=4),
+    st.sampled_from([None, *DAMAGES]),
+    st.integers(0, 2**16),
+)
+
+
+@given(
+    case=st.sampled_from(CASES),
+    bits=st.sampled_from([None, 8]),
+    runs=st.lists(programs, min_size=2, max_size=3),
+    spare=st.sampled_from([0, 0, 2, 6]),
+    chunk=st.sampled_from([16, 64]),
+    max_batch=st.integers(1, 3),
+    launch_ahead=st.booleans(),
+)
+@settings(max_examples=int(os.environ.get("MLXINFER_PROGRAMS", "15")))
+def test_each_request_gets_its_own_tokens(
+    case: str,
+    bits: int | None,
+    runs: list[tuple[list[tuple[int, int, int, int]], Callable[[Path], None] | None, int]],
+    spare: int,
+    chunk: int,
+    max_batch: int,
+    launch_ahead: bool,
+) -> None:
+    kv = KVOptions(bits=(bits, bits))
+    longest = max(shared + own + n for run in runs for shared, own, _, n in run[0])
+    with TemporaryDirectory() as name:
+        for drawn, damage, which in runs:
+            harness = on_disk(
+                Path(name),
+                case,
+                kv=kv,
+                num_pages=-(-longest // PAGE) + spare,
+                prefill_chunk=chunk,
+                max_batch=max_batch,
+                launch_ahead=launch_ahead,
+            )
+            asked = [
+                (prompt(120)[:shared] + prompt(own, seed), SamplingParams(max_tokens=count))
+                for shared, own, seed, count in drawn
+            ]
+            for i, (ids, params) in enumerate(asked):
+                harness.add(str(i), ids, params)
+                harness.turn(which % 7 if i % 2 else 0)
+            harness.drain()
+            for i, (ids, params) in enumerate(asked):
+                expected = alone_in(case, kv, tuple(ids), params.max_tokens)
+                assert harness.outcomes[str(i)].token_ids == expected
+            harness.loop.close()
+            files = files_in(Path(name))
+            if damage is not None and files:
+                damage(files[which % len(files)])
+
+
+@cache
+def alone_in(case: str, kv: KVOptions, ids: tuple[int, ...], max_tokens: int) -> list[int]:
+    """The plain run in a KV format."""
+    harness = Harness(
+        tiny_model(case, quantized=True),
+        launch_ahead=False,
+        prefill_chunk=512,
+        max_batch=1,
+        num_pages=100,
+        kv=kv,
+    )
+    harness.add("alone", list(ids), SamplingParams(max_tokens=max_tokens))
+    return harness.drain()["alone"].token_ids

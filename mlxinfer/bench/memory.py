@@ -45,13 +45,11 @@ def run(*, small: bool = False, peer: bool = True) -> Report:
         folder = write_checkpoint(Path(scratch) / "model", WIDE)
         model = load(folder)
         peer_model = load_peer_model(folder) if peer else None
-    decodes = {
-        (count, length): [
-            decode(make(), count, length, scale.steps)
-            for make in _makers(model, peer_model, _room(count, length, scale.steps))
-        ]
-        for count, length in scale.streams
-    }
+    decodes = {}
+    for count, length in scale.streams:
+        room = _room(count, length, scale.rounds * scale.steps)
+        servers = [make() for make in _makers(model, peer_model, room)]
+        decodes[count, length] = decode(servers, count, length, scale.steps, scale.rounds)
     everyone = _room(len(scale.lengths), max(scale.lengths), 0)
     wastes = [waste(make(), scale.lengths) for make in _makers(model, peer_model, everyone)]
     count, length = scale.crowd

@@ -1,13 +1,16 @@
 """What KV caches copy and waste: decode steps, live tokens, comings and goings. No tables.
 
-MLX updates an array in place only if nobody else holds it, and a step in flight does. So an engine
-that launches ahead either copies its KV cache every step or keeps what it writes apart. The copies
-show as memory above what is held between steps; padding shows as bytes held a live token.
+MLX updates an array in place only if nobody else holds it, and operations in flight do. MLX limits
+how many those are, so an engine that launches ahead copies its KV cache only where a whole step has
+few; such copies would show as memory above what is held between steps. Padding shows as bytes held
+a live token, and moving whole caches as memory while somebody joins or leaves.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from .checkpoints import Dense, random_prompt
 from .kv_cost import peak_bytes
@@ -58,6 +61,7 @@ class Scale:
 
     streams: tuple[tuple[int, int], ...] = ((1, 8192), (64, 1024))
     steps: int = 32
+    rounds: int = 3
     lengths: tuple[int, ...] = (3000, 500, 10)
     crowd: tuple[int, int] = (15, 1024)  # whom somebody joins
 
@@ -78,19 +82,27 @@ def fill(server: Server, lengths: Sequence[int], limits: Sequence[int] | None = 
 
 
 def settle(server: Server, steps: int = 2 * PAGE + 2) -> None:
-    """Steps that nobody measures: rings are full, and every kind of step was seen."""
+    """Decode steps; after so many, rings are full and every kind of step was seen."""
     for _ in range(steps):
         server.step()
 
 
-def decode(server: Server, count: int, length: int, steps: int) -> Decode:
-    """Peak and speed of `steps` decode steps."""
-    fill(server, [length] * count)
-    settle(server)
-    held = server.kv_bytes
-    started = time.perf_counter()
-    extra = peak_bytes(lambda: [server.step() for _ in range(steps)])
-    return Decode(held, extra, count * steps / (time.perf_counter() - started))
+def decode(
+    servers: Sequence[Server], count: int, length: int, steps: int, rounds: int
+) -> list[Decode]:
+    """Peak and speed of `steps` decode steps; the sides alternate, and speed is the median."""
+    for server in servers:
+        fill(server, [length] * count)
+        settle(server)
+    held = [server.running_bytes for server in servers]
+    extra = [0] * len(servers)
+    speeds: list[list[float]] = [[] for _ in servers]
+    for _ in range(rounds):
+        for index, server in enumerate(servers):
+            started = time.perf_counter()
+            extra[index] = max(extra[index], peak_bytes(partial(settle, server, steps)))
+            speeds[index].append(count * steps / (time.perf_counter() - started))
+    return [Decode(*each) for each in zip(held, extra, map(statistics.median, speeds), strict=True)]
 
 
 def waste(server: Server, lengths: Sequence[int]) -> Waste:
@@ -98,7 +110,7 @@ def waste(server: Server, lengths: Sequence[int]) -> Waste:
     fill(server, lengths)
     live = sum(lengths)
     rounded = sum(-(-length // PAGE) * PAGE for length in lengths)
-    held, tails = server.kv_bytes, 0
+    held, tails = server.running_bytes, 0
     if isinstance(server, OurServer):
         tails = server.tail_bytes
     return Waste(live * TOKEN_BYTES, rounded * TOKEN_BYTES, held, tails)
@@ -108,7 +120,7 @@ def change(server: Server, count: int, length: int) -> Change:
     """A crowd decodes; one joins with a short prompt, and one leaves."""
     fill(server, [length] * count)
     settle(server)
-    steady = peak_bytes(lambda: [server.step() for _ in range(4)])
+    steady = peak_bytes(partial(settle, server, 4))
 
     def join() -> None:
         ask = Ask("new", [("user", random_prompt(PAGE, WIDE.vocab, 77))], 4)

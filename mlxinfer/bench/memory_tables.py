@@ -26,7 +26,7 @@ def decode_table(found: Mapping[tuple[int, int], Sequence[Decode]]) -> Table:
         "Decode steps launched ahead (streams x tokens)",
         COLUMNS,
         rows,
-        "mlx-lm's steps in flight hold the cache, so each update copies it.",
+        "A cache that is copied while it is updated would show as a peak as large as itself.",
     )
 
 

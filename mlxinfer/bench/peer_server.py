@@ -43,7 +43,7 @@ class PeerServer:
         return int(self.generator.prompt_cache_nbytes + self._stored.nbytes)
 
     @property
-    def batch_bytes(self) -> int:
+    def running_bytes(self) -> int:
         """Of its batches alone."""
         return int(self.generator.prompt_cache_nbytes)
 

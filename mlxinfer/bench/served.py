@@ -57,6 +57,11 @@ class Server(Protocol):
         """Of KV cache held now: by running requests, and kept for later ones."""
         ...
 
+    @property
+    def running_bytes(self) -> int:
+        """The part of it that running requests hold."""
+        ...
+
     def submit(self, ask: Ask) -> None:
         """Queue a prompt."""
         ...
@@ -168,6 +173,14 @@ class OurServer:
         cache = self.loop.cache
         pages = sum(group.allocator.num_held * group.page_bytes for group in cache.groups)
         return pages + self.tail_bytes
+
+    @property
+    def running_bytes(self) -> int:
+        """Pages that running requests hold, and all tails."""
+        tree = self.loop.scheduler.holdings.tree
+        groups = enumerate(self.loop.cache.groups)
+        kept = sum(tree.num_evictable(g) * group.page_bytes for g, group in groups)
+        return self.kv_bytes - kept
 
     @property
     def tail_bytes(self) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 from . import hub
 from .answer import Answer
 from .backend import require_mlx
-from .config import EngineConfig, KVOptions
+from .config import DiskOptions, EngineConfig, KVOptions, default_disk_folder
 from .core import Request, SamplingParams, TokenEvent, check_token_ids
 from .errors import InvalidRequestError
 from .info import ModelInfo, describe
@@ -43,6 +43,9 @@ class LLM:
         kv_plain_ends: first and last layer as they are computed, whatever kv_bits says.
         kv_plain_windows: so for layers that have a window of their own.
         max_memory: what the KV cache may take, such as "8GB"; None: a share of what is there.
+        disk_cache: what prompts may take on disk, such as "20GB": what memory has no room for goes
+            there, and all that is cached at the end, for the next start. None: nothing does.
+        disk_cache_dir: where; None: ~/.cache/mlxinfer/kv.
         max_batch: requests that run at once; others wait.
         max_context: tokens of prompt and answer; None: what the model was made for.
         prefill_chunk: prompt tokens a step; smaller answers others sooner, larger is faster.
@@ -66,6 +69,8 @@ class LLM:
         kv_plain_ends: bool = False,
         kv_plain_windows: bool = False,
         max_memory: str | int | None = None,
+        disk_cache: str | int | None = None,
+        disk_cache_dir: str | Path | None = None,
         max_batch: int = 64,
         max_context: int | None = None,
         prefill_chunk: int = 256,
@@ -81,6 +86,12 @@ class LLM:
             plain_windows=kv_plain_windows,
         )
         budget = None if max_memory is None else parse_bytes(max_memory)
+        disk_bytes = None if disk_cache is None else parse_bytes(disk_cache, param="disk_cache")
+        if disk_cache_dir is not None and disk_bytes is None:
+            raise InvalidRequestError(
+                "disk_cache_dir goes with disk_cache: say how much may lie there, such as '20GB'.",
+                param="disk_cache_dir",
+            )
         _check_counts(max_batch=max_batch, prefill_chunk=prefill_chunk)
         if max_context is not None:
             _check_counts(max_context=max_context)
@@ -111,6 +122,7 @@ class LLM:
                 kv_budget_bytes=budget or default_kv_bytes(total_memory_bytes(), loaded.num_bytes),
                 num_pages=num_pages,
                 kv=kv,
+                disk=_disk_options(path, disk_cache_dir, disk_bytes),
                 launch_ahead=launch_ahead,
             )
 
@@ -330,6 +342,20 @@ async def _last(deltas: AsyncIterator[Delta]) -> Result:
         result = delta.result
     assert result is not None
     return result
+
+
+def _disk_options(
+    model: Path, folder: str | Path | None, max_bytes: int | None
+) -> DiskOptions | None:
+    """The disk cache of a model; what another version of this package computed is not used."""
+    if max_bytes is None:
+        return None
+    from . import __version__
+    from .models.identity import content_id
+
+    identity = f"mlxinfer {__version__} {content_id(model)}"
+    chosen = Path(folder or default_disk_folder()).expanduser()
+    return DiskOptions(folder=chosen, max_bytes=max_bytes, identity=identity)
 
 
 def _check_counts(**counts: int) -> None:

@@ -12,7 +12,7 @@ MIN_KV_BYTES = 64 * 10**6
 KV_SHARE = 0.4  # of what the weights leave, where nobody said how much
 
 
-def parse_bytes(size: str | int) -> int:
+def parse_bytes(size: str | int, *, param: str = "max_memory") -> int:
     """Bytes of "8GB", "512 MiB", "1.5g" or a plain number.
 
     Raises:
@@ -28,8 +28,8 @@ def parse_bytes(size: str | int) -> int:
         number = float(match[1]) * scale
     if number < 1:
         raise InvalidRequestError(
-            f"max_memory is {size!r}; expected a number of bytes, or a size such as '8GB'.",
-            param="max_memory",
+            f"{param} is {size!r}; expected a number of bytes, or a size such as '8GB'.",
+            param=param,
         )
     return int(number)
 

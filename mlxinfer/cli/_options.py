@@ -38,9 +38,12 @@ _ENGINE = (
     click.option("--kv-window", type=int, metavar="N", help="Attend to the last N tokens only."),
     click.option("--kv-sinks", type=int, metavar="N", help="With a window: and to the first N."),
     click.option("--max-memory", metavar="SIZE", help="Hard limit, for example 8GB."),
+    click.option(
+        "--disk-cache", metavar="SIZE", help="Keep prompts on disk, up to SIZE; see cache."
+    ),
 )
 SAMPLING_NAMES = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
-ENGINE_NAMES = ("kv_bits", "kv_window", "kv_sinks", "max_memory")
+ENGINE_NAMES = ("kv_bits", "kv_window", "kv_sinks", "max_memory", "disk_cache")
 
 
 def sampling_options(function: Function) -> Function:
@@ -49,7 +52,7 @@ def sampling_options(function: Function) -> Function:
 
 
 def engine_options(function: Function) -> Function:
-    """Add --kv-bits … --max-memory."""
+    """Add --kv-bits … --disk-cache."""
     return _apply(_ENGINE, function)
 
 

@@ -17,9 +17,10 @@ from ..config import KVOptions
 from ..models import load
 from ..models.decoder import Model
 from .checkpoints import Dense, random_prompt, write_checkpoint
+from .our_server import OurServer
 from .peer import load_peer_model
 from .peer_server import PeerServer, serve_one_by_one
-from .served import Ask, OurServer, Served, serve
+from .served import Ask, Served, serve
 
 EIGHT = KVOptions(bits=(8, 8))
 Kind = tuple[str, KVOptions, int | None]  # a name, ours, mlx-lm's kv_bits

@@ -11,10 +11,11 @@ from ..models.decoder import Model
 from .checkpoints import write_checkpoint
 from .memory_scenes import PAGE, SMALL, WIDE, Scale, change, decode, waste
 from .memory_tables import change_table, decode_table, waste_table
+from .our_server import OurServer
 from .peer import load_peer_model
 from .peer_server import PeerServer
 from .report import Report
-from .served import OurServer, Server
+from .served import Server
 
 CHUNK = 4096  # prompt tokens a step of mlxinfer
 

@@ -14,7 +14,7 @@ from functools import partial
 
 from .checkpoints import Dense, random_prompt
 from .kv_cost import peak_bytes
-from .served import Ask, OurServer, Server
+from .served import Ask, Server
 
 WIDE = Dense(hidden=64, inner=128, layers=2, heads=4, kv_heads=4, head_dim=64, vocab=256)
 TOKEN_BYTES = WIDE.layers * 2 * WIDE.kv_heads * WIDE.head_dim * 4  # float32
@@ -110,10 +110,8 @@ def waste(server: Server, lengths: Sequence[int]) -> Waste:
     fill(server, lengths)
     live = sum(lengths)
     rounded = sum(-(-length // PAGE) * PAGE for length in lengths)
-    held, tails = server.running_bytes, 0
-    if isinstance(server, OurServer):
-        tails = server.tail_bytes
-    return Waste(live * TOKEN_BYTES, rounded * TOKEN_BYTES, held, tails)
+    held = server.running_bytes
+    return Waste(live * TOKEN_BYTES, rounded * TOKEN_BYTES, held, server.tail_bytes)
 
 
 def change(server: Server, count: int, length: int) -> Change:

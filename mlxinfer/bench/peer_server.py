@@ -47,6 +47,11 @@ class PeerServer:
         """Of its batches alone."""
         return int(self.generator.prompt_cache_nbytes)
 
+    @property
+    def tail_bytes(self) -> int:
+        """It has none."""
+        return 0
+
     def submit(self, ask: Ask) -> None:
         """Take what the prompt cache has, and insert the rest."""
         prompt = ask.prompt_ids

@@ -14,12 +14,13 @@ from typing import Any
 from ..models import load
 from . import prefix_scenes as scenes
 from .checkpoints import TWO_LAYERS, Dense, write_checkpoint
+from .our_server import OurServer
 from .peer import load_peer_model
 from .peer_server import PeerServer
 from .prefix_models import FLEET, MIDDLE, TINY_WINDOWED, WINDOWED
 from .prefix_scenes import Prompts, Scale, Sum
 from .report import Report, Table, ratio
-from .served import Ask, Clock, OurServer, Server, serve
+from .served import Ask, Clock, Server, serve
 
 SMALL = Scale(
     conversations=3, opening=80, cold=(3,), system=96, agents=3, steps=2, catalogue=160, answer=8

@@ -17,7 +17,7 @@ from mlxinfer.bench.memory_scenes import (
     settle,
     waste,
 )
-from mlxinfer.bench.served import OurServer
+from mlxinfer.bench.our_server import OurServer
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 

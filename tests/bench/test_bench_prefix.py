@@ -7,6 +7,7 @@ from bench_models import TINY_VOCAB, two_layers, two_layers_windowed
 from bench_reports import check
 
 from mlxinfer.bench import prefix
+from mlxinfer.bench.our_server import OurServer
 from mlxinfer.bench.peer_server import _without
 from mlxinfer.bench.prefix_scenes import (
     Prompts,
@@ -17,7 +18,7 @@ from mlxinfer.bench.prefix_scenes import (
     document,
     edited,
 )
-from mlxinfer.bench.served import Ask, OurServer, serve
+from mlxinfer.bench.served import Ask, serve
 
 PAGE = 16
 SCALE = Scale(

@@ -80,6 +80,7 @@ class PageStore:
         self._clock = clock
         self._computing, self._reading = Rate(), Rate()  # tokens, bytes
         self._step_ended_s = 0.0
+        self._read_meanwhile = False  # since the last step ended
         self._num_refused = 0
 
     # -- to the disk ----------------------------------------------------------------------------
@@ -162,6 +163,7 @@ class PageStore:
         started_s = self._clock()
         entries = self.tier.get_chain([search.key(*place) for place in wanted])
         self._reading.add(sum(e.payload.nbytes for e in entries), self._clock() - started_s)
+        self._read_meanwhile = True
         for place, entry in zip(wanted, entries, strict=False):
             if entry.payload.nbytes != self.page_bytes[place[1]]:
                 search.there[place] = False
@@ -183,9 +185,9 @@ class PageStore:
     def step_ended(self, *, num_prefill: int, num_tokens: int, began_s: float) -> None:
         """A step's tokens were read; it was launched at `began_s`, behind the step before it."""
         now = self._clock()
-        if 2 * num_prefill > num_tokens:
+        if 2 * num_prefill > num_tokens and not self._read_meanwhile:
             self._computing.add(num_tokens, now - max(began_s, self._step_ended_s))
-        self._step_ended_s = now
+        self._step_ended_s, self._read_meanwhile = now, False
 
     # -- the end --------------------------------------------------------------------------------
 

@@ -1,0 +1,220 @@
+"""Which pages are looked for on the disk, and when it pays to read them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mlxinfer.cache.disk import DiskTier, namespace_key
+from mlxinfer.cache.pages import PageAllocator, PageTable
+from mlxinfer.cache.prefix import PrefixTree
+from mlxinfer.cache.reach import Reach
+from mlxinfer.engine import pagestore
+from mlxinfer.engine.batch import Spill
+from mlxinfer.engine.pagestore import TRIES, Found, PageStore
+
+PAGE = 4
+IDS = list(range(100, 141))  # ten pages and a token
+FULL, WINDOWED = 0, 1
+PAGE_BYTES = [8, 6]
+
+
+class Clock:
+    """Moves on only when it is told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SlowTier(DiskTier):
+    """Takes a second for every read, by the test's clock."""
+
+    clock: Clock
+
+    def get_chain(self, keys):  # type: ignore[no-untyped-def]
+        self.clock.now += 1.0
+        return super().get_chain(keys)
+
+
+class Bench:
+    """A full group and a window of 9 with one sink, ten pages of both on the disk."""
+
+    def __init__(self, folder: Path, max_bytes: int = 1 << 20) -> None:
+        self.folder = folder
+        self.keys: dict[tuple[int, int], bytes] = {}  # (page number, group) -> of its entry
+        self.reaches = [Reach(), Reach(window=9, sinks=1)]
+        self.clock = Clock()
+        self.tier = SlowTier(str(folder), namespace_key("test"), max_bytes=1 << 20)
+        self.tier.clock = self.clock
+        self.store = PageStore(
+            self.tier,
+            reaches=self.reaches,
+            page_bytes=PAGE_BYTES,
+            page_size=PAGE,
+            max_bytes=max_bytes,
+            clock=self.clock,
+        )
+
+    def tree(self, num_pages: int) -> PrefixTree:
+        """One that has so many pages of the prompt."""
+        allocators = [PageAllocator(20), PageAllocator(20)]
+        tree = PrefixTree(
+            allocators,
+            windows=[reach.window for reach in self.reaches],
+            num_kept=[reach.kept_pages(PAGE) for reach in self.reaches],
+            page_size=PAGE,
+        )
+        tables = [PageTable(PAGE, pages=a.allocate(num_pages)) for a in allocators]
+        tree.insert(None, IDS[: num_pages * PAGE], tables)
+        return tree
+
+    def store_all(self) -> None:
+        for page in self.tree(10).stored():
+            spills = self.store.spills(page)
+            assert [spill.group for spill in spills] == [FULL, WINDOWED]
+            self.store.put((s, bytes([page.page_number]) * PAGE_BYTES[s.group]) for s in spills)
+            self.keys |= {(page.page_number, s.group): s.key for s in spills}
+        self.tier.flush()
+
+    def lose(self, number: int, group: int) -> None:
+        """Remove one entry."""
+        name = self.keys[number, group].hex()
+        [path] = self.folder.rglob(f"{name}.kv")
+        path.unlink()
+
+    def find(self, in_memory: int = 0) -> Found | None:
+        return self.store.find(IDS, self.tree(in_memory).match(None, IDS))
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    bench.store_all()
+    yield bench
+    bench.store.close()
+
+
+def numbers(found: Found | None) -> list[list[int]]:
+    """The page numbers that were read, by group; every payload is the one that was stored."""
+    if found is None:
+        return []
+    for group, payloads in enumerate(found.payloads):
+        for number, payload in payloads.items():
+            assert bytes(payload) == bytes([number]) * PAGE_BYTES[group]
+    return [list(payloads) for payloads in found.payloads]
+
+
+def test_a_window_is_read_only_where_a_prompt_goes_on(bench: Bench) -> None:
+    assert numbers(bench.find()) == [list(range(10)), [0, 8, 9]]
+    assert numbers(bench.find(in_memory=7)) == [[7, 8, 9], [8, 9]]
+    assert bench.store.tokens_loaded == 40 + 12
+
+
+def test_one_page_is_not_looked_for(bench: Bench) -> None:
+    assert numbers(bench.find(in_memory=9)) == []
+    assert bench.tier.stats().hits == 0
+    assert numbers(bench.find(in_memory=8)) == [[8, 9], [8, 9]]
+
+
+@pytest.mark.parametrize(
+    ("number", "group", "expected"),
+    [
+        (0, FULL, []),
+        (1, FULL, []),
+        (6, FULL, [list(range(6)), [0, 4, 5]]),
+        (9, WINDOWED, [list(range(9)), [0, 7, 8]]),
+        (8, WINDOWED, [list(range(8)), [0, 6, 7]]),
+        (3, WINDOWED, [list(range(10)), [0, 8, 9]]),
+        (0, WINDOWED, []),
+    ],
+)
+def test_what_is_lost_ends_the_way(
+    number: int, group: int, expected: list[list[int]], bench: Bench
+) -> None:
+    bench.lose(number, group)
+    assert numbers(bench.find()) == expected
+
+
+def test_a_file_that_proves_broken_ends_the_way_too(bench: Bench) -> None:
+    for number, group in ((5, FULL), (4, WINDOWED)):
+        [path] = bench.folder.rglob(f"{bench.keys[number, group].hex()}.kv")
+        path.write_bytes(b"broken")
+    assert numbers(bench.find()) == [list(range(4)), [0, 2, 3]]
+
+
+def test_a_payload_of_another_size_is_a_miss(bench: Bench) -> None:
+    bench.store.page_bytes = [8, 7]
+    assert bench.find() is None
+
+
+def test_what_is_on_the_disk_is_not_spilled_again(bench: Bench) -> None:
+    assert [s for page in bench.tree(10).stored() for s in bench.store.spills(page)] == []
+    bench.lose(4, WINDOWED)
+    [spill] = [s for page in bench.tree(10).stored() for s in bench.store.spills(page)]
+    assert (spill.group, spill.page) == (WINDOWED, 4)
+
+
+def test_of_too_much_the_last_is_kept(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    spills = [Spill(g, i, b"", b"", ()) for i in range(3) for g in (FULL, WINDOWED)]
+    assert bench.store.affordable(spills) == spills
+    monkeypatch.setattr(pagestore, "MAX_SPILL_BYTES", 21)
+    assert bench.store.affordable(spills) == spills[3:]
+
+
+def test_saving_stops_at_the_budget_and_at_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path, max_bytes=40)
+    monkeypatch.setattr(pagestore, "SAVE_CHUNK_BYTES", 14)
+    spills = [s for page in bench.tree(10).stored() for s in bench.store.spills(page)]
+    asked: list[int] = []
+
+    def read(chunk):  # type: ignore[no-untyped-def]
+        asked.append(len(chunk))
+        bench.clock.now += 4.0
+        return [(spill, bytes(PAGE_BYTES[spill.group])) for spill in chunk]
+
+    bench.store.save(spills, read)
+    assert asked == [2, 2, 1], "14, 28 and 36 bytes; six more are too many"
+    asked.clear()
+    monkeypatch.setattr(bench.tier, "flush", lambda timeout_s: timeout_s > 3.0)
+    bench.store.save(spills, read)
+    assert asked == [2, 2]
+    bench.store.close()
+
+
+def test_reading_must_be_quicker_than_computing(bench: Bench) -> None:
+    assert bench.find() is not None, "nothing is known yet"
+    for _ in range(2):  # the first does not count: something was read meanwhile
+        step(bench, 40, seconds=0.5)  # and a read takes a second
+    reads = bench.clock.now
+    tried = [bench.find() is not None for _ in range(TRIES)]
+    assert tried == [False] * (TRIES - 1) + [True], "now and then it may have become quicker"
+    assert bench.clock.now == reads + 1
+    for _ in range(20):
+        step(bench, 40, seconds=2.0)
+    assert bench.find() is not None
+
+
+def step(bench: Bench, num_tokens: int, *, seconds: float, num_prefill: int | None = None) -> None:
+    began_s = bench.clock.now
+    bench.clock.now += seconds
+    bench.store.step_ended(
+        num_prefill=num_tokens if num_prefill is None else num_prefill,
+        num_tokens=num_tokens,
+        began_s=began_s,
+    )
+
+
+def test_only_prefill_without_a_read_meanwhile_tells_the_speed(bench: Bench) -> None:
+    bench.find()
+    step(bench, 40, seconds=0.001)  # a read was made meanwhile
+    assert bench.find() is not None
+    step(bench, 1, seconds=0.001, num_prefill=0)
+    step(bench, 40, seconds=0.001, num_prefill=4)
+    assert bench.find() is not None
+    step(bench, 40, seconds=0.001)
+    step(bench, 40, seconds=0.001)
+    assert bench.find() is None

@@ -4,6 +4,7 @@ Pools and tails hold a hash for every slot. What nobody may read any more is poi
 pages may be written, and reading poison fails. Knows no queues and no hashes' meaning.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -11,7 +12,7 @@ from simulator.oracle import layer_groups
 
 from mlxinfer.cache.pages import PageAllocator, PageTable
 from mlxinfer.cache.reach import Reach
-from mlxinfer.engine.batch import Move, Restore, Segment
+from mlxinfer.engine.batch import Load, Move, Restore, Segment, Spill
 
 POISON = 1 << 80  # no hash is as large
 
@@ -54,14 +55,25 @@ class FakeKV:
         self.pools = [[POISON] * (self.allocators[g].num_pages * size) for g in self.groups]
         self.tails = [[[POISON] * (2 * size) for _ in range(self.max_batch)] for _ in self.groups]
 
-    def poison_free_pages(self) -> None:
-        """Behind a barrier nobody reads what was given back since the last one."""
+    def poison_given_back(self, spills: Sequence[Spill]) -> None:
+        """Behind a barrier nobody reads what was given back since the last one, but spills do."""
+        spilled = {(spill.group, spill.page) for spill in spills}
+        for group, allocator in enumerate(self.allocators):
+            for page in allocator.given_back:
+                if (group, page) not in spilled:
+                    self._poison(group, page)
+            allocator.given_back.clear()
+
+    def poison_pages(self, spills: Sequence[Spill]) -> None:
+        """They were read out, and that was the last of them."""
+        for spill in spills:
+            self._poison(spill.group, spill.page)
+
+    def _poison(self, group: int, page: int) -> None:
         size = self.page_size
         for pool, g in zip(self.pools, self.groups, strict=True):
-            for page in self.allocators[g].given_back:
+            if g == group:
                 pool[page * size : (page + 1) * size] = [POISON] * size
-        for allocator in self.allocators:
-            allocator.given_back.clear()
 
     def poison_tail(self, slot: int) -> None:
         for tails in self.tails:
@@ -81,6 +93,29 @@ class FakeKV:
                     for slot, position in zip(slots, range(low, high), strict=True):
                         self._write(pool, slot, tail[position % ring])
         assert not targets or max(targets.values()) == 1, "two tails are moved to one page"
+
+    def read_out(self, spills: Sequence[Spill]) -> list[tuple[Spill, bytes]]:
+        """Evicted pages as bytes, one layer of their group after the other."""
+        assert self.may_write_pages or not spills, "pages are read out while a step is in flight"
+        size, spilled = self.page_size, []
+        for spill in spills:
+            values = array("q")
+            for layer, g in enumerate(self.groups):
+                if g == spill.group:
+                    start = spill.page * size
+                    values.extend(self.read(layer, [(start, start + size)]))
+            spilled.append((spill, values.tobytes()))
+        return spilled
+
+    def fill(self, loads: Sequence[Load]) -> None:
+        """Bytes to pages."""
+        size = self.page_size
+        for load in loads:
+            values = iter(array("q", load.payload.tobytes()))
+            for layer, g in enumerate(self.groups):
+                if g == load.group:
+                    for slot in range(load.page * size, (load.page + 1) * size):
+                        self._write(self.pools[layer], slot, next(values))
 
     def restore(self, restores: Sequence[Restore]) -> None:
         """Beginnings of shared pages to a page and a tail of one's own; all read before written."""

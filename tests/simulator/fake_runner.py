@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from simulator.fake_kv import FakeKV
 from simulator.oracle import embed, key, mix, sample
 
-from mlxinfer.engine.batch import Batch, Segment
+from mlxinfer.engine.batch import Batch, Segment, Spill
 
 
 class StepFailed(RuntimeError):
@@ -22,6 +22,7 @@ class Launched:
 
     batch: Batch
     tokens: list[int] = field(default_factory=list)
+    spilled: list[tuple[Spill, bytes]] = field(default_factory=list)
     unreadable: bool = False  # a fault: whoever wants its results gets an error
     done: bool = False  # it was waited for
     committed: bool = False
@@ -67,12 +68,15 @@ class FakeRunner:
             previous.wait()
         self.kv.may_write_pages = previous is None or previous.done
         if self.kv.may_write_pages:
-            self.kv.poison_free_pages()
+            self.kv.poison_given_back(batch.spill)
         self.kv.seal(batch.seal)
+        spilled = self.kv.read_out(batch.spill)
+        self.kv.poison_pages(batch.spill)
+        self.kv.fill(batch.load)
         self._admit(batch)
         self.kv.restore(batch.restore)
         self._fail(fault, "middle")
-        launched = Launched(batch, unreadable=fault == "read")
+        launched = Launched(batch, spilled=spilled, unreadable=fault == "read")
         ids = _input_ids(batch, previous)
         hidden = self._forward(batch, ids)
         launched.tokens = [self._sample(segment, ids, hidden) for segment in batch.sampling]

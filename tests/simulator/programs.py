@@ -6,6 +6,7 @@ Every seed switches on some features only: what all of them together would hide 
 import random
 from dataclasses import dataclass
 
+from simulator.fake_disk import FakeTier
 from simulator.simulation import Simulation
 from simulator.sizes import draw_sizes
 
@@ -27,6 +28,9 @@ FEATURES = (
     "long answers",
     "pauses",
     "tight pool",
+    "disk",
+    "bad disk",
+    "restarts",
 )
 
 
@@ -49,10 +53,14 @@ class Program:
         self.features = {name for name in FEATURES if rng.random() < share}
         self.extra_pages = rng.randint(1, 4) if "pins" in self.features else 0
         tight = "tight pool" in self.features
-        self.sizes = draw_sizes(rng, tight=tight, extra_pages=self.extra_pages)
-        self.simulation = Simulation(self.sizes)
+        disk = "disk" in self.features
+        if disk:  # it is of use to long prompts that come again when they were evicted
+            self.features |= {"the same again", "tight pool"}
+        self.sizes = draw_sizes(rng, tight=tight, disk=disk, extra_pages=self.extra_pages)
+        self.tier = FakeTier(random.Random(seed), fault_share=0.1 * ("bad disk" in self.features))
+        self.simulation = Simulation(self.sizes, self.tier)
         self.log = [f"seed {seed}: {sorted(self.features)}", str(self.sizes)]
-        self.num_left = rng.randint(2, 14)  # requests still to come
+        self.num_left = rng.randint(2, 20 if disk else 14)  # requests still to come
         self.preempt_share = rng.choice([0.05, 0.15, 0.5])
         self.fault_share = rng.choice([0.02, 0.1])
         self.arrival_share = rng.choice([0.05, 0.2, 0.5])
@@ -119,6 +127,9 @@ class Program:
         if self._on("clears", 0.03):
             self._say("clear")
             simulation.scheduler.holdings.tree.clear()
+        if simulation.idle and not self.pins and self._on("restarts", 0.2):
+            self._say("restart")
+            simulation.restart()
         self._unpin()
         if self._on("pins", 0.1):
             self._pin()

@@ -5,16 +5,20 @@ Whatever happens, each request must get the tokens of its oracle, once, in order
 
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
+from typing import cast
 
 from simulator.books import check_batch, check_books
+from simulator.fake_disk import FakeTier
 from simulator.fake_kv import FakeKV, WatchedAllocator
 from simulator.fake_runner import FakeRunner, Launched, StepFailed
-from simulator.oracle import Oracle
+from simulator.oracle import ROUNDS, Oracle
 from simulator.sizes import Sizes
 
+from mlxinfer.cache.disk import DiskTier
 from mlxinfer.cache.prefix_match import Lease
 from mlxinfer.core import FinishReason, Request
 from mlxinfer.engine.batch import Batch
+from mlxinfer.engine.pagestore import PageStore
 from mlxinfer.engine.scheduler import Scheduler
 from mlxinfer.engine.sequence import Sequence
 
@@ -38,15 +42,36 @@ class Asked:
 
 
 class Simulation:
-    """Turn by turn: the same order of calls as in the engine's loop."""
+    """Turn by turn: the same order of calls as in the engine's loop.
 
-    def __init__(self, sizes: Sizes) -> None:
+    Args:
+        tier: where evicted pages go, if `sizes` has a disk.
+    """
+
+    def __init__(self, sizes: Sizes, tier: FakeTier) -> None:
         self.sizes = sizes
         self.asked: dict[str, Asked] = {}
         self.next_fault: str | None = None
         self.num_faults = 0
         self.pins: list[Lease] = []  # of whoever is no request
         self.turns = 0
+        self.store = self._open(tier) if sizes.disk else None
+        self.start()
+
+    def _open(self, tier: FakeTier) -> PageStore:
+        sizes = self.sizes
+        return PageStore(
+            cast(DiskTier, tier),
+            reaches=sizes.reaches,
+            page_bytes=[ROUNDS * sizes.page_size * 8 for _ in sizes.reaches],
+            page_size=sizes.page_size,
+            max_bytes=2**40,
+            clock=lambda: 0.0,
+        )
+
+    def start(self) -> None:
+        """A fresh cache, scheduler and runner; the disk stays."""
+        sizes = self.sizes
         allocators = [WatchedAllocator(n, headroom=sizes.headroom) for n in sizes.num_pages]
         self.scheduler = Scheduler(
             reaches=sizes.reaches,
@@ -55,6 +80,7 @@ class Simulation:
             max_batch=sizes.max_batch,
             prefill_chunk=sizes.prefill_chunk,
             reuse=sizes.reuse,
+            store=self.store,
         )
         self.kv = FakeKV(
             sizes.reaches, allocators, page_size=sizes.page_size, max_batch=sizes.max_batch
@@ -88,6 +114,15 @@ class Simulation:
             self.scheduler.finish(sequence)
             self._end(name, FinishReason.ABORT)
 
+    def restart(self) -> None:
+        """Save what is cached and start afresh. Nothing runs or waits."""
+        holdings = self.scheduler.holdings
+        self.kv.may_write_pages = True
+        self.kv.seal(holdings.take_closing())
+        if self.store is not None and self.sizes.reuse:
+            self.store.save(holdings.take_all(), self.kv.read_out)
+        self.start()
+
     # -- one turn, as in engine/loop.py ----------------------------------------------------------
 
     def turn(self) -> None:
@@ -120,6 +155,8 @@ class Simulation:
             self._fail_step(launched.batch)
             return False
         launched.done = True
+        if self.store is not None:
+            self.store.put(launched.spilled)
         taken = self.scheduler.commit(launched.batch, launched.tokens)
         self.runner.observe([s.slot for s, _, _ in taken], [token for _, token, _ in taken])
         for sequence, token, reason in taken:

@@ -19,6 +19,7 @@ class Sizes:
     launch_ahead: bool
     headroom: int
     vocab: int
+    disk: bool
 
 
 def draw_reaches(rng: random.Random) -> tuple[Reach, ...]:
@@ -38,9 +39,9 @@ def draw_reaches(rng: random.Random) -> tuple[Reach, ...]:
     )
 
 
-def draw_sizes(rng: random.Random, *, tight: bool, extra_pages: int) -> Sizes:
+def draw_sizes(rng: random.Random, *, tight: bool, disk: bool, extra_pages: int) -> Sizes:
     """Pools from the least in which anything runs; windows as large as the engine makes them."""
-    reaches, page = draw_reaches(rng), rng.choice([4, 4, 8, 16])
+    reaches, page = draw_reaches(rng), 4 if disk else rng.choice([4, 4, 8, 16])
     max_batch, chunk = rng.randint(1, 6), page * rng.choice([1, 2, 3, 4, 8])
     full = rng.choice([rng.randint(2, 8), rng.randint(6, 14)]) if tight else rng.randint(8, 40)
     counts = []
@@ -56,8 +57,9 @@ def draw_sizes(rng: random.Random, *, tight: bool, extra_pages: int) -> Sizes:
         num_pages=tuple(counts),
         max_batch=max_batch,
         prefill_chunk=chunk,
-        reuse=rng.random() < 0.85,
+        reuse=disk or rng.random() < 0.85,
         launch_ahead=rng.random() < 0.75,
         headroom=rng.choice([0, 2, 8]),
         vocab=rng.choice([2, 16, 1000]),
+        disk=disk,
     )

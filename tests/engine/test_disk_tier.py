@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mlxinfer.cache.disk import Files, chain_keys
 from mlxinfer.config import DiskOptions, KVOptions
-from mlxinfer.core import FinishReason, SamplingParams
+from mlxinfer.core import FinishReason, Request, SamplingParams
 from mlxinfer.engine.pagestore import entry_keys
 
 CASES = ("qwen3-v4", "mistral-v4", "gemma3_text-v4")
@@ -116,6 +116,40 @@ def test_a_prompt_whose_pages_fill_the_pool_comes_back(tmp_path: Path) -> None:
         for i in range(4):
             ids = prompt(106, i % 2)
             assert answer(harness, ids).token_ids == plain(case, ids)
+
+
+def begun_and_ended(folder: Path) -> Harness:
+    """A loop in which a request found a prefix on the disk, and went before its first step."""
+    earlier = on_disk(folder)
+    answer(earlier, prompt(100))
+    earlier.loop.close()
+    harness = on_disk(folder)
+    scheduler = harness.loop.scheduler
+    gone = scheduler.add(Request("gone", prompt(100), FEW), max_output=4)
+    scheduler.holdings.begin(gone, spare=0)
+    assert gone.num_computed == 96
+    scheduler.holdings.end(gone, keep=True)
+    scheduler.finish(gone)
+    return harness
+
+
+def test_what_was_fetched_for_a_request_that_went_is_there_for_the_next(tmp_path: Path) -> None:
+    harness = begun_and_ended(tmp_path)
+    for path in files_in(tmp_path):
+        path.unlink()
+    outcome = answer(harness, prompt(100))
+    assert outcome.cached_tokens == 96
+    assert outcome.token_ids == plain("qwen3-v4", prompt(100))
+
+
+def test_pages_that_go_before_they_were_filled_are_not_stored(tmp_path: Path) -> None:
+    """Their places in the pool hold what was there before."""
+    harness = begun_and_ended(tmp_path)
+    for path in files_in(tmp_path):
+        path.unlink()
+    holdings = harness.loop.scheduler.holdings
+    assert holdings.tree.evict(0, 100) == 6
+    assert holdings.take_transfers() == ([], [])
 
 
 # -- whatever becomes of the files --------------------------------------------------------------

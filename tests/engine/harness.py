@@ -8,7 +8,7 @@ from tempfile import mkdtemp
 import numpy as np
 from models.tiny import tiny_checkpoint
 
-from mlxinfer.config import EngineConfig
+from mlxinfer.config import EngineConfig, KVOptions
 from mlxinfer.core import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 from mlxinfer.engine.loop import Loop
 from mlxinfer.models import load
@@ -119,9 +119,11 @@ def alone(
     params: SamplingParams,
     *,
     stop_ids: frozenset[int] = frozenset(),
+    kv: KVOptions | None = None,
 ) -> Outcome:
     """One request by itself, nothing launched ahead, its prompt in one step: the plain run."""
-    harness = Harness(model, launch_ahead=False, prefill_chunk=512, max_batch=1, num_pages=100)
+    plain = {"launch_ahead": False, "prefill_chunk": 512, "max_batch": 1, "num_pages": 100}
+    harness = Harness(model, **plain, kv=kv or KVOptions())
     harness.add("alone", ids, params, stop_ids=stop_ids)
     outcome = harness.drain()["alone"]
     assert outcome.error is None, outcome.error

@@ -1,0 +1,137 @@
+"""Everything at once: whatever is switched on together, each request gets the tokens that it gets
+alone, in the plain run of the same KV format.
+
+Draws a model, stored bits, window and sinks, prefix cache, disk, chunk size, batch size, pool size,
+forced preemption, cancels and restarts.
+
+    MLXINFER_PROGRAMS=1000 HYPOTHESIS_SEED=7 pytest tests/engine/test_matrix.py -s
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import hypothesis
+from engine.harness import PAGE, Harness, Outcome, alone, prompt, tiny_model
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from mlxinfer.config import DiskOptions, KVOptions
+from mlxinfer.core import FinishReason, SamplingParams
+
+NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "100"))
+SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
+CASES = ("qwen3-v4", "mistral-v4", "gemma3_text-v4", "gpt_oss-v4", "qwen3_moe-v4")
+
+# Where codes are stored, a last bit that differs between two ways of adding up can move one by a
+# step, and a choice between two tokens that are this close (in log-probability) may turn.
+NEAR_TIE = 0.1
+
+
+@dataclass(frozen=True)
+class Asked:
+    turn: int
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    cancel_after: int | None
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[Asked]:
+    """Requests that share beginnings, cut anywhere."""
+    turn, out = 0, []
+    for _ in range(draw(st.integers(1, 4))):
+        turn += draw(st.sampled_from([0, 0, 1, 6, 15]))
+        shared = draw(st.sampled_from([0, 5, 16, 40, 75]))
+        own = prompt(draw(st.integers(1, 30)), draw(st.integers(0, 3)))
+        ids = (*prompt(100, draw(st.sampled_from([0, 0, 1])))[:shared], *own)
+        cancel = draw(st.sampled_from([None, None, None, 3, 9]))
+        out.append(Asked(turn, ids, draw(st.integers(1, 20)), cancel))
+    return out
+
+
+@st.composite
+def kv_options(draw: st.DrawFn, case: str) -> KVOptions:
+    bits = draw(st.sampled_from([(None, None), (None, None), (8, 8), (8, 4), (4, 4)]))
+    if bits[0] == 4 and tiny_model(case, quantized=True).config.qkv_bias:
+        bits = (8, 4)
+    window = draw(st.sampled_from([None, None, 12, 40]))
+    sinks = draw(st.sampled_from([0, 4, 17])) if window else 0
+    return KVOptions(bits=bits, window=window, sinks=sinks, plain_ends=draw(st.booleans()))
+
+
+def play(harness: Harness, program: list[Asked], preempt_every: int | None) -> None:
+    """Arrivals and cancels at their turns, a running request sent back every few turns."""
+    scheduler = harness.loop.scheduler
+    last = max(a.turn + (a.cancel_after or 0) for a in program)
+    turn = 0
+    while turn <= last or not harness.loop.idle:
+        for i, asked in enumerate(program):
+            if asked.turn == turn:
+                params = SamplingParams(max_tokens=asked.max_tokens, logprobs=2)
+                harness.add(str(i), list(asked.prompt_ids), params)
+            if asked.cancel_after is not None and asked.turn + asked.cancel_after == turn:
+                harness.loop.abort(str(i))
+        if preempt_every and turn % preempt_every == preempt_every - 1 and scheduler.running:
+            scheduler.preempt(scheduler.running[turn % len(scheduler.running)])
+        harness.turn()
+        turn += 1
+        assert turn < 3000, "the queue did not drain"
+    harness.drain()
+
+
+def assert_same(outcome: Outcome, plain: Outcome, *, stored: bool) -> None:
+    """The tokens of the plain run, or their beginning where the request was cancelled."""
+    assert outcome.error is None
+    cancelled = outcome.reason is FinishReason.ABORT
+    expected = plain.token_ids[: len(outcome.token_ids)] if cancelled else plain.token_ids
+    if outcome.token_ids == expected:
+        return
+    assert stored, (outcome.token_ids, expected)
+    pairs = zip(outcome.token_ids, expected, strict=False)
+    place = next(i for i, (ours, theirs) in enumerate(pairs) if ours != theirs)
+    (_, best), (_, second) = plain.logprobs[place].top
+    assert best - second < NEAR_TIE, "a choice turned that was no near tie"
+
+
+@given(data=st.data())
+@settings(max_examples=NUM_PROGRAMS, phases=[Phase.generate])  # shrinking would take minutes
+@hypothesis.seed(SEED)
+def test_everything_at_once(data: st.DataObject) -> None:
+    case = data.draw(st.sampled_from(CASES))
+    options = data.draw(kv_options(case))
+    runs = [data.draw(programs()) for _ in range(data.draw(st.sampled_from([1, 1, 2])))]
+    longest = max(len(a.prompt_ids) + a.max_tokens for run in runs for a in run)
+    changes = {
+        "kv": options,
+        "num_pages": -(-longest // PAGE) + data.draw(st.sampled_from([0, 1, 3, 60])),
+        "prefill_chunk": data.draw(st.sampled_from([16, 32, 64, 128])),
+        "max_batch": data.draw(st.integers(1, 5)),
+        "launch_ahead": data.draw(st.booleans()),
+        "prefix_cache": data.draw(st.sampled_from([True, True, False])),
+    }
+    preempt_every = data.draw(st.sampled_from([None, None, 3, 7]))
+    with TemporaryDirectory() as folder:
+        if changes["prefix_cache"] and data.draw(st.booleans()):
+            changes["disk"] = DiskOptions(
+                folder=Path(folder), max_bytes=1 << 24, identity=f"tiny {case}"
+            )
+        for run in runs:  # each in an engine of its own: a restart
+            harness = Harness(tiny_model(case, quantized=True), **changes)
+            play(harness, run, preempt_every)
+            check(case, options, run, harness)
+            harness.loop.close()
+
+
+def check(case: str, options: KVOptions, run: list[Asked], harness: Harness) -> None:
+    model = tiny_model(case, quantized=True)
+    for i, asked in enumerate(run):
+        params = SamplingParams(max_tokens=asked.max_tokens, logprobs=2)
+        plain = alone(model, list(asked.prompt_ids), params, kv=options)
+        stored = options.bits != (None, None)
+        assert_same(harness.outcomes[str(i)], plain, stored=stored)
+
+
+def test_the_seed_is_printed() -> None:
+    print(f"\n{NUM_PROGRAMS} random programs of everything, HYPOTHESIS_SEED={SEED}")

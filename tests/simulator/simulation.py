@@ -3,10 +3,10 @@
 Whatever happens, each request must get the tokens of its oracle, once, in order, to the end.
 """
 
-from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import cast
 
+from simulator.asked import Asked
 from simulator.books import check_batch, check_books
 from simulator.fake_disk import FakeTier
 from simulator.fake_kv import FakeKV, WatchedAllocator
@@ -20,25 +20,6 @@ from mlxinfer.core import FinishReason, Request
 from mlxinfer.engine.batch import Batch
 from mlxinfer.engine.pagestore import PageStore
 from mlxinfer.engine.scheduler import Scheduler
-from mlxinfer.engine.sequence import Sequence
-
-
-@dataclass
-class Asked:
-    """A request, what it must get, and what it got."""
-
-    request: Request
-    sequence: Sequence
-    oracle: Oracle
-    expected: list[int]
-    expected_reason: FinishReason
-    got: list[int] = field(default_factory=list)
-    reason: FinishReason | None = None
-
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and answer so far."""
-        return self.request.prompt_ids + self.got
 
 
 class Simulation:
@@ -112,7 +93,7 @@ class Simulation:
         sequence = self.scheduler.find(name)
         if sequence is not None:
             self.scheduler.finish(sequence)
-            self._end(name, FinishReason.ABORT)
+            self.asked[name].end(FinishReason.ABORT)
 
     def restart(self) -> None:
         """Save what is cached and start afresh. Nothing runs or waits."""
@@ -160,14 +141,14 @@ class Simulation:
         taken = self.scheduler.commit(launched.batch, launched.tokens)
         self.runner.observe([s.slot for s, _, _ in taken], [token for _, token, _ in taken])
         for sequence, token, reason in taken:
-            self._take(self.asked[sequence.request.id], token, reason)
+            self.asked[sequence.request.id].take(token, reason)
         return True
 
     def _fail_step(self, batch: Batch) -> None:
         for segment in batch.segments:
             if not segment.sequence.finished:
                 self.scheduler.finish(segment.sequence, keep=False)
-                self._end(segment.sequence.request.id, FinishReason.ERROR)
+                self.asked[segment.sequence.request.id].end(FinishReason.ERROR)
         for sequence in reversed(list(self.scheduler.running)):
             self.scheduler.preempt(sequence, keep=False)
         for sequence in self.scheduler.unfinished():
@@ -183,24 +164,7 @@ class Simulation:
     # -- what must hold --------------------------------------------------------------------------
 
     def _verify(self, name: str, position: int, hidden: int) -> None:
-        asked = self.asked[name]
-        assert hidden == asked.oracle.hidden(position), (
-            f"{name} sees wrong keys at position {position}; its prompt ends at "
-            f"{len(asked.request.prompt_ids)}"
-        )
-
-    def _take(self, asked: Asked, token: int, reason: FinishReason | None) -> None:
-        asked.got.append(token)
-        count = len(asked.got)
-        assert asked.got[-1:] == asked.expected[count - 1 : count], asked.request.id
-        assert (reason is None) == (count < len(asked.expected))
-        if reason is not None:
-            assert reason is asked.expected_reason
-            self._end(asked.request.id, reason)
-
-    def _end(self, name: str, reason: FinishReason) -> None:
-        assert self.asked[name].reason is None, f"{name} ends twice"
-        self.asked[name].reason = reason
+        self.asked[name].check_hidden(position, hidden)
 
     def _check(self) -> None:
         check_books(self.scheduler, self.pins)
@@ -208,19 +172,7 @@ class Simulation:
         assert all(counters[name] >= before for name, before in self._counters.items())
         self._counters = counters
         for asked in self.asked.values():
-            self._check_cached(asked)
-
-    def _check_cached(self, asked: Asked) -> None:
-        """Tokens count as cached only where somebody computed the same ones."""
-        num_cached = asked.sequence.num_cached
-        if not num_cached:
-            return
-        assert self.sizes.reuse
-        assert not asked.request.prompt_logits
-        assert num_cached <= len(asked.request.prompt_ids)
-        if not asked.sequence.num_preempted:
-            others = (a.tokens for a in self.asked.values() if a is not asked)
-            assert num_cached <= max(common(asked.request.prompt_ids[:-1], o) for o in others)
+            asked.check_cached(self.asked.values(), reuse=self.sizes.reuse)
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -251,11 +203,3 @@ class Simulation:
                 if page is not None:
                     found = self.kv.pools[layer][page * size : page * size + len(keys)]
                     assert found == [k[layer] for k in keys], "a cached page holds something else"
-
-
-def common(a: Seq[int], b: Seq[int]) -> int:
-    """How many tokens two lists share at their beginning."""
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))

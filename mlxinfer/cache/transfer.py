@@ -69,18 +69,29 @@ def _read(planes: Sequence[Plane], pages: Sequence[int], page_size: int) -> list
 def _write(
     planes: Sequence[Plane], pages: Sequence[int], page_size: int, payloads: Sequence[Payload]
 ) -> None:
-    slots = _slots(pages, page_size)
-    rows = np.stack([np.frombuffer(payload, dtype=np.uint8) for payload in payloads])
+    rows = mx.array(np.stack([np.frombuffer(payload, dtype=np.uint8) for payload in payloads]))
+    runs = _runs(pages)
     start = 0
     for plane in planes:
-        for i, array in enumerate(plane.pages):
-            heads, _, width = array.shape
-            shape = heads, page_size, width
-            stop = start + prod(shape) * array.dtype.size
-            part = mx.array(rows[:, start:stop]).view(array.dtype)
+        for i, (width, dtype) in enumerate(plane.fmt.parts):
+            shape = plane.pages[i].shape[0], page_size, width  # (H, P, W)
+            stop = start + prod(shape) * dtype.size
+            part = mx.contiguous(rows[:, start:stop]).view(dtype)
             part = mx.unflatten(part, 1, shape).swapaxes(0, 1)  # (H, N, P, W)
-            del array  # written in place only while nobody else holds it
-            plane.pages[i][:, slots] = part.flatten(1, 2)
+            for row, page, count in runs:
+                tokens = part[:, row : row + count].flatten(1, 2)
+                plane.pages[i][:, page * page_size : (page + count) * page_size] = tokens
             start = stop
     assert start == rows.shape[1], "a payload of another format"
     mx.eval([plane.pages for plane in planes])
+
+
+def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Consecutive pages as (place of the first in `pages`, its id, how many)."""
+    runs: list[tuple[int, int, int]] = []
+    for row, page in enumerate(pages):
+        if runs and page == runs[-1][1] + runs[-1][2]:
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((row, page, 1))
+    return runs

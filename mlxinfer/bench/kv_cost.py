@@ -5,6 +5,7 @@ many requests share a forward pass, and how many bytes are held.
 """
 
 import gc
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ KINDS: tuple[Kind, ...] = (
     ("plain", KVOptions(), None),
     ("8", EIGHT, 8),
 )
+ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Pair:
 def speeds(
     folder: Path, dense: Dense, *, requests: int, prompt: int, answer: int, peer: bool
 ) -> list[Pair]:
-    """Plain and 8 bits, `requests` at once."""
+    """Plain and 8 bits, `requests` at once; the sides alternate."""
     write_checkpoint(folder, dense)
     asks = [
         Ask(str(i), [("user", random_prompt(prompt, dense.vocab, i))], answer)
@@ -60,10 +62,13 @@ def speeds(
     peer_model = load_peer_model(folder) if peer else None
     found = []
     for label, options, bits in KINDS:
-        for limit in (1, None):  # the first time warms up
-            ours = serve(OurServer(model, kv=options), asks[:limit])
-            theirs = _peer_served(peer_model, asks[:limit], bits) if peer else None
-        found.append(Pair(label, _speed(ours), _speed(theirs) if theirs else None))
+        ours: list[Served] = []
+        theirs: list[Served] = []
+        for limit in (1, *[None] * ROUNDS):  # the first time warms up
+            ours.append(serve(OurServer(model, kv=options), asks[:limit]))
+            if peer:
+                theirs.append(_peer_served(peer_model, asks[:limit], bits))
+        found.append(Pair(label, _median(ours[1:]), _median(theirs[1:]) if theirs else None))
     return found
 
 
@@ -71,9 +76,13 @@ def _peer_served(model: Any, asks: list[Ask], bits: int | None) -> Served:
     return serve(PeerServer(model), asks) if bits is None else serve_one_by_one(model, asks)
 
 
-def _speed(served: Served) -> Speed:
-    firsts = [answer.first_s for answer in served.answers.values()]
-    return Speed(served.num_tokens / served.seconds, max(firsts))
+def _median(rounds: list[Served]) -> Speed:
+    return Speed(
+        statistics.median(served.num_tokens / served.seconds for served in rounds),
+        statistics.median(
+            max(answer.first_s for answer in served.answers.values()) for served in rounds
+        ),
+    )
 
 
 def peaks(

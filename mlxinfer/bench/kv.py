@@ -92,8 +92,9 @@ def _speed_table(found: list[Pair]) -> Table:
         "8 requests at once",
         ["kv_bits", "", "mlxinfer", "mlx-lm", "ratio"],
         rows,
-        "Prompts of 70 tokens, answers of 32; prompts count in the time. mlx-lm's server answers one "
-        "request at a time where --kv-bits is given, and its cache stays plain up to 5,000 tokens.",
+        "Prompts of 70 tokens, answers of 32; prompts count in the time. mlx-lm's server answers "
+        "one request at a time where --kv-bits is given, and its cache stays plain "
+        "up to 5,000 tokens.",
     )
 
 

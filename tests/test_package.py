@@ -57,6 +57,7 @@ def test_kernels_and_assets_are_in_the_wheel(wheel: zipfile.ZipFile) -> None:
         for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
             assert f"mlxinfer/assets/{model}/{name}" in names
     assert "mlxinfer/py.typed" in names
+    assert "mlxinfer/bench/held_out.txt" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

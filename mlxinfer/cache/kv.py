@@ -13,7 +13,8 @@ from .pool import Bits, LayerPool, Plane, token_bytes
 from .reach import Reach
 from .step import Span, StepKV, plan_group
 
-FIRST_PAGES = 128  # a pool starts small and doubles: a short chat takes little memory
+FIRST_PAGES = 128  # a pool starts small: a short chat takes little memory
+GROWTH = 4  # and grows by one part in so many: copying stays rare, and little is taken unused
 FIRST_SLOTS = 4
 MAX_TAIL_SHARE = 4  # tails may take one part in so many of the budget
 
@@ -60,6 +61,7 @@ class KVCache:
         self.specs = list(specs)
         self.dtype = dtype
         self.page_size = page_size
+        self._prefill_chunk = prefill_chunk
         self.bits = list(bits or [(None, None)] * len(specs))
         self.bytes_copied = 0  # tails copied because a step was in flight
         self.bytes_grown = 0  # copied while pools grew
@@ -121,8 +123,16 @@ class KVCache:
     @property
     def max_tokens(self) -> int:
         """Positions that one sequence may ever have, if it runs alone."""
-        full = [g.allocator.num_pages for g in self.groups if g.reach.window is None]
-        return min(full) * self.page_size if full else 2**31 - 1
+        endless = 2**31
+        held = [
+            g.reach.max_pages(endless, self._prefill_chunk, self.page_size) for g in self.groups
+        ]
+        short = [
+            group.allocator.num_pages * self.page_size
+            for group, most in zip(self.groups, held, strict=True)
+            if group.allocator.num_pages < most
+        ]
+        return min(short, default=endless)
 
     @property
     def bytes_allocated(self) -> int:
@@ -138,12 +148,12 @@ class KVCache:
         )
 
     def make_room(self, num_slots: int) -> None:
-        """Grow the arrays, twofold, until all pages handed out and `num_slots` tails are there."""
+        """Grow the arrays until all pages handed out and `num_slots` tails are there."""
         for group in self.groups:
             first = self.pools[group.layers[0]]
             pages, slots = first.num_pages, first.num_slots
             if group.allocator.extent > pages:
-                wanted = max(2 * pages, group.allocator.extent)
+                wanted = max(pages + max(pages // GROWTH, FIRST_PAGES), group.allocator.extent)
                 wanted = min(wanted, group.allocator.num_pages)
                 self.bytes_grown += pages * group.page_bytes
                 for layer in group.layers:

@@ -23,8 +23,8 @@ OnEvict = Callable[[list[StoredPage]], None]
 class PrefixCounters:
     """What happened since the tree was built; only ever grows."""
 
-    hits: int = 0  # locks of something
-    misses: int = 0  # locks of nothing
+    hits: int = 0  # counted matches of something
+    misses: int = 0  # counted matches of nothing
     tokens_reused: int = 0
     nodes_inserted: int = 0
     nodes_evicted: int = 0
@@ -131,12 +131,15 @@ class PrefixTree:
 
         Of lower priorities everything is evicted before anything of a higher one.
         """
+        return self._lease(match, priority)
+
+    def count(self, match: Match) -> None:
+        """Count a match that is made use of; one may be locked in vain."""
         self.counters.tokens_reused += match.num_tokens
         if match.num_tokens:
             self.counters.hits += 1
         else:
             self.counters.misses += 1
-        return self._lease(match, priority)
 
     def pin(self, namespace: Hashable, token_ids: Sequence[int]) -> Lease:
         """Keep what the tree has of a prefix, its windows' last pages included, until `unlock`."""

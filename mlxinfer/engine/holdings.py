@@ -80,7 +80,8 @@ class Holdings:
         sequence.tables = match.tables()
         sequence.num_computed = match.num_tokens
         sequence.num_sealed = match.num_tokens - match.cut_tokens
-        sequence.num_cached = max(sequence.num_cached, min(match.num_tokens, sequence.num_prompt))
+        if not sequence.num_preempted:  # later it finds what it left itself
+            sequence.num_cached = match.num_tokens
         for group, reach in enumerate(self.reaches):
             if reach.window is None:  # in one go, so that a prompt lies in one run
                 self.extend(sequence, group, sequence.num_known)
@@ -99,6 +100,7 @@ class Holdings:
             lease = self.tree.lock(match)
             if self._room(match, sequence, spare):
                 sequence.lease = lease
+                self.tree.count(match)
                 return match
             self.tree.unlock(lease)
             if not match.cut_tokens:

@@ -198,6 +198,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def start(self, namespace: str, token_ids: list[int], priority: int) -> None:
         match = self.tree.match(namespace, token_ids)
         lease = self.tree.lock(match, priority=priority)
+        self.tree.count(match)
         length = match.num_tokens
         whole = length // SIZE * SIZE
         path = [(namespace, tuple(token_ids[: n + SIZE])) for n in range(0, whole, SIZE)]

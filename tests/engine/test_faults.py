@@ -130,3 +130,21 @@ def test_an_answer_ends_where_context_or_pool_ends() -> None:
         outcome = harness.drain()["a"]
         assert len(outcome.token_ids) == total - 20
         assert outcome.reason is FinishReason.LENGTH
+
+
+def test_a_pool_smaller_than_a_window_bounds_the_answer() -> None:
+    model = tiny_model("mistral-v4", quantized=True)  # nothing but windows of 8
+    harness = Harness(model, num_pages=2, max_batch=1, page_size=4, prefill_chunk=4)
+    harness.add("a", prompt(5), SamplingParams(max_tokens=60))
+    outcome = harness.drain()["a"]
+    assert outcome.error is None
+    assert (len(outcome.token_ids), outcome.reason) == (3, FinishReason.LENGTH)
+
+
+def test_what_a_preempted_request_left_itself_is_not_called_cached() -> None:
+    harness = Harness(tiny_model(CASE), num_pages=8, max_batch=2)
+    for name, seed in (("a", 1), ("b", 2)):
+        harness.add(name, prompt(40, seed), SamplingParams(max_tokens=30))
+    outcomes = harness.drain()
+    assert harness.loop.scheduler.counters.preemptions > 0
+    assert [o.cached_tokens for o in outcomes.values()] == [0, 0]

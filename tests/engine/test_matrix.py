@@ -73,7 +73,8 @@ def play(harness: Harness, program: list[Asked], preempt_every: int | None) -> N
                 harness.add(str(i), list(asked.prompt_ids), params)
             if asked.cancel_after is not None and asked.turn + asked.cancel_after == turn:
                 harness.loop.abort(str(i))
-        if preempt_every and turn % preempt_every == preempt_every - 1 and scheduler.running:
+        forced = preempt_every and turn < 90 and turn % preempt_every == preempt_every - 1
+        if forced and scheduler.running:  # not for ever: without a prefix cache nothing would end
             scheduler.preempt(scheduler.running[turn % len(scheduler.running)])
         harness.turn()
         turn += 1

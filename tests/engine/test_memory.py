@@ -153,7 +153,7 @@ def test_the_budget_bounds_every_array_even_while_they_grow() -> None:
     assert kv.bytes_allocated > 0.85 * budget
 
 
-def test_pools_start_small_and_double() -> None:
+def test_pools_start_small_and_grow() -> None:
     kv = cache(200_000_000)
     small = kv.bytes_allocated
     assert small < 20_000_000

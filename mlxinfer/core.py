@@ -107,6 +107,7 @@ class Request:
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()  # end tokens of the model and of params, as they apply
     prompt_logits: bool = False  # also return the logits of every prompt position
+    priority: int = 0  # of what it leaves in the prefix cache: lower goes first
     arrived_s: float = 0.0  # monotonic seconds, set by the engine; so is the next
     started_s: float = 0.0  # when its first step was launched
 

@@ -12,21 +12,16 @@ from typing import TYPE_CHECKING, Any, overload
 from . import hub
 from .answer import Answer
 from .backend import require_mlx
-from .config import DiskOptions, EngineConfig, KVOptions, default_disk_folder
+from .config import KVOptions
 from .core import Request, SamplingParams, TokenEvent, check_token_ids
 from .errors import InvalidRequestError
-from .info import ModelInfo, describe
 from .mailbox import Mailbox
-from .memory import default_kv_bytes, parse_bytes, total_memory_bytes
+from .opening import PAGE_SIZE, EngineOptions, open_engine
 from .results import Delta, Result
 from .text import ReasoningFormat, TextStream, Tokenizer, detect_reasoning, encode_chat
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from .models.decoder import Model
-
-PAGE_SIZE = 16  # tokens of KV cache that are handed out together
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -43,6 +38,7 @@ class LLM:
         kv_plain_ends: first and last layer as they are computed, whatever kv_bits says.
         kv_plain_windows: so for layers that have a window of their own.
         max_memory: what the KV cache may take, such as "8GB"; None: a share of what is there.
+        prefix_cache: whether prompts use the KV cache that earlier requests left.
         disk_cache: what prompts may take on disk, such as "20GB": what memory has no room for goes
             there, and all that is cached at the end, for the next start. None: nothing does.
         disk_cache_dir: where; None: ~/.cache/mlxinfer/kv.
@@ -69,6 +65,7 @@ class LLM:
         kv_plain_ends: bool = False,
         kv_plain_windows: bool = False,
         max_memory: str | int | None = None,
+        prefix_cache: bool = True,
         disk_cache: str | int | None = None,
         disk_cache_dir: str | Path | None = None,
         max_batch: int = 64,
@@ -78,23 +75,25 @@ class LLM:
         num_pages: int | None = None,
         launch_ahead: bool = True,
     ) -> None:
-        kv = KVOptions.build(
-            bits=kv_bits,
-            window=kv_window,
-            sinks=kv_sinks,
-            plain_ends=kv_plain_ends,
-            plain_windows=kv_plain_windows,
+        options = EngineOptions(
+            kv=KVOptions.build(
+                bits=kv_bits,
+                window=kv_window,
+                sinks=kv_sinks,
+                plain_ends=kv_plain_ends,
+                plain_windows=kv_plain_windows,
+            ),
+            max_memory=max_memory,
+            prefix_cache=prefix_cache,
+            disk_cache=disk_cache,
+            disk_cache_dir=disk_cache_dir,
+            max_batch=max_batch,
+            max_context=max_context,
+            prefill_chunk=prefill_chunk,
+            dtype=dtype,
+            num_pages=num_pages,
+            launch_ahead=launch_ahead,
         )
-        budget = None if max_memory is None else parse_bytes(max_memory)
-        disk_bytes = None if disk_cache is None else parse_bytes(disk_cache, param="disk_cache")
-        if disk_cache_dir is not None and disk_bytes is None:
-            raise InvalidRequestError(
-                "disk_cache_dir goes with disk_cache: say how much may lie there, such as '20GB'.",
-                param="disk_cache_dir",
-            )
-        _check_counts(max_batch=max_batch, prefill_chunk=prefill_chunk)
-        if max_context is not None:
-            _check_counts(max_context=max_context)
         require_mlx()
         self.path = hub.resolve(str(model))
         self.tokenizer = Tokenizer.from_folder(self.path)
@@ -103,31 +102,7 @@ class LLM:
         self._mailboxes: weakref.WeakKeyDictionary[
             asyncio.AbstractEventLoop, Mailbox[TokenEvent]
         ] = weakref.WeakKeyDictionary()
-
-        from .engine.engine import Engine  # imports mlx, which need not be there to say why not
-        from .models import load
-
-        path, name = self.path, str(model)
-        described: list[ModelInfo] = []  # `build` must not know `self`: its thread would keep it
-
-        def build() -> "tuple[Model, EngineConfig]":
-            loaded = load(path, dtype=dtype)
-            described.append(describe(name, path, loaded))
-            limit = loaded.config.max_context
-            return loaded, EngineConfig(
-                page_size=PAGE_SIZE,
-                max_batch=max_batch,
-                prefill_chunk=-(-prefill_chunk // PAGE_SIZE) * PAGE_SIZE,
-                max_context=min(max_context or limit, limit),
-                kv_budget_bytes=budget or default_kv_bytes(total_memory_bytes(), loaded.num_bytes),
-                num_pages=num_pages,
-                kv=kv,
-                disk=_disk_options(path, disk_cache_dir, disk_bytes),
-                launch_ahead=launch_ahead,
-            )
-
-        self._engine = Engine(build)
-        self.model_info = described[0]
+        self._engine, self.model_info = open_engine(str(model), self.path, options)
         self._finalizer = weakref.finalize(self, self._engine.close)
 
     # -- text -----------------------------------------------------------------------------------
@@ -212,6 +187,25 @@ class LLM:
     ) -> AsyncIterator[Delta]:
         """`stream_chat` for asyncio."""
         return self._astream(self._chat(messages, params, template_kwargs))
+
+    def pin(self, prompt: Prompt | Sequence[Message]) -> int:
+        """Compute the KV cache of a prompt or a conversation's beginning, and keep it the longest.
+
+        It goes only when running requests need the room and nothing that is not pinned is left.
+
+        Returns:
+            How many of its tokens the next request that begins with it will find: whole pages.
+        """
+        messages = [part for part in prompt if isinstance(part, Mapping)]
+        if messages:
+            ids = encode_chat(self.tokenizer, messages, add_generation_prompt=False)
+        else:
+            ids = self._encode(prompt)  # type: ignore[arg-type]  # no messages: text or ids
+        request = self._request(ids, SamplingParams(max_tokens=1))
+        request.priority = 1
+        for _ in self._events([request]):
+            pass
+        return len(ids) - len(ids) % PAGE_SIZE
 
     # -- the model itself -----------------------------------------------------------------------
 
@@ -342,28 +336,6 @@ async def _last(deltas: AsyncIterator[Delta]) -> Result:
         result = delta.result
     assert result is not None
     return result
-
-
-def _disk_options(
-    model: Path, folder: str | Path | None, max_bytes: int | None
-) -> DiskOptions | None:
-    """The disk cache of a model; what another version of this package computed is not used."""
-    if max_bytes is None:
-        return None
-    from . import __version__
-    from .models.identity import content_id
-
-    identity = f"mlxinfer {__version__} {content_id(model)}"
-    chosen = Path(folder or default_disk_folder()).expanduser()
-    return DiskOptions(folder=chosen, max_bytes=max_bytes, identity=identity)
-
-
-def _check_counts(**counts: int) -> None:
-    for name, value in counts.items():
-        if type(value) is not int or value < 1:
-            raise InvalidRequestError(
-                f"{name} is {value!r}; expected a whole number from 1 up.", param=name
-            )
 
 
 def _is_one_prompt(prompts: Any) -> bool:

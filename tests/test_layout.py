@@ -29,7 +29,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "answer": LEAVES | {"results", "text"},
     "info": LEAVES | {"models"},
 }
-ASSEMBLERS = {"llm", "cli", "bench", "__init__"}  # anything
+ASSEMBLERS = {"llm", "opening", "cli", "bench", "__init__"}  # anything
 WITHOUT_MLX = (
     "core",
     "config",

@@ -86,12 +86,38 @@ def test_logits_do_not_depend_on_chunks(llm: LLM) -> None:
 
 
 def test_seeded_requests_repeat(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=12, temperature=1.0, seed=5)
+    params = SamplingParams(max_tokens=12, temperature=2.0, seed=5)
     first = llm.generate("A token", params)
     crowd = llm.generate(["A token", "A page", "x"], [params, SamplingParams(), params])
     assert crowd[0].token_ids == first.token_ids
-    other = llm.generate("A token", SamplingParams(max_tokens=12, temperature=1.0, seed=6))
+    other = llm.generate("A token", SamplingParams(max_tokens=12, temperature=2.0, seed=6))
     assert other.token_ids != first.token_ids
+
+
+def test_a_pinned_prompt_outlives_others() -> None:
+    """A pool of 12 pages: three later prompts of 5 pages each push out all that is not pinned."""
+    params = SamplingParams(max_tokens=2)
+    first, others = [9] * 70, [[10 + i] * 80 for i in range(3)]
+    for pins, found in ((True, 64), (False, 0)):
+        with LLM("demo", num_pages=12, max_batch=1, max_context=190) as small:
+            if pins:
+                assert small.pin(first) == 64
+            else:
+                small.generate(first, params)
+            for other in others:
+                small.generate(other, params)
+            assert small.generate(first, params).cached_tokens >= found
+            if not pins:
+                assert small.stats()["prompt_tokens_reused"] == 0
+
+
+def test_a_pinned_conversation_is_found(llm: LLM) -> None:
+    messages = [{"role": "system", "content": "You answer in rhymes about pages. " * 3}]
+    kept = llm.pin(messages)
+    assert kept >= 16
+    asked = llm.chat([*messages, *QUESTION], SamplingParams(max_tokens=2))
+    assert asked.cached_tokens >= kept
+    assert len(llm.generate("A", SamplingParams(max_tokens=1)).token_ids) == 1
 
 
 def test_asyncio(llm: LLM) -> None:

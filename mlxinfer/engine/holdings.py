@@ -97,7 +97,7 @@ class Holdings:
         limit = 0 if sequence.request.prompt_logits or not self.reuse else None
         match = self.tree.match(None, sequence.token_ids, limit=limit)
         while True:
-            lease = self.tree.lock(match)
+            lease = self.tree.lock(match, priority=sequence.request.priority)
             if self._room(match, sequence, spare):
                 sequence.lease = lease
                 self.tree.count(match)

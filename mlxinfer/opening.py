@@ -1,0 +1,106 @@
+"""From what a user asks for to a running engine: options checked, memory found, model loaded."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .backend import require_mlx
+from .config import DiskOptions, EngineConfig, KVOptions, default_disk_folder
+from .errors import InvalidRequestError
+from .info import ModelInfo, describe
+from .memory import default_kv_bytes, parse_bytes, total_memory_bytes
+
+if TYPE_CHECKING:
+    from .engine.engine import Engine
+    from .models.decoder import Model
+
+PAGE_SIZE = 16  # tokens of KV cache that are handed out together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """The keyword arguments of LLM, checked when built: what each means stands there.
+
+    Raises:
+        InvalidRequestError: a value out of its range.
+    """
+
+    kv: KVOptions = field(default_factory=KVOptions)
+    max_memory: str | int | None = None
+    prefix_cache: bool = True
+    disk_cache: str | int | None = None
+    disk_cache_dir: str | Path | None = None
+    max_batch: int = 64
+    max_context: int | None = None
+    prefill_chunk: int = 256
+    dtype: str = "auto"
+    num_pages: int | None = None
+    launch_ahead: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "prefill_chunk", "max_context", "num_pages"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise InvalidRequestError(
+                    f"{name} is {value!r}; expected a whole number from 1 up.", param=name
+                )
+        if self.max_memory is not None:
+            parse_bytes(self.max_memory)
+        if self.disk_cache is not None:
+            parse_bytes(self.disk_cache, param="disk_cache")
+        elif self.disk_cache_dir is not None:
+            raise InvalidRequestError(
+                "disk_cache_dir goes with disk_cache: say how much may lie there, such as '20GB'.",
+                param="disk_cache_dir",
+            )
+
+    def config(self, model: "Model", folder: Path) -> EngineConfig:
+        """The sizes of an engine for a loaded model."""
+        limit = model.config.max_context
+        budget = default_kv_bytes(total_memory_bytes(), model.num_bytes)
+        return EngineConfig(
+            page_size=PAGE_SIZE,
+            max_batch=self.max_batch,
+            prefill_chunk=-(-self.prefill_chunk // PAGE_SIZE) * PAGE_SIZE,
+            max_context=min(self.max_context or limit, limit),
+            kv_budget_bytes=budget if self.max_memory is None else parse_bytes(self.max_memory),
+            num_pages=self.num_pages,
+            kv=self.kv,
+            prefix_cache=self.prefix_cache,
+            disk=self._disk(folder),
+            launch_ahead=self.launch_ahead,
+        )
+
+    def _disk(self, folder: Path) -> DiskOptions | None:
+        if self.disk_cache is None:
+            return None
+        from .models.identity import content_id
+
+        where = self.disk_cache_dir
+        return DiskOptions(
+            folder=default_disk_folder() if where is None else Path(where).expanduser(),
+            max_bytes=parse_bytes(self.disk_cache, param="disk_cache"),
+            identity=content_id(folder),
+        )
+
+
+def open_engine(name: str, folder: Path, options: EngineOptions) -> "tuple[Engine, ModelInfo]":
+    """Load the model in `folder` on the engine's own thread.
+
+    Raises:
+        ModelError: it is broken or not supported.
+        BackendMissingError: MLX does not run here.
+    """
+    require_mlx()
+    from .engine.engine import Engine  # imports mlx, which need not be there to say why not
+    from .models import load
+
+    described: list[ModelInfo] = []
+
+    def build() -> "tuple[Model, EngineConfig]":
+        model = load(folder, dtype=options.dtype)
+        described.append(describe(name, folder, model))
+        return model, options.config(model, folder)
+
+    engine = Engine(build)
+    return engine, described[0]

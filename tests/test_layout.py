@@ -41,8 +41,13 @@ WITHOUT_MLX = (
     "results",
     "answer",
     "cache.pages",
+    "cache.reach",
+    "cache.prefix",
+    "cache.disk",
     "engine.batch",
     "engine.scheduler",
+    "engine.holdings",
+    "engine.pagestore",
     "engine.sequence",
     "text",
 )

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 
 from ..cache.pages import OutOfPages, PageAllocator, PageTable
 from ..cache.prefix import PrefixTree, StoredPage
-from ..cache.prefix_match import Match
+from ..cache.prefix.match import Match
 from ..cache.reach import Reach
 from .batch import Load, Move, Restore, Spill
 from .pagestore import Found, PageStore

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..cache.disk import DiskTier, chain_keys, page_key
 from ..cache.prefix import StoredPage
-from ..cache.prefix_match import Match, first_page
+from ..cache.prefix.match import Match, first_page
 from ..cache.reach import Reach
 from .batch import Spill
 

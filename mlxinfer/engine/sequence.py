@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from ..cache.pages import PageTable
-from ..cache.prefix_match import Lease
+from ..cache.prefix.match import Lease
 from ..core import Request
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.cache.disk import DiskTier, Entry, Files, chain_keys, namespace_key, page_key
-from mlxinfer.cache.disk_entry import decode, encode
+from mlxinfer.cache.disk.entry import decode, encode
 
 MODEL = namespace_key("model", "bf16")
 MEGABYTE = 2**20

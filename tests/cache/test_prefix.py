@@ -7,7 +7,7 @@ import pytest
 
 from mlxinfer.cache.pages import PageAllocator, PageTable
 from mlxinfer.cache.prefix import Duplicate, Lease, PrefixTree, StoredPage
-from mlxinfer.cache.prefix_queue import EvictionQueue
+from mlxinfer.cache.prefix.queue import EvictionQueue
 
 SIZE = 4
 

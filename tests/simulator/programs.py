@@ -10,7 +10,7 @@ from simulator.fake_disk import FakeTier
 from simulator.simulation import Simulation
 from simulator.sizes import draw_sizes
 
-from mlxinfer.cache.prefix_match import Lease
+from mlxinfer.cache.prefix.match import Lease
 from mlxinfer.core import Request, SamplingParams
 
 FEATURES = (

@@ -15,8 +15,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .disk_entry import KEY_BYTES, Entry, decode, encode
-from .disk_files import Files
+from .entry import KEY_BYTES, Entry, decode, encode
+from .files import Files
 
 _HEX = f"[0-9a-f]{{{2 * KEY_BYTES}}}"
 _FOLDER = re.compile(_HEX)

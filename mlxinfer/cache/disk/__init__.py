@@ -9,9 +9,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from .disk_entry import Entry, chain_keys, namespace_key, page_key
-from .disk_files import Files
-from .disk_store import DiskStats, DiskStore
+from .entry import Entry, chain_keys, namespace_key, page_key
+from .files import Files
+from .store import DiskStats, DiskStore
 
 __all__ = ["DiskStats", "DiskTier", "Entry", "Files", "chain_keys", "namespace_key", "page_key"]
 

@@ -9,10 +9,10 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .pages import PageAllocator, PageTable
-from .prefix_match import Lease, Match, find
-from .prefix_node import Node, StoredPage
-from .prefix_store import NodeStore
+from ..pages import PageAllocator, PageTable
+from .match import Lease, Match, find
+from .node import Node, StoredPage
+from .store import NodeStore
 
 __all__ = ["Duplicate", "Lease", "Match", "PrefixCounters", "PrefixTree", "StoredPage"]
 

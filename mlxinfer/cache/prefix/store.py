@@ -6,9 +6,9 @@ as a whole (leaves that nobody locks), and for each windowed group the pages tha
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
-from .pages import PageAllocator
-from .prefix_node import Node, Tokens
-from .prefix_queue import EvictionQueue
+from ..pages import PageAllocator
+from .node import Node, Tokens
+from .queue import EvictionQueue
 
 
 class NodeStore:

@@ -3,8 +3,8 @@
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from .pages import PageTable
-from .prefix_node import Node
+from ..pages import PageTable
+from .node import Node
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,7 @@
 """Who runs next and with how many tokens. Pure Python: knows pages, slots and counts, no arrays.
 
-Decode comes first, then prefill chunks within a token budget, which is halved while others run: the
-budget is what they wait for. A prefill chunk ends at a page boundary unless it ends the prompt. A
-quarter of the budget is for the oldest prompt, so that it is never starved; the rest goes to the
-shortest first, so that a short question does not wait behind a long document.
+Decode comes first, then prefill chunks within a token budget (`shares.py`), which is halved while
+others run.
 
 A step may be in flight while the next one is planned. Pages given up meanwhile are safe: the pool
 is written only behind a barrier (`Batch.writes_pages`).
@@ -12,28 +10,16 @@ is written only behind a barrier (`Batch.writes_pages`).
 import heapq
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 from ..cache.pages import OutOfPages, PageAllocator
 from ..cache.reach import Reach
 from ..core import FinishReason, Request
 from .batch import MAX_SHORT, Batch, Move, Restore, Segment
+from .counters import Counters
 from .holdings import Holdings
 from .pagestore import PageStore
 from .sequence import Sequence
-
-
-@dataclass(slots=True)
-class Counters:
-    """What happened since the engine started; only ever grows."""
-
-    requests: int = 0
-    steps: int = 0
-    prompt_tokens_computed: int = 0
-    tokens_computed: int = 0
-    tokens_sampled: int = 0
-    preemptions: int = 0
-    pages_sealed: int = 0
+from .shares import prefill_shares
 
 
 class Scheduler:
@@ -212,32 +198,12 @@ class Scheduler:
         max_prefilling = self.prefill_chunk // self.page_size  # each gets a page at least
         while len(prefilling) < max_prefilling and (admitted := self._admit(prefilling)):
             prefilling.append(admitted)
-        for sequence, count in self._shares(prefilling):
+        budget = self.prefill_chunk
+        if len(self.running) > 1:  # the budget is what the others wait for
+            budget = max(budget // 2, self.page_size)
+        for sequence, count in prefill_shares(prefilling, budget, self.page_size):
             if sequence.slot >= 0 and self._hold(sequence, sequence.num_computed + count, segments):
                 segments[sequence] = self._prefill(sequence, count)
-
-    def _shares(self, prefilling: list[Sequence]) -> list[tuple[Sequence, int]]:
-        """Tokens for each prompt: a quarter to the oldest, the rest shortest first."""
-        if not prefilling:
-            return []
-        oldest, page = prefilling[0], self.page_size
-        budget = self.prefill_chunk
-        if len(self.running) > 1:
-            budget = max(budget // 2, page)
-        shares = {oldest: self._chunk(oldest, max(budget // 4, page))}
-        budget -= shares[oldest]
-        for sequence in sorted(prefilling[1:], key=lambda s: s.num_left):
-            shares[sequence] = self._chunk(sequence, budget)
-            budget -= shares[sequence]
-        shares[oldest] = self._chunk(oldest, shares[oldest] + budget)
-        return [(sequence, count) for sequence, count in shares.items() if count]
-
-    def _chunk(self, sequence: Sequence, limit: int) -> int:
-        """Tokens of the next chunk: all that is left, or as many as end at a page boundary."""
-        if sequence.num_left <= limit:
-            return sequence.num_left
-        stop = sequence.num_computed + limit
-        return max(limit - stop % self.page_size, 0)
 
     def _prefill(self, sequence: Sequence, count: int) -> Segment:
         return Segment(

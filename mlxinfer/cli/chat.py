@@ -21,6 +21,7 @@ from ._options import (
 )
 from ._output import note
 from ._reader import Reader, open_reader
+from ._terminal import silent_interrupts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -89,7 +90,8 @@ def take_turn(session: ChatSession, line: str, console: "Console") -> Reply:
     if reply.text:
         console.print(reply.text, markup=False, highlight=False, soft_wrap=True)
     if reply.ask is not None:
-        answer(session.ask(reply.ask), session, console)
+        with silent_interrupts():
+            answer(session.ask(reply.ask), session, console)
     return reply
 
 

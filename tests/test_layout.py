@@ -7,7 +7,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mlxinfer"
-FOLDERS = {"mlxinfer": PACKAGE, "mlxinfer.metal_kernels": ROOT / "metal_kernels"}
+FOLDERS = {
+    "mlxinfer": PACKAGE,
+    "mlxinfer.metal_kernels": ROOT / "metal_kernels",
+    "mlxinfer.convert": ROOT / "convert",
+}
 
 LEAVES = {"core", "errors", "config"}
 MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
@@ -28,6 +32,10 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "results": LEAVES,
     "answer": LEAVES | {"results", "text"},
     "info": LEAVES | {"models"},
+    "convert": LEAVES | {"backend", "hub", "layers", "memory", "models", "text"},
+    "server": LEAVES
+    | {"answer", "backend", "engine", "hub", "info", "mailbox", "memory", "opening"}
+    | {"results", "text"},
 }
 ASSEMBLERS = {"llm", "opening", "cli", "bench", "__init__"}  # anything
 WITHOUT_MLX = (
@@ -49,6 +57,7 @@ WITHOUT_MLX = (
     "engine.holdings",
     "engine.pagestore",
     "engine.sequence",
+    "server",
     "text",
 )
 

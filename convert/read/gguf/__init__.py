@@ -1,0 +1,1 @@
+"""llama.cpp's GGUF files: header, block formats, names, config and tokenizer."""

@@ -1,0 +1,1 @@
+"""One file per way in which a safetensors checkpoint may hold a matrix."""

@@ -1,0 +1,109 @@
+"""What a checkpoint of any format looks like to the converter. Knows no format and no file.
+
+Names. `tensors` are named as transformers names them: `model.layers.0.self_attn.q_proj.weight`.
+Experts that a source stores one by one keep their names (`...mlp.experts.7.up_proj.weight`, each
+`(out, in)`), and whoever writes stacks them: expert_groups() says which make up which of MLX's
+switch layers. Experts that a source stores stacked come stacked, `(num_experts, out, in)`, under
+the name of MLX's switch layer: `...mlp.switch_mlp.up_proj.weight`, and for gpt_oss
+`...mlp.experts.gate_proj.weight`, gate and up apart, with `...gate_proj.bias`, whatever the source
+(dense, MXFP4, GGUF) calls them. Both mlx-lm and mlxinfer load these names as they are.
+
+Values are those of transformers too: rows of Q and K for its rotary embedding, Gemma's norms less
+one.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from ...models.quantization import QuantFormat as MLXFormat
+
+__all__ = ["MLXFormat", "Packed", "Source", "TensorInfo"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a source, known from headers alone."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # of read(): "bfloat16" | "float16" | "float32"; float32 where others would round
+    stored: str  # for people: "bf16", "AWQ int4 g128", "Q4_K", "fp8 128x128"
+    stored_bytes: int  # with scales, zero points and the like
+    lossless: MLXFormat | None = None  # read_packed() gives this format; None: values only
+    scales_exact: bool = True  # False: codes are kept, but the scales need float32 to be exact
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A tensor in an MLX format, as mx.dequantize takes it; stacked experts along axis 0."""
+
+    weight: mx.array  # (..., out, in * bits / 32) uint32
+    scales: mx.array  # (..., out, in / group_size); affine: float16, bfloat16 or, where neither
+    # holds them exactly, float32, which the writer rounds; mxfp4, mxfp8, nvfp4: uint8
+    biases: mx.array | None  # as scales; None unless affine
+
+
+class Source(Protocol):
+    """A checkpoint that can be read tensor by tensor."""
+
+    @property
+    def label(self) -> str:
+        """What the user gave: a path or the name of a repository."""
+        ...
+
+    @property
+    def format(self) -> str:
+        """For people: "safetensors", "AWQ", "GPTQ", "GGUF", "MLX" and so on."""
+        ...
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """config.json as transformers writes it, without what it says of quantisation."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Of the activations the model was made for: "bfloat16" | "float16" | "float32"."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """In the order of their bytes, shard by shard: reading in this order is sequential."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever files of the source change (names, sizes, times, headers)."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the user on what was left out or assumed."""
+        ...
+
+    def read(self, name: str, rows: slice | None = None) -> mx.array:
+        """The values of a tensor, or of a range of its first axis, in TensorInfo.dtype.
+
+        Holds no more than what is asked for. Raises CheckpointError for data that cannot be right.
+        """
+        ...
+
+    def read_packed(self, name: str) -> Packed:
+        """The codes of a tensor whose `lossless` is not None, in that format."""
+        ...
+
+    def forget(self, names: Iterable[str]) -> None:
+        """These tensors will not be read again: a downloaded shard may go when all of its have."""
+        ...
+
+    def side_files(self) -> dict[str, bytes | Path]:
+        """Tokenizer, chat template, generation_config.json: file name -> contents or where it is."""
+        ...
+
+    def close(self) -> None:
+        """Give back what a download left on the disk."""
+        ...

@@ -68,11 +68,10 @@ def row_of(params: SamplingParams, vocab_size: int) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """S rows that need the same work."""
+    """S rows that are drawn after the same kind of cut."""
 
-    places: NDArray[np.int64]  # (S,) in the batch
-    device_places: mx.array | None  # None: the whole batch, in order
-    cuts: Cuts | None  # None: greedy
+    rows: mx.array | slice  # (S,) in the batch; a slice: the whole batch
+    cuts: Cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +79,19 @@ class Plan:
     """All that does not change from step to step while the batch stays the same."""
 
     slots: tuple[int, ...]
-    streams: NDArray[np.uint64]  # (R,)
-    groups: tuple[Group, ...]
-    order: mx.array | None  # (R,) where each row is once the groups stand one after the other
+    greedy: mx.array | slice | None  # rows whose most probable token is taken; None: no row
+    drawn: tuple[Group, ...]
+    drawn_places: NDArray[np.int64]  # (D,) rows of all groups, one after the other
+    streams: NDArray[np.uint64]  # (D,) of these
+    order: mx.array | None  # (R,) where each row is once greedy and drawn stand one after another
     penalties: Penalties | None
     biases: Biases | None
     logprobs: LogprobRows | None
 
     @property
-    def draws(self) -> bool:
-        """Whether any row needs a random number."""
-        return any(group.cuts is not None for group in self.groups)
-
-    @property
     def plain_argmax(self) -> bool:
         """Whether the token of every row is simply the most probable one."""
-        return not self.draws and self.penalties is None and self.biases is None
+        return not self.drawn and self.penalties is None and self.biases is None
 
 
 def make_plan(
@@ -115,15 +111,22 @@ def make_plan(
         vocab_size: V
     """
     rows = table[list(slots)]
-    groups = _groups(rows, vocab_size)
-    order = np.argsort(np.concatenate([group.places for group in groups]))
+    places = [np.flatnonzero(rows["kind"] == kind) for kind in (GREEDY, PLAIN, TOP_P, TOP_K)]
+    drawn_places = np.concatenate(places[1:])
+    order = np.argsort(np.concatenate(places))
     asked = np.flatnonzero(rows["logprobs"] >= 0).tolist()
     biased = [place for place, slot in enumerate(slots) if slot in biases]
     return Plan(
         slots=slots,
-        streams=rows["stream"],
-        groups=groups,
-        order=mx.array(order.astype(np.int32)) if len(groups) > 1 else None,
+        greedy=_index(places[0], len(rows)) if len(places[0]) else None,
+        drawn=tuple(
+            Group(_index(some, len(rows)), _cuts(rows[some], vocab_size))
+            for some in places[1:]
+            if len(some)
+        ),
+        drawn_places=drawn_places,
+        streams=rows["stream"][drawn_places],
+        order=None if max(map(len, places)) == len(rows) else mx.array(order.astype(np.int32)),
         penalties=_penalties(rows, np.array(slots), prompts),
         biases=Biases(biased, [biases[slots[place]] for place in biased], vocab_size)
         if biased
@@ -132,16 +135,8 @@ def make_plan(
     )
 
 
-def _groups(rows: NDArray[np.void], vocab_size: int) -> tuple[Group, ...]:
-    groups = []
-    for kind in (GREEDY, PLAIN, TOP_P, TOP_K):
-        places = np.flatnonzero(rows["kind"] == kind)
-        if len(places):
-            cuts = None if kind == GREEDY else _cuts(rows[places], vocab_size)
-            whole = len(places) == len(rows)
-            device = None if whole else mx.array(places.astype(np.int32))
-            groups.append(Group(places=places, device_places=device, cuts=cuts))
-    return tuple(groups)
+def _index(places: NDArray[np.int64], num_rows: int) -> mx.array | slice:
+    return slice(None) if len(places) == num_rows else mx.array(places.astype(np.int32))
 
 
 def _cuts(rows: NDArray[np.void], vocab_size: int) -> Cuts:

@@ -15,7 +15,7 @@ from .draw import draw
 from .history import TokenHistory
 from .logprobs import LogprobArrays, compute_logprobs
 from .penalties import penalise, prompt_mask
-from .plan import ROW, Group, Plan, make_plan, row_of
+from .plan import ROW, Plan, make_plan, row_of
 from .randomness import uniforms
 from .truncation import kept_weights
 
@@ -136,15 +136,17 @@ class Sampler:
             rows = penalise(rows, plan.penalties, self._history, pending)
         if plan.biases is not None:
             rows = plan.biases.apply(rows, counts)
-        random = uniforms(plan.streams, counts)[:, None] if plan.draws else None
-        tokens = [_choose_group(group, rows, random) for group in plan.groups]
+        tokens = []
+        if plan.greedy is not None:
+            tokens.append(mx.argmax(_take(rows, plan.greedy), axis=-1).astype(mx.int32))
+        if plan.drawn:
+            weights = [kept_weights(_take(rows, group.rows), group.cuts) for group in plan.drawn]
+            joined = weights[0] if len(weights) == 1 else mx.concatenate(weights)
+            random = uniforms(plan.streams, counts[plan.drawn_places])[:, None]
+            tokens.append(draw(joined, mx.array(random)))
         return tokens[0] if plan.order is None else mx.concatenate(tokens)[plan.order]
 
 
-def _choose_group(group: Group, rows: mx.array, random: NDArray[np.float32] | None) -> mx.array:
-    if group.device_places is not None:
-        rows = rows[group.device_places]
-    if group.cuts is None:
-        return mx.argmax(rows, axis=-1).astype(mx.int32)
-    assert random is not None
-    return draw(kept_weights(rows, group.cuts), mx.array(random[group.places]))
+def _take(rows: mx.array, places: mx.array | slice) -> mx.array:
+    """The rows of a group; all of them cost nothing."""
+    return rows if isinstance(places, slice) else rows[places]

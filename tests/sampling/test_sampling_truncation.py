@@ -22,9 +22,12 @@ def weights(x: np.ndarray, *params: SamplingParams) -> np.ndarray:
     table = np.array([row_of(p, len(x)) for p in params], dtype=ROW)
     plan = make_plan(tuple(range(len(params))), table, {}, {}, len(x))
     kept = np.zeros((len(params), len(x)), np.float32)
-    for group in plan.groups:
-        rows = pad_rows(mx.array(np.broadcast_to(x, (len(group.places), len(x)))))
-        kept[group.places] = np.array(kept_weights(rows, group.cuts))[:, : len(x)]
+    for group in plan.drawn:
+        places = np.arange(len(params))[
+            group.rows if isinstance(group.rows, slice) else np.array(group.rows)
+        ]
+        rows = pad_rows(mx.array(np.broadcast_to(x, (len(places), len(x)))))
+        kept[places] = np.array(kept_weights(rows, group.cuts))[:, : len(x)]
     return kept if len(params) > 1 else kept[0]
 
 

@@ -1,0 +1,85 @@
+"""`MetalCPU`: a device for `launch.running_on` that runs kernels on the CPU. Knows no kernel."""
+
+from collections.abc import Mapping, Sequence
+
+import mlx.core as mx
+from metal_cpu import arrays
+from metal_cpu.capture import capture
+from metal_cpu.dispatch import Buffer, dispatch
+from metal_cpu.lint import lint
+from metal_cpu.report import KernelStopped, Report
+
+from mlxinfer.metal_kernels.launch import Launch
+
+
+class MetalCPU:
+    """Runs each launch at once, on the exact source that MLX would compile.
+
+    Args:
+        seed: of the schedule. 0: threads run in order; another: a random order of threadgroups,
+            SIMD-groups and lanes, drawn anew at each barrier. The same seed gives the same run.
+        checked: look at every memory access and report faults and traffic; 5 to 10 times slower.
+            Otherwise only what stops a kernel is noticed, and raised.
+        replace: texts of the source to replace before it is compiled: a mutant. Each must occur.
+        may_stay_unwritten: outputs, by name, of which a kernel may leave elements unwritten.
+        least_alignment: inputs lie at addresses that are multiples of their item size, and of no
+            more, as slices of arrays do; otherwise of 256.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        checked: bool = True,
+        *,
+        replace: Mapping[str, str] | None = None,
+        may_stay_unwritten: Sequence[str] = (),
+        least_alignment: bool = False,
+    ) -> None:
+        self.reports: list[Report] = []
+        self._seed, self._checked = seed, checked
+        self._replace = tuple((replace or {}).items())
+        self._may_stay_unwritten = frozenset(may_stay_unwritten)
+        self._least_alignment = least_alignment
+
+    def run(self, launch: Launch) -> list[mx.array]:
+        """The outputs of a launch, evaluated. In unwritten elements every bit is set.
+
+        Raises:
+            KernelStopped: unchecked only; a checked run reports it, and its outputs are partial.
+            CompileError: the source is not valid; the message has the place.
+        """
+        captured = capture(launch, self._replace)
+        alignment = None if self._least_alignment else arrays.ALIGNMENT
+        inputs = [
+            Buffer.of_input(name, bytes_, alignment=alignment or itemsize)
+            for name, bytes_, itemsize in captured.inputs
+        ]
+        outputs = [
+            Buffer.of_output(name, size, may_stay_unwritten=name in self._may_stay_unwritten)
+            for name, size in captured.outputs
+        ]
+        report = dispatch(
+            captured.kernel,
+            [*inputs, *outputs],
+            grid=captured.grid,
+            threadgroup=captured.threadgroup,
+            seed=self._seed,
+            checked=self._checked,
+        )
+        report.kernel = launch.kernel.name
+        if self._checked:
+            report.faults += lint(captured.kernel)
+        elif report.faults:
+            raise KernelStopped("\n".join(map(str, report.faults)))
+        self.reports.append(report)
+        return [
+            arrays.to_mlx(output.bytes, shape, dtype)
+            for output, shape, dtype in zip(
+                outputs, launch.output_shapes, launch.output_dtypes, strict=True
+            )
+        ]
+
+    def assert_clean(self) -> None:
+        """Raise AssertionError with every fault so far, unless there is none."""
+        faults = [f"{report.kernel}: {fault}" for report in self.reports for fault in report.faults]
+        assert not faults, "\n" + "\n".join(faults)

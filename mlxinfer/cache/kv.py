@@ -9,9 +9,10 @@ import numpy as np
 from ..core import KVSpec
 from ..errors import InsufficientMemoryError
 from .pages import PageAllocator, PageTable
+from .plan import Span, by_width, plan_group
 from .pool import Bits, LayerPool, Plane, token_bytes
 from .reach import Reach
-from .step import Span, StepKV, plan_group
+from .step import StepKV
 
 FIRST_PAGES = 128  # a pool starts small: a short chat takes little memory
 GROWTH = 4  # and grows by one part in so many: copying stays rare, and little is taken unused
@@ -222,8 +223,9 @@ class KVCache:
 
     def begin_step(self, short: Sequence[Span], long: Sequence[Span]) -> list[StepKV]:
         """What each layer attends through, for a step of these spans."""
+        spans = by_width(short)
         plans = [
-            plan_group(short, long, group=g, reach=group.reach, page_size=self.page_size)
+            plan_group(spans, long, group=g, reach=group.reach, page_size=self.page_size)
             for g, group in enumerate(self.groups)
         ]
         return [StepKV(pool, plans[self._group_of[i]]) for i, pool in enumerate(self.pools)]

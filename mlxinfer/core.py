@@ -1,11 +1,16 @@
 """The vocabulary that every part shares. Knows no mlx, no text, no files."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
 
 from .errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 MAX_LOGPROBS = 20
 
@@ -98,6 +103,45 @@ class SamplingParams:
         )
 
 
+class Grammar(Protocol):
+    """What one answer may say next. A state of one request, which follows the tokens of its answer.
+
+    End tokens are none of its business: an answer may end where the grammar is `accepting`.
+    """
+
+    @property
+    def accepting(self) -> bool:
+        """Whether the answer so far is whole."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is whole and nothing may follow."""
+        ...
+
+    @property
+    def problem(self) -> str | None:
+        """Why it cannot go on, such as a limit; None: it can."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Take in the next token of the answer; a token that is not allowed is a problem."""
+        ...
+
+    @staticmethod
+    def fill_masks(
+        grammars: "Sequence[Grammar]", rows: Sequence[int], masks: "NDArray[np.uint32]"
+    ) -> None:
+        """Write which tokens may come next, for grammars of this class at once.
+
+        Args:
+            grammars: none of them finished.
+            rows: of `masks`, one for each; all of a row is written.
+            masks: (R, ceil(V / 32)) contiguous; token t is bit t % 32 of word t // 32.
+        """
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One prompt on its way through the engine: token ids in, TokenEvents out."""
@@ -108,6 +152,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # end tokens of the model and of params, as they apply
     prompt_logits: bool = False  # also return the logits of every prompt position
     priority: int = 0  # of what it leaves in the prefix cache: lower goes first
+    grammar: Grammar | None = None  # of this request alone; the answer ends when it is finished
     arrived_s: float = 0.0  # monotonic seconds, set by the engine; so is the next
     started_s: float = 0.0  # when its first step was launched
 

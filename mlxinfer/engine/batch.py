@@ -80,13 +80,19 @@ class Batch:
     load: list[Load] = field(default_factory=list)
     restore: list[Restore] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)  # took their slot for this step
-    sampling: list[Segment] = field(default_factory=list)  # those that get a token, in flat order
+    sampling: list[Segment] = field(default_factory=list)  # those that get a token: flat order, but
+    num_guided: int = 0  # ... that many, which are under a grammar, come last
     num_tokens: int = 0  # rows of the forward pass
 
     @property
     def segments(self) -> list[Segment]:
         """All, in flat order."""
         return self.short + self.long if self.long else self.short
+
+    @property
+    def guided(self) -> list[Segment]:
+        """Those that get a token under a grammar."""
+        return self.sampling[len(self.sampling) - self.num_guided :]
 
     @property
     def writes_pages(self) -> bool:

@@ -25,6 +25,7 @@ from ..errors import (
 from ..models.decoder import Model
 from ..sampling.sampler import Sampler
 from .batch import Batch
+from .guides import Guides, follow
 from .pagestore import PageStore
 from .runner import Launched, Runner
 from .scheduler import Scheduler
@@ -76,6 +77,7 @@ class Loop:
             store=self.store,
         )
         self.runner = Runner(self.model, self.cache, Sampler(self.model.config.vocab_size))
+        self.guides = Guides(self.model.config.vocab_size)
         self._in_flight = None
 
     @property
@@ -91,6 +93,8 @@ class Loop:
         current = self._launch(batch, previous) if batch else None
         if previous is not None and not self._commit(previous):
             current = None  # it ran on what the failed step left
+        if current is not None and current.guided_logits is not None and not self._guide(current):
+            current = None
         if current is not None and not self.config.launch_ahead:
             self._commit(current)
             current = None
@@ -165,6 +169,19 @@ class Loop:
                 self._fail_step(batch, error)
             return None
 
+    def _guide(self, launched: Launched) -> bool:
+        """Sample the rows under a grammar, all tokens before known; False: the step failed."""
+        try:
+            masks, stuck = self.guides.fill(launched.batch.guided)
+            self.runner.guide(launched, masks)
+        except Exception as error:  # the fault boundary of a step, as in _launch
+            self._fail_step(launched.batch, error)
+            return False
+        for segment, problem in stuck:
+            self.scheduler.finish(segment.sequence)
+            self._emit(_dead_end(segment.sequence, problem))
+        return True
+
     def _commit(self, launched: Launched) -> bool:
         """Read a step's tokens and pass them on; False: the step failed."""
         if launched.committed:
@@ -189,16 +206,25 @@ class Loop:
         taken = self.scheduler.commit(launched.batch, token_ids)
         self.runner.observe([s for s, _, _ in taken], [token for _, token, _ in taken])
         for sequence, token_id, reason in taken:
+            whole = sequence.request.grammar is not None and follow(sequence.request, token_id)
             self._emit(
                 TokenEvent(
                     sequence.request.id,
                     token_id,
-                    reason,
+                    None if whole else reason,
                     asked.get(sequence),
                     cached_tokens=sequence.num_cached,
                 )
             )
+            if whole:
+                self._end_whole(sequence)
         return True
+
+    def _end_whole(self, sequence: Sequence) -> None:
+        """End an answer whose grammar is finished: its last token was text, no end token."""
+        if not sequence.finished:  # else that token was also the last there was room for
+            self.scheduler.finish(sequence)
+        self._emit(TokenEvent(sequence.request.id, None, FinishReason.STOP))
 
     def _tell(self, store: PageStore, launched: Launched) -> None:
         """A step went well: what was read out before it may be kept."""
@@ -303,4 +329,12 @@ def _failure(sequence: Sequence, error: Exception) -> TokenEvent:
         f"{type(error).__name__}: {error}"
     )
     failure.__cause__ = error
+    return TokenEvent(sequence.request.id, None, FinishReason.ERROR, error=failure)
+
+
+def _dead_end(sequence: Sequence, problem: str) -> TokenEvent:
+    failure = RequestFailedError(
+        f"The grammar of this request cannot go on after "
+        f"{sequence.num_known - sequence.num_prompt} tokens: {problem}"
+    )
     return TokenEvent(sequence.request.id, None, FinishReason.ERROR, error=failure)

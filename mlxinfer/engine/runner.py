@@ -24,9 +24,11 @@ class Launched:
     """A step that MLX is working on."""
 
     batch: Batch
-    sampled: Sampled | None  # lazy; None: no row samples
+    sampled: Sampled | None  # lazy; None: no row samples, or all wait for their masks
     prompt_logits: list[tuple[Sequence, int, mx.array]]  # of a position on: (n, vocab), lazy
     outputs: list[mx.array]  # evaluating these finishes the step
+    guided_logits: mx.array | None = None  # (G, vocab) of `batch.guided`, until they are sampled
+    guided: Sampled | None = None  # what came of them; their tokens are the last of `sampled`, too
     spilled: list[tuple[Spill, bytes]] = field(default_factory=list)  # read out before it
     began_s: float = 0.0  # when its launch began
     committed: bool = False  # its tokens were passed on
@@ -42,9 +44,14 @@ class Launched:
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
         """Where a request asked for them: place in `batch.sampling` -> log-probabilities."""
-        if self.sampled is None or self.sampled.logprobs is None:
-            return {}
-        return read_logprobs(self.sampled.logprobs)
+        found: dict[int, TokenLogprobs] = {}
+        if self.sampled is not None and self.sampled.logprobs is not None:
+            found = read_logprobs(self.sampled.logprobs)
+        if self.guided is not None and self.guided.logprobs is not None:
+            first = len(self.batch.sampling) - self.batch.num_guided
+            guided = read_logprobs(self.guided.logprobs)
+            found.update({first + row: logprobs for row, logprobs in guided.items()})
+        return found
 
 
 class Runner:
@@ -80,6 +87,26 @@ class Runner:
         for row, segment in enumerate(batch.sampling):
             segment.sequence.pending_row = row
         return launched
+
+    def guide(self, launched: Launched, masks: NDArray[np.uint32]) -> None:
+        """Start sampling the rows under a grammar, while the forward pass of their step runs.
+
+        Args:
+            launched: in flight, and the step before it was read: no token is unknown to the host.
+            masks: (G, ceil(V / 32)) what their grammars allow.
+        """
+        assert launched.guided_logits is not None
+        segments = launched.batch.guided
+        guided = self.sampler.sample(
+            launched.guided_logits, *_slots_and_counts(segments), mask=mx.array(masks)
+        )
+        free = launched.sampled
+        tokens = guided.tokens if free is None else mx.concatenate([free.tokens, guided.tokens])
+        launched.sampled = Sampled(tokens, None if free is None else free.logprobs)
+        launched.guided, launched.guided_logits = guided, None
+        new = [tokens, *guided.arrays()]
+        launched.outputs += new
+        mx.async_eval(new)
 
     def read_out(self, spills: Seq[Spill]) -> list[tuple[Spill, bytes]]:
         """The payloads of pages; only behind a barrier, after seals."""
@@ -127,27 +154,39 @@ class Runner:
             for s in batch.segments
             if s.sequence.request.prompt_logits and s.start < s.sequence.num_prompt
         ]
-        sampled = self._sample(batch, hidden, ids, pending) if batch.sampling else None
         outputs = [logits for *_, logits in prompt_logits]
-        outputs += [hidden] if sampled is None else sampled.arrays()
-        return Launched(batch, sampled, prompt_logits, outputs)
+        if not batch.sampling:
+            return Launched(batch, None, prompt_logits, [*outputs, hidden])
+        sampled, guided_logits = self._sample(batch, hidden, ids, pending)
+        outputs += [] if sampled is None else sampled.arrays()
+        outputs += [] if guided_logits is None else [guided_logits]
+        return Launched(batch, sampled, prompt_logits, outputs, guided_logits)
 
     def _prompt_logits(self, segment: Segment, hidden: mx.array) -> mx.array:
         """(n, vocab) float32 of the prompt's part of a segment."""
         count = min(segment.num_tokens, segment.sequence.num_prompt - segment.start)
         return self.model.logits(hidden[segment.row : segment.row + count]).astype(mx.float32)
 
-    def _sample(self, batch: Batch, hidden: mx.array, ids: mx.array, pending: Bools) -> Sampled:
-        if len(batch.sampling) < batch.num_tokens:
+    def _sample(
+        self, batch: Batch, hidden: mx.array, ids: mx.array, pending: Bools
+    ) -> tuple[Sampled | None, mx.array | None]:
+        """The tokens of rows without a grammar, and the logits (G, vocab) of the others."""
+        num_free = len(batch.sampling) - batch.num_guided
+        if len(batch.sampling) < batch.num_tokens or batch.num_guided:  # else the rows are in order
             rows = np.array([s.row + s.num_tokens - 1 for s in batch.sampling], np.int32)
             chosen = mx.array(rows)
             hidden, ids, pending = hidden[chosen], ids[chosen], pending[rows]
+        logits, guided_logits = self.model.logits(hidden), None
+        if batch.num_guided:
+            logits, guided_logits = logits[:num_free], logits[num_free:]
+            ids, pending = ids[:num_free], pending[:num_free]
+        if not num_free:
+            return None, guided_logits
         before = ids if pending.all() else None
         if before is None and pending.any():
             before = mx.where(mx.array(pending), ids, -1)
-        counts = np.array([s.output_index for s in batch.sampling], dtype=np.int64)
-        slots = tuple([s.slot for s in batch.sampling])
-        return self.sampler.sample(self.model.logits(hidden), slots, counts, before)
+        slots, counts = _slots_and_counts(batch.sampling[:num_free])
+        return self.sampler.sample(logits, slots, counts, before), guided_logits
 
 
 def _input_ids(batch: Batch, previous: Launched | None) -> tuple[mx.array, Bools]:
@@ -180,6 +219,12 @@ def _input_ids(batch: Batch, previous: Launched | None) -> tuple[mx.array, Bools
         return tokens if same else tokens[mx.array(rows)], pending
     taken = tokens[mx.array(np.maximum(rows, 0))]
     return mx.where(mx.array(pending), taken, mx.array(known, dtype=mx.int32)), pending
+
+
+def _slots_and_counts(segments: Seq[Segment]) -> tuple[tuple[int, ...], NDArray[np.int64]]:
+    """(R,) slots, and which token of its answer each row is about to get."""
+    counts = np.array([s.output_index for s in segments], dtype=np.int64)
+    return tuple([s.slot for s in segments]), counts
 
 
 def _positions(batch: Batch) -> NDArray[np.int32]:

@@ -234,6 +234,11 @@ class Scheduler:
         for restore in batch.restore:
             self.holdings.tree.release_cut(restore.sequence.lease_of)
         batch.sampling = [s for s in ordered if s.samples]
+        guided = [s for s in batch.sampling if s.sequence.request.grammar is not None]
+        if guided:
+            free = [s for s in batch.sampling if s.sequence.request.grammar is None]
+            batch.sampling = free + guided
+            batch.num_guided = len(guided)
         batch.num_tokens = row
         self._count(batch, ordered)
 

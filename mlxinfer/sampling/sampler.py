@@ -19,6 +19,8 @@ from .plan import ROW, Plan, make_plan, row_of
 from .randomness import uniforms
 from .truncation import kept_weights
 
+MAX_PLANS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -45,7 +47,7 @@ class Sampler:
         self._biases: dict[int, SparseBias] = {}
         self._prompts: dict[int, mx.array] = {}
         self._history = TokenHistory(spare=vocab_size)
-        self._plan: Plan | None = None
+        self._plans: dict[tuple[int, ...], Plan] = {}  # two batches may take turns
 
     def add(
         self,
@@ -74,14 +76,14 @@ class Sampler:
             self._history.start(slot, output_ids)
         if params.repetition_penalty != 1:
             self._prompts[slot] = prompt_mask(prompt_ids, self._vocab_size)
-        self._plan = None
+        self._plans.clear()
 
     def remove(self, slot: int) -> None:
         """Forget the request of this slot."""
         self._table[slot] = np.zeros((), dtype=ROW)
         self._biases.pop(slot, None)
         self._prompts.pop(slot, None)
-        self._plan = None
+        self._plans.clear()
 
     def observe(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
         """Take note of tokens read back: one for each of these slots, which are distinct."""
@@ -120,9 +122,13 @@ class Sampler:
 
     def _plan_for(self, slots: Sequence[int]) -> Plan:
         key = tuple(slots)  # the same object where it is a tuple already
-        if self._plan is None or self._plan.slots != key:
-            self._plan = make_plan(key, self._table, self._biases, self._prompts, self._vocab_size)
-        return self._plan
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            plan = make_plan(key, self._table, self._biases, self._prompts, self._vocab_size)
+            self._plans[key] = plan
+        return plan
 
     def _choose(
         self,

@@ -1,0 +1,86 @@
+"""Codes of the floating-point formats: mxfp4, mxfp8 and nvfp4. Knows no files.
+
+Elements are E2M1 or E4M3, scales powers of two (E8M0) or E4M3: OCP Microscaling Formats 1.0, and
+NVIDIA's NVFP4 without its second, per-tensor scale. A group's scale is the neighbour of the usual
+one (largest magnitude over the largest element) that leaves the least squared error.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .bits import Codes
+from .numbers import Floats
+from .read import MLXFormat
+
+LARGEST = {4: np.float32(6.0), 8: np.float32(448.0)}
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+E2M1_EDGES = (E2M1[1:] + E2M1[:-1]) / 2
+NEIGHBOURS = (0, -1, 1)
+SHARES = tuple(np.float32(share) for share in (1.0, 0.92, 0.84, 0.76, 1.08, 1.5))
+
+
+def e4m3_values() -> Floats:
+    """The 127 values from 0 to 448 that E4M3 has, by their code."""
+    codes = np.arange(127)
+    exponent, mantissa = codes >> 3, codes & 7
+    normal = (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    return np.where(exponent == 0, mantissa / 8 * 2.0**-6, normal).astype(np.float32)
+
+
+E4M3 = e4m3_values()
+E4M3_EDGES = (E4M3[1:] + E4M3[:-1]) / 2
+
+
+def search(
+    groups: Floats, form: MLXFormat, importance: Floats | None, *, usual_only: bool = False
+) -> NDArray[np.uint8]:
+    """The scale of each group as its byte, (R, G, 1), for groups (R, G, group_size)."""
+    largest = np.abs(groups).max(axis=-1, keepdims=True) / LARGEST[form.bits]
+    best: NDArray[np.uint8] | None = None
+    best_error = None
+    for byte in _choices(largest, form)[: 1 if usual_only else None]:
+        if usual_only:
+            return byte
+        found = decode(encode(groups, byte, form), byte, form) - groups
+        weighted = found if importance is None else found * importance
+        error = np.einsum("rgk,rgk->rg", weighted, found)[..., None]
+        if best is None or best_error is None:
+            best, best_error = byte, error
+            continue
+        better = error < best_error
+        np.copyto(best, byte, where=better)
+        np.copyto(best_error, error, where=better)
+    assert best is not None
+    return best
+
+
+def scale_of(byte: NDArray[np.uint8], form: MLXFormat) -> Floats:
+    """What a scale's byte stands for."""
+    if form.mode == "nvfp4":
+        return E4M3[byte]
+    return np.ldexp(np.float32(1), byte.astype(np.int32) - 127)
+
+
+def encode(groups: Floats, byte: NDArray[np.uint8], form: MLXFormat) -> Codes:
+    """The nearest element of each number, sign in the highest bit."""
+    scale = scale_of(byte, form)
+    ratio = groups / np.where(scale > 0, scale, 1)
+    edges = E2M1_EDGES if form.bits == 4 else E4M3_EDGES
+    codes = np.searchsorted(edges, np.abs(ratio)).astype(np.uint8)
+    codes |= np.signbit(ratio).astype(np.uint8) << np.uint8(form.bits - 1)
+    return codes
+
+
+def decode(codes: Codes, byte: NDArray[np.uint8], form: MLXFormat) -> Floats:
+    """Elements times scale."""
+    values = E2M1 if form.bits == 4 else np.append(E4M3, np.float32(0))
+    table = np.concatenate([values, -values])
+    return table[codes] * scale_of(byte, form)
+
+
+def _choices(largest: Floats, form: MLXFormat) -> list[NDArray[np.uint8]]:
+    """Bytes of scales to try, the usual one first."""
+    if form.mode == "nvfp4":
+        return [np.searchsorted(E4M3_EDGES, largest * share).astype(np.uint8) for share in SHARES]
+    exponent = np.ceil(np.log2(np.maximum(largest, np.float32(2.0**-127))))
+    return [np.clip(exponent + offset + 127, 0, 254).astype(np.uint8) for offset in NEIGHBOURS]

@@ -1,0 +1,125 @@
+"""A block of rows -> codes, scales and biases in one of MLX's formats, and what that cost.
+
+Knows no tensors and no files. numpy only, so that several threads can work at once; rows go
+through in tiles that stay in a processor's cache.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import affine, floats
+from .bits import Words, pack
+from .numbers import Floats, narrow
+from .read import MLXFormat
+
+TILE = 1 << 17  # numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some rows of a matrix as MLX packs them, bytes as they lie on disk."""
+
+    weight: Words  # (R, in * bits / 32)
+    scales: NDArray[np.generic]  # (R, in / group_size): uint8, or as numbers.RAW has its dtype
+    biases: NDArray[np.generic] | None  # as scales; affine only
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """What rounding did to some numbers; errors of several parts add up."""
+
+    squares: float = 0.0  # of the differences
+    weighted: float = 0.0  # the same, each weighted with its channel's importance
+    energy: float = 0.0  # squares of the numbers themselves
+    largest: float = 0.0  # difference
+
+    def __add__(self, other: "Error") -> "Error":
+        return Error(
+            self.squares + other.squares,
+            self.weighted + other.weighted,
+            self.energy + other.energy,
+            max(self.largest, other.largest),
+        )
+
+    @property
+    def relative(self) -> float:
+        """Root mean square of the differences, as a share of that of the numbers."""
+        return float(np.sqrt(self.squares / self.energy)) if self.energy else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """How scales are chosen."""
+
+    form: MLXFormat
+    dtype: str  # of affine scales and biases
+    searched: bool = True  # False: as mx.quantize does
+    importance: Floats | None = None  # (in_dims,), mean 1: weights of squared errors
+
+
+def quantise(values: Floats, method: Method) -> tuple[Rows, Error]:
+    """values (R, in_dims), in_dims a multiple of the group size."""
+    rows, in_dims = values.shape
+    step = max(1, TILE // in_dims)
+    importance = None
+    if method.importance is not None:
+        importance = method.importance.reshape(-1, method.form.group_size)
+    tiles = [
+        _tile(values[start : start + step], method, importance) for start in range(0, rows, step)
+    ]
+    return _joined([tile for tile, _ in tiles]), total(error for _, error in tiles)
+
+
+def total(errors: Iterable[Error]) -> Error:
+    """The sum."""
+    return sum(errors, Error())
+
+
+def compare(found: Floats, values: Floats, importance: Floats | None = None) -> Error:
+    """found and values (R, in_dims), importance (in_dims,)."""
+    difference = found - values
+    squares = float(np.einsum("rk,rk->", difference, difference))
+    weighted = squares
+    if importance is not None:
+        weighted = float(np.einsum("rk,rk,k->", difference, difference, importance))
+    return Error(
+        squares,
+        weighted,
+        float(np.einsum("rk,rk->", values, values)),
+        float(np.abs(difference, out=difference).max(initial=0.0)),
+    )
+
+
+def _tile(values: Floats, method: Method, importance: Floats | None) -> tuple[Rows, Error]:
+    form = method.form
+    groups = np.ascontiguousarray(values).reshape(len(values), -1, form.group_size)
+    if form.mode == "affine":
+        choose = affine.search if method.searched else affine.by_extremes
+        extra = (importance,) if method.searched else ()
+        scale, bias = choose(groups, form.bits, method.dtype, *extra)
+        codes = affine.encode(groups, scale, bias, form.bits)
+        packed = pack(affine.as_codes(codes).reshape(values.shape), form.bits)
+        found = np.multiply(codes, scale, out=codes)
+        found += bias
+        rows = Rows(packed, narrow(scale[..., 0], method.dtype), narrow(bias[..., 0], method.dtype))
+    else:
+        byte = floats.search(groups, form, importance, usual_only=not method.searched)
+        elements = floats.encode(groups, byte, form)
+        packed = pack(elements.reshape(values.shape), form.bits)
+        found = floats.decode(elements, byte, form)
+        rows = Rows(packed, byte[..., 0], None)
+    return rows, compare(found.reshape(values.shape), values, method.importance)
+
+
+def _joined(parts: list[Rows]) -> Rows:
+    if len(parts) == 1:
+        return parts[0]
+    biases = [part.biases for part in parts if part.biases is not None]
+    return Rows(
+        np.concatenate([part.weight for part in parts]),
+        np.concatenate([part.scales for part in parts]),
+        np.concatenate(biases) if biases else None,
+    )

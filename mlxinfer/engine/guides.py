@@ -55,18 +55,17 @@ class Guides:
         grammar = _grammar(segment)
         if grammar.problem is not None:
             return grammar.problem
-        if segment.output_index < request.params.min_tokens:  # the sampler forbids end tokens
-            if _any_but(mask, request.stop_ids):
-                return None
-            return (
-                f"after {segment.output_index} tokens the grammar allows nothing but end tokens, "
-                f"and min_tokens is {request.params.min_tokens}"
-            )
-        if grammar.accepting:
+        if grammar.accepting and segment.output_index >= request.params.min_tokens:
             _allow(mask, request.stop_ids)
-        return (
-            None if mask.any() else "no token of this vocabulary continues what the grammar wants"
-        )
+        if not mask.any():
+            return "no token of this vocabulary continues what the grammar wants"
+        early = segment.output_index < request.params.min_tokens  # the sampler forbids end tokens
+        if early and not _any_but(mask, request.stop_ids):
+            return (
+                f"nothing but end tokens may come now, and min_tokens is "
+                f"{request.params.min_tokens}"
+            )
+        return None
 
 
 def follow(request: Request, token_id: int) -> bool:

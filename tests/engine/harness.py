@@ -9,7 +9,14 @@ import numpy as np
 from models.tiny import tiny_checkpoint
 
 from mlxinfer.config import EngineConfig, KVOptions
-from mlxinfer.core import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
+from mlxinfer.core import (
+    FinishReason,
+    Grammar,
+    Request,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprobs,
+)
 from mlxinfer.engine.loop import Loop
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
@@ -79,8 +86,10 @@ class Harness:
         *,
         stop_ids: frozenset[int] = frozenset(),
         prompt_logits: bool = False,
+        grammar: Grammar | None = None,
     ) -> None:
         request = Request(name, prompt_ids, params or SamplingParams(), stop_ids, prompt_logits)
+        request.grammar = grammar
         self.outcomes[name] = Outcome()
         self.loop.add(request, self.loop.check(request))
 
@@ -120,11 +129,12 @@ def alone(
     *,
     stop_ids: frozenset[int] = frozenset(),
     kv: KVOptions | None = None,
+    grammar: Grammar | None = None,
 ) -> Outcome:
     """One request by itself, nothing launched ahead, its prompt in one step: the plain run."""
     plain = {"launch_ahead": False, "prefill_chunk": 512, "max_batch": 1, "num_pages": 100}
     harness = Harness(model, **plain, kv=kv or KVOptions())
-    harness.add("alone", ids, params, stop_ids=stop_ids)
+    harness.add("alone", ids, params, stop_ids=stop_ids, grammar=grammar)
     outcome = harness.drain()["alone"]
     assert outcome.error is None, outcome.error
     return outcome

@@ -1,0 +1,6 @@
+"""Every API of the server: the one list that a new file is added to."""
+
+from . import openai_chat, openai_models
+from .endpoint import Endpoint
+
+ENDPOINTS: tuple[Endpoint, ...] = (*openai_chat.ENDPOINTS, *openai_models.ENDPOINTS)

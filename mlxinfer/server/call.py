@@ -1,0 +1,94 @@
+"""One request while it is answered: its id, model, generations and what they must give back."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, ParamSpec, TypeVar
+
+from starlette.types import Scope
+
+from ..answer import Answer
+from .errors import DeadlineError, ShuttingDownError
+from .generation import Generation
+from .served import ServedModel
+from .service import Service
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Call:
+    """What a handler is given beside the body. Used as a context manager around the whole reply.
+
+    Attributes:
+        id: of the request; in the log and in the x-request-id header.
+        created_s: seconds since 1970.
+        log: what the access log shall say of it; never text of prompts or answers.
+    """
+
+    def __init__(self, service: Service, scope: Scope) -> None:
+        self.service = service
+        self.scope = scope
+        self.id: str = scope["mlxinfer.id"]
+        self.log: dict[str, Any] = scope["mlxinfer.log"]
+        self.path_params: dict[str, Any] = scope.get("path_params", {})
+        self.created_s = int(time.time())
+        self._kept = AsyncExitStack()
+        self._generations: list[Generation] = []
+        self._error: Exception | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+
+    async def model(self, name: str | None) -> ServedModel:
+        """The model that the request names, kept until the call ends.
+
+        Raises:
+            ModelNotFoundError: there is none of this name.
+            ShuttingDownError: nothing new is begun.
+        """
+        if self.service.draining:
+            raise ShuttingDownError("The server is shutting down.", retry_after_s=10.0)
+        model = await self._kept.enter_async_context(self.service.models.use(name))
+        self.log["model"] = model.name
+        return model
+
+    async def in_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function that takes long, off the event loop."""
+        return await self.service.workers.run(function, *args, **kwargs)
+
+    def generate(self, model: ServedModel, answers: Sequence[Answer]) -> Generation:
+        """Start these answers; they end with the call at the latest. Raises as Generation.start."""
+        if self._error is not None:
+            raise self._error
+        generation = Generation(
+            model,
+            answers,
+            self.service.admission,
+            keep_alive_s=self.service.config.keep_alive_s,
+        )
+        generation.start()
+        self._generations.append(generation)
+        return generation
+
+    def interrupt(self, error: Exception) -> None:
+        """End the call with `error`, in whatever state it is."""
+        self._error = self._error or error
+        for generation in self._generations:
+            generation.interrupt(error)
+
+    async def __aenter__(self) -> "Call":
+        self.service.calls.add(self)
+        limit_s = self.service.config.deadline_s
+        if limit_s is not None:
+            error = DeadlineError(f"The request took longer than {limit_s:g} seconds.")
+            loop = asyncio.get_running_loop()
+            self._deadline = loop.call_later(limit_s, self.interrupt, error)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        for generation in self._generations:
+            generation.close()
+        await self._kept.aclose()
+        self.service.calls.discard(self)

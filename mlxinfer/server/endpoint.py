@@ -1,0 +1,138 @@
+"""One method and path as an ASGI app: body in, handler, reply out; a hang-up ends it all."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from .body import ClientGoneError, decode, read_body
+from .call import Call
+from .replies import NO_STORE, Body, Events, Reply
+from .service import Service
+from .styles import OPENAI, ErrorStyle, public
+
+Handler = Callable[[Call, Any], Awaitable[Reply]]
+LARGE_BODY = 256 << 10  # bytes, from which on decoding goes to a thread
+log = logging.getLogger("mlxinfer.server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """What an API file says of one of its paths.
+
+    Attributes:
+        method, path: "POST", "/v1/chat/completions"; `{name}` or `{name:path}` in the path is a
+            parameter, found in `Call.path_params`.
+        handler: gets the Call and the decoded body (None where `body` is).
+        summary: one line for the documentation.
+        body: msgspec Struct of the request.
+        answer: msgspec Struct of the JSON answer.
+        style: how its errors look.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    body: type | None = None
+    answer: type | None = None
+    style: ErrorStyle = OPENAI
+
+
+@dataclass(slots=True, eq=False)
+class Served:
+    """An endpoint of one running server: the ASGI app."""
+
+    endpoint: Endpoint
+    service: Service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request. Errors before the reply has begun are the guard's to answer."""
+        scope["mlxinfer.style"] = self.endpoint.style
+        body = None
+        if self.endpoint.body is not None:
+            body = await self._body(scope, receive)
+        async with Call(self.service, scope) as call:
+            await unless_gone(self._answer(call, body, send), receive, call)
+
+    async def _body(self, scope: Scope, receive: Receive) -> Any:
+        assert self.endpoint.body is not None
+        config = self.service.config
+        raw = await read_body(
+            scope, receive, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s
+        )
+        if len(raw) > LARGE_BODY:
+            return await self.service.workers.run(decode, raw, self.endpoint.body)
+        return decode(raw, self.endpoint.body)
+
+    async def _answer(self, call: Call, body: Any, send: Send) -> None:
+        reply = await self.endpoint.handler(call, body)
+        if isinstance(reply, Body):
+            await send_body(send, reply)
+        else:
+            await self._stream(call, reply, send)
+
+    async def _stream(self, call: Call, reply: Events, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), NO_STORE]
+        headers.append((b"x-accel-buffering", b"no"))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        limit_s = self.service.config.send_timeout_s
+        frames = reply.frames
+        try:
+            async for frame in frames:
+                async with asyncio.timeout(limit_s):
+                    await send({"type": "http.response.body", "body": frame, "more_body": True})
+        except TimeoutError:
+            raise ClientGoneError from None
+        except (
+            Exception
+        ) as error:  # the fault boundary of a stream: its client is told, then it ends
+            call.log["error"] = type(error).__name__
+            shown = public(error)
+            if shown is not error:
+                log.error("stream failed", exc_info=error, extra={"request_id": call.id})
+            event = self.endpoint.style.event(shown)
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def send_body(send: Send, reply: Body) -> None:
+    """Send a complete answer."""
+    headers = [
+        (b"content-type", reply.media_type),
+        (b"content-length", str(len(reply.content)).encode()),
+        NO_STORE,
+        *reply.headers,
+    ]
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    await send({"type": "http.response.body", "body": reply.content, "more_body": False})
+
+
+async def unless_gone(work: Any, receive: Receive, call: Call) -> None:
+    """Run `work`; cancel it when the client hangs up.
+
+    Raises:
+        ClientGoneError: it did.
+        whatever `work` raises.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_hang_up(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        await working
+    finally:
+        for task in (working, watching):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def _hang_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,94 @@
+"""What can be wrong with an HTTP request before or around its generation. Knows no bodies.
+
+MlxinferError
+├── UnauthorizedError          401  invalid_api_key
+├── ForbiddenError             403  forbidden             Host or Origin
+├── NoSuchPathError            404  not_found
+├── MethodError                405  method_not_allowed
+├── SlowBodyError              408  request_timeout
+├── BodyTooLargeError          413  request_too_large
+├── MediaTypeError             415  unsupported_media_type
+├── HeadersTooLargeError       431  headers_too_large
+├── DeadlineError              504  deadline_exceeded
+├── InvalidRequestError
+│   └── UnsupportedFieldError  400  unsupported_parameter
+└── OverloadedError
+    └── ShuttingDownError      503  shutting_down
+"""
+
+from ..errors import InvalidRequestError, MlxinferError, OverloadedError
+
+
+class UnauthorizedError(MlxinferError):
+    """No key, more than one, or a wrong one."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class ForbiddenError(MlxinferError):
+    """The Host or Origin header is not one that this server answers to."""
+
+    status = 403
+    code = "forbidden"
+
+
+class NoSuchPathError(MlxinferError):
+    """Nothing is served at this path."""
+
+    status = 404
+    code = "not_found"
+
+
+class MethodError(MlxinferError):
+    """The path exists, with another method."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
+class SlowBodyError(MlxinferError):
+    """The body did not arrive in time."""
+
+    status = 408
+    code = "request_timeout"
+
+
+class BodyTooLargeError(MlxinferError):
+    """The body is longer than this server reads."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class MediaTypeError(MlxinferError):
+    """The body is declared as something else than JSON."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+class HeadersTooLargeError(MlxinferError):
+    """More header lines than this server reads."""
+
+    status = 431
+    code = "headers_too_large"
+
+
+class DeadlineError(MlxinferError):
+    """The request ran for as long as it may."""
+
+    status = 504
+    code = "deadline_exceeded"
+
+
+class UnsupportedFieldError(InvalidRequestError):
+    """A known field that would change the answer, and that is not supported here."""
+
+    code = "unsupported_parameter"
+
+
+class ShuttingDownError(OverloadedError):
+    """The server is about to end."""
+
+    code = "shutting_down"

@@ -1,0 +1,141 @@
+"""Who may ask, and what every answer carries: the outermost ASGI layer. Knows headers, no bodies.
+
+Everything is refused unless a rule lets it in. Paths are compared as uvicorn decoded them
+(`scope["path"]`), never as a URL put together from the Host header.
+"""
+
+import logging
+import re
+import secrets
+import time
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .body import ClientGoneError
+from .endpoint import send_body
+from .errors import (
+    HeadersTooLargeError,
+    MediaTypeError,
+    MethodError,
+    NoSuchPathError,
+)
+from .origins import HostRules
+from .settings import ServerConfig
+from .styles import OPENAI, error_reply
+
+PUBLIC = frozenset({"/health", "/ping"})  # paths that need no key: they say nothing about anybody
+CLIENT_GONE = 499  # in the log, where nobody was left to get a status
+_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+access_log = logging.getLogger("mlxinfer.access")
+log = logging.getLogger("mlxinfer.server")
+
+
+class Guard:
+    """Checks a request, runs the app, and answers for whatever it raises."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._config = config
+        self._hosts = HostRules(config)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; the access log gets one line of it."""
+        if scope["type"] != "http":
+            return
+        exchange = Exchange(scope, send)
+        try:
+            if not await self._hosts.answer_preflight(scope, exchange.send):
+                self._check(scope)
+                exchange.headers += self._hosts.response_headers(scope)
+                await self._app(scope, receive, exchange.send)
+        except ClientGoneError:
+            exchange.status = CLIENT_GONE
+        except Exception as error:  # the fault boundary of a request: it fails, the server goes on
+            await exchange.fail(error)
+        finally:
+            exchange.write_log()
+
+    def _check(self, scope: Scope) -> None:
+        headers = scope["headers"]
+        if len(headers) > self._config.max_headers:
+            raise HeadersTooLargeError(
+                f"{len(headers)} headers came; at most {self._config.max_headers} are read."
+            )
+        self._hosts.check(scope)
+        if scope["path"] not in PUBLIC:
+            key = self._config.keys.name_of(headers)
+            if key is not None:
+                scope["mlxinfer.log"]["key"] = key
+        if scope["method"] == "POST":
+            _check_json(dict(headers))
+
+
+class Exchange:
+    """One request on the wire: what is added to its answer and written to the log."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
+        self._send = send
+        self._began_s = time.monotonic()
+        self.id = _request_id(scope)
+        self.status: int | None = None
+        self.headers = [(b"x-request-id", self.id.encode())]
+        scope["mlxinfer.id"] = self.id
+        scope["mlxinfer.log"] = {}
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on; the first one gets the headers that every answer carries."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message["headers"], *self.headers]
+        await self._send(message)
+
+    async def fail(self, error: Exception) -> None:
+        """Answer with an error, if an answer has not begun."""
+        error = _as_ours(error)
+        self._scope["mlxinfer.log"]["error"] = type(error).__name__
+        reply = error_reply(error, self._scope.get("mlxinfer.style", OPENAI))
+        if reply.status == 500:
+            log.error("request failed", exc_info=error, extra={"request_id": self.id})
+        if self.status is None:
+            await send_body(self.send, reply)
+
+    def write_log(self) -> None:
+        """One line; never anything of the prompt or the answer."""
+        scope = self._scope
+        client = scope.get("client")
+        access_log.info(
+            "request",
+            extra={
+                "request_id": self.id,
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": self.status if self.status is not None else CLIENT_GONE,
+                "duration_ms": round(1000 * (time.monotonic() - self._began_s), 1),
+                "client": client[0] if client else None,
+                **scope["mlxinfer.log"],
+            },
+        )
+
+
+def _as_ours(error: Exception) -> Exception:
+    if not isinstance(error, HTTPException):
+        return error
+    if error.status_code == 405:
+        return MethodError("This path is there, but not for this method.")
+    return NoSuchPathError("Nothing is served at this path; /docs lists what is.")
+
+
+def _check_json(headers: dict[bytes, Any]) -> None:
+    media_type = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+    if media_type != b"application/json":
+        raise MediaTypeError("The content-type of a request with a body is application/json.")
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise MediaTypeError("Bodies are read without content-encoding.")
+
+
+def _request_id(scope: Scope) -> str:
+    given: bytes = dict(scope["headers"]).get(b"x-request-id", b"")
+    return given.decode() if _ID.fullmatch(given) else secrets.token_hex(12)

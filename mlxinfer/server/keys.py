@@ -1,0 +1,89 @@
+"""API keys: kept as hashes, compared in constant time. Knows headers; no paths, no scopes."""
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..errors import InvalidRequestError
+from .errors import UnauthorizedError
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKeys:
+    """Keys by name; only SHA-256 digests are kept. Empty: every request is let in."""
+
+    digests: tuple[tuple[str, bytes], ...] = ()  # (name, SHA-256)
+
+    @classmethod
+    def from_plain(cls, keys: Iterable[str]) -> "ApiKeys":
+        """From the keys themselves, which are named key1, key2, …
+
+        Raises:
+            InvalidRequestError: a key is empty, or holds what no header can carry.
+        """
+        digests = []
+        for number, key in enumerate(keys, start=1):
+            if not key or not key.isascii() or not key.isprintable() or " " in key:
+                raise InvalidRequestError(
+                    "An API key is one or more printable ASCII characters without spaces.",
+                    param="api_key",
+                )
+            digests.append((f"key{number}", _digest(key.encode())))
+        return cls(tuple(digests))
+
+    def __bool__(self) -> bool:
+        return bool(self.digests)
+
+    def name_of(self, headers: Headers) -> str | None:
+        """The name of the key that the headers carry; None where no key is needed.
+
+        `Authorization: Bearer KEY` and `x-api-key: KEY` are read; a header that comes twice, or two
+        that differ, are refused, so that nobody in between sees another key than we do.
+
+        Raises:
+            UnauthorizedError: no key, an ambiguous or a wrong one.
+        """
+        if not self.digests:
+            return None
+        given = {*_bearer(headers), *_values(headers, b"x-api-key")}
+        if not given:
+            raise UnauthorizedError(
+                "No API key was sent; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
+            )
+        name = self._find(given.pop()) if len(given) == 1 else None
+        if name is None:
+            raise UnauthorizedError("The API key is not one of this server's.")
+        return name
+
+    def _find(self, key: bytes) -> str | None:
+        """Every digest is compared, so that the time says nothing of which came close."""
+        digest = _digest(key)
+        found = None
+        for name, known in self.digests:
+            if hmac.compare_digest(digest, known):
+                found = name
+        return found
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _values(headers: Headers, name: bytes) -> list[bytes]:
+    values = [value for key, value in headers if key == name]
+    if len(values) > 1:
+        raise UnauthorizedError(f"The header {name.decode()} was sent {len(values)} times.")
+    return values
+
+
+def _bearer(headers: Headers) -> list[bytes]:
+    keys = []
+    for value in _values(headers, b"authorization"):
+        scheme, _, key = value.partition(b" ")
+        if scheme.lower() != b"bearer":
+            raise UnauthorizedError("The authorization header is not `Bearer KEY`.")
+        keys.append(key.strip())
+    return keys

@@ -1,0 +1,77 @@
+"""What the server writes to stderr: one line an event, as text or JSON. Knows no prompts.
+
+Loggers: mlxinfer.server (what happens), mlxinfer.access (a line a request), uvicorn.error.
+"""
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_NOISE = frozenset(
+    {
+        "ASGI callable returned without starting response.",  # the client had left: logged by us
+        "ASGI callable returned without completing response.",
+    }
+)
+
+
+def set_up_logging(format: str, level: str) -> None:
+    """Send the server's loggers to stderr, in `format` "text" or "json", from `level` up."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if format == "json" else TextLines())
+    for name in ("mlxinfer", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.setLevel(level.upper())
+        logger.propagate = False
+    uvicorn = logging.getLogger("uvicorn.error")
+    uvicorn.setLevel(max(uvicorn.level, logging.WARNING))
+    uvicorn.addFilter(lambda record: record.getMessage() not in _NOISE)
+
+
+class JsonLines(logging.Formatter):
+    """{"time": …, "level": …, "logger": …, "message": …, and what the record adds}."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line of JSON."""
+        line: dict[str, Any] = {
+            "time": _iso(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **extras(record),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class TextLines(logging.Formatter):
+    """`12:00:00 info request status=200 …`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, and a traceback where there is one."""
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        pairs = [f"{key}={_quoted(value)}" for key, value in extras(record).items()]
+        line = " ".join([clock, record.levelname.lower(), record.getMessage(), *pairs])
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+def extras(record: logging.LogRecord) -> dict[str, Any]:
+    """What a log call said beside its message."""
+    return {k: v for k, v in vars(record).items() if k not in _STANDARD and v is not None}
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    return text if text.isprintable() and " " not in text else json.dumps(text)
+
+
+def _iso(seconds: float) -> str:
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    return f"{whole}.{int(seconds * 1000) % 1000:03d}Z"

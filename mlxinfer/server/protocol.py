@@ -1,0 +1,47 @@
+"""HTTP bytes to ASGI: uvicorn's protocol, which waits for headers without end otherwise."""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+class PatientProtocol(H11Protocol):
+    """Closes a connection whose request line and headers are not complete after a while."""
+
+    header_timeout_s = 30.0
+    _header_timer: asyncio.TimerHandle | None = None
+
+    @classmethod
+    def with_timeout(cls, header_timeout_s: float) -> "type[PatientProtocol]":
+        """The protocol with another patience."""
+        return type("PatientProtocol", (cls,), {"header_timeout_s": header_timeout_s})
+
+    def connection_made(self, transport: Any) -> None:
+        """A client has connected."""
+        super().connection_made(transport)
+        self._wait_for_headers()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes have come; they may complete the headers, or begin the next ones."""
+        before = self.cycle
+        super().data_received(data)
+        if self.cycle is not before:
+            self._stop_waiting()
+        elif self._header_timer is None and (before is None or before.response_complete):
+            self._wait_for_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client has left."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait_for_headers(self) -> None:
+        self._header_timer = self.loop.call_later(
+            self.header_timeout_s, self.timeout_keep_alive_handler
+        )
+
+    def _stop_waiting(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None

@@ -1,0 +1,141 @@
+"""Sockets, signals and the end of a server: uvicorn around the app. Knows no requests."""
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import socket
+import threading
+from collections.abc import Generator
+from types import FrameType
+
+import uvicorn
+
+from ..errors import InvalidRequestError
+from .app import build_app
+from .protocol import PatientProtocol
+from .service import Service
+from .settings import ServerConfig
+
+SPARE_FILES = 256  # models, logs, the disk tier
+
+
+class Server(uvicorn.Server):
+    """Serves until told to stop: `stop()`, SIGTERM or SIGINT drain it; a second signal ends it.
+
+    Args:
+        service: what is served; closed at the end.
+        listener: a bound socket.
+    """
+
+    def __init__(self, service: Service, listener: socket.socket) -> None:
+        config = service.config
+        super().__init__(
+            uvicorn.Config(
+                build_app(service),
+                http=PatientProtocol.with_timeout(config.header_timeout_s),
+                loop="asyncio",
+                ws="none",
+                lifespan="off",
+                interface="asgi3",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                limit_concurrency=config.max_connections,
+                timeout_keep_alive=15,
+                timeout_graceful_shutdown=3,
+                h11_max_incomplete_event_size=config.max_header_bytes,
+            )
+        )
+        self.service = service
+        self._listener = listener
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    def serve_forever(self) -> None:
+        """Serve in this thread until stopped; then the models are closed too."""
+        try:
+            asyncio.run(self._serve_until_drained())
+        finally:
+            self.service.close()
+
+    def stop(self) -> None:
+        """Begin to drain, from any thread. Twice is as once."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._begin_draining)
+
+    async def _serve_until_drained(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self.serve(sockets=[self._listener])
+
+    def _begin_draining(self) -> None:
+        if self._draining is None:
+            self._draining = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        await self.service.drain()
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Signals are ours while we serve; without this uvicorn would raise them again at exit."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains; the second one ends the process where it stands."""
+        if self._draining is not None:
+            os._exit(128 + sig)
+        self.stop()
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A socket bound to the config's address.
+
+    Raises:
+        InvalidRequestError: the port is taken, or the address is not this machine's.
+    """
+    host = config.host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, config.port))
+    except (OSError, UnicodeError) as error:
+        listener.close()
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InvalidRequestError(
+            f"Cannot serve on {config.host} port {config.port}: {reason}. "
+            "Choose another with --port, or end what uses this one.",
+            param="port",
+        ) from None
+    return listener
+
+
+def raise_file_limit(num_connections: int) -> None:
+    """Let this process have a file for each connection and some more, as far as it may.
+
+    macOS starts processes with 256.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_connections + SPARE_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where clients find a bound socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,104 @@
+"""One running model as the server sees it: text in, Requests for the engine out. Knows no HTTP."""
+
+import asyncio
+import itertools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..answer import Answer
+from ..core import Request, SamplingParams, TokenEvent, check_token_ids
+from ..info import ModelInfo
+from ..mailbox import Mailbox
+from ..opening import EngineOptions, open_engine
+from ..text import ReasoningFormat, TextStream, Tokenizer, detect_reasoning
+from .defaults import SamplingDefaults, read_defaults
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
+
+_ids = itertools.count()
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class ServedModel:
+    """A loaded model with its tokenizer, under the name that requests call it by."""
+
+    name: str
+    info: ModelInfo
+    tokenizer: Tokenizer
+    engine: "Engine"
+    max_context: int  # tokens of prompt and answer
+    defaults: SamplingDefaults
+    created_s: int  # seconds since 1970
+    reasoning: ReasoningFormat | None = None
+    _mailboxes: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox[Any]]" = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+
+    @classmethod
+    def open(
+        cls, name: str, folder: Path, options: EngineOptions, *, created_s: int
+    ) -> "ServedModel":
+        """Load the model in `folder`; raises what opening.open_engine raises."""
+        tokenizer = Tokenizer.from_folder(folder)
+        engine, info = open_engine(name, folder, options)
+        return cls(
+            name=name,
+            info=info,
+            tokenizer=tokenizer,
+            engine=engine,
+            max_context=min(options.max_context or info.max_context, info.max_context),
+            defaults=read_defaults(folder),
+            created_s=created_s,
+            reasoning=detect_reasoning(tokenizer),
+        )
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return self.tokenizer.eos_token_ids.union(self.info.eos_token_ids)
+
+    def check_ids(self, ids: Sequence[object], *, param: str) -> list[int]:
+        """The ids, if they are tokens of this model; raises InvalidRequestError."""
+        check_token_ids(ids, self.info.vocab_size, param=param)
+        return list(ids)  # type: ignore[arg-type]  # checked
+
+    def answer(self, prompt_ids: list[int], params: SamplingParams, *, continues: bool) -> Answer:
+        """A request for the engine, and what turns its tokens into text.
+
+        Args:
+            prompt_ids: the whole prompt.
+            params: checked.
+            continues: the answer goes on within the prompt's text, as in a plain completion.
+        """
+        ends: frozenset[int] = frozenset() if params.ignore_eos else self.end_ids
+        request = Request(str(next(_ids)), prompt_ids, params, ends.union(params.stop_token_ids))
+        stream = TextStream(
+            self.tokenizer,
+            stop=params.stop,
+            min_tokens=params.min_tokens,
+            reasoning=None if continues else self.reasoning,
+            prompt_ids=prompt_ids,
+            continues=continues,
+        )
+        return Answer(request, stream)
+
+    def submit(self, request: Request, inbox: "asyncio.Queue[Any]") -> None:
+        """Queue a request; its TokenEvents go to `inbox` of the running event loop.
+
+        Raises: what Engine.submit raises.
+        """
+        loop = asyncio.get_running_loop()
+        mailbox = self._mailboxes.setdefault(loop, Mailbox(loop))
+
+        def deliver(event: TokenEvent) -> None:
+            mailbox.post(inbox, event)
+
+        self.engine.submit(request, deliver)
+
+    def close(self) -> None:
+        """End what runs and free the memory."""
+        self.engine.close()

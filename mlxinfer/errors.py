@@ -9,6 +9,7 @@
     │   ├── UnsupportedModelError      400  unsupported_model
     │   ├── CheckpointError            400  bad_checkpoint         broken, truncated or lying files
     │   └── DownloadError              502  download_failed
+    ├── ConversionError                400  conversion_failed      nothing that was there is lost
     ├── TemplateError                  400  template_error
     ├── OverloadedError                503  overloaded             could fit later
     ├── EngineClosedError              503  engine_closed
@@ -81,6 +82,13 @@ class DownloadError(ModelError):
 
     status = 502
     code = "download_failed"
+
+
+class ConversionError(MlxinferError):
+    """A conversion cannot start, go on, or pass its checks; what was there before still is."""
+
+    status = 400
+    code = "conversion_failed"
 
 
 class TemplateError(MlxinferError):

@@ -1,0 +1,134 @@
+"""A source's tensors as the tensors of an MLX folder: names, stacks, what is left out.
+
+Knows names and shapes, no formats of weights and no files.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import mlx.core as mx
+
+from ..errors import CheckpointError
+from ..models.config import ModelConfig, normalise
+from ..models.registry import family
+from .read import MLXFormat, Source, TensorInfo, expert_groups
+
+_PREFIX = {"gemma3": "language_model."}  # where mlx-lm looks for the language model
+_UNUSED = ("rotary_emb.inv_freq", "masked_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One tensor of the output folder, before it is decided how it is stored."""
+
+    name: str
+    sources: tuple[str, ...]  # one, or one for each expert
+    shape: tuple[int, ...]
+    dtype: str  # of its values
+    stored: str  # in the source, for people
+    stored_bytes: int  # in the source
+    lossless: MLXFormat | None = None
+    scales_exact: bool = True
+
+    @property
+    def path(self) -> str:
+        """The layer's path, as config.json names it."""
+        return self.name.removesuffix(".weight")
+
+    @property
+    def num_weights(self) -> int:
+        """How many numbers."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """A source, seen as the output folder will have it."""
+
+    source: Source
+    config: ModelConfig
+    outputs: tuple[Output, ...]
+    dropped: tuple[str, ...]  # names in the source
+
+    def blocks(self, output: Output, max_weights: int) -> Iterator[mx.array]:
+        """The values (R, in_dims) in order, about `max_weights` numbers at a time.
+
+        One expert of a stack, or one row, is the least that is read at once.
+        """
+        for name in output.sources:
+            info = self.source.tensors[name]
+            if len(info.shape) < 2:
+                yield self.source.read(name).reshape(1, -1)
+                continue
+            step = max(1, max_weights // prod(info.shape[1:]))
+            for start in range(0, info.shape[0], step):
+                rows = slice(start, min(start + step, info.shape[0]))
+                whole = rows == slice(0, info.shape[0])
+                block = self.source.read(name, None if whole else rows)
+                yield block.reshape(-1, info.shape[-1])
+
+    def whole(self, output: Output, dtype: mx.Dtype) -> mx.array:
+        """All values of an output, in its own shape."""
+        parts = [self.source.read(name).astype(dtype) for name in output.sources]
+        return parts[0].reshape(output.shape) if len(parts) == 1 else mx.stack(parts)
+
+
+def arrange(source: Source) -> Arranged:
+    """What `source` becomes.
+
+    Raises:
+        UnsupportedModelError: an architecture that mlxinfer cannot run, so that nothing could be
+            checked.
+        CheckpointError: experts are missing or differ in shape, or two tensors get one name.
+    """
+    config = normalise(source.config)
+    rename = family(config.model_type).rename
+    prefix = _PREFIX.get(config.model_type, "")
+    groups = expert_groups(source.tensors)
+    stacked_as = {expert: name for name, experts in groups.items() for expert in experts}
+    outputs: dict[str, Output] = {}
+    dropped: list[str] = []
+    for name in source.tensors:
+        target = stacked_as.get(name, name)
+        ours = rename(target)
+        if ours is None or _unused(ours, config):
+            dropped.append(name)
+            continue
+        if name in stacked_as and groups[target][0] != name:
+            continue
+        experts = groups.get(target, [name])
+        made = _output(prefix + ours, [source.tensors[expert] for expert in experts], target)
+        if made.name in outputs:
+            raise CheckpointError(f"Two tensors of {source.label} become {made.name!r}.")
+        outputs[made.name] = made
+    if not outputs:
+        raise CheckpointError(f"{source.label} has no tensors of a language model.")
+    return Arranged(source, config, tuple(outputs.values()), tuple(dropped))
+
+
+def _unused(name: str, config: ModelConfig) -> bool:
+    tied = config.tie_word_embeddings and name.startswith("lm_head.")
+    return tied or name.endswith(_UNUSED)
+
+
+def _output(name: str, infos: list[TensorInfo], target: str) -> Output:
+    first = infos[0]
+    if any((info.shape, info.dtype) != (first.shape, first.dtype) for info in infos):
+        raise CheckpointError(f"The experts of {target} differ in shape or dtype.")
+    formats = {info.lossless for info in infos}
+    return Output(
+        name=name,
+        sources=tuple(info.name for info in infos),
+        shape=first.shape if target == first.name else (len(infos), *first.shape),
+        dtype=first.dtype,
+        stored=first.stored,
+        stored_bytes=sum(info.stored_bytes for info in infos),
+        lossless=first.lossless if len(formats) == 1 else None,
+        scales_exact=all(info.scales_exact for info in infos),
+    )
+
+
+def by_name(outputs: tuple[Output, ...]) -> Mapping[str, Output]:
+    """The outputs by their names."""
+    return {output.name: output for output in outputs}

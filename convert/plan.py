@@ -1,0 +1,209 @@
+"""Every tensor of the output with its format and bytes, in shards: known before any is read."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from ..errors import InvalidRequestError
+from .arrange import Arranged, Output
+from .formats import FLOATS, ITEM_BYTES, name_of
+from .read import MLXFormat
+from .recipes import Recipe
+from .rules import fitting
+
+SHARD_BYTES = 5 * 10**9  # as mlx-lm
+SAFETENSORS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One array in a file."""
+
+    name: str
+    dtype: str  # as safetensors spells it
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One tensor and how it will be stored."""
+
+    output: Output
+    form: MLXFormat | None  # None: dense
+    dtype: str  # of dense values, or of affine scales and biases
+    packed: bool = False  # the source's own codes are copied
+
+    @property
+    def arrays(self) -> tuple[Stored, ...]:
+        """The weight; where it is quantised its scales, and biases if affine."""
+        *rows, in_dims = self.output.shape or (1,)
+        if self.form is None:
+            count = self.output.num_weights * ITEM_BYTES[self.dtype]
+            return (Stored(self.output.name, SAFETENSORS[self.dtype], self.output.shape, count),)
+        path, num_rows = self.output.path, prod(rows)
+        words = in_dims * self.form.bits // 32
+        groups = in_dims // self.form.group_size
+        weight = Stored(f"{path}.weight", "U32", (*rows, words), num_rows * words * 4)
+        if self.form.mode != "affine":
+            return weight, Stored(f"{path}.scales", "U8", (*rows, groups), num_rows * groups)
+        size = num_rows * groups * ITEM_BYTES[self.dtype]
+        of = SAFETENSORS[self.dtype], (*rows, groups), size
+        return weight, Stored(f"{path}.scales", *of), Stored(f"{path}.biases", *of)
+
+    @property
+    def num_bytes(self) -> int:
+        """On disk."""
+        return sum(array.num_bytes for array in self.arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A whole conversion."""
+
+    recipe: Recipe
+    tensors: tuple[Planned, ...]
+    shard_bytes: int = SHARD_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all weights on disk."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def num_weights(self) -> int:
+        """Of the model."""
+        return sum(tensor.output.num_weights for tensor in self.tensors)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Over all tensors, as mlx-lm counts them."""
+        return self.num_bytes * 8 / self.num_weights
+
+    def shards(self) -> list[tuple[str, list[Planned]]]:
+        """File names and what goes into each, at most `shard_bytes` unless one tensor is larger."""
+        groups: list[list[Planned]] = [[]]
+        size = 0
+        for tensor in self.tensors:
+            if groups[-1] and size + tensor.num_bytes > self.shard_bytes:
+                groups.append([])
+                size = 0
+            groups[-1].append(tensor)
+            size += tensor.num_bytes
+        if len(groups) == 1:
+            return [("model.safetensors", groups[0])]
+        return [
+            (f"model-{i:05d}-of-{len(groups):05d}.safetensors", group)
+            for i, group in enumerate(groups, 1)
+        ]
+
+    def quantization(self) -> dict[str, object] | None:
+        """What config.json says: the commonest format, and the layers that differ."""
+        formats = {t.output.path: t.form for t in self.tensors if t.form is not None}
+        if not formats:
+            return None
+        base = self.recipe.base
+        if base is None or base not in formats.values():
+            base = Counter(formats.values()).most_common(1)[0][0]
+        exceptions = {path: as_json(form) for path, form in formats.items() if form != base}
+        return {**as_json(base), **exceptions}
+
+    def formats(self) -> dict[str, str]:
+        """Name of each tensor -> name of its format."""
+        return {tensor.output.name: name_of(tensor.form) for tensor in self.tensors}
+
+
+def as_json(form: MLXFormat) -> dict[str, object]:
+    """As mlx-lm writes it into config.json."""
+    return {"group_size": form.group_size, "bits": form.bits, "mode": form.mode}
+
+
+def make_plan(
+    arranged: Arranged,
+    recipe: Recipe,
+    *,
+    chosen: Mapping[str, MLXFormat | None] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Plan:
+    """Formats by `recipe`, or as `chosen` by name.
+
+    Raises:
+        InvalidRequestError: an exception that matches no tensor, or a format whose groups do not
+            fill a tensor's rows.
+    """
+    _check_overrides(arranged, recipe)
+    tensors = tuple(_planned(arranged, recipe, chosen or {}))
+    return Plan(recipe, tensors, shard_bytes)
+
+
+def dense_dtype(output: Output, recipe: Recipe, model_dtype: str) -> str:
+    """Small float32 tensors of a 16-bit model (routing biases, decay rates) stay float32."""
+    if recipe.dtype is None or (output.dtype == "float32" and model_dtype != "float32"):
+        return output.dtype
+    return recipe.dtype
+
+
+def _planned(
+    arranged: Arranged, recipe: Recipe, chosen: Mapping[str, MLXFormat | None]
+) -> Iterator[Planned]:
+    model_dtype = arranged.source.dtype
+    for output in arranged.outputs:
+        form = (
+            chosen[output.name]
+            if output.name in chosen
+            else _fitted(output, recipe, arranged.config.num_layers)
+        )
+        if form is None:
+            yield Planned(output, None, dense_dtype(output, recipe, model_dtype))
+            continue
+        packed = form == output.lossless
+        yield Planned(output, form, _scales_dtype(output, recipe, model_dtype, packed), packed)
+
+
+def _fitted(output: Output, recipe: Recipe, num_layers: int) -> MLXFormat | None:
+    form = recipe.choose(output, num_layers)
+    if form is None or form == output.lossless:
+        return form
+    fitted = fitting(form, output.shape)
+    if fitted is None and recipe.given(output) is not None:
+        raise InvalidRequestError(
+            f"{output.path} has {output.shape[-1]} inputs, which groups of {form.group_size} do "
+            f"not divide: it cannot be {name_of(form)}.",
+            param="set",
+        )
+    return fitted
+
+
+def _scales_dtype(output: Output, recipe: Recipe, model_dtype: str, packed: bool) -> str:
+    if packed and output.dtype != "float32":
+        return output.dtype  # codes are exact only with the scales that belong to them
+    if packed:
+        return model_dtype if model_dtype != "float32" else "float16"
+    return recipe.dtype or model_dtype
+
+
+def _check_overrides(arranged: Arranged, recipe: Recipe) -> None:
+    used = {recipe.given(output) for output in arranged.outputs}
+    for override in recipe.overrides:
+        alone = Recipe(name="", base=None, overrides=(override,))
+        if override not in used and not any(alone.given(o) for o in arranged.outputs):
+            raise InvalidRequestError(
+                f"No matrix of {arranged.source.label} matches {override.pattern!r}.", param="set"
+            )
+
+
+def dumped(plan: Plan) -> str:
+    """The plan as text that is the same for the same plan, for the journal."""
+    rows = [
+        [array.name, array.dtype, list(array.shape), name_of(tensor.form), tensor.packed]
+        for tensor in plan.tensors
+        for array in tensor.arrays
+    ]
+    return json.dumps([plan.recipe.name, plan.shard_bytes, rows])
+
+
+def float_formats(plan: Plan) -> bool:
+    """Whether any tensor is in a floating-point format."""
+    return any(tensor.form in FLOATS.values() for tensor in plan.tensors)

@@ -1,0 +1,137 @@
+"""What the user asks for: a recipe by name, exceptions by pattern, a size to meet. No tensors.
+
+4bit, 8bit, 6bit-g32, mxfp4 …   one format everywhere, but see rules.py
+mixed                           4 bits; 6 where they tell most (as llama.cpp's Q4_K_M)
+bf16, fp16, fp32                nothing quantised
+keep                            what is quantised stays so, bit for bit; the rest as it is
+"""
+
+import re
+from dataclasses import dataclass
+
+from ..errors import InvalidRequestError
+from .arrange import Output
+from .formats import DENSE, GROUP, affine, parse_format
+from .read import MLXFormat
+from .rules import matches, quantisable, raised
+
+MIXED_HIGH_BITS = 6
+_LAYER = re.compile(r"layers\.(\d+)\.")
+_TELLING = re.compile(r"(v_proj|down_proj)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """`--set PATTERN=FORMAT`."""
+
+    pattern: str
+    form: MLXFormat | None  # None: not quantised
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How every tensor is to be stored."""
+
+    name: str
+    base: MLXFormat | None  # None: nothing is quantised
+    mixed: bool = False
+    keep: bool = False  # formats that the source already has stay
+    dtype: str | None = None  # of what is not quantised; None: as it is
+    overrides: tuple[Override, ...] = ()
+
+    def choose(self, output: Output, num_layers: int) -> MLXFormat | None:
+        """The format of one tensor; None: not quantised."""
+        given = self.given(output)
+        if given is not None:
+            return given.form
+        if self.keep and output.lossless is not None:
+            return output.lossless
+        if self.base is None or not quantisable(output):
+            return None
+        form = self._mixed(output.path, num_layers) if self.mixed else self.base
+        return raised(form, output.path)
+
+    def given(self, output: Output) -> Override | None:
+        """The last exception that names this tensor."""
+        if len(output.shape) < 2 or not output.name.endswith(".weight"):
+            return None
+        found = [o for o in self.overrides if matches(o.pattern, output.path)]
+        return found[-1] if found else None
+
+    def _mixed(self, path: str, num_layers: int) -> MLXFormat:
+        assert self.base is not None
+        high = affine(MIXED_HIGH_BITS, self.base.group_size)
+        if path.endswith("lm_head"):
+            return high
+        layer = _LAYER.search(path)
+        if layer is None or not _TELLING.search(path):
+            return self.base
+        index, eighth = int(layer[1]), num_layers // 8
+        outer = index < eighth or index >= 7 * num_layers // 8
+        return high if outer or (index - eighth) % 3 == 2 else self.base
+
+
+def make_recipe(
+    name: str,
+    *,
+    group_size: int | None = None,
+    dtype: str | None = None,
+    overrides: tuple[str, ...] = (),
+    keep_format: bool = False,
+) -> Recipe:
+    """A recipe by name.
+
+    Args:
+        name: as above.
+        group_size: of affine formats that do not state one.
+        dtype: of what is not quantised: bfloat16, float16, float32; None: as it is.
+        overrides: "PATTERN=FORMAT"; of several that match, the last counts.
+        keep_format: leave alone what the source has in a format of MLX's, or an equal one.
+
+    Raises:
+        InvalidRequestError: an unknown recipe, format or dtype.
+    """
+    group = group_size or GROUP
+    if dtype is not None and dtype not in DENSE.values():
+        raise InvalidRequestError(
+            f"dtype is {dtype!r}; expected {', '.join(DENSE.values())}.", param="dtype"
+        )
+    base: MLXFormat | None = None
+    if name in DENSE:
+        if dtype not in (None, DENSE[name]):
+            raise InvalidRequestError(f"The recipe {name} and dtype {dtype} disagree.")
+        dtype = DENSE[name]
+    elif name == "mixed":
+        base = affine(4, group)
+    elif name != "keep":
+        base = _base(name, group)
+    return Recipe(
+        name=name,
+        base=base,
+        mixed=name == "mixed",
+        keep=keep_format or name == "keep",
+        dtype=dtype,
+        overrides=tuple(_override(text, group) for text in overrides),
+    )
+
+
+def _base(name: str, group: int) -> MLXFormat | None:
+    try:
+        return parse_format(name, group_size=group)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(
+            f"There is no recipe {name[:60]!r}; expected keep, mixed, {', '.join(DENSE)}, or a "
+            f"format. {error}",
+            param="recipe",
+        ) from error
+
+
+def _override(text: str, group: int) -> Override:
+    pattern, equals, form = text.partition("=")
+    if not pattern or not equals:
+        raise InvalidRequestError(
+            f"{text[:80]!r} is no exception; expected PATTERN=FORMAT, such as lm_head=8bit or "
+            "'*.mlp.*=dense'.",
+            param="set",
+        )
+    return Override(pattern, parse_format(form, group_size=group))

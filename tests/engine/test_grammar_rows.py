@@ -278,7 +278,7 @@ def test_log_probabilities_are_those_of_the_model() -> None:
     harness.add("free", prompt(20), params)
     outcomes = harness.drain()
     guided, free = (outcomes[name].logprobs for name in ("guided", "free"))
-    assert dict(guided[0].top) == pytest.approx(dict(free[0].top))
+    assert dict(guided[0].top) == pytest.approx(dict(free[0].top), abs=1e-4)
     assert guided[0].logprob <= free[0].logprob
     assert len(guided) == len(free) == 5
 

@@ -1,0 +1,20 @@
+"""A live server of the demo model on a free port, for all tests of this folder."""
+
+from collections.abc import Iterator
+
+import pytest
+from live_server import LiveServer
+
+
+@pytest.fixture(scope="session")
+def live() -> Iterator[LiveServer]:
+    """One server for all tests that change nothing about it."""
+    with LiveServer() as server:
+        yield server
+
+
+@pytest.fixture
+def server(live: LiveServer) -> Iterator[LiveServer]:
+    """The live server; afterwards it must be idle, whole and still able to answer."""
+    yield live
+    live.check_idle()

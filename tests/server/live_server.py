@@ -1,0 +1,122 @@
+"""A server in a thread, real sockets, and what must hold after each test."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2 as httpx
+
+from mlxinfer import hub
+from mlxinfer.opening import EngineOptions
+from mlxinfer.server.models import Models
+from mlxinfer.server.running import Server, bind, url_of
+from mlxinfer.server.served import ServedModel
+from mlxinfer.server.service import Service
+from mlxinfer.server.settings import ServerConfig
+
+CHAT = "/v1/chat/completions"
+SLOW_ENGINE = {"max_batch": 16}
+
+
+def chat(text: str = "Hello", **fields: Any) -> dict[str, Any]:
+    """A chat request, greedy and short unless told otherwise."""
+    message = {"role": "user", "content": text}
+    return {"messages": [message], "temperature": 0, "max_tokens": 8, **fields}
+
+
+def long_chat(**fields: Any) -> dict[str, Any]:
+    """One that goes on until somebody ends it (well over a second here)."""
+    return chat("Count", ignore_eos=True, max_tokens=1800, **fields)
+
+
+class LiveServer:
+    """The demo model behind a real socket.
+
+    Args:
+        engine: arguments of EngineOptions.
+        config: of ServerConfig.
+    """
+
+    def __init__(self, engine: dict[str, Any] | None = None, **config: Any) -> None:
+        self.config = ServerConfig(port=0, **config)
+        options = EngineOptions(**{"max_batch": 16, **(engine or {})})
+        self.model = ServedModel.open("demo", hub.resolve("demo"), options, created_s=1)
+        self.service = Service(Models([self.model]), self.config)
+        listener = bind(self.config)
+        self.url = url_of(listener)
+        self.port: int = listener.getsockname()[1]
+        self.server = Server(self.service, listener)
+        self._thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+
+    def __enter__(self) -> "LiveServer":
+        self._thread.start()
+        wait_until(lambda: self.server.started)
+        self.client = httpx.Client(base_url=self.url, timeout=30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        self.server.stop()
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
+        return self.client.post(path, json=body, **kwargs)
+
+    def get(self, path: str, **kwargs: Any) -> httpx.Response:
+        return self.client.get(path, **kwargs)
+
+    @contextmanager
+    def stream(self, path: str, body: Any) -> Iterator[httpx.Response]:
+        with self.client.stream("POST", path, json={**body, "stream": True}) as response:
+            yield response
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        """The data of every event of a stream; the last one may be the string [DONE]."""
+        with self.stream(path, body) as response:
+            assert response.status_code == 200, response.read()
+            return list(events_of(response))
+
+    def stats(self) -> dict[str, Any]:
+        return self.model.engine.stats()
+
+    def is_idle(self) -> bool:
+        """Nothing runs, waits or is held but for cached pages."""
+        stats = self.stats()
+        held = sum(group["pages_held"] for group in stats["groups"])
+        return (
+            not self.service.calls
+            and self.service.admission.num_waiting == 0
+            and self.service.admission.num_waiting_tokens == 0
+            and (stats["running"], stats["waiting"], held) == (0, 0, 0)
+        )
+
+    def check_idle(self) -> None:
+        """It comes to rest, and answers as it always does."""
+        wait_until(self.is_idle)
+        answer = self.post(CHAT, chat("Hello", max_tokens=4))
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"] == "Hello! I am"
+        wait_until(self.is_idle)
+
+
+def events_of(response: httpx.Response) -> Iterator[Any]:
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            data = line.removeprefix("data: ")
+            yield data if data == "[DONE]" else json.loads(data)
+
+
+def wait_until(condition: Any, limit_s: float = 10.0) -> None:
+    """Poll, with sleeps: the server is in another thread."""
+    until_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < until_s, "it did not happen"
+        time.sleep(0.01)

@@ -1,0 +1,229 @@
+"""Chat completions over a real socket: fields, streams, errors."""
+
+from typing import Any
+
+import pytest
+from live_server import CHAT, LiveServer, chat
+
+
+def content(answer: Any) -> str:
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+def test_an_answer_has_openais_shape(server: LiveServer) -> None:
+    answer = server.post(CHAT, chat("What is 47 + 38", max_tokens=40))
+    assert answer.status_code == 200
+    body = answer.json()
+    assert body["object"] == "chat.completion"
+    assert body["model"] == "demo"
+    choice = body["choices"][0]
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "47 + 38 = 85",
+        "refusal": None,
+    }
+    assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "stop", None)
+    usage = body["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+def test_a_stream_says_role_content_reason_counts_done(server: LiveServer) -> None:
+    request = chat("What is 47 + 38", max_tokens=40)
+    whole = server.post(CHAT, request).json()
+    *chunks, counts, done = server.events(
+        CHAT, {**request, "stream_options": {"include_usage": True}}
+    )
+    assert done == "[DONE]"
+    assert counts["choices"] == []
+    assert counts["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert all(chunk["usage"] is None for chunk in chunks)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+    assert choices[-1]["delta"] == {}
+    assert [c["finish_reason"] for c in choices] == [None] * (len(choices) - 1) + ["stop"]
+    text = "".join(c["delta"].get("content", "") for c in choices)
+    assert text == whole["choices"][0]["message"]["content"]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_a_stream_without_counts_has_no_usage_field(server: LiveServer) -> None:
+    *chunks, done = server.events(CHAT, chat())
+    assert done == "[DONE]"
+    assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_seeded_choices_differ_and_repeat(server: LiveServer, stream: bool) -> None:
+    request = chat("Tell me about pages", temperature=3.0, seed=5, n=3, max_tokens=12)
+
+    def texts() -> list[str]:
+        if not stream:
+            return [c["message"]["content"] for c in server.post(CHAT, request).json()["choices"]]
+        found = [""] * 3
+        for chunk in server.events(CHAT, request)[:-1]:
+            choice = chunk["choices"][0]
+            found[choice["index"]] += choice["delta"].get("content", "")
+        return found
+
+    first = texts()
+    assert first == texts()
+    assert len(set(first)) == 3
+    alone = server.post(CHAT, {**request, "n": 1, "seed": 6})
+    assert content(alone) == first[1]
+
+
+def test_stop_strings_end_the_text_before_them(server: LiveServer) -> None:
+    request = chat("What is 47 + 38", max_tokens=40, stop=["= "])
+    answer = server.post(CHAT, request).json()["choices"][0]
+    assert (answer["message"]["content"], answer["finish_reason"]) == ("47 + 38 ", "stop")
+    chunks = server.events(CHAT, request)[:-1]
+    text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
+    assert text == "47 + 38 "
+
+
+def test_logprobs_spell_the_content(server: LiveServer) -> None:
+    request = chat("What is 47 + 38", max_tokens=40, logprobs=True, top_logprobs=3)
+    choice = server.post(CHAT, request).json()["choices"][0]
+    entries = choice["logprobs"]["content"]
+    assert bytes(b for e in entries for b in e["bytes"]).decode() == choice["message"]["content"]
+    assert all(len(e["top_logprobs"]) == 3 and e["logprob"] <= 0 for e in entries)
+    assert all(e["top_logprobs"][0]["token"] == e["token"] for e in entries)  # greedy
+    streamed = [
+        entry
+        for chunk in server.events(CHAT, request)[:-1]
+        if chunk["choices"][0]["logprobs"]
+        for entry in chunk["choices"][0]["logprobs"]["content"]
+    ]
+    assert [e["token"] for e in streamed] == [e["token"] for e in entries]
+
+
+def test_max_tokens_is_a_length(server: LiveServer) -> None:
+    answer = server.post(CHAT, chat(max_tokens=None, max_completion_tokens=3)).json()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 3
+
+
+def test_parts_roles_and_nulls_are_read(server: LiveServer) -> None:
+    plain = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": "c"},
+        {"role": "user", "content": "Hello"},
+    ]
+    spelled = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            "name": None,
+        },
+        {"role": "assistant", "content": "c", "tool_calls": None, "refusal": None},
+        {"role": "user", "content": "Hello"},
+    ]
+    nulls = {"tools": None, "response_format": None, "stop": None, "seed": None, "n": None}
+    one = server.post(CHAT, chat(messages=plain)).json()
+    two = server.post(CHAT, chat(messages=spelled, **nulls, unknown_field={"a": 1})).json()
+    assert one["choices"] == two["choices"]
+    assert one["usage"]["prompt_tokens"] == two["usage"]["prompt_tokens"]
+
+
+def test_the_last_message_can_be_continued(server: LiveServer) -> None:
+    messages = [
+        {"role": "user", "content": "What is 47 + 38"},
+        {"role": "assistant", "content": "47 + 38 ="},
+    ]
+    request = chat(messages=messages, continue_final_message=True, max_tokens=20)
+    assert content(server.post(CHAT, request)) == " 85"
+
+
+BAD: list[tuple[dict[str, Any], str | None]] = [
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"temperature": "0"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 10**9}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {"999999999": 5}}, "logit_bias"),
+    ({"logit_bias": {"-1": 5}}, "logit_bias"),
+    ({"logit_bias": {"x": 5}}, "logit_bias"),
+    ({"logit_bias": {"5": 500}}, "logit_bias[...]"),
+    ({"seed": 2**70}, "seed"),
+    ({"seed": 1.5}, "seed"),
+    ({"stop": [1]}, "stop[0]"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+    ({"stop": "x" * 2000}, "stop"),
+    ({"stop_token_ids": [2048]}, "stop_token_ids"),
+    ({"n": 0}, "n"),
+    ({"n": 17}, "n"),
+    ({"n": 100_000}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"min_tokens": 20}, "min_tokens"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"messages": []}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"audio": {}}, "audio"),
+    ({"best_of": 2}, "best_of"),
+    ({"chat_template": "x"}, "chat_template"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ({"modalities": ["audio"]}, "modalities"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD)
+def test_a_bad_field_is_named(live: LiveServer, fields: dict[str, Any], param: str | None) -> None:
+    answer = live.post(CHAT, chat(**fields))
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_images_are_refused(live: LiveServer) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:,"}}
+    answer = live.post(CHAT, chat(messages=[{"role": "user", "content": [part]}]))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages[0].content[0].type"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_does_not_fit_the_context_is_said_before_a_stream(
+    server: LiveServer, stream: bool
+) -> None:
+    for request in (chat("word " * 5000), chat(max_tokens=5000)):
+        answer = server.post(CHAT, {**request, "stream": stream})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "2048" in error["message"]
+
+
+def test_an_unknown_model_is_not_found(server: LiveServer) -> None:
+    for name in ("gpt-9", "/etc/passwd", "../demo", "a" * 10_000):
+        answer = server.post(CHAT, chat(model=name))
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "model_not_found"
+        assert len(answer.text) < 1000
+
+
+def test_models_are_listed(server: LiveServer) -> None:
+    (card,) = server.get("/v1/models").json()["data"]
+    assert (card["id"], card["max_model_len"]) == ("demo", 2048)
+    assert server.get("/v1/models/demo").json() == card
+    assert server.get("/v1/models/none").status_code == 404

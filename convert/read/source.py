@@ -101,7 +101,7 @@ class Source(Protocol):
         ...
 
     def side_files(self) -> dict[str, bytes | Path]:
-        """Tokenizer, chat template, generation_config.json: file name -> contents or where it is."""
+        """Tokenizer, chat template and the like: file name -> contents, or where they are."""
         ...
 
     def close(self) -> None:

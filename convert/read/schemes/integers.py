@@ -1,0 +1,207 @@
+"""compressed-tensors' integers: pack-quantized and int-quantized. Knows up to five arrays.
+
+pack-quantized: weight_packed (out, in * bits / 32) int32, codes shifted to be unsigned and packed
+along the inputs; weight_scale (out, groups); weight_zero_point, if any, shifted alike and packed
+along the outputs, (out * bits / 32, groups); weight_shape; weight_g_idx, the group of each input.
+int-quantized: weight (out, in) int8, weight_scale and weight_zero_point (int8) for a tensor, its
+rows or groups. Source: github.com/vllm-project/compressed-tensors, compressors/pack_quantized.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ....errors import UnsupportedModelError
+from ....models.jsonfields import Fields
+from ..affine import AffineReader, MixedReader, affine_format
+from ..bits import Words, pack, unpack
+from ..modules import Leaves
+from ..reader import Reader
+from ..source import TensorInfo
+from ..stored import FLOATS, Array, StoredArray
+
+_FORMATS = (
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "dense"),
+)
+
+
+class Integers:
+    """The modules of a compressed-tensors checkpoint that hold integers."""
+
+    def __init__(self, config: Fields) -> None:
+        groups = config.fields("config_groups")
+        names = list(groups.values) if groups else []
+        self._weights = [w for name in names if groups and (w := _weights_of(groups, name))]
+        stated = [config.text("format", default="dense")]
+        stated += [_format_of(groups, name) for name in names if groups]
+        for form in stated:
+            if form not in _FORMATS:
+                raise UnsupportedModelError(
+                    f"format in {config.where} is {form[:40]!r}; expected one of "
+                    f"{', '.join(_FORMATS)}."
+                )
+        sparsity = config.fields("sparsity_config")
+        if sparsity is not None and sparsity.text("format", default="dense") != "dense":
+            raise UnsupportedModelError(f"{sparsity.where} compresses zeros; not supported.")
+
+    def __call__(self, path: str, leaves: Leaves) -> Iterator[Reader]:
+        """The matrix of a module whose codes are integers."""
+        packed, plain = leaves.get("weight_packed"), leaves.get("weight")
+        if packed is not None and packed.dtype == "I32":
+            yield self._packed(path, leaves)
+        elif plain is not None and plain.dtype == "I8":
+            del leaves["weight"]
+            scale = leaves.pop("weight_scale", None)
+            if scale is None:
+                raise plain.fail("has no weight_scale beside it")
+            yield _Bytes(path, plain, scale, leaves.pop("weight_zero_point", None))
+
+    def _packed(self, path: str, leaves: Leaves) -> Reader:
+        names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
+        words, scale, zeros, shape = (leaves.pop(name, None) for name in names)
+        assert words is not None
+        if scale is None or len(words.shape) != 2 or len(scale.shape) != 2 or 0 in words.shape:
+            raise words.fail(f"has shape {words.shape} and no weight_scale that fits")
+        bits, group_size = self._choose(words, scale)
+        matrix = _Words(path, words, scale, zeros, shape, bits=bits, group_size=group_size)
+        group_of = leaves.pop("weight_g_idx", None)
+        if group_of is None:
+            return matrix
+        group_of.expect(["I32", "I64"], (matrix.info.shape[1],))
+        return MixedReader(matrix, group_of)
+
+    def _choose(self, words: StoredArray, scale: StoredArray) -> tuple[int, int]:
+        """The only pair of bits and group size that is in the config and fits these shapes."""
+        fitting = set()
+        for bits, stated in self._weights:
+            groups = scale.shape[1]
+            in_dims = groups * stated if stated else words.shape[1] * 32 // bits
+            if (stated or groups == 1) and words.shape[1] == -(-in_dims * bits // 32):
+                fitting.add((bits, in_dims // groups))
+        if len(fitting) != 1:
+            raise words.fail(
+                f"has shape {words.shape} and scales {scale.shape}, which "
+                f"{len(fitting)} of the config's formats fit; expected one"
+            )
+        return fitting.pop()
+
+
+def _weights_of(groups: Fields, name: str) -> tuple[int, int] | None:
+    """(bits, group size or 0 for whole rows) of a config group of integers."""
+    group = groups.fields(name)
+    weights = group.fields("weights") if group else None
+    if weights is None or weights.text("type", default="int") != "int":
+        return None
+    size = weights.integer("group_size", low=-1, default=0)
+    return weights.integer("num_bits", high=8), max(size, 0)
+
+
+def _format_of(groups: Fields, name: str) -> str:
+    group = groups.fields(name)
+    return group.text("format", default="dense") if group else "dense"
+
+
+class _Words(AffineReader):
+    def __init__(
+        self,
+        path: str,
+        words: StoredArray,
+        scale: StoredArray,
+        zeros: StoredArray | None,
+        shape: StoredArray | None,
+        *,
+        bits: int,
+        group_size: int,
+    ) -> None:
+        out_dims, groups = words.shape[0], scale.shape[1]
+        in_dims = groups * group_size
+        scale.expect([*FLOATS], (out_dims, groups))
+        if zeros is not None:
+            zeros.expect(["I32"], (-(-out_dims * bits // 32), groups))
+        if shape is not None:
+            shape.expect(["I64", "I32"], (2,))
+        self._words, self._scale, self._zeros, self._shape = words, scale, zeros, shape
+        parts = [part for part in (words, scale, zeros, shape) if part is not None]
+        info = TensorInfo(
+            name=f"{path}.weight",
+            shape=(out_dims, in_dims),
+            dtype="float32",
+            stored=f"compressed-tensors int{bits} g{group_size}",
+            stored_bytes=sum(part.num_bytes for part in parts),
+            lossless=affine_format(bits, group_size),
+            scales_exact=zeros is None and scale.dtype != "F32",
+        )
+        scale_dtype = FLOATS[scale.dtype]
+        super().__init__(info, parts, bits=bits, group_size=group_size, scale_dtype=scale_dtype)
+
+    def triple(self, rows: slice) -> tuple[Words, Array, Array]:
+        """Words as they are; without zero points, the middle is zero."""
+        if self._shape is not None and tuple(self._shape.view().tolist()) != self.info.shape:
+            raise self._shape.fail(f"is {self._shape.view().tolist()}; expected {self.info.shape}")
+        words = np.ascontiguousarray(self._words.view(rows)).view(np.uint32)
+        steps = self._scale.floats(rows)
+        middle = np.float32(1 << (self.bits - 1))
+        return words, steps, -(middle if self._zeros is None else self._points(rows)) * steps
+
+    def _points(self, rows: slice) -> Array:
+        assert self._zeros is not None
+        words = np.ascontiguousarray(self._zeros.view().T).view(np.uint32)  # (groups, words)
+        points = unpack(words, self.bits, self.info.shape[0])[:, rows]
+        return np.ascontiguousarray(points.T).astype(np.float32)
+
+
+class _Bytes(AffineReader):
+    def __init__(
+        self, path: str, codes: StoredArray, scale: StoredArray, zeros: StoredArray | None
+    ) -> None:
+        if len(codes.shape) != 2 or 0 in codes.shape:
+            raise codes.fail(f"has shape {codes.shape}; expected (out, in)")
+        out_dims, in_dims = codes.shape
+        groups = _groups_of(scale.expect([*FLOATS]), out_dims)
+        if in_dims % groups:
+            raise scale.fail(f"has {groups} groups, which do not divide {in_dims} inputs")
+        if zeros is not None:
+            zeros.expect(["I8"], scale.shape)
+        self._codes, self._scale, self._zeros, self._groups = codes, scale, zeros, groups
+        parts = [part for part in (codes, scale, zeros) if part is not None]
+        group_size = in_dims // groups
+        info = TensorInfo(
+            name=f"{path}.weight",
+            shape=codes.shape,
+            dtype="float32",
+            stored=f"compressed-tensors int8 g{group_size}",
+            stored_bytes=sum(part.num_bytes for part in parts),
+            lossless=affine_format(8, group_size),
+            scales_exact=zeros is None and scale.dtype != "F32",
+        )
+        scale_dtype = FLOATS[scale.dtype]
+        super().__init__(info, parts, bits=8, group_size=group_size, scale_dtype=scale_dtype)
+
+    def triple(self, rows: slice) -> tuple[Words, Array, Array]:
+        """Codes moved by 128 to be unsigned."""
+        octets = np.ascontiguousarray(self._codes.view(rows)).view(np.uint8) ^ np.uint8(128)
+        steps = self._each_row(self._scale.floats(), rows)
+        zero: Array = np.full((), 128, np.float32)
+        if self._zeros is not None:
+            zero = zero + self._each_row(self._zeros.floats(), rows)
+        return _as_words(octets), steps, -zero * steps
+
+    def _each_row(self, values: Array, rows: slice) -> Array:
+        grid = np.asarray(values).reshape(-1, self._groups)
+        count = rows.stop - rows.start
+        return grid[rows] if len(grid) > 1 else np.repeat(grid, count, axis=0)
+
+
+def _groups_of(scale: StoredArray, out_dims: int) -> int:
+    if scale.shape in ((), (1,), (1, 1), (out_dims,)):
+        return 1
+    if len(scale.shape) == 2 and scale.shape[0] == out_dims and scale.shape[1] > 0:
+        return scale.shape[1]
+    raise scale.fail(f"has shape {scale.shape}; expected one scale, or ({out_dims}, groups)")
+
+
+def _as_words(octets: Array) -> Words:
+    """Rows of bytes as words; rows that fill no words get zeros at their end."""
+    short = -octets.shape[1] % 32
+    return pack(np.pad(octets, ((0, 0), (0, short))) if short else octets, 8)

@@ -1,0 +1,123 @@
+"""Matrices that MLX quantised: words, scales and perhaps biases. Knows every format MLX has.
+
+`weight` (..., out, in * bits / 32) uint32, `scales` (..., out, in / group_size): floats, with
+`biases`, for affine; uint8 for mxfp4, mxfp8 and nvfp4. config.json says which format a path has.
+"""
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+import numpy as np
+
+from ....models.quantization import QuantFormat, Quantization
+from ..affine import AffineReader
+from ..bits import Words
+from ..modules import Leaves
+from ..reader import Reader
+from ..source import Packed, TensorInfo
+from ..stored import E4M3, FLOATS, Array, StoredArray, to_float32
+from .fp4 import fp4_values
+
+
+class MLXModules:
+    """The modules of a checkpoint that MLX quantised."""
+
+    def __init__(self, quantization: Quantization) -> None:
+        self._quantization = quantization
+
+    def __call__(self, path: str, leaves: Leaves) -> Iterator[Reader]:
+        """The matrix of a module that has scales."""
+        if "scales" not in leaves or "weight" not in leaves:
+            return
+        weight, scales = leaves.pop("weight"), leaves.pop("scales")
+        form = self._quantization.of(path)
+        if form.mode == "affine":
+            if "biases" not in leaves:
+                raise weight.fail("has scales, but no biases beside it")
+            yield _Affine(path, weight, scales, leaves.pop("biases"), form)
+        else:
+            yield _Floats(path, weight, scales, form)
+
+
+def _shape(weight: StoredArray, scales: StoredArray, form: QuantFormat) -> tuple[int, ...]:
+    if len(weight.expect(["U32"]).shape) not in (2, 3) or 0 in weight.shape:
+        raise weight.fail(f"has shape {weight.shape}; expected (out, words) or with experts")
+    *rows, words = weight.shape
+    in_dims = words * 32 // form.bits
+    if in_dims % form.group_size or in_dims * form.bits != words * 32:
+        raise weight.fail(
+            f"has shape {weight.shape}, which {form.bits} bits in groups of {form.group_size} "
+            "do not divide"
+        )
+    kinds = [*FLOATS] if form.mode == "affine" else ["U8"]
+    scales.expect(kinds, (*rows, in_dims // form.group_size))
+    return (*rows, in_dims)
+
+
+def _info(
+    path: str, shape: tuple[int, ...], arrays: tuple[StoredArray, ...], form: QuantFormat
+) -> TensorInfo:
+    affine = form.mode == "affine"
+    return TensorInfo(
+        name=f"{path}.weight",
+        shape=shape,
+        dtype="float32" if affine else "bfloat16",
+        stored=f"MLX {form.mode} {form.bits}-bit g{form.group_size}",
+        stored_bytes=sum(array.num_bytes for array in arrays),
+        lossless=form,
+        scales_exact=not affine or arrays[1].dtype != "F32",
+    )
+
+
+class _Affine(AffineReader):
+    def __init__(
+        self,
+        path: str,
+        weight: StoredArray,
+        scales: StoredArray,
+        biases: StoredArray,
+        form: QuantFormat,
+    ) -> None:
+        shape = _shape(weight, scales, form)
+        biases.expect([scales.dtype], scales.shape)
+        self._arrays = (weight, scales, biases)
+        super().__init__(
+            _info(path, shape, self._arrays, form),
+            self._arrays,
+            bits=form.bits,
+            group_size=form.group_size,
+            scale_dtype=FLOATS[scales.dtype],
+        )
+
+    def triple(self, rows: slice) -> tuple[Words, Array, Array]:
+        """As stored."""
+        weight, scales, biases = self._arrays
+        return np.ascontiguousarray(weight.view(rows)), scales.floats(rows), biases.floats(rows)
+
+
+class _Floats:
+    """mxfp4, mxfp8 and nvfp4; bfloat16 holds every value that is not too small for it."""
+
+    def __init__(
+        self, path: str, weight: StoredArray, scales: StoredArray, form: QuantFormat
+    ) -> None:
+        self._form = form
+        self.parts = (weight, scales)
+        self.info = _info(path, _shape(weight, scales, form), self.parts, form)
+
+    def read(self, rows: slice) -> mx.array:
+        """Code times scale."""
+        weight, scales = self.parts
+        kind = "F8_E4M3" if self._form.mode == "nvfp4" else "F8_E8M0"
+        steps = to_float32(scales.view(rows), kind)
+        octets = np.ascontiguousarray(weight.view(rows)).view(np.uint8)
+        if self._form.bits == 4:
+            return mx.array(fp4_values(octets, steps)).astype(mx.bfloat16)
+        values = E4M3[octets].reshape(*steps.shape, -1)
+        values *= steps[..., None]
+        return mx.array(values.reshape(octets.shape)).astype(mx.bfloat16)
+
+    def packed(self) -> Packed:
+        """As stored."""
+        weight, scales = (mx.array(np.ascontiguousarray(part.view())) for part in self.parts)
+        return Packed(weight, scales, None)

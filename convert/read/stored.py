@@ -1,0 +1,147 @@
+"""Arrays in files, seen through a memory map. Knows dtypes, not what the numbers stand for.
+
+Views cost no memory of ours: their pages belong to the file. A file is mapped when it is read and
+let go after, so one that was deleted or replaced meanwhile does no harm.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import CheckpointError
+
+Array = NDArray[Any]
+
+NUMPY: dict[str, str] = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "F8_E4M3": "|u1",
+    "F8_E5M2": "|u1",
+    "F8_E8M0": "|u1",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "|i1",
+    "U64": "<u8",
+    "U32": "<u4",
+    "U16": "<u2",
+    "U8": "|u1",
+    "BOOL": "|u1",
+}
+FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class Files(Protocol):
+    """Where the files of a source are; a remote one fetches a file when it is first asked for."""
+
+    def path(self, file: str) -> Path:
+        """The file on this disk."""
+        ...
+
+    def size(self, file: str) -> int:
+        """Bytes that the file had when its header was read."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredArray:
+    """One array in one file."""
+
+    name: str  # as the file calls it
+    dtype: str  # a key of NUMPY
+    shape: tuple[int, ...]
+    file: str
+    offset: int  # bytes from the start of the file
+    files: Files = field(repr=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return prod(self.shape) * np.dtype(NUMPY[self.dtype]).itemsize
+
+    def view(self, rows: slice = slice(None)) -> Array:
+        """The stored numbers, or a range of the first axis; BF16 as uint16, F8 as uint8.
+
+        Raises:
+            CheckpointError: the file is not as long any more as it was.
+        """
+        if self.num_bytes == 0:
+            return np.zeros(self.shape, NUMPY[self.dtype])[rows]
+        path = self.files.path(self.file)
+        try:
+            if path.stat().st_size != self.files.size(self.file):
+                raise CheckpointError(f"{path} has changed while it was read; start again.")
+            data = np.memmap(path, NUMPY[self.dtype], "r", self.offset, self.shape or (1,))
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+        return np.asarray(data).reshape(self.shape)[rows] if self.shape else np.asarray(data)[0]
+
+    def floats(self, rows: slice = slice(None)) -> Array:
+        """The numbers as float32, which holds all of them exactly unless they are F64."""
+        return to_float32(self.view(rows), self.dtype)
+
+    def fail(self, what: str) -> CheckpointError:
+        """An error that says what is wrong with this array."""
+        return CheckpointError(f"Tensor {self.name[:200]!r} of {self.file} {what}.")
+
+    def expect(self, dtypes: Sequence[str], shape: Sequence[int] | None = None) -> "StoredArray":
+        """This array, if it has one of these dtypes and this shape.
+
+        Raises:
+            CheckpointError: it has not.
+        """
+        if self.dtype not in dtypes:
+            raise self.fail(f"is {self.dtype}; expected {' or '.join(dtypes)}")
+        if shape is not None and self.shape != tuple(shape):
+            raise self.fail(f"has shape {self.shape}; expected {tuple(shape)}")
+        return self
+
+
+def to_float32(values: Array, dtype: str) -> Array:
+    """Stored numbers of a dtype (a key of NUMPY) as float32."""
+    if dtype == "BF16":
+        return np.asarray((values.astype(np.uint32) << 16).view(np.float32))
+    if dtype == "F8_E4M3":
+        return E4M3[values]
+    if dtype == "F8_E5M2":
+        return E5M2[values]
+    if dtype == "F8_E8M0":
+        return np.asarray(np.ldexp(np.float32(1), values.astype(np.int32) - 127))
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32)
+
+
+def to_mlx(values: Array, dtype: str) -> mx.array:
+    """Stored floats (F32, F16, BF16) as an MLX array of the same dtype."""
+    array = mx.array(np.ascontiguousarray(values))
+    return array.view(mx.bfloat16) if dtype == "BF16" else array
+
+
+def _float8_table(exponent_bits: int, bias: int, *, has_infinity: bool) -> Array:
+    """All 256 values of an eight-bit float (OCP 8-bit floating point specification, table 1)."""
+    mantissa_bits = 7 - exponent_bits
+    codes = np.arange(128)
+    exponent, mantissa = codes >> mantissa_bits, codes & ((1 << mantissa_bits) - 1)
+    fraction = mantissa / (1 << mantissa_bits)
+    scale = np.exp2(np.maximum(exponent, 1) - bias)
+    values = np.where(exponent == 0, fraction, 1.0 + fraction) * scale
+    top = (1 << exponent_bits) - 1
+    if has_infinity:
+        values[exponent == top] = np.nan
+        values[(exponent == top) & (mantissa == 0)] = np.inf
+    else:
+        values[-1] = np.nan
+    return np.concatenate([values, -values]).astype(np.float32)
+
+
+E4M3 = _float8_table(4, 7, has_infinity=False)
+E5M2 = _float8_table(5, 15, has_infinity=True)
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)

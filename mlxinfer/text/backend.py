@@ -12,6 +12,7 @@ import tokenizers
 from ..errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 
 MAX_TOKENIZER_BYTES = 512 << 20
+LONG_TEXT = 20_000  # characters, from which on other threads must go on while a text is encoded
 MAX_GROWTH = 64  # how many times longer a normalizer or decoder may make a text
 
 
@@ -120,7 +121,10 @@ def encode_guarded(backend: tokenizers.Tokenizer, text: str, *, special: bool) -
     """Encode, with every way in which the library fails turned into InvalidRequestError."""
     try:
         with panic_guard():
-            ids: list[int] = backend.encode(text, add_special_tokens=special).ids
+            if isinstance(text, str) and len(text) > LONG_TEXT:  # `encode` holds the GIL, this not
+                ids: list[int] = backend.encode_batch([text], add_special_tokens=special)[0].ids
+            else:
+                ids = backend.encode(text, add_special_tokens=special).ids
     except TypeError:  # a str that is not text: a lone surrogate
         raise InvalidRequestError(NOT_TEXT) from None
     except TokenizerPanicError as error:

@@ -1,0 +1,91 @@
+"""What one layer does to the heads of its fused QKV projection: settings and arrays made once.
+
+Knows no kernel. D = head_dim, H = query heads, K = KV heads.
+"""
+
+import mlx.core as mx
+import numpy as np
+
+MAX_DIM = 256
+MAX_GROUP = 64
+HADAMARD_ORDERS = (28, 20, 12, 1)
+
+
+class Heads:
+    """What is done to the heads of a layer.
+
+    Args:
+        num_heads, num_kv_heads, head_dim: H, K and D; D a multiple of 8, up to 256.
+        key_bits, value_bits: 8, 4, or None: as they are.
+        rotate: spread queries and keys by a Hadamard matrix (D as `hadamard_order` knows).
+        norm_weight: (H + K, D) or (D,) of the RMS norm of queries and keys; None: no norm.
+        norm_eps: added to the mean square.
+        frequencies: (dims / 2,) float32 radians a token of the pairs of the leading dims that turn;
+            None: nothing turns.
+        traditional: pairs are neighbours, not half of the turning dims apart.
+        magnitude: multiplies what turns.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        key_bits: int | None = None,
+        value_bits: int | None = None,
+        rotate: bool = False,
+        norm_weight: mx.array | None = None,
+        norm_eps: float = 0.0,
+        frequencies: mx.array | None = None,
+        traditional: bool = False,
+        magnitude: float = 1.0,
+    ) -> None:
+        assert head_dim % 8 == 0, head_dim
+        assert head_dim <= MAX_DIM, head_dim
+        assert {key_bits, value_bits} <= {None, 4, 8}
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.key_bits, self.value_bits = key_bits, value_bits
+        self.norm_weight, self.norm_eps = norm_weight, norm_eps
+        self.frequencies, self.traditional, self.magnitude = frequencies, traditional, magnitude
+        self.num_turning = 0 if frequencies is None else 2 * len(frequencies)
+        self.hadamard_order = hadamard_order(head_dim) if rotate else 0  # 0: not rotated
+        assert self.num_turning <= head_dim
+        assert self.hadamard_order or not rotate, head_dim
+        self.constants = self._constants()  # weight, frequencies, signs, scalars
+        mx.eval(self.constants)
+
+    def _constants(self) -> list[mx.array]:
+        """Weight, frequencies, signs and scalars for the kernel; one 0 where there is none."""
+        weight = self.norm_weight
+        if weight is not None:
+            shape = (self.num_heads + self.num_kv_heads, self.head_dim)
+            weight = mx.contiguous(mx.broadcast_to(weight, shape))
+        signs = hadamard_signs(self.hadamard_order) if self.hadamard_order else None
+        given = (weight, self.frequencies, signs)
+        scale = np.float32(1) / np.sqrt(np.float32(self.head_dim))
+        return [
+            *[mx.zeros((1,), mx.float32) if array is None else array for array in given],
+            mx.array([self.norm_eps, self.magnitude, float(scale)], mx.float32),
+        ]
+
+
+def group_size(dim: int) -> int:
+    """Numbers of a vector that share a scale: as many as divide it, up to 64 and in steps of 8."""
+    return max(g for g in range(8, MAX_GROUP + 1, 8) if dim % g == 0)
+
+
+def hadamard_order(dim: int) -> int:
+    """M where `dim` is M times a power of two from 2 up, M of 28, 20, 12 or 1; 0: nowhere."""
+    for order in HADAMARD_ORDERS:
+        rest = dim // order
+        if dim % order == 0 and rest >= 2 and rest & (rest - 1) == 0:
+            return order
+    return 0
+
+
+def hadamard_signs(order: int) -> mx.array:
+    """(order, order) int8: +1 and -1 of MLX's transform; row: input, column: output."""
+    doubled = mx.hadamard_transform(mx.eye(2 * order), scale=1.0, stream=mx.cpu)
+    signs: mx.array = doubled[::2, ::2].astype(mx.int8)
+    return signs

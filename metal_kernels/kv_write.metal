@@ -1,0 +1,155 @@
+// From the fused QKV row to rotated queries and stored keys and values, one SIMD-group a head.
+//
+// A head's numbers lie in threadgroup memory as float32 from the first step to the last and are
+// rounded once, when they are written.
+using namespace metal;
+
+constant constexpr uint HEADS_AT_ONCE = 8;  // SIMD-groups of a threadgroup
+
+// RMS norm: y = x / rms(x) * weight.
+template <uint D, typename Weight>
+void normalise(threadgroup float* x, Weight weight, float eps, uint lane) {
+  float squares = 0.0f;
+  for (uint i = lane; i < D; i += 32) {
+    squares += x[i] * x[i];
+  }
+  const float factor = precise::rsqrt(simd_sum(squares) / float(D) + eps);
+  for (uint i = lane; i < D; i += 32) {
+    x[i] = x[i] * factor * float(weight[i]);
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// Pairs (i, i + dims / 2), or (2 i, 2 i + 1) where traditional, turn by position * frequency[i].
+template <uint DIMS, bool TRADITIONAL, typename Frequencies>
+void turn(
+    threadgroup float* x, Frequencies frequencies, float position, float magnitude, uint lane) {
+  for (uint i = lane; i < DIMS / 2; i += 32) {
+    const float angle = position * frequencies[i];
+    const float cosine = precise::cos(angle) * magnitude, sine = precise::sin(angle) * magnitude;
+    const uint a = TRADITIONAL ? 2 * i : i;
+    const uint b = TRADITIONAL ? 2 * i + 1 : i + DIMS / 2;
+    const float first = x[a], second = x[b];
+    x[a] = first * cosine - second * sine;
+    x[b] = second * cosine + first * sine;
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// x H times a scale, H a Hadamard matrix: of order M (its signs are given) times one of order D / M,
+// a power of two.
+template <uint D, uint M, typename Signs>
+void spread(threadgroup float* x, Signs signs, float scale, uint lane) {
+  constexpr uint N = D / M;
+  for (uint width = 1; width < N; width *= 2) {
+    for (uint i = lane; i < D / 2; i += 32) {
+      const uint a = i / width * 2 * width + i % width;
+      const float first = x[a], second = x[a + width];
+      x[a] = first + second;
+      x[a + width] = first - second;
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  float sums[(D + 31) / 32];
+  for (uint part = 0; part < (D + 31) / 32; part++) {
+    const uint to = min(part * 32 + lane, D - 1);
+    float sum = x[to % N] * float(signs[to / N]);
+    for (uint k = 1; k < M; k++) {
+      sum += x[k * N + to % N] * float(signs[k * M + to / N]);
+    }
+    sums[part] = sum * scale;
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint part = 0; part < (D + 31) / 32; part++) {
+    if (part * 32 + lane < D) {
+      x[part * 32 + lane] = sums[part];
+    }
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// Vectors stored as they are, in the activation dtype.
+template <uint D, typename T>
+struct Plain {
+  device T* numbers;
+
+  void write(threadgroup const float* x, uint vector, uint lane) {
+    for (uint i = lane; i < D; i += 32) {
+      numbers[ulong(vector) * D + i] = T(x[i]);
+    }
+  }
+};
+
+// Vectors stored in codes of 8 or 4 bits; GROUP numbers share a float16 scale and a float16 bias.
+template <uint D, uint GROUP, uint BITS>
+struct Affine {
+  device uint8_t* codes;
+  device half* scales;
+  device half* biases;
+
+  void write(threadgroup const float* x, uint vector, uint lane) {
+    constexpr uint GROUPS = D / GROUP, PER_BYTE = 8 / BITS, BYTES = GROUP / PER_BYTE;
+    const float levels = float((1 << BITS) - 1);
+    for (uint group = 0; group < GROUPS; group++) {
+      threadgroup const float* numbers = x + group * GROUP;
+      float low = INFINITY, high = -INFINITY;
+      for (uint i = lane; i < GROUP; i += 32) {
+        low = min(low, numbers[i]);
+        high = max(high, numbers[i]);
+      }
+      low = simd_min(low);
+      high = simd_max(high);
+      const half scale = half((high - low) / levels), bias = half(low);
+      const float step = max(float(scale), 1e-8f);  // of a constant group all codes are 0
+      const uint place = vector * GROUPS + group;
+      if (lane == 0) {
+        scales[place] = scale;
+        biases[place] = bias;
+      }
+      for (uint i = lane; i < BYTES; i += 32) {
+        uint byte = 0;
+        for (uint part = 0; part < PER_BYTE; part++) {
+          const float level = rint((numbers[i * PER_BYTE + part] - float(bias)) / step);
+          byte |= uint(clamp(level, 0.0f, levels)) << (part * BITS);
+        }
+        codes[ulong(place) * BYTES + i] = uint8_t(byte);
+      }
+    }
+  }
+};
+
+// One head of one token: vector `vector` of qkv, whose heads are queries, then keys, then values.
+// scalars: (3,) epsilon of the norm, magnitude of what turns, scale of the Hadamard transform.
+template <
+    typename T, uint D, uint QUERY_HEADS, uint KV_HEADS, bool NORM, uint DIMS, bool TRADITIONAL,
+    bool ROTATE, uint M, typename QKV, typename Positions, typename Weight, typename Frequencies,
+    typename Signs, typename Scalars, typename Keys, typename Values>
+void kv_write(
+    threadgroup float* x, QKV qkv, Positions positions, Weight weight, Frequencies frequencies,
+    Signs signs, Scalars scalars, device T* queries, Keys keys, Values values, uint vector,
+    uint lane) {
+  const uint token = vector / (QUERY_HEADS + 2 * KV_HEADS);
+  const uint head = vector % (QUERY_HEADS + 2 * KV_HEADS);
+  for (uint i = lane; i < D; i += 32) {
+    x[i] = float(qkv[ulong(vector) * D + i]);
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  if (head >= QUERY_HEADS + KV_HEADS) {
+    values.write(x, token * KV_HEADS + head - QUERY_HEADS - KV_HEADS, lane);
+    return;
+  }
+  if (NORM) {
+    normalise<D>(x, weight + head * D, scalars[0], lane);
+  }
+  if (DIMS > 0) {
+    turn<DIMS, TRADITIONAL>(x, frequencies, float(positions[token]), scalars[1], lane);
+  }
+  if (ROTATE) {
+    spread<D, M>(x, signs, scalars[2], lane);
+  }
+  if (head < QUERY_HEADS) {
+    Plain<D, T>{queries}.write(x, token * QUERY_HEADS + head, lane);
+  } else {
+    keys.write(x, token * KV_HEADS + head - QUERY_HEADS, lane);
+  }
+}

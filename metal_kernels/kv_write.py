@@ -1,0 +1,172 @@
+"""From the fused QKV projection to rotated queries and stored keys and values. Knows no pages.
+
+T = tokens, H = query heads, K = KV heads, D = head_dim.
+
+A head is normed, turned by its position and spread by a Hadamard matrix, each only where asked for,
+in float32 throughout; queries and plain keys and values are rounded once, to the dtype of the
+projection. A token's keys and values depend on its own row and position alone: one token or a whole
+prompt gives the same.
+
+Values are encoded exactly as the twin encodes them, and so are keys that are neither normed, turned
+nor spread. Others pass through sums, cosines and sines whose last bit a GPU decides: a code may
+then differ by one, a scale or a bias in its last bit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import mlx.core as mx
+
+from .heads import Heads, group_size
+from .launch import MetalKernel
+
+LANES = 32
+HEADS_AT_ONCE = 8  # SIMD-groups of a threadgroup
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What attention and the KV cache take of a step's tokens."""
+
+    queries: mx.array  # (T, H, D) in the dtype of the projection
+    keys: list[
+        mx.array
+    ]  # (T, K, D); or codes (T, K, D * bits / 8), scales and biases (T, K, groups)
+    values: list[mx.array]  # the same of the values
+
+    def arrays(self) -> list[mx.array]:
+        """All of them, in order."""
+        return [self.queries, *self.keys, *self.values]
+
+
+def kv_write(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
+    """One dispatch.
+
+    Args:
+        qkv: (T, (H + 2 K) * D) float32, float16 or bfloat16.
+        positions: (T,) int32.
+        heads: of the layer.
+    """
+    num_tokens = _checked(qkv, positions, heads)
+    num_vectors = num_tokens * (heads.num_heads + 2 * heads.num_kv_heads)
+    key_parts = _parts(heads, heads.key_bits, qkv.dtype)
+    value_parts = _parts(heads, heads.value_bits, qkv.dtype)
+    shape = (num_tokens, heads.num_kv_heads)
+    outputs = _kernel(heads.head_dim, heads.key_bits, heads.value_bits)(
+        [qkv, positions, *heads.constants],
+        template=_template(heads, qkv.dtype),
+        grid=(num_vectors * LANES, 1, 1),
+        threadgroup=(min(HEADS_AT_ONCE, num_vectors) * LANES, 1, 1),
+        output_shapes=[
+            (num_tokens, heads.num_heads, heads.head_dim),
+            *[(*shape, width) for width, _ in (*key_parts, *value_parts)],
+        ],
+        output_dtypes=[qkv.dtype, *[dtype for _, dtype in (*key_parts, *value_parts)]],
+    )
+    stop = 1 + len(key_parts)
+    return Written(outputs[0], outputs[1:stop], outputs[stop:])
+
+
+def kv_write_twin(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
+    """The same in plain MLX."""
+    num_tokens = _checked(qkv, positions, heads)
+    split = qkv.astype(mx.float32).reshape(num_tokens, -1, heads.head_dim)
+    x, values = mx.split(split, [heads.num_heads + heads.num_kv_heads], axis=1)
+    if heads.norm_weight is not None:
+        squares = mx.mean(mx.square(x), axis=-1, keepdims=True)
+        x = x * mx.rsqrt(squares + heads.norm_eps) * heads.norm_weight
+    if heads.frequencies is not None:
+        x = _turned(x, positions, heads, heads.frequencies)
+    if heads.hadamard_order:
+        x = mx.hadamard_transform(x)
+    queries, keys = mx.split(x, [heads.num_heads], axis=1)
+    return Written(
+        queries.astype(qkv.dtype),
+        _stored(keys, heads.key_bits, qkv.dtype),
+        _stored(values, heads.value_bits, qkv.dtype),
+    )
+
+
+def _turned(x: mx.array, positions: mx.array, heads: Heads, frequencies: mx.array) -> mx.array:
+    """(T, heads, D) after rotary position embedding of the leading dims."""
+    dims = 2 * len(frequencies)
+    angles = positions[:, None, None] * frequencies  # (T, 1, dims / 2)
+    cosines, sines = mx.cos(angles) * heads.magnitude, mx.sin(angles) * heads.magnitude
+    turning, rest = x[..., :dims], x[..., dims:]
+    if heads.traditional:
+        first, second = turning[..., ::2], turning[..., 1::2]
+    else:
+        first, second = mx.split(turning, 2, axis=-1)
+    pair = [first * cosines - second * sines, second * cosines + first * sines]
+    joined = (
+        mx.stack(pair, axis=-1).flatten(-2) if heads.traditional else mx.concatenate(pair, axis=-1)
+    )
+    return mx.concatenate([joined, rest], axis=-1)
+
+
+def _stored(vectors: mx.array, bits: int | None, dtype: mx.Dtype) -> list[mx.array]:
+    """(T, K, D) float32 -> what is stored of it."""
+    if bits is None:
+        return [vectors.astype(dtype)]
+    levels = float(2**bits - 1)
+    grouped = mx.unflatten(vectors, -1, (-1, group_size(vectors.shape[-1])))
+    low, high = grouped.min(axis=-1, keepdims=True), grouped.max(axis=-1, keepdims=True)
+    scales, biases = ((high - low) / levels).astype(mx.float16), low.astype(mx.float16)
+    step = mx.maximum(scales.astype(mx.float32), 1e-8)
+    codes = mx.clip(mx.round((grouped - biases) / step), 0, levels).astype(mx.uint8).flatten(-2)
+    if bits == 4:
+        codes = codes[..., ::2] | (codes[..., 1::2] << 4)
+    return [codes, scales.squeeze(-1), biases.squeeze(-1)]
+
+
+def _parts(heads: Heads, bits: int | None, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
+    """(width, dtype) of what is stored of a vector."""
+    if bits is None:
+        return [(heads.head_dim, dtype)]
+    num_groups = heads.head_dim // group_size(heads.head_dim)
+    return [(heads.head_dim * bits // 8, mx.uint8), *[(num_groups, mx.float16)] * 2]
+
+
+@cache
+def _kernel(dim: int, key_bits: int | None, value_bits: int | None) -> MetalKernel:
+    """The kernel with as many outputs as these formats have parts."""
+    outputs, made = ["queries"], []
+    for name, bits in (("keys", key_bits), ("values", value_bits)):
+        names = [name] if bits is None else [f"{name}_{p}" for p in ("codes", "scales", "biases")]
+        kind = "Plain<D, T>" if bits is None else f"Affine<D, {group_size(dim)}, {bits}>"
+        outputs += names
+        made.append(f"{kind}{{{', '.join(names)}}}")
+    return MetalKernel(
+        name="kv_write",
+        inputs=("qkv", "positions", "weight", "frequencies", "signs", "scalars"),
+        outputs=tuple(outputs),
+        body=f"""
+            threadgroup float heads[HEADS_AT_ONCE * D];
+            kv_write<T, D, QUERY_HEADS, KV_HEADS, NORM, DIMS, TRADITIONAL, ROTATE, M>(
+                heads + simdgroup_index_in_threadgroup * D, qkv, positions, weight, frequencies,
+                signs, scalars, queries, {made[0]}, {made[1]}, thread_position_in_grid.x / 32,
+                thread_index_in_simdgroup);
+        """,
+    )
+
+
+def _template(heads: Heads, dtype: mx.Dtype) -> Sequence[tuple[str, int | bool | mx.Dtype]]:
+    return [
+        ("T", dtype),
+        ("D", heads.head_dim),
+        ("QUERY_HEADS", heads.num_heads),
+        ("KV_HEADS", heads.num_kv_heads),
+        ("NORM", heads.norm_weight is not None),
+        ("DIMS", heads.num_turning),
+        ("TRADITIONAL", heads.traditional),
+        ("ROTATE", heads.hadamard_order > 0),
+        ("M", max(heads.hadamard_order, 1)),
+    ]
+
+
+def _checked(qkv: mx.array, positions: mx.array, heads: Heads) -> int:
+    num_tokens, width = qkv.shape
+    assert width == (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim, qkv.shape
+    assert (positions.shape, positions.dtype) == ((num_tokens,), mx.int32)
+    return int(num_tokens)

@@ -1,0 +1,116 @@
+"""C++ to a shared object, kept by the hash of all that goes into it. Knows no Metal.
+
+Objects are kept in a folder of the user's cache, or of the temporary files where there is none.
+Each is written under a name of its own and then renamed, so that several processes may build the
+same one at once.
+"""
+
+import hashlib
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SHIM = HERE / "shim" / "msl"
+LANGUAGE = (
+    *("-std=c++20", "-nostdinc++", "-fno-exceptions", "-fno-rtti", "-w", "-ferror-limit=12"),
+    *("-fsigned-char", "-fno-strict-aliasing", "-fno-math-errno", "-ffp-contract=off"),
+)
+CODE = ("-fPIC", "-fno-stack-protector", "-fvisibility=hidden", "-fno-asynchronous-unwind-tables")
+PLAIN = ("-O2", "-fno-sanitize=all")
+CHECKED = (  # calls of the checks in machine/checks.h, and the lines that they are of
+    *("-O1", "-gline-tables-only", "-fno-vectorize", "-fno-slp-vectorize", "-fno-unroll-loops"),
+    *("-ftrivial-auto-var-init=pattern", "-fno-omit-frame-pointer"),
+    "-fsanitize=address,alignment,shift-exponent,integer-divide-by-zero,array-bounds",
+    *("-fsanitize-recover=all", "-fno-sanitize-address-use-after-scope"),
+    *("-mllvm", "-asan-instrumentation-with-call-threshold=0", "-mllvm", "-asan-stack=0"),
+    *("-mllvm", "-asan-globals=0", "-mllvm", "-asan-constructor-kind=none"),
+    *("-mllvm", "-asan-kernel-mem-intrinsic-prefix=1"),
+)
+
+
+class CompileError(Exception):
+    """A kernel's source is not valid; the message is the compiler's."""
+
+
+def compiler_is_here() -> bool:
+    """Whether the `ziglang` package is installed, and runs on this processor."""
+    known = platform.machine() in ("x86_64", "arm64", "aarch64") and os.name == "posix"
+    return known and importlib.util.find_spec("ziglang") is not None
+
+
+requires_compiler = pytest.mark.skipif(
+    not compiler_is_here(), reason="ziglang is not installed: no compiler for Metal kernels"
+)
+
+
+@cache
+def cache_folder() -> Path:
+    """Where objects are kept, made if need be."""
+    named = os.environ.get("XDG_CACHE_HOME")
+    places = [Path(named)] if named else []
+    places += [Path.home() / ".cache", Path(tempfile.gettempdir())]
+    for place in places:
+        folder = place / "mlxinfer-metal-cpu"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
+        except OSError:
+            continue
+    return Path(tempfile.mkdtemp(prefix="mlxinfer-metal-cpu-"))
+
+
+def arithmetic(target: str | None = None) -> tuple[str, ...]:
+    """Options that round half and bfloat after each operation, as a GPU does."""
+    machine = target or platform.machine()
+    return ("-fexcess-precision=16",) if machine.startswith("x86_64") else ()
+
+
+def clang(*arguments: str | Path) -> str:
+    """Run the compiler; what it says.
+
+    Raises:
+        CompileError: it fails.
+    """
+    command = [sys.executable, "-m", "ziglang", "c++", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CompileError(done.stderr)
+    return done.stderr
+
+
+def kept(suffix: str, ingredients: Sequence[object], make: Callable[[Path, Path], None]) -> Path:
+    """A file that `make(work folder, file)` writes, unless one of the same ingredients is kept."""
+    key = hashlib.sha256(repr((_harness(), ingredients)).encode()).hexdigest()[:24]
+    path = cache_folder() / f"{key}{suffix}"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=path.parent) as work:
+            fresh = Path(work) / f"made{suffix}"
+            make(Path(work), fresh)
+            fresh.replace(path)
+    return path
+
+
+@cache
+def _harness() -> str:
+    """Of everything that shapes what is built."""
+    digest = hashlib.sha256(f"{sys.platform} {platform.machine()} {_compiler_version()}".encode())
+    for path in sorted([*HERE.rglob("*.h"), *HERE.rglob("*.cpp"), HERE / "build.py"]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _compiler_version() -> str:
+    from importlib.metadata import version
+
+    return version("ziglang")

@@ -1,0 +1,187 @@
+"""Runs a kernel over buffers. Knows neither MLX nor where kernels come from."""
+
+import ctypes
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
+from metal_cpu import arrays
+from metal_cpu.program import program
+from metal_cpu.report import Fault, Report, Size, Traffic
+from metal_cpu.source import Kernel
+
+MAX_FAULTS = 64
+_one_at_a_time = Lock()  # the machine's state is a kernel's library's
+
+
+@dataclass(slots=True)
+class Buffer:
+    """Memory that one parameter of a kernel is bound to.
+
+    Attributes:
+        bytes: of an output, every bit is set before.
+        written: one flag per byte that holds data; None: all do.
+    """
+
+    name: str
+    bytes: arrays.Bytes
+    is_output: bool
+    written: arrays.Bytes | None = None
+    may_stay_unwritten: bool = False
+
+    @classmethod
+    def of_input(
+        cls,
+        name: str,
+        data: arrays.Bytes,
+        *,
+        alignment: int = arrays.ALIGNMENT,
+        written: arrays.Bytes | None = None,
+    ) -> "Buffer":
+        """A copy of data at an address of that alignment."""
+        memory = arrays.aligned(data.size, alignment)
+        memory[:] = data
+        return cls(name, memory, False, written)
+
+    @classmethod
+    def of_output(cls, name: str, num_bytes: int, *, may_stay_unwritten: bool = False) -> "Buffer":
+        """Memory that holds nothing yet."""
+        memory = arrays.aligned(num_bytes, arrays.ALIGNMENT, fill=0xFF)
+        return cls(name, memory, True, np.zeros(num_bytes, np.uint8), may_stay_unwritten)
+
+
+def dispatch(
+    kernel: Kernel,
+    buffers: Sequence[Buffer | None],
+    *,
+    grid: Size,
+    threadgroup: Size,
+    seed: int = 0,
+    checked: bool = True,
+) -> Report:
+    """Run a grid of threads to its end, or to the fault that stops it.
+
+    Args:
+        buffers: in the order of the kernel's buffer parameters; None: not bound.
+        grid: in threads.
+    """
+    compiled = program(kernel, checked=checked)
+    slots = [parameter for parameter in compiled.parameters if parameter.is_buffer]
+    assert len(slots) == len(buffers), f"{kernel.function} takes {[slot.name for slot in slots]}"
+    bound = [(s.index, s.name, b) for s, b in zip(slots, buffers, strict=True) if b is not None]
+    native = (_Buffer * max(1, len(bound)))(*(_native(*one) for one in bound))
+    call = _Dispatch(grid, threadgroup, seed, native, len(bound), int(checked))
+    start = time.perf_counter()
+    with _one_at_a_time:
+        compiled.library.msl_dispatch(ctypes.byref(call))
+    report = _report(kernel, grid, threadgroup, call)
+    report.wall_s = time.perf_counter() - start
+    if checked:
+        for record, (_, name, _) in zip(native, bound, strict=False):
+            report.buffers[name] = record.traffic.as_traffic()
+        if not report.faults:
+            report.faults += [fault for _, _, buffer in bound for fault in _unwritten(buffer)]
+    return report
+
+
+def _unwritten(buffer: Buffer) -> list[Fault]:
+    if not buffer.is_output or buffer.written is None or buffer.may_stay_unwritten:
+        return []
+    missing = np.flatnonzero(buffer.written == 0)
+    if not missing.size:
+        return []
+    text = f"{missing.size} of {buffer.written.size} bytes of {buffer.name}, from {missing[0]} on"
+    return [Fault("unwritten output", text, "", 0)]
+
+
+def _report(kernel: Kernel, grid: Size, threadgroup: Size, call: "_Dispatch") -> Report:
+    return Report(
+        kernel.function,
+        grid,
+        threadgroup,
+        faults=[fault.as_fault() for fault in call.faults[: call.num_faults]],
+        threadgroup_bytes=call.threadgroup_bytes,
+        num_threadgroups=call.num_threadgroups,
+        num_threads=call.num_threads,
+        num_simd_ops=call.num_simd_ops,
+        num_simdgroup_barriers=call.num_simdgroup_barriers,
+        num_threadgroup_barriers=call.num_threadgroup_barriers,
+        threadgroup_memory=call.threadgroup_memory.as_traffic(),
+    )
+
+
+def _native(index: int, name: str, buffer: Buffer) -> "_Buffer":
+    written = buffer.written
+    return _Buffer(
+        buffer.bytes.ctypes.data,
+        buffer.bytes.size,
+        written.ctypes.data if written is not None else None,
+        name.encode(),
+        index,
+        int(buffer.is_output),
+    )
+
+
+# --- the structures of machine/state.h
+
+
+class _Traffic(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_uint64)
+        for name in (
+            *("requested", "requested_once", "unique_per_group", "unique", "stored"),
+            *("num_loads", "num_stores"),
+        )
+    ]
+
+    def as_traffic(self) -> Traffic:
+        return Traffic(*(getattr(self, name) for name, _ in self._fields_))
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = [
+        ("address", ctypes.c_void_p),
+        ("size", ctypes.c_uint64),
+        ("written", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("index", ctypes.c_uint32),
+        ("is_output", ctypes.c_uint32),
+        ("traffic", _Traffic),
+    ]
+
+
+class _Fault(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_char * 24),
+        ("message", ctypes.c_char * 360),
+        ("file", ctypes.c_char * 96),
+        ("line", ctypes.c_uint32),
+        ("times", ctypes.c_uint32),
+    ]
+
+    def as_fault(self) -> Fault:
+        texts = (text.decode() for text in (self.kind, self.message, self.file))
+        return Fault(*texts, self.line, self.times)
+
+
+class _Dispatch(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint32 * 3),
+        ("threadgroup", ctypes.c_uint32 * 3),
+        ("seed", ctypes.c_uint64),
+        ("buffers", ctypes.POINTER(_Buffer)),
+        ("num_buffers", ctypes.c_uint32),
+        ("checked", ctypes.c_uint32),
+        ("num_faults", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+        ("faults", _Fault * MAX_FAULTS),
+        ("threadgroup_bytes", ctypes.c_uint64),
+        ("num_threadgroups", ctypes.c_uint64),
+        ("num_threads", ctypes.c_uint64),
+        ("num_simd_ops", ctypes.c_uint64),
+        ("num_simdgroup_barriers", ctypes.c_uint64),
+        ("num_threadgroup_barriers", ctypes.c_uint64),
+        ("threadgroup_memory", _Traffic),
+    ]

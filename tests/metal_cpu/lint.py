@@ -1,0 +1,49 @@
+"""Address spaces, checked by clang without running anything. Knows no machine."""
+
+import re
+from functools import lru_cache
+from pathlib import Path
+
+from metal_cpu import build
+from metal_cpu.program import INCLUDES
+from metal_cpu.report import Fault
+from metal_cpu.source import Kernel, flattened
+from metal_cpu.transform import transformed
+
+_MESSAGE = re.compile(r"^(?:.*/)?([^/:\n]+):(\d+):\d+: (error|warning): (.*)$", re.MULTILINE)
+OPTIONS = (
+    *("-std=c++20", "-nostdinc++", "-fsyntax-only", "-DMSL_LINT", "-ferror-limit=40"),
+    *("-Wno-everything", "-Wimplicit-float-conversion"),
+)
+IGNORED_FILES = ("utils.h",)  # MLX's own takes arrays as parameters, which only Metal allows
+
+
+@lru_cache(maxsize=512)
+def lint(kernel: Kernel) -> list[Fault]:
+    """What Metal's compiler would refuse and C++ alone would not: pointers that lose their address
+    space, stores to constants, floats that become bfloats unasked.
+    """
+    text = flattened(kernel.parts)
+    function = kernel.function + (f"<{kernel.instance}>" if kernel.instance else "")
+
+    def make(work: Path, made: Path) -> None:
+        source = work / "kernel.cpp"
+        lines = (
+            '#include "metal.h"',
+            transformed(text, dict(kernel.constants), lint=True),
+            f"auto* msl_kernel = &{function};\n",
+        )
+        source.write_text("\n".join(lines))
+        try:
+            made.write_text(build.clang(*OPTIONS, *INCLUDES, source))
+        except build.CompileError as error:
+            made.write_text(str(error))
+
+    ingredients = ("lint", text, function, kernel.constants, OPTIONS)
+    said = build.kept(".txt", ingredients, make).read_text()
+    return [
+        Fault("address space", message, file, int(line))
+        for file, line, severity, message in _MESSAGE.findall(said)
+        if severity == "error" or "'__bf16'" in message
+        if file not in IGNORED_FILES
+    ]

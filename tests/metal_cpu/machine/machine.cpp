@@ -1,0 +1,10 @@
+// The machine that runs a kernel's threads; linked to each kernel.
+#include "state.h"
+
+namespace machine {
+Machine m;
+}
+
+#include "launch.h"
+// After everything that it calls, and before nothing.
+#include "checks.h"

@@ -4,15 +4,16 @@ import time
 from collections.abc import Sequence
 
 from .core import FinishReason, Request, TokenEvent, TokenLogprobs
+from .parts import CallCollector, merged
 from .results import Delta, Result, Timing
-from .text import TextStream
+from .text import TextDelta, TextStream
 
 
 class Answer:
     """Turns the events of one request into deltas, and keeps what the Result needs.
 
-    `stopped` tells that a stop string ended the text: the request is to be aborted, and later
-    events are ignored.
+    `stopped` tells that a stop string or a tool call ended the answer: the request is to be
+    aborted, and later events are ignored.
     """
 
     def __init__(self, request: Request, stream: TextStream) -> None:
@@ -24,6 +25,7 @@ class Answer:
         self._logprobs: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
         self._text: list[str] = []
         self._reasoning: list[str] = []
+        self._calls = CallCollector()
         self._cached_tokens = 0
         self._submitted_s = time.monotonic()
         self._first_token_s = 0.0
@@ -41,17 +43,28 @@ class Answer:
         if event.token_id is not None:
             new_ids = (event.token_id,)
             self._take(event.token_id, event.logprobs)
-        text, reasoning = self._push_text(event)
+        delta = self._push_text(event)
         reason = FinishReason.STOP if self._stream.stopped else event.finish_reason
         if reason is not None:
             self.stopped = self._stream.stopped and event.finish_reason is None
-            rest = self._stream.finish()
-            text, reasoning = text + rest.text, reasoning + rest.reasoning
-        self._text.append(text)
-        self._reasoning.append(reasoning)
+            delta = TextDelta(merged((*delta.parts, *self._stream.finish().parts)))
+        self._keep(delta)
         if reason is not None:
             self.result = self._finish(reason)
-        return Delta(text=text, reasoning=reasoning, token_ids=new_ids, result=self.result)
+        return Delta(
+            text=delta.text,
+            reasoning=delta.reasoning,
+            tool_calls=delta.tool_calls,
+            parts=delta.parts,
+            token_ids=new_ids,
+            result=self.result,
+        )
+
+    def _keep(self, delta: TextDelta) -> None:
+        self._text.append(delta.text)
+        self._reasoning.append(delta.reasoning)
+        for piece in delta.tool_calls:
+            self._calls.push(piece)
 
     def _take(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         if not self._token_ids:
@@ -60,13 +73,12 @@ class Answer:
         if self._logprobs is not None and logprobs is not None:
             self._logprobs.append(logprobs)
 
-    def _push_text(self, event: TokenEvent) -> tuple[str, str]:
+    def _push_text(self, event: TokenEvent) -> TextDelta:
         """The new text; the token that ended the answer is not part of it."""
         ended = event.finish_reason is FinishReason.STOP
         if event.token_id is None or ended:
-            return "", ""
-        delta = self._stream.push([event.token_id])
-        return delta.text, delta.reasoning
+            return TextDelta()
+        return self._stream.push([event.token_id])
 
     def _finish(self, reason: FinishReason) -> Result:
         now = time.monotonic()
@@ -74,6 +86,7 @@ class Answer:
         return Result(
             text="".join(self._text),
             reasoning="".join(self._reasoning) or None,
+            tool_calls=tuple(self._calls.calls),
             token_ids=tuple(self._token_ids),
             finish_reason=reason,
             prompt_tokens=len(self.request.prompt_ids),

@@ -18,7 +18,16 @@ from .errors import InvalidRequestError
 from .mailbox import Mailbox
 from .opening import PAGE_SIZE, EngineOptions, open_engine
 from .results import Delta, Result
-from .text import ReasoningFormat, TextStream, Tokenizer, detect_reasoning, encode_chat
+from .text import (
+    ReasoningFormat,
+    TextStream,
+    Tokenizer,
+    ToolUse,
+    detect_reasoning,
+    detect_tools,
+    encode_chat,
+    tool_format,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,6 +57,8 @@ class LLM:
         dtype: of activations and KV cache: "auto", "float32", "bfloat16" or "float16".
         num_pages: KV pages, instead of max_memory: for tests of tight memory.
         launch_ahead: launch a step before the one before it is read. Off: for debugging.
+        tool_calls: how the model writes tool calls, such as "hermes"; "auto": as its chat template
+            and its tokens show.
 
     Raises:
         ModelError: the model was not found, is broken, or is not supported.
@@ -74,6 +85,7 @@ class LLM:
         dtype: str = "auto",
         num_pages: int | None = None,
         launch_ahead: bool = True,
+        tool_calls: str = "auto",
     ) -> None:
         options = EngineOptions(
             kv=KVOptions.build(
@@ -98,6 +110,9 @@ class LLM:
         self.path = hub.resolve(str(model))
         self.tokenizer = Tokenizer.from_folder(self.path)
         self._reasoning: ReasoningFormat | None = detect_reasoning(self.tokenizer)
+        self._tool_format = (
+            detect_tools(self.tokenizer) if tool_calls == "auto" else tool_format(tool_calls)
+        )
         self._ids = itertools.count()
         self._mailboxes: weakref.WeakKeyDictionary[
             asyncio.AbstractEventLoop, Mailbox[TokenEvent]
@@ -152,41 +167,70 @@ class LLM:
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Message] | None = None,
+        tool_choice: str | Message = "auto",
+        parallel_tool_calls: bool = True,
         **template_kwargs: Any,
     ) -> Result:
         """Answer a conversation, rendered by the model's own chat template.
 
+        Args:
+            messages: dicts with "role" and "content"; answers may have "tool_calls", and messages
+                of the role "tool" their results.
+            params: how to choose tokens.
+            tools: what the model may call: {"type": "function", "function": {"name": ...,
+                "parameters": JSON schema}}. Calls are in `tool_calls` of the result, not in its
+                text.
+            tool_choice: "auto", "none", "required", or {"type": "function", "function":
+                {"name": ...}}; the last two make the model call.
+            parallel_tool_calls: whether an answer may have several calls.
+            **template_kwargs: variables of the chat template, such as enable_thinking.
+
         Raises:
-            TemplateError: the model has no chat template, or it refused these messages.
+            TemplateError: the model has no chat template, it refused these messages, or it knows
+                no tools.
+            InvalidRequestError: a tool or the choice is wrong.
         """
-        return self._run([self._chat(messages, params, template_kwargs)])[0]
+        use = self._tools(tools, tool_choice, parallel_tool_calls)
+        return self._run([self._chat(messages, params, use, template_kwargs)])[0]
 
     def stream_chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Message] | None = None,
+        tool_choice: str | Message = "auto",
+        parallel_tool_calls: bool = True,
         **template_kwargs: Any,
     ) -> Iterator[Delta]:
-        """Answer a conversation and yield what each step adds."""
-        return self._stream(self._chat(messages, params, template_kwargs))
+        """Answer a conversation and yield what each step adds; arguments as of `chat`."""
+        use = self._tools(tools, tool_choice, parallel_tool_calls)
+        return self._stream(self._chat(messages, params, use, template_kwargs))
 
     async def achat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
-        **template_kwargs: Any,
+        **kwargs: Any,
     ) -> Result:
         """`chat` for asyncio."""
-        return await _last(self.astream_chat(messages, params, **template_kwargs))
+        return await _last(self.astream_chat(messages, params, **kwargs))
 
     def astream_chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Message] | None = None,
+        tool_choice: str | Message = "auto",
+        parallel_tool_calls: bool = True,
         **template_kwargs: Any,
     ) -> AsyncIterator[Delta]:
         """`stream_chat` for asyncio."""
-        return self._astream(self._chat(messages, params, template_kwargs))
+        use = self._tools(tools, tool_choice, parallel_tool_calls)
+        return self._astream(self._chat(messages, params, use, template_kwargs))
 
     def pin(self, prompt: Prompt | Sequence[Message]) -> int:
         """Compute the KV cache of a prompt or a conversation's beginning, and keep it the longest.
@@ -256,10 +300,23 @@ class LLM:
         self,
         messages: Sequence[Message],
         params: SamplingParams | None,
+        use: ToolUse | None,
         template_kwargs: dict[str, Any],
     ) -> Answer:
-        ids = encode_chat(self.tokenizer, messages, **template_kwargs)
-        return self._answer(self._request(ids, params), continues=False)
+        shown = None if use is None else use.shown
+        ids = encode_chat(self.tokenizer, messages, tools=shown, **template_kwargs)
+        return self._answer(self._request(ids, params), continues=False, use=use)
+
+    def _tools(
+        self, tools: Sequence[Message] | None, choice: str | Message, parallel: bool
+    ) -> ToolUse | None:
+        use = ToolUse.plan(self.tokenizer, self._tool_format, tools, choice, parallel=parallel)
+        if use is not None and use.must_call:
+            raise InvalidRequestError(
+                "tool_choice can be 'auto' or 'none' here: answers cannot be forced.",
+                param="tool_choice",
+            )
+        return use
 
     def _request(self, ids: list[int], params: SamplingParams | None) -> Request:
         params = params or SamplingParams()
@@ -271,12 +328,14 @@ class LLM:
         """Tokens that end an answer."""
         return self.tokenizer.eos_token_ids.union(self.model_info.eos_token_ids)
 
-    def _answer(self, request: Request, *, continues: bool) -> Answer:
+    def _answer(self, request: Request, *, continues: bool, use: ToolUse | None = None) -> Answer:
         stream = TextStream(
             self.tokenizer,
             stop=request.params.stop,
             min_tokens=request.params.min_tokens,
             reasoning=self._reasoning,
+            tools=None if use is None else use.parser(),
+            single_call=use is not None and not use.parallel,
             prompt_ids=request.prompt_ids,
             continues=continues,
         )

@@ -6,6 +6,7 @@ from html import escape
 from typing import Any
 
 from .core import FinishReason, TokenLogprobs
+from .parts import Part, ToolCall, ToolCallDelta
 
 CLIP_CHARS = 60  # of an answer, in a one-line repr
 
@@ -65,7 +66,7 @@ class Result:
     token_ids: Sequence[int] = ()  # of the answer
     finish_reason: FinishReason = FinishReason.STOP
     reasoning: str | None = None  # what the model thought aloud before the answer
-    tool_calls: Sequence[Any] = ()
+    tool_calls: Sequence[ToolCall] = ()  # the complete ones; what is broken is in the text
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     logprobs: Sequence[TokenLogprobs] | None = None  # one for each answer token, if asked for
@@ -130,10 +131,15 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What one step added to an answer; the last one of a stream carries the Result."""
+    """What one step added to an answer; the last one of a stream carries the Result.
+
+    `parts` has text, reasoning and pieces of tool calls in the order in which they came.
+    """
 
     text: str = ""
     reasoning: str = ""
+    tool_calls: Sequence[ToolCallDelta] = ()
+    parts: Sequence[Part] = ()
     token_ids: Sequence[int] = ()
     result: Result | None = None
 

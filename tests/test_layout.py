@@ -13,9 +13,10 @@ FOLDERS = {
     "mlxinfer.convert": ROOT / "convert",
 }
 
-LEAVES = {"core", "errors", "config"}
+LEAVES = {"core", "errors", "config", "parts"}
 MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "errors": set(),
+    "parts": set(),
     "core": {"errors"},
     "config": {"errors"},
     "metal_kernels": set(),
@@ -42,6 +43,7 @@ WITHOUT_MLX = (
     "core",
     "config",
     "errors",
+    "parts",
     "hub",
     "backend",
     "memory",

@@ -4,18 +4,22 @@ from .chat import encode_chat
 from .detokenizer import Detokenizer
 from .reasoning import ReasoningFormat, detect_reasoning
 from .stops import StopMatcher
-from .stream import Delta, TextStream
+from .stream import TextDelta, TextStream
 from .template import ChatTemplate
 from .tokenizer import Tokenizer
+from .tools import ToolUse, detect_tools, tool_format
 
 __all__ = [
     "ChatTemplate",
-    "Delta",
     "Detokenizer",
     "ReasoningFormat",
     "StopMatcher",
+    "TextDelta",
     "TextStream",
     "Tokenizer",
+    "ToolUse",
     "detect_reasoning",
+    "detect_tools",
     "encode_chat",
+    "tool_format",
 ]

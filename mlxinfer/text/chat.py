@@ -10,12 +10,15 @@ import re
 import unicodedata
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ..errors import InvalidRequestError, TemplateError
+from .history import has_calls, in_text, with_objects
 from .literals import literal_pattern
 from .messages import plain_data
 from .quoting import Marks
+from .template import ChatTemplate
 from .tokenizer import Tokenizer
 
 MAX_BEGINNING = 64  # characters of a control token that one string may leave to the next
@@ -45,8 +48,28 @@ def encode_chat(
         raise TemplateError(
             "This model has no chat template; use a plain prompt, or a model made for chat."
         )
-    control = ControlTokens.of(tokenizer, template.source_for(tools))
     given = _plain({"messages": messages, "tools": tools, "documents": documents, "kwargs": kwargs})
+    given["messages"] = with_objects(given["messages"])
+    ends = {
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+    }
+    try:
+        return _rendered(tokenizer, template, given, ends)
+    except TemplateError:
+        if not has_calls(given["messages"]):
+            raise
+        with suppress(TemplateError):  # it may want the arguments of calls as text
+            changed = {**given, "messages": in_text(given["messages"])}
+            return _rendered(tokenizer, template, changed, ends)
+        raise
+
+
+def _rendered(
+    tokenizer: Tokenizer, template: ChatTemplate, given: dict[str, Any], ends: dict[str, Any]
+) -> list[int]:
+    """Return the ids of one rendering of plain data."""
+    control = ControlTokens.of(tokenizer, template.source_for(given["tools"]))
     marks = control.marks_for(given)
     if marks is not None:
         given = marks.put_into(given)
@@ -54,8 +77,7 @@ def encode_chat(
         given["messages"],
         tools=given["tools"],
         documents=given["documents"],
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
+        **ends,
         **given["kwargs"],
     )
     if marks is None:

@@ -49,6 +49,14 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         code: CodeType = self.compile(tree)
         return jinja2.Template.from_code(self, code, self.make_globals(None))
 
+    def reads(self, source: str, variable: str) -> bool:
+        """Whether a template reads a variable anywhere; a broken one reads nothing."""
+        try:
+            names = self.parse(source).find_all(jinja2.nodes.Name)
+        except (jinja2.TemplateError, RecursionError):
+            return False
+        return any(name.name == variable and name.ctx == "load" for name in names)
+
     @contextmanager
     def limited_by(self, budget: Budget) -> Iterator[None]:
         """Let what this thread renders draw on `budget`."""

@@ -107,8 +107,9 @@ class TagSplitter:
 class HarmonySplitter:
     """Channels: analysis is reasoning; final, and commentary to the user, is the answer.
 
-    A message to a tool keeps its header and marks and goes into the text, where a tool-call parser
-    finds it. Text without any channel is the answer.
+    A message to a tool goes into the text with its header and marks, <|start|> first (even where
+    the prompt had that), so that a tool-call parser finds it. Text without any channel is the
+    answer.
     Source: the harmony response format of gpt-oss.
     """
 
@@ -176,6 +177,6 @@ class HarmonySplitter:
         _, _, channel = header.partition("<|channel|>")
         if " to=" in f" {header}":
             self._channel = "tool"
-            return f"{header}<|message|>"
+            return f"<|start|>{header}<|message|>"
         self._channel = "analysis" if channel.split()[:1] == ["analysis"] else "final"
         return ""

@@ -52,8 +52,9 @@ class StopMatcher:
         return shown
 
     def finish(self) -> str:
-        """Return what was held back, which no stop string can claim any more."""
+        """Return what was held back, which no stop string can claim any more; begin afresh."""
         held, self._held = self._held, ""
+        self._node = 0
         return held
 
     def _stop(self, text: str, match: str) -> str:

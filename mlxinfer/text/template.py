@@ -111,6 +111,10 @@ class ChatTemplate:
             )
         return self.sources[name]
 
+    def reads(self, variable: str) -> bool:
+        """Whether any of the templates reads this variable, such as "tools"."""
+        return any(self._sandbox.reads(source, variable) for source in self.sources.values())
+
     def compiled(self, source: str) -> jinja2.Template:
         """Return the template of a source, compiled once."""
         if source not in self._compiled:

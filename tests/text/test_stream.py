@@ -184,10 +184,10 @@ CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|cal
         ("<|channel|>analysis<|message|>cut off", ("", "cut off")),
         ("<|channel|>analysis<|message|>hm<|end|><|start|>assist", ("", "hm")),
         ("<|channel|>commentary<|message|>I look it up.<|end|>", ("I look it up.", "")),
-        (CALL, (CALL, "")),
+        (CALL, ("<|start|>" + CALL, "")),
         (
             "<|channel|>analysis<|message|>hm<|end|><|start|>assistant" + CALL,
-            ("assistant" + CALL, "hm"),
+            ("<|start|>assistant" + CALL, "hm"),
         ),
         (" to=functions.f" + CALL.replace(" to=functions.f", ""), None),
     ],
@@ -195,7 +195,7 @@ CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|cal
 def test_harmony_channels(harmony, text, expected):
     shown = answer(harmony, text, reasoning=HARMONY)
     if expected is None:  # the recipient may stand before the channel: all of it is kept
-        assert shown == (text, "")
+        assert shown == ("<|start|>" + text, "")
     else:
         assert shown == expected
 

@@ -1,1 +1,21 @@
-"""Tool calls in the words of each model family, found in text as it comes. Knows no transport."""
+"""Tool calls in an answer: a format is a file, the parser is one for all of them."""
+
+from .detect import FORMATS, detect_tools, require_tools, tool_format
+from .forced import forced_grammar
+from .format import ToolFormat
+from .parser import ToolParser
+from .schema import Tool, Toolbox
+from .use import ToolUse
+
+__all__ = [
+    "FORMATS",
+    "Tool",
+    "ToolFormat",
+    "ToolParser",
+    "ToolUse",
+    "Toolbox",
+    "detect_tools",
+    "forced_grammar",
+    "require_tools",
+    "tool_format",
+]

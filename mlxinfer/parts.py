@@ -1,0 +1,112 @@
+"""What an answer is made of, in the order in which it comes: text, reasoning, tool calls."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class CallStatus(StrEnum):
+    """How far a tool call has come."""
+
+    OPEN = "open"  # more of its arguments follow
+    DONE = "done"  # its arguments are one JSON object
+    BROKEN = "broken"  # it was cut off or is no JSON: all of it follows as text, as it was written
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """Visible text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningPart:
+    """What the model thinks aloud."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallDelta:
+    """A piece of one tool call.
+
+    The first piece brings `id` and `name`, the last one a `status` other than OPEN. The `arguments`
+    of all pieces joined are the JSON text of one object, unless the call is BROKEN.
+    """
+
+    index: int  # of the call within the answer, from 0
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+    status: CallStatus = CallStatus.OPEN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One complete call of a tool."""
+
+    id: str
+    name: str
+    arguments: str  # a JSON object, as text
+
+
+Part = TextPart | ReasoningPart | ToolCallDelta
+
+
+def merged(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """Return the same parts with neighbours of one kind, or of one call, joined."""
+    runs: list[list[Part]] = []
+    for part in parts:
+        if isinstance(part, TextPart | ReasoningPart) and not part.text:
+            continue
+        if runs and _together(runs[-1][0], part):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return tuple(_joined(run) for run in runs)
+
+
+def _together(one: Part, two: Part) -> bool:
+    if isinstance(one, ToolCallDelta) and isinstance(two, ToolCallDelta):
+        return one.index == two.index
+    return type(one) is type(two)
+
+
+def _joined(run: list[Part]) -> Part:
+    first = run[0]
+    if len(run) == 1:
+        return first
+    if isinstance(first, ToolCallDelta):
+        pieces = [part for part in run if isinstance(part, ToolCallDelta)]
+        return ToolCallDelta(
+            index=first.index,
+            id=first.id,
+            name=first.name,
+            arguments="".join(piece.arguments for piece in pieces),
+            status=pieces[-1].status,
+        )
+    texts = (part.text for part in run if isinstance(part, TextPart | ReasoningPart))
+    return type(first)("".join(texts))
+
+
+class CallCollector:
+    """Puts the pieces of tool calls together; broken ones, which are text too, are left out."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, list[ToolCallDelta]] = {}
+        self.calls: list[ToolCall] = []
+
+    def push(self, piece: ToolCallDelta) -> None:
+        """Take in the next piece."""
+        pieces = self._open.setdefault(piece.index, [])
+        pieces.append(piece)
+        if piece.status is CallStatus.OPEN:
+            return
+        del self._open[piece.index]
+        first = pieces[0]
+        if piece.status is CallStatus.DONE:
+            assert first.id is not None
+            assert first.name is not None
+            arguments = "".join(p.arguments for p in pieces)
+            self.calls.append(ToolCall(id=first.id, name=first.name, arguments=arguments))

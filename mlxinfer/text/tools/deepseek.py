@@ -1,0 +1,81 @@
+"""DeepSeek V3, R1 and V3.1: calls between control tokens, arguments in JSON.
+
+Source: the chat templates of deepseek-ai/DeepSeek-V3-0324 and R1 (function<sep>f, then the
+arguments as a block of code) and DeepSeek-V3.1 (f<sep>{...}).
+"""
+
+from .format import Calls, Clues, ToolFormat
+from .jsoncall import read_arguments
+from .lark import Lark
+from .reader import MAX_WORD, Malformed, Reader, Steps
+from .schema import Toolbox
+
+CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+SEP = "<｜tool▁sep｜>"
+
+
+class DeepSeek(ToolFormat):
+    """A section of calls; a call without its section is read too.
+
+    Args:
+        fenced: how a forced call is written: as V3 does, or as V3.1 does. Both are read.
+    """
+
+    name = "deepseek"
+    begins = (CALLS, CALL)
+    ends = (CALLS_END, CALL_END, SEP)
+
+    def __init__(self, *, fenced: bool = False) -> None:
+        self._fenced = fenced
+
+    def detect(self, clues: Clues) -> bool:
+        """The section's mark is in the template."""
+        return CALLS in clues.template
+
+    def read(self, reader: Reader, calls: Calls, mark: str) -> Steps[None]:
+        """Read a section, or one call; missing end marks are forgiven."""
+        if mark == CALLS:
+            yield from reader.space()
+            yield from reader.expect(CALL)
+        while True:
+            yield from self._call(reader, calls)
+            yield from reader.space()
+            if (yield from reader.accept(CALL_END)):
+                reader.commit()
+                yield from reader.space()
+            if not (yield from reader.accept(CALL)):
+                break
+        if (yield from reader.accept(CALLS_END)):
+            reader.commit()
+
+    def _call(self, reader: Reader, calls: Calls) -> Steps[None]:
+        name = yield from reader.until(SEP, limit=MAX_WORD)
+        yield from reader.expect(SEP)
+        yield from reader.space()
+        fenced = (yield from reader.peek()) != "{"
+        if fenced:
+            name = yield from reader.until("\n", limit=MAX_WORD)
+            yield from reader.expect("\n")
+            yield from reader.space()
+            yield from reader.expect("```json")
+        if not name.strip():
+            raise Malformed("a call without a name")
+        yield from read_arguments(reader, calls, name.strip())
+        if fenced:
+            yield from reader.space()
+            if (yield from reader.accept("```")):
+                reader.commit()
+
+    def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
+        """As the model's own template writes calls."""
+        head = f"{CALL}function{SEP}{{name}}\n```json\n" if self._fenced else f"{CALL}{{name}}{SEP}"
+        tail = f"\n```{CALL_END}" if self._fenced else CALL_END
+        options = [
+            f"{lark.text(head.format(name=tool.name))} {lark.json(tool.parameters)} "
+            f"{lark.text(tail)}"
+            for tool in tools
+        ]
+        between = "\n" if self._fenced else ""
+        calls = lark.repeated(lark.one_of(options), between, parallel=parallel)
+        return f"{lark.text(CALLS)} {calls} {lark.text(CALLS_END)}"

@@ -1,0 +1,112 @@
+"""What a tool-call format is, and what it reports. Knows calls; no format in particular."""
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...parts import CallStatus, Part, ToolCallDelta
+from .lark import Lark
+from .reader import Malformed, Reader, Steps
+from .schema import Toolbox
+
+
+class Calls:
+    """The calls of one answer, as a format finds them.
+
+    A call may be begun before its arguments are whole, so that they can be shown as they come.
+    """
+
+    def __init__(self, reader: Reader, tools: Toolbox, new_id: Callable[[], str]) -> None:
+        self.tools = tools
+        self.parts: list[Part] = []
+        self.count = 0
+        self.is_open = False
+        self._reader = reader
+        self._new_id = new_id
+
+    def begin(self, name: str) -> None:
+        """A call of this name begins."""
+        assert not self.is_open
+        if not name:
+            raise Malformed("a call without a name")
+        self.is_open = True
+        self.parts.append(ToolCallDelta(index=self.count, id=self._new_id(), name=name))
+
+    def arguments(self, text: str) -> None:
+        """The next piece of the JSON text of the arguments."""
+        self.parts.append(ToolCallDelta(index=self.count, arguments=text))
+
+    def end(self) -> None:
+        """The arguments are whole: what was read so far is this call and nothing else."""
+        self._close(CallStatus.DONE)
+        self._reader.commit()
+
+    def broken(self) -> None:
+        """The call that was begun is none; its text follows as such."""
+        if self.is_open:
+            self._close(CallStatus.BROKEN)
+
+    def _close(self, status: CallStatus) -> None:
+        assert self.is_open
+        self.is_open = False
+        self.parts.append(ToolCallDelta(index=self.count, status=status))
+        self.count += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Clues:
+    """What a tokenizer tells about its model."""
+
+    template: str  # all of its chat templates
+    tokens: Set[str]  # added tokens
+
+
+class ToolFormat(ABC):
+    """How a family of models writes its calls.
+
+    Attributes:
+        name: for people, and to choose it.
+        begins: texts that begin a call, wherever they stand.
+        bare: texts that begin one only as the first of an answer, or right after a call. What is
+            marked by nothing else is a call only if a declared tool is called.
+        ends: other texts that it looks for: with `begins`, what must not be left out of the text
+            where these are control tokens.
+    """
+
+    name: ClassVar[str]
+    begins: ClassVar[tuple[str, ...]]
+    bare: ClassVar[tuple[str, ...]] = ()
+    ends: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All texts that it looks for."""
+        return self.begins + self.ends
+
+    @abstractmethod
+    def detect(self, clues: Clues) -> bool:
+        """Whether the model writes this way."""
+
+    @abstractmethod
+    def read(self, reader: Reader, calls: Calls, mark: str) -> Steps[None]:
+        """Read a call, or several, of which `mark` has just been read.
+
+        Raises:
+            Malformed: what was read since the last whole call is text after all.
+        """
+
+    @abstractmethod
+    def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
+        """Return what matches one call of these tools, one or more if `parallel`."""
+
+    def new_id(self) -> str:
+        """Return an id that no other call has."""
+        return f"call_{secrets.token_hex(12)}"
+
+
+def require_known(calls: Calls, name: str, mark: str, bare: tuple[str, ...]) -> None:
+    """Raise Malformed where only the name tells a call from text, and no tool has it."""
+    if mark in bare and name not in calls.tools:
+        raise Malformed(f"no tool is called {name}")

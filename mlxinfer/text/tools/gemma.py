@@ -1,0 +1,171 @@
+"""Gemma 4 and FunctionGemma: call:f{key:value,...}, strings between marks of their own.
+
+Source: the chat templates of google/gemma-4 (<|tool_call>call:f{...}<tool_call|>, strings between
+<|"|>) and google/functiongemma (<start_function_call>call:f{...}<end_function_call>, strings
+between <escape>). Keys are bare, or strings; lists, objects, numbers, true, false as in JSON.
+"""
+
+import json
+import re
+
+from .format import Calls, Clues, ToolFormat
+from .jsontext import MAX_DEPTH, MAX_KEY, Emit
+from .lark import Lark, strings_of
+from .reader import Malformed, Reader, Steps, compiled
+from .schema import Tool, Toolbox
+
+_NAME = compiled(r"[\w./-]+")
+_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_NOTHING = {"true": "true", "false": "false", "null": "null", "none": "null"}
+
+
+class Gemma(ToolFormat):
+    """One call between marks.
+
+    Args:
+        name: for people, and to choose it.
+        begin: the mark before a call.
+        end: the mark after it.
+        quote: the mark before and after a string.
+    """
+
+    def __init__(self, name: str, begin: str, end: str, quote: str) -> None:
+        self.name = name  # type: ignore[misc]  # one class, two formats
+        self.begins = (begin,)  # type: ignore[misc]
+        self.ends = (end, quote)  # type: ignore[misc]
+        self._end, self._quote = end, quote
+        self._plain = compiled(f"[^{re.escape(quote[0])}]+")
+
+    def detect(self, clues: Clues) -> bool:
+        """Its mark stands in the template."""
+        return self.begins[0] in clues.template
+
+    def read(self, reader: Reader, calls: Calls, mark: str) -> Steps[None]:
+        """Read one call; a missing end mark is forgiven."""
+        yield from reader.space()
+        yield from reader.expect("call:")
+        name = yield from reader.whole_run(_NAME)
+        if not name or (yield from reader.peek()) != "{":
+            raise Malformed("a call without a name or arguments")
+        calls.begin(name)
+        yield from self._object(reader, calls.arguments, 0)
+        calls.end()
+        yield from reader.space()
+        if (yield from reader.accept(self._end)):
+            reader.commit()
+
+    def _value(self, reader: Reader, emit: Emit, depth: int) -> Steps[None]:
+        if depth > MAX_DEPTH:
+            raise Malformed(f"more than {MAX_DEPTH} objects and lists within each other")
+        first = yield from reader.peek()
+        if first == "{":
+            yield from self._object(reader, emit, depth)
+        elif first == "[":
+            yield from self._list(reader, emit, depth)
+        elif (yield from reader.accept(self._quote)):
+            yield from self._string(reader, emit)
+        else:
+            emit(_bare((yield from reader.until(",", "}", "]", limit=MAX_KEY)).strip()))
+
+    def _object(self, reader: Reader, emit: Emit, depth: int) -> Steps[None]:
+        emit(reader.take())
+        yield from reader.space()
+        first = True
+        while not (yield from reader.accept("}")):
+            if not first:
+                yield from reader.expect(",")
+                yield from reader.space()
+                emit(", ")
+            yield from self._key(reader, emit)
+            yield from reader.space()
+            yield from self._value(reader, emit, depth + 1)
+            yield from reader.space()
+            first = False
+        emit("}")
+
+    def _key(self, reader: Reader, emit: Emit) -> Steps[None]:
+        if (yield from reader.accept(self._quote)):
+            yield from self._string(reader, emit)
+            yield from reader.space()
+            yield from reader.expect(":")
+        else:
+            key = (yield from reader.until(":", limit=MAX_KEY)).strip()
+            reader.take()
+            emit(json.dumps(key, ensure_ascii=False))
+        emit(": ")
+
+    def _list(self, reader: Reader, emit: Emit, depth: int) -> Steps[None]:
+        emit(reader.take())
+        yield from reader.space()
+        first = True
+        while not (yield from reader.accept("]")):
+            if not first:
+                yield from reader.expect(",")
+                yield from reader.space()
+                emit(", ")
+            yield from self._value(reader, emit, depth + 1)
+            yield from reader.space()
+            first = False
+        emit("]")
+
+    def _string(self, reader: Reader, emit: Emit) -> Steps[None]:
+        """Read a string whose first mark was read; nothing in it is escaped."""
+        emit('"')
+        while True:
+            piece = yield from reader.run(self._plain)
+            if not piece:
+                if not (yield from reader.more()):
+                    raise Malformed("the text ended within a string")
+                if (yield from reader.accept(self._quote)):
+                    break
+                piece = reader.take()
+            emit(json.dumps(piece, ensure_ascii=False)[1:-1])
+        emit('"')
+
+    def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
+        """Parameters by their schemas' types; within objects and lists any value."""
+        number, any_value = lark.rule(f"/{_NUMBER.pattern}/"), lark.name()
+        string = f"{lark.text(self._quote)} {lark.free_text(self._quote)}"
+        pair = lark.rule(f'/[A-Za-z_][A-Za-z0-9_]*/ ":" {any_value}')
+        lark.rule(
+            f'{string} | {number} | "true" | "false" | "[" ({any_value} ("," {any_value})*)? "]"'
+            f' | "{{" ({pair} ("," {pair})*)? "}}"',
+            name=any_value,
+        )
+        simple = {"string": string, "integer": lark.rule("/-?[0-9]+/"), "number": number}
+        simple["boolean"] = '("true" | "false")'
+
+        def call_rule(tool: Tool) -> str:
+            def pair_of(name: str) -> str:
+                fixed = strings_of(tool.properties[name])
+                if fixed:
+                    options = [lark.text(f"{self._quote}{f}{self._quote}") for f in fixed]
+                    return f"{lark.text(f'{name}:')} {lark.one_of(options)}"
+                types = tool.types_of(name) & simple.keys()
+                return f"{lark.text(f'{name}:')} " + (
+                    simple[next(iter(types))] if len(types) == 1 else any_value
+                )
+
+            head = lark.text(f"{self.begins[0]}call:{tool.name}{{")
+            return f"{head} {lark.arguments(tool, pair_of, ',')} {lark.text('}' + self._end)}"
+
+        call = lark.one_of([call_rule(tool) for tool in tools])
+        return lark.repeated(call, "", parallel=parallel)
+
+
+def _bare(word: str) -> str:
+    """Return the JSON of a value without quotes: a number or a constant, else a string."""
+    if word.lower() in _NOTHING:
+        return _NOTHING[word.lower()]
+    if _NUMBER.fullmatch(word):
+        try:
+            return json.dumps(json.loads(word))
+        except ValueError:  # leading zeros
+            return json.dumps(word)
+    if not word:
+        raise Malformed("a key without a value")
+    return json.dumps(word, ensure_ascii=False)
+
+
+GEMMA4 = Gemma("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>')
+FUNCTION_GEMMA = Gemma("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>")

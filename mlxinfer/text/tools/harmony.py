@@ -1,0 +1,52 @@
+"""gpt-oss: a message to=functions.f in the commentary channel, its body the arguments.
+
+Source: OpenAI's description of the harmony response format (openai-harmony.md). The recipient may
+stand in the role or after the channel. HarmonySplitter passes such messages on with their header,
+beginning with <|start|>; <|call|> ends the answer and seldom is part of it.
+"""
+
+import re
+
+from .format import Calls, Clues, ToolFormat
+from .jsoncall import read_arguments
+from .lark import Lark
+from .reader import Malformed, Reader, Steps
+from .schema import Toolbox
+
+_RECIPIENT = re.compile(r"(?:^|\s)to=(?:functions\.)?([\w.:/-]+)")
+
+
+class Harmony(ToolFormat):
+    """One message, one call."""
+
+    name = "harmony"
+    begins = ("<|start|>",)
+    ends = ("<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+
+    def detect(self, clues: Clues) -> bool:
+        """The control tokens are there, or the template writes them."""
+        return {"<|channel|>", "<|message|>", "<|call|>"} <= clues.tokens or (
+            "<|call|>" in clues.template and "<|channel|>" in clues.template
+        )
+
+    def read(self, reader: Reader, calls: Calls, mark: str) -> Steps[None]:
+        """Read one message; what is none to a tool, or no JSON, is text."""
+        header = yield from reader.until("<|message|>", limit=1024)
+        yield from reader.expect("<|message|>")
+        found = _RECIPIENT.search(header.replace("<|channel|>", " <|channel|>"))
+        if found is None:
+            raise Malformed("a message to nobody")
+        yield from read_arguments(reader, calls, found.group(1))
+        yield from reader.space()
+        if (yield from reader.accept("<|call|>", "<|end|>", "<|return|>")):
+            reader.commit()
+
+    def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
+        """One call, or more as messages of their own; the first message's beginning is there."""
+        options = [
+            f"{lark.text(f'<|channel|>commentary to=functions.{tool.name} ')} "
+            f"{lark.text('<|constrain|>json<|message|>')} {lark.json(tool.parameters)}"
+            for tool in tools
+        ]
+        between = "<|call|><|start|>assistant"
+        return lark.repeated(lark.one_of(options), between, parallel=parallel)

@@ -1,0 +1,45 @@
+"""Hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>. Also Qwen 2.5, Qwen 3, QwQ.
+
+Source: the chat templates of NousResearch/Hermes-3 and Qwen/Qwen3, and the Hermes function-calling
+repository (github.com/NousResearch/Hermes-Function-Calling).
+"""
+
+from .format import Calls, Clues, ToolFormat
+from .jsoncall import read_call
+from .lark import Lark
+from .reader import Reader, Steps
+from .schema import Toolbox
+
+
+class Hermes(ToolFormat):
+    """One JSON object between tags, as many of these as there are calls."""
+
+    name = "hermes"
+    begins = ("<tool_call>",)
+    ends = ("</tool_call>",)
+
+    def detect(self, clues: Clues) -> bool:
+        """The tag in the template, and none of the formats that share it (they are asked first)."""
+        return "<tool_call>" in clues.template
+
+    def read(self, reader: Reader, calls: Calls, mark: str) -> Steps[None]:
+        """Read one object; a missing end tag is forgiven."""
+        yield from reader.space()
+        yield from read_call(reader, calls)
+        yield from reader.space()
+        if (yield from reader.accept(*self.ends)):
+            reader.commit()
+
+    def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
+        """Name first, arguments by the tool's schema."""
+        options = [
+            f"{lark.text(f'<tool_call>{chr(10)}' + object_head(tool.name))} "
+            f"{lark.json(tool.parameters)} {lark.text('}' + chr(10) + '</tool_call>')}"
+            for tool in tools
+        ]
+        return lark.repeated(lark.one_of(options), "\n", parallel=parallel)
+
+
+def object_head(name: str, arguments: str = "arguments") -> str:
+    """Return a call's object up to its arguments, as templates write it."""
+    return f'{{"name": "{name}", "{arguments}": '

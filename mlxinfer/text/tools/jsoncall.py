@@ -1,0 +1,109 @@
+"""A call written as one JSON object: {"name": ..., "arguments": ...}. Knows keys; no marks."""
+
+import json
+from collections.abc import Callable
+
+from .format import Calls
+from .jsontext import copy_value, read_string, read_value
+from .reader import Malformed, Reader, Steps
+
+NAMES = ("name", "function", "tool_name")
+ARGUMENTS = ("arguments", "parameters")
+
+
+def read_call(
+    reader: Reader, calls: Calls, check: Callable[[str], object] = str, *, opened: bool = False
+) -> Steps[None]:
+    """Read the object; its arguments are passed on as they come if the name stands before them.
+
+    Arguments may also be null, or JSON within a string. Other keys, such as "type" or "id", do not
+    matter. A function within the object, as OpenAI's API has it, is read as the call.
+
+    Args:
+        reader: the next character begins the object.
+        calls: where the call goes.
+        check: called with the name; raises Malformed where that cannot be.
+        opened: the object's first character has been read already.
+    """
+    if not opened:
+        yield from reader.expect("{")
+    yield from _CallObject(reader, calls, check).read()
+
+
+def read_arguments(reader: Reader, calls: Calls, name: str) -> Steps[None]:
+    """Read the arguments of a call whose name came before them, and end the call."""
+    yield from reader.space()
+    if (yield from reader.peek()) != "{":
+        raise Malformed("the arguments are no object")
+    calls.begin(name)
+    yield from copy_value(reader, calls.arguments)
+    calls.end()
+
+
+class _CallObject:
+    def __init__(self, reader: Reader, calls: Calls, check: Callable[[str], object]) -> None:
+        self._reader, self._calls, self._check = reader, calls, check
+        self._name = ""
+        self._held: str | None = None  # arguments that came before the name
+
+    def read(self) -> Steps[None]:
+        yield from self._members()
+        if not self._name:
+            raise Malformed("a call without a name")
+        if not self._calls.is_open:
+            self._calls.begin(self._name)
+            self._calls.arguments(self._held or "{}")
+        self._calls.end()
+
+    def _members(self) -> Steps[None]:
+        reader = self._reader
+        mark = ","
+        while mark == ",":
+            yield from reader.space()
+            key = yield from read_string(reader)
+            yield from reader.space()
+            yield from reader.expect(":")
+            yield from reader.space()
+            yield from self._member(key)
+            yield from reader.space()
+            mark = yield from reader.expect(",", "}")
+
+    def _member(self, key: str) -> Steps[None]:
+        first = yield from self._reader.peek()
+        if key == "function" and first == "{" and not self._name:
+            self._reader.take()
+            yield from self._members()
+        elif key in NAMES and first == '"' and not self._name:
+            self._name = yield from read_string(self._reader)
+            self._check(self._name)
+        elif key in ARGUMENTS:
+            yield from self._arguments(first)
+        else:
+            yield from read_value(self._reader)
+
+    def _arguments(self, first: str) -> Steps[None]:
+        if self._held is not None or self._calls.is_open:
+            raise Malformed("arguments twice")
+        if first == "{" and self._name:
+            self._calls.begin(self._name)
+            yield from copy_value(self._reader, self._calls.arguments)
+            return
+        text = yield from read_value(self._reader)
+        self._held = text if first == "{" else _unwrapped(text)
+
+
+def _unwrapped(text: str) -> str:
+    """Return the object within a JSON string, {} for null; raise Malformed for anything else."""
+    value = json.loads(text)
+    if isinstance(value, str):
+        reader = Reader()
+        reader.feed(value.strip())
+        reader.close()
+        pieces: list[str] = []
+        steps = copy_value(reader, pieces.append)
+        assert next(steps, "done") == "done", "a closed reader waits for nothing"
+        if "".join(pieces)[0] == "{":
+            return "".join(pieces)
+    if value is None:
+        return "{}"
+    raise Malformed("the arguments are no object")

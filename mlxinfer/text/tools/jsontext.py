@@ -1,0 +1,132 @@
+"""One JSON value read from arriving text and passed on piece by piece. Knows RFC 8259; no calls.
+
+What is passed on is JSON even where models are careless: line breaks and other control characters
+within strings are escaped. Everything else that is no JSON is Malformed.
+"""
+
+import json
+import re
+from collections.abc import Callable
+
+from .reader import Malformed, Reader, Steps
+
+Emit = Callable[[str], object]
+
+MAX_DEPTH = 64
+MAX_KEY = 1024  # characters of a key that somebody asks for
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_WORD = re.compile(r"[-+.0-9A-Za-z]+")
+_HEX = re.compile(r"[0-9A-Fa-f]+")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_LITERALS = {"true": "boolean", "false": "boolean", "null": "null"}
+
+
+def copy_value(reader: Reader, emit: Emit, depth: int = 0) -> Steps[str]:
+    """Read a value and pass its text on; return what it is: object, array, string, number, ..."""
+    if depth > MAX_DEPTH:
+        raise Malformed(f"more than {MAX_DEPTH} objects and lists within each other")
+    first = yield from reader.peek()
+    if first == "{":
+        yield from _copy_object(reader, emit, depth)
+        return "object"
+    if first == "[":
+        yield from _copy_array(reader, emit, depth)
+        return "array"
+    if first == '"':
+        yield from copy_string(reader, emit)
+        return "string"
+    word = yield from reader.whole_run(_WORD)
+    if word not in _LITERALS and not _NUMBER.fullmatch(word):
+        raise Malformed(f"{word!r} is no JSON value")
+    emit(word)
+    return _LITERALS.get(word, "number")
+
+
+def read_value(reader: Reader) -> Steps[str]:
+    """Read a value; return its text."""
+    pieces: list[str] = []
+    yield from copy_value(reader, pieces.append)
+    return "".join(pieces)
+
+
+def read_string(reader: Reader, limit: int = MAX_KEY) -> Steps[str]:
+    """Read a string; return what it says. Raise Malformed past `limit` characters."""
+    pieces: list[str] = []
+    yield from copy_string(reader, pieces.append)
+    text = "".join(pieces)
+    if len(text) > limit:
+        raise Malformed(f"a key or a name of more than {limit} characters")
+    said: str = json.loads(text)
+    return said
+
+
+def copy_string(reader: Reader, emit: Emit) -> Steps[None]:
+    """Read a string and pass its text on, the quotes too."""
+    yield from reader.expect('"')
+    emit('"')
+    while True:
+        piece = yield from reader.run(_PLAIN)
+        if piece:
+            emit(piece)
+            continue
+        if not (yield from reader.more()):
+            raise Malformed("the text ended within a string")
+        char = reader.take()
+        if char == '"':
+            emit(char)
+            return
+        emit((yield from _escape(reader)) if char == "\\" else json.dumps(char)[1:-1])
+
+
+def _escape(reader: Reader) -> Steps[str]:
+    """Read what follows a backslash."""
+    char = yield from reader.expect(*'"\\/bfnrtu')
+    if char != "u":
+        return "\\" + char
+    digits = ""
+    while len(digits) < 4:
+        digit = yield from reader.peek()
+        if not _HEX.fullmatch(digit):
+            raise Malformed("a \\u escape without four hexadecimal digits")
+        digits += reader.take()
+    return "\\u" + digits
+
+
+def _copy_object(reader: Reader, emit: Emit, depth: int) -> Steps[None]:
+    emit(reader.take())
+    yield from reader.space()
+    if (yield from reader.accept("}")):
+        emit("}")
+        return
+    while True:
+        yield from copy_string(reader, emit)
+        yield from reader.space()
+        yield from reader.expect(":")
+        emit(": ")
+        yield from reader.space()
+        yield from copy_value(reader, emit, depth + 1)
+        if (yield from _goes_on(reader, emit, "}")):
+            return
+
+
+def _copy_array(reader: Reader, emit: Emit, depth: int) -> Steps[None]:
+    emit(reader.take())
+    yield from reader.space()
+    if (yield from reader.accept("]")):
+        emit("]")
+        return
+    while True:
+        yield from copy_value(reader, emit, depth + 1)
+        if (yield from _goes_on(reader, emit, "]")):
+            return
+
+
+def _goes_on(reader: Reader, emit: Emit, end: str) -> Steps[bool]:
+    """Read the comma or the end after an item; whether it was the end."""
+    yield from reader.space()
+    mark = yield from reader.expect(",", end)
+    emit(", " if mark == "," else end)
+    if mark == end:
+        return True
+    yield from reader.space()
+    return False

@@ -1,0 +1,131 @@
+"""Grammars of tool calls in the Lark dialect of llguidance. Knows its syntax; no format.
+
+Source: docs/syntax.md of llguidance. Control tokens are named by their text, `<|python_tag|>`, and
+are no part of any string; `%json` takes a schema in place; a rule with `suffix` ends at the first
+place where its suffix stands.
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from .schema import Tool
+
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_NAMEABLE = re.compile(r"<[^<>\s\[\]@]+>")
+
+
+class Lark:
+    """Builds one grammar, a rule at a time.
+
+    Args:
+        special: {text: token id} of the control tokens: such text in a literal is that token.
+    """
+
+    def __init__(self, special: Mapping[str, int] | None = None) -> None:
+        self._special = dict(special or {})
+        words = sorted(self._special, key=len, reverse=True)
+        self._split = re.compile(f"({'|'.join(map(re.escape, words))})") if words else None
+        self._rules: list[str] = []
+        self._num_names = 0
+
+    def name(self) -> str:
+        """Return the name of a rule that is added later, for rules that refer to themselves."""
+        self._num_names += 1
+        return f"r{self._num_names}"
+
+    def rule(self, body: str, options: str = "", name: str = "") -> str:
+        """Add a rule; return its name."""
+        name = name or self.name()
+        self._rules.append(f"{name}{options}: {body}")
+        return name
+
+    def text(self, text: str) -> str:
+        """Return what matches exactly this text, control tokens within it as tokens."""
+        pieces = self._split.split(text) if self._split else [text]
+        terms = [self._term(piece) for piece in pieces if piece]
+        return " ".join(terms) or '""'
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """Return what matches JSON of a schema, in one way of spacing."""
+        return "%json " + json.dumps({**schema, "x-guidance": _COMPACT})
+
+    def free_text(self, end: str) -> str:
+        """Return what matches any text up to `end`, and `end`."""
+        begins_special = bool(self._split and self._split.match(end))
+        if begins_special:
+            return f"{self.rule('/(?s:.*)/')} {self.text(end)}"
+        return self.rule("/(?s:.*)/", f"[suffix={json.dumps(end)}]")
+
+    def one_of(self, options: Sequence[str]) -> str:
+        """Return what matches one of several."""
+        return self.rule(" | ".join(options) or '""')
+
+    def repeated(self, item: str, separator: str, *, parallel: bool) -> str:
+        """Return what matches an item, and more after separators if `parallel`."""
+        if not parallel:
+            return item
+        between = f"{self.text(separator)} " if separator else ""
+        return self.rule(f"{item} ({between}{item})*")
+
+    def arguments(self, tool: Tool, item: Callable[[str], str], separator: str = "") -> str:
+        """Return what matches the parameters of a tool: required ones first, each at most once.
+
+        Args:
+            tool: its schema has the parameters.
+            item: makes what matches one parameter of this name.
+            separator: stands between two.
+        """
+        required = [name for name in tool.properties if name in tool.required]
+        optional = [name for name in tool.properties if name not in tool.required]
+        between = f"{self.text(separator)} " if separator else ""
+        items = {name: self.rule(item(name)) for name in tool.properties}
+        rest = [f"({between}{items[name]})?" for name in optional]
+        if required:
+            return f" {between}".join(items[name] for name in required) + " " + " ".join(rest)
+        starts = [" ".join([items[n], *rest[i + 1 :]]) for i, n in enumerate(optional)]
+        return f"({' | '.join(starts)})?" if starts else ""
+
+    def grammar(self, start: str) -> str:
+        """Return the whole text, `start` being what it matches."""
+        return "\n".join([f"start: {start}", *self._rules]) + "\n"
+
+    def _term(self, piece: str) -> str:
+        if piece not in self._special:
+            return json.dumps(piece)
+        return piece if _NAMEABLE.fullmatch(piece) else f"<[{self._special[piece]}]>"
+
+
+def value_rule(lark: Lark, tool: Tool, parameter: str, end: str) -> str:
+    """Return what matches a value without quotes and the mark after it.
+
+    Strings are free text, or one of an `enum`; everything else is JSON of its schema.
+    """
+    schema = tool.properties[parameter]
+    fixed = strings_of(schema)
+    if fixed:
+        return f"{lark.one_of([lark.text(option) for option in fixed])} {lark.text(end)}"
+    if "string" in tool.types_of(parameter) or not tool.types_of(parameter):
+        return lark.free_text(end)
+    return f"{lark.json(with_definitions(schema, tool))} {lark.text(end)}"
+
+
+def strings_of(schema: object) -> list[str]:
+    """Return the strings that an `enum` or `const` allows, [] where it is not about strings."""
+    if not isinstance(schema, Mapping):
+        return []
+    options: Collection[object] = schema.get("enum") or [schema.get("const")]
+    return [o for o in options if isinstance(o, str)] if all_strings(options) else []
+
+
+def all_strings(options: Collection[object]) -> bool:
+    """Whether there is something, and nothing but strings."""
+    return bool(options) and all(isinstance(option, str) for option in options)
+
+
+def with_definitions(schema: object, tool: Tool) -> Mapping[str, Any]:
+    """Return a parameter's schema with the definitions that it may refer to."""
+    found = dict(schema) if isinstance(schema, Mapping) else {}
+    shared = {k: tool.parameters[k] for k in ("$defs", "definitions") if k in tool.parameters}
+    return {**shared, **found}

@@ -1,0 +1,163 @@
+"""Text that arrives in pieces, for parsers written as generators. Knows characters; no formats.
+
+A parser is a generator that yields, without a value, wherever the text that has come is used up.
+It sees the same characters in the same order whatever pieces they come in, so what it says does not
+depend on the pieces, as long as it decides nothing by how much text is there. Each character is
+looked at a bounded number of times.
+"""
+
+import re
+from collections.abc import Generator, Sequence
+from functools import cache
+from typing import TypeVar
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+
+MAX_WORD = 256  # characters of a name, a key or a number
+_SPACE = re.compile(r"\s+")
+
+
+class Malformed(Exception):
+    """The text is no call of this format after all; the message says why."""
+
+
+class Reader:
+    """The characters still to be read, and those read since the last `commit`.
+
+    What has been read stays available until it is committed: if it turns out to be no call, it goes
+    out as the text that it was.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._closed = False
+        self._taken: list[str] = []
+
+    def feed(self, text: str) -> None:
+        """Add what has arrived."""
+        self._text = self._text[self._at :] + text
+        self._at = 0
+
+    def close(self) -> None:
+        """Say that nothing more arrives."""
+        self._closed = True
+
+    def commit(self) -> str:
+        """Forget what was read so far; return it."""
+        taken = "".join(self._taken)
+        self._taken.clear()
+        return taken
+
+    def more(self) -> Steps[bool]:
+        """Wait for a character; False at the end."""
+        while self._at == len(self._text):
+            if self._closed:
+                return False
+            yield
+        return True
+
+    def peek(self) -> Steps[str]:
+        """Return the next character without reading it, "" at the end."""
+        return self._text[self._at] if (yield from self.more()) else ""
+
+    def take(self, count: int = 1) -> str:
+        """Read characters that are known to be there."""
+        taken = self._text[self._at : self._at + count]
+        assert len(taken) == count
+        self._at += count
+        self._taken.append(taken)
+        return taken
+
+    def run(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Read what matches here of the text that is there: a piece of a run, "" where it ends.
+
+        Args:
+            pattern: of one character class, repeated, so that a piece of a run matches too.
+        """
+        if not (yield from self.more()):
+            return ""
+        found = pattern.match(self._text, self._at)
+        return self.take(found.end() - self._at) if found else ""
+
+    def whole_run(self, pattern: re.Pattern[str], limit: int = MAX_WORD) -> Steps[str]:
+        """Read all of a run; raise Malformed past `limit` characters."""
+        pieces: list[str] = []
+        size = 0
+        while piece := (yield from self.run(pattern)):
+            pieces.append(piece)
+            size += len(piece)
+            if size > limit:
+                raise Malformed(f"more than {limit} characters of a name or a number")
+        return "".join(pieces)
+
+    def space(self) -> Steps[None]:
+        """Read white space, if there is any."""
+        while (yield from self.run(_SPACE)):
+            pass
+
+    def ahead(self, marks: Sequence[str]) -> Steps[str | None]:
+        """Return which mark stands here, the longest, without reading it."""
+        for mark in sorted(marks, key=len, reverse=True):
+            while True:
+                there = self._text[self._at : self._at + len(mark)]
+                if there == mark:
+                    return mark
+                if self._closed or not mark.startswith(there):
+                    break
+                yield
+        return None
+
+    def accept(self, *marks: str) -> Steps[str | None]:
+        """Read the mark that stands here, if one does."""
+        mark = yield from self.ahead(marks)
+        if mark is not None:
+            self.take(len(mark))
+        return mark
+
+    def expect(self, *marks: str) -> Steps[str]:
+        """Read the mark that stands here; raise Malformed if none does."""
+        mark = yield from self.accept(*marks)
+        if mark is None:
+            raise Malformed(f"expected {' or '.join(marks)}")
+        return mark
+
+    def expect_end(self) -> Steps[None]:
+        """Raise Malformed if anything follows."""
+        if (yield from self.more()):
+            raise Malformed("more text follows")
+
+    def until(self, *marks: str, limit: int | None = None) -> Steps[str]:
+        """Read up to one of the marks, and not the mark itself; return what stood before it.
+
+        Raises Malformed at the end of the text, and past `limit` characters.
+        """
+        pieces: list[str] = []
+        size = 0
+        stops = _stops(marks)
+        while True:
+            piece = yield from self.run(stops)
+            if not piece:
+                if not (yield from self.more()):
+                    raise Malformed(f"the text ended before {marks[0]}")
+                if (yield from self.ahead(marks)) is not None:
+                    return "".join(pieces)
+                piece = self.take()
+            pieces.append(piece)
+            size += len(piece)
+            if limit is not None and size > limit:
+                raise Malformed(f"more than {limit} characters before {marks[0]}")
+
+
+@cache
+def compiled(pattern: str) -> re.Pattern[str]:
+    """Return a pattern, compiled once."""
+    return re.compile(pattern)
+
+
+@cache
+def _stops(marks: tuple[str, ...]) -> re.Pattern[str]:
+    """Return what matches a run of characters that begin no mark."""
+    firsts = "".join(sorted({mark[0] for mark in marks}))
+    return re.compile(f"[^{re.escape(firsts)}]+")

@@ -1,0 +1,184 @@
+"""What the schemas of tools say of names and types. Knows JSON schemas; reads no answers."""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import InvalidRequestError
+from .pyliteral import python_to_json
+
+Schema = Mapping[str, Any]
+
+MAX_REFERENCES = 8  # `$ref`s and alternatives followed on the way to a type
+_INTEGER = re.compile(r"[-+]?[0-9]{1,400}(?:\.0*)?")
+_TYPE_OF = {bool: "boolean", int: "integer", float: "number", str: "string"}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """One function that a model may call."""
+
+    name: str
+    description: str = ""
+    parameters: Schema = field(default_factory=lambda: {"type": "object", "properties": {}})
+
+    @property
+    def properties(self) -> Mapping[str, Any]:
+        """The schema of each parameter."""
+        found = self.parameters.get("properties")
+        return found if isinstance(found, Mapping) else {}
+
+    @property
+    def required(self) -> frozenset[str]:
+        """The parameters that must be given."""
+        names = self.parameters.get("required")
+        return frozenset(n for n in names if isinstance(n, str)) if _is_list(names) else frozenset()
+
+    def types_of(self, parameter: str) -> frozenset[str]:
+        """The JSON types that a parameter may have; none where the schema does not say."""
+        schema = self.properties.get(parameter)
+        return frozenset(_types(schema, self.parameters, MAX_REFERENCES))
+
+
+class Toolbox:
+    """The tools of one request, by name."""
+
+    def __init__(self, tools: Sequence[Tool] = ()) -> None:
+        self._tools = {tool.name: tool for tool in tools}
+
+    @classmethod
+    def of(cls, tools: Sequence[Mapping[str, Any]]) -> "Toolbox":
+        """From OpenAI's form, {"type": "function", "function": {"name": ...}}, or the inner object.
+
+        Raises:
+            InvalidRequestError: a tool is no function, has no name, or the name of another.
+        """
+        parsed = [_parse(tool, place) for place, tool in enumerate(tools)]
+        names = [tool.name for tool in parsed]
+        for name in names:
+            if names.count(name) > 1:
+                raise InvalidRequestError(f"Two tools are called {name!r}.", param="tools")
+        return cls(parsed)
+
+    def __iter__(self) -> Iterator[Tool]:
+        return iter(self._tools.values())
+
+    def __len__(self) -> int:
+        return len(self._tools)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tools
+
+    def get(self, name: str) -> Tool:
+        """Return the tool; of a name that nobody declared, one without parameters."""
+        return self._tools.get(name) or Tool(name)
+
+
+def _parse(tool: object, place: int) -> Tool:
+    where = f"tools[{place}]"
+    if not isinstance(tool, Mapping):
+        raise InvalidRequestError(f"{where} is {tool!r}; expected an object.", param="tools")
+    if tool.get("type", "function") != "function":
+        raise InvalidRequestError(
+            f"{where} has the type {tool['type']!r}; only tools of type 'function' are known.",
+            param="tools",
+        )
+    function = tool.get("function", tool)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.:/-]{1,256}", name):
+        raise InvalidRequestError(
+            f"{where} has the name {name!r}; expected up to 256 letters, digits or any of _-.:/",
+            param="tools",
+        )
+    parameters = function.get("parameters")
+    if parameters is None:
+        return Tool(name, str(function.get("description") or ""))
+    if not isinstance(parameters, Mapping):
+        raise InvalidRequestError(f"{where}: parameters is no JSON schema.", param="tools")
+    return Tool(name, str(function.get("description") or ""), parameters)
+
+
+def _types(schema: object, root: Schema, budget: int) -> Iterator[str]:
+    if not isinstance(schema, Mapping) or budget == 0:
+        return
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        yield declared
+    elif _is_list(declared):
+        yield from (kind for kind in declared if isinstance(kind, str))
+    elif _is_list(schema.get("enum")):
+        yield from (_TYPE_OF.get(type(value), "null") for value in schema["enum"])
+    elif "const" in schema:
+        yield _TYPE_OF.get(type(schema["const"]), "null")
+    for choice in ("anyOf", "oneOf", "allOf"):
+        if _is_list(schema.get(choice)):
+            for option in schema[choice]:
+                yield from _types(option, root, budget - 1)
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        yield from _types(_resolve(reference, root), root, budget - 1)
+
+
+def _resolve(reference: str, root: Schema) -> object:
+    """Return what `#/$defs/name` points at, None for anything else."""
+    place: object = root
+    for key in reference.removeprefix("#/").split("/"):
+        place = place.get(key) if isinstance(place, Mapping) else None
+    return place
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def json_of(text: str, types: frozenset[str]) -> str:
+    """Return the JSON of a value that was written without quotes, as its types want it.
+
+    Of several types the first that fits counts: null, boolean, integer, number, object or array,
+    string. What fits none is a string, so that nothing is lost. Without any type a value that is
+    JSON is taken as such.
+    """
+    if not types:
+        return _any_json(text) or json.dumps(text, ensure_ascii=False)
+    plain = text.strip()
+    if "null" in types and plain.lower() in ("null", "none"):
+        return "null"
+    if "boolean" in types and plain.lower() in ("true", "false"):
+        return plain.lower()
+    if types & {"integer", "number"} and _INTEGER.fullmatch(plain):
+        return str(int(plain.partition(".")[0]))
+    if "number" in types and (number := _number(plain)) is not None:
+        return number
+    if types & {"object", "array"} and (found := _container(plain)) is not None:
+        return found
+    if plain.lower() == "null" and "string" not in types:
+        return "null"
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _any_json(text: str) -> str | None:
+    try:
+        return json.dumps(json.loads(text, parse_constant=_refuse), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _number(text: str) -> str | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return json.dumps(value) if math.isfinite(value) else None
+
+
+def _container(text: str) -> str | None:
+    """An object or a list in JSON, or in Python where a model writes that; None for neither."""
+    found = _any_json(text) or python_to_json(text)
+    return found if found is not None and found[0] in "[{" else None

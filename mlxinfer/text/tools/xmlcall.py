@@ -1,0 +1,78 @@
+"""Values between tags, made JSON by the schemas of the tools. Knows one parameter at a time."""
+
+import json
+import re
+from collections.abc import Sequence
+
+from .format import Calls
+from .reader import Malformed, Reader, Steps, compiled
+from .schema import Tool, json_of
+
+
+class XmlArguments:
+    """The arguments of one call, written as one JSON object while parameters come.
+
+    A value whose type is string and nothing else is passed on as it comes; others when they are
+    whole, since only then their type is known.
+
+    Args:
+        reader: where values are read from.
+        calls: where the JSON goes; the call is begun.
+        tool: whose schema tells the types.
+        trim: one line break after the tag before a value, and one before the tag after it, belong
+            to the tags.
+    """
+
+    def __init__(self, reader: Reader, calls: Calls, tool: Tool, *, trim: bool) -> None:
+        self._reader, self._calls, self._tool, self._trim = reader, calls, tool, trim
+        self._names: set[str] = set()
+        calls.arguments("{")
+
+    def value(
+        self, name: str, ends: Sequence[str], *, is_string: bool | None = None
+    ) -> Steps[None]:
+        """Read the value of a parameter up to one of `ends`, which stays unread.
+
+        `is_string` is what the tag says of it, None where it says nothing.
+        """
+        if name in self._names:
+            raise Malformed(f"{name} is given twice")
+        self._names.add(name)
+        key = json.dumps(name, ensure_ascii=False)
+        self._calls.arguments(f"{', ' if len(self._names) > 1 else ''}{key}: ")
+        if self._trim:
+            yield from self._reader.accept("\n")
+        types = self._tool.types_of(name)
+        if is_string is not None:
+            types = frozenset({"string"}) if is_string else types - {"string"}
+        if types == {"string"}:
+            yield from self._stream(ends)
+            return
+        text = yield from self._reader.until(*ends)
+        if self._trim:
+            text = text.removesuffix("\n")
+        self._calls.arguments(json_of(text, types))
+
+    def end(self) -> None:
+        """There are no more."""
+        self._calls.arguments("}")
+        self._calls.end()
+
+    def _stream(self, ends: Sequence[str]) -> Steps[None]:
+        reader = self._reader
+        firsts = re.escape("".join(sorted({end[0] for end in ends})))
+        plain = compiled(f"[^\n{firsts}]+")
+        stops = [*ends, *(f"\n{end}" for end in ends)] if self._trim else list(ends)
+        self._calls.arguments('"')
+        while True:
+            piece = yield from reader.run(plain)
+            if not piece:
+                if not (yield from reader.more()):
+                    raise Malformed(f"the text ended before {ends[0]}")
+                stop = yield from reader.ahead(stops)
+                if stop is not None:
+                    break
+                piece = reader.take()
+            self._calls.arguments(json.dumps(piece, ensure_ascii=False)[1:-1])
+        reader.take(len(stop) - len(stop.removeprefix("\n")))
+        self._calls.arguments('"')

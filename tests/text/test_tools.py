@@ -1,0 +1,246 @@
+"""Every format: what it writes is read back, whatever pieces it comes in, and nothing is lost."""
+
+import itertools
+import json
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from text_data import pieces
+from tool_samples import TOOLS, WRITERS
+
+from mlxinfer.parts import CallStatus, TextPart, ToolCallDelta, merged
+from mlxinfer.text.tools import FORMATS, Toolbox, ToolParser, tool_format
+
+NAMES = [known.name for known in FORMATS]
+BOX = Toolbox.of(TOOLS)
+IDS = [f"{name}-{writer.__name__}" for name, writer in WRITERS]
+every_writer = pytest.mark.parametrize(("name", "writer"), WRITERS, ids=IDS)
+
+
+def parse(name, parts):
+    ids = (f"id{i}" for i in itertools.count())
+    parser = ToolParser(tool_format(name), BOX, new_id=lambda: next(ids))
+    found = [part for text in parts for part in parser.push(text)]
+    return merged([*found, *parser.finish()])
+
+
+def calls_of(parts):
+    done = [p for p in parts if isinstance(p, ToolCallDelta) and p.status is CallStatus.DONE]
+    return [(call.name, json.loads(call.arguments)) for call in done]
+
+
+def text_of(parts):
+    return "".join(part.text for part in parts if isinstance(part, TextPart))
+
+
+TWO = [("get_weather", {"city": 'Par"is\n<é🙂', "days": 3}), ("now", {})]
+
+
+@every_writer
+def test_calls_are_read_back(name, writer):
+    parts = parse(name, [writer(TWO)])
+    assert calls_of(parts) == TWO
+    assert text_of(parts) == ""
+    assert [part.index for part in parts] == [0, 1]
+    assert [part.id for part in parts] == ["id0", "id1"]
+
+
+@every_writer
+def test_text_around_calls_is_kept(name, writer):
+    marked = tool_format(name).begins and not writer(TWO).startswith(("[get", "{"))
+    before = "Let me look.\n" if marked else ""
+    parts = parse(name, [before + writer(TWO) + "\nDone. "])
+    assert calls_of(parts) == TWO
+    assert text_of(parts) == before.strip() + "\nDone. "
+    assert isinstance(parts[-1], TextPart)
+
+
+strings = st.text(st.sampled_from("ab\"'\\\n\t é🙂{}[],:"), max_size=6)
+values = st.recursive(
+    strings | st.integers(-999, 999) | st.booleans() | st.sampled_from([0.5, -2.25]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(strings, inner, max_size=2),
+    max_leaves=4,
+)
+arguments = st.fixed_dictionaries(
+    {"city": strings},
+    optional={
+        "days": st.integers(-99, 99),
+        "detail": st.dictionaries(strings, values, max_size=3),
+        "units": st.sampled_from(["C", "F"]),
+    },
+)
+some_calls = st.lists(
+    st.tuples(st.just("get_weather"), arguments) | st.just(("now", {})), min_size=1, max_size=3
+)
+cut_places = st.lists(st.integers(0, 1000), max_size=8)
+
+
+@every_writer
+@settings(max_examples=25)
+@given(calls=some_calls, cuts=cut_places)
+def test_any_call_in_any_pieces(name, writer, calls, cuts):
+    text = writer(calls)
+    whole = parse(name, [text])
+    assert calls_of(whole) == calls
+    assert parse(name, ["".join(p) for p in pieces(list(text), cuts)]) == whole
+    assert parse(name, list(text)) == whole
+
+
+def fragments(name):
+    """Pieces of a format, and what else may come."""
+    known = tool_format(name)
+    sample = [writer(TWO) for other, writer in WRITERS if other == name]
+    bits = [*known.marks, *known.bare, *sample, "get_weather", "call:", "name", '{"name": "now"']
+    return st.sampled_from(
+        [*bits, '"arguments": {', "{}", "}", "]", "(", ")", "=", ",", '"', "\n", " ", "é", "a", "<"]
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=120)
+@given(data=st.data(), cuts=cut_places)
+def test_whatever_comes_nothing_is_lost(name, data, cuts):
+    text = data.draw(st.lists(fragments(name), max_size=10).map("".join))
+    whole = parse(name, [text])
+    assert parse(name, ["".join(p) for p in pieces(list(text), cuts)]) == whole
+    assert parse(name, list(text)) == whole
+    for part in whole:
+        if isinstance(part, ToolCallDelta) and part.status is CallStatus.DONE:
+            assert isinstance(json.loads(part.arguments), dict)
+    if not calls_of(whole):
+        assert text_of(whole) == text
+    assert all(p.status is not CallStatus.OPEN for p in whole if isinstance(p, ToolCallDelta))
+
+
+@every_writer
+def test_a_call_that_is_cut_off_is_text(name, writer):
+    text = writer(TWO[:1])
+    cut = text[: text.index("days") + 3]
+    parts = parse(name, [cut])
+    assert calls_of(parts) == []
+    assert text_of(parts) == cut
+
+
+def test_a_broken_call_says_so_and_comes_as_text():
+    text = '<tool_call>{"name": "now", "arguments": {"a": 1, oops}}</tool_call>'
+    parts = parse("hermes", [text])
+    assert parts == (
+        ToolCallDelta(
+            index=0, id="id0", name="now", arguments='{"a": 1, ', status=CallStatus.BROKEN
+        ),
+        TextPart(text),
+    )
+    again = parse("hermes", [text + '<tool_call>{"name": "now"}</tool_call>'])
+    assert calls_of(again) == [("now", {})]
+    assert again[-1].index == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama", '{"name": "Grace", "age": 47}'),
+        ("llama", '{"name": "Grace", "parameters": {"age": 47}}'),
+        ("llama", "[1, 2, 3]"),
+        ("llama", 'An answer, then {"name": "now", "parameters": {}}'),
+        ("llama_pythonic", "[f(x), g(y)]"),
+        ("llama_pythonic", "[now(1)]"),
+        ("gemma3", "[link](https://example.org)"),
+        ("hermes", "use <tool_call> and </tool_call>"),
+        ("hermes", '<tool_call>{"name": "now", "arguments": [1]}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>["now"]</tool_call>'),
+        ("harmony", "<|start|>assistant<|channel|>commentary to=python<|message|>print(1)<|call|>"),
+        ("qwen_xml", "<tool_call>\n<function=>\n</function>\n</tool_call>"),
+    ],
+)
+def test_what_is_no_call_is_text(name, text):
+    parts = parse(name, [text])
+    assert calls_of(parts) == []
+    assert text_of(parts) == text
+
+
+def test_a_call_of_an_unknown_tool_is_a_call_where_it_is_marked():
+    for text in ('<tool_call>{"name": "other"}</tool_call>',):
+        assert calls_of(parse("hermes", [text])) == [("other", {})]
+    assert calls_of(parse("llama", ['<|python_tag|>{"name": "other", "parameters": {}}'])) == [
+        ("other", {})
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "now", "arguments": null}',
+        '{"name": "now", "arguments": "{}"}',
+        '{"name": "now"}',
+        '{"arguments": {}, "name": "now"}',
+        '{"id": [1, {"name": "no"}], "type": "function", "name": "now", "parameters": {}}',
+        '{"type": "function", "function": {"name": "now", "arguments": {}}}',
+        '{"function": "now", "arguments": {}}',
+    ],
+)
+def test_the_ways_to_write_a_call_in_json(text):
+    assert calls_of(parse("hermes", [f"<tool_call>{text}</tool_call>"])) == [("now", {})]
+
+
+def test_arguments_come_while_they_are_written():
+    parser = ToolParser(tool_format("qwen_xml"), BOX)
+    assert parser.push("<tool_call>\n<function=get_weather>\n<parameter=city>\n")[0].name
+    assert parser.push("New ")[0].arguments == "New "
+    assert parser.push("York\n")[0].arguments == "York"
+    assert parser.push("!")[0].arguments == "\\n!"
+
+
+def test_a_value_of_several_lines_keeps_them():
+    text = (
+        "<function=get_weather><parameter=city>\n\na\n</b>\n\n</parameter>"
+        "<parameter=detail>\n{'x': True}\n</parameter></function>"
+    )
+    assert calls_of(parse("qwen_xml", [text])) == [
+        ("get_weather", {"city": "\na\n</b>\n", "detail": {"x": True}})
+    ]
+
+
+def test_harmony_without_its_end_token():
+    """<|call|> ends the answer: the text stream never sees it."""
+    text = "<|start|> to=functions.now<|channel|>commentary<|message|>{}"
+    assert calls_of(parse("harmony", [text])) == [("now", {})]
+
+
+def test_ids_fit_their_conversations():
+    found = {tool_format("hermes").new_id() for _ in range(50)}
+    assert len(found) == 50
+    assert all(one.startswith("call_") for one in found)
+    assert all(len(i) == 9 and i.isalnum() for i in [tool_format("mistral").new_id()] * 9)
+
+
+HOSTILE = ["<", " ", "\n", "[", "{", "a", '"', "\\", "call:", "<tool_call>", "[TOOL_CALLS]", "(("]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_endless_repetition_is_linear(name):
+    known = tool_format(name)
+    began = time.monotonic()
+    for unit in [*HOSTILE, *known.begins, known.begins[0] + "x"]:
+        parser = ToolParser(known, BOX)
+        parser.push((*known.begins, "")[0] + '{"name": "now", "arguments": {"a": "')
+        for _ in range(3_000):
+            parser.push(unit)
+        parser.finish()
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("open_", ["[", '{"a": ', "(", "{'a': ", "{a:"])
+@pytest.mark.parametrize("name", ["hermes", "lfm2", "gemma4"])
+def test_endless_nesting_is_text(name, open_):
+    heads = {
+        "hermes": '<tool_call>{"name": "now", "arguments": {"a": ',
+        "lfm2": "<|tool_call_start|>[now(a=",
+        "gemma4": "<|tool_call>call:now{a:",
+    }
+    text = heads[name] + open_ * 5_000
+    parts = parse(name, [text])
+    assert calls_of(parts) == []
+    assert text_of(parts) == text

@@ -1,0 +1,210 @@
+"""Calls as the families write them: after their published chat templates, in our own words."""
+
+import json
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather of a city",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "days": {"type": "integer"},
+                    "detail": {"type": "object"},
+                    "units": {"enum": ["C", "F"]},
+                },
+                "required": ["city"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+def js(value):
+    return json.dumps(value, ensure_ascii=False)
+
+
+def hermes(calls):
+    return "\n".join(
+        f'<tool_call>\n{{"name": {js(name)}, "arguments": {js(args)}}}\n</tool_call>'
+        for name, args in calls
+    )
+
+
+def plain(value):
+    return value if isinstance(value, str) else js(value)
+
+
+def qwen_xml(calls):
+    return "\n".join(
+        f"<tool_call>\n<function={name}>\n"
+        + "".join(f"<parameter={k}>\n{plain(v)}\n</parameter>\n" for k, v in args.items())
+        + "</function>\n</tool_call>"
+        for name, args in calls
+    )
+
+
+def glm(calls, gap="\n"):
+    return "".join(
+        f"{gap}<tool_call>{name}{gap}"
+        + "".join(
+            f"<arg_key>{k}</arg_key>{gap}<arg_value>{plain(v)}</arg_value>{gap}"
+            for k, v in args.items()
+        )
+        + "</tool_call>"
+        for name, args in calls
+    )
+
+
+def glm_dense(calls):
+    return glm(calls, gap="")
+
+
+def mistral_list(calls):
+    inner = ", ".join(
+        f'{{"name": {js(name)}, "arguments": {js(args)}, "id": "abcdefgh{i}"}}'
+        for i, (name, args) in enumerate(calls)
+    )
+    return f"[TOOL_CALLS] [{inner}]"
+
+
+def mistral_named(calls):
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{js(args)}" for name, args in calls)
+
+
+def mistral_with_ids(calls):
+    return "".join(f"[TOOL_CALLS]{name}[CALL_ID]abcdefghi[ARGS]{js(args)}" for name, args in calls)
+
+
+def llama(calls):
+    return "; ".join(f'{{"name": {js(n)}, "parameters": {js(a)}}}' for n, a in calls)
+
+
+def llama_tagged(calls):
+    return "<|python_tag|>" + llama(calls)
+
+
+def python_list(calls):
+    inner = ", ".join(
+        f"{name}({', '.join(f'{k}={v!r}' for k, v in args.items())})" for name, args in calls
+    )
+    return f"[{inner}]"
+
+
+def lfm2(calls):
+    return f"<|tool_call_start|>{python_list(calls)}<|tool_call_end|>"
+
+
+def tool_code(calls):
+    return f"```tool_code\n{python_list(calls)}\n```"
+
+
+def gemma_value(value, quote):
+    if isinstance(value, str):
+        return f"{quote}{value}{quote}"
+    if isinstance(value, dict):
+        pairs = (f"{quote}{k}{quote}:{gemma_value(v, quote)}" for k, v in value.items())
+        return f"{{{','.join(pairs)}}}"
+    if isinstance(value, list):
+        return f"[{','.join(gemma_value(v, quote) for v in value)}]"
+    return js(value)
+
+
+def gemma4(calls, begin="<|tool_call>", end="<tool_call|>", quote='<|"|>'):
+    return "".join(
+        f"{begin}call:{name}{{{','.join(f'{k}:{gemma_value(v, quote)}' for k, v in args.items())}}}"
+        f"{end}"
+        for name, args in calls
+    )
+
+
+def functiongemma(calls):
+    return gemma4(calls, "<start_function_call>", "<end_function_call>", "<escape>")
+
+
+def harmony(calls):
+    return "".join(
+        f"<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+        f"{js(args)}<|call|>"
+        for name, args in calls
+    )
+
+
+def harmony_role(calls):
+    return "".join(
+        f"<|start|>assistant to=functions.{name}<|channel|>commentary<|message|>{js(args)}<|call|>"
+        for name, args in calls
+    )
+
+
+def deepseek(calls):
+    inner = "".join(
+        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{js(args)}<｜tool▁call▁end｜>"
+        for name, args in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
+
+
+def deepseek_fenced(calls):
+    inner = "\n".join(
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{js(args)}\n```<｜tool▁call▁end｜>"
+        for name, args in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
+
+
+def invoke(calls, section="minimax:tool_call", p="", typed=False):
+    def parameter(key, value):
+        kind = f' string="{js(isinstance(value, str))}"' if typed else ""
+        return f'<{p}parameter name="{key}"{kind}>{plain(value)}</{p}parameter>\n'
+
+    def call(name, args):
+        inner = "".join(parameter(k, v) for k, v in args.items())
+        return f'<{p}invoke name="{name}">\n{inner}</{p}invoke>\n'
+
+    inner = "".join(call(name, args) for name, args in calls)
+    return f"<{section}>\n{inner}</{section}>"
+
+
+def dsml(calls):
+    return invoke(calls, "｜DSML｜function_calls", "｜DSML｜", typed=True)
+
+
+def kimi(calls):
+    inner = "".join(
+        f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{js(args)}"
+        "<|tool_call_end|>"
+        for i, (name, args) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
+
+
+WRITERS = [  # (format, how it is written)
+    ("hermes", hermes),
+    ("qwen_xml", qwen_xml),
+    ("glm", glm),
+    ("glm", glm_dense),
+    ("mistral", mistral_list),
+    ("mistral", mistral_named),
+    ("mistral", mistral_with_ids),
+    ("llama", llama),
+    ("llama", llama_tagged),
+    ("llama", python_list),
+    ("llama_pythonic", python_list),
+    ("lfm2", lfm2),
+    ("gemma3", tool_code),
+    ("gemma3", python_list),
+    ("gemma4", gemma4),
+    ("functiongemma", functiongemma),
+    ("harmony", harmony),
+    ("harmony", harmony_role),
+    ("deepseek", deepseek),
+    ("deepseek", deepseek_fenced),
+    ("minimax", invoke),
+    ("deepseek_dsml", dsml),
+    ("kimi", kimi),
+]

@@ -11,6 +11,7 @@ from starlette.types import Scope
 from ..answer import Answer
 from .errors import DeadlineError, ShuttingDownError
 from .generation import Generation
+from .prompt_scores import PromptScores
 from .served import ServedModel
 from .service import Service
 
@@ -56,7 +57,13 @@ class Call:
         """Call a function that takes long, off the event loop."""
         return await self.service.workers.run(function, *args, **kwargs)
 
-    def generate(self, model: ServedModel, answers: Sequence[Answer]) -> Generation:
+    def generate(
+        self,
+        model: ServedModel,
+        answers: Sequence[Answer],
+        *,
+        scores: Sequence[PromptScores] | None = None,
+    ) -> Generation:
         """Start these answers; they end with the call at the latest. Raises as Generation.start."""
         if self._error is not None:
             raise self._error
@@ -65,6 +72,7 @@ class Call:
             answers,
             self.service.admission,
             keep_alive_s=self.service.config.keep_alive_s,
+            scores=scores,
         )
         generation.start()
         self._generations.append(generation)

@@ -5,9 +5,11 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from ..answer import Answer
-from ..core import TokenEvent
+from ..core import FinishReason, TokenEvent
+from ..errors import EngineClosedError
 from ..results import Delta, Result
 from .admission import Admission
+from .prompt_scores import PromptScores
 from .served import ServedModel
 
 
@@ -43,6 +45,7 @@ class Generation:
         answers: made by it, in the order of the choices.
         admission: where they queue.
         keep_alive_s: seconds of silence after which `steps` yields an empty list.
+        scores: for each answer where to score its prompt; None: no prompt is scored.
     """
 
     def __init__(
@@ -52,11 +55,13 @@ class Generation:
         admission: Admission,
         *,
         keep_alive_s: float,
+        scores: Sequence[PromptScores] | None = None,
     ) -> None:
         self.model = model
         self.answers = list(answers)
         self.num_tokens = [0] * len(self.answers)  # of each answer so far
         self.reasoning_tokens = [0] * len(self.answers)  # of each answer, up to its last thought
+        self._scores = scores
         self._admission = admission
         self._keep_alive_s = keep_alive_s
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
@@ -78,8 +83,9 @@ class Generation:
         self._admission.enter(len(self.answers), num_tokens)
         self._waiting.update(self._index_of)
         try:
-            for answer in self.answers:
-                self.model.submit(answer.request, self._inbox)
+            for index, answer in enumerate(self.answers):
+                scores = self._scores[index] if self._scores else None
+                self.model.submit(answer.request, self._inbox, scores)
                 self._unfinished.add(answer.request.id)
         except BaseException:
             self.close()
@@ -132,6 +138,8 @@ class Generation:
             return []
         if message.request_id not in self._unfinished:  # aborted after its stop string
             return []
+        if message.finish_reason is FinishReason.ABORT:  # we did not ask for it
+            raise EngineClosedError("The model was unloaded while it answered; ask again.")
         self._leave_queue(message.request_id)
         index = self._index_of[message.request_id]
         answer = self.answers[index]

@@ -7,13 +7,13 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ..core import MAX_LOGPROBS
-from ..errors import InvalidRequestError, TemplateError
+from ..errors import InvalidRequestError
 from ..results import Result
-from ..text import encode_chat
 from . import sse
 from .call import Call
-from .chat_messages import Message, template_messages
-from .chat_template import Effort, template_kwargs
+from .chat_messages import Message
+from .chat_prompt import encode_conversation
+from .chat_template import Effort
 from .constraints import refuse_constraints
 from .context import check_room
 from .endpoint import Endpoint
@@ -117,7 +117,13 @@ async def chat(call: Call, body: ChatRequest) -> Reply:
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=_num_logprobs(body),
     )
-    prompt_ids = await call.in_worker(_encode, model, body, call.service.config.template_kwargs)
+    prompt_ids = await call.in_worker(
+        encode_conversation,
+        model,
+        body.messages,
+        body,
+        allowed=call.service.config.template_kwargs,
+    )
     check_room(model, len(prompt_ids), params[0].max_tokens, param="messages")
     answers = [model.answer(prompt_ids, choice, continues=False) for choice in params]
     generation = call.generate(model, answers)
@@ -153,18 +159,6 @@ def _num_logprobs(body: ChatRequest) -> int | None:
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs goes with logprobs: true.", param="top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
-
-
-def _encode(model: ServedModel, body: ChatRequest, allowed: frozenset[str]) -> list[int]:
-    template = model.tokenizer.template
-    if template is None:
-        raise TemplateError(f"The model {model.name!r} has no chat template; use /v1/completions.")
-    source = template.source_for(None)
-    return encode_chat(
-        model.tokenizer,
-        template_messages(body.messages, source=source),
-        **template_kwargs(body, allowed=allowed, source=source),
-    )
 
 
 def _completion(call: Call, generation: Generation, results: list[Result]) -> ChatCompletion:

@@ -15,6 +15,7 @@ from ..mailbox import Mailbox
 from ..opening import EngineOptions, open_engine
 from ..text import ReasoningFormat, TextStream, Tokenizer, detect_reasoning
 from .defaults import SamplingDefaults, read_defaults
+from .prompt_scores import PromptScores
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
@@ -86,8 +87,16 @@ class ServedModel:
         )
         return Answer(request, stream)
 
-    def submit(self, request: Request, inbox: "asyncio.Queue[Any]") -> None:
+    def submit(
+        self,
+        request: Request,
+        inbox: "asyncio.Queue[Any]",
+        scores: PromptScores | None = None,
+    ) -> None:
         """Queue a request; its TokenEvents go to `inbox` of the running event loop.
+
+        With `scores` the logits of the prompt go there instead, on the engine's thread: they are
+        too large to be queued.
 
         Raises: what Engine.submit raises.
         """
@@ -95,8 +104,12 @@ class ServedModel:
         mailbox = self._mailboxes.setdefault(loop, Mailbox(loop))
 
         def deliver(event: TokenEvent) -> None:
-            mailbox.post(inbox, event)
+            if scores is not None and event.prompt_logits is not None:
+                scores.push(event.prompt_logits)
+            else:
+                mailbox.post(inbox, event)
 
+        request.prompt_logits = scores is not None
         self.engine.submit(request, deliver)
 
     def close(self) -> None:

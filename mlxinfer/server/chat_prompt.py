@@ -1,0 +1,39 @@
+"""A conversation in a request to token ids. Knows template and tokenizer."""
+
+from collections.abc import Sequence
+
+from ..errors import TemplateError
+from ..text import encode_chat
+from .chat_messages import Message, template_messages
+from .chat_template import TemplateFields, template_kwargs
+from .served import ServedModel
+
+
+def encode_conversation(
+    model: ServedModel,
+    messages: Sequence[Message],
+    fields: TemplateFields,
+    *,
+    allowed: frozenset[str],
+) -> list[int]:
+    """The prompt's ids.
+
+    Args:
+        model: whose chat template is used.
+        messages: as they came.
+        fields: of the same request, for the template.
+        allowed: names that chat_template_kwargs may hold.
+
+    Raises:
+        TemplateError: the model has no template, or it refuses the messages.
+        InvalidRequestError: messages or fields are wrong.
+    """
+    template = model.tokenizer.template
+    if template is None:
+        raise TemplateError(f"The model {model.name!r} has no chat template; use /v1/completions.")
+    source = template.source_for(None)
+    return encode_chat(
+        model.tokenizer,
+        template_messages(messages, source=source),
+        **template_kwargs(fields, allowed=allowed, source=source),
+    )

@@ -1,0 +1,52 @@
+"""Tokenizing over HTTP."""
+
+from typing import Any
+
+import pytest
+from live_server import CHAT, LiveServer, chat
+
+
+@pytest.mark.parametrize("text", ["Hello, world", "é→ø 漢字 🙂", "<|im_end|>", " "])
+def test_text_goes_there_and_back(server: LiveServer, text: str) -> None:
+    answer = server.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["max_model_len"] == 2048
+    back = server.post("/detokenize", {"tokens": answer["tokens"]}).json()
+    assert back == {"prompt": text}
+
+
+def test_a_conversation_has_the_tokens_that_chat_counts(server: LiveServer) -> None:
+    request = chat("Hello")
+    answer = server.post("/tokenize", {"messages": request["messages"]}).json()
+    assert "token_strs" not in answer
+    counted = server.post(CHAT, request).json()["usage"]["prompt_tokens"]
+    assert answer["count"] == counted
+    bare = server.post(
+        "/tokenize", {"messages": request["messages"], "add_generation_prompt": False}
+    ).json()
+    assert bare["tokens"] == answer["tokens"][: bare["count"]]
+    assert bare["count"] < answer["count"]
+
+
+def test_the_template_and_the_named_tokens_are_told(server: LiveServer) -> None:
+    info = server.get("/tokenizer_info").json()
+    assert info["eos_token"] == "<|im_end|>"
+    assert "messages" in info["chat_template"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [99999999]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+    ],
+)
+def test_a_bad_field_is_named(live: LiveServer, path: str, body: Any, param: str) -> None:
+    answer = live.post(path, body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param

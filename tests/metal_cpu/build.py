@@ -19,12 +19,15 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+DARWIN = sys.platform == "darwin"
 SHIM = HERE / "shim" / "msl"
 LANGUAGE = (
     *("-std=c++20", "-nostdinc++", "-fno-exceptions", "-fno-rtti", "-w", "-ferror-limit=12"),
     *("-fsigned-char", "-fno-strict-aliasing", "-fno-math-errno", "-ffp-contract=off"),
 )
 CODE = ("-fPIC", "-fno-stack-protector", "-fvisibility=hidden", "-fno-asynchronous-unwind-tables")
+# Without a C library of its own: the process has one, and machine/rounding.h has the rest.
+LINK = ("-shared", "-nostdlib", "-s", *(["-Wl,-undefined,dynamic_lookup"] if DARWIN else []))
 PLAIN = ("-O2", "-fno-sanitize=all")
 CHECKED = (  # calls of the checks in machine/checks.h, and the lines that they are of
     *("-O1", "-gline-tables-only", "-fno-vectorize", "-fno-slp-vectorize", "-fno-unroll-loops"),

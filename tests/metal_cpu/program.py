@@ -2,7 +2,6 @@
 
 import ctypes
 import platform
-import sys
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -42,9 +41,8 @@ def program(kernel: Kernel, *, checked: bool) -> Program:
         source, assembly = work / "kernel.cpp", work / "kernel.s"
         source.write_text(cpp(kernel, text, found))
         build.clang("-S", *options, *INCLUDES, source, "-o", assembly)
-        mach_o = sys.platform == "darwin"
-        assembly.write_text(with_call_sites(assembly.read_text(), mach_o=mach_o))
-        build.clang("-shared", "-fno-sanitize=all", "-s", assembly, _machine(), "-o", made)
+        assembly.write_text(with_call_sites(assembly.read_text(), mach_o=build.DARWIN))
+        build.clang(*build.LINK, assembly, _machine(), "-o", made)
 
     ingredients = (text, kernel.function, kernel.instance, kernel.constants, options)
     path = build.kept(".so", ingredients, make)

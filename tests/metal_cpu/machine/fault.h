@@ -1,8 +1,5 @@
 // Writes faults down, and ends a dispatch that cannot go on.
 #pragma once
-#include <stdarg.h>
-#include <stdio.h>
-#include <string.h>
 
 #include "state.h"
 #include "switch.h"
@@ -51,10 +48,10 @@ __attribute__((format(printf, 3, 4))) inline void note(
   snprintf(fault.file, sizeof fault.file, "%s", file);
   fault.line = at.line;
   fault.times = 1;
-  va_list arguments;
-  va_start(arguments, format);
+  __builtin_va_list arguments;
+  __builtin_va_start(arguments, format);
   int length = vsnprintf(fault.message, sizeof fault.message, format, arguments);
-  va_end(arguments);
+  __builtin_va_end(arguments);
   if (m.current && length >= 0 && (size_t)length < sizeof fault.message) {
     snprintf(
         fault.message + length, sizeof fault.message - length,

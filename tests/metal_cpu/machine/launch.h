@@ -1,7 +1,5 @@
 // Runs the threadgroups of a dispatch, one after the other.
 #pragma once
-#include <stdlib.h>
-#include <sys/mman.h>
 
 #include "memory.h"
 #include "schedule.h"
@@ -10,9 +8,10 @@ extern "C" void msl_entry(void* const* buffers);
 
 namespace machine {
 
-inline unsigned char* pages(size_t size) {
-  int flags = MAP_PRIVATE | MAP_ANON | MAP_NORESERVE;
-  return (unsigned char*)mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, -1, 0);
+// Pages of the system, which takes memory for those that are used.
+inline void* aligned_memory(size_t size) {
+  uintptr_t address = (uintptr_t)malloc(size + 4096);
+  return (void*)((address + 4095) / 4096 * 4096);
 }
 
 inline void run_thread() {
@@ -179,8 +178,8 @@ __attribute__((visibility("default"))) void msl_dispatch(Dispatch* dispatch) {
     return;
   }
   if (m.stacks == nullptr) {
-    m.stacks = pages(kMaxThreads * kStackBytes);
-    m.arena = pages(kArenaBytes);
+    m.stacks = (unsigned char*)aligned_memory(kMaxThreads * kStackBytes);
+    m.arena = (unsigned char*)aligned_memory(kArenaBytes);
   }
   for (void*& address : m.table) {
     address = nullptr;

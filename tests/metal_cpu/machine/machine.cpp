@@ -6,5 +6,6 @@ Machine m;
 }
 
 #include "launch.h"
+#include "rounding.h"
 // After everything that it calls, and before nothing.
 #include "checks.h"

@@ -1,8 +1,5 @@
 // Every access of a checked kernel: is it in bounds, initialised, ordered; and how much it moves.
 #pragma once
-#include <dlfcn.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "fault.h"
 #include "races.h"
@@ -180,9 +177,9 @@ inline bool in_image(uintptr_t address) {
   uintptr_t page = address >> 12;
   auto& entry = pages[page % kPages];
   if (!entry.known || entry.page != page) {
-    Dl_info here, there;
+    Image here, there;
     bool ours = dladdr((void*)&m, &here) && dladdr((void*)address, &there) &&
-        here.dli_fbase == there.dli_fbase;
+        here.base == there.base;
     entry = {page, true, ours};
   }
   return entry.ours;

@@ -4,6 +4,8 @@
 
 #include "machine.h"
 
+#include "libc.h"
+
 namespace machine {
 
 using msl::Exchange;

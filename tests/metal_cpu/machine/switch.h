@@ -1,6 +1,6 @@
 // From one thread's stack to another's. Knows no threads.
 #pragma once
-#include <string.h>
+#include "libc.h"
 
 #if defined(__APPLE__)
 #define MSL_SYMBOL(name) "_" name

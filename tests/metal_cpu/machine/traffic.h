@@ -1,6 +1,5 @@
 // Counts bytes that are loaded and stored. Knows no order and no bounds.
 #pragma once
-#include <stdlib.h>
 
 #include "state.h"
 

@@ -45,7 +45,8 @@ def kv_write(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
 
     Args:
         qkv: (T, (H + 2 K) * D) float32, float16 or bfloat16.
-        positions: (T,) int32.
+        positions: (T,) int32. Longer is allowed: padded to 8 once a step, they do not make fewer
+            tokens another variant of the kernel (MLX passes shorter arrays in another way).
         heads: of the layer.
     """
     num_tokens = _checked(qkv, positions, heads)
@@ -71,6 +72,7 @@ def kv_write(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
 def kv_write_twin(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
     """The same in plain MLX."""
     num_tokens = _checked(qkv, positions, heads)
+    positions = positions[:num_tokens]
     split = qkv.astype(mx.float32).reshape(num_tokens, -1, heads.head_dim)
     x, values = mx.split(split, [heads.num_heads + heads.num_kv_heads], axis=1)
     if heads.norm_weight is not None:
@@ -142,9 +144,9 @@ def _kernel(dim: int, key_bits: int | None, value_bits: int | None) -> MetalKern
         inputs=("qkv", "positions", "weight", "frequencies", "signs", "scalars"),
         outputs=tuple(outputs),
         body=f"""
-            threadgroup float heads[HEADS_AT_ONCE * D];
+            threadgroup float heads[HEADS_AT_ONCE][D];
             kv_write<T, D, QUERY_HEADS, KV_HEADS, NORM, DIMS, TRADITIONAL, ROTATE, M>(
-                heads + simdgroup_index_in_threadgroup * D, qkv, positions, weight, frequencies,
+                heads[simdgroup_index_in_threadgroup], qkv, positions, weight, frequencies,
                 signs, scalars, queries, {made[0]}, {made[1]}, thread_position_in_grid.x / 32,
                 thread_index_in_simdgroup);
         """,
@@ -168,5 +170,7 @@ def _template(heads: Heads, dtype: mx.Dtype) -> Sequence[tuple[str, int | bool |
 def _checked(qkv: mx.array, positions: mx.array, heads: Heads) -> int:
     num_tokens, width = qkv.shape
     assert width == (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim, qkv.shape
-    assert (positions.shape, positions.dtype) == ((num_tokens,), mx.int32)
+    assert positions.ndim == 1
+    assert len(positions) >= num_tokens, positions.shape
+    assert positions.dtype == mx.int32
     return int(num_tokens)

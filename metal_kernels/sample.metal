@@ -143,8 +143,15 @@ struct Extremes {
   float lowest;
 };
 
+// Room for the extremes that each SIMD-group found.
+struct Shared {
+  threadgroup float* highest;
+  threadgroup uint* token;
+  threadgroup float* lowest;
+};
+
 template <typename Tokens>
-Extremes extremes_of(Tokens row, threadgroup Extremes* shared, uint thread_id) {
+Extremes extremes_of(Tokens row, Shared shared, uint thread_id) {
   Extremes found = {-INFINITY, 0, INFINITY};
   for (uint id = thread_id; id < row.vocab_size; id += THREADS) {
     const float x = row.at(id);
@@ -158,41 +165,44 @@ Extremes extremes_of(Tokens row, threadgroup Extremes* shared, uint thread_id) {
   const uint token = simd_min(found.highest == highest ? found.token : row.vocab_size);
   const float lowest = simd_min(found.lowest);
   if (thread_id % 32 == 0) {
-    shared[thread_id / 32] = {highest, token, lowest};
+    shared.highest[thread_id / 32] = highest;
+    shared.token[thread_id / 32] = token;
+    shared.lowest[thread_id / 32] = lowest;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  found = shared[0];
-  for (uint i = 1; i < SIMDGROUPS; i++) {
-    const Extremes other = shared[i];
-    found.lowest = min(found.lowest, other.lowest);
-    if (other.highest > found.highest ||
-        (other.highest == found.highest && other.token < found.token)) {
-      found.highest = other.highest;
-      found.token = other.token;
-    }
+  found = {-INFINITY, row.vocab_size, INFINITY};
+  for (uint i = 0; i < SIMDGROUPS; i++) {
+    const float other = shared.highest[i];
+    found.token = other > found.highest ? shared.token[i]
+        : other == found.highest        ? min(found.token, shared.token[i])
+                                        : found.token;
+    found.highest = max(found.highest, other);
+    found.lowest = min(found.lowest, shared.lowest[i]);
   }
   return found;
 }
 
-// settings: (4,) temperature (0: the highest logit), top-k (0: all), top-p (1: all), min-p.
+// settings: 8 words as `SETTINGS` in sample.py: temperature (0: the highest logit), top-k (0: all),
+// top-p (1: all), min-p, the random stream in two words, and the index of its number.
 template <typename T, typename Tokens, typename Settings>
-uint sample(
-    Tokens row, Bins bins, threadgroup Extremes* shared, Settings settings, ulong stream, uint count) {
+uint sample(Tokens row, Bins bins, Shared shared, Settings settings) {
   const Extremes found = extremes_of(row, shared, bins.thread_id);
-  const float temperature = settings[0];
+  const float temperature = as_type<float>(settings[0]);
   if (temperature == 0.0f || found.highest == -INFINITY) {
     return found.token;
   }
   float lowest = found.lowest;
-  if (settings[1] > 0.0f) {
-    lowest = floor_of<T>(row, bins, Count{ulong(settings[1])}, lowest, found.highest);
+  if (settings[1] > 0) {
+    lowest = floor_of<T>(row, bins, Count{settings[1]}, lowest, found.highest);
   }
-  const Mass mass = {found.highest, temperature, settings[2]};
+  const Mass mass = {found.highest, temperature, as_type<float>(settings[2])};
   if (mass.top_p < 1.0f) {
     const float weightless = found.highest - NO_WEIGHT * temperature;
     lowest = floor_of<T>(row, bins, mass, max(lowest, weightless), found.highest);
   }
-  return draw(row, bins, mass, lowest, settings[3], random_bits(stream, count));
+  const ulong stream = (ulong(settings[5]) << 32) | settings[4];
+  const uint random = random_bits(stream, settings[6]);
+  return draw(row, bins, mass, lowest, as_type<float>(settings[3]), random);
 }
 
 template <typename T, bool MASKED, typename Logits, typename Mask>

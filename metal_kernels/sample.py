@@ -12,6 +12,8 @@ a mass lies within some 1e-6 of a cut or of the drawn share.
 """
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 from .bitmask import allowed
 from .launch import MetalKernel
@@ -20,23 +22,38 @@ THREADS = 512
 MAX_VOCAB = 1 << 20  # bins of the draw times tokens in one of them
 ONE = 2.0**40
 
+SETTINGS = np.dtype(
+    [
+        ("temperature", np.float32),  # 0: the most probable token
+        ("top_k", np.uint32),  # 0: all
+        ("top_p", np.float32),  # from 1: all
+        ("min_p", np.float32),  # 0: all
+        ("stream", np.uint64),  # of random numbers
+        ("count", np.uint32),  # index of the number that is drawn, from 0
+        ("unused", np.uint32),
+    ]
+)
+NUM_WORDS = SETTINGS.itemsize // 4  # 8, so that even one row is not passed as a short array
+
 KERNEL = MetalKernel(
     name="sample",
-    inputs=("logits", "settings", "streams", "counts", "mask"),
+    inputs=("logits", "settings", "mask"),
     outputs=("tokens",),
     body="""
-        threadgroup atomic_uint low[BINS];
-        threadgroup atomic_uint high[BINS];
+        threadgroup uint low[BINS], high[BINS];
         threadgroup ulong parts[32];
-        threadgroup Extremes shared[SIMDGROUPS];
+        threadgroup float highest[SIMDGROUPS], lowest[SIMDGROUPS];
+        threadgroup uint first[SIMDGROUPS];
         const uint row = threadgroup_position_in_grid.x;
         const uint vocab_size = logits_shape[1];
         const uint num_words = mask_shape[1];
         const auto tokens_of_row = row_of<T, MASKED>(
             logits + ulong(row) * vocab_size, mask + row * num_words, vocab_size, num_words * 32);
-        const Bins bins = {low, high, parts, thread_position_in_threadgroup.x};
-        const uint token = sample<T>(
-            tokens_of_row, bins, shared, settings + row * 4, streams[row], counts[row]);
+        const Bins bins = {
+            (threadgroup atomic_uint*)low, (threadgroup atomic_uint*)high, parts,
+            thread_position_in_threadgroup.x};
+        const Shared shared = {highest, first, lowest};
+        const uint token = sample<T>(tokens_of_row, bins, shared, settings + row * 8);
         if (thread_position_in_threadgroup.x == 0) {
             tokens[row] = int(token);
         }
@@ -45,31 +62,27 @@ KERNEL = MetalKernel(
 )
 
 
-def sample(
-    logits: mx.array,
-    settings: mx.array,
-    streams: mx.array,
-    counts: mx.array,
-    mask: mx.array | None = None,
-) -> mx.array:
+def settings_array(rows: NDArray[np.void]) -> mx.array:
+    """(R,) SETTINGS -> what `sample` takes, (R, 8) uint32: one upload a step."""
+    assert rows.dtype == SETTINGS
+    return mx.array(np.ascontiguousarray(rows).view(np.uint32).reshape(len(rows), NUM_WORDS))
+
+
+def sample(logits: mx.array, settings: mx.array, mask: mx.array | None = None) -> mx.array:
     """Choose a token for each row.
 
     Args:
         logits: (R, V) float32, float16 or bfloat16, V at most 2**20. NaN counts as -inf.
-        settings: (R, 4) float32: temperature (0: the most probable token), top-k (0: all), top-p
-            (from 1: all), min-p (0: all).
-        streams: (R,) uint64 streams of random numbers.
-        counts: (R,) uint32 index of the number that is drawn, counted from 0.
+        settings: (R, 8) uint32, from `settings_array`.
         mask: (R, W) uint32 tokens that a grammar allows, one bit each; W may be less than V / 32:
             tokens without a bit are forbidden.
 
     Returns:
         (R,) int32. 0 where a row has no finite logit.
     """
-    num_rows = _checked(logits, settings, streams, counts, mask)
-    words = counts[:, None] if mask is None else mask  # anything: it is not read
+    num_rows = _checked(logits, settings, mask)
     (tokens,) = KERNEL(
-        [logits, settings, streams, counts, words],
+        [logits, settings, settings if mask is None else mask],  # what is no mask is not read
         template=[("T", logits.dtype), ("MASKED", mask is not None)],
         grid=(THREADS * num_rows, 1, 1),
         threadgroup=(THREADS, 1, 1),
@@ -79,39 +92,38 @@ def sample(
     return tokens
 
 
-def sample_twin(
-    logits: mx.array,
-    settings: mx.array,
-    streams: mx.array,
-    counts: mx.array,
-    mask: mx.array | None = None,
-) -> mx.array:
+def sample_twin(logits: mx.array, settings: mx.array, mask: mx.array | None = None) -> mx.array:
     """The same in plain MLX, with a sort of every row."""
-    _checked(logits, settings, streams, counts, mask)
-    temperature, top_k, top_p, min_p = mx.split(settings, 4, axis=-1)  # (R, 1) each
+    _checked(logits, settings, mask)
+    top_k = settings[:, 1:2]  # (R, 1)
+    temperature, top_p, min_p = (settings[:, i : i + 1].view(mx.float32) for i in (0, 2, 3))
+    streams, counts = mx.contiguous(settings[:, 4:6]).view(mx.uint64), settings[:, 6:7]
     rows = _values(logits, mask)
     highest = mx.maximum(rows.max(axis=-1, keepdims=True), mx.finfo(mx.float32).min)
     probabilities = mx.exp((rows - highest) / mx.where(temperature > 0, temperature, 1.0))
     weights = (probabilities * ONE).astype(mx.uint64)  # (R, V)
     order = mx.argsort(-rows, axis=-1)
     falling = mx.take_along_axis(rows, order, axis=-1)
-    last = mx.where(top_k > 0, mx.minimum(top_k, rows.shape[1]), rows.shape[1]) - 1
-    kept = rows >= mx.take_along_axis(falling, last.astype(mx.int32), axis=-1)
-    weights = mx.where(kept, weights, mx.zeros_like(weights))
+    num_tokens = mx.array(rows.shape[1], mx.uint32)
+    last = mx.where(top_k > 0, mx.minimum(top_k, num_tokens), num_tokens) - 1
+    weights = _only(rows >= mx.take_along_axis(falling, last, axis=-1), weights)
     mass = mx.cumsum(mx.take_along_axis(weights, order, axis=-1), axis=-1)
-    enough = mass > _goal(mass[:, -1:], top_p)
-    first = mx.where(top_p < 1, mx.argmax(enough, axis=-1, keepdims=True), rows.shape[1] - 1)
-    kept = rows >= mx.take_along_axis(falling, first, axis=-1)
-    kept = mx.logical_and(kept, probabilities >= min_p)
-    mass = mx.cumsum(mx.where(kept, weights, mx.zeros_like(weights)), axis=-1)
-    target = _share(mass[:, -1:], random_bits(streams, counts)[:, None], 24)
+    enough = mx.argmax(mass > _goal(mass[:, -1:], top_p), axis=-1, keepdims=True)
+    last = mx.where(top_p < 1, enough, num_tokens - 1)
+    kept = rows >= mx.take_along_axis(falling, last, axis=-1)
+    mass = mx.cumsum(_only(kept & (probabilities >= min_p), weights), axis=-1)
+    target = _share(mass[:, -1:], random_bits(streams, counts), 24)
     drawn = mx.argmax(mass > target, axis=-1)
-    chosen = mx.where(temperature[:, 0] > 0, drawn, mx.argmax(rows, axis=-1))
-    return chosen.astype(mx.int32)
+    greedy = mx.argmax(rows, axis=-1)
+    return mx.where(temperature[:, 0] > 0, drawn, greedy).astype(mx.int32)
+
+
+def _only(kept: mx.array, weights: mx.array) -> mx.array:
+    return mx.where(kept, weights, mx.zeros_like(weights))
 
 
 def random_bits(streams: mx.array, counts: mx.array) -> mx.array:
-    """(R,) uint64 below 2**24: SplitMix64, number `count` of each stream (Steele et al., 2014)."""
+    """uint64 below 2**24: SplitMix64, number `count` of each stream (Steele et al., 2014)."""
     golden, first, second = (
         mx.array([low, high], mx.uint32).view(mx.uint64)  # no Python int of 64 bits is taken
         for high, low in (
@@ -149,17 +161,9 @@ def _share(total: mx.array, numerator: mx.array, bits: int) -> mx.array:
     return (total >> bits) * numerator + ((low * numerator) >> bits)
 
 
-def _checked(
-    logits: mx.array,
-    settings: mx.array,
-    streams: mx.array,
-    counts: mx.array,
-    mask: mx.array | None,
-) -> int:
+def _checked(logits: mx.array, settings: mx.array, mask: mx.array | None) -> int:
     num_rows, vocab_size = logits.shape
     assert vocab_size <= MAX_VOCAB, vocab_size
-    assert (settings.shape, settings.dtype) == ((num_rows, 4), mx.float32)
-    assert (streams.shape, streams.dtype) == ((num_rows,), mx.uint64)
-    assert (counts.shape, counts.dtype) == ((num_rows,), mx.uint32)
+    assert (settings.shape, settings.dtype) == ((num_rows, NUM_WORDS), mx.uint32)
     assert mask is None or (mask.shape[0], mask.dtype) == (num_rows, mx.uint32)
     return int(num_rows)

@@ -17,6 +17,7 @@ class KVFormat(Protocol):
     """A way to store vectors of `dim` numbers."""
 
     dim: int
+    as_stored: bool  # decoding is free: what is stored are the vectors
 
     @property
     def parts(self) -> list[tuple[int, mx.Dtype]]:
@@ -34,6 +35,8 @@ class KVFormat(Protocol):
 
 class Plain:
     """Vectors as they are, in the activation dtype."""
+
+    as_stored = True
 
     def __init__(self, dim: int, dtype: mx.Dtype) -> None:
         self.dim = dim
@@ -54,6 +57,8 @@ class Affine:
     x is stored as round((x - bias) / scale). Two 4-bit codes share a byte, the even one low. Groups
     are as large as divide the vector, up to 64 and in steps of 8, so that every head dim fits.
     """
+
+    as_stored = False
 
     def __init__(self, dim: int, dtype: mx.Dtype, bits: int) -> None:
         assert bits in (4, 8)

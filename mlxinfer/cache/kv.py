@@ -27,6 +27,7 @@ class LayerGroup:
     reach: Reach
     layers: list[int]
     page_bytes: int  # of all its layers
+    decodes: bool  # a layer of it stores something else than the vectors
     allocator: PageAllocator
 
 
@@ -86,7 +87,13 @@ class KVCache:
             num_pages=num_pages,
         )
         self.groups = [
-            LayerGroup(reach, members, cost, PageAllocator(count))
+            LayerGroup(
+                reach,
+                members,
+                cost,
+                any(self.bits[i] != (None, None) for i in members),
+                PageAllocator(count),
+            )
             for reach, members, cost, count in zip(reaches, layers, costs, counts, strict=True)
         ]
         self._group_of = {i: g for g, group in enumerate(self.groups) for i in group.layers}
@@ -225,7 +232,14 @@ class KVCache:
         """What each layer attends through, for a step of these spans."""
         spans = by_width(short)
         plans = [
-            plan_group(spans, long, group=g, reach=group.reach, page_size=self.page_size)
+            plan_group(
+                spans,
+                long,
+                group=g,
+                reach=group.reach,
+                page_size=self.page_size,
+                decodes=group.decodes,
+            )
             for g, group in enumerate(self.groups)
         ]
         return [StepKV(pool, plans[self._group_of[i]]) for i, pool in enumerate(self.pools)]

@@ -21,6 +21,8 @@ from .reach import Reach
 Ints = NDArray[np.int32]
 
 HIDDEN = float(np.finfo(np.float32).min)  # additive mask of what must not be seen
+COVER_GAP = 64  # tokens decoded for nobody, at most, to decode those around them in one go
+COVER_TOKENS = 4096  # decoded together: what a layer takes for a moment stays small
 QUERY_BLOCK = 128  # prefill queries at a time where attention materialises its scores
 
 
@@ -49,6 +51,7 @@ class ShortPlan:
     unpad: mx.array | None  # (T',) from the padded (B * Q) outputs back to flat order
     slots: mx.array | slice  # (B,) tails
     runs: list[list[tuple[int, int]]]
+    covers: list[tuple[int, int]]  # ranges that hold all runs, where they must be decoded
     run_masks: list[mx.array | None]
     tail_mask: mx.array  # (B, 1, Q, R)
 
@@ -124,15 +127,21 @@ def by_width(short: Sequence[Span]) -> list[ShortSpans]:
 
 
 def plan_group(
-    short: Sequence[ShortSpans], long: Sequence[Span], *, group: int, reach: Reach, page_size: int
+    short: Sequence[ShortSpans],
+    long: Sequence[Span],
+    *,
+    group: int,
+    reach: Reach,
+    page_size: int,
+    decodes: bool = False,
 ) -> GroupPlan:
-    """Plan one step of layer group `group`."""
+    """Plan one step of layer group `group`, which has layers to decode or not."""
     ring = 2 * page_size
     rows, slots, positions = _tail_writes(short, long, page_size)
     num_rows = sum([int(spans.counts.sum()) for spans in short])
     num_rows += sum([span.num_tokens for span in long])
     return GroupPlan(
-        short=[_plan_short(spans, group, reach, page_size, num_rows) for spans in short],
+        short=[_plan_short(spans, group, reach, page_size, num_rows, decodes) for spans in short],
         long=[_plan_long(span, group, reach) for span in long],
         tail_rows=None if len(rows) == num_rows else mx.array(rows),
         tail_place=tail_place(slots, positions % ring) if len(rows) else None,
@@ -158,13 +167,14 @@ def _tail_writes(
 
 
 def _plan_short(
-    short: ShortSpans, group: int, reach: Reach, page_size: int, num_rows: int
+    short: ShortSpans, group: int, reach: Reach, page_size: int, num_rows: int, decodes: bool
 ) -> ShortPlan:
     width = int(short.counts.max())
     step = np.minimum(np.arange(width, dtype=np.int32), short.counts[:, None] - 1)  # (B, Q)
     real = np.arange(width) < short.counts[:, None]  # (B, Q)
     padded = not real.all()
     positions = short.starts[:, None] + step  # (B, Q)
+    runs = _visible_runs(short.spans, group, reach)
     return ShortPlan(
         rows=None
         if step.size == num_rows and not padded
@@ -172,7 +182,8 @@ def _plan_short(
         shape=(len(short.spans), width),
         unpad=mx.array(np.flatnonzero(real)) if padded else None,
         slots=_as_index(short.slots),
-        runs=_visible_runs(short.spans, group, reach),
+        runs=runs,
+        covers=cover(runs, gap=COVER_GAP, most=COVER_TOKENS) if decodes else [],
         run_masks=_run_masks(short.spans, step, reach),
         tail_mask=mx.array(_tail_mask(positions, short.sealed, reach, page_size)),
     )
@@ -202,6 +213,26 @@ def _visible_runs(spans: list[Span], group: int, reach: Reach) -> list[list[tupl
         ]
         for span in spans
     ]
+
+
+def cover(
+    runs: Sequence[Sequence[tuple[int, int]]], *, gap: int, most: int
+) -> list[tuple[int, int]]:
+    """Few ranges in order that hold every run, each run in one: what is decoded together.
+
+    Runs are joined where no more than `gap` tokens lie between, up to `most` tokens together.
+    """
+    covers: list[tuple[int, int]] = []
+    for start, stop in sorted([run for some in runs for run in some]):
+        begin, end = covers[-1] if covers else (start, start)
+        joined = max(end, stop)
+        if covers and stop <= end:
+            continue
+        if covers and start - end <= gap and joined - begin <= most:
+            covers[-1] = begin, joined
+        else:
+            covers.append((start, stop))
+    return covers
 
 
 def _run_masks(spans: list[Span], step: Ints, reach: Reach) -> list[mx.array | None]:

@@ -11,6 +11,7 @@ p % (2 * P). A decode step writes tails only; while an earlier step is in flight
 which is kilobytes a sequence where the pool would be gigabytes.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -85,6 +86,27 @@ class Plane:
     def read_run(self, start: int, stop: int) -> mx.array:
         """(H, N, D) of one run of pages; a view where the format is plain."""
         return self.fmt.decode([pages[:, start:stop] for pages in self.pages])
+
+    def read_each(self, runs: Sequence[Runs], covers: Runs) -> list[list[mx.array]]:
+        """(H, N, D) of every run of several sequences.
+
+        Args:
+            runs: of each sequence.
+            covers: ranges that hold all of them: each is decoded once, and runs are views of it.
+        """
+        if self.fmt.as_stored:
+            (pages,) = self.pages
+            return [[pages[:, start:stop] for start, stop in some] for some in runs]
+        begins = [begin for begin, _ in covers]
+        decoded = [self.read_run(*cover) for cover in covers]
+        found: list[list[mx.array]] = []
+        for some in runs:
+            views = []
+            for start, stop in some:
+                place = bisect_right(begins, start) - 1
+                views.append(decoded[place][:, start - begins[place] : stop - begins[place]])
+            found.append(views)
+        return found
 
     def read_runs(self, runs: Runs) -> mx.array:
         """(H, N, D) of several runs, one after the other."""

@@ -52,9 +52,11 @@ class StepKV:
         pool = self._pool
         num_seqs, width = plan.shape
         rows = queries if plan.rows is None else queries[plan.rows]
+        keys = pool.keys.read_each(plan.runs, plan.covers)
+        values = pool.values.read_each(plan.runs, plan.covers)
         outputs = paged_attention(
             rows.reshape(num_seqs, width, *queries.shape[1:]),
-            [[(pool.keys.read_run(*r), pool.values.read_run(*r)) for r in rs] for rs in plan.runs],
+            [list(zip(*some, strict=True)) for some in zip(keys, values, strict=True)],
             plan.run_masks,
             pool.keys.read_tails(plan.slots),
             pool.values.read_tails(plan.slots),

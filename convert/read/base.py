@@ -1,6 +1,6 @@
 """A Source made of readers: what all formats have in common. Knows no format."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -59,7 +59,7 @@ class ReaderSource:
         dtype: str,
         readers: Mapping[str, Reader],
         files: DroppableFiles,
-        side_files: Mapping[str, bytes | Path],
+        side_files: Callable[[], Mapping[str, bytes | Path]],
         fingerprint: str,
         notes: tuple[str, ...] = (),
     ) -> None:
@@ -101,7 +101,7 @@ class ReaderSource:
 
     def side_files(self) -> dict[str, bytes | Path]:
         """See Source."""
-        return dict(self._side_files)
+        return dict(self._side_files())
 
     def close(self) -> None:
         """See Source."""

@@ -1,6 +1,6 @@
 """A folder of safetensors as a Source: headers checked, schemes chosen. Knows no network."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def open_folder(folder: Path) -> ReaderSource:
         beside=beside,
         arrays=stored_arrays(headers, starts, files),
         files=files,
-        side_files=local_side_files(folder),
+        side_files=lambda: local_side_files(folder),
         fingerprint=digest.hexdigest(),
         is_here=True,
     )
@@ -59,7 +59,7 @@ def assemble(
     beside: Mapping[str, Mapping[str, Any]],
     arrays: Mapping[str, StoredArray],
     files: DroppableFiles,
-    side_files: Mapping[str, bytes | Path],
+    side_files: Callable[[], Mapping[str, bytes | Path]],
     fingerprint: str,
     is_here: bool,
 ) -> ReaderSource:

@@ -1,16 +1,22 @@
 """A path or the name of a repository -> a Source, whatever format it has. Knows no contents."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from ...errors import CheckpointError, ModelNotFoundError
-from .folder import open_folder
+from .folder import local_side_files, open_folder
+from .gguf.source import open_gguf, part_names
 from .source import Source
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-def open_source(source: str | Path) -> Source:
+def open_source(source: str | Path, *, tokenizer: Path | None = None) -> Source:
     """Open a checkpoint for reading, tensor by tensor.
+
+    Args:
+        source: a folder of safetensors, a GGUF file, a folder with one GGUF file.
+        tokenizer: for GGUF: a folder whose tokenizer is taken instead of the one in the file.
 
     Raises:
         CheckpointError: a file that is broken, or a pickle.
@@ -18,17 +24,37 @@ def open_source(source: str | Path) -> Source:
         UnsupportedModelError: a format or an architecture that is not known.
     """
     path = Path(source).expanduser()
-    if path.is_file():
-        return _open_file(path)
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        path = _only_gguf(path) or path
     if path.is_dir():
         return open_folder(path)
+    if path.suffix == ".gguf" and path.is_file():
+        return open_gguf(path, None if tokenizer is None else lambda: _from(tokenizer))
+    if path.is_file():
+        raise _unreadable(path)
     raise ModelNotFoundError(f"There is no {str(source)!r}.")
 
 
-def _open_file(path: Path) -> Source:
+def _only_gguf(folder: Path) -> Path | None:
+    """The GGUF file of a folder, or the first part of it; None where there is none."""
+    names = sorted(path.name for path in folder.glob("*.gguf") if "mmproj" not in path.name)
+    models = sorted({part_names(name)[0] for name in names})
+    if len(models) > 1:
+        raise CheckpointError(f"{folder} has {len(models)} GGUF models; name one: {models[0]}, …")
+    return folder / names[0] if models else None
+
+
+def _from(folder: Path) -> Mapping[str, bytes | Path]:
+    found = local_side_files(folder)
+    if "tokenizer.json" not in found and "tokenizer.model" not in found:
+        raise ModelNotFoundError(f"{folder} has no tokenizer.json.")
+    return found
+
+
+def _unreadable(path: Path) -> CheckpointError:
     if path.suffix in _PICKLES:
-        raise CheckpointError(
+        return CheckpointError(
             f"{path} is a pickle, which can run any code and is never opened; use a safetensors or "
             "GGUF version of this model."
         )
-    raise CheckpointError(f"{path} is a file; expected a folder.")
+    return CheckpointError(f"{path} is a file; expected a folder, or a .gguf file.")

@@ -1,0 +1,208 @@
+"""The header of a GGUF file: metadata and where each tensor lies. Knows no block format's numbers.
+
+Layout (github.com/ggml-org/ggml, docs/gguf.md): magic, version, counts, key-value pairs, tensor
+infos, padding to the alignment, data. All little-endian. Nothing in the file is believed: each
+length is held against the bytes that are left before anything is made of it.
+"""
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ....errors import CheckpointError, UnsupportedModelError
+from .types import TYPES, BlockType
+
+MAGIC = b"GGUF"
+MAX_HEADER_BYTES = 256 << 20  # a vocabulary of 262 thousand with its merges takes 20 million
+MAX_KEYS = 1 << 16
+MAX_TENSORS = 1 << 18
+MAX_STRINGS = 1 << 22  # in all arrays together
+MAX_DIMS = 4
+_FORMATS = "BbHhIif?"  # value types 0 to 7
+_STRING, _ARRAY = 8, 9
+_SCALARS = {**dict(enumerate(_FORMATS)), 10: "Q", 11: "q", 12: "d"}
+
+
+class Truncated(Exception):
+    """The header goes on after the bytes at hand."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor as the header states it."""
+
+    name: str
+    type: BlockType
+    shape: tuple[int, ...]  # the last axis is contiguous
+    offset: int  # bytes from the start of the data
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What stands before the data."""
+
+    metadata: dict[str, Any]  # int, float, bool, str, list[str] or a numpy array
+    tensors: tuple[TensorEntry, ...]
+    data_start: int
+
+
+def parse_header(data: memoryview, file_bytes: int, label: str) -> Header:
+    """The header of a file of `file_bytes` that begins with `data`.
+
+    Raises:
+        CheckpointError: a header that is broken, or tensors that are not in the file.
+        UnsupportedModelError: a version or a tensor type that is not known.
+        Truncated: the header goes on after `data`, which is not the whole file.
+    """
+    cursor = _Cursor(data, file_bytes, label)
+    _check_start(cursor, label)
+    num_tensors, num_keys = cursor.scalar("Q"), cursor.scalar("Q")
+    if num_tensors > MAX_TENSORS or num_keys > MAX_KEYS:
+        raise cursor.fail(f"says it has {num_tensors} tensors and {num_keys} keys")
+    metadata: dict[str, Any] = {}
+    for _ in range(num_keys):
+        key = cursor.string()
+        if key in metadata:
+            raise cursor.fail(f"has the key {key[:80]!r} twice")
+        metadata[key] = _value(cursor, key)
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+        raise cursor.fail(f"says its alignment is {str(alignment)[:40]}")
+    tensors = [_tensor(cursor) for _ in range(num_tensors)]
+    start = -(-cursor.position // alignment) * alignment
+    return Header(metadata, _checked(tensors, start, alignment, cursor), start)
+
+
+def _check_start(cursor: "_Cursor", label: str) -> None:
+    if cursor.take(4) != MAGIC:
+        raise cursor.fail("does not begin with GGUF")
+    version = cursor.scalar("I")
+    if version not in (2, 3):
+        kind = "big-endian" if version and version & 0xFFFF == 0 else f"version {version}"
+        raise UnsupportedModelError(f"{label} is GGUF, but {kind}; expected version 2 or 3.")
+
+
+def _value(cursor: "_Cursor", key: str) -> Any:
+    kind = cursor.scalar("I")
+    if kind == _STRING:
+        return cursor.string()
+    if kind == _ARRAY:
+        return _array(cursor, key)
+    return cursor.scalar(_format(cursor, kind, key))
+
+
+def _array(cursor: "_Cursor", key: str) -> Any:
+    kind, count = cursor.scalar("I"), cursor.scalar("Q")
+    if kind == _STRING:
+        cursor.num_strings += count
+        if cursor.num_strings > MAX_STRINGS:
+            raise cursor.fail(f"has {count} strings in {key[:80]!r}")
+        return [cursor.string() for _ in range(count)]
+    item = np.dtype("<" + _format(cursor, kind, key))
+    return np.frombuffer(cursor.take(count * item.itemsize), item)
+
+
+def _format(cursor: "_Cursor", kind: int, key: str) -> str:
+    if kind not in _SCALARS:
+        raise cursor.fail(f"has a value of type {kind} in {key[:80]!r}")
+    return _SCALARS[kind]
+
+
+def _tensor(cursor: "_Cursor") -> TensorEntry:
+    name = cursor.string()
+    num_dims = cursor.scalar("I")
+    if not 1 <= num_dims <= MAX_DIMS:
+        raise cursor.fail(f"says that {name[:80]!r} has {num_dims} dimensions")
+    shape = tuple(cursor.scalar("Q") for _ in range(num_dims))[::-1]
+    kind, offset = cursor.scalar("I"), cursor.scalar("Q")
+    if kind not in TYPES:
+        raise UnsupportedModelError(
+            f"Tensor {name[:80]!r} of {cursor.label} has the type {kind}, which is not known."
+        )
+    block = TYPES[kind]
+    if not all(0 < size < 2**31 for size in shape) or shape[-1] % block.num_values:
+        raise cursor.fail(f"says that {name[:80]!r} has shape {shape} of {block.name}")
+    num_blocks = 1
+    for size in shape:
+        num_blocks *= size
+    num_bytes = num_blocks // block.num_values * block.num_bytes
+    return TensorEntry(name, block, shape, offset, num_bytes)
+
+
+def _checked(
+    tensors: list[TensorEntry], start: int, alignment: int, cursor: "_Cursor"
+) -> tuple[TensorEntry, ...]:
+    """In the order of their bytes: inside the file, aligned, apart, each name once."""
+    if len({entry.name for entry in tensors}) != len(tensors):
+        raise cursor.fail("has two tensors of one name")
+    position = 0
+    ordered = sorted(tensors, key=lambda entry: entry.offset)
+    for entry in ordered:
+        if entry.offset % alignment or entry.offset < position:
+            raise cursor.fail(f"has {entry.name[:80]!r} at byte {entry.offset} of its data")
+        position = entry.offset + entry.num_bytes
+    if ordered and start + position > cursor.file_bytes:
+        raise cursor.fail(
+            f"has {cursor.file_bytes} bytes, but its tensors end at {start + position}: truncated"
+        )
+    return tuple(ordered)
+
+
+class _Cursor:
+    """A place in the header that moves on."""
+
+    def __init__(self, data: memoryview, file_bytes: int, label: str) -> None:
+        self._data = data
+        self.file_bytes = file_bytes
+        self.label = label
+        self.position = 0
+        self.num_strings = 0
+
+    def take(self, count: int) -> memoryview:
+        """The next `count` bytes."""
+        end = self.position + count
+        if end > min(self.file_bytes, MAX_HEADER_BYTES):
+            raise self.fail(f"has {count} bytes at byte {self.position} of its header: truncated")
+        if end > len(self._data):
+            raise Truncated
+        part = self._data[self.position : end]
+        self.position = end
+        return part
+
+    def scalar(self, form: str) -> Any:
+        """The next number; float32 as the shortest decimal that means it."""
+        (value,) = struct.unpack("<" + form, self.take(struct.calcsize("<" + form)))
+        return float(str(np.float32(value))) if form == "f" else value
+
+    def string(self) -> str:
+        """The next string."""
+        raw = bytes(self.take(self.scalar("Q")))
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.fail(f"has a string that is not UTF-8 ({error.reason})") from None
+
+    def fail(self, what: str) -> CheckpointError:
+        """An error that names the file."""
+        return CheckpointError(f"The header of {self.label} {what}.")
+
+
+Fetch = Callable[[int], memoryview]
+
+
+def read_growing(fetch: Fetch, file_bytes: int, label: str) -> Header:
+    """The header of a file of which fetch(n) brings the first n bytes, asking for ever more.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: as parse_header().
+    """
+    count = min(1 << 20, file_bytes)
+    while True:
+        try:
+            return parse_header(fetch(count), file_bytes, label)
+        except Truncated:
+            count = min(count * 4, file_bytes)

@@ -1,0 +1,187 @@
+"""GGUF files, one or split into several, as a Source. Knows no network."""
+
+import mmap
+import re
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from ....errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from ....models.jsonfields import Fields
+from ..base import DroppableFiles, LocalFiles, ReaderSource
+from ..reader import Reader
+from ..stored import FLOATS, Array, StoredArray
+from .config import make_config
+from .header import Header, TensorEntry, read_growing
+from .names import ARCHITECTURES, ROPE_FACTORS, hf_name
+from .readers import Place, reader_of
+from .tokenizer import check_tokenizer, tokenizer_files
+
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_WIDE = ("gemma3", "gpt-oss")  # whose activations do not fit float16
+
+SideFiles = Callable[[], Mapping[str, bytes | Path]]
+
+
+def open_gguf(path: Path, side_files: SideFiles | None = None) -> ReaderSource:
+    """A GGUF file; of a split one, any part.
+
+    Args:
+        side_files: tokenizer and templates from elsewhere, instead of those in the file.
+
+    Raises:
+        CheckpointError: a broken file, or parts that do not go together.
+        ModelNotFoundError: a part is missing.
+        UnsupportedModelError: an architecture, tensor type or tokenizer that is not known.
+    """
+    names = part_names(path.name)
+    missing = [name for name in names if not (path.parent / name).is_file()]
+    if missing:
+        raise ModelNotFoundError(
+            f"{path.parent} has no {missing[0]}, which belongs to {path.name}."
+        )
+    digest = blake2b(digest_size=20)
+    headers: dict[str, Header] = {}
+    sizes: dict[str, int] = {}
+    for name in names:
+        headers[name], sizes[name] = _read_local(path.parent / name)
+        modified = (path.parent / name).stat().st_mtime_ns
+        digest.update(f"{name} {sizes[name]} {modified} {headers[name].tensors}".encode())
+        digest.update(repr(sorted(headers[name].metadata)).encode())
+    return assemble_gguf(
+        label=str(path),
+        headers=headers,
+        files=LocalFiles(sizes, path.parent),
+        side_files=side_files,
+        fingerprint=digest.hexdigest(),
+    )
+
+
+def part_names(name: str) -> list[str]:
+    """All parts of a split file, told by the name of one."""
+    match = _PART.fullmatch(name)
+    if match is None:
+        return [name]
+    count = int(match["count"])
+    if not 1 <= int(match["number"]) <= count <= 1000:
+        raise CheckpointError(f"{name[:200]!r} is not the name of a part of a split GGUF file.")
+    return [f"{match['stem']}-{n:05}-of-{count:05}.gguf" for n in range(1, count + 1)]
+
+
+def assemble_gguf(
+    *,
+    label: str,
+    headers: Mapping[str, Header],
+    files: DroppableFiles,
+    side_files: SideFiles | None,
+    fingerprint: str,
+) -> ReaderSource:
+    """A Source from the checked headers of a GGUF file's parts, in their order.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: as open_gguf().
+    """
+    metadata = next(iter(headers.values())).metadata
+    architecture = Fields(metadata, label).text("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{label} has the architecture {architecture[:60]!r}; supported are "
+            f"{', '.join(ARCHITECTURES)}."
+        )
+    _check_parts(headers, label)
+    entries = {
+        entry.name: (file, entry, header.data_start)
+        for file, header in headers.items()
+        for entry in header.tensors
+    }
+    if len(entries) != sum(len(header.tensors) for header in headers.values()):
+        raise CheckpointError(f"{label} has a tensor in two of its parts.")
+    factors = _rope_factors(entries, files)
+    names = {name: _named(architecture, name, label) for name in entries if name != ROPE_FACTORS}
+    shapes = {ours: entries[name][1].shape for name, ours in names.items()}
+    config = make_config(metadata, shapes, factors, label)
+    readers: dict[str, Reader] = {}
+    for name, ours in names.items():
+        array = _stored(*entries[name], files)
+        block, shape = entries[name][1].type, shapes[ours]
+        heads = _heads(architecture, ours, config)
+        offset = -1.0 if architecture == "gemma3" and ours.endswith("norm.weight") else 0.0
+        readers[ours] = reader_of(Place(ours, array, shape, block, heads, offset))
+    has_tokenizer = side_files is not None or check_tokenizer(metadata, label)
+    notes = () if has_tokenizer else (f"{label} has no tokenizer.",)
+    made = (lambda: tokenizer_files(metadata, label)) if has_tokenizer else dict
+    return ReaderSource(
+        label=label,
+        format="GGUF",
+        config=config,
+        dtype="bfloat16" if architecture in _WIDE else "float16",
+        readers=readers,
+        files=files,
+        side_files=side_files or made,
+        fingerprint=fingerprint,
+        notes=notes,
+    )
+
+
+def _read_local(path: Path) -> tuple[Header, int]:
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            if not size:
+                raise CheckpointError(f"{path} is empty.")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                return read_growing(lambda count: memoryview(mapped[:count]), size, str(path)), size
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def _check_parts(headers: Mapping[str, Header], label: str) -> None:
+    for number, header in enumerate(headers.values()):
+        fields = Fields(header.metadata, label)
+        stated = fields.integer("split.count", low=0, default=0) or 1
+        place = fields.integer("split.no", low=0, default=0)
+        if stated != len(headers) or place != number:
+            raise CheckpointError(
+                f"Part {number + 1} of {label} says that it is part {place + 1} of {stated}; "
+                f"expected {number + 1} of {len(headers)}."
+            )
+
+
+def _named(architecture: str, name: str, label: str) -> str:
+    ours = hf_name(architecture, name)
+    if ours is None:
+        raise UnsupportedModelError(
+            f"Tensor {name[:80]!r} of {label} is not one of the {architecture} architecture."
+        )
+    return ours
+
+
+def _stored(file: str, entry: TensorEntry, data_start: int, files: DroppableFiles) -> StoredArray:
+    """Floats as such; blocks as rows of bytes."""
+    block = entry.type
+    shape = entry.shape
+    dtype = block.name if block.name in FLOATS else "U8"
+    if dtype == "U8":
+        shape = (*shape[:-1], shape[-1] // block.num_values * block.num_bytes)
+    return StoredArray(entry.name, dtype, shape, file, data_start + entry.offset, files)
+
+
+def _rope_factors(
+    entries: Mapping[str, tuple[str, TensorEntry, int]], files: DroppableFiles
+) -> Array | None:
+    if ROPE_FACTORS not in entries:
+        return None
+    array = _stored(*entries[ROPE_FACTORS], files).expect(["F32"])
+    if len(array.shape) != 1:
+        raise array.fail(f"has shape {array.shape}; expected one axis")
+    return array.floats()
+
+
+def _heads(architecture: str, name: str, config: Mapping[str, Any]) -> int:
+    """Of Q and K, biases too, where their rows are in llama.cpp's order."""
+    if architecture != "llama":
+        return 0
+    if ".q_proj." in name:
+        return int(config["num_attention_heads"])
+    return int(config["num_key_value_heads"]) if ".k_proj." in name else 0

@@ -1,0 +1,176 @@
+"""Compiles grammars that strangers sent, in a process that may be killed. Run as a file.
+
+Knows nothing of mlxinfer: it starts in the time that Python and llguidance take. On stdin and stdout
+go messages of JSON with their length before them, 4 bytes, big-endian:
+
+    {"source": ..., "schemas": [[place, text], ...]}  ->  {}  or
+    {"error": message, "place": of the schema at fault or null, "pointer": within it}
+"""
+
+import contextlib
+import json
+import os
+import resource
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import llguidance
+
+HEADER = struct.Struct(">I")
+LIMITS: dict[str, Any] = {  # llguidance's own, here and where the grammar is used
+    "max_items_in_row": 5000,  # an object with n optional properties needs 4 n
+    "max_lexer_states": 100_000,  # one or two kilobytes each
+    "verbose_errors": False,  # no state, which may hold what others wrote
+}
+MAX_FORCED = 64  # tokens of the grammar's beginning that are tried, while there is one way only
+MEMORY_POLL_S = 0.02
+KILLED_BY_MEMORY = 77  # exit status
+SUBSCHEMAS = frozenset(
+    ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+)
+LISTS_OF_SUBSCHEMAS = frozenset(("anyOf", "allOf", "oneOf", "prefixItems"))
+MAPS_OF_SUBSCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+
+
+class Bytes:
+    """A tokenizer whose tokens are the bytes, and one end token."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    tokens = [bytes([byte]) for byte in range(256)] + [b"<eos>"]
+    special_token_ids = [256]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """The ids of a text."""
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+class Checker:
+    """Finds out whether a grammar can be compiled and has a beginning."""
+
+    def __init__(self) -> None:
+        self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()))
+        self._limits = llguidance.LLParserLimits(**LIMITS)
+
+    def answer(self, job: dict[str, Any]) -> dict[str, Any]:
+        """The reply to a message."""
+        error = self.error_of(job["source"])
+        if error is None:
+            return {}
+        for place, text in job["schemas"]:
+            schema = json.loads(text)
+            found = self.error_of_schema(schema)
+            if found is not None:
+                pointer, message = self.locate(schema, found)
+                return {"error": message, "place": place, "pointer": pointer}
+        return {"error": error, "place": None, "pointer": ""}
+
+    def error_of(self, source: str) -> str | None:
+        """Why a grammar cannot be used; None: it can."""
+        matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        for _ in range(MAX_FORCED):
+            if matcher.is_error():
+                return readable(matcher.get_error())
+            allowed = allowed_bytes(matcher.compute_bitmask())
+            if matcher.is_error():
+                return readable(matcher.get_error())
+            if len(allowed) != 1 or allowed == [256]:
+                return None
+            matcher.consume_token(allowed[0])
+        return None
+
+    def error_of_schema(self, schema: Any) -> str | None:
+        """Why a JSON schema cannot be used."""
+        return self.error_of(json.dumps({"grammars": [{"json_schema": schema}]}))
+
+    def locate(self, schema: Any, message: str) -> tuple[str, str]:
+        """(JSON pointer, message) of the smallest part that fails in the same way by itself.
+
+        Parts are tried with the definitions of the whole, so that references resolve.
+        """
+        shared = {k: schema[k] for k in ("$defs", "definitions", "x-guidance") if k in schema}
+        pointer, part = "", schema
+        while True:
+            for step, inner in subschemas(part):
+                alone = {**shared, **inner} if isinstance(inner, dict) else inner
+                if step.startswith(("/$defs", "/definitions")) and isinstance(inner, dict):
+                    alone = {**shared, "$ref": "#" + pointer + step}
+                found = self.error_of_schema(alone)
+                if found is not None and found == message:
+                    pointer, part = pointer + step, inner
+                    break
+            else:
+                return pointer, message
+
+
+def subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
+    """(JSON pointer, schema) of the parts directly inside a schema."""
+    if not isinstance(schema, dict):
+        return
+    for key, value in schema.items():
+        if key in SUBSCHEMAS and isinstance(value, dict):
+            yield f"/{key}", value
+        elif key in LISTS_OF_SUBSCHEMAS and isinstance(value, list):
+            yield from ((f"/{key}/{index}", inner) for index, inner in enumerate(value))
+        elif key in MAPS_OF_SUBSCHEMAS and isinstance(value, dict):
+            for name, inner in value.items():
+                yield f"/{key}/{name.replace('~', '~0').replace('/', '~1')}", inner
+
+
+def allowed_bytes(mask: bytes) -> list[int]:
+    """The token ids of a bit mask."""
+    bits = int.from_bytes(mask, "little")
+    return [token for token in range(257) if bits >> token & 1]
+
+
+def readable(message: str) -> str:
+    """An error of llguidance without its state, which may hold what others wrote."""
+    first = message.split("<state>")[0].strip()
+    if first.startswith("NoExtension"):
+        return "no text satisfies it"
+    return first[:1000] or "it cannot be compiled"
+
+
+def watch_memory(max_bytes: int) -> None:
+    """End the process when it takes more; where the system does not, a thread looks."""
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+
+    def watch() -> None:
+        while resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit < max_bytes:
+            time.sleep(MEMORY_POLL_S)
+        os._exit(KILLED_BY_MEMORY)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def receive(stream: BinaryIO) -> Any:
+    """The next message; None: there is nobody to send any."""
+    header = stream.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    return json.loads(stream.read(*HEADER.unpack(header)))
+
+
+def send(stream: BinaryIO, message: Any) -> None:
+    """Write a message."""
+    data = json.dumps(message).encode()
+    stream.write(HEADER.pack(len(data)) + data)
+    stream.flush()
+
+
+def main() -> None:
+    """Answer messages until there is nobody to send any."""
+    watch_memory(int(sys.argv[1]))
+    checker = Checker()
+    while (job := receive(sys.stdin.buffer)) is not None:
+        send(sys.stdout.buffer, checker.answer(job))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Which JSON schemas are worth trying: size, depth, references. Knows JSON, not what keywords mean.
+
+What a schema may cost when it is compiled is bounded elsewhere (`checker.py`); these limits keep the
+masks of an accepted one cheap, which are filled while a step runs.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...errors import InvalidRequestError
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 100  # levels of JSON
+MAX_STRING = 4096  # characters of a name, a pattern or a literal: each becomes a chain of states
+MAX_PROPERTIES = 1000  # of one object
+NOTES = frozenset(("title", "description", "$comment", "default", "examples", "deprecated"))
+LITERALS = frozenset(("const", "enum"))
+
+
+def check_schema(schema: Any, *, place: str) -> None:
+    """Raise InvalidRequestError, with a JSON pointer, where a schema is not worth trying.
+
+    Args:
+        schema: a JSON schema as Python's json reads it.
+        place: where in the request it stands.
+    """
+    if not isinstance(schema, (Mapping, bool)):
+        raise InvalidRequestError(
+            f"{place} has to be a JSON schema, an object; it is {type(schema).__name__}.",
+            param=place,
+        )
+    for pointer, value in _walk(schema):
+        problem = _problem(value)
+        if problem:
+            raise at(place, pointer, problem)
+    try:
+        size = len(json.dumps(schema, allow_nan=False, ensure_ascii=False).encode())
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"{place} is not JSON: {error}.", param=place) from None
+    if size > MAX_BYTES:
+        raise InvalidRequestError(
+            f"{place} has {size} bytes; at most {MAX_BYTES} are accepted.", param=place
+        )
+
+
+def at(place: str, pointer: str, problem: str) -> InvalidRequestError:
+    """The error of a schema, at a JSON pointer (RFC 6901) within it."""
+    where = f" at {pointer}" if pointer else ""
+    return InvalidRequestError(f"{place}{where}: {problem}", param=place)
+
+
+def escaped(key: str) -> str:
+    """A step of a JSON pointer."""
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _walk(schema: Any) -> Iterator[tuple[str, Any]]:
+    """(pointer, value) of all that counts, notes left out; without recursion."""
+    stack: list[tuple[str, Any, int, bool]] = [("", schema, 0, False)]
+    while stack:
+        pointer, value, depth, literal = stack.pop()
+        yield pointer, (value if depth <= MAX_DEPTH else TooDeep())
+        if depth > MAX_DEPTH:
+            return
+        for key, inner in _children(value):
+            if not literal and key in NOTES and not isinstance(inner, Mapping):
+                continue  # of a schema; a property of that name has a schema, which is a Mapping
+            step = f"{pointer}/{escaped(key)}"
+            stack.append((step, inner, depth + 1, literal or key in LITERALS))
+
+
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((str(key), inner) for key, inner in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from ((str(index), inner) for index, inner in enumerate(value))
+
+
+class TooDeep:
+    """Stands for what lies below MAX_DEPTH."""
+
+
+def _problem(value: Any) -> str | None:
+    """What is wrong with one value, taken by itself."""
+    if isinstance(value, TooDeep):
+        return f"the schema is nested more than {MAX_DEPTH} levels deep."
+    if isinstance(value, str) and len(value) > MAX_STRING:
+        return f"a string of {len(value)} characters; at most {MAX_STRING} are accepted."
+    if not isinstance(value, Mapping):
+        return None
+    if "x-guidance" in value:
+        return "'x-guidance' is not supported; the options of a grammar are the server's."
+    longest = max(map(len, map(str, value)), default=0)
+    if longest > MAX_STRING:
+        return f"a name of {longest} characters; at most {MAX_STRING} are accepted."
+    reference = value.get("$ref")
+    if isinstance(reference, str) and not reference.startswith("#"):
+        return f"$ref {reference[:200]!r} points to another document; put it into $defs."
+    properties = value.get("properties")
+    if isinstance(properties, Mapping) and len(properties) > MAX_PROPERTIES:
+        return f"{len(properties)} properties; at most {MAX_PROPERTIES} are accepted."
+    return None

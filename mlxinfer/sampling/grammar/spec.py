@@ -1,0 +1,124 @@
+"""What an answer must look like, as one hashable description. Compiles nothing, knows no tokens.
+
+The texts are llguidance's: a JSON schema with the options of JSON_STYLE, or a grammar in its variant
+of Lark (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import InvalidRequestError
+from .schema import MAX_STRING, check_schema
+
+MAX_REGEX = 4096  # characters
+MAX_LARK = 65_536
+MAX_CHOICES = 10_000
+# Between two tokens of JSON: a space, or a new line with its indentation. Any whitespace at all
+# would let a model that has lost its thread write spaces for ever.
+JSON_STYLE = {"whitespace_pattern": r" |\n[ \t]{0,32}", "lenient": False}
+OPTIONS_KEY = "x-guidance"  # where a schema's options stand
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaPart:
+    """A JSON schema within a grammar, and where in the request it came from."""
+
+    place: str  # such as tools[2].function.parameters
+    text: str  # JSON, with its options
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """One grammar; equal ones are compiled once."""
+
+    place: str  # of the request's field, for messages
+    main: str  # JSON: {"json_schema": ...} or {"lark_grammar": ...}
+    schemas: tuple[SchemaPart, ...] = ()  # those inside `main`
+    before: str = ""  # Lark that leads to @main; empty: nothing comes before
+
+    @property
+    def source(self) -> str:
+        """All of it as llguidance reads it."""
+        main = '{"name": "main", ' + self.main.removeprefix("{")
+        lead = [json.dumps({"lark_grammar": self.before})] if self.before else []
+        return '{"grammars": [' + ", ".join([*lead, main]) + "]}"
+
+
+def json_schema(schema: Any, *, place: str = "json_schema.schema") -> GrammarSpec:
+    """An answer that is one JSON value which satisfies a schema.
+
+    Raises:
+        InvalidRequestError: it is no schema, too large, too deep, or refers to other documents.
+    """
+    part = schema_part(schema, place=place)
+    return GrammarSpec(place, '{"json_schema": ' + part.text + "}", (part,))
+
+
+def json_object(*, place: str = "response_format") -> GrammarSpec:
+    """An answer that is any JSON object."""
+    return json_schema({"type": "object"}, place=place)
+
+
+def regex(pattern: Any, *, place: str = "regex") -> GrammarSpec:
+    """An answer that a regular expression (of Rust's regex crate: no look-around) matches whole."""
+    _check_text(pattern, MAX_REGEX, place)
+    import llguidance  # the first use of a grammar pays for it, not the start
+
+    return _lark(f"start: /{llguidance.regex_to_lark(pattern)}/", place)
+
+
+def choice(choices: Any, *, place: str = "choice") -> GrammarSpec:
+    """An answer that is one of some strings."""
+    if not isinstance(choices, (list, tuple)) or not 0 < len(choices) <= MAX_CHOICES:
+        raise InvalidRequestError(
+            f"{place} has to be a list of 1 to {MAX_CHOICES} strings.", param=place
+        )
+    for number, text in enumerate(choices):
+        _check_text(text, MAX_STRING, f"{place}[{number}]")
+    return _lark("start: " + " | ".join(map(quoted, dict.fromkeys(choices))), place)
+
+
+def lark(grammar: Any, *, place: str = "grammar") -> GrammarSpec:
+    """An answer that a grammar in llguidance's variant of Lark derives from its rule `start`."""
+    _check_text(grammar, MAX_LARK, place)
+    return _lark(grammar, place)
+
+
+def schema_part(schema: Any, *, place: str) -> SchemaPart:
+    """A checked schema with the options that hold for all.
+
+    Raises:
+        InvalidRequestError: as json_schema.
+    """
+    check_schema(schema, place=place)
+    if isinstance(schema, Mapping):
+        schema = {OPTIONS_KEY: JSON_STYLE, **schema}
+    else:
+        schema = {OPTIONS_KEY: JSON_STYLE, "allOf": [schema]}  # true or false
+    return SchemaPart(place, json.dumps(schema, ensure_ascii=False))
+
+
+def quoted(text: str) -> str:
+    """A string literal of Lark."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _lark(grammar: str, place: str, schemas: Sequence[SchemaPart] = ()) -> GrammarSpec:
+    return GrammarSpec(place, json.dumps({"lark_grammar": grammar}), tuple(schemas))
+
+
+def _check_text(text: object, max_chars: int, place: str) -> None:
+    if not isinstance(text, str) or not text:
+        raise InvalidRequestError(f"{place} has to be a text that is not empty.", param=place)
+    if len(text) > max_chars:
+        raise InvalidRequestError(
+            f"{place} has {len(text)} characters; at most {max_chars} are accepted.", param=place
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(
+            f"{place} holds half of a surrogate pair; send valid Unicode.", param=place
+        ) from None

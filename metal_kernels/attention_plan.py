@@ -1,0 +1,162 @@
+"""What a step's attention kernels are told: which tokens each sequence has, and who takes which.
+
+Made once a step and layer group, used by all its layers. Knows no keys, no values, no kernel.
+B = sequences, BLOCK = 16 tokens, which kernels handle together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+
+BLOCK = 16
+MAX_QUERIES = 8
+MIN_ITEM_BLOCKS = 16  # fewer tokens do not pay for the partials that they leave behind
+ITEMS_PER_CORE = 8
+ENDLESS = 2**30  # a window that hides nothing
+CORES = {"p": 6, "g": 10, "s": 32, "d": 64}  # by the last letter of MLX's architecture name
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Arrays for the kernels, and what Python needs to launch them.
+
+    Arrays that may be short are padded to 8 numbers: MLX passes shorter ones in another address
+    space, and that would be another variant of every kernel.
+    """
+
+    spans: mx.array  # (B + 1, 8) int32: fields of `Span` in paged_spans.h; the last ends the items
+    pages: mx.array  # (B, max_pages) int32, -1: let go of
+    work: mx.array  # (items or more, 4) int32: sequence, first block, one past the last
+    sizes: mx.array  # (5,) int32: page_size, window, sinks, max_pages, max_queries
+    num_seqs: int
+    num_items: int
+    max_queries: int  # of a sequence
+    num_queries: int  # of all
+    page_size: int
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a sequence has several items, so that partials must be reduced."""
+        return self.num_items > self.num_seqs
+
+
+def plan_attention(
+    *,
+    starts: Ints,
+    stops: Ints,
+    sealed: Ints,
+    slots: Ints,
+    tables: Sequence[Ints],
+    page_size: int,
+    kv_heads: int,
+    window: int | None = None,
+    sinks: int = 0,
+    cores: int | None = None,
+    item_blocks: int | None = None,
+) -> AttentionPlan:
+    """Plan the attention of 1 to 8 consecutive query tokens of each sequence.
+
+    The flat list of queries has those of the first sequence first, then those of the second.
+
+    Args:
+        starts: (B,) position of the first query.
+        stops: (B,) one past the position of the last, which is the last token there is.
+        sealed: (B,) positions that lie in pages, whole pages; the rest lies in the tail.
+        slots: (B,) of the tails.
+        tables: for each sequence the page of every page number up to `sealed`; -1: let go of.
+        page_size: tokens a page, a multiple of 16.
+        kv_heads: of a layer.
+        window: positions up to a query that it sees; None: all.
+        sinks: positions at the front that every query sees beside its window.
+        cores: of the GPU; None: a guess from MLX's name of its architecture.
+        item_blocks: blocks of 16 tokens that one threadgroup takes at most; None: from the
+            lengths and cores.
+    """
+    counts = stops - starts
+    assert page_size % BLOCK == 0, "a block never crosses a page"
+    assert not (sealed % page_size).any(), "pages are sealed whole"
+    assert counts.min() >= 1
+    assert counts.max() <= MAX_QUERIES
+    sink_blocks, gaps, num_blocks = visible_blocks(starts, stops, window, sinks)
+    if item_blocks is None:
+        item_blocks = blocks_per_item(num_blocks, kv_heads, cores or guess_cores())
+    first_items, work = share_blocks(num_blocks, item_blocks)
+    rows = np.cumsum(counts) - counts
+    fields = [rows, starts, stops, sealed, slots, sink_blocks, gaps, first_items]
+    spans = np.zeros((len(starts) + 1, len(fields)), np.int32)
+    spans[:-1] = np.stack(fields, axis=1)
+    spans[-1, -1] = len(work)
+    pages = _padded_tables(tables)
+    reach = (ENDLESS, 0) if window is None else (window, sinks)
+    sizes = [page_size, *reach, pages.shape[1], int(counts.max())]
+    return AttentionPlan(
+        spans=mx.array(spans),
+        pages=mx.array(pages),
+        work=mx.array(work if len(work) > 1 else np.repeat(work, 2, axis=0)),
+        sizes=mx.array(np.array(sizes, np.int32)),
+        num_seqs=len(starts),
+        num_items=len(work),
+        max_queries=int(counts.max()),
+        num_queries=int(counts.sum()),
+        page_size=page_size,
+    )
+
+
+def visible_blocks(
+    starts: Ints, stops: Ints, window: int | None, sinks: int
+) -> tuple[Ints, Ints, Ints]:
+    """(B,) each: blocks of sinks at the front, blocks after them that nobody sees, blocks seen."""
+    ends = -(-stops // BLOCK)
+    if window is None:
+        zeros = np.zeros_like(starts)
+        return zeros, zeros, ends
+    first = np.maximum(starts - window + 1, 0) // BLOCK
+    sink_blocks = np.minimum(-(-sinks // BLOCK), first).astype(np.int32)
+    return sink_blocks, first - sink_blocks, sink_blocks + ends - first
+
+
+def blocks_per_item(num_blocks: Ints, kv_heads: int, cores: int) -> int:
+    """Blocks that one threadgroup takes at most: so that there are 8 threadgroups a core.
+
+    Where sequences and heads are many each sequence is one item, and nothing is reduced; where
+    they are few, or one is much longer than the rest, it is split.
+    """
+    wanted = -(-int(num_blocks.sum()) * kv_heads // (ITEMS_PER_CORE * cores))
+    return max(wanted, MIN_ITEM_BLOCKS)
+
+
+def share_blocks(num_blocks: Ints, item_blocks: int) -> tuple[Ints, Ints]:
+    """First item (B,) of each sequence, and the items (items, 4): sequence, first, stop, 0.
+
+    The items of a sequence are as equal as blocks allow.
+    """
+    num_items = -(-num_blocks // item_blocks)
+    first_items = np.cumsum(num_items) - num_items
+    work = np.zeros((int(num_items.sum()), 4), np.int32)
+    work[:, 0] = np.repeat(np.arange(len(num_blocks)), num_items)
+    index = np.arange(len(work)) - first_items[work[:, 0]]  # within the sequence
+    blocks, items = num_blocks[work[:, 0]], num_items[work[:, 0]]
+    work[:, 1] = index * blocks // items
+    work[:, 2] = (index + 1) * blocks // items
+    return first_items.astype(np.int32), work
+
+
+def guess_cores() -> int:
+    """GPU cores of this machine, roughly: MLX tells the kind of chip, not its size."""
+    if not mx.metal.is_available():
+        return CORES["g"]
+    return CORES.get(str(mx.device_info()["architecture"])[-1:], CORES["g"])
+
+
+def _padded_tables(tables: Sequence[Ints]) -> Ints:
+    """(B, max_pages) with at least 8 entries."""
+    width = max(8, *(len(table) for table in tables))
+    pages = np.full((len(tables), width), -1, np.int32)
+    for row, table in zip(pages, tables, strict=True):
+        row[: len(table)] = table
+    return pages

@@ -1,0 +1,48 @@
+// The second pass over split sequences: the partials of a sequence's items become its outputs.
+//
+// One SIMD group serves one query head of one query token; its lanes share the numbers.
+
+template <int D, bool SINKS, typename O, typename P, typename I>
+inline void attention_reduce(
+    const device float* partials,  // (items, heads, rows, D)
+    const device float* figures,   // (items, heads, rows, 2): peak, total
+    P sink_logits,
+    const device int* spans,
+    I sizes,
+    int heads,
+    device O* outputs,            // (T, query heads, D)
+    device float* log_sum_exp,    // (T, query heads)
+    int query_head,
+    int place,  // sequence and query of it
+    uint lane,
+    int query_heads) {
+  const int max_queries = sizes[4];
+  const int sequence = place / max_queries;
+  const int query = place % max_queries;
+  const Span span = read_span(spans, sequence);
+  if (query >= span.num_queries()) return;
+  const int last = spans[(sequence + 1) * SPAN_FIELDS + 7];
+  const int group = query_heads / heads;
+  const int row = query * group + query_head % group;
+  const int head = query_head / group;
+  const int rows = max_queries * group;
+
+  RowFigures all = {LOWEST, 0};
+  for (int i = span.first_item; i < last; i++) {
+    all.peak = max(all.peak, figures[((long(i) * heads + head) * rows + row) * 2]);
+  }
+  float sums[(D + 31) / 32];
+  for (int j = 0; j < (D + 31) / 32; j++) sums[j] = 0;
+  for (int i = span.first_item; i < last; i++) {
+    const long vector = (long(i) * heads + head) * rows + row;
+    const float fade = fast::exp2(figures[vector * 2] - all.peak);
+    all.total += figures[vector * 2 + 1] * fade;
+    for (int j = lane; j < D; j += 32) sums[j / 32] += partials[vector * D + j] * fade;
+  }
+  const float peak = all.peak;
+  if (SINKS) all = all.with_sink(sink_logits, query_head);
+  const float share = fast::exp2(peak - all.peak) / all.total;
+  const long vector = long(span.row + query) * query_heads + query_head;
+  for (int j = lane; j < D; j += 32) outputs[vector * D + j] = O(sums[j / 32] * share);
+  if (lane == 0) log_sum_exp[vector] = all.log_sum_exp();
+}

@@ -1,0 +1,44 @@
+"""Which threadgroup serves how many query rows of a KV head. Pure Python; knows no arrays."""
+
+from dataclasses import dataclass
+
+from .attention_plan import BLOCK
+
+FRAGMENT_ROWS = 8
+FRAGMENTS = 32  # of outputs that a SIMD group may hold: 64 registers of each lane
+SHARED_FRAGMENTS = 16  # the same where queries take registers too
+STREAMS = 4  # SIMD groups that take blocks in turn
+PAIRED_TEAMS = 4  # more than these many sets of rows have one SIMD group each
+MAX_TILE_BYTES = 16_384  # keys and values together
+LANES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A threadgroup: how many SIMD groups, and who of them has which rows and tokens."""
+
+    fragments: int  # of 8 query rows, of one SIMD group
+    simd_groups: int
+    partners: int  # SIMD groups with the same rows and other tokens
+    shares: bool  # all read the same tiles
+
+    @property
+    def threads(self) -> int:
+        """Of a threadgroup."""
+        return self.simd_groups * LANES
+
+
+def threadgroup_shape(num_rows: int, *, key_dim: int, value_dim: int, itemsize: int) -> Shape:
+    """The threadgroup that serves `num_rows` query rows and loads each key and value once.
+
+    While all rows fit into the registers of one SIMD group, every SIMD group has all of them and
+    tokens of its own. Else they share tiles in threadgroup memory.
+    """
+    fragments = -(-num_rows // FRAGMENT_ROWS)
+    if fragments * value_dim <= FRAGMENTS * FRAGMENT_ROWS:
+        return Shape(fragments, STREAMS, STREAMS, shares=False)
+    own = max(1, SHARED_FRAGMENTS * FRAGMENT_ROWS // value_dim)
+    teams = -(-fragments // own)
+    half_tile = BLOCK * (key_dim + value_dim) * itemsize > MAX_TILE_BYTES
+    partners = 1 if half_tile or teams > PAIRED_TEAMS else 2
+    return Shape(own, teams * partners, partners, shares=True)

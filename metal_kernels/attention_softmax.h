@@ -1,0 +1,131 @@
+// Softmax over tokens that come in blocks, for rows of queries that live in fragments.
+//
+// ROWS is the number of fragments of 8 query rows, CHUNKS that of 8 value numbers. A lane holds
+// the state of one row of each fragment; four lanes share a row. Scores are in base 2.
+
+constant constexpr float HIDDEN = -3.0e38f;  // the score of what must not be seen
+constant constexpr float LOWEST = -1.0e30f;  // a peak before anything was seen
+
+struct ScoreScale {
+  float scale;     // times log2(e), unless there is a cap
+  float soft_cap;  // 0: none
+
+  float operator()(float score) const {
+    if (soft_cap == 0.0f) return score * scale;
+    return M_LOG2E_F * soft_cap * precise::tanh(score * scale / soft_cap);
+  }
+};
+
+template <typename P>
+inline ScoreScale score_scale(P numbers) {
+  return {numbers[1] == 0.0f ? numbers[0] * M_LOG2E_F : numbers[0], numbers[1]};
+}
+
+inline float row_max(float x) {
+  x = max(x, simd_shuffle_xor(x, ushort(1)));
+  return max(x, simd_shuffle_xor(x, ushort(8)));
+}
+
+inline float row_sum(float x) {
+  x += simd_shuffle_xor(x, ushort(1));
+  return x + simd_shuffle_xor(x, ushort(8));
+}
+
+template <int ROWS, int CHUNKS>
+struct RunningSoftmax {
+  Fragment outputs[ROWS][CHUNKS];
+  float peak[ROWS];
+  float total[ROWS];  // of this lane's columns; row_sum has all
+
+  void clear() {
+    for (int r = 0; r < ROWS; r++) {
+      peak[r] = LOWEST;
+      total[r] = 0;
+      for (int c = 0; c < CHUNKS; c++) outputs[r][c] = Fragment(0);
+    }
+  }
+
+  // Scores become weights; what was summed so far fades where a higher peak came.
+  template <int GROUPS>
+  void weigh(thread Fragment (&scores)[ROWS][GROUPS]) {
+    for (int r = 0; r < ROWS; r++) {
+      float top = peak[r];
+      for (int g = 0; g < GROUPS; g++) {
+        top = max(top, scores[r][g].thread_elements()[0]);
+        top = max(top, scores[r][g].thread_elements()[1]);
+      }
+      top = row_max(top);
+      const float fade = fast::exp2(peak[r] - top);
+      float sum = 0;
+      for (int g = 0; g < GROUPS; g++) {
+        for (int e = 0; e < 2; e++) {
+          const float weight = fast::exp2(scores[r][g].thread_elements()[e] - top);
+          scores[r][g].thread_elements()[e] = weight;
+          sum += weight;
+        }
+      }
+      peak[r] = top;
+      total[r] = total[r] * fade + sum;
+      for (int c = 0; c < CHUNKS; c++) outputs[r][c].thread_elements() *= fade;
+    }
+  }
+};
+
+// scores += queries . keys of GROUPS groups of 8 tokens. `seen` of a lane's two tokens of each.
+template <int D, int ROWS, int GROUPS, typename Queries, typename Keys>
+inline void add_scores(
+    thread Fragment (&scores)[ROWS][GROUPS],
+    const thread Queries& queries,
+    const thread Keys& keys,
+    const thread bool (&seen)[GROUPS][2],
+    Place at) {
+  constexpr int RUN = key_run(D);
+  for (int v = 0; v < D / (8 * RUN); v++) {
+    decltype(keys.template read<RUN>(0, 0, true)) runs[GROUPS][2];
+    for (int g = 0; g < GROUPS; g++) {
+      for (int e = 0; e < 2; e++) {
+        const int first = (v * 8 + at.row) * RUN;
+        runs[g][e] = keys.template read<RUN>(8 * g + at.column + e, first, seen[g][e]);
+      }
+    }
+    for (int j = 0; j < RUN; j++) {
+      Fragment rows[ROWS];
+      for (int r = 0; r < ROWS; r++) rows[r] = queries.at(r, v * RUN + j);
+      for (int g = 0; g < GROUPS; g++) {
+        Fragment part;
+        part.thread_elements()[0] = runs[g][0].at(j);
+        part.thread_elements()[1] = runs[g][1].at(j);
+        for (int r = 0; r < ROWS; r++) {
+          simdgroup_multiply_accumulate(scores[r][g], rows[r], part, scores[r][g]);
+        }
+      }
+    }
+  }
+}
+
+// outputs += weights . values of GROUPS groups of 8 tokens. `seen` of a lane's token of each.
+template <int D, int ROWS, int GROUPS, int CHUNKS, typename Values>
+inline void add_values(
+    thread RunningSoftmax<ROWS, CHUNKS>& state,
+    thread Fragment (&weights)[ROWS][GROUPS],
+    const thread Values& values,
+    const thread bool (&seen)[GROUPS],
+    Place at) {
+  constexpr int RUN = value_run(D);
+  constexpr int HALF = RUN / 2;
+  for (int g = 0; g < GROUPS; g++) {
+    for (int v = 0; v < CHUNKS / HALF; v++) {
+      const int first = v * 8 * HALF + at.column * HALF;
+      const auto run = values.template read<RUN>(8 * g + at.row, first, seen[g]);
+      for (int j = 0; j < HALF; j++) {
+        Fragment part;
+        part.thread_elements()[0] = run.at(j);
+        part.thread_elements()[1] = run.at(j + HALF);
+        for (int r = 0; r < ROWS; r++) {
+          thread Fragment& sum = state.outputs[r][v * HALF + j];
+          simdgroup_multiply_accumulate(sum, weights[r][g], part, sum);
+        }
+      }
+    }
+  }
+}

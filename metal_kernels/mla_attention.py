@@ -1,0 +1,126 @@
+"""Attention over a latent cache (MLA): the Metal kernel and its plain-MLX twin.
+
+Every head has the same key, a latent vector and a rotary part, and the latent vector is its value
+too. T = query tokens of all sequences, D = numbers of a key, V = numbers of the latent vector.
+Source: DeepSeek-V2, arXiv:2405.04434, with the projections absorbed into queries and outputs.
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from .attention_plan import AttentionPlan
+from .attention_reduce import INCLUDES, finished, result_sizes
+from .attention_shape import LANES
+from .launch import MetalKernel
+from .paged_attention_gather import paged_attention_gathered
+from .paged_attention_kernel import DTYPES
+from .stored import Stored, decoded, plane_arrays, plane_names, stored_bits
+
+DIMS = ((576, 512),)
+TEAM_ROWS = 16  # query rows of 8 SIMD groups
+TEAM_THREADS = 8 * LANES
+
+_kernel = MetalKernel(
+    name="mla_attention",
+    inputs=("queries", *plane_names("latent"), "spans", "pages", "work", "sizes", "scale"),
+    outputs=("outputs", "figures"),
+    includes=INCLUDES,
+    body=f"""
+  threadgroup float scratch[TEAMS * TEAM * SCORES];
+  mla_attention<KEY_DIM, VALUE_DIM, TEAMS, SPLIT>(
+      queries, plane_of<BITS, KEY_DIM>({", ".join(plane_names("latent"))}),
+      spans, pages, work, sizes, scale, queries_shape[1], latent_codes_shape[1],
+      outputs, figures, scratch,
+      threadgroup_position_in_grid.x, threadgroup_position_in_grid.y,
+      simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+""",
+)
+
+
+def mla_attention_on_metal(
+    queries: mx.array, latents: Stored, plan: AttentionPlan, *, scale: float, value_dim: int = 512
+) -> tuple[mx.array, mx.array]:
+    """Attention of 1 to 8 queries of each sequence over its pages and its tail.
+
+    Args:
+        queries: (T, heads, D), those of the plan's first sequence first.
+        latents: one vector of D numbers a token under one head, plain or in 8 bits.
+        plan: of the step and the layer's group, planned for `row_blocks` KV heads.
+        scale: multiplies the scores.
+        value_dim: V; the first V numbers of a token's vector are its value.
+
+    Returns:
+        outputs (T, heads, V) in the queries' dtype, and the logarithm of each softmax's
+        denominator (T, heads) float32.
+
+    Raises:
+        ValueError: no kernel has these sizes; `mla_attention_gathered` takes any.
+    """
+    num_heads, dim = queries.shape[1:]
+    bits = stored_bits(latents, dim)
+    _check(queries.dtype, (dim, value_dim), bits)
+    assert len(queries) == plan.num_queries, (queries.shape, plan.num_queries)
+    teams = row_teams(plan.max_queries * num_heads)
+    blocks = row_blocks(plan.max_queries * num_heads)
+    shapes, dtypes = result_sizes(queries, plan, 1, value_dim)
+    results = _kernel(
+        [
+            queries,
+            *plane_arrays(latents),
+            *(plan.spans, plan.pages, plan.work, plan.sizes),
+            mx.array(scale, dtype=mx.float32),
+        ],
+        template=[
+            ("T", queries.dtype),
+            ("BITS", bits),
+            ("KEY_DIM", dim),
+            ("VALUE_DIM", value_dim),
+            ("TEAMS", teams),
+            ("SPLIT", plan.is_split),
+        ],
+        grid=(plan.num_items * teams * TEAM_THREADS, blocks, 1),
+        threadgroup=(teams * TEAM_THREADS, 1, 1),
+        output_shapes=shapes,
+        output_dtypes=dtypes,
+    )
+    return finished(results, queries, plan)
+
+
+def row_teams(num_rows: int) -> int:
+    """Sets of 16 query rows that one threadgroup serves."""
+    return 1 if num_rows <= TEAM_ROWS else 2
+
+
+def row_blocks(num_rows: int) -> int:
+    """Threadgroups that share the query rows of a sequence; each reads the latents again."""
+    return -(-num_rows // (TEAM_ROWS * row_teams(num_rows)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    pages: list[mx.array]
+    tails: list[mx.array]
+
+
+def mla_attention_gathered(
+    queries: mx.array, latents: Stored, plan: AttentionPlan, *, scale: float, value_dim: int = 512
+) -> tuple[mx.array, mx.array]:
+    """The plain-MLX twin, as `mla_attention_on_metal`; simple rather than fast."""
+    dim = queries.shape[-1]
+    values = _Plain(
+        [decoded(latents.pages, dim)[..., :value_dim]],
+        [decoded(latents.tails, dim)[..., :value_dim]],
+    )
+    return paged_attention_gathered(
+        queries, latents, values, plan, scale=scale, value_dim=value_dim
+    )
+
+
+def _check(dtype: mx.Dtype, dims: tuple[int, int], bits: int) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"queries are {dtype}; the kernel takes floats of 16 or 32 bits")
+    if dims not in DIMS:
+        raise ValueError(f"latent dims {dims}; the kernel has {DIMS}")
+    if bits not in (0, 8):
+        raise ValueError(f"latents of {bits} bits; the kernel takes plain ones and 8 bits")

@@ -1,0 +1,97 @@
+// Attention of few query rows over pages and a tail: each SIMD group takes blocks of its own.
+//
+// One threadgroup serves one item of the work list (some blocks of one sequence) and one KV head,
+// with all query rows of that head: up to 8 * ROWS of them, ROWS * chunks of D <= 32. Its 4 SIMD
+// groups take turns at blocks of 16 tokens, hold all rows, and never wait for one another until
+// the end. Every number of a block is read from the cache and dequantised once, by one lane,
+// straight into the fragment that multiplies it: 16 bytes of it at a time (32 bits where 8 codes
+// fill them) wherever D is a multiple of 64.
+//
+// Registers of a lane, in floats: outputs 2 * ROWS * D / 8 (<= 64), scores 4 * ROWS (<= 16), runs
+// of four keys as they are stored (<= 16 in 16 bits), one fragment of queries and of keys each
+// (<= 10), peaks and totals 2 * ROWS, about 12 for places: 70 at D 128 and 8 rows, under 110
+// otherwise. Queries, which all SIMD groups share, lie in threadgroup memory in the order of their
+// fragments: 8 * ROWS * D numbers, at most 4 KB in 16 bits and 8 KB in 32. What SIMD groups found
+// is merged 8 rows and 32 numbers at a time (4 KB and 1 KB).
+
+constant constexpr int STREAMS = 4;
+
+// Queries of all rows in threadgroup memory: (ROWS, D / 8, 32 lanes, 2).
+template <typename T, int D>
+struct SharedQueries {
+  const threadgroup T* pairs;
+  uint lane;
+
+  Fragment at(int r, int c) const {
+    const vec<T, 2> pair =
+        reinterpret_cast<const threadgroup vec<T, 2>*>(pairs)[(r * (D / 8) + c) * 32 + lane];
+    Fragment part;
+    part.thread_elements()[0] = float(pair[0]);
+    part.thread_elements()[1] = float(pair[1]);
+    return part;
+  }
+};
+
+template <int D, int ROWS, typename T>
+inline void share_queries(
+    threadgroup T* pairs, const device T* first, int query_heads, int group, int num_rows,
+    uint thread_index) {
+  for (int i = thread_index; i < ROWS * D * 4; i += STREAMS * 32) {
+    const Place at = place_of(i % 32);
+    const int c = i / 32 % (D / 8);
+    const int row = i / (4 * D) * 8 + at.row;
+    const long vector = long(row / group) * query_heads + row % group;
+    for (int e = 0; e < 2; e++) {
+      const bool real = row < num_rows;
+      pairs[2 * i + e] = real ? first[vector * D + key_index<D>(c, at.column + e)] : T(0);
+    }
+  }
+}
+
+template <int KD, int VD, int ROWS, bool SPLIT, bool SINKS, typename T, typename Keys,
+          typename Values, typename O, typename I, typename N, typename P>
+inline void paged_attention(
+    const device T* queries, Keys keys, Values values, P sink_logits,
+    const device int* spans, const device int* pages, const device int* work, I sizes, N numbers,
+    int query_heads, int heads, long pool_tokens,
+    device O* outputs, device float* figures_out,
+    threadgroup T* shared_queries, threadgroup float* figures, threadgroup float* slice,
+    uint item, uint head, uint stream, uint lane) {
+  const int sequence = work[item * WORK_FIELDS];
+  const int last = work[item * WORK_FIELDS + 2];
+  const Span span = read_span(spans, sequence);
+  const Reach reach = {sizes[1], sizes[2]};
+  const int group = query_heads / heads;
+  const int num_rows = span.num_queries() * group;
+  const Place at = place_of(lane);
+
+  const long first = long(span.row) * query_heads + head * group;  // vector of row 0
+  share_queries<KD, ROWS>(
+      shared_queries, queries + first * KD, query_heads, group, num_rows, stream * 32 + lane);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  int query_positions[ROWS];
+  for (int r = 0; r < ROWS; r++) {
+    query_positions[r] = min(span.start + (r * 8 + at.row) / group, span.stop - 1);
+  }
+  RunningSoftmax<ROWS, VD / 8> state;
+  state.clear();
+  const SharedQueries<T, KD> rows = {shared_queries, lane};
+  const device int* table = pages + sequence * sizes[3];
+  for (int i = work[item * WORK_FIELDS + 1] + int(stream); i < last; i += STREAMS) {
+    const int position = span.block_start(i);
+    const BlockPlace place =
+        find_block(span, table, position, sizes[0], head, heads, pool_tokens);
+    if (!place.held) continue;
+    attend_tokens<KD, VD, 2>(
+        state, rows, keys.at(place), values.at(place), span, reach, score_scale(numbers),
+        position, query_positions, at);
+  }
+
+  const int rows_per_item = sizes[4] * group;
+  const long partial = (long(item) * heads + head) * rows_per_item;
+  const Outputs<O, SPLIT> to = {
+      outputs, figures_out, SPLIT ? partial : first, query_heads, group, num_rows};
+  put_merged<VD, STREAMS, SINKS>(
+      state, to, figures, slice, sink_logits, head, 0, stream, lane);
+}

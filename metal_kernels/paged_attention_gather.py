@@ -1,0 +1,118 @@
+"""The plain-MLX twin of the paged attention kernels: same arguments, one sequence at a time.
+
+Simple rather than fast: tests and the check on a new GPU compare the kernels with it. In float32
+throughout. What runs where there is no Metal is `paged_attention`, over runs of pages.
+"""
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from .attention_plan import AttentionPlan
+from .stored import Stored, decoded
+
+HIDDEN = float(np.finfo(np.float32).min)
+
+
+def paged_attention_gathered(
+    queries: mx.array,
+    keys: Stored,
+    values: Stored,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    sink_logits: mx.array | None = None,
+    soft_cap: float | None = None,
+    value_dim: int | None = None,
+) -> tuple[mx.array, mx.array]:
+    """As `paged_attention_on_metal`, which see."""
+    value_dim = value_dim or queries.shape[-1]
+    page_size, window, sinks, *_ = np.array(plan.sizes).tolist()
+    found = []
+    for span, table in zip(np.array(plan.spans)[:-1], np.array(plan.pages), strict=True):
+        row, start, stop, sealed, slot, *_ = (int(field) for field in span)
+        own = queries[row : row + stop - start].astype(mx.float32)  # (Q, H * G, D)
+        positions = held_positions(table, stop, sealed, page_size)
+        index = token_index(table, positions, sealed, page_size)
+        visible = _sees(
+            np.arange(start, stop, dtype=np.int32)[:, None], positions[None], window, sinks
+        )
+        found.append(
+            attend(
+                own,
+                gathered(keys, slot, index, own.shape[-1]),
+                gathered(values, slot, index, value_dim),
+                mx.array(np.where(visible, 0.0, HIDDEN).astype(np.float32)),
+                scale=scale,
+                sink_logits=sink_logits,
+                soft_cap=soft_cap,
+            )
+        )
+    outputs = mx.concatenate([outputs for outputs, _ in found])
+    return outputs.astype(queries.dtype), mx.concatenate([figures for _, figures in found])
+
+
+def held_positions(
+    table: NDArray[np.int32], stop: int, sealed: int, page_size: int
+) -> NDArray[np.int32]:
+    """Positions before `stop` whose vectors are still there."""
+    positions = np.arange(stop, dtype=np.int32)
+    page = table[np.minimum(positions // page_size, len(table) - 1)]
+    return positions[(positions >= sealed) | (page >= 0)]
+
+
+def token_index(
+    table: NDArray[np.int32], positions: NDArray[np.int32], sealed: int, page_size: int
+) -> tuple[mx.array, mx.array]:
+    """Tokens of the pool, and of a tail's ring, that hold `positions`, in order."""
+    old, new = positions[positions < sealed], positions[positions >= sealed]
+    tokens = table[old // page_size] * page_size + old % page_size
+    return mx.array(tokens), mx.array(new % (2 * page_size))
+
+
+def gathered(stored: Stored, slot: int, index: tuple[mx.array, mx.array], dim: int) -> mx.array:
+    """(H, tokens, dim) float32: of the pages, then of the tail."""
+    tokens, ring = index
+    parts = [
+        mx.concatenate([pages[:, tokens], tails[slot][:, ring]], axis=1)
+        for pages, tails in zip(stored.pages, stored.tails, strict=True)
+    ]
+    return decoded(parts, dim)
+
+
+def attend(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    mask: mx.array,
+    *,
+    scale: float,
+    sink_logits: mx.array | None,
+    soft_cap: float | None,
+) -> tuple[mx.array, mx.array]:
+    """Outputs (Q, H * G, V) and log-sum-exps (Q, H * G) of one sequence.
+
+    Args:
+        queries: (Q, H * G, D).
+        keys, values: (H, N, D) and (H, N, V).
+        mask: (Q, N) additive.
+    """
+    num_heads = queries.shape[1]
+    repeats = num_heads // len(keys)
+    keys, values = mx.repeat(keys, repeats, axis=0), mx.repeat(values, repeats, axis=0)
+    scores = (queries.swapaxes(0, 1) @ keys.swapaxes(1, 2)) * scale  # (H * G, Q, N)
+    if soft_cap is not None:
+        scores = soft_cap * mx.tanh(scores / soft_cap)
+    scores = scores + mask
+    log_sum_exp = mx.logsumexp(scores, axis=-1, keepdims=True)  # (H * G, Q, 1)
+    if sink_logits is not None:
+        column = sink_logits.astype(mx.float32).reshape(num_heads, 1, 1)
+        log_sum_exp = mx.logaddexp(log_sum_exp, column)
+    outputs = mx.exp(scores - log_sum_exp) @ values  # (H * G, Q, V)
+    return outputs.swapaxes(0, 1), log_sum_exp.squeeze(-1).T
+
+
+def _sees(
+    queries: NDArray[np.int32], keys: NDArray[np.int32], window: int, sinks: int
+) -> NDArray[np.bool_]:
+    return (keys <= queries) & ((keys > queries - window) | (keys < sinks))

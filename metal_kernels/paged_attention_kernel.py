@@ -1,0 +1,145 @@
+"""The Metal kernels of paged attention: checks, variants, launches. Knows no step, no scheduler.
+
+T = query tokens of all sequences, H = KV heads, G = query heads per KV head, D = key dim,
+V = value dim.
+"""
+
+import mlx.core as mx
+
+from .attention_plan import AttentionPlan
+from .attention_reduce import INCLUDES, finished, result_sizes
+from .attention_shape import Shape, threadgroup_shape
+from .launch import MetalKernel, TemplateValue
+from .stored import Stored, plane_arrays, plane_names, stored_bits
+
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+MAX_ROWS = 128  # query tokens of a sequence times query heads per KV head
+DTYPES = (mx.bfloat16, mx.float16, mx.float32)
+
+INPUTS = (
+    "queries",
+    *plane_names("key"),
+    *plane_names("value"),
+    *("sink_logits", "spans", "pages", "work", "sizes", "numbers"),
+)
+ARGUMENTS = f"""
+      queries, plane_of<KEY_BITS, KEY_DIM>({", ".join(plane_names("key"))}),
+      plane_of<VALUE_BITS, VALUE_DIM>({", ".join(plane_names("value"))}), sink_logits,
+      spans, pages, work, sizes, numbers, queries_shape[1], key_codes_shape[0], key_codes_shape[1],
+      outputs, figures"""
+POSITION = """
+      threadgroup_position_in_grid.x, threadgroup_position_in_grid.y,
+      simdgroup_index_in_threadgroup, thread_index_in_simdgroup"""
+
+_streamed = MetalKernel(
+    name="paged_attention",
+    inputs=INPUTS,
+    outputs=("outputs", "figures"),
+    includes=INCLUDES,
+    body=f"""
+  constexpr int SLICE = STREAMS * 8 * slice_width(VALUE_DIM);
+  threadgroup T shared_queries[FRAGMENTS * 8 * KEY_DIM];
+  threadgroup float shared_figures[STREAMS * FRAGMENTS * 8 * 2];
+  threadgroup float slice[SLICE];
+  paged_attention<KEY_DIM, VALUE_DIM, FRAGMENTS, SPLIT, SINKS>({ARGUMENTS},
+      shared_queries, shared_figures, slice,{POSITION});
+""",
+)
+_shared = MetalKernel(
+    name="paged_attention_shared",
+    inputs=INPUTS,
+    outputs=("outputs", "figures"),
+    includes=INCLUDES,
+    body=f"""
+  constexpr int MERGED = SIMD_GROUPS * 8 * (FRAGMENTS * 2 + slice_width(VALUE_DIM));
+  constexpr int SCRATCH = scratch_floats(
+      KEY_DIM + VALUE_DIM, sizeof(T), PARTNERS == 1 ? 0 : MERGED);
+  threadgroup float scratch[SCRATCH];
+  paged_attention_shared<KEY_DIM, VALUE_DIM, FRAGMENTS, SIMD_GROUPS, PARTNERS, SPLIT, SINKS>(
+      {ARGUMENTS}, scratch,{POSITION});
+""",
+)
+
+
+def paged_attention_on_metal(
+    queries: mx.array,
+    keys: Stored,
+    values: Stored,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    sink_logits: mx.array | None = None,
+    soft_cap: float | None = None,
+    value_dim: int | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Attention of 1 to 8 queries of each sequence over its pages and its tail.
+
+    Args:
+        queries: (T, H * G, D), those of the plan's first sequence first.
+        keys: plain, or codes of 8 or 4 bits with scales and biases.
+        values: likewise; another format than the keys' is fine.
+        plan: of the step and the layer's group.
+        scale: multiplies the scores.
+        sink_logits: (H * G,) logits that join each softmax without a value.
+        soft_cap: scores become soft_cap * tanh(score / soft_cap).
+        value_dim: V where it differs from D.
+
+    Returns:
+        outputs (T, H * G, V) in the queries' dtype, and the logarithm of each softmax's
+        denominator, sink logits included, (T, H * G) float32.
+
+    Raises:
+        ValueError: no kernel has these sizes; `paged_attention_gathered` takes any.
+    """
+    num_heads, key_dim = queries.shape[1:]
+    value_dim = value_dim or key_dim
+    heads = keys.pages[0].shape[0]
+    num_rows = plan.max_queries * (num_heads // heads)
+    check_sizes(queries, (key_dim, value_dim), num_rows)
+    assert len(queries) == plan.num_queries, (queries.shape, plan.num_queries)
+    shape = threadgroup_shape(
+        num_rows, key_dim=key_dim, value_dim=value_dim, itemsize=queries.dtype.size
+    )
+    shapes, dtypes = result_sizes(queries, plan, heads, value_dim)
+    results = (_shared if shape.shares else _streamed)(
+        [
+            queries,
+            *plane_arrays(keys),
+            *plane_arrays(values),
+            queries if sink_logits is None else sink_logits,
+            *(plan.spans, plan.pages, plan.work, plan.sizes),
+            mx.array([scale, soft_cap or 0.0], dtype=mx.float32),
+        ],
+        template=[
+            ("T", queries.dtype),
+            ("KEY_BITS", stored_bits(keys, key_dim)),
+            ("VALUE_BITS", stored_bits(values, value_dim)),
+            ("KEY_DIM", key_dim),
+            ("VALUE_DIM", value_dim),
+            ("SPLIT", plan.is_split),
+            ("SINKS", sink_logits is not None),
+            *_shape_template(shape),
+        ],
+        grid=(plan.num_items * shape.threads, heads, 1),
+        threadgroup=(shape.threads, 1, 1),
+        output_shapes=shapes,
+        output_dtypes=dtypes,
+    )
+    return finished(results, queries, plan, sink_logits)
+
+
+def check_sizes(queries: mx.array, dims: tuple[int, int], num_rows: int) -> None:
+    """Raise ValueError where no kernel fits."""
+    if queries.dtype not in DTYPES:
+        raise ValueError(f"queries are {queries.dtype}; the kernels take floats of 16 or 32 bits")
+    if any(dim not in HEAD_DIMS for dim in dims):
+        raise ValueError(f"head dims {dims}; the kernels have {HEAD_DIMS}")
+    if num_rows > MAX_ROWS:
+        raise ValueError(f"{num_rows} query rows of a KV head; the kernels take up to {MAX_ROWS}")
+
+
+def _shape_template(shape: Shape) -> list[tuple[str, TemplateValue]]:
+    found: list[tuple[str, TemplateValue]] = [("FRAGMENTS", shape.fragments)]
+    if shape.shares:
+        found += [("SIMD_GROUPS", shape.simd_groups), ("PARTNERS", shape.partners)]
+    return found

@@ -1,0 +1,129 @@
+// Where the tokens of a sequence lie, and which of them a query sees.
+//
+// Positions before `sealed` lie in pages, heads first: (heads, pool tokens, width). The rest lie in
+// the sequence's tail, a ring of two pages: (slots, heads, 2 * page_size, width). A block of 16
+// tokens never crosses a page, so that its vectors are consecutive in either.
+
+constant constexpr int SPAN_FIELDS = 8;
+constant constexpr int WORK_FIELDS = 4;
+
+// One sequence of a step, as the plan describes it.
+struct Span {
+  int row;          // of its first query in the flat list
+  int start;        // position of that query
+  int stop;         // one past the last position
+  int sealed;       // positions that lie in pages
+  int slot;         // of its tail
+  int sink_blocks;  // blocks at the front that are seen whatever the window is
+  int gap;          // blocks after them that nobody sees
+  int first_item;   // of the work list
+
+  int num_queries() const { return stop - start; }
+
+  // The position of the first token of the i-th block that any query sees.
+  int block_start(int i) const { return (i < sink_blocks ? i : i + gap) * BLOCK; }
+};
+
+template <typename P>
+inline Span read_span(P spans, int sequence) {
+  P at = spans + sequence * SPAN_FIELDS;
+  return {at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7]};
+}
+
+// What a layer group keeps: a query sees itself, the `window` positions up to it, and the sinks.
+struct Reach {
+  int window;
+  int sinks;
+
+  bool sees(int query, int key) const {
+    return key <= query && (key > query - window || key < sinks);
+  }
+
+  // Whether any query of a sequence sees a key.
+  bool seen(Span span, int key) const {
+    return key < span.stop && (key > span.start - window || key < sinks);
+  }
+};
+
+// Vectors of one block, as an index into pages or into tails; `held` false: a page let go of.
+struct BlockPlace {
+  bool held;
+  bool in_pages;
+  long vector;
+};
+
+template <typename P>
+inline BlockPlace find_block(
+    Span span, P pages, int position, int page_size, int head, int heads, long pool_tokens) {
+  if (position < span.sealed) {
+    const int page = pages[position / page_size];
+    const long token = long(page) * page_size + position % page_size;
+    return {page >= 0, true, head * pool_tokens + token};
+  }
+  const int ring = 2 * page_size;
+  return {true, false, (long(span.slot) * heads + head) * ring + position % ring};
+}
+
+// The keys or the values of a layer: pages and tails of each part.
+template <typename Rows, typename C, typename S>
+struct Plane {
+  const device C* tail_codes;
+  const device C* codes;
+  const device S* tail_scales;
+  const device S* scales;
+  const device S* tail_biases;
+  const device S* biases;
+
+  Rows at(BlockPlace place) const {
+    const long number = place.vector * Rows::WIDTH;
+    const long group = place.vector * Rows::GROUPS;
+    return {
+        (place.in_pages ? codes : tail_codes) + number,
+        (place.in_pages ? scales : tail_scales) + group,
+        (place.in_pages ? biases : tail_biases) + group};
+  }
+};
+
+template <int BITS, int D, typename C, typename S>
+inline Plane<typename Format<BITS, D, C, S>::Rows, C, S> plane_of(
+    const device C* tail_codes, const device C* codes,
+    const device S* tail_scales, const device S* scales,
+    const device S* tail_biases, const device S* biases) {
+  return {tail_codes, codes, tail_scales, scales, tail_biases, biases};
+}
+
+// GROUPS groups of 8 tokens from `position` on join the softmax of all rows.
+template <int KD, int VD, int GROUPS, int ROWS, typename Queries, typename Keys, typename Values>
+inline void attend_tokens(
+    thread RunningSoftmax<ROWS, VD / 8>& state,
+    const thread Queries& queries,
+    const thread Keys& keys,
+    const thread Values& values,
+    Span span,
+    Reach reach,
+    ScoreScale scaled,
+    int position,
+    const thread int (&query_positions)[ROWS],
+    Place at) {
+  bool key_seen[GROUPS][2];
+  bool value_seen[GROUPS];
+  Fragment scores[ROWS][GROUPS];
+  for (int g = 0; g < GROUPS; g++) {
+    const int token = position + 8 * g;
+    value_seen[g] = reach.seen(span, token + at.row);
+    for (int e = 0; e < 2; e++) key_seen[g][e] = reach.seen(span, token + at.column + e);
+    for (int r = 0; r < ROWS; r++) scores[r][g] = Fragment(0);
+  }
+  add_scores<KD>(scores, queries, keys, key_seen, at);
+  for (int r = 0; r < ROWS; r++) {
+    for (int g = 0; g < GROUPS; g++) {
+      for (int e = 0; e < 2; e++) {
+        const float score = scaled(scores[r][g].thread_elements()[e]);
+        const bool sees = reach.sees(query_positions[r], position + 8 * g + at.column + e);
+        scores[r][g].thread_elements()[e] = sees ? score : HIDDEN;
+      }
+    }
+  }
+  state.weigh(scores);
+  add_values<VD>(state, scores, values, value_seen, at);
+}

@@ -9,14 +9,16 @@ from .apis import ENDPOINTS
 from .endpoint import Endpoint, Served
 from .errors import NoSuchPathError
 from .guard import Guard
+from .openapi import documentation
 from .service import Service
 
 
 def build_app(service: Service, endpoints: Iterable[Endpoint] = ENDPOINTS) -> ASGIApp:
     """The app of a service."""
+    listed = tuple(endpoints)
     routes = [
         Route(e.path, Served(e, service), methods=[e.method], name=f"{e.method} {e.path}")
-        for e in endpoints
+        for e in (*listed, *documentation(listed))
     ]
     router = Router(routes, redirect_slashes=False, default=_nothing_here)
 

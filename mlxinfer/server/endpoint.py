@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from .body import ClientGoneError, decode, read_body
 from .call import Call
+from .protocol import ABORT
 from .replies import NO_STORE, Body, Events, Reply
 from .service import Service
 from .styles import OPENAI, ErrorStyle, public
@@ -86,7 +87,8 @@ class Served:
             async for frame in frames:
                 async with asyncio.timeout(limit_s):
                     await send({"type": "http.response.body", "body": frame, "more_body": True})
-        except TimeoutError:
+        except TimeoutError:  # closing would wait for the client to read what it was sent
+            call.scope["state"][ABORT]()
             raise ClientGoneError from None
         except (
             Exception

@@ -33,13 +33,12 @@ class Models:
         Raises:
             ModelNotFoundError: no model is called so. Requests never load by path.
         """
-        found = self._by_name.get(name) if name else next(iter(self._by_name.values()))
-        if found is None:
-            raise ModelNotFoundError(
-                f"There is no model {name[:100]!r} here; there is: "  # type: ignore[index]
-                f"{', '.join(self.names())}."
-            )
-        return found
+        if name is None:
+            return next(iter(self._by_name.values()))
+        if name not in self._by_name:
+            names = ", ".join(self.names())
+            raise ModelNotFoundError(f"There is no model {name[:100]!r} here; there is: {names}.")
+        return self._by_name[name]
 
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[ServedModel]:

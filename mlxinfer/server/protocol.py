@@ -5,6 +5,8 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+ABORT = "mlxinfer.abort"  # in a request's state: ends its connection without sending what waits
+
 
 class PatientProtocol(H11Protocol):
     """Closes a connection whose request line and headers are not complete after a while."""
@@ -20,6 +22,7 @@ class PatientProtocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """A client has connected."""
         super().connection_made(transport)
+        self.app_state = {**self.app_state, ABORT: transport.abort}
         self._wait_for_headers()
 
     def data_received(self, data: bytes) -> None:

@@ -1,6 +1,7 @@
 """A server in a thread, real sockets, and what must hold after each test."""
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +19,6 @@ from mlxinfer.server.service import Service
 from mlxinfer.server.settings import ServerConfig
 
 CHAT = "/v1/chat/completions"
-SLOW_ENGINE = {"max_batch": 16}
 
 
 def chat(text: str = "Hello", **fields: Any) -> dict[str, Any]:
@@ -37,15 +37,20 @@ class LiveServer:
 
     Args:
         engine: arguments of EngineOptions.
+        send_buffer: bytes that the kernel keeps for a client that does not read.
         config: of ServerConfig.
     """
 
-    def __init__(self, engine: dict[str, Any] | None = None, **config: Any) -> None:
+    def __init__(
+        self, engine: dict[str, Any] | None = None, send_buffer: int | None = None, **config: Any
+    ) -> None:
         self.config = ServerConfig(port=0, **config)
         options = EngineOptions(**{"max_batch": 16, **(engine or {})})
         self.model = ServedModel.open("demo", hub.resolve("demo"), options, created_s=1)
         self.service = Service(Models([self.model]), self.config)
         listener = bind(self.config)
+        if send_buffer is not None:  # connections inherit it
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.url = url_of(listener)
         self.port: int = listener.getsockname()[1]
         self.server = Server(self.service, listener)
@@ -83,6 +88,10 @@ class LiveServer:
         with self.stream(path, body) as response:
             assert response.status_code == 200, response.read()
             return list(events_of(response))
+
+    def connections(self) -> int:
+        """How many are open, those of our own client included."""
+        return len(self.server.server_state.connections)
 
     def stats(self) -> dict[str, Any]:
         return self.model.engine.stats()

@@ -136,6 +136,7 @@ def test_the_last_message_can_be_continued(server: LiveServer) -> None:
     assert content(server.post(CHAT, request)) == " 85"
 
 
+TEXT_OF_A_PART = "messages[0].content[0].text"
 BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"temperature": -1}, "temperature"),
     ({"temperature": True}, "temperature"),
@@ -175,7 +176,7 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, TEXT_OF_A_PART),
     ({"audio": {}}, "audio"),
     ({"best_of": 2}, "best_of"),
     ({"chat_template": "x"}, "chat_template"),

@@ -62,9 +62,7 @@ def test_echoed_logprobs_are_those_of_the_model(server: LiveServer) -> None:
     assert found["top_logprobs"][0] is None
     for position in range(1, len(ids)):
         row = scores[position - 1]
-        assert math.isclose(
-            found["token_logprobs"][position], row[ids[position]], abs_tol=1e-3
-        )
+        assert math.isclose(found["token_logprobs"][position], row[ids[position]], abs_tol=1e-3)
         best = max(found["top_logprobs"][position].values())
         assert math.isclose(best, row.max(), abs_tol=1e-3)
     assert len(found["tokens"]) == len(ids) + 1

@@ -1,0 +1,240 @@
+"""Who gets in: keys, Host, Origin, sizes, content types. Over real sockets."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from live_server import CHAT, LiveServer, chat
+from raw_http import exchange, post, read_answer, status_of
+
+from mlxinfer.errors import InvalidRequestError
+from mlxinfer.server.keys import ApiKeys
+from mlxinfer.server.settings import ServerConfig
+
+KEY = "sk-secret"
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[LiveServer]:
+    keys = ApiKeys.from_plain([KEY, "other"])
+    with LiveServer(keys=keys, max_body_bytes=100_000, body_timeout_s=0.3) as server:
+        yield server
+
+
+PATHS = ("/v1/models", "/openapi.json", "/docs", "/tokenizer_info", "/nothing", "/v1/models/x")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_nothing_is_told_without_a_key(locked: LiveServer, path: str) -> None:
+    answer = locked.get(path)
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("authorization", f"Bearer {KEY}")],
+        [("authorization", "bearer other")],
+        [("x-api-key", KEY)],
+        [("authorization", f"Bearer {KEY}"), ("x-api-key", KEY)],
+    ],
+)
+def test_a_key_opens(locked: LiveServer, headers: list[tuple[str, str]]) -> None:
+    assert locked.get("/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("authorization", "Bearer wrong")],
+        [("authorization", KEY)],
+        [("authorization", "Bearer")],
+        [("authorization", f"Basic {KEY}")],
+        [("x-api-key", "")],
+        [("x-api-key", KEY[:-1])],
+        [("authorization", f"Bearer {KEY}"), ("x-api-key", "other")],
+        [("authorization", f"Bearer {KEY}"), ("authorization", f"Bearer {KEY}")],
+        [("x-api-key", KEY), ("x-api-key", "wrong")],
+    ],
+)
+def test_a_wrong_or_ambiguous_key_does_not(
+    locked: LiveServer, headers: list[tuple[str, str]]
+) -> None:
+    answer = locked.get("/v1/models", headers=headers)
+    assert answer.status_code == 401
+    assert KEY not in answer.text
+
+
+def test_the_host_header_cannot_move_the_path(locked: LiveServer) -> None:
+    """Checks look at the path that is routed, not at a URL put together from the Host header."""
+    request = b"GET /v1/models HTTP/1.1\r\nhost: localhost/health?\r\n\r\n"
+    assert status_of(exchange(locked, request)) == 403
+
+
+@pytest.mark.parametrize("path", ["/health/../v1/models", "/%2e/v1/models", "//v1/models"])
+def test_odd_paths_are_not_public(locked: LiveServer, path: str) -> None:
+    request = f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
+    assert status_of(exchange(locked, request)) == 401
+
+
+def test_keys_are_not_kept() -> None:
+    assert KEY not in repr(ApiKeys.from_plain([KEY]))
+    for bad in ("", "a b", "ü", "a\n"):
+        with pytest.raises(InvalidRequestError):
+            ApiKeys.from_plain([bad])
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "studio.local", "::"])
+def test_others_need_a_key(host: str) -> None:
+    with pytest.raises(InvalidRequestError, match="no API key is set"):
+        ServerConfig(host=host)
+    assert ServerConfig(host=host, insecure=True).host == host
+    assert ServerConfig(host=host, keys=ApiKeys.from_plain(["k"])).host == host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.2"])
+def test_loopback_needs_none(host: str) -> None:
+    assert ServerConfig(host=host).loopback
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:8080", 200),
+        ("127.0.0.1:1", 200),
+        ("[::1]:8080", 200),
+        ("evil.example", 403),
+        ("localhost.evil.example", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("localhost:80@evil.example", 403),
+        ("localhost/x", 403),
+        ("10.0.0.1", 403),
+        ("", 403),
+    ],
+)
+def test_only_our_own_names_are_answered(server: LiveServer, host: str, status: int) -> None:
+    request = f"GET /v1/models HTTP/1.1\r\nhost: {host}\r\n\r\n".encode()
+    assert status_of(exchange(server, request)) == status
+
+
+def test_a_page_elsewhere_may_not_ask(server: LiveServer) -> None:
+    foreign = {"origin": "https://evil.example"}
+    assert server.post(CHAT, chat(), headers=foreign).status_code == 403
+    assert server.get("/v1/models", headers=foreign).status_code == 403
+    assert server.get("/v1/models", headers={"origin": "null"}).status_code == 403
+    own = {"origin": server.url}
+    assert server.get("/v1/models", headers=own).status_code == 200
+    asking = {**foreign, "access-control-request-method": "POST"}
+    assert server.client.options(CHAT, headers=asking).status_code == 403
+
+
+def test_an_allowed_page_gets_cors_headers() -> None:
+    page = "https://chat.example"
+    with LiveServer(allowed_origins=(page,), allowed_hosts=("box.example",)) as server:
+        asking = {"origin": page, "access-control-request-method": "POST"}
+        preflight = server.client.options(CHAT, headers=asking)
+        assert preflight.status_code == 204
+        assert preflight.headers["access-control-allow-origin"] == page
+        answer = server.get("/v1/models", headers={"origin": page, "host": "box.example"})
+        assert answer.headers["access-control-allow-origin"] == page
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "json"])
+def test_bodies_are_json(server: LiveServer, kind: str) -> None:
+    answer = server.client.post(CHAT, content=json.dumps(chat()), headers={"content-type": kind})
+    assert answer.status_code == 415
+
+
+def test_a_charset_is_fine_and_an_encoding_is_not(server: LiveServer) -> None:
+    body = json.dumps(chat())
+    kind = {"content-type": "application/json; charset=utf-8"}
+    assert server.client.post(CHAT, content=body, headers=kind).status_code == 200
+    packed = {**kind, "content-encoding": "gzip"}
+    assert server.client.post(CHAT, content=body, headers=packed).status_code == 415
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"messages":[{"role":"user","content":"\xff"}]}',
+        b'{"other":"\xff"}',
+        b'{"messages":[{"role":"user","content":"\\ud800"}]}',
+        b'{"messages":NaN}',
+        b'{"temperature":Infinity}',
+        b'{"temperature":1e999}',
+        b'{"seed":' + b"9" * 5000 + b"}",
+        b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"tools":' + b"[" * 900 + b"]" * 900 + b"}",
+        b"\xef\xbb\xbf{}",
+    ],
+)
+def test_what_is_no_sound_json_is_a_400(server: LiveServer, body: bytes) -> None:
+    answer = exchange(server, post(CHAT, body))
+    assert status_of(answer) == 400, answer
+    assert b'"invalid_request_error"' in answer
+
+
+def test_the_connection_stays_usable_after_an_error(server: LiveServer) -> None:
+    import socket
+
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        for body, status in ((b"{", 400), (json.dumps(chat()).encode(), 200), (b"[]", 400)):
+            connection.sendall(post(CHAT, body))
+            assert status_of(read_answer(connection)) == status
+
+
+def test_a_long_body_is_refused_before_it_is_read(locked: LiveServer) -> None:
+    key = f"x-api-key: {KEY}"
+    answer = exchange(locked, post(CHAT, b"", key, length=100_001))
+    assert status_of(answer) == 413
+    chunk = b"2710\r\n" + b" " * 10_000 + b"\r\n"
+    head = post(CHAT, b"", key).replace(b"content-length: 0", b"transfer-encoding: chunked")
+    assert status_of(exchange(locked, head + chunk * 11 + b"0\r\n\r\n")) == 413
+
+
+def test_a_body_that_never_ends_times_out(locked: LiveServer) -> None:
+    answer = exchange(locked, post(CHAT, b'{"mess', f"x-api-key: {KEY}", length=500))
+    assert status_of(answer) == 408
+
+
+@pytest.mark.parametrize("length", ["-1", "abc", "1e3", "5, 6"])
+def test_a_senseless_length_is_refused(server: LiveServer, length: str) -> None:
+    request = post(CHAT, b"{}").replace(b"content-length: 2", f"content-length: {length}".encode())
+    assert status_of(exchange(server, request)) == 400
+
+
+def test_many_headers_are_refused(server: LiveServer) -> None:
+    many = [f"x-{i}: 1" for i in range(200)]
+    assert status_of(exchange(server, post(CHAT, b"{}", *many))) == 431
+    assert status_of(exchange(server, post(CHAT, b"{}", "x-long: " + "a" * 100_000))) == 400
+
+
+def test_headers_that_never_end_time_out() -> None:
+    with LiveServer(header_timeout_s=0.3) as server:
+        assert exchange(server, b"GET /v1/models HTTP/1.1\r\nhost: local") == b""
+        server.check_idle()
+
+
+def test_request_ids_come_back(server: LiveServer) -> None:
+    answer = server.get("/v1/models", headers={"x-request-id": "abc-1"})
+    assert answer.headers["x-request-id"] == "abc-1"
+    odd = server.get("/v1/models", headers={"x-request-id": "a b"})
+    assert len(odd.headers["x-request-id"]) == 24
+    assert server.get("/none").headers["x-request-id"]
+
+
+def test_paths_and_methods_that_are_not_there(server: LiveServer) -> None:
+    assert server.get("/v1/embeddings").status_code == 404
+    assert server.post("/v1/embeddings", {}).json()["error"]["code"] == "not_found"
+    assert server.get(CHAT).status_code == 405
+    assert server.post("/v1/models", {}).json()["error"]["code"] == "method_not_allowed"
+    assert server.get("/v1/models/").status_code == 404

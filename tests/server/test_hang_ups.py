@@ -1,0 +1,155 @@
+"""Clients that leave, wait too long, do not read, or come too many at once."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx2 as httpx
+import pytest
+from live_server import CHAT, LiveServer, chat, events_of, long_chat, wait_until
+from raw_http import post, status_of
+
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_ends_its_request(server: LiveServer, stream: bool) -> None:
+    body = json.dumps(long_chat(stream=stream)).encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(post(CHAT, body))
+        wait_until(lambda: server.stats()["running"] == 1)
+    began_s = time.monotonic()
+    wait_until(server.is_idle)
+    assert time.monotonic() - began_s < 1.0
+
+
+def test_a_client_that_leaves_a_stream_ends_it(server: LiveServer) -> None:
+    with server.stream(CHAT, long_chat(n=3)) as response:
+        events = events_of(response)
+        for _ in range(10):
+            next(events)
+    wait_until(server.is_idle)
+
+
+def test_a_client_that_leaves_while_it_sends_is_forgotten(server: LiveServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(post(CHAT, b'{"messages": [', length=1000))
+        time.sleep(0.05)
+    wait_until(server.is_idle)
+
+
+def test_a_storm_of_hang_ups_leaves_nothing_behind(server: LiveServer) -> None:
+    """Forty clients leave at forty moments: in the queue, in prefill, in decode, at the end."""
+
+    async def one(client: httpx.AsyncClient, number: int) -> None:
+        request = chat(f"{number} " * 150, max_tokens=30, stream=number % 2 == 0, ignore_eos=True)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(client.post(CHAT, json=request), 0.01 * number)
+
+    async def storm() -> None:
+        limits = httpx.Limits(max_connections=50)
+        async with httpx.AsyncClient(base_url=server.url, limits=limits) as client:
+            await asyncio.gather(*(one(client, number) for number in range(1, 41)))
+
+    asyncio.run(storm())
+
+
+@pytest.fixture(scope="module")
+def tight() -> Iterator[LiveServer]:
+    """Little patience: few may wait, and not for long."""
+    with LiveServer(
+        engine={"max_batch": 2},
+        max_waiting=3,
+        max_waiting_tokens=1500,
+        deadline_s=0.4,
+        keep_alive_s=0.05,
+    ) as server:
+        yield server
+
+
+def test_a_deadline_ends_a_request(tight: LiveServer) -> None:
+    answer = tight.post(CHAT, long_chat())
+    assert answer.status_code == 504
+    assert answer.json()["error"]["code"] == "deadline_exceeded"
+    assert answer.headers["x-should-retry"] == "false"
+    tight.check_idle()
+
+
+def test_a_deadline_ends_a_stream_with_an_error_event(tight: LiveServer) -> None:
+    *_, last = tight.events(CHAT, long_chat())
+    assert last["error"]["code"] == "deadline_exceeded"
+    assert set(last["error"]) == {"message", "type", "param", "code"}
+    tight.check_idle()
+
+
+def test_a_full_queue_says_when_to_come_back(tight: LiveServer) -> None:
+    with tight.stream(CHAT, long_chat(n=3)):
+        wait_until(lambda: tight.stats()["running"] == 2)
+        wait_until(lambda: tight.service.admission.num_waiting == 1)
+        answer = tight.post(CHAT, chat(n=3))
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "overloaded"
+        assert 1 <= int(answer.headers["retry-after"]) <= 120
+        many_tokens = tight.post(COMPLETIONS, {"prompt": [[5] * 900] * 2, "max_tokens": 1})
+        assert many_tokens.status_code == 503
+    tight.check_idle()
+
+
+def test_silence_is_broken_by_comments(tight: LiveServer) -> None:
+    """Two long requests take the whole batch; the third one waits, and hears of it."""
+    with tight.stream(CHAT, long_chat(n=2)):
+        wait_until(lambda: tight.stats()["running"] == 2)
+        with tight.stream(CHAT, chat()) as waiting:
+            lines = [line for line in waiting.iter_lines() if line]
+    assert ": keep-alive" in lines
+    tight.check_idle()
+
+
+def test_a_client_that_does_not_read_is_left() -> None:
+    """Its buffers fill, the server stops waiting, and the request ends before its last token."""
+    request = long_chat(stream=True, logprobs=True, top_logprobs=20)
+    with LiveServer(send_timeout_s=0.1, send_buffer=4096) as server, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(post(CHAT, json.dumps(request).encode()))
+        wait_until(lambda: server.stats()["running"] == 1)
+        wait_until(server.is_idle)
+        assert server.stats()["tokens_sampled"] < 1800
+        wait_until(lambda: not server.connections())
+        server.check_idle()
+
+
+def test_the_end_lets_requests_finish() -> None:
+    with LiveServer(drain_s=20) as server, server.stream(CHAT, chat(max_tokens=300)) as response:
+        events = events_of(response)
+        next(events)
+        server.server.stop()
+        wait_until(lambda: server.service.draining)
+        refused = server.post(CHAT, chat())
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "shutting_down"
+        assert "retry-after" in refused.headers
+        assert list(events)[-1] == "[DONE]"
+        wait_until(lambda: server.ended)
+
+
+def test_the_end_does_not_wait_forever() -> None:
+    with LiveServer(drain_s=0.1) as server, server.stream(CHAT, long_chat()) as response:
+        events = events_of(response)
+        next(events)
+        server.server.stop()
+        assert list(events)[-1]["error"]["code"] == "shutting_down"
+        wait_until(lambda: server.ended)
+
+
+def test_answers_without_a_stream_end_with_the_server_too() -> None:
+    with LiveServer(drain_s=0.1) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(post(CHAT, json.dumps(long_chat()).encode()))
+            wait_until(lambda: server.stats()["running"] == 1)
+            server.server.stop()
+            assert status_of(connection.recv(65536)) == 503
+        wait_until(lambda: server.ended)

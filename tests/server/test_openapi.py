@@ -1,0 +1,36 @@
+"""The description of the API agrees with the API."""
+
+import re
+
+import jsonschema
+from live_server import CHAT, LiveServer, chat
+
+from mlxinfer.server.apis import ENDPOINTS
+
+
+def test_every_endpoint_is_described(server: LiveServer) -> None:
+    document = server.get("/openapi.json").json()
+    described = {(m.upper(), p) for p, ops in document["paths"].items() for m in ops}
+    assert described == {(e.method, e.path.replace(":path}", "}")) for e in ENDPOINTS}
+    identifiers = [o["operationId"] for ops in document["paths"].values() for o in ops.values()]
+    assert len(set(identifiers)) == len(identifiers)
+
+
+def test_requests_and_answers_fit_their_schemas(server: LiveServer) -> None:
+    document = server.get("/openapi.json").json()
+    operation = document["paths"][CHAT]["post"]
+    asked = operation["requestBody"]["content"]["application/json"]["schema"]
+    given = operation["responses"]["200"]["content"]["application/json"]["schema"]
+    request = chat(stop=["x"], logprobs=True, top_logprobs=1)
+    for value, schema in ((request, asked), (server.post(CHAT, request).json(), given)):
+        whole = {**schema, "components": document["components"]}
+        jsonschema.Draft202012Validator(whole).validate(value)
+    whole = {**asked, "components": document["components"]}
+    assert not jsonschema.Draft202012Validator(whole).is_valid(chat(temperature="hot"))
+
+
+def test_the_page_needs_nothing_from_elsewhere(server: LiveServer) -> None:
+    page = server.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert CHAT in page.text
+    assert not re.search(r"<script|https?://|<link|<img", page.text)

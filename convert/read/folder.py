@@ -34,7 +34,7 @@ def open_folder(folder: Path) -> ReaderSource:
     config = read_json(folder / "config.json")
     headers = {path.name: entries for path, entries in read_headers(folder).items()}
     stats = {name: (folder / name).stat() for name in headers}
-    starts = {name: _data_start(folder / name) for name in headers}
+    starts = {name: data_start(folder / name) for name in headers}
     files = LocalFiles({name: stat.st_size for name, stat in stats.items()}, folder)
     beside = {name: read_json(folder / name) for name in QUANT_FILES if (folder / name).is_file()}
     digest = blake2b(repr((config, beside)).encode(), digest_size=20)
@@ -109,6 +109,7 @@ def local_side_files(folder: Path) -> dict[str, bytes | Path]:
     }
 
 
-def _data_start(path: Path) -> int:
+def data_start(path: Path) -> int:
+    """The byte of a safetensors file, checked before, where its data begin."""
     with path.open("rb") as file:
         return 8 + int.from_bytes(file.read(8), "little")

@@ -6,33 +6,48 @@ from pathlib import Path
 from ...errors import CheckpointError, ModelNotFoundError
 from .folder import local_side_files, open_folder
 from .gguf.source import open_gguf, part_names
+from .hub import Report, open_repo
 from .source import Source
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-def open_source(source: str | Path, *, tokenizer: Path | None = None) -> Source:
+def open_source(
+    source: str | Path,
+    *,
+    tokenizer: Path | None = None,
+    downloads: Path | None = None,
+    report: Report = lambda count: None,
+) -> Source:
     """Open a checkpoint for reading, tensor by tensor.
 
     Args:
-        source: a folder of safetensors, a GGUF file, a folder with one GGUF file.
+        source: a folder of safetensors, a GGUF file, a folder with one GGUF file, or a hub
+            repository as org/name[@revision] or org/name[@revision]/file.gguf.
         tokenizer: for GGUF: a folder whose tokenizer is taken instead of the one in the file.
+        downloads: where shards from the hub are kept until forget() was told of all their tensors;
+            by default a temporary folder, which close() deletes.
+        report: told how many bytes arrived from the hub.
 
     Raises:
         CheckpointError: a file that is broken, or a pickle.
+        DownloadError: the hub could not be reached or refused.
         ModelNotFoundError: nothing is there.
         UnsupportedModelError: a format or an architecture that is not known.
     """
+    others = None if tokenizer is None else lambda: _tokenizer_of(tokenizer)
     path = Path(source).expanduser()
     if path.is_dir() and not any(path.glob("*.safetensors")):
         path = _only_gguf(path) or path
     if path.is_dir():
         return open_folder(path)
     if path.suffix == ".gguf" and path.is_file():
-        return open_gguf(path, None if tokenizer is None else lambda: _from(tokenizer))
+        return open_gguf(path, others)
     if path.is_file():
         raise _unreadable(path)
-    raise ModelNotFoundError(f"There is no {str(source)!r}.")
+    if isinstance(source, Path) or source.startswith(("/", "./", "../", "~")):
+        raise ModelNotFoundError(f"There is no {str(source)!r}.")
+    return open_repo(source, downloads=downloads, report=report, side_files=others)
 
 
 def _only_gguf(folder: Path) -> Path | None:
@@ -44,7 +59,7 @@ def _only_gguf(folder: Path) -> Path | None:
     return folder / names[0] if models else None
 
 
-def _from(folder: Path) -> Mapping[str, bytes | Path]:
+def _tokenizer_of(folder: Path) -> Mapping[str, bytes | Path]:
     found = local_side_files(folder)
     if "tokenizer.json" not in found and "tokenizer.model" not in found:
         raise ModelNotFoundError(f"{folder} has no tokenizer.json.")

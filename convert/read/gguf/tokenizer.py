@@ -121,13 +121,13 @@ def _byte_level(fields: Fields, tokens: list[str]) -> Json:
 
 def _sentence_pieces(fields: Fields, tokens: list[str]) -> Json:
     prefixed = fields.boolean("tokenizer.ggml.add_space_prefix", default=True)
-    space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    space: Json = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     steps: list[Json] = [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
-    normalizer = space
+    normalizer: Json = space
     if prefixed:
         normalizer = {
             "type": "Sequence",

@@ -1,0 +1,153 @@
+"""Files of a hub repository one by one: list, read the start of one, fetch one. No mlx.
+
+For whoever works through a repository without keeping it: nothing here moves a branch of the
+cache, and large files go where the caller wants them.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import DownloadError
+from .cache import find_snapshot
+from .download import METADATA_TIMEOUT_S, _endpoint
+from .errors import hub_failures
+from .fetch import Source, fetch, patiently
+from .names import RepoName, cache_folder, offline
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """One file of a repository."""
+
+    path: str
+    size: int  # bytes
+    sha256: str | None  # None: small enough to be kept in git
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What a repository holds at one commit."""
+
+    repo: RepoName
+    commit: str
+    files: tuple[RemoteFile, ...]
+
+
+def list_files(repo: RepoName) -> Listing:
+    """Ask the hub what `repo` holds.
+
+    Raises:
+        ModelNotFoundError, DownloadError: as hub_failures() words them.
+    """
+    if offline():
+        raise DownloadError(f"HF_HUB_OFFLINE forbids to ask the hub for {repo}.")
+    with hub_failures(repo):
+        from huggingface_hub import HfApi
+
+        api = HfApi(endpoint=_endpoint(), library_name="mlxinfer")
+        info = patiently(
+            lambda: api.model_info(
+                repo.repo_id,
+                revision=repo.revision,
+                files_metadata=True,
+                timeout=METADATA_TIMEOUT_S,
+            )
+        )
+    files = (
+        RemoteFile(s.rfilename, s.size or 0, s.lfs.sha256 if s.lfs else None)
+        for s in info.siblings or ()
+    )
+    return Listing(repo, info.sha, tuple(files))
+
+
+def cached_file(listing: Listing, path: str) -> Path | None:
+    """Where the hub cache has a file of this commit; None where it has not."""
+    snapshot = find_snapshot(RepoName(listing.repo.repo_id, listing.commit))
+    found = snapshot / path if snapshot else None
+    return found if found is not None and found.is_file() else None
+
+
+def read_start(listing: Listing, path: str, count: int) -> bytes:
+    """The first `count` bytes of a file, or all where it is shorter.
+
+    Raises:
+        ModelNotFoundError, DownloadError: as hub_failures() words them.
+    """
+    with hub_failures(listing.repo):
+        data = patiently(lambda: _start(_url(listing, path), count))
+    size = next(file.size for file in listing.files if file.path == path)
+    if len(data) < min(count, size):
+        raise DownloadError(f"The hub sent {len(data)} of {count} bytes of {path}; try again.")
+    return data
+
+
+def fetch_file(
+    listing: Listing,
+    file: RemoteFile,
+    target: Path,
+    report: Callable[[int], None],
+) -> None:
+    """Bring a large file to `target`, going on where an earlier call was interrupted.
+
+    Args:
+        report: told how many bytes arrived.
+
+    Raises:
+        ModelNotFoundError, DownloadError: as hub_failures() words them; contents that are not what
+            was announced.
+    """
+    assert file.sha256 is not None, file
+    target.parent.mkdir(parents=True, exist_ok=True)
+    source = Source(_url(listing, file.path), file.size, file.sha256, file.path)
+    with hub_failures(listing.repo):
+        fetch(source, target, report, threading.Event())
+
+
+def fetch_small(listing: Listing, path: str) -> Path:
+    """Bring a small file to the hub cache and say where it is.
+
+    Raises:
+        ModelNotFoundError, DownloadError: as hub_failures() words them.
+    """
+    from huggingface_hub import hf_hub_download
+
+    with hub_failures(listing.repo):
+        return Path(
+            hf_hub_download(
+                listing.repo.repo_id,
+                path,
+                revision=listing.commit,
+                cache_dir=cache_folder(),
+                endpoint=_endpoint(),
+                library_name="mlxinfer",
+            )
+        )
+
+
+def _start(url: str, count: int) -> bytes:
+    from huggingface_hub import get_session
+    from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+    headers = build_hf_headers(library_name="mlxinfer")
+    headers |= {"Accept-Encoding": "identity", "Range": f"bytes=0-{count - 1}"}
+    data = bytearray()
+    with get_session().stream(
+        "GET", url, headers=headers, timeout=HF_HUB_DOWNLOAD_TIMEOUT
+    ) as response:
+        hf_raise_for_status(response)
+        for chunk in response.iter_raw():
+            data += chunk
+            if len(data) >= count:  # a server may ignore Range and send all of it
+                break
+    return bytes(data[:count])
+
+
+def _url(listing: Listing, path: str) -> str:
+    from huggingface_hub import hf_hub_url
+
+    return str(
+        hf_hub_url(listing.repo.repo_id, path, revision=listing.commit, endpoint=_endpoint())
+    )

@@ -54,7 +54,7 @@ def kv_write(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
     key_parts = _parts(heads, heads.key_bits, qkv.dtype)
     value_parts = _parts(heads, heads.value_bits, qkv.dtype)
     shape = (num_tokens, heads.num_kv_heads)
-    outputs = _kernel(heads.head_dim, heads.key_bits, heads.value_bits)(
+    outputs = kernel_for(heads.head_dim, heads.key_bits, heads.value_bits)(
         [qkv, positions, *heads.constants],
         template=_template(heads, qkv.dtype),
         grid=(num_vectors * LANES, 1, 1),
@@ -85,8 +85,8 @@ def kv_write_twin(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
     queries, keys = mx.split(x, [heads.num_heads], axis=1)
     return Written(
         queries.astype(qkv.dtype),
-        _stored(keys, heads.key_bits, qkv.dtype),
-        _stored(values, heads.value_bits, qkv.dtype),
+        stored(keys, heads.key_bits, qkv.dtype),
+        stored(values, heads.value_bits, qkv.dtype),
     )
 
 
@@ -107,12 +107,12 @@ def _turned(x: mx.array, positions: mx.array, heads: Heads, frequencies: mx.arra
     return mx.concatenate([joined, rest], axis=-1)
 
 
-def _stored(vectors: mx.array, bits: int | None, dtype: mx.Dtype) -> list[mx.array]:
-    """(T, K, D) float32 -> what is stored of it."""
+def stored(vectors: mx.array, bits: int | None, dtype: mx.Dtype) -> list[mx.array]:
+    """(T, K, D) -> what is stored of it: as they are, or codes, scales and biases."""
     if bits is None:
         return [vectors.astype(dtype)]
     levels = float(2**bits - 1)
-    grouped = mx.unflatten(vectors, -1, (-1, group_size(vectors.shape[-1])))
+    grouped = mx.unflatten(vectors.astype(mx.float32), -1, (-1, group_size(vectors.shape[-1])))
     low, high = grouped.min(axis=-1, keepdims=True), grouped.max(axis=-1, keepdims=True)
     scales, biases = ((high - low) / levels).astype(mx.float16), low.astype(mx.float16)
     step = mx.maximum(scales.astype(mx.float32), 1e-8)
@@ -131,8 +131,8 @@ def _parts(heads: Heads, bits: int | None, dtype: mx.Dtype) -> list[tuple[int, m
 
 
 @cache
-def _kernel(dim: int, key_bits: int | None, value_bits: int | None) -> MetalKernel:
-    """The kernel with as many outputs as these formats have parts."""
+def kernel_for(dim: int, key_bits: int | None, value_bits: int | None) -> MetalKernel:
+    """What `kv_write` launches: as many outputs as these formats have parts."""
     outputs, made = ["queries"], []
     for name, bits in (("keys", key_bits), ("values", value_bits)):
         names = [name] if bits is None else [f"{name}_{p}" for p in ("codes", "scales", "biases")]

@@ -1,0 +1,7 @@
+"""The kernels that check themselves before they are used. Knows them by name, not what they do."""
+
+from .kv_write_cases import KV_WRITE
+from .sampling_cases import BITMASK, SAMPLE
+from .variants import Kind
+
+KINDS: dict[str, Kind] = {kind.name: kind for kind in (SAMPLE, BITMASK, KV_WRITE)}

@@ -1,0 +1,156 @@
+"""Self-check of the kernel that writes keys and values: inputs and tolerances. Knows no GPU."""
+
+import mlx.core as mx
+import numpy as np
+
+from .heads import Heads, group_size
+from .kv_write import Written, kernel_for, kv_write, kv_write_twin, stored
+from .launch import MetalKernel
+from .variants import Case, Kind, Variant, dtype_name
+
+ROUNDING = {"float32": 2e-5, "float16": 8e-3, "bfloat16": 0.0625}  # of numbers below 8
+FEW_TOKENS, SOME_TOKENS = 3, 9  # fewer than 8 positions are passed in another way
+TIMED_TOKENS = 32
+
+
+def kv_write_variant(heads: Heads, dtype: mx.Dtype) -> Variant:
+    """What `kv_write` compiles for the heads of a layer."""
+    return Variant.of(
+        "kv_write",
+        dtype=dtype_name(dtype),
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        key_bits=heads.key_bits or 0,
+        value_bits=heads.value_bits or 0,
+        rotate=heads.hadamard_order > 0,
+        norm=heads.norm_weight is not None,
+        turning=heads.num_turning,
+        traditional=heads.traditional,
+    )
+
+
+def _kv_write_case(variant: Variant) -> Case:
+    heads = _heads(variant)
+    steps = [_tokens(variant, count) for count in (FEW_TOKENS, SOME_TOKENS)]
+    tolerances = [ROUNDING[str(variant["dtype"])]]
+    for bits in (variant.number("key_bits"), variant.number("value_bits")):
+        tolerances.append(tolerances[0] + (16 / (2**bits - 1) if bits else 0.0))  # one code
+    return Case(
+        lambda: [x for step in steps for x in _seen(kv_write(*step, heads), heads)],
+        lambda: [x for step in steps for x in _seen(kv_write_twin(*step, heads), heads)],
+        tuple(tolerances) * len(steps),
+    )
+
+
+def _timed_kv_write(variant: Variant) -> Case:
+    heads, (qkv, positions) = _heads(variant), _tokens(variant, TIMED_TOKENS)
+    return Case(
+        lambda: kv_write(qkv, positions, heads).arrays(),
+        lambda: _by_fused_operations(qkv, positions, heads).arrays(),
+        (),
+    )
+
+
+def _by_fused_operations(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
+    """What a model does without the kernel: MLX's fused norm and rope, then the twin's encoding."""
+    split = qkv.reshape(len(qkv), -1, heads.head_dim)
+    x, values = mx.split(split, [heads.num_heads + heads.num_kv_heads], axis=1)
+    if heads.norm_weight is not None:
+        x = mx.fast.rms_norm(x, None, heads.norm_eps) * heads.norm_weight.astype(x.dtype)
+    if heads.frequencies is not None:
+        x = mx.fast.rope(
+            x[:, :, None],
+            heads.num_turning,
+            traditional=heads.traditional,
+            base=None,
+            scale=1.0,
+            offset=positions,
+            freqs=1 / heads.frequencies,
+        ).squeeze(2)
+    if heads.hadamard_order:
+        x = mx.hadamard_transform(x)
+    queries, keys = mx.split(x, [heads.num_heads], axis=1)
+    return Written(
+        queries,
+        stored(keys, heads.key_bits, qkv.dtype),
+        stored(values, heads.value_bits, qkv.dtype),
+    )
+
+
+def _kernels(variant: Variant) -> list[MetalKernel]:
+    bits = (variant.number("key_bits") or None, variant.number("value_bits") or None)
+    return [kernel_for(variant.number("head_dim"), *bits)]
+
+
+def _heads(variant: Variant) -> Heads:
+    rng = np.random.default_rng(0)
+    count, dim = variant.number("num_heads") + variant.number("num_kv_heads"), variant["head_dim"]
+    turning = variant.number("turning")
+    slowing = np.arange(turning // 2) / max(turning // 2, 1)
+    return Heads(
+        num_heads=variant.number("num_heads"),
+        num_kv_heads=variant.number("num_kv_heads"),
+        head_dim=variant.number("head_dim"),
+        key_bits=variant.number("key_bits") or None,
+        value_bits=variant.number("value_bits") or None,
+        rotate=bool(variant["rotate"]),
+        norm_weight=mx.array(rng.uniform(0.5, 1.5, (count, dim)).astype(np.float32))
+        if variant["norm"]
+        else None,
+        norm_eps=1e-6,
+        frequencies=mx.array((10_000.0**-slowing).astype(np.float32)) if turning else None,
+        traditional=bool(variant["traditional"]),
+    )
+
+
+def _tokens(variant: Variant, count: int) -> tuple[mx.array, mx.array]:
+    """The projection of `count` tokens and their positions."""
+    rng = np.random.default_rng(count)
+    heads = variant.number("num_heads") + 2 * variant.number("num_kv_heads")
+    qkv = rng.uniform(-2, 2, (count, heads * variant.number("head_dim"))).astype(np.float32)
+    positions = rng.integers(0, 4_000, count).astype(np.int32)
+    return mx.array(qkv).astype(variant.dtype), mx.array(positions)
+
+
+def _seen(written: Written, heads: Heads) -> list[mx.array]:
+    """Queries, keys and values as attention sees them."""
+    return [
+        written.queries,
+        _decoded(written.keys, heads.key_bits),
+        _decoded(written.values, heads.value_bits),
+    ]
+
+
+def _decoded(parts: list[mx.array], bits: int | None) -> mx.array:
+    if bits is None:
+        return parts[0]
+    codes, scales, biases = parts
+    if bits == 4:
+        codes = mx.stack([codes & 15, codes >> 4], axis=-1).flatten(-2)
+    grouped = mx.unflatten(codes, -1, (-1, group_size(codes.shape[-1]))).astype(mx.float32)
+    return (grouped * scales[..., None] + biases[..., None]).flatten(-2)
+
+
+def _kv_sample(**values: int | bool | str) -> Variant:
+    plain = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "key_bits": 0, "value_bits": 0}
+    how = {"rotate": False, "norm": True, "turning": 128, "traditional": False}
+    return Variant.of("kv_write", **{**plain, **how, "dtype": "float16", **values})
+
+
+KV_WRITE = Kind(
+    name="kv_write",
+    kernels=_kernels,
+    case=_kv_write_case,
+    timed=_timed_kv_write,
+    samples=(
+        _kv_sample(key_bits=4, value_bits=4, rotate=True),
+        _kv_sample(dtype="bfloat16"),
+        _kv_sample(key_bits=8, value_bits=8),
+        _kv_sample(key_bits=8, value_bits=4, head_dim=64, turning=32, norm=False),
+        _kv_sample(key_bits=4, value_bits=4, rotate=True, head_dim=80, turning=80),
+        _kv_sample(key_bits=4, value_bits=4, rotate=True, head_dim=256, turning=256),
+        _kv_sample(head_dim=96, turning=0, norm=False, dtype="float32"),
+        _kv_sample(head_dim=64, turning=64, traditional=True, dtype="float32"),
+    ),
+)

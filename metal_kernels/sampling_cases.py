@@ -1,0 +1,100 @@
+"""Self-checks of the kernels that sample and mask: inputs and tolerances. Knows no GPU."""
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from . import bitmask as masks
+from .bitmask import bitmask, bitmask_twin
+from .sample import KERNEL as SAMPLE_KERNEL
+from .sample import SETTINGS, sample, sample_twin, settings_array
+from .variants import Case, Kind, Variant, dtype_name
+
+SMALL_VOCAB, LARGE_VOCAB = 3_001, 151_936
+TIMED_ROWS = 8
+
+
+def sample_variant(dtype: mx.Dtype, *, masked: bool) -> Variant:
+    """What `sample` compiles for logits of this dtype, with or without a grammar's mask."""
+    return Variant.of("sample", dtype=dtype_name(dtype), masked=masked)
+
+
+def bitmask_variant(dtype: mx.Dtype) -> Variant:
+    """What `bitmask` compiles for logits of this dtype."""
+    return Variant.of("bitmask", dtype=dtype_name(dtype))
+
+
+def _sample_case(variant: Variant) -> Case:
+    return _sampling(variant, mixed_settings(), SMALL_VOCAB)
+
+
+def _timed_sample(variant: Variant) -> Case:
+    return _sampling(variant, mixed_settings()[:TIMED_ROWS], LARGE_VOCAB)
+
+
+def _sampling(variant: Variant, rows: NDArray[np.void], vocab_size: int) -> Case:
+    logits = _logits(len(rows), vocab_size).astype(variant.dtype)
+    mask = _mask(len(rows), vocab_size) if variant["masked"] else None
+    settings = settings_array(rows)
+    return Case(
+        lambda: [sample(logits, settings, mask)],
+        lambda: [sample_twin(logits, settings, mask)],
+        (0.0,),
+    )
+
+
+def mixed_settings() -> NDArray[np.void]:
+    """(12,) SETTINGS, one row for every way through the kernel."""
+    rows = np.zeros(12, SETTINGS)
+    rows["temperature"] = [0, 1, 0.7, 1, 1, 0.3, 100, 0.8, 1, 1.5, 1e-30, 1]
+    rows["top_k"] = [0, 0, 40, 0, 0, 1, 0, 50, 2_999, 1_000, 7, 0]
+    rows["top_p"] = [1, 1, 1, 0.9, 0.999, 1, 0.5, 0.9, 1, 0.8, 0.9, 1e-9]
+    rows["min_p"] = [0, 0, 0, 0, 0.02, 0, 0, 0.05, 0, 0, 0, 0]
+    rows["stream"] = np.arange(12, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    rows["count"] = np.arange(12) * 7
+    return rows
+
+
+def _bitmask_case(variant: Variant) -> Case:
+    return _masking(variant, SMALL_VOCAB)
+
+
+def _timed_bitmask(variant: Variant) -> Case:
+    return _masking(variant, LARGE_VOCAB)
+
+
+def _masking(variant: Variant, vocab_size: int) -> Case:
+    logits = _logits(TIMED_ROWS, vocab_size).astype(variant.dtype)
+    mask = _mask(TIMED_ROWS, vocab_size)
+    return Case(lambda: [bitmask(logits, mask)], lambda: [bitmask_twin(logits, mask)], (0.0,))
+
+
+def _logits(num_rows: int, vocab_size: int) -> mx.array:
+    rng = np.random.default_rng(vocab_size)
+    return mx.array(rng.normal(0, 3, (num_rows, vocab_size)).astype(np.float32))
+
+
+def _mask(num_rows: int, vocab_size: int) -> mx.array:
+    rng = np.random.default_rng(num_rows)
+    words = rng.integers(0, 2**32, (num_rows, -(-vocab_size // masks.WORD_BITS)), dtype=np.uint32)
+    return mx.array(words)
+
+
+SAMPLE = Kind(
+    name="sample",
+    kernels=lambda _: [SAMPLE_KERNEL],
+    case=_sample_case,
+    timed=_timed_sample,
+    samples=tuple(
+        Variant.of("sample", dtype=dtype, masked=masked)
+        for dtype in ("float32", "bfloat16", "float16")
+        for masked in (False, True)
+    ),
+)
+BITMASK = Kind(
+    name="bitmask",
+    kernels=lambda _: [masks.KERNEL],
+    case=_bitmask_case,
+    timed=_timed_bitmask,
+    samples=tuple(Variant.of("bitmask", dtype=d) for d in ("float32", "bfloat16", "float16")),
+)

@@ -1,0 +1,164 @@
+"""Compares kernels with their twins on the GPU that will run them, and says which may be used.
+
+Knows neither models nor requests. Verdicts are kept (`verdicts`), by chip, system, versions,
+variant and the kernels' text: a model that is loaded again pays nothing. Reads no clock.
+"""
+
+import hashlib
+import logging
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from .kinds import KINDS
+from .launch import Device, Metal, running_on
+from .variants import Case, Variant
+from .verdicts import CRASHED, FAILED, OK, TWIN, WRONG, Verdict, Verdicts
+
+logger = logging.getLogger("mlxinfer.kernels")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Who runs kernels, and what a verdict about them depends on."""
+
+    device: Device
+    environment: str  # chip, system and versions, in words
+
+
+def this_gpu() -> Gpu | None:
+    """The GPU of this machine; None where there is no Metal."""
+    if not mx.metal.is_available():
+        return None
+    chip, macos = mx.device_info().get("device_name", "unknown"), platform.mac_ver()[0]
+    versions = f"mlx {version('mlx')}, mlxinfer {version('mlxinfer')}"
+    return Gpu(Metal(), f"{chip}, macOS {macos}, {versions}")
+
+
+def choose(variants: Iterable[Variant], *, gpu: Gpu | None, folder: Path) -> frozenset[Variant]:
+    """The variants that may be used; twins do the work of the others.
+
+    To be called once a model is known, on the thread that will run it. What was not checked before
+    is checked now. Logs one warning where any is not usable although there is a GPU.
+
+    Args:
+        variants: that the model would use.
+        gpu: None: there is no Metal, so none may be used, and nothing is run.
+        folder: where verdicts are kept.
+    """
+    found = judge(variants, gpu=gpu, folder=folder)
+    bad = [
+        f"{variant}: {verdict.status}"
+        for variant, verdict in found.items()
+        if not verdict.usable and verdict.status != TWIN
+    ]
+    if bad:
+        logger.warning(
+            "%d of %d Metal kernels did not pass their self-check here; plain MLX does their work, "
+            "slower (%s). `mlxinfer doctor --kernels` explains.",
+            len(bad),
+            len(found),
+            "; ".join(bad),
+        )
+    return frozenset(variant for variant, verdict in found.items() if verdict.usable)
+
+
+def judge(
+    variants: Iterable[Variant], *, gpu: Gpu | None, folder: Path, again: bool = False
+) -> dict[Variant, Verdict]:
+    """The verdict on each variant, from the file or by running it.
+
+    Args:
+        variants, gpu, folder: as for `choose`.
+        again: check also what was checked before, except what crashed.
+    """
+    distinct = list(dict.fromkeys(variants))
+    if gpu is None:
+        return dict.fromkeys(distinct, Verdict(TWIN, detail="there is no Metal here"))
+    keys = {variant: _key(variant) for variant in distinct}
+    store = Verdicts(folder, gpu.environment)
+    known = {} if again else store.read()
+    if all(keys[variant] in known for variant in distinct):
+        return {variant: known[keys[variant]] for variant in distinct}
+    try:
+        with store.exclusively():
+            return {v: _remembered(v, keys[v], store, gpu.device, again) for v in distinct}
+    except OSError as error:
+        logger.warning("Self-checks of Metal kernels cannot be remembered in %s: %s", folder, error)
+        return {variant: examine(variant, gpu.device) for variant in distinct}
+
+
+def _remembered(
+    variant: Variant, key: str, store: Verdicts, device: Device, again: bool
+) -> Verdict:
+    """The verdict in the file, or a new one that is put there; to be called exclusively."""
+    known = store.read().get(key)
+    if known is not None and (not again or known.status == CRASHED):
+        return known
+    store.begin(key)
+    try:
+        verdict = examine(variant, device)
+    except BaseException:
+        store.forget(key)  # interrupted: that says nothing about the kernel
+        raise
+    store.put(key, verdict)
+    return verdict
+
+
+def examine(variant: Variant, device: Device) -> Verdict:
+    """Run a variant and its twin on small inputs and compare them."""
+    case = KINDS[variant.kind].case(variant)
+    twin = case.twin()
+    mx.eval(twin)
+    # Whatever a compiler or a driver raises is a finding: the twin is there to take over.
+    try:
+        with running_on(device):
+            kernel = case.kernel()
+            mx.eval(kernel)
+    except Exception as error:
+        return Verdict(FAILED, detail=f"{type(error).__name__}: {error}"[:2000])
+    return compare(kernel, twin, case)
+
+
+def compare(kernel: Sequence[mx.array], twin: Sequence[mx.array], case: Case) -> Verdict:
+    """Whether outputs differ by no more than the tolerances."""
+    worst = (-1.0, 0.0, 0.0)  # share of the tolerance, error, tolerance
+    for place, (found, wanted, tolerance) in enumerate(
+        zip(kernel, twin, case.tolerances, strict=True)
+    ):
+        if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+            return Verdict(WRONG, detail=f"output {place} is {found.dtype} {found.shape}")
+        error = _largest_difference(_numbers(found), _numbers(wanted))
+        share = error / tolerance if tolerance else (0.0 if error == 0 else np.inf)
+        worst = max(worst, (share, error, tolerance))
+    share, error, tolerance = worst
+    if not np.isfinite(error):
+        return Verdict(WRONG, detail="the kernel gives NaN or infinities where its twin does not")
+    return Verdict(OK if share <= 1 else WRONG, error, tolerance)
+
+
+def _largest_difference(found: NDArray[np.float64], wanted: NDArray[np.float64]) -> float:
+    """inf where one is infinite or NaN and the other is not the same."""
+    same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
+    with np.errstate(invalid="ignore"):
+        differences = np.where(same, 0.0, np.abs(found - wanted))
+    largest = float(np.nan_to_num(differences, nan=np.inf, posinf=np.inf).max(initial=0.0))
+    return largest
+
+
+def _numbers(array: mx.array) -> NDArray[np.float64]:
+    wide = array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
+    return np.array(wide).astype(np.float64)
+
+
+def _key(variant: Variant) -> str:
+    """A variant and the text of its kernels: what is checked anew when either changes."""
+    kernels = KINDS[variant.kind].kernels(variant)
+    text = "\n".join(f"{kernel.header}\n{kernel.body}" for kernel in kernels)
+    return f"{variant} #{hashlib.sha256(text.encode()).hexdigest()[:16]}"

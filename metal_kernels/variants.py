@@ -1,0 +1,89 @@
+"""What a kernel is compiled for, and how it is compared with its twin. Knows no kernel, no GPU."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import mlx.core as mx
+
+from .launch import MetalKernel
+
+Value = str | int | bool
+DTYPES: dict[str, mx.Dtype] = {
+    "float32": mx.float32,
+    "float16": mx.float16,
+    "bfloat16": mx.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A kind of kernel and the values that are compiled into it for a model."""
+
+    kind: str
+    values: tuple[tuple[str, Value], ...]
+
+    @classmethod
+    def of(cls, kind: str, **values: Value) -> Self:
+        """Values in the order of their names: the same ones make the same variant."""
+        return cls(kind, tuple(sorted(values.items())))
+
+    def __getitem__(self, name: str) -> Value:
+        return dict(self.values)[name]
+
+    def number(self, name: str) -> int:
+        """The value of this name."""
+        return int(self[name])
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The value `dtype`."""
+        return DTYPES[str(self["dtype"])]
+
+    def __str__(self) -> str:
+        return " ".join([self.kind, *(f"{name}={_short(value)}" for name, value in self.values)])
+
+
+Outputs = Callable[[], list[mx.array]]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A variant beside its twin, on inputs that are always the same.
+
+    Attributes:
+        kernel, twin: compute the same outputs; the kernel through `launch`.
+        tolerances: the largest difference that each output may have.
+    """
+
+    kernel: Outputs
+    twin: Outputs
+    tolerances: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of kernel that checks itself.
+
+    Attributes:
+        name: as in `Variant.kind`.
+        kernels: what it launches for a variant; their texts are part of what a verdict is about.
+        case: a variant on a small input that takes every path of it.
+        timed: a variant on an input as large as in use.
+        samples: variants that `mlxinfer doctor --kernels` looks at, the most telling first.
+    """
+
+    name: str
+    kernels: Callable[[Variant], list[MetalKernel]]
+    case: Callable[[Variant], Case]
+    timed: Callable[[Variant], Case]
+    samples: tuple[Variant, ...]
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    """'float16' of mx.float16."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
+def _short(value: Value) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

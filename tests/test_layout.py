@@ -19,6 +19,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "parts": set(),
     "core": {"errors"},
     "config": {"errors"},
+    "configfile": {"errors"},
     "metal_kernels": set(),
     "layers": LEAVES | {"metal_kernels"},
     "models": LEAVES | {"layers"},

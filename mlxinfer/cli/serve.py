@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import InvalidRequestError
+from ._configuration import PREFIX, config_option
 from ._model import fetch
 from ._options import engine_arguments, engine_options
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 API_KEY = "MLXINFER_API_KEY"
 
 
-@click.command()
+@click.command(context_settings={"auto_envvar_prefix": PREFIX})
+@config_option
 @click.option(
     "-m",
     "--model",
@@ -73,8 +75,8 @@ def command(models: tuple[str, ...], log_format: str, log_level: str, **options:
         listener.close()
         raise
     names = ", ".join(service.models.names())
-    click.echo(f"mlxinfer serves {names} at {url_of(listener)}/v1 (Ctrl-C ends it)", err=True)
-    Server(service, listener).serve_forever()
+    ready = f"mlxinfer serves {names} at {url_of(listener)}/v1 (Ctrl-C ends it)"
+    Server(service, listener, lambda: click.echo(ready, err=True)).serve_forever()
 
 
 def server_config(options: dict[str, Any]) -> Any:

@@ -1,0 +1,84 @@
+"""`mlxinfer config`: what the server would be told, and by whom."""
+
+from typing import Any
+
+import click
+
+from ..configfile import ConfigFile, find_config_file, standard_places
+from ._configuration import PREFIX, config_of, origin_of
+from ._options import json_option
+from ._output import emit_json, table
+
+
+@click.group()
+def command() -> None:
+    """Show the settings of `mlxinfer serve`: command line, environment, config file, defaults."""
+
+
+@command.command()
+def path() -> None:
+    """Print the config file that counts, or where one would be looked for."""
+    found = find_config_file()
+    if found is not None:
+        click.echo(found)
+        return
+    click.echo(f"no config file; looked for {', '.join(map(str, standard_places()))}", err=True)
+    raise click.exceptions.Exit(1)
+
+
+@command.command()
+@click.option("--config", "config_path", type=click.Path(exists=True, dir_okay=False))
+@click.option("--origin", is_flag=True, help="Also who said so.")
+@json_option
+def show(config_path: str | None, origin: bool, as_json: bool) -> None:
+    """Print what `mlxinfer serve` would run with. Keys are not shown."""
+    ctx = serve_context([] if config_path is None else ["--config", config_path])
+    rows = [
+        (parameter.opts[-1], _shown(parameter.name, ctx.params), origin_of(ctx, parameter))
+        for parameter in ctx.command.params
+        if parameter.name in ctx.params
+    ]
+    config = config_of(ctx)
+    if as_json:
+        emit_json(
+            {
+                "file": None if config.path is None else str(config.path),
+                "serve": {
+                    flag.lstrip("-"): {"value": value, "origin": said} for flag, value, said in rows
+                },
+                "models": _models(config),
+            }
+        )
+        return
+    click.echo(f"# {config.path or 'no config file'}")
+    header = ("OPTION", "VALUE", "ORIGIN") if origin else ("OPTION", "VALUE")
+    click.echo(table([[*map(str, row[: len(header)])] for row in rows], header=header))
+    for name, entry in _models(config).items():
+        click.echo(f"model {name}: " + ", ".join(f"{k}={v}" for k, v in entry.items()))
+
+
+def serve_context(arguments: list[str]) -> click.Context:
+    """`mlxinfer serve` with these arguments, parsed and not run."""
+    from .serve import command as serve
+
+    return serve.make_context("mlxinfer serve", arguments, auto_envvar_prefix=PREFIX)
+
+
+def _shown(name: str, values: dict[str, Any]) -> Any:
+    value = values[name]
+    if "api_key" in name:
+        return f"{len(value)} set" if value else None
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _models(config: ConfigFile) -> dict[str, dict[str, Any]]:
+    return {
+        name: {
+            "source": entry.source,
+            "aliases": list(entry.aliases),
+            "pin": entry.pin,
+            "ttl_s": entry.ttl_s,
+            **entry.options,
+        }
+        for name, entry in config.models.items()
+    }

@@ -1,0 +1,159 @@
+"""The config file of the server: where it lies and what stands in it. Knows no option's meaning.
+
+# ~/.config/mlxinfer/config.toml
+[serve]                     # options of `mlxinfer serve`, by their long names
+port = 8080
+max-memory = "24GB"
+
+[models.chat]               # a model by the name that requests use
+source = "mlx-community/Qwen3-8B-4bit"
+aliases = ["gpt-4o-mini"]
+pin = true                  # loaded at the start, and never unloaded
+ttl = "30m"                 # unloaded after so long without a request
+kv-bits = "8"               # engine options of this model alone
+"""
+
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import InvalidRequestError
+
+VARIABLE = "MLXINFER_CONFIG"
+MAX_BYTES = 1 << 20
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)?")
+_SECONDS = {None: 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelEntry:
+    """A model as the config file describes it."""
+
+    source: str  # a bundled model, a folder or a hub repository
+    aliases: tuple[str, ...] = ()
+    pin: bool = False
+    ttl_s: float | None = None  # None: the server's own
+    options: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of its engine, as on the command line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigFile:
+    """What a config file says."""
+
+    path: Path | None = None  # None: there is none
+    serve: Mapping[str, Any] = field(default_factory=dict)  # by the options' Python names
+    models: Mapping[str, ModelEntry] = field(default_factory=dict)
+
+
+def find_config_file() -> Path | None:
+    """The file that counts: MLXINFER_CONFIG, else the user's, else the machine's; None: no file.
+
+    Raises:
+        InvalidRequestError: MLXINFER_CONFIG names a file that is not there.
+    """
+    named = os.environ.get(VARIABLE)
+    if named:
+        path = Path(named).expanduser()
+        if not path.is_file():
+            raise InvalidRequestError(f"{VARIABLE} names {named}, which is no file.")
+        return path
+    return next((path for path in standard_places() if path.is_file()), None)
+
+
+def standard_places() -> list[Path]:
+    """Where a config file is looked for, the first one first."""
+    home = os.environ.get("XDG_CONFIG_HOME")
+    places = [(Path(home).expanduser() if home else Path.home() / ".config") / "mlxinfer"]
+    if sys.platform == "darwin":
+        places.append(Path("/Library/Application Support/mlxinfer"))
+    else:
+        places.append(Path("/etc/mlxinfer"))
+    return [place / "config.toml" for place in places]
+
+
+def read_config_file(path: Path | None) -> ConfigFile:
+    """Read and check a config file; None: nothing is said.
+
+    Raises:
+        InvalidRequestError: it cannot be read, is no TOML, or holds what has no meaning.
+    """
+    if path is None:
+        return ConfigFile()
+    document = _parse(path)
+    for name in document:
+        if name not in ("serve", "models"):
+            raise _wrong(path, name, "there are two tables: [serve] and [models.NAME]")
+    serve = _table(path, "serve", document.get("serve", {}))
+    models = _table(path, "models", document.get("models", {}))
+    return ConfigFile(
+        path=path,
+        serve={name.replace("-", "_"): value for name, value in serve.items()},
+        models={name: _model(path, name, entry) for name, entry in models.items()},
+    )
+
+
+def parse_duration(value: object) -> float:
+    """Seconds of `90`, `"90s"`, `"30m"`, `"2h"` or `"1d"`.
+
+    Raises:
+        InvalidRequestError: it is no duration.
+    """
+    if type(value) in (int, float) and value >= 0:  # type: ignore[operator]
+        return float(value)  # type: ignore[arg-type]
+    found = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
+    if found is None:
+        raise InvalidRequestError(
+            f"{value!r} is no duration; expected seconds, or such as '90s', '30m', '2h', '1d'."
+        )
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise InvalidRequestError(f"{path} has over {MAX_BYTES >> 20} MiB: no config file.")
+        return tomllib.loads(raw.decode())
+    except OSError as error:
+        raise InvalidRequestError(f"{path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise InvalidRequestError(f"{path} is no TOML: {error}.") from error
+
+
+def _model(path: Path, name: str, entry: object) -> ModelEntry:
+    place = f"models.{name}"
+    given = dict(_table(path, place, entry))
+    source = given.pop("source", None)
+    if not isinstance(source, str) or not source:
+        raise _wrong(path, place, "it needs a source: a folder, org/name, or a bundled model")
+    aliases = given.pop("aliases", [])
+    if not isinstance(aliases, list) or not all(isinstance(a, str) and a for a in aliases):
+        raise _wrong(path, f"{place}.aliases", "expected a list of names")
+    pin = given.pop("pin", False)
+    if not isinstance(pin, bool):
+        raise _wrong(path, f"{place}.pin", "expected true or false")
+    ttl = given.pop("ttl", None)
+    try:
+        ttl_s = None if ttl is None else parse_duration(ttl)
+    except InvalidRequestError as error:
+        raise _wrong(path, f"{place}.ttl", str(error)) from error
+    options = {key.replace("-", "_"): value for key, value in given.items()}
+    return ModelEntry(source=source, aliases=tuple(aliases), pin=pin, ttl_s=ttl_s, options=options)
+
+
+def _table(path: Path, place: str, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise _wrong(path, place, "expected a table")
+    return value
+
+
+def _wrong(path: Path, place: str, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{path}, {place}: {what}.", param=place)

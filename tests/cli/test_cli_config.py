@@ -1,0 +1,53 @@
+"""mlxinfer config: what counts, and who said it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "config.toml"
+    path.write_text('[serve]\nport = 9000\nhost = "localhost"\napi-key = ["secret-one"]\n')
+    monkeypatch.setenv("MLXINFER_CONFIG", str(path))
+    return path
+
+
+def test_command_line_before_environment_before_file(
+    file: Path, outcome: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLXINFER_SERVE_PORT", "9001")
+    told = json.loads(outcome("config", "show", "--json").out)
+    assert told["file"] == str(file)
+    assert told["serve"]["port"] == {"value": 9001, "origin": "environment"}
+    assert told["serve"]["host"] == {"value": "localhost", "origin": "config file"}
+    assert told["serve"]["drain"] == {"value": 30.0, "origin": "default"}
+
+
+def test_the_table_names_the_origin_and_hides_keys(file: Path, outcome: Any) -> None:
+    lines = outcome("config", "show", "--origin").out.splitlines()
+    assert lines[0] == f"# {file}"
+    assert ["--port", "9000", "config", "file"] in [line.split() for line in lines]
+    assert "secret-one" not in "".join(lines)
+    assert ["--api-key", "1", "set", "config", "file"] in [line.split() for line in lines]
+
+
+def test_path(file: Path, outcome: Any) -> None:
+    assert outcome("config", "path").out.strip() == str(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[serve]\nprot = 1\n", "Did you mean port?"),
+        ('[serve]\nport = "x"\n', "--port"),
+        ("[serve", "is no TOML"),
+    ],
+)
+def test_mistakes_are_wrong_usage(file: Path, outcome: Any, text: str, said: str) -> None:
+    file.write_text(text)
+    ended = outcome("config", "show")
+    assert ended.code == 2
+    assert said in ended.err

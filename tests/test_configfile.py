@@ -1,0 +1,97 @@
+"""The config file: what is read, and errors that name the place."""
+
+from pathlib import Path
+
+import pytest
+
+from mlxinfer.configfile import ConfigFile, find_config_file, parse_duration, read_config_file
+from mlxinfer.errors import InvalidRequestError
+
+GOOD = """
+[serve]
+port = 9000
+max-memory = "8GB"
+
+[models.chat]
+source = "org/name"
+aliases = ["a", "b"]
+pin = true
+ttl = "30m"
+kv-bits = "8"
+
+[models.small]
+source = "demo"
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "config.toml"
+    path.write_text(text)
+    return path
+
+
+def test_options_and_models(tmp_path: Path) -> None:
+    config = read_config_file(write(tmp_path, GOOD))
+    assert config.serve == {"port": 9000, "max_memory": "8GB"}
+    chat = config.models["chat"]
+    assert (chat.source, chat.aliases, chat.pin, chat.ttl_s) == ("org/name", ("a", "b"), True, 1800)
+    assert chat.options == {"kv_bits": "8"}
+    assert config.models["small"].ttl_s is None
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("[sevre]\n", "sevre"),
+        ("serve = 3\n", "serve"),
+        ("[models]\nx = 3\n", "models.x"),
+        ("[models.x]\n", "models.x"),
+        ('[models.x]\nsource = ""\n', "models.x"),
+        ('[models.x]\nsource = "demo"\naliases = "y"\n', "models.x.aliases"),
+        ('[models.x]\nsource = "demo"\npin = 1\n', "models.x.pin"),
+        ('[models.x]\nsource = "demo"\nttl = "soon"\n', "models.x.ttl"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, place: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(InvalidRequestError) as caught:
+        read_config_file(path)
+    assert f"{path}, {place}:" in str(caught.value)
+
+
+@pytest.mark.parametrize("raw", [b"[serve", b"\xff\xfe", b"x = " + b"9" * 5000, b"a = [" * 3000])
+def test_broken_files(tmp_path: Path, raw: bytes) -> None:
+    path = tmp_path / "config.toml"
+    path.write_bytes(raw)
+    with pytest.raises(InvalidRequestError, match=r"is no TOML|there are two tables"):
+        read_config_file(path)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be read"):
+        read_config_file(tmp_path)
+
+
+def test_which_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("MLXINFER_CONFIG", raising=False)
+    assert find_config_file() is None
+    assert read_config_file(None) == ConfigFile()
+    (tmp_path / "mlxinfer").mkdir()
+    usual = write(tmp_path / "mlxinfer", "")
+    assert find_config_file() == usual
+    named = write(tmp_path, "")
+    monkeypatch.setenv("MLXINFER_CONFIG", str(named))
+    assert find_config_file() == named
+    named.unlink()
+    with pytest.raises(InvalidRequestError, match="MLXINFER_CONFIG"):
+        find_config_file()
+
+
+def test_durations() -> None:
+    assert [parse_duration(d) for d in (5, 1.5, "90", "90s", "1.5m", " 2h ", "1d")] == [
+        5, 1.5, 90, 90, 90, 7200, 86400
+    ]  # fmt: skip
+    for wrong in ("", "m", "-1s", "1w", -1, True, None, [], "1m 30s"):
+        with pytest.raises(InvalidRequestError):
+            parse_duration(wrong)

@@ -36,7 +36,7 @@ def in_text(messages: Messages) -> list[dict[str, Any]]:
     Some templates (DeepSeek's) append both to strings.
     """
     changed = [_with_arguments(message, _as_text) for message in messages]
-    return [{"content": "", **m} if _calls(m) and m.get("content") is None else m for m in changed]
+    return [{**m, "content": ""} if _calls(m) and m.get("content") is None else m for m in changed]
 
 
 def _with_arguments(message: Any, change: Callable[[Any], Any]) -> Any:

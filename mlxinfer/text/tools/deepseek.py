@@ -72,8 +72,7 @@ class DeepSeek(ToolFormat):
         head = f"{CALL}function{SEP}{{name}}\n```json\n" if self._fenced else f"{CALL}{{name}}{SEP}"
         tail = f"\n```{CALL_END}" if self._fenced else CALL_END
         options = [
-            f"{lark.text(head.format(name=tool.name))} {lark.json(tool.parameters)} "
-            f"{lark.text(tail)}"
+            f"{lark.text(head.format(name=tool.name))} {lark.parameters(tool)} {lark.text(tail)}"
             for tool in tools
         ]
         between = "\n" if self._fenced else ""

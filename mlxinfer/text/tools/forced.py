@@ -38,14 +38,23 @@ def forced_grammar(
     if not chosen:
         what = "there are no tools" if only is None else f"no tool is called {only!r}"
         raise InvalidRequestError(f"tool_choice demands a call, but {what}.", param="tool_choice")
-    special = {tokenizer.added_tokens[i].content: i for i in tokenizer.special_ids}
-    lark = Lark(special)
+    marks = (*format.marks, *(reasoning.marks if reasoning else ()))
+    lark = Lark(_tokens_of(tokenizer, marks))
     thought = ""
     if reasoning is not None:
         tail = tokenizer.decode(prompt_ids[-64:], skip_special_tokens=False)
         thought = _thought(lark, reasoning, tail)
     calls = format.grammar(lark, Toolbox(chosen), parallel=parallel and only is None)
     return lark.grammar(f"{thought} {calls}".strip())
+
+
+def _tokens_of(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, int]:
+    """Return the control tokens, and others that were added for (parts of) these marks."""
+    return {
+        token.content: token_id
+        for token_id, token in tokenizer.added_tokens.items()
+        if token.special or any(token.content in mark for mark in marks)
+    }
 
 
 def _thought(lark: Lark, reasoning: ReasoningFormat, tail: str) -> str:

@@ -45,7 +45,7 @@ class Harmony(ToolFormat):
         """One call, or more as messages of their own; the first message's beginning is there."""
         options = [
             f"{lark.text(f'<|channel|>commentary to=functions.{tool.name} ')} "
-            f"{lark.text('<|constrain|>json<|message|>')} {lark.json(tool.parameters)}"
+            f"{lark.text('<|constrain|>json<|message|>')} {lark.parameters(tool)}"
             for tool in tools
         ]
         between = "<|call|><|start|>assistant"

@@ -34,7 +34,7 @@ class Hermes(ToolFormat):
         """Name first, arguments by the tool's schema."""
         options = [
             f"{lark.text(f'<tool_call>{chr(10)}' + object_head(tool.name))} "
-            f"{lark.json(tool.parameters)} {lark.text('}' + chr(10) + '</tool_call>')}"
+            f"{lark.parameters(tool)} {lark.text('}' + chr(10) + '</tool_call>')}"
             for tool in tools
         ]
         return lark.repeated(lark.one_of(options), "\n", parallel=parallel)

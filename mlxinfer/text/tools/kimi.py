@@ -54,7 +54,7 @@ class Kimi(ToolFormat):
         number = lark.rule("/[0-9]{1,4}/")
         options = [
             f"{lark.text(f'{CALL}functions.{tool.name}:')} {number} {lark.text(ARGUMENTS)} "
-            f"{lark.json(tool.parameters)} {lark.text(CALL_END)}"
+            f"{lark.parameters(tool)} {lark.text(CALL_END)}"
             for tool in tools
         ]
         calls = lark.repeated(lark.one_of(options), "", parallel=parallel)

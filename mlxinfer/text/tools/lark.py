@@ -1,8 +1,8 @@
 """Grammars of tool calls in the Lark dialect of llguidance. Knows its syntax; no format.
 
-Source: docs/syntax.md of llguidance. Control tokens are named by their text, `<|python_tag|>`, and
-are no part of any string; `%json` takes a schema in place; a rule with `suffix` ends at the first
-place where its suffix stands.
+Source: docs/syntax.md of llguidance. Control tokens are written by their ids, `<[128010]>`, and are
+no part of any string; `%json` takes a schema in place; a rule with `suffix` ends at the first place
+where its suffix stands.
 """
 
 import json
@@ -12,15 +12,20 @@ from typing import Any
 
 from .schema import Tool
 
-_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_NAMEABLE = re.compile(r"<[^<>\s\[\]@]+>")
+_STYLE = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "lenient": False,  # what cannot be kept is an error
+}
+_COMPOSED = frozenset(("additionalProperties", "allOf", "anyOf", "oneOf", "$ref"))
 
 
 class Lark:
     """Builds one grammar, a rule at a time.
 
     Args:
-        special: {text: token id} of the control tokens: such text in a literal is that token.
+        special: {text: token id} of tokens that are no text: in a literal, such text is that token.
     """
 
     def __init__(self, special: Mapping[str, int] | None = None) -> None:
@@ -49,13 +54,23 @@ class Lark:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """Return what matches JSON of a schema, in one way of spacing."""
-        return "%json " + json.dumps({**schema, "x-guidance": _COMPACT})
+        return "%json " + json.dumps({**schema, "x-guidance": _STYLE})
+
+    def parameters(self, tool: Tool) -> str:
+        """Return what matches a tool's arguments: of declared parameters only, if there are any."""
+        schema = dict(tool.parameters)
+        if "properties" in schema and _COMPOSED.isdisjoint(schema):
+            schema["additionalProperties"] = False
+        return self.json(schema)
 
     def free_text(self, end: str) -> str:
-        """Return what matches any text up to `end`, and `end`."""
-        begins_special = bool(self._split and self._split.match(end))
-        if begins_special:
-            return f"{self.rule('/(?s:.*)/')} {self.text(end)}"
+        """Return what matches any text, without control tokens, up to `end`, and `end`.
+
+        Where a control token stands within `end`, what comes before it is taken for text.
+        """
+        token = self._split.search(end) if self._split else None
+        if token is not None:
+            return f"{self.rule('/(?s:.*)/')} {self.text(end[token.start() :])}"
         return self.rule("/(?s:.*)/", f"[suffix={json.dumps(end)}]")
 
     def one_of(self, options: Sequence[str]) -> str:
@@ -94,7 +109,7 @@ class Lark:
     def _term(self, piece: str) -> str:
         if piece not in self._special:
             return json.dumps(piece)
-        return piece if _NAMEABLE.fullmatch(piece) else f"<[{self._special[piece]}]>"
+        return f"<[{self._special[piece]}]>"
 
 
 def value_rule(lark: Lark, tool: Tool, parameter: str, end: str) -> str:

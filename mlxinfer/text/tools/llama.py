@@ -47,7 +47,7 @@ class Llama(ToolFormat):
     def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
         """Bare objects, as the templates ask for."""
         options = [
-            f"{lark.text(object_head(tool.name, 'parameters'))} {lark.json(tool.parameters)} "
+            f"{lark.text(object_head(tool.name, 'parameters'))} {lark.parameters(tool)} "
             f"{lark.text('}')}"
             for tool in tools
         ]

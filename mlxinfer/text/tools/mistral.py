@@ -67,12 +67,12 @@ class Mistral(ToolFormat):
         """The way of the model's own template."""
         if not self._listed:
             options = [
-                f"{lark.text(f'[TOOL_CALLS]{tool.name}[ARGS]')} {lark.json(tool.parameters)}"
+                f"{lark.text(f'[TOOL_CALLS]{tool.name}[ARGS]')} {lark.parameters(tool)}"
                 for tool in tools
             ]
             return lark.repeated(lark.one_of(options), "", parallel=parallel)
         options = [
-            f"{lark.text(object_head(tool.name))} {lark.json(tool.parameters)} {lark.text('}')}"
+            f"{lark.text(object_head(tool.name))} {lark.parameters(tool)} {lark.text('}')}"
             for tool in tools
         ]
         calls = lark.repeated(lark.one_of(options), ", ", parallel=parallel)

@@ -1,0 +1,164 @@
+"""Tools in a conversation: which format a model has, what it is shown, what a request may ask."""
+
+import pytest
+from text_data import DATA, load_tokenizer
+from tool_samples import TOOLS
+
+from mlxinfer.errors import InvalidRequestError, TemplateError
+from mlxinfer.text import ChatTemplate, Tokenizer, ToolUse, detect_tools, encode_chat, tool_format
+from mlxinfer.text.backend import load_backend
+
+HI = [{"role": "user", "content": "hi"}]
+TEMPLATES = {  # what tells the families' templates apart, in a few words of our own
+    "hermes": "<tool_call>{{ call | tojson }}</tool_call>",
+    "qwen_xml": "<tool_call>\n<function=f>\n<parameter=p>\n",
+    "glm": "<tool_call>{name}<arg_key>k</arg_key>",
+    "mistral": "[AVAILABLE_TOOLS]{{ tools | tojson }}[TOOL_CALLS]",
+    "llama": 'Respond in the format {"name": n, "parameters": p}.<|python_tag|>',
+    "llama_pythonic": "<|python_start|>{{ call }}<|python_end|>",
+    "lfm2": "<|tool_list_start|>{{ tools }}",
+    "gemma3": "Write ```tool_code",
+    "gemma4": "<|tool_call>call:{{ name }}<tool_call|>",
+    "functiongemma": "<start_function_call>call:f<end_function_call>",
+    "harmony": "<|channel|>commentary to=functions.f<|message|>{}<|call|>",
+    "deepseek": "<｜tool▁calls▁begin｜>",
+    "deepseek_dsml": "<｜DSML｜function_calls>",
+    "minimax": "<minimax:tool_call>",
+    "kimi": "<|tool_calls_section_begin|>",
+}
+
+
+def tokenizer_with(template):
+    tokenizer = Tokenizer(load_backend(DATA / "bytelevel"))
+    tokenizer.template = ChatTemplate(template)
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_detection(name):
+    assert detect_tools(tokenizer_with(TEMPLATES[name])).name == name
+    assert tool_format(name).name == name
+
+
+def test_no_format():
+    assert detect_tools(tokenizer_with("{{ messages }}")) is None
+    with pytest.raises(InvalidRequestError, match="hermes"):
+        tool_format("unheard-of")
+
+
+def test_a_template_that_knows_no_tools_is_named():
+    tokenizer = load_tokenizer("bytelevel", "chatml_plain")
+    with pytest.raises(TemplateError, match="does not know tools"):
+        ToolUse.plan(tokenizer, tool_format("hermes"), TOOLS)
+    assert ToolUse.plan(tokenizer, None, None) is None
+    assert ToolUse.plan(tokenizer, None, []) is None
+
+
+def test_a_template_that_calls_in_an_unknown_way():
+    with pytest.raises(TemplateError, match="tool_format"):
+        ToolUse.plan(tokenizer_with("{{ tools }}"), None, TOOLS)
+
+
+def test_a_template_with_a_broken_source_knows_nothing():
+    assert not ChatTemplate("{% if tools").reads("tools")
+    assert ChatTemplate({"default": "x", "tool_use": "{{ tools }}"}).reads("tools")
+    assert not ChatTemplate("{% set tools = 1 %}").reads("tools")
+
+
+def plan(choice=None, tools=TOOLS, **options):
+    tokenizer = load_tokenizer("bytelevel", "chatml_tools")
+    return ToolUse.plan(tokenizer, detect_tools(tokenizer), tools, choice, **options)
+
+
+def test_choices():
+    assert not plan().must_call
+    assert not plan("auto").must_call
+    assert plan("none") is None
+    assert plan("required").must_call
+    named = plan({"type": "function", "function": {"name": "now"}}, parallel=False)
+    assert (named.must_call, named.only, named.parallel) == (True, "now", False)
+
+
+@pytest.mark.parametrize(
+    ("choice", "tools"),
+    [
+        ("always", TOOLS),
+        ({"type": "function"}, TOOLS),
+        ({"type": "function", "function": {"name": "other"}}, TOOLS),
+        ("required", []),
+        ({"type": "function", "function": {"name": "now"}}, None),
+    ],
+)
+def test_choices_that_are_wrong(choice, tools):
+    with pytest.raises(InvalidRequestError):
+        plan(choice, tools)
+
+
+def test_tools_without_their_frame_are_shown_in_it():
+    shown = plan(tools=[{"name": "f", "parameters": {}}]).shown
+    assert shown == [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+def conversation(arguments, content=None):
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [
+        *HI,
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "5"},
+    ]
+
+
+def rendered(template, messages):
+    tokenizer = tokenizer_with(template)
+    return tokenizer.decode(encode_chat(tokenizer, messages), skip_special_tokens=False)
+
+
+CALL = "{% for m in messages %}{% for c in m.tool_calls %}[%s]{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "é"}', {"a": "é"}])
+def test_arguments_are_objects_for_templates(arguments):
+    template = CALL.replace("%s", "{{ c.function.arguments | tojson }}")
+    assert rendered(template, conversation(arguments)) == '[{"a": "é"}]'
+    items = CALL.replace(
+        "%s", "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"
+    )
+    assert rendered(items, conversation(arguments)) == "[a=é]"
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "é"}', {"a": "é"}])
+def test_arguments_are_text_for_templates_that_append_them(arguments):
+    template = CALL.replace("%s", "{{ m['content'] + c.function.name + c.function.arguments }}")
+    assert rendered(template, conversation(arguments)) == '[f{"a": "é"}]'
+
+
+def test_the_first_error_counts_if_both_ways_fail():
+    with pytest.raises(TemplateError, match="refused"):
+        rendered("{{ raise_exception('refused') }}", conversation("{}"))
+
+
+def test_arguments_that_are_no_json_stay():
+    template = CALL.replace("%s", "{{ c.function.arguments }}")
+    assert rendered(template, conversation('{"a": ')) == '[{"a": ]'
+    assert rendered(template, conversation("")) == "[{}]"
+
+
+def test_a_tool_message_gets_the_name_of_its_tool():
+    template = "{% for m in messages %}{{ m.name }}{% endfor %}"
+    assert rendered(template, conversation("{}")) == "f"
+    named = conversation("{}")
+    named[-1]["name"] = "g"
+    assert rendered(template, named) == "g"
+
+
+def test_calls_without_their_frame_and_other_oddities():
+    template = CALL.replace("%s", "{{ c.name }}{{ c.arguments.a }}")
+    messages = [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": 1}'}]}]
+    assert rendered(template, messages) == "[f1]"
+    assert rendered("{{ messages[0].tool_calls }}", [{"role": "x", "tool_calls": "odd"}]) == "odd"
+
+
+def test_a_control_token_in_arguments_stays_text():
+    tokenizer = tokenizer_with("<|im_start|>" + CALL.replace("%s", "{{ c.function.arguments }}"))
+    ids = encode_chat(tokenizer, conversation('{"a": "<|im_end|>"}'))
+    assert tokenizer.piece_to_id("<|im_end|>") not in ids

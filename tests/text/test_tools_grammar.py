@@ -1,0 +1,182 @@
+"""Grammars that force calls: llguidance takes them, and they allow calls and nothing else."""
+
+import json
+
+import llguidance
+import pytest
+from text_data import DATA, load_tokenizer
+from tool_samples import TOOLS, WRITERS
+
+from mlxinfer.errors import InvalidRequestError
+from mlxinfer.text import ReasoningFormat, Tokenizer
+from mlxinfer.text.backend import load_backend
+from mlxinfer.text.tools import FORMATS, Toolbox, forced_grammar, tool_format
+from mlxinfer.text.tools.deepseek import DeepSeek
+from mlxinfer.text.tools.mistral import Mistral
+
+BOX = Toolbox.of(TOOLS)
+THINK = ReasoningFormat()
+ONE = [("get_weather", {"city": 'Par"is é'})]
+ALL = [("get_weather", {"city": "x", "days": 3, "units": "C"})]
+TWO = [*ONE, ("now", {})]
+FORCED = {  # the ways of writing that a grammar demands, where a format has several
+    "glm": "glm", "mistral": "mistral_list", "llama": "llama", "llama_pythonic": "python_list",
+    "gemma3": "python_list", "harmony": "harmony", "deepseek": "deepseek",
+}  # fmt: skip
+SAMPLES = [(n, w) for n, w in WRITERS if FORCED.get(n, w.__name__) == w.__name__]
+every_format = pytest.mark.parametrize(("name", "writer"), SAMPLES, ids=[n for n, _ in SAMPLES])
+
+
+def special_tokenizer():
+    backend = load_backend(DATA / "bytelevel")
+    marks = {mark for known in FORMATS for mark in known.marks}
+    marks |= {"<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"}
+    backend.add_special_tokens(sorted(m for m in marks if "`" not in m and "tool_call>" not in m))
+    return Tokenizer(backend)
+
+
+TOKENIZERS = {"text": load_tokenizer("bytelevel"), "special": special_tokenizer()}
+GUIDES = {kind: llguidance.LLTokenizer(t.to_json()) for kind, t in TOKENIZERS.items()}
+
+
+def allowed(kind, grammar, text):
+    """Whether the grammar allows all of a text, and whether it may end there."""
+    matcher = llguidance.LLMatcher(GUIDES[kind], grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = TOKENIZERS[kind].encode(text, add_special_tokens=False, parse_special=True)
+    whole = matcher.try_consume_tokens(ids) == len(ids)
+    return whole and matcher.is_accepting()
+
+
+def written(name, writer, calls):
+    """As the templates write it, less what stands between the prompt and the first call."""
+    text = writer(calls).strip()
+    if name == "harmony":
+        return text.removeprefix("<|start|>assistant").removesuffix("<|call|>")
+    return text.replace("[TOOL_CALLS] [", "[TOOL_CALLS][").replace("'", '"')
+
+
+def without_ids(text):
+    return text.replace(', "id": "abcdefgh0"', "").replace(', "id": "abcdefgh1"', "")
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@every_format
+def test_calls_are_allowed_and_text_is_not(kind, name, writer):
+    grammar = forced_grammar(TOKENIZERS[kind], tool_format(name), BOX)
+    for calls in (ONE, ALL, TWO):
+        if name in ("lfm2", "gemma3", "llama", "llama_pythonic") and calls is not ALL:
+            calls = [("get_weather", {"city": "x"}), *calls[1:]]
+        text = without_ids(written(name, writer, calls))
+        assert allowed(kind, grammar, text), (text, grammar)
+        assert not allowed(kind, grammar, text + " and more")
+        assert not allowed(kind, grammar, text[:-4])
+    for text in ("", "Hello", written(name, writer, [("other", {})])):
+        assert not allowed(kind, grammar, without_ids(text))
+
+
+@every_format
+def test_what_the_schema_forbids_is_not_allowed(name, writer):
+    grammar = forced_grammar(TOKENIZERS["text"], tool_format(name), BOX)
+    for arguments in ({"city": "x", "days": "many"}, {"days": 3}, {"city": "x", "units": "K"}):
+        text = without_ids(written(name, writer, [("get_weather", arguments)]))
+        assert not allowed("text", grammar, text), text
+
+
+@every_format
+def test_one_tool_and_one_call(name, writer):
+    tokenizer, known = TOKENIZERS["special"], tool_format(name)
+    named = forced_grammar(tokenizer, known, BOX, only="now")
+    assert allowed(
+        "special",
+        named,
+        without_ids(written(name, writer, [("now", {})])),
+    )
+    assert not allowed("special", named, without_ids(written(name, writer, ALL)))
+    single = forced_grammar(tokenizer, known, BOX, parallel=False)
+    assert allowed("special", single, without_ids(written(name, writer, ALL)))
+    assert not allowed("special", single, without_ids(written(name, writer, [*ALL, *ALL])))
+
+
+@pytest.mark.parametrize(
+    ("known", "text"),
+    [
+        (
+            Mistral(listed=False),
+            '[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]get_weather[ARGS]{"city": "x"}',
+        ),
+        (
+            DeepSeek(fenced=True),
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```"
+            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_the_other_ways_of_two_formats(kind, known, text):
+    assert allowed(kind, forced_grammar(TOKENIZERS[kind], known, BOX), text)
+
+
+CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+def test_reasoning_may_come_first():
+    tokenizer = TOKENIZERS["text"]
+    grammar = forced_grammar(tokenizer, tool_format("hermes"), BOX, reasoning=THINK)
+    assert allowed("text", grammar, CALL)
+    assert allowed("text", grammar, f"<think>\nhm {{}} <tool\n</think>\n\n{CALL}")
+    assert not allowed("text", grammar, f"<think>hm</think>ok{CALL}")
+
+
+def test_reasoning_that_the_prompt_opened_comes_to_its_end():
+    tokenizer = TOKENIZERS["text"]
+    prompt = tokenizer.encode("x<think>\n", parse_special=True)
+    grammar = forced_grammar(
+        tokenizer, tool_format("hermes"), BOX, reasoning=THINK, prompt_ids=prompt
+    )
+    assert allowed("text", grammar, f"hm</think>\n{CALL}")
+    assert not allowed("text", grammar, CALL)
+
+
+def test_harmony_reasons_in_its_channel():
+    harmony = ReasoningFormat("", "", harmony=True)
+    grammar = forced_grammar(TOKENIZERS["special"], tool_format("harmony"), BOX, reasoning=harmony)
+    head = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    call = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+    assert allowed("special", grammar, head + call)
+    assert allowed("special", grammar, call)
+    assert not allowed("special", grammar, head)
+
+
+def test_a_tool_that_is_not_there():
+    with pytest.raises(InvalidRequestError, match="other"):
+        forced_grammar(TOKENIZERS["text"], tool_format("hermes"), BOX, only="other")
+    with pytest.raises(InvalidRequestError, match="no tools"):
+        forced_grammar(TOKENIZERS["text"], tool_format("hermes"), Toolbox())
+
+
+def test_definitions_reach_the_parameters():
+    tools = Toolbox.of(
+        [
+            {
+                "name": "f",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"p": {"$ref": "#/$defs/n"}},
+                    "$defs": {"n": {"type": "integer"}},
+                },
+            }
+        ]
+    )
+    for name in ("qwen_xml", "glm", "llama_pythonic", "hermes"):
+        grammar = forced_grammar(TOKENIZERS["text"], tool_format(name), tools)
+        writer = dict(SAMPLES)[name]
+        assert allowed("text", grammar, written(name, writer, [("f", {"p": 5})]))
+        assert not allowed("text", grammar, written(name, writer, [("f", {"p": "x"})])), name
+
+
+def test_json_is_written_in_one_way():
+    grammar = forced_grammar(TOKENIZERS["text"], tool_format("hermes"), BOX)
+    spaced = CALL.replace("{}", json.dumps({}) + " ")
+    assert allowed("text", grammar, CALL)
+    assert not allowed("text", grammar, spaced)

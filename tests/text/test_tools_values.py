@@ -1,0 +1,187 @@
+"""Values of arguments: JSON, Python literals and bare words, against json and ast."""
+
+import ast
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxinfer.errors import InvalidRequestError
+from mlxinfer.text.tools.jsontext import copy_value
+from mlxinfer.text.tools.pyliteral import python_to_json
+from mlxinfer.text.tools.reader import Malformed, Reader
+from mlxinfer.text.tools.schema import Toolbox, json_of
+
+json_text = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=6,
+).map(json.dumps)
+marks = st.text(st.sampled_from('{}[]",:\\u0019eE.+- \ntrufalsn'), max_size=12)
+
+
+def read_json(text):
+    """The value that was passed on, and what was left over; None where it is no JSON."""
+    reader = Reader()
+    reader.feed(text)
+    reader.close()
+    pieces = []
+    try:
+        next(copy_value(reader, pieces.append), None)
+    except Malformed:
+        return None
+    rest = text[len(reader.commit()) :]
+    return json.loads("".join(pieces)), rest
+
+
+@given(json_text)
+def test_json_is_passed_on_as_it_is(text):
+    assert read_json(text + " rest") == (json.loads(text), " rest")
+
+
+@given(json_text | marks)
+def test_what_json_refuses_is_refused(text):
+    try:
+        value = json.loads(text.strip(), strict=False, parse_constant=ast.literal_eval)
+    except ValueError:
+        found = read_json(text.strip())
+        assert found is None or found[1]
+    else:
+        assert read_json(text.strip()) == (value, "")
+
+
+def test_line_breaks_within_strings_are_mended():
+    assert read_json('{"a\n": "b\tc"}') == ({"a\n": "b\tc"}, "")
+
+
+@pytest.mark.parametrize(
+    "text", ["NaN", "Infinity", "True", "'a'", "01", "1.", ".5", "+1", "", "[1,]"]
+)
+def test_what_is_no_json(text):
+    assert read_json(text) is None
+
+
+python_value = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(python_value)
+def test_python_literals(value):
+    assert json.loads(python_to_json(repr(value))) == json.loads(json.dumps(value))
+
+
+BITS = r"""' " \ n x41 \u00e9 \0 [ ] { } ( ) , : 1 0x1f 1_0 1e3 - .5 True null None é f"""
+pythonic = st.sampled_from([*BITS.split(), " ", "\n", "'''", '"' * 3])
+
+
+@given(st.lists(pythonic, max_size=7).map("".join))
+def test_what_is_read_as_python_is_what_python_reads(text):
+    found = python_to_json(text)
+    if found is None or "null" in text or "true" in text:
+        return
+    try:
+        value = ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError):
+        return  # 007, raw line breaks within a string: forgiven
+    if json.dumps(value) != json.dumps(json.loads(found)):
+        assert isinstance(value, dict)
+        assert len(value) < len(found)  # keys that are no strings, or twice
+
+
+@pytest.mark.parametrize(
+    "text", ["f(1)", "a.b", "1 + 1", "[1", "{1, 2}", "'a' 'b'", "x", "1e999", ""]
+)
+def test_what_is_no_literal(text):
+    assert python_to_json(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "expected"),
+    [
+        ("5", {"string"}, "5"),
+        ("5", {"integer"}, 5),
+        ("5.0", {"integer"}, 5),
+        ("5.5", {"integer"}, "5.5"),
+        ("5.5", {"number"}, 5.5),
+        ("1e3", {"number"}, 1000.0),
+        ("nan", {"number"}, "nan"),
+        ("True", {"boolean"}, True),
+        ("yes", {"boolean"}, "yes"),
+        ("null", {"string", "null"}, None),
+        ("null", {"string"}, "null"),
+        ("null", {"integer"}, None),
+        ("None", {"null", "integer"}, None),
+        ("7", {"string", "integer"}, 7),
+        ("x", {"string", "integer"}, "x"),
+        ('{"a": 1}', {"object"}, {"a": 1}),
+        ("{'a': True}", {"object"}, {"a": True}),
+        ("[1, 2", {"array"}, "[1, 2"),
+        ('"quoted"', {"string"}, '"quoted"'),
+        ("[1]", set(), [1]),
+        ("12", set(), 12),
+        ("a b", set(), "a b"),
+        ("NaN", set(), "NaN"),
+        ("9" * 500, {"integer"}, "9" * 500),
+    ],
+)
+def test_bare_words_become_what_the_schema_wants(text, types, expected):
+    assert json.loads(json_of(text, frozenset(types))) == expected
+
+
+def tool(parameters):
+    return Toolbox.of([{"name": "f", "parameters": parameters}]).get("f")
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"type": "string"}, {"string"}),
+        ({"type": ["string", "null"]}, {"string", "null"}),
+        ({"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/name"}]}, {"integer", "string"}),
+        ({"enum": ["a", 1, None]}, {"string", "integer", "null"}),
+        ({"const": True}, {"boolean"}),
+        ({"$ref": "#/$defs/loop"}, set()),
+        ({"$ref": "elsewhere"}, set()),
+        ({}, set()),
+        (True, set()),
+    ],
+)
+def test_types_of_a_schema(schema, types):
+    definitions = {"name": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}
+    found = tool({"properties": {"p": schema}, "$defs": definitions})
+    assert found.types_of("p") == types
+    assert found.types_of("other") == set()
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        ["f"],
+        [{"type": "web_search"}],
+        [{"type": "function", "function": {}}],
+        [{"type": "function", "function": "f"}],
+        [{"name": "f g"}],
+        [{"name": ""}],
+        [{"name": "f", "parameters": []}],
+        [{"name": "f"}, {"name": "f"}],
+    ],
+)
+def test_tools_that_are_none(tools):
+    with pytest.raises(InvalidRequestError):
+        Toolbox.of(tools)

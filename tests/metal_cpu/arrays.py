@@ -16,6 +16,11 @@ def to_bytes(array: mx.array) -> Bytes:
     return np.asarray(flat).view(np.uint8)
 
 
+def scalar(value: float | int, dtype: type[np.generic]) -> Bytes:
+    """One number."""
+    return np.array([value], dtype).view(np.uint8)
+
+
 def to_mlx(data: Bytes, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     """A copy, as an array of this shape."""
     return mx.array(data).view(dtype).reshape(shape) if data.size else mx.zeros(shape, dtype)

@@ -107,7 +107,8 @@ def kept(suffix: str, ingredients: Sequence[object], make: Callable[[Path, Path]
 def _harness() -> str:
     """Of everything that shapes what is built."""
     digest = hashlib.sha256(f"{sys.platform} {platform.machine()} {_compiler_version()}".encode())
-    for path in sorted([*HERE.rglob("*.h"), *HERE.rglob("*.cpp"), HERE / "build.py"]):
+    sources = [path for path in HERE.glob("*.py") if not path.name.startswith("test_")]
+    for path in sorted([*HERE.rglob("*.h"), *HERE.rglob("*.cpp"), *sources]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

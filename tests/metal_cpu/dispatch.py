@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from threading import Lock
 
 import numpy as np
+
 from metal_cpu import arrays
 from metal_cpu.program import program
 from metal_cpu.report import Fault, Report, Size, Traffic

@@ -41,7 +41,8 @@ def program(kernel: Kernel, *, checked: bool) -> Program:
         source, assembly = work / "kernel.cpp", work / "kernel.s"
         source.write_text(cpp(kernel, text, found))
         build.clang("-S", *options, *INCLUDES, source, "-o", assembly)
-        assembly.write_text(with_call_sites(assembly.read_text(), mach_o=build.DARWIN))
+        lines = assembly.read_text("latin-1")  # texts in it may hold any byte
+        assembly.write_text(with_call_sites(lines, mach_o=build.DARWIN), "latin-1")
         build.clang(*build.LINK, assembly, _machine(), "-o", made)
 
     ingredients = (text, kernel.function, kernel.instance, kernel.constants, options)

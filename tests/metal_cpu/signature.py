@@ -60,10 +60,18 @@ def _parameter_list(pieces: Sequence[Token], function: str) -> Sequence[Token]:
         start = after(pieces, i)
         if piece.text == function and text_at(pieces, start) == "(":
             returns = before(pieces, i)
-            marks = {text_at(pieces, j) for j in range(max(0, returns - 8), returns)}
-            if text_at(pieces, returns) == "void" and "kernel" in marks:
+            if text_at(pieces, returns) == "void" and _is_kernel(pieces, returns):
                 return pieces[start + 1 : closing(pieces, start)]
     raise ValueError(f"there is no kernel {function}")
+
+
+def _is_kernel(pieces: Sequence[Token], index: int) -> bool:
+    """Whether `kernel` stands before `void` in the same declaration."""
+    while index >= 0 and text_at(pieces, index) not in (";", "}"):
+        index = before(pieces, index)
+        if text_at(pieces, index) == "kernel":
+            return True
+    return False
 
 
 def _parameter(code: list[Token], next_index: int) -> Parameter:

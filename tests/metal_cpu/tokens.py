@@ -62,7 +62,7 @@ OPENING = {"(": ")", "[": "]", "{": "}", "<": ">"}
 
 
 def closing(pieces: Sequence[Token], start: int) -> int:
-    """Index of the mark that closes the one at `start`; angle brackets close only within round ones.
+    """Index of the mark that closes the one at `start`; angle ones only in one statement.
 
     Raises:
         ValueError: nothing closes it.

@@ -107,14 +107,24 @@ def _threadgroup_variables(pieces: Pieces, index: int, *, lint: bool) -> Change 
         return None
     end = next(i for i in range(index, len(pieces)) if pieces[i].text == ";")
     declared = pieces[index + 1 : end]
-    if any(token.text in ("*", "&", "=", "(") for token in declared):
-        return None
+    if {"*", "&"} & _outside_brackets(declared):
+        return None  # a pointer or a reference, which is a thread's own
     first, *others = split(declared)
     name_at = _variable(first)
     kind = joined(first[:name_at]).strip()
     variables = [first[name_at:], *others]
     text = " ".join(_declaration(kind, variable, lint=lint) for variable in variables)
     return end + 1, [_code(text, pieces[index].line)]
+
+
+def _outside_brackets(pieces: Pieces) -> set[str]:
+    texts, index = set(), 0
+    while index < len(pieces):
+        if pieces[index].text in ("[", "<", "("):
+            index = closing(pieces, index)
+        texts.add(pieces[index].text)
+        index += 1
+    return texts
 
 
 def _variable(declarator: Pieces) -> int:

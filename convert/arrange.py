@@ -68,10 +68,12 @@ class Arranged:
                 block = self.source.read(name, None if whole else rows)
                 yield block.reshape(-1, info.shape[-1])
 
-    def whole(self, output: Output, dtype: mx.Dtype) -> mx.array:
+    def whole(self, output: Output) -> mx.array:
         """All values of an output, in its own shape."""
-        parts = [self.source.read(name).astype(dtype) for name in output.sources]
-        return parts[0].reshape(output.shape) if len(parts) == 1 else mx.stack(parts)
+        parts = [self.source.read(name) for name in output.sources]
+        whole = parts[0] if len(parts) == 1 else mx.stack(parts)
+        mx.eval(whole)
+        return whole
 
 
 def arrange(source: Source) -> Arranged:

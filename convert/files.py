@@ -1,0 +1,118 @@
+"""One safetensors file, laid out first and filled in any order. Knows no formats of weights.
+
+The header follows from the plan, so the file has its final length from the start and any row of any
+tensor can be written on its own: no tensor is ever held whole. The file is called `….partial`
+until all of it is on the disk.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .plan import Stored
+
+ALIGNMENT = 8
+
+
+def header_of(arrays: Sequence[Stored]) -> tuple[bytes, dict[str, int]]:
+    """The bytes in front of the data, and where each array starts in the file."""
+    entries: dict[str, object] = {"__metadata__": {"format": "mlx"}}
+    starts: dict[str, int] = {}
+    position = 0
+    for array in arrays:
+        starts[array.name] = position
+        end = position + array.num_bytes
+        entries[array.name] = {
+            "dtype": array.dtype,
+            "shape": list(array.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    front = len(text).to_bytes(8, "little") + text
+    return front, {name: start + len(front) for name, start in starts.items()}
+
+
+def partial_path(path: Path) -> Path:
+    """What a file is called while it is being written."""
+    return path.with_name(path.name + ".partial")
+
+
+class ShardFile:
+    """A file of the output. `write` may be called from several threads."""
+
+    def __init__(self, path: Path, arrays: Sequence[Stored]) -> None:
+        self.path = path
+        self._partial = partial_path(path)
+        front, self._starts = header_of(arrays)
+        length = len(front) + sum(array.num_bytes for array in arrays)
+        self._file = os.open(self._partial, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            os.ftruncate(self._file, length)
+            self._put(front, 0)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def write(self, name: str, offset: int, data: NDArray[np.generic]) -> int:
+        """Put `data` `offset` bytes into the array `name`; returns the number of bytes.
+
+        Raises:
+            OSError: the disk is full, or worse.
+        """
+        raw = memoryview(np.ascontiguousarray(data)).cast("B")
+        self._put(raw, self._starts[name] + offset)
+        return len(raw)
+
+    def sync(self) -> None:
+        """Return when all that was written is on the disk."""
+        os.fsync(self._file)
+
+    def finish(self) -> None:
+        """Give the file its name."""
+        self.sync()
+        os.replace(self._partial, self.path)
+        sync_folder(self.path.parent)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        os.close(self._file)
+
+    def _put(self, data: bytes | memoryview, position: int) -> None:
+        view = memoryview(data)
+        while view:
+            count = os.pwrite(self._file, view, position)
+            view, position = view[count:], position + count
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """A whole small file, on the disk before it has its name."""
+    partial = partial_path(path)
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the names in `folder` are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

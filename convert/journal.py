@@ -1,0 +1,83 @@
+"""What an interrupted conversion has done, line by line. Knows no tensors' contents.
+
+The first line says of which conversion; each further one is a tensor or a file that is on the disk
+for good. A line that a kill cut short is as if it were not there.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConversionError
+
+VERSION = 1
+
+
+class Journal:
+    """Lines that are kept: `tensors` by name, `shards` by file name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.start: dict[str, Any] = {}
+        self.tensors: dict[str, dict[str, Any]] = {}
+        self.shards: dict[str, list[dict[str, Any]]] = {}
+        if path.exists():
+            self._load()
+
+    def begin(self, start: dict[str, Any]) -> None:
+        """Say which conversion this is, or that it is the one that was interrupted.
+
+        Raises:
+            ConversionError: it is another one.
+        """
+        start = {"version": VERSION, **start}
+        if not self.start:
+            self.start = start
+            self._append([start])
+            return
+        for key, value in start.items():
+            if self.start.get(key) != value:
+                raise ConversionError(_changed(key, self.start.get(key), value))
+
+    def add_tensors(self, entries: dict[str, dict[str, Any]]) -> None:
+        """These tensors are on the disk."""
+        self.tensors |= entries
+        self._append([{"tensor": name, **entry} for name, entry in entries.items()])
+
+    def add_shard(self, name: str, checked: list[dict[str, Any]]) -> None:
+        """This file is whole, and what reading it again found."""
+        self.shards[name] = checked
+        self._append([{"shard": name, "checked": checked}])
+
+    def _load(self) -> None:
+        data = self.path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        lines = [json.loads(line) for line in whole.splitlines()]
+        if len(whole) < len(data):
+            with self.path.open("r+b") as file:
+                file.truncate(len(whole))
+        for line in lines[1:]:
+            if "tensor" in line:
+                self.tensors[line.pop("tensor")] = line
+            else:
+                self.shards[line["shard"]] = line["checked"]
+        self.start = lines[0] if lines else {}
+
+    def _append(self, lines: list[dict[str, Any]]) -> None:
+        with self.path.open("ab") as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _changed(key: str, before: object, now: object) -> str:
+    if key == "source":
+        return (
+            "The source has changed since this conversion was interrupted: what is written does "
+            "not fit the rest. Use --restart to begin anew."
+        )
+    return (
+        f"The interrupted conversion had other options ({key}: {before!r}, now {now!r}). Give the "
+        "same, or --restart to begin anew."
+    )

@@ -1,0 +1,76 @@
+"""What a conversion did and whether it passed: report.json and its parts. Knows no plots."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .logitcheck import LogitCheck
+from .plan import Plan
+from .read import Source
+from .verify import EXACT, SCALES, Checked
+
+
+@dataclass(slots=True)
+class Report:
+    """One conversion."""
+
+    source: str
+    source_format: str
+    recipe: str
+    bits_per_weight: float
+    num_bytes: int
+    num_weights: int
+    tensors: list[dict[str, Any]]  # Checked.as_dict()
+    notes: list[str] = field(default_factory=list)
+    logits: list[LogitCheck] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether all that was checked is within its limits."""
+        return all(check.passed for check in self.logits)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Tensors by status."""
+        return dict(Counter(tensor["status"] for tensor in self.tensors))
+
+    @property
+    def worst(self) -> dict[str, Any] | None:
+        """The tensor with the largest relative error."""
+        return max(self.tensors, key=lambda t: t["relative"], default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For report.json."""
+        return {
+            "source": self.source,
+            "source_format": self.source_format,
+            "recipe": self.recipe,
+            "bits_per_weight": round(self.bits_per_weight, 4),
+            "num_bytes": self.num_bytes,
+            "num_weights": self.num_weights,
+            "passed": self.passed,
+            "counts": self.counts,
+            "notes": self.notes,
+            "logits": [asdict(check) | {"passed": check.passed} for check in self.logits],
+            "tensors": self.tensors,
+        }
+
+
+def make_report(source: Source, plan: Plan, tensors: list[dict[str, Any]]) -> Report:
+    """Without logits, which come last."""
+    return Report(
+        source=source.label,
+        source_format=source.format,
+        recipe=plan.recipe.name,
+        bits_per_weight=plan.bits_per_weight,
+        num_bytes=plan.num_bytes,
+        num_weights=plan.num_weights,
+        tensors=tensors,
+        notes=list(source.notes),
+    )
+
+
+def is_lossless(tensor: dict[str, Any] | Checked) -> bool:
+    """Whether nothing, or only the last bits of scales, was rounded."""
+    status = tensor.status if isinstance(tensor, Checked) else tensor["status"]
+    return status in (EXACT, SCALES)

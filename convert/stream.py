@@ -1,0 +1,195 @@
+"""A model run one layer at a time, with the library's own layers. Never holds more than one.
+
+Hidden states of all texts go through layer after layer; each layer's weights are read, used for all
+of them, and dropped. Attention sees whole sequences, so there is no KV cache.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..layers.rope import make_rope
+from ..models.config import ModelConfig
+from ..models.decoder import Model
+from ..models.registry import family
+from .arrange import Arranged, Output
+from .arrays import mx_dtype
+from .observe import Moments, ObservedWeights, observe_experts
+
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+MAX_ROWS = 4096  # tokens that go through a layer at once
+_NOT_BY_LAYER = "eos_token_ids"
+
+
+class WholeSequences:
+    """Causal attention over sequences of one length that start at position 0."""
+
+    def __init__(self, length: int, window: int | None) -> None:
+        at, of = mx.arange(length)[:, None], mx.arange(length)[None]
+        seen = of <= at
+        self._mask = seen if window is None else seen & (of > at - window)
+        self._length = length
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """(N length, heads, dim) each -> (N length, heads, value_dim)."""
+        q, k, v = (
+            a.reshape(-1, self._length, *a.shape[1:]).swapaxes(1, 2)
+            for a in (queries, keys, values)
+        )
+        found = mx.fast.scaled_dot_product_attention(
+            q, k, v, scale=scale, mask=self._mask, sinks=sinks
+        )
+        return found.swapaxes(1, 2).reshape(queries.shape[0], queries.shape[1], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRun:
+    """One decoder layer, ready to be run."""
+
+    model: Model
+    rope: Any
+    window: int | None
+
+    def __call__(self, x: mx.array, length: int) -> mx.array:
+        """x (N * length, hidden): N sequences -> the same after the layer, evaluated."""
+        sequences = max(1, MAX_ROWS // length) * length
+        kv = WholeSequences(length, self.window)
+        parts = []
+        for start in range(0, x.shape[0], sequences):
+            part = x[start : start + sequences]
+            positions = mx.arange(part.shape[0]) % length
+            y = self.model.layers[0](part, self.rope.prepare(positions.astype(mx.int32)), kv)
+            mx.eval(y)
+            parts.append(y)
+        return mx.concatenate(parts)
+
+
+class Streamed:
+    """The layers of an arranged source, built when they are asked for."""
+
+    def __init__(self, arranged: Arranged) -> None:
+        self._arranged = arranged
+        self._module = family(arranged.config.model_type)
+        self.config = arranged.config
+        self.moments = Moments()
+        named = {self._module.rename(output.name): output for output in arranged.outputs}
+        self._by_name: dict[str, Output] = named
+        self.tied = HEAD not in named
+
+    def output(self, name: str) -> Output:
+        """The tensor of this name, as the decoder knows it."""
+        return self._by_name[name]
+
+    @property
+    def head(self) -> Output:
+        """The output projection; the embedding where they are one."""
+        return self._by_name[EMBEDDING if self.tied else HEAD]
+
+    def outputs_of(self, index: int) -> dict[str, Output]:
+        """The tensors of a layer, by the decoder's names."""
+        front = f"model.layers.{index}."
+        return {name: out for name, out in self._by_name.items() if name.startswith(front)}
+
+    def read_layer(self, index: int) -> dict[str, mx.array]:
+        """All values of a layer, by the decoder's names."""
+        outputs = self.outputs_of(index)
+        return {name: self._arranged.whole(output) for name, output in outputs.items()}
+
+    def layer(self, index: int, tensors: Mapping[str, mx.array]) -> LayerRun:
+        """A layer of these tensors."""
+        config = self._only(range(index, index + 1))
+        named = {name.replace(f".{index}.", ".0.", 1): array for name, array in tensors.items()}
+        weights = ObservedWeights(named | self._ends(), rename=self._module.rename)
+        weights.moments = _Renamed(self.moments, index)
+        model = self._module.build(config, weights)
+        experts = [
+            n.removesuffix(".weight").replace(f".{index}.", ".0.", 1)
+            for n, out in self.outputs_of(index).items()
+            if len(out.shape) == 3
+        ]
+        observe_experts(model.layers[0].mlp, experts, weights.moments)
+        rope = make_rope(self.config.ropes[index], self.config.head_dim, model.activation_dtype)
+        return LayerRun(model, rope, self.config.windows[index])
+
+    def embed(self, ids: Sequence[int], table: mx.array | None = None) -> mx.array:
+        """ids -> (T, hidden), scaled as the family does; `table`: rows to use for unique ids."""
+        unique, places = np.unique(np.array(ids), return_inverse=True)
+        rows = self.embedding_rows(unique.tolist()) if table is None else table
+        model = self._without_layers(len(unique), {EMBEDDING: rows})
+        model.norm = _same
+        x = model(mx.array(places.astype(np.int32)), mx.zeros(len(ids), mx.int32), [])
+        mx.eval(x)
+        return x
+
+    def embedding_rows(self, ids: Sequence[int]) -> mx.array:
+        """Rows (len(ids), hidden) of the table, for ids in rising order."""
+        wanted = np.array(ids)
+        found, start = [], 0
+        for block in self._arranged.blocks(self.output(EMBEDDING), 1 << 22):
+            inside = wanted[(wanted >= start) & (wanted < start + block.shape[0])] - start
+            if len(inside):
+                picked = block[mx.array(inside.astype(np.int32))]
+                mx.eval(picked)
+                found.append(picked)
+            start += block.shape[0]
+        return mx.concatenate(found)
+
+    def normed(self, x: mx.array) -> mx.array:
+        """After the final norm, float32."""
+        norm = self._arranged.whole(self.output(NORM))
+        model = self._without_layers(1, {NORM: norm})
+        found = model.norm(x).astype(mx.float32)
+        mx.eval(found)
+        return found
+
+    def _without_layers(self, vocab: int, tensors: dict[str, mx.array]) -> Model:
+        config = replace(self._only(range(0)), vocab_size=vocab)
+        weights = ObservedWeights(self._ends() | tensors, rename=self._module.rename)
+        weights.moments = self.moments
+        made: Model = self._module.build(config, weights)
+        return made
+
+    def _ends(self) -> dict[str, mx.array]:
+        hidden, dtype = self.config.hidden_size, mx_dtype(self._arranged.source.dtype)
+        return {EMBEDDING: mx.zeros((1, hidden), dtype), NORM: mx.zeros((hidden,), dtype)}
+
+    def _only(self, layers: range) -> ModelConfig:
+        """The config of a model with these layers alone, its own table for output."""
+        config = self.config
+        parts = {
+            field.name: value[layers.start : layers.stop]
+            for field in fields(config)
+            if isinstance(value := getattr(config, field.name), tuple)
+            and len(value) == config.num_layers
+            and field.name != _NOT_BY_LAYER
+        }
+        ends = {"num_layers": len(layers), "vocab_size": 1, "tie_word_embeddings": True}
+        return replace(config, **parts, **ends, quantization=None)
+
+
+class _Renamed(Moments):
+    """Moments of layer `index`, seen under the name of layer 0."""
+
+    def __init__(self, inner: Moments, index: int) -> None:
+        super().__init__()
+        self._inner = inner
+        self._index = index
+
+    def see(self, paths: Sequence[str], x: mx.array) -> None:
+        """As of Moments."""
+        self._inner.see([path.replace(".0.", f".{self._index}.", 1) for path in paths], x)
+
+
+def _same(x: mx.array) -> mx.array:
+    return x

@@ -1,0 +1,79 @@
+"""Texts for calibration and for checking, as token ids. Knows files and lengths, no models."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from ..errors import InvalidRequestError
+
+Encode = Callable[[str], list[int]]
+
+CALIBRATION_LENGTH, MAX_CALIBRATION = 256, 16  # tokens of a sequence, sequences
+PROBE_LENGTH, MAX_PROBES = 64, 4
+SHORT, LONG = 64, 512  # tokens: the two context lengths of the check
+NUM_SHORT, NUM_LONG = 8, 2
+MAX_CHECKED = SHORT * NUM_SHORT + LONG * NUM_LONG  # positions
+DEFAULT = "calibration.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Sequences of token ids; those of one list have one length."""
+
+    calibration: list[list[int]]
+    short: list[list[int]]
+    long: list[list[int]]
+
+    @property
+    def checks(self) -> list[list[int]]:
+        """All that is checked."""
+        return [*self.short, *self.long]
+
+
+def read_text(path: Path | None) -> str:
+    """A text file, or the one that comes along: prose, code, JSON, sums and conversations."""
+    if path is None:
+        return files(__package__).joinpath(DEFAULT).read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"{path} cannot be read as text: {error}.") from error
+
+
+def make_texts(calibration: str, check: str | None, encode: Encode, *, max_context: int) -> Texts:
+    """Cut texts into sequences.
+
+    Args:
+        calibration: what second moments and probes are taken from.
+        check: what the result is checked on; None: the last third of `calibration`, which is then
+            not calibrated on.
+        encode: text -> token ids.
+        max_context: of the model: no sequence is longer.
+
+    Raises:
+        InvalidRequestError: too little text.
+    """
+    ids = encode(calibration)
+    if check is None:
+        cut = len(ids) * 2 // 3
+        ids, checked = ids[:cut], ids[cut:]
+    else:
+        checked = encode(check)
+    long = _sequences(checked, min(LONG, max_context), NUM_LONG)
+    rest = checked[sum(map(len, long)) :] or checked
+    return Texts(
+        _sequences(ids, min(CALIBRATION_LENGTH, max_context), MAX_CALIBRATION),
+        _sequences(rest, min(SHORT, max_context), NUM_SHORT),
+        long,
+    )
+
+
+def _sequences(ids: Sequence[int], length: int, limit: int) -> list[list[int]]:
+    """Sequences spread evenly over a text; one of what there is, where that is less than one."""
+    if len(ids) < 2:
+        raise InvalidRequestError("The text for calibration is empty.", param="calibration")
+    length = min(length, len(ids))
+    count = min(limit, len(ids) // length)
+    gap = len(ids) // count
+    return [list(ids[i * gap : i * gap + length]) for i in range(count)]

@@ -1,0 +1,215 @@
+"""What lies on the disk against the source, tensor by tensor. Knows nothing of how it was written.
+
+Headers are parsed anew, codes are unpacked by MLX, errors are counted anew: a wrong offset, a
+wrong code or a flipped bit shows.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import CheckpointError, ConversionError
+from ..models.safetensors import TensorInfo, read_header
+from .arrange import Arranged
+from .arrays import as_numpy, mx_dtype
+from .formats import name_of
+from .numbers import widen
+from .plan import Planned
+from .quantise import Error, compare, total
+
+NUMPY = {"U32": np.uint32, "U8": np.uint8, "F16": np.float16, "F32": np.float32, "BF16": np.uint16}
+NAMES = {"F16": "float16", "F32": "float32", "BF16": "bfloat16"}
+TOLERANCE = 1e-3  # between the error that writing found and the one that reading finds
+EXACT, SCALES, REQUANTISED, CAST = "exact", "scales rounded", "requantised", "rounded"
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """One tensor, as it was found on the disk."""
+
+    name: str
+    format: str
+    stored: str  # in the source
+    status: str
+    num_weights: int
+    num_bytes: int
+    relative: float  # root mean square of the differences over that of the values
+    largest: float  # difference
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; figures are rounded, so that they do not depend on the order of sums."""
+        figures = {key: float(f"{asdict(self)[key]:.5g}") for key in ("relative", "largest")}
+        return asdict(self) | figures
+
+
+class ShardReader:
+    """Rows of a safetensors file, without holding the rest."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors = read_header(path)
+        with path.open("rb") as file:
+            self._start = 8 + int.from_bytes(file.read(8), "little")
+
+    def rows(self, name: str, rows: slice | None = None) -> NDArray[np.generic]:
+        """(R, …) rows of a tensor whose leading axes are flattened; bfloat16 as uint16."""
+        info = self._info(name)
+        width = info.shape[-1] if info.shape else 1
+        dtype = np.dtype(NUMPY[info.dtype])
+        count = prod(info.shape[:-1])
+        first, last = (rows.start, min(rows.stop, count)) if rows else (0, count)
+        offset = self._start + info.start + first * width * dtype.itemsize
+        found = np.fromfile(self.path, dtype, (last - first) * width, offset=offset)
+        return found.reshape(-1, width)
+
+    def values(self, tensor: Planned, rows: slice) -> NDArray[np.float32]:
+        """(R, in_dims) float32, as MLX unpacks them."""
+        output, form = tensor.output, tensor.form
+        if form is None:
+            info = self._info(output.name)
+            return widen(self.rows(output.name, rows), NAMES[info.dtype])
+        parts = [self._array(array.name, rows) for array in tensor.arrays]
+        plain = mx.dequantize(
+            *parts,
+            group_size=form.group_size,
+            bits=form.bits,
+            mode=form.mode,
+            dtype=mx.float32,
+        )
+        return np.asarray(as_numpy(plain), dtype=np.float32)
+
+    def _array(self, name: str, rows: slice) -> mx.array:
+        info, raw = self._info(name), self.rows(name, rows)
+        if info.dtype in NAMES:
+            return mx.array(widen(raw, NAMES[info.dtype]))
+        return mx.array(raw)
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}.")
+        return self.tensors[name]
+
+
+def check_shard(
+    path: Path, planned: Sequence[Planned], arranged: Arranged, block: int
+) -> Iterator[Checked]:
+    """Compare every tensor of a finished file with the source.
+
+    Raises:
+        CheckpointError: the file is no sound safetensors file.
+        ConversionError: it does not hold the arrays that were planned.
+    """
+    reader = ShardReader(path)
+    wanted = {a.name: (a.dtype, a.shape) for tensor in planned for a in tensor.arrays}
+    found = {name: (info.dtype, info.shape) for name, info in reader.tensors.items()}
+    if wanted != found:
+        names = sorted(n for n in wanted | found if wanted.get(n) != found.get(n))
+        raise ConversionError(f"{path} does not hold {names[0]!r} as it was planned.")
+    for tensor in planned:
+        yield _check(reader, tensor, arranged, block)
+
+
+def _check(reader: ShardReader, tensor: Planned, arranged: Arranged, block: int) -> Checked:
+    if tensor.packed:
+        status, error = _check_copy(reader, tensor, arranged)
+    else:
+        error = total(_errors(reader, tensor, arranged, block))
+        lossless = error.largest == 0.0
+        status = EXACT if lossless else CAST if tensor.form is None else REQUANTISED
+    return _checked(tensor, status, error)
+
+
+def _checked(tensor: Planned, status: str, error: Error) -> Checked:
+    output = tensor.output
+    return Checked(
+        output.name,
+        name_of(tensor.form) if tensor.form else tensor.dtype,
+        output.stored,
+        status,
+        output.num_weights,
+        tensor.num_bytes,
+        error.relative,
+        error.largest,
+    )
+
+
+def _errors(
+    reader: ShardReader, tensor: Planned, arranged: Arranged, block: int
+) -> Iterator[Error]:
+    row = 0
+    for values in arranged.blocks(tensor.output, block):
+        rows = slice(row, row + values.shape[0])
+        wanted = np.asarray(as_numpy(values.astype(mx.float32)), dtype=np.float32)
+        yield compare(reader.values(tensor, rows), wanted)
+        row = rows.stop
+
+
+def _check_copy(reader: ShardReader, tensor: Planned, arranged: Arranged) -> tuple[str, Error]:
+    """Codes must be the source's own; scales may be rounded."""
+    status, errors, row = EXACT, [], 0
+    per_source = prod(tensor.output.shape[:-1]) // len(tensor.output.sources)
+    for name in tensor.output.sources:
+        packed = arranged.source.read_packed(name)
+        rows = slice(row, row + per_source)
+        row = rows.stop
+        weight = reader.rows(tensor.arrays[0].name, rows)
+        if not np.array_equal(weight, as_numpy(packed.weight).reshape(weight.shape)):
+            raise ConversionError(f"{tensor.output.name} is not what the source holds.")
+        if _same_scales(reader, tensor, rows, [packed.scales, packed.biases]):
+            errors.append(Error(energy=1.0))
+            continue
+        status = SCALES
+        values = reader.values(tensor, rows)
+        errors.append(compare(values, _unpacked(tensor, packed).reshape(values.shape)))
+    return status, total(errors)
+
+
+def _same_scales(
+    reader: ShardReader, tensor: Planned, rows: slice, parts: Sequence[mx.array | None]
+) -> bool:
+    """Raises ConversionError where they are neither the same nor the same rounded."""
+    same = True
+    for array, part in zip(tensor.arrays[1:], parts, strict=False):
+        assert part is not None
+        found = reader.rows(array.name, rows)
+        affine = array.dtype in NAMES
+        as_kept = part.astype(mx_dtype(tensor.dtype)) if affine else part
+        if not np.array_equal(found, as_numpy(as_kept).reshape(found.shape)):
+            raise ConversionError(f"{array.name} is not what the source holds.")
+        same = same and not (affine and mx.any(as_kept.astype(mx.float32) != part).item())
+    return same
+
+
+def _unpacked(tensor: Planned, packed: Any) -> NDArray[np.float32]:
+    form = tensor.form
+    assert form is not None
+    parts = [packed.weight, packed.scales.astype(mx.float32), packed.biases.astype(mx.float32)]
+    plain = mx.dequantize(*parts, group_size=form.group_size, bits=form.bits, mode=form.mode)
+    return np.asarray(as_numpy(plain), dtype=np.float32)
+
+
+def confirm(checked: Checked, written: Error) -> None:
+    """Whether reading found the error that writing left.
+
+    Raises:
+        ConversionError: it did not: the file is not what was written.
+    """
+    if checked.status == SCALES or checked.status == EXACT:
+        return
+    if abs(checked.relative - written.relative) > TOLERANCE * max(written.relative, 1e-6):
+        raise ConversionError(
+            f"{checked.name} was written with an error of {written.relative:.3g}, but what the "
+            f"disk holds has {checked.relative:.3g}: it is damaged."
+        )
+
+
+def as_written(tensor: Planned, error: Error) -> Checked:
+    """What writing found, where nobody reads it again."""
+    status = REQUANTISED if tensor.form else CAST if error.largest else EXACT
+    return _checked(tensor, SCALES if tensor.packed else status, error)

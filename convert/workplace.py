@@ -1,0 +1,154 @@
+"""Where a conversion works: OUT.partial beside OUT, one at a time. Knows no tensors.
+
+    OUT.partial/lock           held while a process works here
+    OUT.partial/journal.jsonl  what is done
+    OUT.partial/model/         becomes OUT when everything is
+
+OUT is there and complete, or it is not there.
+"""
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConversionError
+from .files import sync_folder
+
+SPARE_BYTES = 64 << 20  # left free on the disk
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """The folders of one conversion."""
+
+    out: Path
+
+    @property
+    def root(self) -> Path:
+        """Beside the output, so that moving it is one rename."""
+        return self.out.with_name(self.out.name + ".partial")
+
+    @property
+    def model(self) -> Path:
+        """What will be the output."""
+        return self.root / "model"
+
+    @property
+    def journal(self) -> Path:
+        """See journal.py."""
+        return self.root / "journal.jsonl"
+
+    @property
+    def measured(self) -> Path:
+        """What calibration found."""
+        return self.root / "measured.npz"
+
+    def publish(self) -> None:
+        """Make the finished folder the output."""
+        if self.out.exists():
+            raise ConversionError(f"{self.out} came to be while it was being converted to.")
+        sync_folder(self.model)
+        os.rename(self.model, self.out)
+        sync_folder(self.out.parent)
+        shutil.rmtree(self.root)
+
+
+def check_target(out: Path, source: Path | None, needed_bytes: int) -> None:
+    """Whether something may be written to `out`.
+
+    Raises:
+        ConversionError: it exists, is the source or inside it, cannot be written, or the disk has
+            no room for `needed_bytes`.
+    """
+    if source is not None and out.resolve().is_relative_to(source.resolve()):
+        raise ConversionError(
+            f"{out} is {'' if out.resolve() == source.resolve() else 'inside '}the source; choose "
+            "a folder elsewhere."
+        )
+    if out.exists() or out.is_symlink():
+        raise ConversionError(
+            f"{out} exists already. Delete it or choose another name; nothing was changed."
+        )
+    parent = out.absolute().parent
+    if not parent.is_dir():
+        raise ConversionError(f"There is no folder {parent} to put {out.name} into.")
+    free = shutil.disk_usage(parent).free
+    if needed_bytes + SPARE_BYTES > free:
+        raise ConversionError(
+            f"{out} needs {needed_bytes / 1e9:.2f} GB more, but the disk has {free / 1e9:.2f} GB "
+            "free. Make room or choose another disk."
+        )
+
+
+@contextmanager
+def working(place: Workplace, *, resume: bool, restart: bool) -> Iterator[None]:
+    """Hold the workplace, made if need be.
+
+    Raises:
+        ConversionError: another process is there, an interrupted conversion is there and neither
+            `resume` nor `restart` was asked for, or the disk is full or read-only.
+    """
+    with disk_failures(place):
+        interrupted = place.journal.exists()
+        place.root.mkdir(exist_ok=True)
+        lock = os.open(place.root / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _lock(lock, place)
+        except ConversionError:
+            os.close(lock)
+            raise
+        try:
+            if interrupted and not (resume or restart):
+                raise ConversionError(
+                    f"{place.root} holds an interrupted conversion: --resume goes on with it, "
+                    "--restart begins anew."
+                )
+            if restart or not interrupted:
+                _clear(place)
+            place.model.mkdir(exist_ok=True)
+            yield
+        finally:
+            os.close(lock)
+            if not place.journal.exists():  # nothing was begun
+                shutil.rmtree(place.root, ignore_errors=True)
+
+
+@contextmanager
+def disk_failures(place: Workplace) -> Iterator[None]:
+    """Turn what a disk refuses into a ConversionError; other OSErrors pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise ConversionError(
+                f"The disk is full; what is written is kept in {place.root}. Make room, then run "
+                "the same command with --resume."
+            ) from error
+        if error.errno in _READ_ONLY:
+            raise ConversionError(
+                f"{place.out.absolute().parent} cannot be written ({error.strerror})."
+            ) from error
+        raise
+
+
+def _lock(lock: int, place: Workplace) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConversionError(
+            f"Another process is converting to {place.out}; wait for it, or choose another name."
+        ) from None
+
+
+def _clear(place: Workplace) -> None:
+    """Throw away what an earlier conversion left, but for the lock that we hold."""
+    shutil.rmtree(place.model, ignore_errors=True)
+    for path in (place.journal, place.measured):
+        path.unlink(missing_ok=True)

@@ -41,7 +41,11 @@ class Variant:
         return DTYPES[str(self["dtype"])]
 
     def __str__(self) -> str:
-        return " ".join([self.kind, *(f"{name}={_short(value)}" for name, value in self.values)])
+        """What is 0 or False is left out, what is True is its name alone."""
+        said = [
+            name if value is True else f"{name}={value}" for name, value in self.values if value
+        ]
+        return " ".join([self.kind, *said])
 
 
 Outputs = Callable[[], list[mx.array]]
@@ -83,7 +87,3 @@ class Kind:
 def dtype_name(dtype: mx.Dtype) -> str:
     """'float16' of mx.float16."""
     return next(name for name, known in DTYPES.items() if known == dtype)
-
-
-def _short(value: Value) -> str:
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

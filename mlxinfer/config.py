@@ -72,8 +72,17 @@ class DiskOptions:
 
 def default_disk_folder() -> Path:
     """Where the pages of all models lie, unless somebody said otherwise (XDG_CACHE_HOME)."""
+    return _cache_folder() / "kv"
+
+
+def default_kernel_folder() -> Path:
+    """Where the verdicts on Metal kernels lie."""
+    return _cache_folder() / "kernels"
+
+
+def _cache_folder() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache).expanduser() if cache else Path.home() / ".cache") / "mlxinfer" / "kv"
+    return (Path(cache).expanduser() if cache else Path.home() / ".cache") / "mlxinfer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,14 +5,18 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .. import __version__, hub
 from ..backend import require_mlx
 from ..errors import MlxinferError
 from ._output import human_bytes
+
+if TYPE_CHECKING:
+    from ..metal_kernels.verdicts import Verdict
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 MIN_FREE_BYTES = 10 * 10**9
@@ -80,6 +84,33 @@ def metal() -> Check:
     if MACOS:
         return Check("metal", FAIL, "not available", "use a Mac with Apple silicon, not a VM")
     return Check("metal", WARN, "not available: everything runs on the CPU, slowly")
+
+
+def kernels() -> Check:
+    """What the self-checks of the Metal kernels found so far; runs none of them."""
+    try:
+        require_mlx()
+    except MlxinferError:
+        return Check("kernels", WARN, "unknown: MLX does not load")
+    from ..config import default_kernel_folder
+    from ..metal_kernels.selfcheck import this_gpu
+    from ..metal_kernels.verdicts import Verdicts
+
+    gpu = this_gpu()
+    if gpu is None:
+        return Check("kernels", OK, "not used: there is no Metal, plain MLX does their work")
+    return judge_kernels(Verdicts(default_kernel_folder(), gpu.environment).read())
+
+
+def judge_kernels(found: "Mapping[str, Verdict]") -> Check:
+    """Judge verdicts by variant."""
+    bad = [f"{key.split()[0]} ({v.status})" for key, v in found.items() if not v.usable]
+    if not found:
+        return Check("kernels", OK, "not checked yet", "the first load of a model checks its own")
+    if bad:
+        detail = f"plain MLX does the work of {len(bad)} of {len(found)}: {', '.join(bad)}"
+        return Check("kernels", WARN, detail, "mlxinfer doctor --kernels")
+    return Check("kernels", OK, f"{len(found)} agree with their twins on this GPU")
 
 
 def memory() -> Check:
@@ -192,6 +223,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     system,
     mlx,
     metal,
+    kernels,
     memory,
     gpu_memory,
     disk,

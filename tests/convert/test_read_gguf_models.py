@@ -1,0 +1,239 @@
+"""Whole models as GGUF: tensors, config and logits are those of the checkpoints they came from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import mlx.core as mx
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from models.dense_kv import DenseCache
+from models.random_weights import tiny_tensors
+from models.tiny import tiny_checkpoint, tiny_config
+from oracles.gguf_files import write_model
+
+from mlxinfer.convert.read import Source, open_source
+from mlxinfer.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from mlxinfer.models import load
+
+IDS = list(range(3, 33))
+FILES = {  # what a GGUF file can say, which is less than a config can
+    "llama-v4": {},
+    "mistral-v4": {},
+    "qwen2-v4": {},
+    "qwen3-v4": {},
+    "qwen3_moe-v4": {"decoder_sparse_step": 1, "mlp_only_layers": []},
+    "gemma3_text-v4": {
+        "query_pre_attn_scalar": 24,
+        "sliding_window_pattern": 6,
+        "rope_local_base_freq": 10_000.0,
+        "num_hidden_layers": 7,
+    },
+    "gpt_oss-v4": {},
+}
+
+
+def make(case: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    config = {**tiny_config(case), **FILES[case]}
+    return config, tiny_tensors(config)
+
+
+def llama3_factors(config: dict[str, Any]) -> np.ndarray | None:
+    """Divisors of the rotary frequencies, from the formula of Llama 3.1's reference code."""
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type") != "llama3":
+        return None
+    dims, context, factor = config["head_dim"], scaling["original_max_position_embeddings"], 8.0
+    factors = []
+    for pair in range(dims // 2):
+        wave = 2 * np.pi * config["rope_theta"] ** (2 * pair / dims)
+        if wave < context / 4.0:
+            factors.append(1.0)
+        elif wave > context / 1.0:
+            factors.append(factor)
+        else:
+            smooth = (context / wave - 1.0) / (4.0 - 1.0)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors)
+
+
+def opened(folder: Path, case: str, **more: Any) -> Source:
+    config, tensors = make(case)
+    path = folder / "model.gguf"
+    write_model(path, config, tensors, rope_factors=llama3_factors(config), **more)
+    return open_source(path)
+
+
+def logits(folder: Path) -> np.ndarray:
+    model = load(folder)
+    return np.array(DenseCache(model).run(model, [("a", IDS)]).astype(mx.float32))
+
+
+def write_folder(folder: Path, config: dict[str, Any], arrays: dict[str, mx.array]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
+    return folder
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_model_gives_the_logits_that_it_had(tmp_path: Path, case: str) -> None:
+    config, tensors = make(case)
+    original = write_folder(
+        tmp_path / "hf", config, {name: mx.array(value) for name, value in tensors.items()}
+    )
+    source = opened(tmp_path, case)
+    arrays = {name: source.read(name) for name in source.tensors}
+    assert all(arrays[name].shape == info.shape for name, info in source.tensors.items())
+    back = write_folder(tmp_path / "back", dict(source.config), arrays)
+    expected = logits(original)
+    assert np.abs(logits(back) - expected).max() <= 2e-5 * max(1.0, expected.std())
+    assert expected.std() > 0.5
+
+
+@pytest.mark.parametrize("case", ["llama-v4", "gemma3_text-v4", "qwen3_moe-v4"])
+def test_tensors_come_back_with_their_names(tmp_path: Path, case: str) -> None:
+    _, tensors = make(case)
+    source = opened(tmp_path, case)
+    for name, info in source.tensors.items():
+        head, _, tail = name.partition("switch_mlp.")
+        if tail:
+            count = info.shape[0]
+            expected = np.stack([tensors[f"{head}experts.{i}.{tail}"] for i in range(count)])
+        else:
+            expected = tensors[name]
+        tolerance = 1e-6 if name.endswith("norm.weight") else 0.0
+        assert np.allclose(np.array(source.read(name)), expected, rtol=0, atol=tolerance), name
+        assert np.array_equal(
+            np.array(source.read(name, slice(1, 3))), np.array(source.read(name))[1:3]
+        )
+
+
+def test_quantised_rows_are_put_in_order_too(tmp_path: Path) -> None:
+    kinds = {"blk.0.attn_q.weight": Kind.Q8_0, "blk.0.attn_k.weight": Kind.Q4_1}
+    _, tensors = make("llama-v4")
+    source = opened(tmp_path, "llama-v4", kinds=kinds)
+    for part, bits in (("q", 8), ("k", 4)):
+        name = f"model.layers.0.self_attn.{part}_proj.weight"
+        error = np.abs(np.array(source.read(name)) - tensors[name]).max()
+        assert 0 < error < 0.3 * np.abs(tensors[name]).max() / (1 if bits == 4 else 16)
+        packed = source.read_packed(name)
+        wide = (packed.scales.astype(mx.float32), packed.biases.astype(mx.float32))
+        values = mx.dequantize(packed.weight, *wide, group_size=32, bits=bits)
+        assert mx.array_equal(values, source.read(name))
+        assert mx.array_equal(values[7:21], source.read(name, slice(7, 21)))
+
+
+def test_stacked_experts_have_codes(tmp_path: Path) -> None:
+    """(experts, out, in) blocks: gpt-oss as published in GGUF."""
+    kinds = {"blk.1.ffn_up_exps.weight": Kind.MXFP4}
+    source = opened(tmp_path, "gpt_oss-v4", kinds=kinds)
+    name = "model.layers.1.mlp.experts.up_proj.weight"
+    packed = source.read_packed(name)
+    assert packed.weight.shape == (4, 48, 8)
+    assert packed.scales.shape == (4, 48, 2)
+    values = mx.dequantize(packed.weight, packed.scales, group_size=32, bits=4, mode="mxfp4")
+    assert mx.array_equal(values.astype(mx.float32), source.read(name))
+    assert mx.array_equal(values[1:3].astype(mx.float32), source.read(name, slice(1, 3)))
+
+
+def test_split_files_are_one_source(tmp_path: Path) -> None:
+    config, tensors = make("qwen3-v4")
+    write_model(tmp_path / "model.gguf", config, tensors, split=10)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert len(parts) > 2
+    for chosen in (parts[0], parts[-1], tmp_path):
+        source = open_source(chosen)
+        assert len(source.tensors) == len(tensors)
+        assert all(
+            np.array_equal(np.array(source.read(name)), tensors[name]) for name in source.tensors
+        )
+    parts[1].unlink()
+    with pytest.raises(ModelNotFoundError, match="00002-of"):
+        open_source(parts[0])
+
+
+def test_parts_of_different_splits_are_refused(tmp_path: Path) -> None:
+    config, tensors = make("qwen3-v4")
+    write_model(tmp_path / "model.gguf", config, tensors, split=10)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(CheckpointError, match="Part 2"):
+        open_source(parts[0])
+
+
+def test_a_folder_with_several_models_asks_for_one(tmp_path: Path) -> None:
+    opened(tmp_path, "qwen3-v4")
+    (tmp_path / "other.gguf").write_bytes((tmp_path / "model.gguf").read_bytes())
+    (tmp_path / "mmproj-model.gguf").write_bytes(b"not looked at")
+    with pytest.raises(CheckpointError, match="2 GGUF models"):
+        open_source(tmp_path)
+
+
+def test_fingerprints_follow_the_file(tmp_path: Path) -> None:
+    first = opened(tmp_path, "qwen3-v4").fingerprint
+    assert open_source(tmp_path / "model.gguf").fingerprint == first
+    data = (tmp_path / "model.gguf").read_bytes()
+    (tmp_path / "model.gguf").write_bytes(data)
+    assert open_source(tmp_path / "model.gguf").fingerprint != first
+
+
+def test_unknown_architectures_and_tensors_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    for arch, tensor, message in (
+        ("mamba", "token_embd.weight", "mamba"),
+        ("qwen3", "blk.0.ssm_in.weight", "ssm_in"),
+    ):
+        writer = gguf.GGUFWriter(path, arch)
+        writer.add_tensor(tensor, np.zeros((4, 64), np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with pytest.raises(UnsupportedModelError, match=message):
+            open_source(path)
+
+
+def test_a_file_that_is_truncated_says_so(tmp_path: Path) -> None:
+    opened(tmp_path, "qwen3-v4")
+    path = tmp_path / "model.gguf"
+    data = path.read_bytes()
+    for size in (0, 3, 20, 400, len(data) // 2, len(data) - 40):
+        path.write_bytes(data[:size])
+        with pytest.raises(CheckpointError, match=r"truncated|empty"):
+            open_source(path)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    source = opened(tmp_path, "qwen3-v4")
+    path = tmp_path / "model.gguf"
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(CheckpointError, match="changed"):
+        source.read("model.norm.weight")
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"\x80\x04")
+    with pytest.raises(CheckpointError, match="pickle"):
+        open_source(tmp_path / "model.bin")
+    (tmp_path / "weights.npz").write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match=r"\.gguf"):
+        open_source(tmp_path / "weights.npz")
+    with pytest.raises(ModelNotFoundError, match="nowhere"):
+        open_source(tmp_path / "nowhere")
+
+
+def test_a_tokenizer_from_elsewhere(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "hf", "qwen3-v4")
+    config, tensors = make("qwen3-v4")
+    write_model(tmp_path / "model.gguf", config, tensors)
+    without = open_source(tmp_path / "model.gguf")
+    assert without.side_files() == {}
+    assert "no tokenizer" in without.notes[0]
+    with pytest.raises(ModelNotFoundError, match=r"tokenizer\.json"):
+        open_source(tmp_path / "model.gguf", tokenizer=folder).side_files()
+    (folder / "tokenizer.json").write_text("{}")
+    source = open_source(tmp_path / "model.gguf", tokenizer=folder)
+    assert source.side_files() == {"tokenizer.json": folder / "tokenizer.json"}

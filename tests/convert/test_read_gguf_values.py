@@ -1,0 +1,119 @@
+"""Values and codes of every GGUF type, against the `gguf` package and mx.dequantize."""
+
+from pathlib import Path
+
+import gguf
+import mlx.core as mx
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from oracles.gguf_files import random_blocks
+
+from mlxinfer.convert.read import Source, open_source
+from mlxinfer.errors import UnsupportedModelError
+
+LOSSLESS = {  # the format of MLX, and whether float16 holds the scales
+    Kind.Q4_0: ("affine", 4, True),
+    Kind.Q4_1: ("affine", 4, True),
+    Kind.Q5_0: ("affine", 5, True),
+    Kind.Q5_1: ("affine", 5, True),
+    Kind.Q8_0: ("affine", 8, True),
+    Kind.Q4_K: ("affine", 4, False),
+    Kind.Q5_K: ("affine", 5, False),
+    Kind.MXFP4: ("mxfp4", 4, True),
+}
+VALUES_ONLY = (Kind.Q2_K, Kind.Q3_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS)
+BYTES = {kind: size for kind, (_, size) in gguf.GGML_QUANT_SIZES.items()}
+NAME = "model.layers.0.mlp.up_proj.weight"
+SHAPE = (48, 512)
+
+
+def one_tensor(folder: Path, kind: Kind, data: np.ndarray, arch: str = "qwen3") -> Source:
+    """A GGUF file with an embedding and one matrix."""
+    path = folder / "model.gguf"
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(512)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(8)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_tensor("token_embd.weight", np.zeros((32, 512), np.float16))
+    writer.add_tensor("blk.0.ffn_up.weight", data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return open_source(path)
+
+
+@pytest.mark.parametrize("kind", [*LOSSLESS, *VALUES_ONLY], ids=lambda kind: kind.name)
+def test_values_are_bit_exact(tmp_path: Path, kind: Kind) -> None:
+    blocks = random_blocks(kind, *SHAPE, seed=int(kind))
+    source = one_tensor(tmp_path, kind, blocks)
+    info = source.tensors[NAME]
+    assert (info.shape, info.stored, info.stored_bytes) == (SHAPE, kind.name, blocks.nbytes)
+    expected = gguf.dequantize(blocks, kind)
+    read = source.read(NAME)
+    assert read.dtype == mx.float32
+    assert np.array_equal(np.array(read), expected)
+    assert np.array_equal(np.array(source.read(NAME, slice(5, 17))), expected[5:17])
+
+
+@pytest.mark.parametrize("kind", LOSSLESS, ids=lambda kind: kind.name)
+def test_codes_mean_the_same_in_mlx(tmp_path: Path, kind: Kind) -> None:
+    mode, bits, exact = LOSSLESS[kind]
+    blocks = random_blocks(kind, *SHAPE, seed=int(kind))
+    if kind in (Kind.Q4_0, Kind.Q5_0, Kind.Q8_0):  # as large as scales of weights are
+        scales = np.random.default_rng(0).normal(0, 0.02, blocks.size // BYTES[kind])
+        blocks.reshape(-1, BYTES[kind])[:, :2] = scales.astype("<f2").view(np.uint8).reshape(-1, 2)
+    source = one_tensor(tmp_path, kind, blocks)
+    form, info = source.tensors[NAME].lossless, source.tensors[NAME]
+    assert form is not None
+    assert (form.mode, form.bits, form.group_size, info.scales_exact) == (mode, bits, 32, exact)
+    packed = source.read_packed(NAME)
+    if mode == "affine":
+        assert packed.scales.dtype == (mx.float16 if exact else mx.float32)
+    wide = [
+        None if part is None else part.astype(mx.float32) if mode == "affine" else part
+        for part in (packed.scales, packed.biases)
+    ]
+    values = mx.dequantize(
+        packed.weight, *wide, group_size=32, bits=bits, mode=mode, dtype=mx.float32
+    )
+    expected = gguf.dequantize(blocks, kind)
+    # MLX adds with one rounding more or less than llama.cpp where float32 does not hold the sum.
+    bound = 0.0 if exact else 1e-6 * np.abs(expected).max()
+    assert np.abs(np.array(values) - expected).max() <= bound
+
+
+def test_scales_that_float16_cannot_hold_stay_float32(tmp_path: Path) -> None:
+    """-128 times a scale above 511 overflows float16."""
+    blocks = random_blocks(Kind.Q8_0, *SHAPE, seed=1)
+    blocks[0, :2] = np.array([1000.0], np.float16).view(np.uint8)
+    packed = one_tensor(tmp_path, Kind.Q8_0, blocks).read_packed(NAME)
+    assert packed.biases is not None
+    assert packed.scales.dtype == packed.biases.dtype == mx.float32
+    assert packed.biases[0, 0].item() == -128000.0
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(Kind.F32, np.float32), (Kind.F16, np.float16)])
+def test_plain_floats(tmp_path: Path, kind: Kind, dtype: type) -> None:
+    values = np.random.default_rng(0).standard_normal(SHAPE).astype(dtype)
+    read = one_tensor(tmp_path, kind, values).read(NAME, slice(3, 9))
+    assert np.array_equal(np.array(read), values[3:9])
+    assert np.array(read).dtype == dtype
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
+    stored = gguf.quantize(values, Kind.BF16)
+    read = one_tensor(tmp_path, Kind.BF16, stored).read(NAME)
+    assert read.dtype == mx.bfloat16
+    assert np.array_equal(np.array(read.astype(mx.float32)), gguf.dequantize(stored, Kind.BF16))
+
+
+def test_types_that_are_not_read_are_named(tmp_path: Path) -> None:
+    blocks = random_blocks(Kind.IQ2_XXS, *SHAPE, seed=0)
+    with pytest.raises(UnsupportedModelError, match="IQ2_XXS"):
+        one_tensor(tmp_path, Kind.IQ2_XXS, blocks)

@@ -7,7 +7,7 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from types import FrameType
 
 import uvicorn
@@ -27,9 +27,15 @@ class Server(uvicorn.Server):
     Args:
         service: what is served; closed at the end.
         listener: a bound socket.
+        on_ready: called once clients can connect.
     """
 
-    def __init__(self, service: Service, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        service: Service,
+        listener: socket.socket,
+        on_ready: Callable[[], None] = lambda: None,
+    ) -> None:
         config = service.config
         super().__init__(
             uvicorn.Config(
@@ -51,6 +57,7 @@ class Server(uvicorn.Server):
         )
         self.service = service
         self._listener = listener
+        self._on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
 
@@ -69,6 +76,11 @@ class Server(uvicorn.Server):
     async def _serve_until_drained(self) -> None:
         self._loop = asyncio.get_running_loop()
         await self.serve(sockets=[self._listener])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        self._on_ready()
 
     def _begin_draining(self) -> None:
         if self._draining is None:

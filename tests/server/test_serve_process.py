@@ -1,0 +1,108 @@
+"""`mlxinfer serve` as people start it: a process, a line that says where, signals."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+Process = subprocess.Popen[str]
+
+
+def start(*options: str, **kwargs: Any) -> Process:
+    command = [sys.executable, "-m", "mlxinfer.cli", "serve", *options]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **kwargs)
+
+
+def url_in(process: Process) -> str:
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    found = re.search(r"http://127\.0\.0\.1:\d+", line)
+    assert found, line
+    return found.group()
+
+
+@pytest.fixture
+def process() -> Iterator[Process]:
+    process = start("--port", "0", "--log-format", "json", "--drain", "20")
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json", "x-request-id": "mine"},
+    )
+    return urllib.request.urlopen(request, timeout=30)
+
+
+SECRET = "a very private prompt"
+
+
+def test_it_serves_logs_no_prompts_and_ends_with_zero(process: Process) -> None:
+    url = url_in(process)
+    body = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 3}
+    with post(url, body) as answer:
+        said = json.load(answer)["choices"][0]["message"]["content"]
+    process.send_signal(signal.SIGTERM)
+    _, log = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert SECRET not in log
+    assert said not in log
+    (line,) = [json.loads(text) for text in log.splitlines()]
+    assert (line["request_id"], line["status"], line["model"]) == ("mine", 200, "demo")
+    assert line["answer_tokens"] == 3
+
+
+def test_a_second_signal_ends_it_at_once(process: Process) -> None:
+    url = url_in(process)
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "ignore_eos": True,
+        "stream": True,
+        "max_tokens": 1900,
+    }
+    with post(url, body) as answer:
+        answer.readline()
+        process.send_signal(signal.SIGINT)
+        while b"data" in (line := answer.readline()) or not line.strip():
+            if process.poll() is not None:
+                break
+            process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=5) == 128 + signal.SIGINT
+
+
+def run(*options: str) -> tuple[int, str]:
+    process = start(*options)
+    _, said = process.communicate(timeout=30)
+    return process.returncode, said
+
+
+def test_a_taken_port_is_one_clear_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, said = run("--port", str(taken.getsockname()[1]))
+    assert code == 1
+    assert re.fullmatch(r"error: Cannot serve on 127\.0\.0\.1 port \d+: .* in use.*\n", said)
+
+
+def test_an_open_address_without_a_key_is_refused() -> None:
+    code, said = run("--host", "0.0.0.0", "--port", "0")
+    assert code == 2
+    assert "no API key is set" in said.splitlines()[0]
+    assert "--insecure" in said.splitlines()[0]
+
+
+def test_an_unknown_model_is_one_clear_line() -> None:
+    code, said = run("--port", "0", "-m", "./nowhere")
+    assert code == 1
+    assert said.startswith("error: ")
+    assert len(said.splitlines()) <= 2

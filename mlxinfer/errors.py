@@ -14,6 +14,7 @@
     ├── OverloadedError                503  overloaded             could fit later
     ├── EngineClosedError              503  engine_closed
     ├── RequestFailedError             500  request_failed         a step of this request went wrong
+    ├── ServiceError                   500  service_error          launchd refused, or is not here
     └── BackendMissingError            500  backend_missing
 
 Each class knows the HTTP `status` and the machine-readable `code` that a server answers with.
@@ -120,6 +121,12 @@ class RequestFailedError(MlxinferError):
     """A step went wrong while it ran this request; others go on."""
 
     code = "request_failed"
+
+
+class ServiceError(MlxinferError):
+    """The system's service manager refused, or is not on this machine."""
+
+    code = "service_error"
 
 
 class BackendMissingError(MlxinferError):

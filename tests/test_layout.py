@@ -26,8 +26,10 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "cache": LEAVES | {"metal_kernels"},
     "sampling": LEAVES | {"metal_kernels"},
     "text": LEAVES,
+    "grammar": LEAVES,
     "engine": LEAVES | {"cache", "layers", "models", "sampling"},
     "hub": LEAVES | {"backend"},
+    "launchd": set(),
     "backend": LEAVES,
     "memory": LEAVES,
     "mailbox": set(),
@@ -36,7 +38,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "info": LEAVES | {"models"},
     "convert": LEAVES | {"backend", "hub", "layers", "memory", "models", "text"},
     "server": LEAVES
-    | {"answer", "backend", "engine", "hub", "info", "mailbox", "memory", "opening"}
+    | {"answer", "backend", "engine", "grammar", "hub", "info", "mailbox", "memory", "opening"}
     | {"results", "text"},
 }
 ASSEMBLERS = {"llm", "opening", "cli", "bench", "__init__"}  # anything
@@ -48,6 +50,7 @@ WITHOUT_MLX = (
     "hub",
     "backend",
     "memory",
+    "launchd",
     "mailbox",
     "results",
     "answer",
@@ -55,6 +58,7 @@ WITHOUT_MLX = (
     "cache.reach",
     "cache.prefix",
     "cache.disk",
+    "grammar",
     "engine.batch",
     "engine.scheduler",
     "engine.holdings",

@@ -1,0 +1,136 @@
+"""`mlxinfer service`: the server under launchd, on a Mac."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from ..errors import ServiceError
+from ..launchd import Service, parse_status
+from ._options import json_option
+from ._output import emit_json
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+PASSED = ("HF_HOME", "HF_TOKEN_PATH", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MLXINFER_CONFIG")
+
+
+def _kind_options(function: Function) -> Function:
+    kind = click.option(
+        "--daemon/--agent", help="Of the machine, or of this user.  [default: agent]"
+    )
+    return kind(function)
+
+
+@click.group()
+def command() -> None:
+    """Run `mlxinfer serve` as a service that macOS starts: install, status, uninstall."""
+
+
+@command.command()
+@_kind_options
+@click.option("--user", help="Whose rights a daemon has.  [default: who called sudo]")
+@click.option("--print", "as_text", is_flag=True, help="Write the property list, change nothing.")
+@click.argument("serve_arguments", nargs=-1, type=click.UNPROCESSED)
+def install(
+    daemon: bool, user: str | None, as_text: bool, serve_arguments: tuple[str, ...]
+) -> None:
+    """Start the server now, at every login (or start of the machine), and when it dies.
+
+    What comes after `--` goes to `mlxinfer serve`; the config file counts as well.
+    """
+    _check_serve(serve_arguments)
+    service = _service(daemon, user, serve_arguments)
+    if as_text:
+        click.echo(service.property_list().decode(), nl=False)
+        return
+    _require_launchd()
+    _write(service)
+    for arguments in service.install_commands(os.getuid()):
+        _launchctl(arguments)
+    click.echo(f"installed {service.plist_path}; it writes to {service.log_path}")
+
+
+@command.command()
+@_kind_options
+def uninstall(daemon: bool) -> None:
+    """Stop the server and forget the service."""
+    _require_launchd()
+    service = _service(daemon, None, ())
+    if not service.plist_path.exists():
+        raise ServiceError(f"There is no service: {service.plist_path} is not there.")
+    for arguments in service.uninstall_commands(os.getuid()):
+        _run(arguments)  # one that does not run is no reason to leave the file
+    service.plist_path.unlink()
+    click.echo(f"removed {service.plist_path}")
+
+
+@command.command()
+@_kind_options
+@json_option
+def status(daemon: bool, as_json: bool) -> None:
+    """Tell whether the service is installed and runs; the exit status is 1 where it does not."""
+    _require_launchd()
+    service = _service(daemon, None, ())
+    ended = _run(service.status_command(os.getuid()))
+    found = parse_status(ended.stdout) if ended.returncode == 0 else {}
+    told = {"installed": service.plist_path.exists(), "loaded": ended.returncode == 0, **found}
+    if as_json:
+        emit_json(told)
+    else:
+        click.echo("\n".join(f"{name}: {value}" for name, value in told.items()))
+    if found.get("state") != "running":
+        raise click.exceptions.Exit(1)
+
+
+def _service(daemon: bool, user: str | None, serve_arguments: Sequence[str]) -> Service:
+    owner = os.environ.get("SUDO_USER") if daemon and user is None else user
+    return Service(
+        program=[sys.executable, "-m", "mlxinfer.cli", "serve", *serve_arguments],
+        daemon=daemon,
+        user=owner,
+        home=Path.home(),
+        environment={name: os.environ[name] for name in PASSED if name in os.environ},
+    )
+
+
+def _check_serve(arguments: Sequence[str]) -> None:
+    """What launchd would start again and again must be sound: parse it now."""
+    from .config import serve_context
+
+    serve_context(list(arguments))
+
+
+def _write(service: Service) -> None:
+    """The property list, readable by its owner alone: arguments may hold a key."""
+    try:
+        for path in (service.plist_path, service.log_path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        service.plist_path.write_bytes(service.property_list())
+        service.plist_path.chmod(0o600)
+    except PermissionError as error:
+        raise ServiceError(
+            f"{service.plist_path} cannot be written: {error.strerror}; a daemon needs sudo."
+        ) from error
+
+
+def _require_launchd() -> None:
+    if sys.platform != "darwin":
+        raise ServiceError(
+            "Services are installed into launchd, which only macOS has; elsewhere let systemd or "
+            "a container run `mlxinfer serve`. `mlxinfer service install --print` shows the file."
+        )
+
+
+def _launchctl(arguments: Sequence[str]) -> None:
+    ended = _run(arguments)
+    if ended.returncode:
+        said = (ended.stderr or ended.stdout).strip() or f"exit status {ended.returncode}"
+        raise ServiceError(f"`{' '.join(arguments)}` failed: {said}")
+
+
+def _run(arguments: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(list(arguments), capture_output=True, text=True, check=False)

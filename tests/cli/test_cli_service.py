@@ -1,0 +1,114 @@
+"""mlxinfer service: the property list, letter for letter, and what launchctl is told."""
+
+import json
+import plistlib
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxinfer.launchd import LABEL, Service, parse_status
+
+GOLDEN = Path(__file__).parents[1] / "data" / "launchd"
+PYTHON = "/opt/mlxinfer/bin/python"
+PRINTED = """gui/501/io.mlxinfer.serve = {
+\tactive count = 1
+\tpath = /Users/ann/Library/LaunchAgents/io.mlxinfer.serve.plist
+\tstate = running
+\tpid = 4242
+\tlast exit code = (never exited)
+\tspawn type = interactive (4)
+}"""
+
+
+@pytest.mark.parametrize("kind", ["agent", "daemon"])
+def test_the_property_list(kind: str) -> None:
+    arguments = ["--port", "9000"] if kind == "agent" else []
+    service = Service(
+        program=[PYTHON, "-m", "mlxinfer.cli", "serve", *arguments],
+        home=Path("/Users/ann"),
+        environment={"HF_HOME": "/Volumes/models"} if kind == "agent" else {},
+        daemon=kind == "daemon",
+        user="ann" if kind == "daemon" else None,
+    )
+    assert service.property_list() == (GOLDEN / f"{kind}.plist").read_bytes()
+    root = Path("/Users/ann") if kind == "agent" else Path("/")
+    folder = "LaunchAgents" if kind == "agent" else "LaunchDaemons"
+    assert service.plist_path == root / "Library" / folder / f"{LABEL}.plist"
+
+
+def test_status_is_read_out_of_what_launchctl_prints() -> None:
+    assert parse_status(PRINTED) == {
+        "state": "running",
+        "pid": "4242",
+        "last_exit_code": "(never exited)",
+    }
+    assert parse_status("nothing of use") == {}
+
+
+@pytest.fixture
+def launchctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Mac as far as the command can see: its launchctl writes down what it is told."""
+    log = tmp_path / "told.txt"
+    script = tmp_path / "bin" / "launchctl"
+    script.parent.mkdir()
+    script.write_text(
+        f'#!/bin/sh\necho "$@" >> {log}\n[ "$1" = "$FAILING" ] && echo "no such domain" >&2 && '
+        f'exit 5\n[ "$1" = print ] && printf "\\tstate = running\\n\\tpid = 7\\n"\nexit 0\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(script.parent), prepend=":")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    return log
+
+
+def test_install_writes_the_file_and_tells_launchd(
+    launchctl: Path, tmp_path: Path, outcome: Any
+) -> None:
+    ended = outcome("service", "install", "--", "--port", "9000")
+    assert ended.code == 0, ended.err
+    path = tmp_path / "Library" / "LaunchAgents" / f"{LABEL}.plist"
+    assert plistlib.loads(path.read_bytes())["ProgramArguments"][-3:] == ["serve", "--port", "9000"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    enable, bootstrap = launchctl.read_text().splitlines()
+    assert enable.startswith("enable gui/")
+    assert bootstrap.startswith("bootstrap gui/")
+    assert bootstrap.endswith(str(path))
+    assert json.loads(outcome("service", "status", "--json").out) == {
+        "installed": True,
+        "loaded": True,
+        "state": "running",
+        "pid": "7",
+    }
+    assert outcome("service", "uninstall").code == 0
+    assert not path.exists()
+    assert launchctl.read_text().splitlines()[-1].startswith("bootout gui/")
+
+
+def test_launchd_refuses(launchctl: Path, outcome: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAILING", "bootstrap")
+    ended = outcome("service", "install")
+    assert ended.code == 1
+    assert "no such domain" in ended.err
+    monkeypatch.setenv("FAILING", "print")
+    assert outcome("service", "status").code == 1
+
+
+def test_what_serve_would_refuse_is_not_installed(launchctl: Path, outcome: Any) -> None:
+    ended = outcome("service", "install", "--", "--prot", "9000")
+    assert ended.code == 2
+    assert not launchctl.exists()
+
+
+def test_uninstall_without_a_service(launchctl: Path, outcome: Any) -> None:
+    assert "There is no service" in outcome("service", "uninstall").err
+
+
+def test_elsewhere_it_says_so(outcome: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    ended = outcome("service", "install")
+    assert (ended.code, "only macOS has" in ended.err) == (1, True)
+    assert plistlib.loads(outcome("service", "install", "--print").out.encode())["Label"] == LABEL

@@ -1,6 +1,6 @@
-"""A compiled grammar, and the state of one answer under it. Knows llguidance's matchers, no requests.
+"""A compiled grammar, and the state of one answer under it. Knows matchers, no requests.
 
-Matchers of one compiled grammar share the states of their lexer, which grow with use, up to a limit.
+Matchers of one compiled grammar share the states of their lexer, which grow with use, to a limit.
 So a grammar that was used much gets a new lexer, and an answer that runs into the limit starts over
 with a lexer of its own, once: what others did is no reason to fail.
 """
@@ -13,11 +13,11 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import InvalidRequestError
-from ..bitmask import WORD_BITS
+from ..errors import InvalidRequestError
 from .check import LIMITS, readable
 from .spec import GrammarSpec
 
+WORD_BITS = 32  # of a mask
 PARALLEL_FROM = 16  # rows; fewer are done sooner than several threads are told to
 MAX_USES = 20_000  # tokens that the matchers of one lexer may take
 SOURCE_FACTOR = 64  # bytes that a byte of source takes once it is compiled, about

@@ -1,4 +1,4 @@
-"""From a grammar's description to a compiled one: checked, then built, then kept. Knows no requests.
+"""From a grammar's description to a compiled one: checked, built, kept. Knows no requests.
 
 A grammar that a stranger sent is first tried in a process that can be killed (`checker.py`), then
 built here under llguidance's own limits. Building holds no lock of Python, and runs on the caller's
@@ -8,13 +8,16 @@ thread, never on the engine's.
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-
-import llguidance
+from typing import TYPE_CHECKING
 
 from .checker import Checker
-from .compiled import CompiledGrammar, TokenGrammar
 from .spec import GrammarSpec
-from .tokens import Tokens, token_table
+
+if TYPE_CHECKING:
+    import llguidance
+
+    from .compiled import CompiledGrammar, TokenGrammar
+    from .tokens import Tokens
 
 
 class GrammarCompiler:
@@ -33,7 +36,7 @@ class GrammarCompiler:
 
     def __init__(
         self,
-        tokens: Tokens,
+        tokens: "Tokens",
         *,
         vocab_size: int,
         end_ids: Iterable[int],
@@ -43,6 +46,7 @@ class GrammarCompiler:
         self._tokens = tokens
         self._vocab_size = vocab_size
         self._end_ids = frozenset(end_ids)
+        self._special = {i: tokens.token_bytes(i).decode() for i in sorted(tokens.added_tokens)}
         self._cache_bytes = cache_bytes
         self._checker = checker or Checker()
         self._table: llguidance.LLTokenizer | None = None
@@ -50,7 +54,7 @@ class GrammarCompiler:
         self._cache: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
         self._cache_lock = threading.Lock()
 
-    def start(self, spec: GrammarSpec) -> TokenGrammar:
+    def start(self, spec: GrammarSpec) -> "TokenGrammar":
         """The state of a new answer under a grammar, for one request.
 
         Raises:
@@ -60,7 +64,7 @@ class GrammarCompiler:
         """
         return self.compile(spec).start()
 
-    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+    def compile(self, spec: GrammarSpec) -> "CompiledGrammar":
         """The compiled grammar, from the cache if it is there.
 
         Raises:
@@ -71,7 +75,12 @@ class GrammarCompiler:
             if found is not None:
                 self._cache.move_to_end(spec)
                 return found
-        self._checker.check(spec)
+        if spec.names_tokens:
+            self._checker.check(spec, self._special, self._vocab_size)
+        else:
+            self._checker.check(spec)
+        from .compiled import CompiledGrammar  # imports llguidance: the first grammar pays for it
+
         compiled = CompiledGrammar(self.table(), spec)
         with self._cache_lock:
             self._cache[spec] = compiled
@@ -80,6 +89,8 @@ class GrammarCompiler:
 
     def table(self) -> "llguidance.LLTokenizer":
         """The table of tokens; made once, in seconds for a large vocabulary."""
+        from .tokens import token_table
+
         with self._table_lock:
             if self._table is None:
                 self._table = token_table(

@@ -1,14 +1,14 @@
 """Which JSON schemas are worth trying: size, depth, references. Knows JSON, not what keywords mean.
 
-What a schema may cost when it is compiled is bounded elsewhere (`checker.py`); these limits keep the
-masks of an accepted one cheap, which are filled while a step runs.
+What a schema may cost when it is compiled is bounded elsewhere (`checker.py`); these limits keep
+the masks of an accepted one cheap, which are filled while a step runs.
 """
 
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...errors import InvalidRequestError
+from ..errors import InvalidRequestError
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 100  # levels of JSON

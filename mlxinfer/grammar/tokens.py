@@ -5,11 +5,11 @@ each token. Ids that no token has, such as a model's padding, stand for nothing 
 """
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import llguidance
 
-from ...errors import UnsupportedModelError
+from ..errors import UnsupportedModelError
 
 
 class Tokens(Protocol):
@@ -17,6 +17,7 @@ class Tokens(Protocol):
 
     vocab_size: int
     special_ids: frozenset[int]
+    added_tokens: dict[int, Any]
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token stands for."""

@@ -1,15 +1,15 @@
 """What an answer must look like, as one hashable description. Compiles nothing, knows no tokens.
 
-The texts are llguidance's: a JSON schema with the options of JSON_STYLE, or a grammar in its variant
-of Lark (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md).
+The texts are llguidance's: a JSON schema with the options of JSON_STYLE, or a grammar in its
+variant of Lark (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md).
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import InvalidRequestError
+from ..errors import InvalidRequestError
 from .schema import MAX_STRING, check_schema
 
 MAX_REGEX = 4096  # characters
@@ -37,6 +37,11 @@ class GrammarSpec:
     main: str  # JSON: {"json_schema": ...} or {"lark_grammar": ...}
     schemas: tuple[SchemaPart, ...] = ()  # those inside `main`
     before: str = ""  # Lark that leads to @main; empty: nothing comes before
+
+    @property
+    def names_tokens(self) -> bool:
+        """Whether it may speak of control tokens: schemas alone do not."""
+        return bool(self.before) or '"lark_grammar"' in self.main[:20]
 
     @property
     def source(self) -> str:
@@ -81,9 +86,27 @@ def choice(choices: Any, *, place: str = "choice") -> GrammarSpec:
 
 
 def lark(grammar: Any, *, place: str = "grammar") -> GrammarSpec:
-    """An answer that a grammar in llguidance's variant of Lark derives from its rule `start`."""
+    """An answer that a grammar in llguidance's variant of Lark derives from its rule `start`.
+
+    Raises:
+        InvalidRequestError: it is too long, or no text.
+    """
     _check_text(grammar, MAX_LARK, place)
     return _lark(grammar, place)
+
+
+def tool_calls(grammar: str, schemas: Iterable[tuple[str, Any]]) -> GrammarSpec:
+    """An answer that calls tools.
+
+    Args:
+        grammar: Lark, with the schemas of the tools in it, as `text.tools` writes it.
+        schemas: (place in the request, schema) of each of these tools.
+
+    Raises:
+        InvalidRequestError: as json_schema.
+    """
+    parts = [schema_part(schema, place=place) for place, schema in schemas]
+    return _lark(grammar, "tools", parts)
 
 
 def schema_part(schema: Any, *, place: str) -> SchemaPart:
@@ -93,11 +116,10 @@ def schema_part(schema: Any, *, place: str) -> SchemaPart:
         InvalidRequestError: as json_schema.
     """
     check_schema(schema, place=place)
-    if isinstance(schema, Mapping):
-        schema = {OPTIONS_KEY: JSON_STYLE, **schema}
-    else:
-        schema = {OPTIONS_KEY: JSON_STYLE, "allOf": [schema]}  # true or false
-    return SchemaPart(place, json.dumps(schema, ensure_ascii=False))
+    if schema is False:
+        raise InvalidRequestError(f"{place} is false, which nothing satisfies.", param=place)
+    full = {OPTIONS_KEY: JSON_STYLE, **({} if schema is True else schema)}
+    return SchemaPart(place, json.dumps(full, ensure_ascii=False))
 
 
 def quoted(text: str) -> str:

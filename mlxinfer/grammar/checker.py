@@ -8,11 +8,11 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import InvalidRequestError, OverloadedError
-from .check import receive, send
+from ..errors import InvalidRequestError, OverloadedError
 from .schema import at
 from .spec import GrammarSpec
 
@@ -35,16 +35,28 @@ class Checker:
         self.num_started = 0
         self._turn = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._finalizer = weakref.finalize(self, lambda: None)
+        self._finalizer: weakref.finalize[..., Any] | None = None
 
-    def check(self, spec: GrammarSpec) -> None:
+    def check(
+        self, spec: GrammarSpec, special: Mapping[int, str] | None = None, vocab_size: int = 0
+    ) -> None:
         """Return if a grammar can be compiled.
+
+        Args:
+            spec: of the grammar.
+            special: control tokens that it may name, by id.
+            vocab_size: up to which ids may be named.
 
         Raises:
             InvalidRequestError: it cannot; with the place in the request and a JSON pointer.
             OverloadedError: others were checked all the time.
         """
-        job = {"source": spec.source, "schemas": [[p.place, p.text] for p in spec.schemas]}
+        job = {
+            "source": spec.source,
+            "schemas": [[p.place, p.text] for p in spec.schemas],
+            "special": special or {},
+            "vocab_size": vocab_size,
+        }
         if not self._turn.acquire(timeout=self.max_seconds):
             raise OverloadedError("Other grammars are being compiled; try again.")
         try:
@@ -67,6 +79,8 @@ class Checker:
 
     def _ask(self, job: dict[str, Any]) -> dict[str, Any] | None:
         """The reply; None: the process was killed or died over it."""
+        from .check import receive, send  # imports llguidance: the first grammar pays for it
+
         process = self._running()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -98,7 +112,8 @@ class Checker:
 
     def _stop(self) -> None:
         self._process = None
-        self._finalizer()
+        if self._finalizer is not None:
+            self._finalizer()
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

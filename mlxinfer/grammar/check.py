@@ -1,9 +1,12 @@
 """Compiles grammars that strangers sent, in a process that may be killed. Run as a file.
 
-Knows nothing of mlxinfer: it starts in the time that Python and llguidance take. On stdin and stdout
-go messages of JSON with their length before them, 4 bytes, big-endian:
+Knows nothing of mlxinfer: it starts in the time that Python and llguidance take. On stdin and
+stdout go messages of JSON with their length before them, 4 bytes, big-endian:
 
-    {"source": ..., "schemas": [[place, text], ...]}  ->  {}  or
+    {"source": ..., "schemas": [[place, text], ...], "special": {token id: text}, "vocab_size": ...}
+
+and the answers, {} if the grammar is sound, or
+
     {"error": message, "place": of the schema at fault or null, "pointer": within it}
 """
 
@@ -37,27 +40,50 @@ MAPS_OF_SUBSCHEMAS = frozenset(("properties", "patternProperties", "$defs", "def
 
 
 class Bytes:
-    """A tokenizer whose tokens are the bytes, and one end token."""
+    """A tokenizer whose tokens are the bytes and the control tokens of a model, at their ids."""
 
-    eos_token_id = 256
     bos_token_id = None
-    tokens = [bytes([byte]) for byte in range(256)] + [b"<eos>"]
-    special_token_ids = [256]
+
+    def __init__(self, special: dict[int, str], vocab_size: int) -> None:
+        free = (i for i in range(vocab_size + 257) if i not in special)
+        self._ids = [next(free) for _ in range(256)]
+        self.eos_token_id = next(free)
+        size = max(vocab_size, self.eos_token_id + 1)
+        self.tokens = [b""] * size
+        for byte, token_id in enumerate(self._ids):
+            self.tokens[token_id] = bytes([byte])
+        for token_id, text in {**special, self.eos_token_id: "<end>"}.items():
+            self.tokens[token_id] = text.encode()
+        self.special_token_ids = [*special, self.eos_token_id]
 
     def __call__(self, text: str | bytes) -> list[int]:
         """The ids of a text."""
-        return list(text if isinstance(text, bytes) else text.encode())
+        data = text if isinstance(text, bytes) else text.encode()
+        return [self._ids[byte] for byte in data]
 
 
 class Checker:
     """Finds out whether a grammar can be compiled and has a beginning."""
 
     def __init__(self) -> None:
-        self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()))
+        self._special: dict[str, str] = {}
+        self._tokens = Bytes({}, 0)
+        self._make_table()
         self._limits = llguidance.LLParserLimits(**LIMITS)
+
+    def _make_table(self) -> None:
+        self._table = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self._tokens))
+
+    def use_tokens(self, special: dict[str, str], vocab_size: int) -> None:
+        """Know these control tokens from now on."""
+        if special != self._special or vocab_size > len(self._tokens.tokens):
+            self._special = special
+            self._tokens = Bytes({int(i): text for i, text in special.items()}, vocab_size)
+            self._make_table()
 
     def answer(self, job: dict[str, Any]) -> dict[str, Any]:
         """The reply to a message."""
+        self.use_tokens(job["special"], job["vocab_size"])
         error = self.error_of(job["source"])
         if error is None:
             return {}
@@ -71,16 +97,16 @@ class Checker:
 
     def error_of(self, source: str) -> str | None:
         """Why a grammar cannot be used; None: it can."""
-        matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        matcher = llguidance.LLMatcher(self._table, source, log_level=0, limits=self._limits)
         for _ in range(MAX_FORCED):
             if matcher.is_error():
                 return readable(matcher.get_error())
-            allowed = allowed_bytes(matcher.compute_bitmask())
+            mask = int.from_bytes(matcher.compute_bitmask(), "little")
             if matcher.is_error():
                 return readable(matcher.get_error())
-            if len(allowed) != 1 or allowed == [256]:
+            if mask.bit_count() != 1 or matcher.is_accepting():
                 return None
-            matcher.consume_token(allowed[0])
+            matcher.consume_token(mask.bit_length() - 1)
         return None
 
     def error_of_schema(self, schema: Any) -> str | None:
@@ -121,18 +147,12 @@ def subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
                 yield f"/{key}/{name.replace('~', '~0').replace('/', '~1')}", inner
 
 
-def allowed_bytes(mask: bytes) -> list[int]:
-    """The token ids of a bit mask."""
-    bits = int.from_bytes(mask, "little")
-    return [token for token in range(257) if bits >> token & 1]
-
-
 def readable(message: str) -> str:
     """An error of llguidance without its state, which may hold what others wrote."""
     first = message.split("<state>")[0].strip()
     if first.startswith("NoExtension"):
         return "no text satisfies it"
-    return first[:1000] or "it cannot be compiled"
+    return first[:400] or "it cannot be compiled"
 
 
 def watch_memory(max_bytes: int) -> None:

@@ -1,0 +1,27 @@
+"""Leaves a model its reasoning before an answer that a grammar rules. Knows marks; no grammar."""
+
+from collections.abc import Sequence
+
+from ..reasoning import ReasoningFormat
+from ..tokenizer import Tokenizer
+from .forced import _thought, _tokens_of
+from .lark import Lark
+
+
+def after_reasoning(
+    tokenizer: Tokenizer, reasoning: ReasoningFormat, prompt_ids: Sequence[int]
+) -> str:
+    """Return a Lark grammar (llguidance) of what the grammar @main allows, perhaps after reasoning.
+
+    Args:
+        tokenizer: whose control tokens mark the reasoning.
+        reasoning: how the model reasons.
+        prompt_ids: to see whether the prompt has opened the reasoning already.
+    """
+    lark = Lark(_tokens_of(tokenizer, reasoning.marks))
+    tail = tokenizer.decode(prompt_ids[-64:], skip_special_tokens=False)
+    if reasoning.harmony and tail.endswith("<|message|>"):
+        return lark.grammar("@main")  # the prompt says which channel this is
+    thought = _thought(lark, reasoning, tail)
+    answer = lark.text("<|channel|>final<|message|>") if reasoning.harmony else ""
+    return lark.grammar(f"{thought} {answer} @main")

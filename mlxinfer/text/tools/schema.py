@@ -34,8 +34,7 @@ class Tool:
     @property
     def required(self) -> frozenset[str]:
         """The parameters that must be given."""
-        names = self.parameters.get("required")
-        return frozenset(n for n in names if isinstance(n, str)) if _is_list(names) else frozenset()
+        return frozenset(n for n in _list(self.parameters.get("required")) if isinstance(n, str))
 
     def types_of(self, parameter: str) -> frozenset[str]:
         """The JSON types that a parameter may have; none where the schema does not say."""
@@ -107,16 +106,15 @@ def _types(schema: object, root: Schema, budget: int) -> Iterator[str]:
     declared = schema.get("type")
     if isinstance(declared, str):
         yield declared
-    elif _is_list(declared):
-        yield from (kind for kind in declared if isinstance(kind, str))
-    elif _is_list(schema.get("enum")):
-        yield from (_TYPE_OF.get(type(value), "null") for value in schema["enum"])
+    elif declared is not None:
+        yield from (kind for kind in _list(declared) if isinstance(kind, str))
+    elif "enum" in schema:
+        yield from (_TYPE_OF.get(type(value), "null") for value in _list(schema["enum"]))
     elif "const" in schema:
         yield _TYPE_OF.get(type(schema["const"]), "null")
     for choice in ("anyOf", "oneOf", "allOf"):
-        if _is_list(schema.get(choice)):
-            for option in schema[choice]:
-                yield from _types(option, root, budget - 1)
+        for option in _list(schema.get(choice)):
+            yield from _types(option, root, budget - 1)
     reference = schema.get("$ref")
     if isinstance(reference, str):
         yield from _types(_resolve(reference, root), root, budget - 1)
@@ -130,8 +128,8 @@ def _resolve(reference: str, root: Schema) -> object:
     return place
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, (list, tuple))
+def _list(value: object) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else ()
 
 
 def json_of(text: str, types: frozenset[str]) -> str:

@@ -12,7 +12,7 @@ from metal_cpu.transform import transformed
 
 _MESSAGE = re.compile(r"^(?:.*/)?([^/:\n]+):(\d+):\d+: (error|warning): (.*)$", re.MULTILINE)
 OPTIONS = (
-    *("-std=c++20", "-nostdinc++", "-fsyntax-only", "-DMSL_LINT", "-ferror-limit=40"),
+    *("-c", "-fsyntax-only", "-std=c++20", "-nostdinc++", "-DMSL_LINT", "-ferror-limit=40"),
     *("-Wno-everything", "-Wimplicit-float-conversion"),
 )
 IGNORED_FILES = ("utils.h",)  # MLX's own takes arrays as parameters, which only Metal allows

@@ -179,7 +179,8 @@ def quantized_matvec(
         *([None] * 8),
     ]
     name = "affine_qmv_fast" if fast else "affine_qmv"
-    text = f'#include "{FOLDER}/steel/gemm/gemm.h"\n#include "{FOLDER}/quantized_utils.h"\n#include "{FOLDER}/quantized.h"\n'
+    headers = ("steel/gemm/gemm.h", "quantized_utils.h", "quantized.h")
+    text = "".join(f'#include "{FOLDER}/{header}"\n' for header in headers)
     instance = f"{NAMES[x.dtype]}, {group_size}, {bits}, false"
     kernel = Kernel(name, (UTILITIES, Part("quantized", text)), instance)
     report = dispatch(kernel, buffers, grid=(32, 2 * -(-num_out // 8), 1), threadgroup=(32, 2, 1))

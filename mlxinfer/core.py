@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import InvalidRequestError
 
@@ -130,12 +130,12 @@ class Grammar(Protocol):
 
     @staticmethod
     def fill_masks(
-        grammars: "Sequence[Grammar]", rows: Sequence[int], masks: "NDArray[np.uint32]"
+        grammars: Sequence[Any], rows: Sequence[int], masks: "NDArray[np.uint32]"
     ) -> None:
         """Write which tokens may come next, for grammars of this class at once.
 
         Args:
-            grammars: none of them finished.
+            grammars: of this class, none of them finished.
             rows: of `masks`, one for each; all of a row is written.
             masks: (R, ceil(V / 32)) contiguous; token t is bit t % 32 of word t // 32.
         """

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from . import hub
 from .answer import Answer
@@ -15,6 +15,8 @@ from .backend import require_mlx
 from .config import KVOptions
 from .core import Request, SamplingParams, TokenEvent, check_token_ids
 from .errors import InvalidRequestError
+from .grammar import GrammarSpec
+from .grammar.guidance import Guidance
 from .mailbox import Mailbox
 from .opening import PAGE_SIZE, EngineOptions, open_engine
 from .results import Delta, Result
@@ -32,8 +34,12 @@ from .text import (
 if TYPE_CHECKING:
     import numpy as np
 
+    from .engine.engine import Engine
+
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+ResponseFormat = Mapping[str, Any]  # {"type": ...}, see LLM.generate
+T = TypeVar("T")
 
 
 class LLM:
@@ -118,48 +124,92 @@ class LLM:
             asyncio.AbstractEventLoop, Mailbox[TokenEvent]
         ] = weakref.WeakKeyDictionary()
         self._engine, self.model_info = open_engine(str(model), self.path, options)
-        self._finalizer = weakref.finalize(self, self._engine.close)
+        self._guidance = Guidance(
+            self.tokenizer,
+            self._reasoning,
+            vocab_size=self.model_info.vocab_size,
+            end_ids=self.end_ids,
+        )
+        self._finalizer = weakref.finalize(self, _close, self._engine, self._guidance)
 
     # -- text -----------------------------------------------------------------------------------
 
     @overload
-    def generate(self, prompts: str, params: SamplingParams | None = None) -> Result: ...
+    def generate(
+        self,
+        prompts: str,
+        params: SamplingParams | None = None,
+        *,
+        response_format: ResponseFormat | None = None,
+    ) -> Result: ...
     @overload
     def generate(
         self,
         prompts: Sequence[str | Sequence[int]] | Sequence[int],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        response_format: ResponseFormat | Sequence[ResponseFormat | None] | None = None,
     ) -> Any: ...
     def generate(
         self,
         prompts: Any,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        response_format: ResponseFormat | Sequence[ResponseFormat | None] | None = None,
     ) -> Any:
         """Continue one prompt or many, all in one batch.
 
         Args:
             prompts: a text or a flat list of token ids (one prompt), or a list of these.
             params: for all, or a list with one for each.
+            response_format: what the answers must look like, for all, or a list with one for each:
+                {"type": "json_schema", "json_schema": {"schema": ...}}, {"type": "json_object"},
+                {"type": "regex", "regex": ...}, {"type": "choice", "choice": [...]} or
+                {"type": "grammar", "grammar": ...} (Lark, as llguidance has it).
 
         Returns:
             A Result, or a list of them in the order of the prompts.
         """
-        if _is_one_prompt(prompts):
-            return self._run([self._plain(prompts, _one_each(params, 1)[0])])[0]
-        every = _one_each(params, len(prompts))
-        return self._run([self._plain(p, q) for p, q in zip(prompts, every, strict=True)])
+        one = _is_one_prompt(prompts)
+        every = [prompts] if one else prompts
+        settings = zip(
+            every,
+            _one_each(params, len(every), SamplingParams, "params"),
+            _one_each(response_format, len(every), Mapping, "response_format"),
+            strict=True,
+        )
+        results = self._run([self._ready(*self._plain(*each)) for each in settings])
+        return results[0] if one else results
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        response_format: ResponseFormat | None = None,
+    ) -> Iterator[Delta]:
         """Continue one prompt and yield what each step adds; leaving the loop ends the request."""
-        return self._stream(self._plain(prompt, params))
+        return self._stream(self._ready(*self._plain(prompt, params, response_format)))
 
-    async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> Result:
+    async def agenerate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        response_format: ResponseFormat | None = None,
+    ) -> Result:
         """`generate` of one prompt for asyncio; cancelling the task ends the request."""
-        return await _last(self.astream(prompt, params))
+        return await _last(self.astream(prompt, params, response_format=response_format))
 
-    def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
+    def astream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        response_format: ResponseFormat | None = None,
+    ) -> AsyncIterator[Delta]:
         """`stream` for asyncio."""
-        return self._astream(self._plain(prompt, params))
+        return self._astream(*self._plain(prompt, params, response_format))
 
     # -- chat -----------------------------------------------------------------------------------
 
@@ -171,6 +221,7 @@ class LLM:
         tools: Sequence[Message] | None = None,
         tool_choice: str | Message = "auto",
         parallel_tool_calls: bool = True,
+        response_format: ResponseFormat | None = None,
         **template_kwargs: Any,
     ) -> Result:
         """Answer a conversation, rendered by the model's own chat template.
@@ -185,15 +236,17 @@ class LLM:
             tool_choice: "auto", "none", "required", or {"type": "function", "function":
                 {"name": ...}}; the last two make the model call.
             parallel_tool_calls: whether an answer may have several calls.
+            response_format: what the answer must look like, as of `generate`.
             **template_kwargs: variables of the chat template, such as enable_thinking.
 
         Raises:
             TemplateError: the model has no chat template, it refused these messages, or it knows
                 no tools.
-            InvalidRequestError: a tool or the choice is wrong.
+            InvalidRequestError: a tool or the choice is wrong, or a grammar cannot be compiled.
         """
         use = self._tools(tools, tool_choice, parallel_tool_calls)
-        return self._run([self._chat(messages, params, use, template_kwargs)])[0]
+        asked = self._chat(messages, params, use, response_format, template_kwargs)
+        return self._run([self._ready(*asked)])[0]
 
     def stream_chat(
         self,
@@ -203,11 +256,13 @@ class LLM:
         tools: Sequence[Message] | None = None,
         tool_choice: str | Message = "auto",
         parallel_tool_calls: bool = True,
+        response_format: ResponseFormat | None = None,
         **template_kwargs: Any,
     ) -> Iterator[Delta]:
         """Answer a conversation and yield what each step adds; arguments as of `chat`."""
         use = self._tools(tools, tool_choice, parallel_tool_calls)
-        return self._stream(self._chat(messages, params, use, template_kwargs))
+        asked = self._chat(messages, params, use, response_format, template_kwargs)
+        return self._stream(self._ready(*asked))
 
     async def achat(
         self,
@@ -226,11 +281,13 @@ class LLM:
         tools: Sequence[Message] | None = None,
         tool_choice: str | Message = "auto",
         parallel_tool_calls: bool = True,
+        response_format: ResponseFormat | None = None,
         **template_kwargs: Any,
     ) -> AsyncIterator[Delta]:
         """`stream_chat` for asyncio."""
         use = self._tools(tools, tool_choice, parallel_tool_calls)
-        return self._astream(self._chat(messages, params, use, template_kwargs))
+        asked = self._chat(messages, params, use, response_format, template_kwargs)
+        return self._astream(*asked)
 
     def pin(self, prompt: Prompt | Sequence[Message]) -> int:
         """Compute the KV cache of a prompt or a conversation's beginning, and keep it the longest.
@@ -293,30 +350,36 @@ class LLM:
         check_token_ids(prompt, self.model_info.vocab_size, param="prompt")
         return list(prompt)
 
-    def _plain(self, prompt: Prompt, params: SamplingParams | None) -> Answer:
-        return self._answer(self._request(self._encode(prompt), params), continues=True)
+    def _plain(
+        self, prompt: Prompt, params: SamplingParams | None, response_format: ResponseFormat | None
+    ) -> tuple[Answer, GrammarSpec | None]:
+        request = self._request(self._encode(prompt), params)
+        spec = self._guidance.plan(request.prompt_ids, response_format)
+        return self._answer(request, continues=True), spec
 
     def _chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None,
         use: ToolUse | None,
+        response_format: ResponseFormat | None,
         template_kwargs: dict[str, Any],
-    ) -> Answer:
+    ) -> tuple[Answer, GrammarSpec | None]:
         shown = None if use is None else use.shown
         ids = encode_chat(self.tokenizer, messages, tools=shown, **template_kwargs)
-        return self._answer(self._request(ids, params), continues=False, use=use)
+        spec = self._guidance.plan(ids, response_format, use)
+        return self._answer(self._request(ids, params), continues=False, use=use), spec
+
+    def _ready(self, answer: Answer, spec: GrammarSpec | None) -> Answer:
+        """The answer with its grammar compiled, which may take its time."""
+        if spec is not None:
+            answer.request.grammar = self._guidance.start(spec)
+        return answer
 
     def _tools(
         self, tools: Sequence[Message] | None, choice: str | Message, parallel: bool
     ) -> ToolUse | None:
-        use = ToolUse.plan(self.tokenizer, self._tool_format, tools, choice, parallel=parallel)
-        if use is not None and use.must_call:
-            raise InvalidRequestError(
-                "tool_choice can be 'auto' or 'none' here: answers cannot be forced.",
-                param="tool_choice",
-            )
-        return use
+        return ToolUse.plan(self.tokenizer, self._tool_format, tools, choice, parallel=parallel)
 
     def _request(self, ids: list[int], params: SamplingParams | None) -> Request:
         params = params or SamplingParams()
@@ -377,8 +440,10 @@ class LLM:
             for request_id in unfinished:
                 self._engine.abort(request_id)
 
-    async def _astream(self, answer: Answer) -> AsyncIterator[Delta]:
+    async def _astream(self, answer: Answer, spec: GrammarSpec | None) -> AsyncIterator[Delta]:
         loop = asyncio.get_running_loop()
+        if spec is not None:
+            await asyncio.to_thread(self._ready, answer, spec)
         mailbox = self._mailboxes.setdefault(loop, Mailbox(loop))
         events: asyncio.Queue[TokenEvent] = asyncio.Queue()
         self._engine.submit(answer.request, lambda event: mailbox.post(events, event))
@@ -397,6 +462,11 @@ async def _last(deltas: AsyncIterator[Delta]) -> Result:
     return result
 
 
+def _close(engine: "Engine", guidance: Guidance) -> None:
+    engine.close()
+    guidance.close()
+
+
 def _is_one_prompt(prompts: Any) -> bool:
     """A text, or a flat list of integers; a list of prompts is many."""
     if isinstance(prompts, str):
@@ -410,13 +480,14 @@ def _is_one_prompt(prompts: Any) -> bool:
 
 
 def _one_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
+    given: T | Sequence[T | None] | None, count: int, kind: type, name: str
+) -> list[T | None]:
+    """One for each of `count` prompts, from one for all or a list."""
+    if given is None or isinstance(given, kind):
+        return [given] * count  # type: ignore[list-item]  # a T, as its kind says
+    if not isinstance(given, Sequence) or len(given) != count:
         raise InvalidRequestError(
-            f"There are {count} prompts and {len(params)} SamplingParams; give one, or one each.",
-            param="params",
+            f"There are {count} prompts; give one {name} for all, or a list with one for each.",
+            param=name,
         )
-    return list(params)
+    return list(given)

@@ -26,7 +26,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "cache": LEAVES | {"metal_kernels"},
     "sampling": LEAVES | {"metal_kernels"},
     "text": LEAVES,
-    "grammar": LEAVES,
+    "grammar": LEAVES | {"text"},
     "engine": LEAVES | {"cache", "layers", "models", "sampling"},
     "hub": LEAVES | {"backend"},
     "launchd": set(),

@@ -1,0 +1,325 @@
+"""fp8, nvfp4, mxfp4, mxfp8, gpt-oss and MLX folders: values and codes against plain definitions."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlxinfer.convert.read import Packed, Source, TensorInfo, open_source
+from models.random_weights import tiny_tensors
+from models.tiny import tiny_checkpoint, tiny_config
+from oracles.checkpoints import bf16, f16, f32, from_bf16, write_folder
+from oracles.floats import E2M1_VALUES, E4M3_VALUES, finite_e4m3, fp4_rows
+
+from mlxinfer.errors import CheckpointError, UnsupportedModelError
+
+PATH = "model.layers.0.mlp.up_proj"
+NAME = f"{PATH}.weight"
+OUT, IN = 192, 320  # no multiples of 128
+RNG = np.random.default_rng(0)
+
+
+def opened(folder: Path, leaves: dict[str, Any], quantization: dict[str, Any] | None) -> Source:
+    tensors = {f"{PATH}.{leaf}": stored for leaf, stored in leaves.items()}
+    return open_source(write_folder(folder, tensors, quantization))
+
+
+def dequantised(packed: Packed, info: TensorInfo) -> np.ndarray:
+    form = info.lossless
+    assert form is not None
+    values = mx.dequantize(
+        packed.weight, packed.scales, group_size=form.group_size, bits=form.bits, mode=form.mode
+    )
+    return np.array(values.astype(mx.float32))
+
+
+def spread(scale: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """A scale for every element, from one for each block."""
+    return np.repeat(np.repeat(scale, rows, axis=0), columns, axis=1)[:OUT, :IN]
+
+
+def fp8(**more: Any) -> dict[str, Any]:
+    return {"quant_method": "fp8", **more}
+
+
+SCALES = {  # leaf, shape of the scales, size of a block, the description
+    "deepseek": ("weight_scale_inv", (2, 3), (128, 128), "fp8 128x128"),
+    "other blocks": ("weight_scale_inv", (3, 4), (64, 96), "fp8 64x96"),
+    "per tensor": ("weight_scale", (), (OUT, IN), "fp8 per tensor"),
+    "per row": ("weight_scale", (OUT, 1), (1, IN), "fp8 per row"),
+    "per row, flat": ("weight_scale", (OUT,), (1, IN), "fp8 per row"),
+    "modelopt blocks": ("weight_scale", (2, 1, 3, 1), (128, 128), "fp8 128x128"),
+}
+
+
+@pytest.mark.parametrize("case", SCALES)
+def test_fp8(tmp_path: Path, case: str) -> None:
+    leaf, shape, block, described = SCALES[case]
+    codes = finite_e4m3((OUT, IN), seed=1)
+    scale = RNG.uniform(1e-4, 1e-3, shape).astype(np.float32)
+    leaves = {"weight": ("F8_E4M3", codes), leaf: f32(scale)}
+    source = opened(tmp_path, leaves, fp8(weight_block_size=list(block)))
+    info = source.tensors[NAME]
+    grid = scale.reshape(-(-OUT // block[0]), -(-IN // block[1]))
+    expected = (E4M3_VALUES[codes].astype(np.float32) * spread(grid, *block)).astype(np.float32)
+    assert (info.shape, info.dtype, info.stored) == ((OUT, IN), "float32", described)
+    assert info.lossless is None
+    assert np.array_equal(np.array(source.read(NAME)), expected)
+    assert np.array_equal(np.array(source.read(NAME, slice(120, 140))), expected[120:140])
+    with pytest.raises(CheckpointError, match="values"):
+        source.read_packed(NAME)
+
+
+def test_fp8_of_which_every_code_is_read(tmp_path: Path) -> None:
+    codes = np.tile(np.arange(256, dtype=np.uint8), (2, 1))
+    source = opened(tmp_path, {"weight": ("F8_E4M3", codes)}, None)
+    read = source.read(NAME)
+    assert read.dtype == mx.bfloat16
+    assert np.array_equal(
+        np.array(read.astype(mx.float32)), E4M3_VALUES[codes].astype(np.float32), equal_nan=True
+    )
+
+
+def test_scales_that_are_powers_of_two_are_mxfp8(tmp_path: Path) -> None:
+    codes = finite_e4m3((OUT, IN), seed=2)
+    exponents = RNG.integers(100, 140, (2, 3)).astype(np.uint8)
+    scale = np.exp2(exponents.astype(np.float64) - 127)
+    for kind, stored in (("F32", f32(scale)), ("F8_E8M0", ("F8_E8M0", exponents))):
+        leaves = {"weight": ("F8_E4M3", codes), "weight_scale_inv": stored}
+        source = opened(tmp_path / kind, leaves, fp8(scale_fmt="ue8m0"))
+        info, packed = source.tensors[NAME], source.read_packed(NAME)
+        expected = E4M3_VALUES[codes] * spread(scale, 128, 128)
+        assert info.lossless is not None
+        assert info.lossless.mode == "mxfp8"
+        assert np.array_equal(np.array(source.read(NAME)), expected)
+        assert np.array_equal(dequantised(packed, info), expected)
+
+
+def test_scales_that_only_claim_to_be_powers_of_two(tmp_path: Path) -> None:
+    codes = finite_e4m3((OUT, IN), seed=2)
+    leaves = {"weight": ("F8_E4M3", codes), "weight_scale_inv": f32(np.full((2, 3), 0.3))}
+    source = opened(tmp_path, leaves, fp8(scale_fmt="ue8m0"))
+    with pytest.raises(CheckpointError, match="powers of two"):
+        source.read_packed(NAME)
+
+
+def test_compressed_mxfp8(tmp_path: Path) -> None:
+    codes = finite_e4m3((OUT, IN), seed=3)
+    exponents = RNG.integers(110, 130, (OUT, IN // 32)).astype(np.uint8)
+    leaves = {"weight": ("F8_E4M3", codes), "weight_scale": ("U8", exponents)}
+    method = {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}
+    source = opened(tmp_path, leaves, method)
+    info = source.tensors[NAME]
+    expected = E4M3_VALUES[codes] * np.exp2(np.repeat(exponents.astype(float), 32, axis=1) - 127)
+    assert np.array_equal(np.array(source.read(NAME)), expected)
+    assert np.array_equal(dequantised(source.read_packed(NAME), info), expected)
+
+
+def test_compressed_fp8_with_blocks(tmp_path: Path) -> None:
+    codes = finite_e4m3((OUT, IN), seed=4)
+    scale = RNG.uniform(0.1, 1, (3, 5)).astype(np.float32)
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [64, 64]}
+    method = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+    leaves = {"weight": ("F8_E4M3", codes), "weight_scale": f32(scale)}
+    expected = E4M3_VALUES[codes].astype(np.float32) * spread(scale, 64, 64)
+    assert np.array_equal(np.array(opened(tmp_path, leaves, method).read(NAME)), expected)
+
+
+def test_scales_of_no_known_shape_are_refused(tmp_path: Path) -> None:
+    leaves = {
+        "weight": ("F8_E4M3", finite_e4m3((OUT, IN), 1)),
+        "weight_scale": f32(np.ones((2, 5))),
+    }
+    with pytest.raises(CheckpointError, match="neither"):
+        opened(tmp_path, leaves, fp8())
+
+
+@pytest.mark.parametrize("by", ["modelopt", "compressed-tensors"])
+def test_nvfp4_with_a_global_scale(tmp_path: Path, by: str) -> None:
+    octets = RNG.integers(0, 256, (OUT, IN // 2)).astype(np.uint8)
+    blocks = finite_e4m3((OUT, IN // 16), seed=5) & 0x7F
+    if by == "modelopt":
+        third, factor = f32(0.0123), np.float32(0.0123)
+        leaves = {"weight": ("U8", octets), "weight_scale": ("F8_E4M3", blocks)}
+        leaves |= {"weight_scale_2": third, "input_scale": f32(1.0)}
+        source = opened(tmp_path, leaves, {"quant_method": "modelopt", "quant_algo": "NVFP4"})
+        steps = E4M3_VALUES[blocks].astype(np.float32) * factor
+    else:
+        leaves = {"weight_packed": ("U8", octets), "weight_scale": ("F8_E4M3", blocks)}
+        leaves |= {"weight_global_scale": f32([812.5]), "input_global_scale": f32([1.0])}
+        method = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+        source = opened(tmp_path, leaves, method)
+        steps = E4M3_VALUES[blocks].astype(np.float32) / np.float32(812.5)
+    info = source.tensors[NAME]
+    assert (info.shape, info.lossless) == ((OUT, IN), None)
+    expected = fp4_rows(octets).astype(np.float32) * np.repeat(steps, 16, axis=1)
+    assert np.array_equal(np.array(source.read(NAME)), expected)
+    assert np.array_equal(np.array(source.read(NAME, slice(9, 11))), expected[9:11])
+
+
+def test_nvfp4_without_a_global_scale_is_mlx_own(tmp_path: Path) -> None:
+    octets = RNG.integers(0, 256, (OUT, IN // 2)).astype(np.uint8)
+    blocks = finite_e4m3((OUT, IN // 16), seed=5) & 0x7F
+    leaves = {"weight_packed": ("U8", octets), "weight_scale": ("F8_E4M3", blocks)}
+    method = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+    source = opened(tmp_path, leaves, method)
+    expected = fp4_rows(octets) * np.repeat(E4M3_VALUES[blocks], 16, axis=1)
+    assert np.array_equal(np.array(source.read(NAME).astype(mx.float32)), expected)
+    assert np.array_equal(dequantised(source.read_packed(NAME), source.tensors[NAME]), expected)
+
+
+@pytest.mark.parametrize("dtype", ["U8", "F8_E8M0"])
+def test_compressed_mxfp4(tmp_path: Path, dtype: str) -> None:
+    octets = RNG.integers(0, 256, (OUT, IN // 2)).astype(np.uint8)
+    exponents = RNG.integers(100, 140, (OUT, IN // 32)).astype(np.uint8)
+    leaves = {"weight_packed": ("U8", octets), "weight_scale": (dtype, exponents)}
+    method = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+    source = opened(tmp_path, leaves, method)
+    expected = fp4_rows(octets) * np.exp2(np.repeat(exponents.astype(float), 32, axis=1) - 127)
+    assert np.array_equal(np.array(source.read(NAME).astype(mx.float32)), expected)
+    assert np.array_equal(dequantised(source.read_packed(NAME), source.tensors[NAME]), expected)
+
+
+def test_modelopt_describes_itself_beside_the_config(tmp_path: Path) -> None:
+    codes = finite_e4m3((OUT, IN), seed=6)
+    tensors = {NAME: ("F8_E4M3", codes), f"{PATH}.weight_scale": f32(0.5)}
+    write_folder(tmp_path, tensors)
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    source = open_source(tmp_path)
+    assert source.format == "ModelOpt"
+    assert np.array_equal(np.array(source.read(NAME)), E4M3_VALUES[codes] * 0.5)
+
+
+def test_what_changes_the_inputs_of_a_layer_is_refused(tmp_path: Path) -> None:
+    leaves = {"weight": f16(np.ones((4, 4))), "pre_quant_scale": f16(np.ones(4))}
+    with pytest.raises(UnsupportedModelError, match="multiplies the inputs"):
+        opened(tmp_path, leaves, {"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    with pytest.raises(UnsupportedModelError, match="NVFP4_AWQ"):
+        opened(tmp_path, leaves, {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"})
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "hqq", "quark"])
+def test_other_methods_are_named(tmp_path: Path, method: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=method):
+        opened(tmp_path, {"weight": f16(np.ones((4, 4)))}, {"quant_method": method})
+
+
+def test_arrays_that_nothing_explains_are_refused(tmp_path: Path) -> None:
+    for leaves in (
+        {"weight": ("I32", np.zeros((4, 4), np.int32))},
+        {"weight": f16(np.ones((4, 4))), "weight_scale_inv": f32(np.ones((1, 1)))},
+        {"weight": ("U8", np.zeros((4, 4), np.uint8)), "weight_scale": f32(1.0)},
+    ):
+        with pytest.raises(CheckpointError, match=r"weight"):
+            opened(tmp_path, leaves, {"quant_method": "modelopt", "quant_algo": "FP8"})
+
+
+def test_gpt_oss_as_published(tmp_path: Path) -> None:
+    path = "model.layers.0.mlp.experts"
+    blocks = {"gate_up": (4, 6, 2, 16), "down": (4, 64, 1, 16)}
+    tensors: dict[str, Any] = {}
+    for part, shape in blocks.items():
+        exponents = RNG.integers(110, 130, shape[:3]).astype(np.uint8)
+        tensors[f"{path}.{part}_proj_blocks"] = ("U8", RNG.integers(0, 256, shape).astype(np.uint8))
+        tensors[f"{path}.{part}_proj_scales"] = ("U8", exponents)
+        tensors[f"{path}.{part}_proj_bias"] = bf16(RNG.normal(0, 1, shape[:2]))
+    source = open_source(
+        write_folder(tmp_path, tensors, {"quant_method": "mxfp4"}, model_type="gpt_oss")
+    )
+    assert source.format == "MXFP4"
+    for part, stored, rows in (
+        ("gate_proj", "gate_up_proj", slice(0, None, 2)),
+        ("up_proj", "gate_up_proj", slice(1, None, 2)),
+        ("down_proj", "down_proj", slice(None)),
+    ):
+        octets = tensors[f"{path}.{stored}_blocks"][1][:, rows]
+        exponents = tensors[f"{path}.{stored}_scales"][1][:, rows].astype(float)
+        digits = E2M1_VALUES[np.stack([octets & 15, octets >> 4], axis=-1)].reshape(
+            *exponents.shape, 32
+        )
+        expected = (digits * np.exp2(exponents - 127)[..., None]).reshape(*exponents.shape[:2], -1)
+        name = f"{path}.{part}.weight"
+        assert source.tensors[name].shape == expected.shape
+        assert np.array_equal(np.array(source.read(name).astype(mx.float32)), expected)
+        assert np.array_equal(
+            np.array(source.read(name, slice(1, 2)).astype(mx.float32)), expected[1:2]
+        )
+        assert np.array_equal(dequantised(source.read_packed(name), source.tensors[name]), expected)
+        bias = from_bf16(tensors[f"{path}.{stored}_bias"])[:, rows]
+        read = source.read(f"{path}.{part}.bias")
+        assert np.array_equal(np.array(read.astype(mx.float32)), bias)
+
+
+def test_gpt_oss_in_plain_floats(tmp_path: Path) -> None:
+    tensors = tiny_tensors(tiny_config("gpt_oss"))
+    source = open_source(tiny_checkpoint(tmp_path, "gpt_oss"))
+    path = "model.layers.2.mlp.experts"
+    both = tensors[f"{path}.gate_up_proj"].swapaxes(1, 2)
+    for part, expected in (
+        ("gate_proj", both[:, ::2]),
+        ("up_proj", both[:, 1::2]),
+        ("down_proj", tensors[f"{path}.down_proj"].swapaxes(1, 2)),
+    ):
+        assert np.array_equal(np.array(source.read(f"{path}.{part}.weight")), expected)
+        assert np.array_equal(
+            np.array(source.read(f"{path}.{part}.weight", slice(2, 4))), expected[2:4]
+        )
+
+
+FORMATS = [
+    *({"bits": bits, "group_size": group} for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64)),
+    {"bits": 4, "group_size": 32, "mode": "mxfp4"},
+    {"bits": 8, "group_size": 32, "mode": "mxfp8"},
+    {"bits": 4, "group_size": 16, "mode": "nvfp4"},
+]
+
+
+@pytest.mark.parametrize("how", FORMATS, ids=str)
+def test_mlx_folders(tmp_path: Path, how: dict[str, Any]) -> None:
+    folder = tiny_checkpoint(tmp_path, "qwen3-v4", quantize=how)
+    raw = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(raw, dict)
+    source = open_source(folder)
+    assert "quantization" not in source.config
+    packed_names = [name for name, info in source.tensors.items() if info.lossless]
+    assert len(packed_names) > 8
+    for name in packed_names:
+        path, info, packed = (
+            name.removesuffix(".weight"),
+            source.tensors[name],
+            source.read_packed(name),
+        )
+        biases = raw.get(f"{path}.biases")
+        expected = mx.dequantize(raw[name], raw[f"{path}.scales"], biases, **how)
+        assert info.shape == expected.shape
+        assert mx.array_equal(packed.weight, raw[name])
+        assert mx.array_equal(packed.scales, raw[f"{path}.scales"])
+        assert (packed.biases is None) == (biases is None)
+        assert packed.biases is None or mx.array_equal(packed.biases, biases)
+        error = mx.abs(source.read(name).astype(mx.float32) - expected.astype(mx.float32)).max()
+        assert error.item() <= 1e-6  # MLX may add with one rounding less
+        assert mx.array_equal(source.read(name, slice(3, 6)), source.read(name)[3:6])
+
+
+def test_each_mlx_layer_has_its_own_format(tmp_path: Path) -> None:
+    weight = mx.random.normal((64, 128))
+    four, eight = mx.quantize(weight, 64, 4), mx.quantize(weight, 32, 8)
+    names = ("weight", "scales", "biases")
+    arrays = {f"a.{n}": part for n, part in zip(names, four, strict=True)}
+    arrays |= {f"b.{n}": part for n, part in zip(names, eight, strict=True)}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), arrays)
+    config = '{"model_type": "llama", "quantization": {"group_size": 64, "bits": 4, "b": %s}}'
+    (tmp_path / "config.json").write_text(config % '{"group_size": 32, "bits": 8}')
+    source = open_source(tmp_path)
+    assert source.tensors["a.weight"].lossless.bits == 4
+    assert source.tensors["b.weight"].lossless.bits == 8
+    error = mx.abs(source.read("b.weight") - weight).max().item()
+    assert error < 0.06 < mx.abs(source.read("a.weight") - weight).max().item()
+    (tmp_path / "config.json").write_text(config % '{"group_size": 64, "bits": 4}')
+    with pytest.raises(CheckpointError, match=r"b\.scales"):
+        open_source(tmp_path)

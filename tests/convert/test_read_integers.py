@@ -1,0 +1,296 @@
+"""AWQ, GPTQ and compressed-tensors' integers: values and MLX codes against plain packings."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlxinfer.convert.read import Packed, Source, TensorInfo, open_source
+from oracles.checkpoints import bf16, f16, from_bf16, i32, write_folder
+from oracles.integers import awq_gemm, awq_gemv, awq_values, gptq, gptq_values, pack_columns
+
+from mlxinfer.errors import CheckpointError, UnsupportedModelError
+
+PATH = "model.layers.0.self_attn.q_proj"
+NAME = f"{PATH}.weight"
+IN, OUT = 256, 64
+
+
+def numbers(bits: int, group_size: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes (in, out), zeros and scales (groups, out)."""
+    rng = np.random.default_rng(seed)
+    groups = IN // group_size
+    codes = rng.integers(0, 1 << bits, (IN, OUT))
+    zeros = rng.integers(0, 1 << bits, (groups, OUT))
+    return codes, zeros, rng.normal(0.01, 0.003, (groups, OUT)).astype(np.float16)
+
+
+def opened(folder: Path, leaves: dict[str, Any], quantization: dict[str, Any]) -> Source:
+    tensors = {f"{PATH}.{leaf}": stored for leaf, stored in leaves.items()}
+    tensors["model.norm.weight"] = bf16(np.ones(8))
+    return open_source(write_folder(folder, tensors, quantization))
+
+
+def dequantised(packed: Packed, info: TensorInfo) -> np.ndarray:
+    form = info.lossless
+    assert form is not None
+    assert packed.biases is not None
+    wide = (packed.scales.astype(mx.float32), packed.biases.astype(mx.float32))
+    values = mx.dequantize(packed.weight, *wide, group_size=form.group_size, bits=form.bits)
+    return np.array(values)
+
+
+def awq_config(**more: Any) -> dict[str, Any]:
+    return {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, **more}
+
+
+@pytest.mark.parametrize(("version", "layout"), [("gemm", awq_gemm), ("gemv", awq_gemv)])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_awq_equals_its_fp16_kernel(
+    tmp_path: Path, version: str, layout: Any, group_size: int
+) -> None:
+    codes, zeros, scales = numbers(4, group_size)
+    config = awq_config(version=version, group_size=group_size)
+    source = opened(tmp_path, layout(codes, zeros, scales), config)
+    expected = awq_values(codes, zeros, scales)
+    info = source.tensors[NAME]
+    assert (info.shape, info.stored) == ((OUT, IN), f"AWQ int4 g{group_size}")
+    assert not info.scales_exact
+    assert np.array_equal(np.array(source.read(NAME)).astype(np.float16), expected)
+    some = np.array(source.read(NAME, slice(3, 21)))
+    assert np.array_equal(some.astype(np.float16), expected[3:21])
+    values = dequantised(source.read_packed(NAME), info)
+    assert np.array_equal(values.astype(np.float16), expected)
+
+
+def test_awq_of_other_kinds_is_refused(tmp_path: Path) -> None:
+    leaves = awq_gemm(*numbers(4, 128))
+    for wrong in ({"bits": 8}, {"zero_point": False}, {"version": "gemv_fast"}):
+        with pytest.raises(UnsupportedModelError, match=next(iter(wrong))):
+            opened(tmp_path, leaves, awq_config(**wrong))
+    del leaves["qzeros"]
+    with pytest.raises(CheckpointError, match="qzeros"):
+        opened(tmp_path, leaves, awq_config())
+
+
+def test_awq_arrays_must_fit_each_other(tmp_path: Path) -> None:
+    leaves = awq_gemm(*numbers(4, 128))
+    for name, wrong in (
+        ("qzeros", i32(np.zeros((3, OUT // 8)))),
+        ("scales", f16(np.zeros((2, OUT + 1)))),
+        ("qweight", i32(np.zeros((IN + 1, OUT // 8)))),
+        ("qweight", f16(np.zeros((IN, OUT // 8)))),
+    ):
+        with pytest.raises(CheckpointError):
+            opened(tmp_path, {**leaves, name: wrong}, awq_config())
+
+
+def gptq_config(bits: int, group_size: int, version: int = 1, **more: Any) -> dict[str, Any]:
+    form = "gptq" if version == 1 else "gptq_v2"
+    sizes = {"bits": bits, "group_size": group_size}
+    return {"quant_method": "gptq", **sizes, "checkpoint_format": form, **more}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_gptq_in_order_keeps_its_codes(tmp_path: Path, bits: int, version: int) -> None:
+    codes, zeros, scales = numbers(bits, 64)
+    group_of = np.arange(IN) // 64
+    leaves = gptq(codes, zeros, scales, group_of, bits, version)
+    source = opened(tmp_path, leaves, gptq_config(bits, 64, version))
+    expected = gptq_values(codes, zeros, scales, group_of)
+    info = source.tensors[NAME]
+    assert (info.shape, info.stored) == ((OUT, IN), f"GPTQ int{bits} g64")
+    assert np.array_equal(np.array(source.read(NAME)), expected)
+    assert np.array_equal(np.array(source.read(NAME, slice(5, 9))), expected[5:9])
+    packed = source.read_packed(NAME)
+    assert np.array_equal(np.array(packed.weight), leaves["qweight"][1].view(np.uint32).T)
+    assert np.array_equal(dequantised(packed, info), expected)
+
+
+@pytest.mark.parametrize(("group_size", "ours"), [(-1, 128), (256, 128), (32, 32)])
+def test_large_groups_become_several(tmp_path: Path, group_size: int, ours: int) -> None:
+    codes, zeros, scales = numbers(4, IN if group_size == -1 else group_size)
+    group_of = np.arange(IN) // (IN if group_size == -1 else group_size)
+    leaves = gptq(codes, zeros, scales, group_of, 4, 1)
+    source = opened(tmp_path, leaves, gptq_config(4, group_size))
+    info = source.tensors[NAME]
+    assert info.lossless is not None
+    assert info.lossless.group_size == ours
+    expected = gptq_values(codes, zeros, scales, group_of)
+    assert np.array_equal(dequantised(source.read_packed(NAME), info), expected)
+
+
+def test_symmetric_gptq_is_exact_in_float16(tmp_path: Path) -> None:
+    codes, zeros, scales = numbers(4, 128)
+    leaves = gptq(codes, np.full_like(zeros, 8), scales, np.arange(IN) // 128, 4, 1)
+    source = opened(tmp_path, leaves, gptq_config(4, 128, sym=True))
+    packed = source.read_packed(NAME)
+    assert source.tensors[NAME].scales_exact
+    assert packed.biases is not None
+    assert packed.scales.dtype == packed.biases.dtype == mx.float16
+    assert np.array_equal(np.array(packed.biases), -8 * scales.T)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_real_act_order_has_values_only(tmp_path: Path, bits: int) -> None:
+    codes, zeros, scales = numbers(bits, 64)
+    group_of = np.random.default_rng(1).permutation(np.arange(IN) // 64)
+    leaves = gptq(codes, zeros, scales, group_of, bits, 1)
+    source = opened(tmp_path, leaves, gptq_config(bits, 64, desc_act=True))
+    info = source.tensors[NAME]
+    assert info.lossless is None
+    assert "act-order" in info.stored
+    expected = gptq_values(codes, zeros, scales, group_of)
+    assert np.array_equal(np.array(source.read(NAME)), expected)
+    assert np.array_equal(np.array(source.read(NAME, slice(60, 64))), expected[60:])
+    with pytest.raises(CheckpointError, match="values"):
+        source.read_packed(NAME)
+
+
+def test_an_index_of_groups_is_checked(tmp_path: Path) -> None:
+    leaves = gptq(*numbers(4, 64), np.full(IN, 4), 4, 1)
+    source = opened(tmp_path, leaves, gptq_config(4, 64))
+    with pytest.raises(CheckpointError, match="g_idx"):
+        source.read(NAME)
+
+
+def test_scales_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    codes, zeros, scales = numbers(4, 64)
+    scales[1, 3] = np.nan
+    source = opened(tmp_path, awq_gemm(codes, zeros, scales), awq_config(group_size=64))
+    with pytest.raises(CheckpointError, match="infinite"):
+        source.read(NAME)
+    assert source.read(NAME, slice(4, 8)).shape == (4, IN)
+
+
+def test_gptq_of_other_kinds_is_refused(tmp_path: Path) -> None:
+    leaves = gptq(*numbers(4, 64), np.arange(IN) // 64, 4, 1)
+    for wrong in ({"bits": 5}, {"checkpoint_format": "marlin"}, {"dynamic": {"-:x": {}}}):
+        with pytest.raises(UnsupportedModelError, match=next(iter(wrong))):
+            opened(tmp_path, leaves, {**gptq_config(4, 64), **wrong})
+    with pytest.raises(CheckpointError, match="do not divide"):
+        opened(tmp_path, leaves, gptq_config(4, 96))
+
+
+def test_old_gptq_describes_itself_beside_the_config(tmp_path: Path) -> None:
+    codes, zeros, scales = numbers(4, 64)
+    group_of = np.arange(IN) // 64
+    leaves = gptq(codes, zeros, scales, group_of, 4, 1)
+    write_folder(tmp_path, {f"{PATH}.{leaf}": stored for leaf, stored in leaves.items()})
+    (tmp_path / "quantize_config.json").write_text(
+        '{"bits": 4, "group_size": 64, "desc_act": false}'
+    )
+    source = open_source(tmp_path)
+    assert source.format == "GPTQ"
+    assert np.array_equal(np.array(source.read(NAME)), gptq_values(codes, zeros, scales, group_of))
+
+
+def compressed(bits: int, group_size: int | None, kind: str = "int", **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": kind, "group_size": group_size, "symmetric": True}
+    group = {"targets": ["Linear"], "weights": weights}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, **more}
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_pack_quantized(tmp_path: Path, bits: int, zero_points: bool) -> None:
+    codes, zeros, scales = numbers(bits, 64)
+    middle = 1 << (bits - 1)
+    stored = bf16(scales.T.astype(np.float32))
+    leaves = {
+        "weight_packed": i32(pack_columns(codes.T, bits)),
+        "weight_scale": stored,
+        "weight_shape": ("I64", np.array([OUT, IN])),
+    }
+    if zero_points:
+        leaves["weight_zero_point"] = i32(pack_columns(zeros, bits).T)
+    else:
+        zeros = np.full_like(zeros, middle)
+    source = opened(tmp_path, leaves, compressed(bits, 64, format="pack-quantized"))
+    expected = (codes - np.repeat(zeros, 64, axis=0)).T * np.repeat(from_bf16(stored), 64, axis=1)
+    info = source.tensors[NAME]
+    assert np.array_equal(np.array(source.read(NAME)), expected)
+    assert np.array_equal(np.array(source.read(NAME, slice(8, 12))), expected[8:12])
+    assert (info.lossless is None) == (bits == 7)
+    if info.lossless is not None:
+        packed = source.read_packed(NAME)
+        assert packed.scales.dtype == (mx.float32 if zero_points else mx.bfloat16)
+        assert np.array_equal(dequantised(packed, info), expected)
+
+
+def test_pack_quantized_rows_and_act_order(tmp_path: Path) -> None:
+    codes, _, scales = numbers(4, IN)
+    leaves = {
+        "weight_packed": i32(pack_columns(codes.T, 4)),
+        "weight_scale": f16(scales.T),
+        "weight_shape": ("I64", np.array([OUT, IN])),
+    }
+    expected = (codes - 8).T * scales.T.astype(np.float32)
+    source = opened(tmp_path, leaves, compressed(4, None, format="pack-quantized"))
+    info = source.tensors[NAME]
+    assert np.array_equal(dequantised(source.read_packed(NAME), info), expected)
+    codes, _, scales = numbers(4, 64)
+    group_of = np.random.default_rng(2).permutation(np.arange(IN) // 64)
+    leaves |= {"weight_scale": f16(scales.T), "weight_packed": i32(pack_columns(codes.T, 4))}
+    leaves["weight_g_idx"] = ("I32", group_of.astype(np.int32))
+    source = opened(tmp_path, leaves, compressed(4, 64, format="pack-quantized"))
+    expected = (codes - 8).T * scales.T.astype(np.float32)[:, group_of]
+    assert np.array_equal(np.array(source.read(NAME)), expected)
+
+
+def test_the_shape_must_be_what_the_words_hold(tmp_path: Path) -> None:
+    codes, _, scales = numbers(4, 64)
+    leaves = {
+        "weight_packed": i32(pack_columns(codes.T, 4)),
+        "weight_scale": f16(scales.T),
+        "weight_shape": ("I64", np.array([OUT, IN - 1])),
+    }
+    source = opened(tmp_path, leaves, compressed(4, 64, format="pack-quantized"))
+    with pytest.raises(CheckpointError, match="weight_shape"):
+        source.read(NAME)
+    with pytest.raises(CheckpointError, match="fit"):
+        opened(tmp_path, leaves, compressed(8, 64, format="pack-quantized"))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (OUT, 1), (OUT, 4)])
+def test_int_quantized(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    codes = rng.integers(-128, 128, (OUT, IN)).astype(np.int8)
+    scale = bf16(rng.normal(0.01, 0.002, shape))
+    leaves = {"weight": ("I8", codes), "weight_scale": scale, "input_scale": f16(1.0)}
+    source = opened(tmp_path, leaves, compressed(8, None, format="int-quantized"))
+    grid = from_bf16(scale).reshape(-1, shape[1] if len(shape) == 2 else 1)
+    each = np.repeat(np.broadcast_to(grid, (OUT, grid.shape[1])), IN // grid.shape[1], axis=1)
+    expected = codes * each
+    info = source.tensors[NAME]
+    assert np.array_equal(np.array(source.read(NAME)), expected)
+    assert np.array_equal(np.array(source.read(NAME, slice(50, 60))), expected[50:60])
+    assert np.array_equal(dequantised(source.read_packed(NAME), info), expected)
+    assert source.read_packed(NAME).scales.dtype == mx.bfloat16
+    assert "activations" in source.notes[0]
+
+
+def test_int_quantized_with_zero_points(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    codes = rng.integers(-128, 128, (OUT, IN)).astype(np.int8)
+    zeros = rng.integers(-128, 128, (OUT, 1)).astype(np.int8)
+    scale = rng.normal(0.01, 0.002, (OUT, 1)).astype(np.float16)
+    leaves = {
+        "weight": ("I8", codes),
+        "weight_scale": f16(scale),
+        "weight_zero_point": ("I8", zeros),
+    }
+    source = opened(tmp_path, leaves, compressed(8, None, format="int-quantized"))
+    expected = (codes.astype(np.int32) - zeros) * scale.astype(np.float32)
+    assert np.array_equal(np.array(source.read(NAME)), expected)
+
+
+def test_compressed_zeros_are_refused(tmp_path: Path) -> None:
+    leaves = {"weight": f16(np.zeros((4, 32)))}
+    with pytest.raises(UnsupportedModelError, match="marlin-24"):
+        opened(tmp_path, leaves, compressed(4, 64, format="marlin-24"))
+    sparse = compressed(4, 64, sparsity_config={"format": "sparse-24-bitmask"})
+    with pytest.raises(UnsupportedModelError, match="zeros"):
+        opened(tmp_path, leaves, sparse)

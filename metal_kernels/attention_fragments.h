@@ -78,44 +78,57 @@ struct CodeRun {
 };
 
 // Vectors of D numbers as they are, one after the other, `codes` at the first.
-template <int BITS, int D, typename C, typename S>
-struct Stored {
+template <int D, typename C, typename S>
+struct StoredNumbers {
+  template <int N>
+  using Run = PlainRun<C, N>;
   static constant constexpr int WIDTH = D;
   static constant constexpr int GROUPS = 0;
   const device C* codes;
   const device S* scales;
   const device S* biases;
 
-  // Zeros where nothing may be seen: what lies there may be anything.
-  template <int N>
-  PlainRun<C, N> read(int token, int first, bool seen) const {
-    constexpr int WIDE = PlainRun<C, N>::WIDE;
-    PlainRun<C, N> run;
-    const device C* at = codes + token * WIDTH + first;
+  // How many spans of SPAN numbers share a scale: here none has any.
+  template <int SPAN>
+  static constexpr int spans() { return 1; }
+
+  // N numbers of a token from `span + first` on. Zeros where nothing may be seen: what lies there
+  // may be anything.
+  template <int N, int SPAN>
+  void read(thread Run<N>& run, int token, int span, int first, bool seen, bool) const {
+    constexpr int WIDE = Run<N>::WIDE;
+    const device C* at = codes + token * WIDTH + span + first;
     for (int i = 0; i < N / WIDE; i++) {
       run.parts[i] = seen ? reinterpret_cast<const device vec<C, WIDE>*>(at)[i] : vec<C, WIDE>(0);
     }
-    return run;
   }
 };
 
+// The same in codes of BITS bits.
 template <int BITS, int D, typename C, typename S>
 struct StoredCodes {
+  template <int N>
+  using Run = CodeRun<BITS, N>;
+  static constant constexpr int GROUP = group_size(D);
   static constant constexpr int WIDTH = D * BITS / 8;
-  static constant constexpr int GROUPS = D / group_size(D);
+  static constant constexpr int GROUPS = D / GROUP;
   const device C* codes;
   const device S* scales;
   const device S* biases;
 
-  template <int N>
-  CodeRun<BITS, N> read(int token, int first, bool seen) const {
+  template <int SPAN>
+  static constexpr int spans() { return GROUP % SPAN == 0 ? GROUP / SPAN : 1; }
+
+  // `span` is a multiple of SPAN, and `first` below SPAN. Where a group holds whole spans all lanes
+  // read one scale; `same_group` says that the run has it from the span before.
+  template <int N, int SPAN>
+  void read(
+      thread Run<N>& run, int token, int span, int first, bool seen, bool same_group) const {
     constexpr int BYTES = N * BITS / 8;
-    CodeRun<BITS, N> run;
     for (int i = 0; i < (BYTES + 3) / 4; i++) run.words[i] = 0;
-    run.scale = 0;
-    run.bias = 0;
-    if (!seen) return run;
-    const device C* at = codes + token * WIDTH + first * BITS / 8;
+    if (!same_group) run.scale = run.bias = 0;
+    if (!seen) return;
+    const device C* at = codes + token * WIDTH + (span + first) * BITS / 8;
     if constexpr (BYTES == 8) {
       const uint2 both = *reinterpret_cast<const device uint2*>(at);
       run.words[0] = both.x;
@@ -127,10 +140,10 @@ struct StoredCodes {
     } else {
       run.words[0] = *at;
     }
-    const int group = token * GROUPS + first / group_size(D);
+    if (same_group) return;
+    const int group = token * GROUPS + (GROUP % SPAN == 0 ? span / GROUP : (span + first) / GROUP);
     run.scale = float(scales[group]);
     run.bias = float(biases[group]);
-    return run;
   }
 };
 
@@ -141,22 +154,25 @@ struct Format {
 };
 template <int D, typename C, typename S>
 struct Format<0, D, C, S> {
-  typedef Stored<0, D, C, S> Rows;
+  typedef StoredNumbers<D, C, S> Rows;
 };
 
 // Vectors of D numbers in threadgroup memory.
 template <int D, typename T>
 struct Tile {
+  template <int N>
+  using Run = PlainRun<T, N>;
   const threadgroup T* numbers;
 
-  template <int N>
-  PlainRun<T, N> read(int token, int first, bool) const {
-    constexpr int WIDE = PlainRun<T, N>::WIDE;
-    PlainRun<T, N> run;
-    const threadgroup T* at = numbers + token * D + first;
+  template <int SPAN>
+  static constexpr int spans() { return 1; }
+
+  template <int N, int SPAN>
+  void read(thread Run<N>& run, int token, int span, int first, bool, bool) const {
+    constexpr int WIDE = Run<N>::WIDE;
+    const threadgroup T* at = numbers + token * D + span + first;
     for (int i = 0; i < N / WIDE; i++) {
       run.parts[i] = reinterpret_cast<const threadgroup vec<T, WIDE>*>(at)[i];
     }
-    return run;
   }
 };

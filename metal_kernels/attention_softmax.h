@@ -80,12 +80,14 @@ inline void add_scores(
     const thread bool (&seen)[GROUPS][2],
     Place at) {
   constexpr int RUN = key_run(D);
-  for (int v = 0; v < D / (8 * RUN); v++) {
-    decltype(keys.template read<RUN>(0, 0, true)) runs[GROUPS][2];
+  constexpr int SPAN = 8 * RUN;
+  for (int v = 0; v < D / SPAN; v++) {
+    typename Keys::template Run<RUN> runs[GROUPS][2];
     for (int g = 0; g < GROUPS; g++) {
       for (int e = 0; e < 2; e++) {
-        const int first = (v * 8 + at.row) * RUN;
-        runs[g][e] = keys.template read<RUN>(8 * g + at.column + e, first, seen[g][e]);
+        const int token = 8 * g + at.column + e;
+        keys.template read<RUN, SPAN>(
+            runs[g][e], token, v * SPAN, at.row * RUN, seen[g][e], false);
       }
     }
     for (int j = 0; j < RUN; j++) {
@@ -113,10 +115,13 @@ inline void add_values(
     Place at) {
   constexpr int RUN = value_run(D);
   constexpr int HALF = RUN / 2;
+  constexpr int SPAN = 8 * HALF;
+  constexpr int SHARED = Values::template spans<SPAN>();
   for (int g = 0; g < GROUPS; g++) {
+    typename Values::template Run<RUN> run;
     for (int v = 0; v < CHUNKS / HALF; v++) {
-      const int first = v * 8 * HALF + at.column * HALF;
-      const auto run = values.template read<RUN>(8 * g + at.row, first, seen[g]);
+      values.template read<RUN, SPAN>(
+          run, 8 * g + at.row, v * SPAN, at.column * HALF, seen[g], v % SHARED != 0);
       for (int j = 0; j < HALF; j++) {
         Fragment part;
         part.thread_elements()[0] = run.at(j);

@@ -34,19 +34,24 @@ template <int KD, int VD, int CHUNKS, typename Rows>
 inline void read_latents(
     thread Fragment (&latents)[CHUNKS], const thread Rows& rows, int token, bool seen, int part,
     Place at) {
+  constexpr int SPAN = 8 * HALF_RUN;
+  constexpr int SHARED = Rows::template spans<SPAN>() * HALF_RUN;
+  typename Rows::template Run<2 * HALF_RUN> run;
   for (int c = 0; c < VD / TEAM / 8; c += HALF_RUN) {
-    const int first = latent_index<KD, VD>(part, c, at.column);
-    const auto run = rows.template read<2 * HALF_RUN>(token, first, seen);
+    const int first = latent_index<KD, VD>(part, c, 0);
+    rows.template read<2 * HALF_RUN, SPAN>(
+        run, token, first, at.column * HALF_RUN, seen, c % SHARED != 0);
     for (int j = 0; j < HALF_RUN; j++) {
       latents[c + j].thread_elements()[0] = run.at(j);
       latents[c + j].thread_elements()[1] = run.at(j + HALF_RUN);
     }
   }
   for (int c = VD / TEAM / 8; c < CHUNKS; c++) {
-    const int first = latent_index<KD, VD>(part, c, at.column);
-    const auto run = rows.template read<2>(token, first, seen);
-    latents[c].thread_elements()[0] = run.at(0);
-    latents[c].thread_elements()[1] = run.at(1);
+    const int first = latent_index<KD, VD>(part, c, 0);
+    typename Rows::template Run<2> pair;
+    rows.template read<2, 8>(pair, token, first, at.column, seen, false);
+    latents[c].thread_elements()[0] = pair.at(0);
+    latents[c].thread_elements()[1] = pair.at(1);
   }
 }
 

@@ -27,7 +27,8 @@ _kernel = MetalKernel(
     outputs=("outputs", "figures"),
     includes=INCLUDES,
     body=f"""
-  threadgroup float scratch[TEAMS * TEAM * SCORES];
+  constexpr int SCRATCH = TEAMS * TEAM * SCORES;
+  threadgroup float scratch[SCRATCH];
   mla_attention<KEY_DIM, VALUE_DIM, TEAMS, SPLIT>(
       queries, plane_of<BITS, KEY_DIM>({", ".join(plane_names("latent"))}),
       spans, pages, work, sizes, scale, queries_shape[1], latent_codes_shape[1],

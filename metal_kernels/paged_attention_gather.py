@@ -32,11 +32,11 @@ def paged_attention_gathered(
     for span, table in zip(np.array(plan.spans)[:-1], np.array(plan.pages), strict=True):
         row, start, stop, sealed, slot, *_ = (int(field) for field in span)
         own = queries[row : row + stop - start].astype(mx.float32)  # (Q, H * G, D)
+        query_positions = np.arange(start, stop, dtype=np.int32)[:, None]
         positions = held_positions(table, stop, sealed, page_size)
+        visible = _sees(query_positions, positions[None], window, sinks)
+        positions, visible = positions[visible.any(axis=0)], visible[:, visible.any(axis=0)]
         index = token_index(table, positions, sealed, page_size)
-        visible = _sees(
-            np.arange(start, stop, dtype=np.int32)[:, None], positions[None], window, sinks
-        )
         found.append(
             attend(
                 own,

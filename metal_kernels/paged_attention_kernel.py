@@ -37,12 +37,14 @@ _streamed = MetalKernel(
     outputs=("outputs", "figures"),
     includes=INCLUDES,
     body=f"""
-  constexpr int SLICE = STREAMS * 8 * slice_width(VALUE_DIM);
-  threadgroup T shared_queries[FRAGMENTS * 8 * KEY_DIM];
-  threadgroup float shared_figures[STREAMS * FRAGMENTS * 8 * 2];
-  threadgroup float slice[SLICE];
+  constexpr int QUERIES = FRAGMENTS * 8 * KEY_DIM;
+  constexpr int FIGURES = STREAMS * FRAGMENTS * 8 * 2;
+  constexpr int SLICES = STREAMS * 8 * slice_width(VALUE_DIM);
+  threadgroup T shared_queries[QUERIES];
+  threadgroup float shared_figures[FIGURES];
+  threadgroup float slices[SLICES];
   paged_attention<KEY_DIM, VALUE_DIM, FRAGMENTS, SPLIT, SINKS>({ARGUMENTS},
-      shared_queries, shared_figures, slice,{POSITION});
+      shared_queries, shared_figures, slices,{POSITION});
 """,
 )
 _shared = MetalKernel(

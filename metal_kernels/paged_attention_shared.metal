@@ -55,7 +55,8 @@ inline void fill_tile(
     const int token = i / (D / 8);
     const int first = i % (D / 8) * 8;
     const bool seen = reach.seen(span, position + token);
-    const auto run = rows.template read<8>(skipped + token, first, seen);
+    typename Rows::template Run<8> run;
+    rows.template read<8, 8>(run, skipped + token, first, 0, seen, false);
     for (int j = 0; j < 8; j++) tile[token * D + first + j] = T(run.at(j));
   }
 }

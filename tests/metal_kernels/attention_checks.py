@@ -1,0 +1,52 @@
+"""Kernel against twin, on a machine that sees every access."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from metal_cpu import MetalCPU
+from mlxinfer.metal_kernels.launch import running_on
+
+from mlxinfer.bench.kernel_scenes import Inputs
+
+Attention = Callable[..., tuple[mx.array, mx.array]]
+
+# Of max(1, |expected|): float32 sums in another order, or two roundings to 16 bits.
+TOLERANCE = {mx.float32: 2e-5, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
+MAX_THREADGROUP_BYTES = 16_384
+MAX_THREADS = 512
+
+
+def check(
+    kernel: Attention,
+    twin: Attention,
+    inputs: Inputs,
+    *arguments: Any,
+    seed: int = 0,
+    **options: Any,
+) -> tuple[float, MetalCPU]:
+    """The largest error, as a share of what is allowed; and the machine, for its reports."""
+    # Rows that a shorter sequence does not have stay unwritten in partials.
+    unwritten = ("outputs", "figures") if inputs.plan.is_split else ()
+    machine = MetalCPU(seed=seed, may_stay_unwritten=unwritten)
+    with running_on(machine):
+        found = kernel(inputs.queries, *arguments, inputs.plan, **options)
+    machine.assert_clean()
+    for report in machine.reports:
+        assert report.threadgroup_bytes <= MAX_THREADGROUP_BYTES
+        assert np.prod(report.threadgroup) <= MAX_THREADS
+    expected = twin(inputs.queries, *arguments, inputs.plan, **options)
+    assert found[0].dtype == inputs.queries.dtype
+    assert found[0].shape == expected[0].shape
+    tolerance = TOLERANCE[inputs.queries.dtype]
+    worst = max(_error(f, e) for f, e in zip(found, expected, strict=True)) / tolerance
+    assert worst <= 1, worst
+    return worst, machine
+
+
+def _error(found: mx.array, expected: mx.array) -> float:
+    ours, theirs = (np.array(a.astype(mx.float32)) for a in (found, expected))
+    assert np.isfinite(theirs).all(), "the twin sees something hidden"
+    errors = np.abs(ours - theirs) / np.maximum(1, np.abs(theirs))
+    return float(np.where(np.isnan(errors), np.inf, errors).max())

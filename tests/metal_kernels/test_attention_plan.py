@@ -1,0 +1,94 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from mlxinfer.metal_kernels.attention_plan import (
+    BLOCK,
+    MIN_ITEM_BLOCKS,
+    blocks_per_item,
+    plan_attention,
+    share_blocks,
+    visible_blocks,
+)
+from mlxinfer.metal_kernels.attention_shape import threadgroup_shape
+
+from mlxinfer.cache.reach import Reach
+
+counts = st.lists(st.integers(1, 200), min_size=1, max_size=9)
+
+
+@given(counts, st.integers(1, 64))
+def test_items_take_every_block_once_and_equally(blocks: list[int], item_blocks: int) -> None:
+    first_items, work = share_blocks(np.array(blocks, np.int32), item_blocks)
+    ends = [*first_items[1:], len(work)]
+    for sequence, (num, first, end) in enumerate(zip(blocks, first_items, ends, strict=True)):
+        items = work[first:end]
+        assert (items[:, 0] == sequence).all()
+        taken = np.concatenate([np.arange(low, high) for low, high in items[:, 1:3]])
+        assert taken.tolist() == list(range(num))
+        sizes = items[:, 2] - items[:, 1]
+        assert sizes.max() <= item_blocks
+        assert sizes.max() - sizes.min() <= 1
+
+
+@given(counts, st.sampled_from([1, 4, 8]), st.sampled_from([8, 40, 80]))
+def test_enough_threadgroups_but_no_tiny_ones(blocks: list[int], kv_heads: int, cores: int) -> None:
+    wanted = blocks_per_item(np.array(blocks, np.int32), kv_heads, cores)
+    assert wanted >= MIN_ITEM_BLOCKS
+    _, work = share_blocks(np.array(blocks, np.int32), wanted)
+    if wanted > MIN_ITEM_BLOCKS:
+        assert len(work) * kv_heads <= (8 * cores + len(blocks)) * kv_heads
+        assert len(work) * kv_heads >= sum(blocks) * kv_heads / wanted
+
+
+def test_a_long_sequence_is_split_and_a_full_batch_is_not() -> None:
+    alone, batch = np.array([2048], np.int32), np.full(64, 128, np.int32)
+    assert len(share_blocks(alone, blocks_per_item(alone, 8, 40))[1]) == 40
+    assert len(share_blocks(batch, blocks_per_item(batch, 8, 40))[1]) == 64
+
+
+@given(
+    st.integers(0, 300),
+    st.integers(1, 8),
+    st.none() | st.integers(1, 120),
+    st.integers(0, 40),
+)
+def test_blocks_hold_all_that_is_seen(
+    start: int, queries: int, window: int | None, sinks: int
+) -> None:
+    reach = Reach(window, sinks if window is not None else 0)
+    stop = start + queries
+    sink_blocks, gap, num_blocks = (
+        int(field[0])
+        for field in visible_blocks(
+            np.array([start], np.int32), np.array([stop], np.int32), reach.window, reach.sinks
+        )
+    )
+    blocks = [i if i < sink_blocks else i + gap for i in range(num_blocks)]
+    seen = reach.sees(np.arange(start, stop, dtype=np.int32)[:, None], np.arange(stop)[None])
+    assert blocks == np.unique(np.flatnonzero(seen.any(axis=0)) // BLOCK).tolist()
+
+
+def test_short_arrays_are_padded_to_one_address_space() -> None:
+    ones = np.ones(1, np.int32)
+    plan = plan_attention(
+        starts=0 * ones,
+        stops=ones,
+        sealed=0 * ones,
+        slots=0 * ones,
+        tables=[np.zeros(0, np.int32)],
+        page_size=16,
+        kv_heads=1,
+    )
+    assert min(plan.spans.size, plan.pages.size, plan.work.size) >= 8
+    assert not plan.is_split
+
+
+def test_threadgroups_have_registers_and_threads_enough() -> None:
+    for dim in (64, 80, 96, 112, 128, 192, 256):
+        for rows in range(1, 129):
+            for itemsize in (2, 4):
+                shape = threadgroup_shape(rows, key_dim=dim, value_dim=dim, itemsize=itemsize)
+                teams = 1 if not shape.shares else shape.simd_groups // shape.partners
+                assert teams * shape.fragments * 8 >= rows
+                assert shape.threads <= 512
+                assert shape.fragments * dim // 4 <= 64

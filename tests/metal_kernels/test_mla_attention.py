@@ -1,0 +1,91 @@
+from itertools import product
+
+import mlx.core as mx
+import pytest
+from attention_checks import check
+from metal_cpu import requires_compiler
+from mlxinfer.metal_kernels.mla_attention import (
+    mla_attention_gathered,
+    mla_attention_on_metal,
+    row_blocks,
+    row_teams,
+)
+
+from mlxinfer.bench.kernel_scenes import Inputs, Scene, build
+
+DIMS = {"key_dim": 576, "value_dim": 8}  # the second plane is not used
+SCENES = {
+    "one token": Scene([1], [1], group=16, **DIMS),
+    "ragged": Scene([15, 33, 40], [1, 1, 1], group=16, **DIMS),
+    "8 bits, two teams": Scene([40, 17], [2, 1], group=20, bits=(8, None), **DIMS),
+    "split, three blocks": Scene([33], [1], group=70, item_blocks=1, **DIMS),
+    "float32, window": Scene([64], [1], group=5, window=20, sinks=2, dtype=mx.float32, **DIMS),
+}
+
+
+def run(scene: Scene, seed: int = 0) -> tuple[float, Inputs, int]:
+    inputs = build(scene)
+    share, machine = check(
+        mla_attention_on_metal,
+        mla_attention_gathered,
+        inputs,
+        inputs.keys,
+        seed=seed,
+        scale=192**-0.5,
+    )
+    names = [name for name in machine.reports[0].buffers if name.startswith("latent_")]
+    traffic = machine.reports[0].total([n for n in names if not n.endswith("_shape")])
+    return share, inputs, traffic.unique_per_threadgroup_bytes
+
+
+@requires_compiler
+@pytest.mark.parametrize("name", SCENES)
+def test_agrees_with_its_twin(name: str) -> None:
+    run(SCENES[name], seed=len(name))
+
+
+@requires_compiler
+def test_latents_are_read_once_for_32_rows() -> None:
+    scene = Scene([100], [1], group=20, bits=(8, None), **DIMS)
+    _, inputs, read = run(scene)
+    assert read == inputs.visible * inputs.keys.vector_bytes
+
+
+@requires_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "bits", "rows"),
+    list(product((mx.float32, mx.float16, mx.bfloat16), (None, 8), ((16, 1), (20, 4), (128, 1)))),
+)
+def test_sweep(dtype: mx.Dtype, bits: int | None, rows: tuple[int, int]) -> None:
+    group, queries = rows
+    shares = []
+    for index, lengths in enumerate(([16, 17], [31] * 9, [128], [129, 4, 65])):
+        scene = Scene(
+            lengths,
+            [queries] * len(lengths),
+            group=group,
+            dtype=dtype,
+            bits=(bits, None),
+            item_blocks=(None, 2)[index % 2],
+            seed=index,
+            **DIMS,
+        )
+        shares.append(run(scene, seed=index)[0])
+    print(f"{dtype}, {bits}, {rows}: {len(shares)} clean, worst error {max(shares):.2f} of allowed")
+
+
+def test_teams_and_blocks_hold_all_rows() -> None:
+    for rows in range(1, 200):
+        assert row_teams(rows) * row_blocks(rows) * 16 >= rows
+    assert (row_teams(16), row_blocks(16)) == (1, 1)
+    assert (row_teams(128), row_blocks(128)) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    "scene", [Scene([4], [1], key_dim=320), Scene([4], [1], bits=(4, None), **DIMS)]
+)
+def test_what_no_kernel_has_is_refused(scene: Scene) -> None:
+    inputs = build(scene)
+    with pytest.raises(ValueError, match="the kernel"):
+        mla_attention_on_metal(inputs.queries, inputs.keys, inputs.plan, scale=1.0)

@@ -1,0 +1,98 @@
+import mlx.core as mx
+import pytest
+from attention_checks import check
+from metal_cpu import requires_compiler
+from mlxinfer.metal_kernels.paged_attention_gather import paged_attention_gathered
+from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
+
+from mlxinfer.bench.kernel_scenes import Scene, build
+
+
+def run(scene: Scene, *, sinks: bool = False, soft_cap: float | None = None, seed: int = 0) -> None:
+    inputs = build(scene)
+    check(
+        paged_attention_on_metal,
+        paged_attention_gathered,
+        inputs,
+        inputs.keys,
+        inputs.values,
+        seed=seed,
+        scale=scene.key_dim**-0.5,
+        sink_logits=inputs.sink_logits if sinks else None,
+        soft_cap=soft_cap,
+        value_dim=scene.value_dim,
+    )
+
+
+D64 = {"key_dim": 64, "value_dim": 64}
+D128 = {"key_dim": 128, "value_dim": 128}
+
+# Scenes that share compiled kernels stand together: lengths, batch, window and group are no part
+# of them.
+SCENES = {
+    "one token": Scene([1], [1]),
+    "one page": Scene([16], [1]),
+    "ragged": Scene([15, 17, 33, 48, 1], [1] * 5, kv_heads=2, group=4),
+    "batch of 9": Scene(list(range(30, 39)), [1] * 9, group=8),
+    "window": Scene([100, 40], [1, 1], group=3, window=20),
+    "window and sinks": Scene([100, 300], [1, 1], group=3, window=20, sinks=18),
+    "three rows": Scene([100, 40], [3, 2], kv_heads=2, group=2, window=33, sinks=1),
+    "large pages": Scene([100, 70, 31], [1, 2, 1], page_size=32, window=40),
+}
+SPLIT = {
+    "at a boundary": Scene([64, 65, 63], [1, 1, 1], group=4, item_blocks=2),
+    "window and sinks": Scene([400], [2], group=4, item_blocks=2, window=150, sinks=4),
+    "uneven rows": Scene([97, 20], [2, 1], group=3, item_blocks=1),
+}
+FORMATS = {
+    "8": Scene([70, 18], [1, 1], group=4, bits=(8, 8), **D128),
+    "4": Scene([70, 18], [1, 1], group=4, bits=(4, 4), **D128),
+    "8 and 4, bfloat16": Scene([70, 18], [1, 1], group=8, bits=(8, 4), dtype=mx.bfloat16),
+    "plain keys": Scene([50], [1], group=4, bits=(None, 8), dtype=mx.float32),
+    "80": Scene([50], [1], group=8, bits=(8, 4), key_dim=80, value_dim=80),
+    "96": Scene([50], [1], group=8, bits=(4, 8), key_dim=96, value_dim=96, dtype=mx.float32),
+    "112": Scene([50], [1], group=8, key_dim=112, value_dim=112, dtype=mx.bfloat16),
+    "192 and 128": Scene([50], [1], group=8, key_dim=192, value_dim=128),
+    "256": Scene([50], [1], group=8, bits=(8, 8), key_dim=256, value_dim=256),
+}
+SHARED = {
+    "16 heads of 256": Scene([50], [1], group=16, key_dim=256, value_dim=256),
+    "4 rows of 16 heads": Scene([50, 33], [4, 1], group=16, bits=(4, 8), window=30, **D128),
+    "128 rows, float32": Scene([20], [8], group=16, key_dim=192, value_dim=192, dtype=mx.float32),
+}
+
+
+@requires_compiler
+@pytest.mark.parametrize("name", SCENES)
+def test_plain(name: str) -> None:
+    run(SCENES[name], seed=len(name))
+
+
+@requires_compiler
+@pytest.mark.parametrize("name", SPLIT)
+def test_split_with_sink_logits_and_soft_cap(name: str) -> None:
+    run(SPLIT[name], sinks=True, soft_cap=5.0)
+
+
+@requires_compiler
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_and_head_dims(name: str) -> None:
+    run(FORMATS[name], seed=1)
+
+
+@requires_compiler
+@pytest.mark.parametrize("name", SHARED)
+def test_rows_that_share_tiles(name: str) -> None:
+    run(SHARED[name], sinks=True, seed=2)
+
+
+def test_what_no_kernel_has_is_refused() -> None:
+    for scene in (
+        Scene([4], [1], key_dim=72, value_dim=72),
+        Scene([9], [8], group=17),
+    ):
+        inputs = build(scene)
+        with pytest.raises(ValueError, match="the kernels"):
+            paged_attention_on_metal(
+                inputs.queries, inputs.keys, inputs.values, inputs.plan, scale=1.0
+            )

@@ -1,0 +1,70 @@
+"""Every dtype, format and head dim, each with drawn scenes. Slow: select it with -m slow -s."""
+
+from itertools import product
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from attention_checks import check
+from metal_cpu import requires_compiler
+from mlxinfer.metal_kernels.paged_attention_gather import paged_attention_gathered
+from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
+
+from mlxinfer.bench.kernel_scenes import Scene, build
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+FORMATS = {"plain": (None, None), "8": (8, 8), "4": (4, 4), "8, 4": (8, 4), "4, plain": (4, None)}
+DIMS = (64, 80, 96, 112, 128, 192, 256)
+NUM_SCENES = 10
+# Few, so that most scenes of a head dim share their compiled kernels: group, query tokens.
+ROWS = ((1, 1), (4, 1), (8, 1), (16, 1), (1, 8), (4, 4), (3, 2), (16, 4), (5, 7), (16, 8))
+BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+LENGTHS = (1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 127, 128, 129, 200)
+REACHES = ((None, 0), (1, 0), (16, 0), (33, 4), (40, 17), (100, 1))
+
+
+def draw(rng: np.random.Generator, index: int, dim: int, **fixed: object) -> Scene:
+    """The `index`-th scene: each listed value comes in turn, and with others at random."""
+    group, most = ROWS[index % len(ROWS)]
+    batch = int(rng.choice(BATCHES))
+    queries = [most, *rng.integers(1, most + 1, batch - 1).tolist()]
+    lengths = [max(int(rng.choice(LENGTHS)), count) for count in queries]
+    window, sinks = REACHES[int(rng.integers(len(REACHES)))]
+    return Scene(
+        lengths,
+        queries,
+        kv_heads=int(rng.integers(1, 3)),
+        group=group,
+        key_dim=dim,
+        value_dim=dim,
+        window=window,
+        sinks=sinks,
+        page_size=int(rng.choice([16, 16, 32])),
+        item_blocks=None if index % 2 else int(rng.choice([1, 2, 4])),
+        seed=index,
+        **fixed,
+    )
+
+
+@requires_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "bits", "dim"), list(product(DTYPES, FORMATS, DIMS)))
+def test_sweep(dtype: str, bits: str, dim: int) -> None:
+    rng = np.random.default_rng([len(dtype), len(bits), dim])
+    shares = []
+    for index in range(NUM_SCENES):
+        scene = draw(rng, index, dim, dtype=DTYPES[dtype], bits=FORMATS[bits])
+        inputs = build(scene)
+        share, _ = check(
+            paged_attention_on_metal,
+            paged_attention_gathered,
+            inputs,
+            inputs.keys,
+            inputs.values,
+            seed=int(rng.integers(0, 4)),
+            scale=dim**-0.5,
+            sink_logits=inputs.sink_logits if index % 4 < 2 else None,
+            soft_cap=[None, 5.0, 30.0][index % 3],
+        )
+        shares.append(share)
+    print(f"{dtype}, {bits}, {dim}: {len(shares)} clean, worst error {max(shares):.2f} of allowed")

@@ -485,9 +485,11 @@ def _one_each(
     """One for each of `count` prompts, from one for all or a list."""
     if given is None or isinstance(given, kind):
         return [given] * count  # type: ignore[list-item]  # a T, as its kind says
-    if not isinstance(given, Sequence) or len(given) != count:
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise InvalidRequestError(f"{name} is {given!r}; give one, or one each.", param=name)
+    if len(given) != count:
         raise InvalidRequestError(
-            f"There are {count} prompts; give one {name} for all, or a list with one for each.",
+            f"There are {count} prompts and {len(given)} in {name}; give one, or one each.",
             param=name,
         )
     return list(given)

@@ -138,17 +138,17 @@ def _line(
     product = _weighted_sum(codes, values, importance)
     spread = np.maximum(code_square - code_mean * code_mean * code_weight, TINY)
     shared = product - code_mean * mean * weight
-    scale = np.maximum(shared / spread, TINY)
-    bias = mean - scale * code_mean
-    error = (square - mean * mean * weight) - shared * scale
+    scale: Floats = np.maximum(shared / spread, TINY)
+    bias: Floats = mean - scale * code_mean
+    error: Floats = (square - mean * mean * weight) - shared * scale
     return error, scale, bias
 
 
 def _moments(values: Floats, importance: Floats | None) -> tuple[Floats, Floats, Floats]:
     """Weight, weighted mean and weighted sum of squares of each group, (..., 1)."""
     if importance is None:
-        weight = np.float32(values.shape[-1]) * np.ones((1, 1, 1), np.float32)
-        total = values.sum(axis=-1, keepdims=True)
+        weight = np.full((1, 1, 1), values.shape[-1], np.float32)
+        total: Floats = values.sum(axis=-1, keepdims=True)
     else:
         weight = np.maximum(importance.sum(axis=-1, keepdims=True), TINY)[None]
         total = np.einsum("rgk,gk->rg", values, importance)[..., None]

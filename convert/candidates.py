@@ -12,7 +12,7 @@ from .recipes import Recipe
 from .rules import ROUTERS, fitting, floor_bits, quantisable
 
 PROBE = affine(4)
-_LAYER = re.compile(r"layers\.(\d+)\.")
+LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ def units_of(arranged: Arranged, recipe: Recipe) -> list[MeasuredUnit]:
         groups.setdefault(key, []).append(output)
     found = []
     for outputs in groups.values():
-        layer = _LAYER.search(outputs[0].path)
+        layer = LAYER.search(outputs[0].path)
         probe = fitting(PROBE, outputs[0].shape)
         assert probe is not None
         found.append(MeasuredUnit(tuple(outputs), int(layer[1]) if layer else None, probe))

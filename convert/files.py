@@ -67,9 +67,9 @@ class ShardFile:
         Raises:
             OSError: the disk is full, or worse.
         """
-        raw = memoryview(np.ascontiguousarray(data)).cast("B")
-        self._put(raw, self._starts[name] + offset)
-        return len(raw)
+        raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        self._put(raw.data, self._starts[name] + offset)
+        return raw.nbytes
 
     def sync(self) -> None:
         """Return when all that was written is on the disk."""

@@ -17,10 +17,11 @@ import numpy as np
 from . import logits
 from .arrange import Arranged, Output
 from .arrays import as_numpy
-from .candidates import PROBE, MeasuredUnit, candidates_of, units_of
+from .candidates import MeasuredUnit, candidates_of, units_of
 from .numbers import Floats
 from .observe import normalised
 from .quantise import Method
+from .read import MLXFormat
 from .recipes import Recipe
 from .roundtrip import after, sampled_error
 from .rules import fitting
@@ -190,8 +191,8 @@ class Pass:
             if found is not None:
                 self.measured.importance[output.path] = found
 
-    def _method(self, output: Output, form: object) -> Method:
-        fitted = fitting(form or PROBE, output.shape)
+    def _method(self, output: Output, form: MLXFormat) -> Method:
+        fitted = fitting(form, output.shape)
         assert fitted is not None
         dtype = self._recipe.dtype or self._arranged.source.dtype
         return Method(fitted, dtype, True, self.measured.importance.get(output.path))

@@ -6,6 +6,7 @@ import numpy as np
 from .arrays import as_numpy
 from .numbers import Floats, widen
 from .quantise import Error, Method, Rows, quantise
+from .read import MLXFormat
 
 
 def after(matrix: mx.array, method: Method) -> mx.array:
@@ -23,15 +24,16 @@ def sampled_error(sample: Floats, method: Method) -> Error:
 def unpacked(rows: Rows, method: Method) -> mx.array:
     """(R, in_dims) float32."""
     form = method.form
-    parts = [mx.array(rows.weight)]
-    if rows.biases is None:
-        parts.append(mx.array(rows.scales))
-    else:
-        parts += [mx.array(widen(part, method.dtype)) for part in (rows.scales, rows.biases)]
+    affine = rows.biases is not None
+    scales = widen(rows.scales, method.dtype) if affine else rows.scales
+    biases = None if rows.biases is None else mx.array(widen(rows.biases, method.dtype))
+    return dequantised(mx.array(rows.weight), mx.array(scales), biases, form)
+
+
+def dequantised(
+    weight: mx.array, scales: mx.array, biases: mx.array | None, form: MLXFormat
+) -> mx.array:
+    """As MLX unpacks it, (..., in_dims) float32."""
     return mx.dequantize(
-        *parts,
-        group_size=form.group_size,
-        bits=form.bits,
-        mode=form.mode,
-        dtype=mx.float32,
+        weight, scales, biases, form.group_size, form.bits, form.mode, dtype=mx.float32
     )

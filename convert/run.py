@@ -7,6 +7,7 @@ plan -> measure -> write, shard by shard, each compared with the source when it 
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -18,7 +19,7 @@ from ..text import Tokenizer
 from . import measured as kept
 from .allocate import allocate
 from .arrange import Arranged, arrange
-from .candidates import choices
+from .candidates import LAYER, choices
 from .card import write_card
 from .files import ShardFile, write_file
 from .journal import Journal
@@ -33,10 +34,11 @@ from .sidefiles import config_json, index_json, write_json, write_side_files
 from .texts import MAX_CHECKED, Texts, make_texts
 from .verify import as_written, check_shard, confirm
 from .workplace import Workplace, check_target, disk_failures, working
-from .write import Budget, TensorWriter, little_cached
+from .write import BASE_BYTES, Budget, TensorWriter, little_cached
 
 CHECKPOINT_BYTES = 128 << 20  # written between two lines of the journal
 CHECKPOINT_S = 5.0
+LAYER_COPIES = 3  # of a layer in float32 while it is measured: as read, joined, one changed
 
 OpenModel = Callable[[Path], AbstractContextManager[LogitsOf]]
 Progress = Callable[[str, int, int], None]  # step, how far, of how much
@@ -96,9 +98,9 @@ class Conversion:
             ConversionError: the target, the disk or what is written is not as it should be.
             CheckpointError: the source is broken.
         """
-        label = Path(self.source.label)
+        label = Path(self.source.label) if self._is_local else None
         place = Workplace(self.out)
-        check_target(self.out, label if label.exists() else None, self._needed_bytes(place))
+        check_target(self.out, label, self._needed_bytes(place))
         with (
             working(place, resume=resume, restart=restart),
             little_cached(),
@@ -108,10 +110,38 @@ class Conversion:
 
     def disk_bytes(self) -> int:
         """What the output and the logits that it is compared with take."""
-        logits = 0
+        extra = 0
         if self.open_model is not None:
-            logits = MAX_CHECKED * self.arranged.config.vocab_size * 4
-        return (self._limit_bytes() or self.plan().num_bytes) + logits
+            extra += MAX_CHECKED * self.arranged.config.vocab_size * 4
+        if not self._is_local and self._measures:  # read twice, so kept in between
+            extra += sum(output.stored_bytes for output in self.arranged.outputs)
+        return (self._limit_bytes() or self.plan().num_bytes) + extra
+
+    @property
+    def _is_local(self) -> bool:
+        return Path(self.source.label).exists()
+
+    @property
+    def _measures(self) -> bool:
+        return self.options.calibration is not None or self.open_model is not None
+
+    def peak_bytes(self) -> int:
+        """An estimate of the memory that is needed at most."""
+        writing = Budget.of(self.options.max_memory).peak_bytes + self._largest_piece()
+        if not self._measures:
+            return writing
+        return max(writing, BASE_BYTES + LAYER_COPIES * largest_layer(self.arranged) * 4)
+
+    def _largest_piece(self) -> int:
+        """One expert of a stack, and a tensor whose codes are copied, are read at once."""
+        sizes = [0]
+        for tensor in self.plan().tensors:
+            info = self.source.tensors[tensor.output.sources[0]]
+            if tensor.packed:
+                sizes.append(tensor.num_bytes // len(tensor.output.sources))
+            elif len(info.shape) > 2:
+                sizes.append(tensor.output.num_weights // tensor.output.shape[0] * 4)
+        return max(sizes)
 
     def _needed_bytes(self, place: Workplace) -> int:
         """The same, less what an interrupted run has left."""
@@ -150,7 +180,7 @@ class Conversion:
     def _measure(self, place: Workplace) -> tuple[Texts | None, Measured]:
         """The pass over the model, unless nothing needs it or an earlier run has done it."""
         options = self.options
-        if options.calibration is None and self.open_model is None:
+        if not self._measures:
             return None, Measured()
         texts = self._texts(place)
         references = reference_paths(place)
@@ -288,6 +318,15 @@ def checkpoints(file: ShardFile, journal: Journal) -> Iterator[Callable[[Planned
 
     yield record
     settle()
+
+
+def largest_layer(arranged: Arranged) -> int:
+    """Weights of the largest decoder layer."""
+    sizes: Counter[str] = Counter()
+    for output in arranged.outputs:
+        layer = LAYER.search(output.path)
+        sizes[layer[1] if layer else ""] += output.num_weights if layer else 0
+    return max(sizes.values())
 
 
 def identity(options: Options) -> dict[str, Any]:

@@ -167,15 +167,15 @@ class Streamed:
     def _only(self, layers: range) -> ModelConfig:
         """The config of a model with these layers alone, its own table for output."""
         config = self.config
-        parts = {
+        changed: dict[str, Any] = {
             field.name: value[layers.start : layers.stop]
             for field in fields(config)
             if isinstance(value := getattr(config, field.name), tuple)
             and len(value) == config.num_layers
             and field.name != _NOT_BY_LAYER
         }
-        ends = {"num_layers": len(layers), "vocab_size": 1, "tie_word_embeddings": True}
-        return replace(config, **parts, **ends, quantization=None)
+        changed |= {"num_layers": len(layers), "vocab_size": 1, "tie_word_embeddings": True}
+        return replace(config, **changed, quantization=None)
 
 
 class _Renamed(Moments):

@@ -22,6 +22,8 @@ from .formats import name_of
 from .numbers import widen
 from .plan import Planned
 from .quantise import Error, compare, total
+from .read import Packed
+from .roundtrip import dequantised
 
 NUMPY = {"U32": np.uint32, "U8": np.uint8, "F16": np.float16, "F32": np.float32, "BF16": np.uint16}
 NAMES = {"F16": "float16", "F32": "float32", "BF16": "bfloat16"}
@@ -74,14 +76,8 @@ class ShardReader:
         if form is None:
             info = self._info(output.name)
             return widen(self.rows(output.name, rows), NAMES[info.dtype])
-        parts = [self._array(array.name, rows) for array in tensor.arrays]
-        plain = mx.dequantize(
-            *parts,
-            group_size=form.group_size,
-            bits=form.bits,
-            mode=form.mode,
-            dtype=mx.float32,
-        )
+        weight, scales, *biases = (self._array(array.name, rows) for array in tensor.arrays)
+        plain = dequantised(weight, scales, biases[0] if biases else None, form)
         return np.asarray(as_numpy(plain), dtype=np.float32)
 
     def _array(self, name: str, rows: slice) -> mx.array:
@@ -186,11 +182,12 @@ def _same_scales(
     return same
 
 
-def _unpacked(tensor: Planned, packed: Any) -> NDArray[np.float32]:
+def _unpacked(tensor: Planned, packed: Packed) -> NDArray[np.float32]:
     form = tensor.form
     assert form is not None
-    parts = [packed.weight, packed.scales.astype(mx.float32), packed.biases.astype(mx.float32)]
-    plain = mx.dequantize(*parts, group_size=form.group_size, bits=form.bits, mode=form.mode)
+    assert packed.biases is not None  # floating-point scales are kept as they are
+    scales, biases = (a.astype(mx.float32) for a in (packed.scales, packed.biases))
+    plain = dequantised(packed.weight, scales, biases, form)
     return np.asarray(as_numpy(plain), dtype=np.float32)
 
 

@@ -152,3 +152,8 @@ def _clear(place: Workplace) -> None:
     shutil.rmtree(place.model, ignore_errors=True)
     for path in (place.journal, place.measured):
         path.unlink(missing_ok=True)
+
+
+def downloads_folder(out: Path) -> Path:
+    """Where shards from the hub lie until they are converted; kept for --resume."""
+    return Workplace(out).root / "downloads"

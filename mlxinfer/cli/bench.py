@@ -1,6 +1,7 @@
 """`mlxinfer bench`: ratios beside mlx-lm, measured in one run on this machine."""
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -120,6 +121,34 @@ def memory(skip_peer: bool, as_json: bool, as_markdown: bool, **options: Any) ->
     """KV cache bytes: copied by steps, wasted by padding, moved when a request comes or goes."""
     blas = _prepare()
     from ..bench.memory import run
+
+    _show(run(**options, peer=not skip_peer), blas, as_json, as_markdown)
+
+
+@command.command()
+@click.option("--head-dims", type=Counts(), default="64,128,256", show_default=True)
+@click.option("--tokens", type=click.IntRange(min=8), default=500, show_default=True)
+@markdown_option
+@json_option
+def kernels(as_json: bool, as_markdown: bool, **options: Any) -> None:
+    """Bytes that attention kernels move, beside MLX's own, counted on the CPU. In a checkout."""
+    from ..bench.kernels import run
+
+    _show(run(**options), None, as_json, as_markdown)
+
+
+@command.command()
+@click.option("--model", type=click.Path(path_type=Path), help="A folder of unquantised weights.")
+@click.option("--synthetic", metavar="SIZE", help="Time and memory of random weights, say 3GB.")
+@click.option("--plot", type=click.Path(path_type=Path), help="An SVG of size against divergence.")
+@click.option("--small", is_flag=True, help="Few recipes on few tokens.")
+@skip_peer
+@markdown_option
+@json_option
+def convert(skip_peer: bool, as_json: bool, as_markdown: bool, **options: Any) -> None:
+    """Conversion: recipes by size and quality, or time and peak memory of whole processes."""
+    blas = _prepare()
+    from ..bench.convert import run
 
     _show(run(**options, peer=not skip_peer), blas, as_json, as_markdown)
 

@@ -1,0 +1,80 @@
+"""A finished folder compared with its source again. Knows no recipes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, ConversionError
+from ..models.config import load_config
+from ..models.files import read_headers
+from ..models.quantization import Quantization
+from ..models.safetensors import TensorInfo
+from .arrange import Arranged, Output
+from .plan import Planned
+from .run import Progress, read_report
+from .verify import NAMES, Checked, check_shard
+
+BLOCK = 1 << 21  # numbers compared at once
+TOLERANCE = 1e-3  # relative, between what the report says and what is found
+
+
+def check_folder(arranged: Arranged, folder: Path, progress: Progress) -> list[dict[str, Any]]:
+    """Every tensor of a converted folder against the source.
+
+    Raises:
+        CheckpointError: a file is broken, or tensors are missing.
+        ConversionError: a tensor is further from the source than its report says.
+    """
+    headers = read_headers(folder)
+    formats = load_config(folder).quantization
+    said = {tensor["name"]: tensor for tensor in read_report(folder)["tensors"]}
+    missing = {output.name for output in arranged.outputs} - {
+        name for header in headers.values() for name in header
+    }
+    if missing:
+        raise CheckpointError(f"{folder} has no tensor {min(missing)!r}.")
+    found: list[dict[str, Any]] = []
+    for path, header in headers.items():
+        planned = list(_planned(arranged, header, formats))
+        for checked in check_shard(path, planned, arranged, BLOCK):
+            _agree(checked, said.get(checked.name))
+            found.append(checked.as_dict())
+            progress(f"check {path.name}", len(found), len(arranged.outputs))
+    return found
+
+
+def _planned(
+    arranged: Arranged, header: dict[str, TensorInfo], formats: Quantization | None
+) -> Iterator[Planned]:
+    for output in arranged.outputs:
+        if output.name not in header:
+            continue
+        scales = header.get(f"{output.path}.scales")
+        if scales is None:
+            yield Planned(output, None, _dtype(header[output.name]))
+            continue
+        if formats is None:
+            raise CheckpointError(f"{output.path} has scales, but config.json no quantization.")
+        form = formats.of(output.path)
+        dtype = _dtype(scales) if form.mode == "affine" else output.dtype
+        yield Planned(output, form, dtype, packed=_copied(output, form))
+
+
+def _dtype(info: TensorInfo) -> str:
+    if info.dtype not in NAMES:
+        raise CheckpointError(f"A tensor is {info.dtype}; expected one of {', '.join(NAMES)}.")
+    return NAMES[info.dtype]
+
+
+def _copied(output: Output, form: object) -> bool:
+    return form == output.lossless
+
+
+def _agree(checked: Checked, said: dict[str, Any] | None) -> None:
+    if said is None:
+        raise ConversionError(f"report.json does not know {checked.name}.")
+    if abs(checked.relative - said["relative"]) > TOLERANCE * max(said["relative"], 1e-6):
+        raise ConversionError(
+            f"{checked.name} is {checked.relative:.3g} from the source, but report.json says "
+            f"{said['relative']:.3g}: it is damaged, or of another source."
+        )

@@ -1,0 +1,110 @@
+"""How a conversion is shown: its plan, how far it is, what came of it. Converts nothing."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ._output import human_bytes, human_count, table
+
+if TYPE_CHECKING:
+    from ..convert.plan import Plan
+    from ..convert.report import Report
+
+
+def plan_as_dict(
+    plan: "Plan", *, peak_bytes: int, disk_bytes: int, measured: bool
+) -> dict[str, Any]:
+    """For --dry-run --json; `measured`: formats will follow from measuring."""
+    return {
+        "recipe": plan.recipe.name,
+        "formats_follow_from_measuring": measured,
+        "num_weights": plan.num_weights,
+        "num_bytes": plan.num_bytes,
+        "bits_per_weight": plan.bits_per_weight,
+        "peak_memory_bytes": peak_bytes,
+        "disk_bytes": disk_bytes,
+        "shards": [name for name, _ in plan.shards()],
+        "tensors": [
+            {
+                "name": tensor.output.name,
+                "shape": list(tensor.output.shape),
+                "stored": tensor.output.stored,
+                "format": plan.formats()[tensor.output.name],
+                "kept": tensor.packed,
+                "num_bytes": tensor.num_bytes,
+            }
+            for tensor in plan.tensors
+        ],
+    }
+
+
+def show_plan(plan: dict[str, Any]) -> None:
+    """The same for people; tensors of one kind and format in one line."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for tensor in plan["tensors"]:
+        kind = ".".join(part for part in tensor["name"].split(".") if not part.isdigit())
+        shape = "x".join(map(str, tensor["shape"]))
+        how = tensor["format"] + (" (kept)" if tensor["kept"] else "")
+        groups.setdefault((kind, shape, tensor["stored"], how), []).append(tensor["num_bytes"])
+    rows = [[*key, str(len(sizes)), human_bytes(sum(sizes))] for key, sizes in groups.items()]
+    click.echo(table(rows, header=["tensor", "shape", "source", "format", "count", "bytes"]))
+    click.echo(
+        f"\n{human_count(plan['num_weights'])} weights, {human_bytes(plan['num_bytes'])} in "
+        f"{len(plan['shards'])} file(s), {plan['bits_per_weight']:.3f} bits per weight\n"
+        f"peak memory about {human_bytes(plan['peak_memory_bytes'])}, "
+        f"disk {human_bytes(plan['disk_bytes'])}"
+    )
+    if plan["formats_follow_from_measuring"]:
+        click.echo("Formats above are the recipe's; the target's follow from measuring.")
+
+
+def show_report(report: "Report", out: str) -> None:
+    """A few lines."""
+    click.echo(
+        f"{out}: {human_bytes(report.num_bytes)}, {report.bits_per_weight:.3f} bits per weight; "
+        + ", ".join(f"{count} {status}" for status, count in report.counts.items())
+    )
+    worst = report.worst
+    if worst is not None and worst["relative"] > 0:
+        click.echo(f"largest relative error {worst['relative']:.4f}, {worst['name']}")
+    for check in report.logits:
+        click.echo(
+            f"{check.context} tokens: KL {check.kl_mean:.5f} (limit {check.max_kl:g}), same top-1 "
+            f"{check.top1:.2%}, perplexity {check.perplexity:.3f} "
+            f"(source {check.source_perplexity:.3f})"
+        )
+    for line in report.notes:
+        click.echo(line)
+
+
+@contextmanager
+def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """One bar for each step, with its rate and the time left; nothing without a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda *_: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+
+        def show(step: str, done: int, total: int) -> None:
+            if step not in tasks:
+                tasks[step] = bars.add_task(step, total=total, completed=done, rate="")
+            task = tasks[step]
+            speed = bars.tasks[bars.task_ids.index(task)].speed
+            rate = f"{human_count(speed)} weights/s" if speed and step == "write" else ""
+            bars.update(task, completed=done, rate=rate)
+
+        yield show

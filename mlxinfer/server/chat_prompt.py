@@ -1,6 +1,7 @@
 """A conversation in a request to token ids. Knows template and tokenizer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..errors import TemplateError
 from ..text import encode_chat
@@ -15,6 +16,7 @@ def encode_conversation(
     fields: TemplateFields,
     *,
     allowed: frozenset[str],
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
     """The prompt's ids.
 
@@ -23,6 +25,7 @@ def encode_conversation(
         messages: as they came.
         fields: of the same request, for the template.
         allowed: names that chat_template_kwargs may hold.
+        tools: that the template shows to the model.
 
     Raises:
         TemplateError: the model has no template, or it refuses the messages.
@@ -31,9 +34,10 @@ def encode_conversation(
     template = model.tokenizer.template
     if template is None:
         raise TemplateError(f"The model {model.name!r} has no chat template; use /v1/completions.")
-    source = template.source_for(None)
+    source = template.source_for(tools)
     return encode_chat(
         model.tokenizer,
         template_messages(messages, source=source),
+        tools=tools,
         **template_kwargs(fields, allowed=allowed, source=source),
     )

@@ -1,9 +1,18 @@
-"""What the answer must look like: request fields to a grammar. Knows fields; compiles nothing."""
+"""What the answer must look like: request fields to a grammar's description. Compiles nothing."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
+from ..errors import InvalidRequestError
+from ..grammar import GrammarSpec, response_format, spec
+from .body import check_depth
+from .errors import UnsupportedFieldError
 from .refused import refuse
 from .sampling import SamplingFields
+
+MAX_DEPTH = 128  # levels of JSON, more than any grammar takes
 
 
 class ConstraintFields(SamplingFields, kw_only=True):
@@ -15,13 +24,77 @@ class ConstraintFields(SamplingFields, kw_only=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    grammar: Any = None
     json_schema: Any = None
     regex: Any = None
+    grammar: Any = None
     ebnf: Any = None
 
 
-def refuse_constraints(fields: ConstraintFields) -> None:
-    """Raise UnsupportedFieldError for a field that constrains the answer."""
-    for name in ConstraintFields.__annotations__:
-        refuse(name, getattr(fields, name), ({"type": "text"},))
+def constraint(fields: ConstraintFields) -> GrammarSpec | None:
+    """The grammar that a request asks for; None: any text.
+
+    Raises:
+        InvalidRequestError: it is wrong, or two are asked for.
+        UnsupportedFieldError: a grammar in a language that is not supported.
+    """
+    for name in ("grammar", "ebnf"):
+        refuse(name, getattr(fields, name), ("",))
+    found: dict[str, GrammarSpec | None] = {}
+    for name, read in _READERS.items():
+        value = getattr(fields, name)
+        if value is not None:
+            check_depth(value, param=name, max_depth=MAX_DEPTH)
+            found[name] = read(value, place=name)
+    asked = {name: grammar for name, grammar in found.items() if grammar is not None}
+    if len(asked) > 1:
+        names = " and ".join(asked)
+        raise InvalidRequestError(f"{names} exclude each other; send one.", param=names.split()[2])
+    return next(iter(asked.values()), None)
+
+
+def _schema(value: Any, *, place: str) -> GrammarSpec:
+    """A schema, or its JSON in a string."""
+    if isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value)
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            raise InvalidRequestError(f"{place} is no JSON.", param=place) from None
+    return spec.json_schema(value, place=place)
+
+
+def _structured(value: Any, *, place: str) -> GrammarSpec | None:
+    """vLLM's structured_outputs: one of a few keys."""
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(f"{place} is no object.", param=place)
+    given = {key: inner for key, inner in value.items() if inner is not None and inner is not False}
+    for key in given:
+        if key not in _STRUCTURED and key != "json_object":
+            raise UnsupportedFieldError(
+                f"{place}.{str(key)[:50]} is not supported; there are json_object, "
+                f"{', '.join(_STRUCTURED)}.",
+                param=f"{place}.{str(key)[:50]}",
+            )
+    if len(given) != 1:
+        raise InvalidRequestError(f"{place} holds {len(given)} constraints, not one.", param=place)
+    ((key, inner),) = given.items()
+    if key == "json_object":
+        return spec.json_object(place=f"{place}.json_object")
+    return _STRUCTURED[key](inner, place=f"{place}.{key}")
+
+
+_STRUCTURED: dict[str, Callable[..., GrammarSpec]] = {
+    "json": _schema,
+    "regex": spec.regex,
+    "choice": spec.choice,
+    "grammar": spec.lark,
+}
+_READERS: dict[str, Callable[..., GrammarSpec | None]] = {
+    "response_format": response_format,
+    "structured_outputs": _structured,
+    "guided_json": _schema,
+    "guided_regex": spec.regex,
+    "guided_choice": spec.choice,
+    "guided_grammar": spec.lark,
+    "json_schema": _schema,
+    "regex": spec.regex,
+}

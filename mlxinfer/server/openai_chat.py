@@ -14,17 +14,27 @@ from .call import Call
 from .chat_messages import Message
 from .chat_prompt import encode_conversation
 from .chat_template import Effort
-from .constraints import refuse_constraints
+from .constraints import constraint
 from .context import check_room
 from .endpoint import Endpoint
 from .generation import Generation, Step
+from .guidance import start_grammars
 from .openai_logprobs import ChoiceLogprobs, chat_logprobs, chat_logprobs_of
-from .openai_types import Usage, finish_reason, usage_log, usage_of
+from .openai_types import Usage, usage_log, usage_of
 from .refused import refuse
 from .replies import Events, Reply, json_body
 from .sampling import sampling_params
 from .served import ServedModel
-from .tool_calls import ToolFields, refuse_tools
+from .tool_calls import (
+    ChatToolCall,
+    ToolCallPiece,
+    ToolFields,
+    chat_finish_reason,
+    chat_tool_calls,
+    chat_tool_pieces,
+    refuse_old_tools,
+    tool_use,
+)
 
 Positive = Annotated[int, Meta(ge=1)]
 
@@ -57,6 +67,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     content: str | None
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -85,6 +96,7 @@ class ChatDelta(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallPiece] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):
@@ -117,15 +129,24 @@ async def chat(call: Call, body: ChatRequest) -> Reply:
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=_num_logprobs(body),
     )
+    asked = constraint(body)
+    use = tool_use(model, body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     prompt_ids = await call.in_worker(
         encode_conversation,
         model,
         body.messages,
         body,
         allowed=call.service.config.template_kwargs,
+        tools=None if use is None else use.shown,
     )
     check_room(model, len(prompt_ids), params[0].max_tokens, param="messages")
-    answers = [model.answer(prompt_ids, choice, continues=False) for choice in params]
+    grammars = await call.in_worker(
+        start_grammars, model, asked, use, prompt_ids, len(params), reasons=True
+    )
+    answers = [
+        model.answer(prompt_ids, choice, continues=False, use=use, grammar=grammar)
+        for choice, grammar in zip(params, grammars, strict=True)
+    ]
     generation = call.generate(model, answers)
     if body.stream:
         return Events(_events(call, body, generation))
@@ -147,8 +168,7 @@ ENDPOINTS = (
 
 def _refuse(body: ChatRequest) -> None:
     body.refuse()
-    refuse_constraints(body)
-    refuse_tools(body)
+    refuse_old_tools(body)
     refuse("modalities", body.modalities, (["text"],))
     refuse("audio", body.audio)
     refuse("web_search_options", body.web_search_options)
@@ -167,11 +187,12 @@ def _completion(call: Call, generation: Generation, results: list[Result]) -> Ch
         ChatChoice(
             index=index,
             message=ChatMessage(
-                content=result.text,
+                content=None if result.tool_calls and not result.text else result.text,
                 reasoning_content=UNSET if result.reasoning is None else result.reasoning,
+                tool_calls=chat_tool_calls(result.tool_calls) or UNSET,
             ),
             logprobs=chat_logprobs_of(generation.model, generation.answers[index]),
-            finish_reason=finish_reason(result.finish_reason),
+            finish_reason=chat_finish_reason(result),
         )
         for index, result in enumerate(results)
     ]
@@ -204,7 +225,7 @@ async def _events(call: Call, body: ChatRequest, generation: Generation) -> Asyn
         if frames or not steps:
             yield b"".join(frames) or sse.KEEP_ALIVE
     counts = usage_of(generation, choices_a_prompt=count)
-    reasons = [str(a.result.finish_reason) for a in generation.answers if a.result is not None]
+    reasons = [chat_finish_reason(a.result) for a in generation.answers if a.result is not None]
     call.log.update(usage_log(counts, reasons), stream=True)
     if body.wants_usage:
         yield sse.data(chunk(choices=[], usage=counts))
@@ -215,15 +236,18 @@ def _deltas(model: ServedModel, step: Step) -> list[dict[str, Any]]:
     """What a step becomes: nothing where its text is held back, two chunks where it ends."""
     delta = step.delta
     logprobs = chat_logprobs(model, step.event)
+    calls = chat_tool_pieces(delta.tool_calls)
     found: list[dict[str, Any]] = []
-    if delta.text or delta.reasoning or logprobs is not None:
+    if delta.text or delta.reasoning or calls or logprobs is not None:
         fields = ChatDelta()
         if delta.reasoning:
             fields.reasoning_content = delta.reasoning
-        if delta.text or not delta.reasoning:
+        if calls:
+            fields.tool_calls = calls
+        if delta.text or not (delta.reasoning or calls):
             fields.content = delta.text
         found.append({"delta": fields, "logprobs": logprobs})
     if delta.result is not None:
-        reason = finish_reason(delta.result.finish_reason)
+        reason = chat_finish_reason(delta.result)
         found.append({"delta": ChatDelta(), "finish_reason": reason})
     return found

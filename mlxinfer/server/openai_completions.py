@@ -13,10 +13,11 @@ from . import sse
 from .call import Call
 from .completion_choices import ChoiceWriter, CompletionChoice, merged
 from .completion_prompts import read_prompts
-from .constraints import ConstraintFields, refuse_constraints
+from .constraints import ConstraintFields, constraint
 from .context import check_room
 from .endpoint import Endpoint
 from .generation import Generation
+from .guidance import start_grammars
 from .openai_types import Usage, usage_log, usage_of
 from .refused import refuse
 from .replies import Events, Reply, json_body
@@ -51,7 +52,6 @@ class Completion(msgspec.Struct, kw_only=True):
 async def complete(call: Call, body: CompletionRequest) -> Reply:
     """Go on with each prompt."""
     body.refuse()
-    refuse_constraints(body)
     refuse("suffix", body.suffix, ("",))
     model = await call.model(body.model)
     prompts = await call.in_worker(read_prompts, model, body.prompt)
@@ -63,9 +63,17 @@ async def complete(call: Call, body: CompletionRequest) -> Reply:
         )
     for prompt in prompts:
         check_room(model, len(prompt.ids), params[0].max_tokens, param="prompt")
-    answers = [model.answer(p.ids, choice, continues=True) for p in prompts for choice in params]
+    pairs = [(prompt, choice) for prompt in prompts for choice in params]
+    grammars = await call.in_worker(
+        start_grammars, model, constraint(body), None, (), len(pairs), reasons=False
+    )
+    answers = [
+        model.answer(prompt.ids, choice, continues=True, grammar=grammar)
+        for (prompt, choice), grammar in zip(pairs, grammars, strict=True)
+    ]
     writers = [
-        ChoiceWriter(model, a, body, prompts[i // len(params)]) for i, a in enumerate(answers)
+        ChoiceWriter(model, answer, body, prompt)
+        for answer, (prompt, _) in zip(answers, pairs, strict=True)
     ]
     scores = [w.scores for w in writers if w.scores is not None]
     generation = call.generate(model, answers, scores=scores or None)

@@ -9,11 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..answer import Answer
-from ..core import Request, SamplingParams, TokenEvent, check_token_ids
+from ..core import Grammar, Request, SamplingParams, TokenEvent, check_token_ids
+from ..grammar import GrammarCompiler
 from ..info import ModelInfo
 from ..mailbox import Mailbox
 from ..opening import EngineOptions, open_engine
-from ..text import ReasoningFormat, TextStream, Tokenizer, detect_reasoning
+from ..text import (
+    ReasoningFormat,
+    TextStream,
+    Tokenizer,
+    ToolFormat,
+    ToolUse,
+    detect_reasoning,
+    detect_tools,
+)
 from .defaults import SamplingDefaults, read_defaults
 from .prompt_scores import PromptScores
 
@@ -35,9 +44,16 @@ class ServedModel:
     defaults: SamplingDefaults
     created_s: int  # seconds since 1970
     reasoning: ReasoningFormat | None = None
+    tools: ToolFormat | None = None  # how it writes tool calls
+    grammars: GrammarCompiler = field(init=False)
     _mailboxes: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox[Any]]" = field(
         default_factory=weakref.WeakKeyDictionary
     )
+
+    def __post_init__(self) -> None:
+        self.grammars = GrammarCompiler(
+            self.tokenizer, vocab_size=self.info.vocab_size, end_ids=self.end_ids
+        )
 
     @classmethod
     def open(
@@ -55,6 +71,7 @@ class ServedModel:
             defaults=read_defaults(folder),
             created_s=created_s,
             reasoning=detect_reasoning(tokenizer),
+            tools=detect_tools(tokenizer),
         )
 
     @property
@@ -67,21 +84,34 @@ class ServedModel:
         check_token_ids(ids, self.info.vocab_size, param=param)
         return list(ids)  # type: ignore[arg-type]  # checked
 
-    def answer(self, prompt_ids: list[int], params: SamplingParams, *, continues: bool) -> Answer:
+    def answer(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        continues: bool,
+        use: ToolUse | None = None,
+        grammar: Grammar | None = None,
+    ) -> Answer:
         """A request for the engine, and what turns its tokens into text.
 
         Args:
             prompt_ids: the whole prompt.
             params: checked.
             continues: the answer goes on within the prompt's text, as in a plain completion.
+            use: tools that the answer may call.
+            grammar: what the answer must look like; a state of this answer alone.
         """
         ends: frozenset[int] = frozenset() if params.ignore_eos else self.end_ids
-        request = Request(str(next(_ids)), prompt_ids, params, ends.union(params.stop_token_ids))
+        stop_ids = ends.union(params.stop_token_ids)
+        request = Request(str(next(_ids)), prompt_ids, params, stop_ids, grammar=grammar)
         stream = TextStream(
             self.tokenizer,
             stop=params.stop,
             min_tokens=params.min_tokens,
             reasoning=None if continues else self.reasoning,
+            tools=None if use is None else use.parser(),
+            single_call=use is not None and not use.parallel,
             prompt_ids=prompt_ids,
             continues=continues,
         )
@@ -114,4 +144,5 @@ class ServedModel:
 
     def close(self) -> None:
         """End what runs and free the memory."""
+        self.grammars.close()
         self.engine.close()

@@ -14,6 +14,7 @@ from .endpoint import Endpoint
 from .refused import refuse
 from .replies import Reply, json_body
 from .served import ServedModel
+from .tool_calls import tool_use
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -31,7 +32,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template: Any = None
     documents: Any = None
     mm_processor_kwargs: Any = None
-    tools: Any = None
+    tools: list[dict[str, Any]] | None = None
 
 
 class Tokenized(msgspec.Struct, kw_only=True):
@@ -115,8 +116,10 @@ ENDPOINTS = (
 
 
 def _encode(model: ServedModel, body: TokenizeRequest, allowed: frozenset[str]) -> list[int]:
-    refuse("tools", body.tools, ([],))
     if body.messages is not None:
-        return encode_conversation(model, body.messages, body, allowed=allowed)
+        use = tool_use(model, body.tools, None)
+        shown = None if use is None else use.shown
+        return encode_conversation(model, body.messages, body, allowed=allowed, tools=shown)
+    refuse("tools", body.tools, ([],))
     special = True if body.add_special_tokens is None else body.add_special_tokens
     return model.tokenizer.encode(body.prompt or "", add_special_tokens=special, parse_special=True)

@@ -1,24 +1,117 @@
-"""Tools that the model may call: request fields, and what they ask of a generation."""
+"""Tools that the model may call: request fields to a ToolUse, calls to OpenAI's answers."""
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ..core import FinishReason
+from ..errors import InvalidRequestError
+from ..parts import ToolCall, ToolCallDelta
+from ..results import Result
+from ..text import ToolUse
+from .body import check_depth
 from .constraints import ConstraintFields
+from .openai_types import finish_reason
 from .refused import refuse
+from .served import ServedModel
+
+MAX_TOOLS = 512
+MAX_DEPTH = 128  # levels of JSON of a tool
 
 
 class ToolFields(ConstraintFields, kw_only=True):
     """Of chat requests."""
 
-    tools: Any = None
-    tool_choice: Any = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     functions: Any = None
     function_call: Any = None
 
 
-def refuse_tools(fields: ToolFields) -> None:
-    """Raise UnsupportedFieldError for a field that offers tools."""
-    refuse("tools", fields.tools, ([],))
-    refuse("tool_choice", fields.tool_choice, ("none", "auto"))
+class ChatFunction(msgspec.Struct, kw_only=True):
+    """What is called; the arguments are a JSON object in a string."""
+
+    name: str
+    arguments: str
+
+
+class ChatToolCall(msgspec.Struct, kw_only=True):
+    """A complete call of a tool."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: ChatFunction
+
+
+class FunctionPiece(msgspec.Struct, kw_only=True):
+    """The name comes in the first piece only."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallPiece(msgspec.Struct, kw_only=True):
+    """What a chunk adds to a call; id and type come in the first one only."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionPiece
+
+
+def refuse_old_tools(fields: ToolFields) -> None:
+    """Raise UnsupportedFieldError for the functions that tools have replaced."""
     refuse("functions", fields.functions, ([],))
     refuse("function_call", fields.function_call, ("none", "auto"))
+
+
+def tool_use(
+    model: ServedModel,
+    tools: Sequence[Mapping[str, Any]] | None,
+    choice: str | Mapping[str, Any] | None,
+    *,
+    parallel: bool | None = None,
+) -> ToolUse | None:
+    """How a request uses tools; None: not at all.
+
+    Raises:
+        InvalidRequestError: a tool or the choice is wrong.
+        TemplateError: the model's template knows no tools.
+    """
+    if tools and len(tools) > MAX_TOOLS:
+        raise InvalidRequestError(
+            f"{len(tools)} tools; at most {MAX_TOOLS} are accepted.", param="tools"
+        )
+    check_depth(tools, param="tools", max_depth=MAX_DEPTH)
+    return ToolUse.plan(model.tokenizer, model.tools, tools, choice, parallel=parallel is not False)
+
+
+def chat_tool_calls(calls: Sequence[ToolCall]) -> list[ChatToolCall]:
+    """The calls of a whole answer."""
+    return [
+        ChatToolCall(id=c.id, function=ChatFunction(name=c.name, arguments=c.arguments))
+        for c in calls
+    ]
+
+
+def chat_tool_pieces(pieces: Sequence[ToolCallDelta]) -> list[ToolCallPiece]:
+    """The pieces of calls that a chunk brings."""
+    return [_piece(piece) for piece in pieces if piece.id is not None or piece.arguments]
+
+
+def _piece(piece: ToolCallDelta) -> ToolCallPiece:
+    function = FunctionPiece(arguments=piece.arguments)
+    if piece.id is None or piece.name is None:
+        return ToolCallPiece(index=piece.index, function=function)
+    function.name = piece.name
+    return ToolCallPiece(index=piece.index, id=piece.id, type="function", function=function)
+
+
+def chat_finish_reason(result: Result) -> str:
+    """As OpenAI calls it: an answer that ended with calls waits for their results."""
+    if result.tool_calls and result.finish_reason is FinishReason.STOP:
+        return "tool_calls"
+    return finish_reason(result.finish_reason)

@@ -1,0 +1,70 @@
+"""The grammar of one answer: what a request asks for, with reasoning before it and tools in it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..core import Grammar
+from ..errors import InvalidRequestError
+from ..grammar import GrammarSpec, spec
+from ..text import ToolUse
+from ..text.tools.reasoned import after_reasoning
+from .served import ServedModel
+
+
+def start_grammars(
+    model: ServedModel,
+    asked: GrammarSpec | None,
+    use: ToolUse | None,
+    prompt_ids: Sequence[int],
+    count: int,
+    *,
+    reasons: bool,
+) -> list[Grammar | None]:
+    """The state of each of `count` answers; None where nothing rules them. Takes a while.
+
+    Args:
+        model: that answers.
+        asked: what the request says of the form.
+        use: of tools.
+        prompt_ids: to see whether the prompt has opened the reasoning already.
+        count: answers, each of which gets its own.
+        reasons: whether the model may reason before.
+
+    Raises:
+        InvalidRequestError: the grammar cannot be compiled, or tools are in its way.
+        OverloadedError: too many grammars at once.
+    """
+    ruling = _with_tools(model, asked, use, prompt_ids)
+    if ruling is None and asked is not None:
+        ruling = asked
+        if reasons and model.reasoning is not None:
+            before = after_reasoning(model.tokenizer, model.reasoning, prompt_ids)
+            ruling = replace(asked, before=before)
+    if ruling is None:
+        return [None] * count
+    return [model.grammars.start(ruling) for _ in range(count)]
+
+
+def _with_tools(
+    model: ServedModel,
+    asked: GrammarSpec | None,
+    use: ToolUse | None,
+    prompt_ids: Sequence[int],
+) -> GrammarSpec | None:
+    if use is None:
+        return None
+    forced = use.grammar(model.tokenizer, model.reasoning, prompt_ids)
+    if forced is not None:  # a call it is; the form of a text does not matter
+        schemas = [
+            (f"tools[{place}].function.parameters", tool.parameters)
+            for place, tool in enumerate(use.tools)
+            if use.only in (None, tool.name)
+        ]
+        return spec.tool_calls(forced, schemas)
+    if asked is not None:
+        raise InvalidRequestError(
+            f"{asked.place} and tools go together only where tool_choice is required, none, or "
+            "names a tool: otherwise the model could not call.",
+            param=asked.place,
+        )
+    return None

@@ -320,6 +320,6 @@ def test_each_mlx_layer_has_its_own_format(tmp_path: Path) -> None:
     assert source.tensors["b.weight"].lossless.bits == 8
     error = mx.abs(source.read("b.weight") - weight).max().item()
     assert error < 0.06 < mx.abs(source.read("a.weight") - weight).max().item()
-    (tmp_path / "config.json").write_text(config % '{"group_size": 64, "bits": 4}')
+    (tmp_path / "config.json").write_text(config % '{"group_size": 32, "bits": 4}')
     with pytest.raises(CheckpointError, match=r"b\.scales"):
         open_source(tmp_path)

@@ -42,17 +42,14 @@ class Pretokenizer:
 
 _LLAMA = Pretokenizer(_LLAMA3, whole_words=True, adds_bos=True)
 _QWEN = Pretokenizer(_QWEN2, normal_form=True)
-_GPT2 = Pretokenizer(None)
 
 PRETOKENIZERS = {
     "llama-bpe": _LLAMA,
     "llama3": _LLAMA,
     "llama-v3": _LLAMA,
-    "smaug-bpe": _LLAMA,
     "qwen2": _QWEN,
     "deepseek-r1-qwen": _QWEN,
     "gpt-4o": Pretokenizer(_GPT4O),
     "tekken": Pretokenizer(_TEKKEN, whole_words=True, adds_bos=True),
-    "gpt-2": _GPT2,
-    "default": _GPT2,
+    "gpt-2": Pretokenizer(None),
 }

@@ -88,7 +88,7 @@ def _lists(fields: Fields) -> tuple[list[str], Any]:
 
 
 def _pretokenizer(fields: Fields) -> Pretokenizer:
-    name = fields.text("tokenizer.ggml.pre", default="default")
+    name = fields.text("tokenizer.ggml.pre", default="not said")
     if name not in PRETOKENIZERS:
         raise UnsupportedModelError(
             f"tokenizer.ggml.pre in {fields.where} is {name[:40]!r}; known are "

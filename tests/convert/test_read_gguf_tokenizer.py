@@ -1,0 +1,279 @@
+"""Tokenizers from GGUF metadata: the ids of the tokenizer, or the algorithm, they came from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from mlxinfer.convert.read import Source, open_source
+from mlxinfer.convert.read.gguf.pretokenizers import PRETOKENIZERS
+from mlxinfer.convert.read.gguf.tokenizer import merges_from_scores
+from models.random_weights import tiny_tensors
+from models.tiny import tiny_config
+from oracles.gguf_files import write_model
+from oracles.sentencepiece import pieces_of
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+
+from mlxinfer.errors import CheckpointError, UnsupportedModelError
+from mlxinfer.text.tokenizer import Tokenizer
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+TEXTS = [
+    "Hello, world! It's 12345 o'clock; they'LL go.",
+    "  two  spaces\n\n\tand tabs\r\n",
+    "Größe café naïve — “quotes” 日本語 русский 🙂👍🏽",
+    "HTTPServer camelCase snake_case x/=y//z",
+    "<|im_start|>user\nhi<|im_end|>",
+]
+TRAINING = [*TEXTS, Path(__file__).read_text(), Path(gguf.__file__).read_text()] * 2
+
+# As they stand in the tokenizer.json of Llama 3, Qwen 2.5, gpt-oss and Mistral Nemo.
+EXPRESSIONS = {
+    "llama-bpe": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "qwen2": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "gpt-4o": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "tekken": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+}
+
+
+def with_tokenizer(folder: Path, tokenizer: dict[str, Any], case: str = "qwen3-v4") -> Source:
+    config = {**tiny_config(case), "vocab_size": len(tokenizer["tokens"])}
+    write_model(folder / "m.gguf", config, tiny_tensors(config), tokenizer=tokenizer)
+    return open_source(folder / "m.gguf")
+
+
+def written(source: Source, folder: Path) -> Path:
+    """The source's side files beside its config."""
+    folder.mkdir(exist_ok=True)
+    for name, content in source.side_files().items():
+        assert isinstance(content, bytes)
+        (folder / name).write_bytes(content)
+    (folder / "config.json").write_text(json.dumps(dict(source.config)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, tokenizers.Tokenizer]:
+    """Byte-level BPE with each model's expression, trained on a few texts."""
+    result = {}
+    for name, expression in EXPRESSIONS.items():
+        tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=name in ("llama-bpe", "tekken")))
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(expression), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(
+            vocab_size=700, initial_alphabet=alphabet, show_progress=False
+        )
+        tokenizer.train_from_iterator(TRAINING, trainer)
+        tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+        tokenizer.add_tokens(["snake_case"])
+        result[name] = tokenizer
+    return result
+
+
+def as_metadata(tokenizer: tokenizers.Tokenizer, pre: str) -> dict[str, Any]:
+    spec = json.loads(tokenizer.to_str())
+    size = tokenizer.get_vocab_size()
+    tokens = [tokenizer.id_to_token(index) for index in range(size)]
+    types = [NORMAL] * size
+    for added in spec["added_tokens"]:
+        types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
+    merges = [" ".join(pair) for pair in spec["model"]["merges"]]
+    ids = {"bos": size - 3, "eos": size - 2}
+    return {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": tokens,
+        "types": types,
+        "merges": merges,
+        "ids": ids,
+        "flags": {"add_bos_token": False},
+        "template": "{{ messages[0].content }}",
+    }
+
+
+@pytest.mark.parametrize("pre", EXPRESSIONS)
+def test_byte_level_bpe_gives_the_same_ids(tmp_path: Path, trained: Any, pre: str) -> None:
+    original = trained[pre]
+    source = with_tokenizer(tmp_path, as_metadata(original, pre))
+    folder = written(source, tmp_path / "out")
+    ours = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert len(Tokenizer.from_folder(folder).encode(TEXTS[0])) > 10
+    for text in TEXTS:
+        expected = original.encode(text).ids
+        assert ours.encode(text).ids == expected, text
+        assert original.decode(expected) == ours.decode(expected)
+
+
+def test_every_expression_is_tried() -> None:
+    """GPT-2's own, which is the tokenizers library's, is the one without an expression."""
+    kinds = {id(own) for own in PRETOKENIZERS.values()}
+    assert {id(PRETOKENIZERS[name]) for name in (*EXPRESSIONS, "gpt-2")} == kinds
+
+
+def test_what_stands_beside_the_vocabulary(tmp_path: Path, trained: Any) -> None:
+    metadata = as_metadata(trained["llama-bpe"], "llama-bpe")
+    size = len(metadata["tokens"])
+    metadata["ids"]["eot"] = size - 1
+    metadata["flags"] = {}
+    source = with_tokenizer(tmp_path, metadata)
+    files = source.side_files()
+    config = json.loads(files["tokenizer_config.json"])
+    assert config["bos_token"] == "<|im_start|>"
+    assert config["eos_token"] == "<|im_end|>"
+    assert config["chat_template"] == "{{ messages[0].content }}"
+    assert json.loads(files["generation_config.json"])["eos_token_id"] == [size - 2, size - 1]
+    assert source.config["eos_token_id"] == size - 2
+    made = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+    assert made.encode("x").ids[0] == size - 3  # Llama 3 begins with bos where a file is silent
+    assert made.token_to_id("snake_case") == size - 1
+
+
+def test_unknown_tokenizers_are_refused_before_anything_is_read(
+    tmp_path: Path, trained: Any
+) -> None:
+    metadata = as_metadata(trained["qwen2"], "qwen2")
+    for change, message in (
+        ({"pre": "klingon"}, "klingon"),
+        ({"model": "rwkv"}, "rwkv"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
+            with_tokenizer(tmp_path, {**metadata, **change})
+    without = {key: value for key, value in metadata.items() if key != "pre"}
+    with pytest.raises(UnsupportedModelError, match="not said"):
+        with_tokenizer(tmp_path, without)
+    with pytest.raises(CheckpointError, match="token_type"):
+        with_tokenizer(tmp_path, {**metadata, "types": metadata["types"][:-1]})
+
+
+def test_a_vocabulary_that_makes_no_tokenizer(tmp_path: Path, trained: Any) -> None:
+    metadata = as_metadata(trained["qwen2"], "qwen2")
+    source = with_tokenizer(tmp_path, {**metadata, "merges": ["not-there either"]})
+    with pytest.raises(CheckpointError, match="broken"):
+        source.side_files()
+    source = with_tokenizer(tmp_path, {**metadata, "merges": ["alone"]})
+    with pytest.raises(CheckpointError, match="pairs"):
+        source.side_files()
+    source = with_tokenizer(tmp_path, {**metadata, "ids": {"bos": 10_000}})
+    with pytest.raises(CheckpointError, match="bos_token_id"):
+        source.side_files()
+
+
+def sentence_pieces(prefix: bool) -> dict[str, Any]:
+    """A vocabulary with control tokens, all bytes, letters, and pieces with scores as trained."""
+    words = [
+        "▁",
+        "e",
+        "t",
+        "a",
+        "h",
+        "s",
+        "n",
+        "i",
+        "o",
+        "r",
+        "d",
+        "l",
+        "w",
+        "u",
+        "c",
+        ".",
+        ",",
+        "1",
+        "2",
+    ]
+    pieces = ["he", "▁t", "in", "▁a", "er", "▁the", "the", "on", "re", "▁w", "or", "▁wor", "ld"]
+    pieces += ["▁world", "and", "▁and", "ll", "ell", "ello", "hello", "▁hello", "▁▁", "12", "an"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, *words]
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(pieces) + len(words))]
+    scores = [0.0] * 259 + [-float(rank) for rank in range(len(pieces) + len(words))]
+    return {
+        "model": "llama",
+        "tokens": [*tokens, "<mark>"],
+        "types": [*types, USER_DEFINED],
+        "scores": [*scores, -1000.0],
+        "ids": {"bos": 1, "eos": 2, "unknown": 0},
+        "flags": {"add_bos_token": True, "add_space_prefix": prefix},
+    }
+
+
+SPM_TEXTS = [
+    "hello world",
+    "  hello   and hello",
+    "the other 1212 wor",
+    "ünïcödé 日本 and\nlines",
+    "and, the. wellhello",
+    "",
+]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_gives_the_ids_of_its_algorithm(tmp_path: Path, prefix: bool) -> None:
+    metadata = sentence_pieces(prefix)
+    source = with_tokenizer(tmp_path, metadata, "llama-v4" if prefix else "gemma3_text-v4")
+    ours = tokenizers.Tokenizer.from_str(source.side_files()["tokenizer.json"].decode())
+    for text in SPM_TEXTS:
+        expected = pieces_of(
+            text, metadata["tokens"], metadata["scores"], prefix=prefix and text != ""
+        )
+        assert ours.encode(text, add_special_tokens=False).ids == expected, text
+        assert ours.decode(expected) == text
+    assert ours.encode("a").ids[0] == 1
+    assert (
+        ours.encode("a<mark>a", add_special_tokens=False).ids.count(len(metadata["tokens"]) - 1)
+        == 1
+    )
+
+
+@given(
+    st.lists(st.text("abc", min_size=1, max_size=4), min_size=4, max_size=12, unique=True),
+    st.data(),
+)
+def test_merges_follow_from_scores(words: list[str], data: st.DataObject) -> None:
+    """Any vocabulary over three letters, any distinct scores: the same pieces."""
+    tokens = [*"abc", *(word for word in words if len(word) > 1)]
+    order = data.draw(st.permutations(range(len(tokens))))
+    scores = [-float(place) for place in order]
+    merges = [(left, right) for left, right in merges_from_scores(tokens, scores)]
+    model = models.BPE({token: index for index, token in enumerate(tokens)}, merges)
+    made = tokenizers.Tokenizer(model)
+    text = data.draw(st.text("abc", max_size=12))
+    assert made.encode(text).ids == pieces_of(text, tokens, scores, prefix=False)
+
+
+def test_scores_are_needed(tmp_path: Path) -> None:
+    metadata = sentence_pieces(True)
+    del metadata["scores"]
+    source = with_tokenizer(tmp_path, metadata)
+    with pytest.raises(CheckpointError, match="scores"):
+        source.side_files()
+
+
+def test_a_long_piece_takes_no_time() -> None:
+    tokens = ["a" * 100_000, "a", "aa"]
+    assert merges_from_scores(tokens, np.zeros(3).tolist()) == [["a", "a"]]

@@ -1,0 +1,132 @@
+"""Answers that a request constrains: the demo model, greedy and hot, keeps to every form."""
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import openai
+import pydantic
+import pytest
+from live_server import CHAT, LiveServer, chat
+
+COMPLETIONS = "/v1/completions"
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+
+
+def answer(server: LiveServer, **fields: Any) -> str:
+    found = server.post(CHAT, chat("Give me JSON for a user", max_tokens=80, **fields))
+    assert found.status_code == 200, found.text
+    assert found.json()["choices"][0]["finish_reason"] == "stop"
+    text: str = found.json()["choices"][0]["message"]["content"]
+    return text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": AS_SCHEMA},
+        {"guided_json": PERSON},
+        {"guided_json": json.dumps(PERSON)},
+        {"structured_outputs": {"json": PERSON}},
+        {"json_schema": PERSON},
+    ],
+)
+def test_a_schema_is_kept_at_any_temperature(server: LiveServer, fields: dict[str, Any]) -> None:
+    for temperature in (0, 3.0):
+        text = answer(server, temperature=temperature, seed=1, **fields)
+        jsonschema.validate(json.loads(text), PERSON)
+
+
+def test_json_objects_regexes_and_choices(server: LiveServer) -> None:
+    hot = {"temperature": 3.0, "seed": 2}
+    date = r"\d{4}-\d{2}-\d{2}"
+    assert re.fullmatch(date, answer(server, guided_regex=date, **hot))
+    assert re.fullmatch(date, answer(server, response_format={"type": "regex", "regex": date}))
+    assert answer(server, guided_choice=["yes", "no"], **hot) in ("yes", "no")
+    assert answer(server, structured_outputs={"choice": ["a", "b"]}, **hot) in ("a", "b")
+    assert answer(server, guided_grammar='start: "x" "y"*', stop=["xyy"]) in ("x", "xy", "")
+    assert answer(server, response_format={"type": "text"}) == answer(server)
+
+
+def test_streams_choices_and_prompts_share_a_grammar(server: LiveServer) -> None:
+    request = chat("A user?", n=3, temperature=3.0, seed=4, max_tokens=80)
+    texts = [""] * 3
+    for chunk in server.events(CHAT, {**request, "response_format": AS_SCHEMA})[:-1]:
+        choice = chunk["choices"][0]
+        texts[choice["index"]] += choice["delta"].get("content", "")
+    assert len(set(texts)) == 3
+    for text in texts:
+        jsonschema.validate(json.loads(text), PERSON)
+    plain = {"prompt": ["a", "b"], "guided_regex": "[0-9]{3}", "max_tokens": 8}
+    choices = server.post(COMPLETIONS, plain).json()["choices"]
+    assert all(re.fullmatch("[0-9]{3}", choice["text"]) for choice in choices)
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    age: int
+
+
+def test_the_library_parses_into_its_own_types(server: LiveServer) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        found = client.chat.completions.parse(
+            model="demo",
+            messages=[{"role": "user", "content": "Give me JSON for a user named Grace aged 47"}],
+            response_format=Person,
+            temperature=0,
+            max_tokens=80,
+        )
+    assert found.choices[0].message.parsed == Person(name="Grace", age=47)
+
+
+HOLE: Any = {"$ref": "#/$defs/none"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": HOLE}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": 5}, "guided_json"),
+        ({"guided_json": {"$ref": "http://evil.example/x"}}, "guided_json"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_regex": "(?=x)y"}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_grammar": "start: nothing"}, "guided_grammar"),
+        ({"structured_outputs": {"json": PERSON, "regex": "x"}}, "structured_outputs"),
+        ({"structured_outputs": {"tag": "x"}}, "structured_outputs.tag"),
+        ({"structured_outputs": []}, "structured_outputs"),
+        ({"guided_regex": "x", "guided_choice": ["y"]}, "guided_choice"),
+        ({"grammar": "root ::= x"}, "grammar"),
+        ({"ebnf": "root ::= x"}, "ebnf"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_kept_is_refused(
+    server: LiveServer, fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    refused = server.post(CHAT, chat(stream=stream, **fields))
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["param"] == param
+
+
+def test_a_schema_may_not_nest_forever(server: LiveServer) -> None:
+    schema: Any = {"type": "string"}
+    for _ in range(400):
+        schema = {"type": "array", "items": schema}
+    refused = server.post(CHAT, chat(guided_json=schema))
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "guided_json"

@@ -16,9 +16,10 @@ from .service import Service
 def build_app(service: Service, endpoints: Iterable[Endpoint] = ENDPOINTS) -> ASGIApp:
     """The app of a service."""
     listed = tuple(endpoints)
+    listed += documentation(listed)
     routes = [
         Route(e.path, Served(e, service), methods=[e.method], name=f"{e.method} {e.path}")
-        for e in (*listed, *documentation(listed))
+        for e in listed
     ]
     router = Router(routes, redirect_slashes=False, default=_nothing_here)
 
@@ -26,7 +27,7 @@ def build_app(service: Service, endpoints: Iterable[Endpoint] = ENDPOINTS) -> AS
         scope["app"] = router  # lets starlette raise for a wrong method instead of answering
         await router(scope, receive, send)
 
-    return Guard(routed, service.config)
+    return Guard(routed, service.config, listed)
 
 
 async def _nothing_here(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,6 +1,7 @@
 """One request while it is answered: its id, model, generations and what they must give back."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -9,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 from starlette.types import Scope
 
 from ..answer import Answer
+from ..errors import InvalidRequestError
 from .errors import DeadlineError, ShuttingDownError
 from .generation import Generation
 from .prompt_scores import PromptScores
@@ -17,6 +19,9 @@ from .service import Service
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+TIMEOUT_HEADER = b"x-request-timeout"  # seconds after which nobody waits for the answer any more
 
 
 class Call:
@@ -85,8 +90,8 @@ class Call:
             generation.interrupt(error)
 
     async def __aenter__(self) -> "Call":
+        limit_s = deadline_s(self.scope, self.service.config.deadline_s)
         self.service.calls.add(self)
-        limit_s = self.service.config.deadline_s
         if limit_s is not None:
             error = DeadlineError(f"The request took longer than {limit_s:g} seconds.")
             loop = asyncio.get_running_loop()
@@ -100,3 +105,22 @@ class Call:
             generation.close()
         await self._kept.aclose()
         self.service.calls.discard(self)
+
+
+def deadline_s(scope: Scope, configured: float | None) -> float | None:
+    """Seconds that a request may take: the client's own limit or the server's, the shorter one.
+
+    Raises:
+        InvalidRequestError: the header is no positive number.
+    """
+    given = dict(scope["headers"]).get(TIMEOUT_HEADER)
+    if given is None:
+        return configured
+    try:
+        wanted = float(given)
+    except ValueError:
+        wanted = 0.0
+    if not 0 < wanted < math.inf:
+        name = TIMEOUT_HEADER.decode()
+        raise InvalidRequestError(f"{name} is a positive number of seconds.", param=name)
+    return wanted if configured is None else min(wanted, configured)

@@ -33,6 +33,7 @@ class Endpoint:
         body: msgspec Struct of the request.
         answer: msgspec Struct of the JSON answer.
         style: how its errors look.
+        needs_key: False: anybody is answered; for paths that say nothing about anybody.
     """
 
     method: str
@@ -42,6 +43,7 @@ class Endpoint:
     body: type | None = None
     answer: type | None = None
     style: ErrorStyle = OPENAI
+    needs_key: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +55,6 @@ class Served:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Errors before the reply has begun are the guard's to answer."""
-        scope["mlxinfer.style"] = self.endpoint.style
         body = None
         if self.endpoint.body is not None:
             body = await self._body(scope, receive)

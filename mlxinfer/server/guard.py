@@ -8,13 +8,14 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .body import ClientGoneError
-from .endpoint import send_body
+from .endpoint import Endpoint, send_body
 from .errors import (
     HeadersTooLargeError,
     MediaTypeError,
@@ -23,9 +24,8 @@ from .errors import (
 )
 from .origins import HostRules
 from .settings import ServerConfig
-from .styles import OPENAI, error_reply
+from .styles import OPENAI, ErrorStyle, error_reply
 
-PUBLIC = frozenset({"/health", "/ping"})  # paths that need no key: they say nothing about anybody
 CLIENT_GONE = 499  # in the log, where nobody was left to get a status
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 access_log = logging.getLogger("mlxinfer.access")
@@ -33,18 +33,28 @@ log = logging.getLogger("mlxinfer.server")
 
 
 class Guard:
-    """Checks a request, runs the app, and answers for whatever it raises."""
+    """Checks a request, runs the app, and answers for whatever it raises.
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    Args:
+        app: what is guarded.
+        config: keys and limits.
+        endpoints: which paths need no key, and how errors of each look.
+    """
+
+    def __init__(
+        self, app: ASGIApp, config: ServerConfig, endpoints: Sequence[Endpoint] = ()
+    ) -> None:
         self._app = app
         self._config = config
+        self._public = frozenset(e.path for e in endpoints if not e.needs_key and "{" not in e.path)
+        self._styles = [(e.path.partition("{")[0], e.style) for e in endpoints]
         self._hosts = HostRules(config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; the access log gets one line of it."""
         if scope["type"] != "http":
             return
-        exchange = Exchange(scope, send)
+        exchange = Exchange(scope, send, self._style_of(scope["path"]))
         try:
             if not await self._hosts.answer_preflight(scope, exchange.send):
                 self._check(scope)
@@ -57,6 +67,11 @@ class Guard:
         finally:
             exchange.write_log()
 
+    def _style_of(self, path: str) -> ErrorStyle:
+        """Of the endpoint whose path is the longest beginning of this one."""
+        fitting = [(len(start), style) for start, style in self._styles if path.startswith(start)]
+        return max(fitting, key=lambda pair: pair[0])[1] if fitting else OPENAI
+
     def _check(self, scope: Scope) -> None:
         headers = scope["headers"]
         if len(headers) > self._config.max_headers:
@@ -64,7 +79,7 @@ class Guard:
                 f"{len(headers)} headers came; at most {self._config.max_headers} are read."
             )
         self._hosts.check(scope)
-        if scope["path"] not in PUBLIC:
+        if scope["path"] not in self._public:
             key = self._config.keys.name_of(headers)
             if key is not None:
                 scope["mlxinfer.log"]["key"] = key
@@ -75,8 +90,9 @@ class Guard:
 class Exchange:
     """One request on the wire: what is added to its answer and written to the log."""
 
-    def __init__(self, scope: Scope, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send, style: ErrorStyle) -> None:
         self._scope = scope
+        self._style = style
         self._send = send
         self._began_s = time.monotonic()
         self.id = _request_id(scope)
@@ -96,7 +112,7 @@ class Exchange:
         """Answer with an error, if an answer has not begun."""
         error = _as_ours(error)
         self._scope["mlxinfer.log"]["error"] = type(error).__name__
-        reply = error_reply(error, self._scope.get("mlxinfer.style", OPENAI))
+        reply = error_reply(error, self._style)
         if reply.status == 500:
             log.error("request failed", exc_info=error, extra={"request_id": self.id})
         if self.status is None:

@@ -3,7 +3,11 @@
 import asyncio
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ..errors import InvalidRequestError
+from .styles import OPENAI
 
 ABORT = "mlxinfer.abort"  # in a request's state: ends its connection without sending what waits
 
@@ -38,6 +42,19 @@ class PatientProtocol(H11Protocol):
         """The client has left."""
         self._stop_waiting()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, in the shape that other errors have."""
+        body = OPENAI.body(InvalidRequestError(msg))
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def _wait_for_headers(self) -> None:
         self._header_timer = self.loop.call_later(

@@ -12,7 +12,7 @@ from msgspec import Meta
 from ..core import SamplingParams
 from ..errors import InvalidRequestError
 from .defaults import SamplingDefaults
-from .refused import RefusedFields
+from .refused import RefusedFields, refuse
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000
@@ -59,6 +59,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # padding against listeners: there is none to switch
+    continuous_usage_stats: bool | None = None
 
 
 def sampling_params(
@@ -77,6 +78,9 @@ def sampling_params(
     """
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequestError("stream_options goes with stream: true.", param="stream_options")
+    if fields.stream_options is not None:
+        continuous = fields.stream_options.continuous_usage_stats
+        refuse("stream_options.continuous_usage_stats", continuous, (False,))
     stop = fields.stop or ()
     count = fields.n or 1
     return [

@@ -38,7 +38,7 @@ class ServerConfig:
     deadline_s: float | None = None  # longest that one request may take; None: no limit
     keep_alive_s: float = 10.0  # of silence in a stream before a comment is sent
     drain_s: float = 30.0  # that running requests get at the end
-    text_workers: int = 2  # threads that render templates and encode long prompts
+    text_workers: int = 4  # threads that render templates and encode long prompts
     template_kwargs: frozenset[str] = TEMPLATE_KWARGS  # chat_template_kwargs that clients may set
 
     def __post_init__(self) -> None:

@@ -78,6 +78,14 @@ def test_a_deadline_ends_a_request(tight: LiveServer) -> None:
     tight.check_idle()
 
 
+def test_a_client_may_set_a_shorter_one(server: LiveServer) -> None:
+    answer = server.post(CHAT, long_chat(), headers={"x-request-timeout": "0.1"})
+    assert answer.status_code == 504
+    for bad in ("0", "-1", "nan", "inf", "soon"):
+        refused = server.post(CHAT, chat(), headers={"x-request-timeout": bad})
+        assert refused.json()["error"]["param"] == "x-request-timeout"
+
+
 def test_a_deadline_ends_a_stream_with_an_error_event(tight: LiveServer) -> None:
     *_, last = tight.events(CHAT, long_chat())
     assert last["error"]["code"] == "deadline_exceeded"

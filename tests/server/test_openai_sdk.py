@@ -79,7 +79,7 @@ def test_logprobs_n_and_seed(client: openai.OpenAI) -> None:
 
 
 def test_completions(client: openai.OpenAI) -> None:
-    """Strict but for nulls that OpenAI sends and its library does not declare: in echo, in chunks."""
+    """Strict but for nulls that OpenAI sends in echoes and chunks and its library does not know."""
     fields: Any = {"model": "demo", "prompt": ["A page", "A token"], "max_tokens": 5}
     answer = client.completions.create(**fields, logprobs=2, temperature=0)
     strictly(Completion, answer)

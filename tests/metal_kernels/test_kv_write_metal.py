@@ -1,0 +1,258 @@
+"""The kernel from QKV rows to stored keys and values: against its twin, the layers, the formats."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from metal_cpu import MetalCPU, requires_compiler
+from mlxinfer.metal_kernels.heads import Heads, group_size, hadamard_order
+from mlxinfer.metal_kernels.kv_write import Written, kv_write, kv_write_twin
+from mlxinfer.metal_kernels.launch import running_on
+
+from mlxinfer.cache.formats import Affine, make_format, rotatable
+from mlxinfer.layers.frequencies import RopeSpec, inverse_frequencies
+from mlxinfer.layers.norm import rms_norm
+from mlxinfer.layers.rope import make_rope
+
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+ROUNDING = {mx.float32: 2e-6, mx.float16: 2**-9, mx.bfloat16: 2**-6}  # of numbers next to 4
+H, K = 3, 2
+
+Bits = int | None
+
+
+def heads_of(
+    dim: int,
+    *,
+    bits: tuple[Bits, Bits] = (None, None),
+    norm: bool = True,
+    turning: int | None = None,
+    traditional: bool = False,
+    magnitude: float = 1.0,
+    num_heads: int = H,
+) -> Heads:
+    rng = np.random.default_rng(dim)
+    dims = dim if turning is None else turning
+    weight = rng.uniform(0.5, 1.5, (num_heads + K, dim)).astype(np.float32)
+    spec = RopeSpec(dims=max(dims, 2))
+    return Heads(
+        num_heads=num_heads,
+        num_kv_heads=K,
+        head_dim=dim,
+        key_bits=bits[0],
+        value_bits=bits[1],
+        rotate=bits[0] == 4,
+        norm_weight=mx.array(weight) if norm else None,
+        norm_eps=1e-6,
+        frequencies=mx.array(inverse_frequencies(spec), mx.float32) if dims else None,
+        traditional=traditional,
+        magnitude=magnitude,
+    )
+
+
+def tokens_of(heads: Heads, count: int, dtype: mx.Dtype = mx.float32) -> tuple[mx.array, mx.array]:
+    rng = np.random.default_rng(count)
+    width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+    qkv = rng.normal(size=(count, width)).astype(np.float32)
+    return mx.array(qkv).astype(dtype), mx.array(rng.integers(0, 9_000, count).astype(np.int32))
+
+
+def on_machine(qkv: mx.array, positions: mx.array, heads: Heads, seed: int = 1) -> Written:
+    machine = MetalCPU(seed=seed)
+    with running_on(machine):
+        written = kv_write(qkv, positions, heads)
+    machine.assert_clean()
+    assert machine.reports[0].threadgroup_bytes <= 16_384
+    return written
+
+
+def same(found: list[mx.array], wanted: list[mx.array]) -> bool:
+    return all(mx.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def check(written: Written, twin: Written, heads: Heads, dtype: mx.Dtype) -> None:
+    """Queries within rounding, values bit for bit, keys within one code and one last bit."""
+    for found, wanted in zip(written.arrays(), twin.arrays(), strict=True):
+        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+    assert np.allclose(*wide(written.queries, twin.queries), atol=ROUNDING[dtype], rtol=0)
+    assert same(written.values, twin.values)
+    if heads.key_bits is None:
+        assert np.allclose(*wide(written.keys[0], twin.keys[0]), atol=ROUNDING[dtype], rtol=0)
+        return
+    codes, wanted = (unpacked(parts[0], heads.key_bits) for parts in (written.keys, twin.keys))
+    assert np.abs(codes - wanted).max() <= 1
+    assert (codes != wanted).mean() < 0.01
+    for found, wanted in zip(written.keys[1:], twin.keys[1:], strict=True):
+        assert np.allclose(*wide(found, wanted), rtol=2**-9, atol=1e-6)
+
+
+def wide(*arrays: mx.array) -> list[np.ndarray]:
+    return [np.array(array.astype(mx.float32)) for array in arrays]
+
+
+def unpacked(codes: mx.array, bits: int) -> np.ndarray:
+    whole = np.array(codes).astype(np.int32)
+    return whole if bits == 8 else np.stack([whole & 15, whole >> 4])
+
+
+@pytest.mark.parametrize("dim", range(8, 257, 8))
+def test_groups_and_rotations_are_those_of_the_formats(dim: int) -> None:
+    assert group_size(dim) == Affine(dim, mx.float16, 8).group
+    assert (hadamard_order(dim) > 0) == rotatable(dim)
+
+
+@pytest.mark.parametrize(
+    ("dim", "bits", "turning"),
+    [(64, (None, None), 64), (80, (4, 8), 40), (128, (8, 4), 128), (96, (4, 4), 96)],
+)
+def test_twin_does_what_the_layers_and_formats_do(
+    dim: int, bits: tuple[Bits, Bits], turning: int
+) -> None:
+    heads = heads_of(dim, bits=bits, turning=turning)
+    qkv, positions = tokens_of(heads, 7)
+    twin = kv_write_twin(qkv, positions, heads)
+    x, values = mx.split(qkv.reshape(7, -1, dim), [H + K], axis=1)
+    assert heads.norm_weight is not None
+    rope = make_rope(RopeSpec(dims=turning), dim, mx.float32)
+    x = rope(rms_norm(heads.norm_weight, 1e-6)(x), rope.prepare(positions))
+    if bits[0] == 4:
+        x = mx.hadamard_transform(x)
+    queries, keys = mx.split(x, [H], axis=1)
+    formats = [make_format(dim, mx.float32, b) for b in bits]
+    wanted = Written(queries, formats[0].encode(keys), formats[1].encode(values))
+    check(twin, wanted, heads, mx.float32)
+    assert same(twin.values, wanted.values)
+
+
+@pytest.mark.parametrize("traditional", [False, True])
+def test_twin_turns_as_mlx_does(traditional: bool) -> None:
+    heads = heads_of(64, norm=False, turning=32, traditional=traditional)
+    qkv, positions = tokens_of(heads, 5)
+    x = qkv.reshape(5, -1, 1, 64)[:, :H]
+    wanted = mx.fast.rope(
+        x, 32, traditional=traditional, base=10_000.0, scale=1.0, offset=positions
+    ).squeeze(2)
+    assert np.allclose(*wide(kv_write_twin(qkv, positions, heads).queries, wanted), atol=2e-3)
+
+
+@requires_compiler
+@pytest.mark.parametrize(
+    ("dim", "bits", "dtype", "count", "how"),
+    [
+        (64, (None, None), mx.float32, 3, {}),
+        (64, (8, 8), mx.float16, 9, {"turning": 32}),
+        (80, (4, 4), mx.float32, 8, {"turning": 20, "traditional": True, "magnitude": 1.3}),
+        (96, (8, 4), mx.bfloat16, 2, {"norm": False}),
+        (112, (4, 8), mx.float32, 1, {"norm": False}),
+        (128, (4, 4), mx.bfloat16, 5, {"num_heads": 8}),
+        (192, (None, 4), mx.float16, 2, {"turning": 0}),
+        (256, (4, None), mx.float32, 2, {"turning": 64}),
+    ],
+)
+def test_kernel_and_twin_agree(
+    dim: int, bits: tuple[Bits, Bits], dtype: mx.Dtype, count: int, how: dict[str, int]
+) -> None:
+    heads = heads_of(dim, bits=bits, **how)  # type: ignore[arg-type]
+    qkv, positions = tokens_of(heads, count, dtype)
+    written = on_machine(qkv, positions, heads)
+    check(written, kv_write_twin(qkv, positions, heads), heads, dtype)
+
+
+@requires_compiler
+def test_keys_as_they_come_are_encoded_bit_for_bit() -> None:
+    heads = heads_of(128, bits=(8, 4), norm=False, turning=0)
+    qkv, positions = tokens_of(heads, 6)
+    written = on_machine(qkv, positions, heads)
+    assert same(written.arrays(), kv_write_twin(qkv, positions, heads).arrays())
+
+
+@requires_compiler
+def test_constant_and_extreme_groups() -> None:
+    heads = heads_of(64, bits=(8, 4), norm=False, turning=0)
+    vectors = np.zeros((4, H + 2 * K, 64), np.float32)
+    vectors[1] = 3.25  # constant
+    vectors[2, :, 5] = 60_000  # one outlier
+    vectors[3, :, ::2] = -1e-7
+    qkv, positions = mx.array(vectors.reshape(4, -1)), mx.zeros(4, mx.int32)
+    written = on_machine(qkv, positions, heads)
+    assert same(written.arrays(), kv_write_twin(qkv, positions, heads).arrays())
+
+
+@requires_compiler
+def test_a_token_alone_is_what_it_is_among_others() -> None:
+    heads = heads_of(64, bits=(4, 4))
+    qkv, positions = tokens_of(heads, 11)
+    together = on_machine(qkv, positions, heads)
+    for row in (0, 10):
+        padded = mx.concatenate([positions[row : row + 1], mx.zeros(7, mx.int32)])
+        for given in (positions[row : row + 1], padded):
+            alone = on_machine(qkv[row : row + 1], given, heads, seed=row)
+            rows = [part[row : row + 1] for part in together.arrays()]
+            assert same(alone.arrays(), rows)
+
+
+@requires_compiler
+def test_a_row_is_read_once() -> None:
+    heads = heads_of(128, bits=(4, 4))
+    qkv, positions = tokens_of(heads, 4, mx.float16)
+    machine = MetalCPU()
+    with running_on(machine):
+        kv_write(qkv, positions, heads)
+    assert machine.reports[0].buffers["qkv"].requested_bytes == qkv.nbytes
+
+
+@requires_compiler
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("<< (part * BITS)", "<< ((PER_BYTE - 1 - part) * BITS)"),  # the even code high
+        ("simd_sum(squares) / float(D)", "simd_sum(squares) / 32.0f"),
+        ("x[b] = second * cosine + first * sine", "x[b] = second * cosine - first * sine"),
+        ("signs[k * M + to / N]", "signs[to / N * M + k]"),
+    ],
+)
+def test_mistakes_are_noticed(right: str, wrong: str) -> None:
+    heads = heads_of(80, bits=(4, 4))
+    qkv, positions = tokens_of(heads, 3)
+    with running_on(MetalCPU(replace={right: wrong})):
+        written = kv_write(qkv, positions, heads)
+    with pytest.raises(AssertionError):
+        check(written, kv_write_twin(qkv, positions, heads), heads, mx.float32)
+
+
+@requires_compiler
+@pytest.mark.parametrize(
+    "before",
+    [
+        "float(qkv[ulong(vector) * D + i]);\n  }\n  ",
+        "weight[i]);\n  }\n  ",
+        "first * sine;\n  }\n  ",
+        "first - second;\n    }\n    ",
+        "sum * scale;\n  }\n  ",
+    ],
+)
+def test_missing_barriers_are_noticed(before: str) -> None:
+    """Where a head is no multiple of 64 wide, lanes read what others wrote at every step."""
+    heads = heads_of(80, bits=(4, 4))
+    qkv, positions = tokens_of(heads, 2)
+    machine = MetalCPU(replace={f"{before}simdgroup_barrier(mem_flags::mem_threadgroup);": before})
+    with running_on(machine):
+        kv_write(qkv, positions, heads)
+    assert any(fault.kind == "race" for fault in machine.reports[0].faults)
+
+
+@requires_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize(
+    "bits", [(None, None), (8, 8), (8, 4), (4, 4), (4, None), (None, 8)], ids=str
+)
+def test_all_formats_of_all_head_dims(dim: int, dtype: mx.Dtype, bits: tuple[Bits, Bits]) -> None:
+    if bits[0] == 4 and not rotatable(dim):
+        bits = (8, bits[1])
+    for turning, traditional, norm in ((dim, False, True), (dim // 4 // 2 * 2, True, False)):
+        heads = heads_of(dim, bits=bits, turning=turning, traditional=traditional, norm=norm)
+        for count in (1, 9):
+            qkv, positions = tokens_of(heads, count, dtype)
+            written = on_machine(qkv, positions, heads, seed=count)
+            check(written, kv_write_twin(qkv, positions, heads), heads, dtype)

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import mlx.core as mx
+import numpy as np
 
 from ...errors import CheckpointError
 from .reader import Reader, bounded
@@ -84,11 +85,14 @@ class ReaderSource:
         """See Source."""
         reader = self._reader(name)
         shape = reader.info.shape
-        return reader.read(bounded(rows, shape[0], name) if shape else slice(None))
+        with np.errstate(all="ignore"):  # a damaged scale is an infinite value, not a warning
+            return reader.read(bounded(rows, shape[0], name) if shape else slice(None))
 
     def read_packed(self, name: str) -> Packed:
         """See Source."""
-        return self._reader(name).packed()
+        reader = self._reader(name)
+        with np.errstate(all="ignore"):
+            return reader.packed()
 
     def forget(self, names: Iterable[str]) -> None:
         """See Source."""

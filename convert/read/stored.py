@@ -115,8 +115,7 @@ def to_float32(values: Array, dtype: str) -> Array:
         return E5M2[values]
     if dtype == "F8_E8M0":
         return np.asarray(np.ldexp(np.float32(1), values.astype(np.int32) - 127))
-    with np.errstate(over="ignore"):
-        return values.astype(np.float32)
+    return values.astype(np.float32)
 
 
 def to_mlx(values: Array, dtype: str) -> mx.array:

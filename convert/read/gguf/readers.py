@@ -134,8 +134,7 @@ class _Values:
 
     def read(self, rows: slice) -> mx.array:
         """float32 values."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            values = VALUES[self._place.block.name](self._place.blocks(rows))
+        values = VALUES[self._place.block.name](self._place.blocks(rows))
         return mx.array(values.reshape(rows.stop - rows.start, *self.info.shape[1:]))
 
     def packed(self) -> Packed:

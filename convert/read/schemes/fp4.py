@@ -68,8 +68,7 @@ class _Matrix:
         steps = to_float32(scale.view(rows), kind)
         if self._third is not None:
             third = np.float32(np.asarray(self._third.view()).reshape(()))
-            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-                steps = steps / third if self._divides else steps * third
+            steps = steps / third if self._divides else steps * third
         values = mx.array(fp4_values(codes.view(rows), steps))
         return values if self._third is not None else values.astype(mx.bfloat16)
 
@@ -91,6 +90,5 @@ def fp4_values(octets: Array, scales: Array) -> Array:
     values[..., 0] = E2M1[octets & 0xF]
     values[..., 1] = E2M1[octets >> 4]
     grouped = values.reshape(*scales.shape, -1)
-    with np.errstate(invalid="ignore", over="ignore"):
-        grouped *= scales[..., None]
+    grouped *= scales[..., None]
     return grouped.reshape(*octets.shape[:-1], -1)

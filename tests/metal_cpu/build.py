@@ -31,12 +31,12 @@ LINK = ("-shared", "-nostdlib", "-s", *(["-Wl,-undefined,dynamic_lookup"] if DAR
 PLAIN = ("-O2", "-fno-sanitize=all")
 CHECKED = (  # calls of the checks in machine/checks.h, and the lines that they are of
     *("-O1", "-gline-tables-only", "-fno-vectorize", "-fno-slp-vectorize", "-fno-unroll-loops"),
-    *("-ftrivial-auto-var-init=pattern", "-fno-omit-frame-pointer"),
+    *("-ftrivial-auto-var-init=pattern", "-fno-omit-frame-pointer", "-fstrict-flex-arrays=3"),
     "-fsanitize=address,alignment,shift-exponent,integer-divide-by-zero,array-bounds",
     *("-fsanitize-recover=all", "-fno-sanitize-address-use-after-scope"),
     *("-mllvm", "-asan-instrumentation-with-call-threshold=0", "-mllvm", "-asan-stack=0"),
     *("-mllvm", "-asan-globals=0", "-mllvm", "-asan-constructor-kind=none"),
-    *("-mllvm", "-asan-kernel-mem-intrinsic-prefix=1"),
+    *("-mllvm", "-asan-kernel-mem-intrinsic-prefix=1", "-mllvm", "-asan-opt-same-temp=0"),
 )
 
 
@@ -84,7 +84,7 @@ def clang(*arguments: str | Path) -> str:
     Raises:
         CompileError: it fails.
     """
-    command = [sys.executable, "-m", "ziglang", "c++", *map(str, arguments)]
+    command = [_zig(), "c++", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CompileError(done.stderr)
@@ -101,6 +101,15 @@ def kept(suffix: str, ingredients: Sequence[object], make: Callable[[Path, Path]
             make(Path(work), fresh)
             fresh.replace(path)
     return path
+
+
+@cache
+def _zig() -> str:
+    """The program that `python -m ziglang` would start."""
+    spec = importlib.util.find_spec("ziglang")
+    assert spec is not None
+    assert spec.origin is not None, "tests without a compiler are skipped"
+    return str(Path(spec.origin).parent / "zig")
 
 
 @cache

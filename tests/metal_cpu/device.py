@@ -6,7 +6,7 @@ import mlx.core as mx
 from mlxinfer.metal_kernels.launch import Launch
 
 from metal_cpu import arrays
-from metal_cpu.capture import capture
+from metal_cpu.capture import Captured, capture
 from metal_cpu.dispatch import Buffer, dispatch
 from metal_cpu.lint import lint
 from metal_cpu.report import KernelStopped, Report
@@ -40,6 +40,7 @@ class MetalCPU:
         self._replace = tuple((replace or {}).items())
         self._may_stay_unwritten = frozenset(may_stay_unwritten)
         self._least_alignment = least_alignment
+        self._partial: list[tuple[mx.array, arrays.Bytes]] = []  # outputs, and what is written
 
     def run(self, launch: Launch) -> list[mx.array]:
         """The outputs of a launch, evaluated. In unwritten elements every bit is set.
@@ -49,11 +50,7 @@ class MetalCPU:
             CompileError: the source is not valid; the message has the place.
         """
         captured = capture(launch, self._replace)
-        alignment = None if self._least_alignment else arrays.ALIGNMENT
-        inputs = [
-            Buffer.of_input(name, bytes_, alignment=alignment or itemsize)
-            for name, bytes_, itemsize in captured.inputs
-        ]
+        inputs = self._inputs(launch, captured)
         outputs = [
             Buffer.of_output(name, size, may_stay_unwritten=name in self._may_stay_unwritten)
             for name, size in captured.outputs
@@ -72,11 +69,35 @@ class MetalCPU:
         elif report.faults:
             raise KernelStopped("\n".join(map(str, report.faults)))
         self.reports.append(report)
-        return [
+        results = [
             arrays.to_mlx(output.bytes, shape, dtype)
             for output, shape, dtype in zip(
                 outputs, launch.output_shapes, launch.output_dtypes, strict=True
             )
+        ]
+        self._partial += [
+            (result, output.written)
+            for result, output in zip(results, outputs, strict=True)
+            if self._checked and output.written is not None and not output.written.all()
+        ]
+        return results
+
+    def _inputs(self, launch: Launch, captured: Captured) -> list[Buffer]:
+        """Buffers; of an array that another kernel wrote in part, the rest holds no data."""
+        written = {
+            name: mask
+            for name, array in zip(launch.kernel.inputs, launch.inputs, strict=True)
+            for known, mask in self._partial
+            if known is array
+        }
+        return [
+            Buffer.of_input(
+                name,
+                data,
+                alignment=itemsize if self._least_alignment else arrays.ALIGNMENT,
+                written=written.get(name),
+            )
+            for name, data, itemsize in captured.inputs
         ]
 
     def assert_clean(self) -> None:

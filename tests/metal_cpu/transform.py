@@ -136,9 +136,12 @@ def _variable(declarator: Pieces) -> int:
 def _declaration(kind: str, variable: Pieces, *, lint: bool) -> str:
     at = after(variable, -1)
     name, dims = variable[at].text, joined(variable[at + 1 :]).strip()
-    if lint:
-        return f"static threadgroup {kind} {name}{dims};"
     alias = f"msl_{name}_type"
+    if lint:
+        return (
+            f"typedef {kind} {alias}{dims}; "
+            f"threadgroup {alias}& {name} = *(threadgroup {alias}*)nullptr;"
+        )
     return (
         f"typedef {kind} {alias}{dims}; static char msl_{name}_tag; {alias}& {name} = "
         f"*({alias}*)msl_threadgroup_variable("

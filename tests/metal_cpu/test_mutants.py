@@ -1,0 +1,84 @@
+"""Every fault is found, in its line, and sound kernels have none: what reports are worth."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+
+from metal_cpu import KernelStopped, MetalCPU, requires_compiler
+from metal_cpu.examples import COUNTS, ROW_SUMS, TURNED, turned_expected
+from metal_cpu.inline import Example
+from metal_cpu.mutants import BARRIER, MUTANTS, Mutant
+
+pytestmark = requires_compiler
+
+
+def row_sums_expected() -> mx.array:
+    return ROW_SUMS.inputs["x"].astype(mx.float32).sum(1)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutants_are_caught(mutant: Mutant) -> None:
+    change = {mutant.old: mutant.new}
+    machine = MetalCPU(replace=change)
+    mutant.example.run(machine)
+    (report,) = machine.reports
+    places = [(fault.file, fault.line) for fault in report.faults if fault.kind == mutant.kind]
+    assert places, report.faults
+    if mutant.at:
+        assert ("example.metal", mutant.example.line_of(mutant.at, change)) in places
+    with pytest.raises(AssertionError, match=mutant.kind):
+        machine.assert_clean()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("example", "expected"),
+    [
+        pytest.param(ROW_SUMS, row_sums_expected, id="row sums"),
+        pytest.param(TURNED, turned_expected, id="turned"),
+        pytest.param(COUNTS, lambda: mx.full((8,), 8), id="counts"),
+    ],
+)
+def test_sound_kernels_are_clean(
+    example: Example, expected: Callable[[], mx.array], seed: int
+) -> None:
+    machine = MetalCPU(seed=seed)
+    out = example.run(machine)
+    machine.assert_clean()
+    assert mx.allclose(out.astype(mx.float32), expected(), rtol=1e-3)
+
+
+def test_too_many_threads_are_a_fault() -> None:
+    machine = MetalCPU()
+    replace(ROW_SUMS, grid=(2048, 1, 1), threadgroup=(2048, 1, 1)).run(machine)
+    assert machine.reports[0].kinds() >= {"limit"}
+
+
+def test_unchecked_runs_raise_where_threads_diverge() -> None:
+    machine = MetalCPU(checked=False, replace={BARRIER: f"if (lane < 9) {BARRIER}"})
+    with pytest.raises(KernelStopped, match="9 lanes from 0 on at threadgroup_barrier"):
+        ROW_SUMS.run(machine)
+    sound = MetalCPU(checked=False)
+    assert mx.allclose(ROW_SUMS.run(sound), row_sums_expected())
+
+
+def test_an_output_may_stay_unwritten_but_not_be_read() -> None:
+    machine = MetalCPU(may_stay_unwritten=["out"])
+    text = ROW_SUMS.text.replace("out[row] = total", "if (row != 4) out[row] = total")
+    out = replace(ROW_SUMS, text=text).run(machine)
+    machine.assert_clean()
+    assert mx.isnan(out).tolist() == [False] * 4 + [True, False]
+    copy = Example(
+        text="METAL_FUNC float same(float x) { return x; }",
+        body="out[thread_position_in_grid.x] = same(x[thread_position_in_grid.x]);",
+        inputs={"x": out},
+        grid=(6, 1, 1),
+        threadgroup=(6, 1, 1),
+        output_shape=(6,),
+    )
+    copy.run(machine)
+    assert machine.reports[1].kinds() == {"uninitialised read"}
+    copy.run(fresh := MetalCPU())
+    fresh.assert_clean()

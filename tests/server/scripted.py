@@ -1,0 +1,83 @@
+"""A server whose model says what a test tells it to: for tool calls, which the demo cannot make."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from live_server import LiveServer, wait_until
+
+from mlxinfer.core import FinishReason, Request, TokenEvent
+from mlxinfer.text import ChatTemplate, detect_reasoning, detect_tools
+
+TEMPLATE = (  # Hermes's way of calling, in a few words of our own
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}"
+    "<tool_call>{name, arguments}</tool_call><|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}"
+    "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+
+
+class Script:
+    """Stands where the engine does: each request gets the same tokens, all at once."""
+
+    def __init__(self, encode: Callable[[str], list[int]]) -> None:
+        self._encode = encode
+        self.text = ""
+        self.requests: list[Request] = []
+        self.cached_tokens = 0
+        self.closed = False
+
+    def submit(self, request: Request, deliver: Callable[[TokenEvent], None]) -> None:
+        self.requests.append(request)
+        ids = self._encode(self.text)
+        limit = request.params.max_tokens or len(ids) + 1
+        end = min(request.stop_ids)
+        for number, token in enumerate([*ids, end][:limit]):
+            reason = None
+            if number == len(ids):
+                reason = FinishReason.STOP
+            elif number + 1 == limit:
+                reason = FinishReason.LENGTH
+            event = TokenEvent(request.id, token, reason, cached_tokens=self.cached_tokens)
+            deliver(event)
+
+    def abort(self, request_id: str) -> None:
+        pass
+
+    def stats(self) -> dict[str, Any]:
+        return {"running": 0, "waiting": 0, "groups": []}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class ScriptedServer(LiveServer):
+    """LiveServer with a Script for an engine and a chat template that knows tools."""
+
+    def __init__(self, template: str = TEMPLATE, **config: Any) -> None:
+        super().__init__(**config)
+        self.model.engine.close()
+        tokenizer = self.model.tokenizer
+        tokenizer.template = ChatTemplate(template, variables=tokenizer.named_tokens)
+        self.model.tools = detect_tools(tokenizer)
+        self.model.reasoning = detect_reasoning(tokenizer)
+        self.script = Script(lambda text: tokenizer.encode(text, parse_special=True))
+        self.model.engine = self.script  # type: ignore[assignment]  # it does what is asked here
+
+    @contextmanager
+    def says(self, text: str, cached_tokens: int = 0) -> Iterator[None]:
+        self.script.text, self.script.cached_tokens = text, cached_tokens
+        yield
+        self.script.requests.clear()
+
+    @property
+    def prompt(self) -> str:
+        """The last prompt."""
+        ids = self.script.requests[-1].prompt_ids
+        return self.model.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def check_idle(self) -> None:
+        wait_until(self.is_idle)

@@ -1,0 +1,360 @@
+"""Anthropic's own client library against the server, with its types checked strictly."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
+from live_server import LiveServer, chat, wait_until
+from pydantic import TypeAdapter
+from scripted import TEMPLATE, ScriptedServer
+
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+TOOLS: Any = [
+    {
+        "name": "get_weather",
+        "description": "The weather",
+        "input_schema": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+    {"name": "now", "input_schema": {"type": "object", "properties": {}}},
+]
+WEATHER = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 🙂"}}\n</tool_call>'
+NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+CALLS = [("get_weather", {"city": "Zürich 🙂"}), ("now", {})]
+SAMPLING = ("temperature", "top_p", "top_k")
+
+
+def client_of(server: LiveServer) -> anthropic.Anthropic:
+    return anthropic.Anthropic(
+        base_url=server.url,
+        api_key="none",
+        max_retries=0,
+        timeout=30,
+        _strict_response_validation=True,
+    )
+
+
+@pytest.fixture
+def demo(server: LiveServer) -> Iterator[anthropic.Anthropic]:
+    with client_of(server) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as server:
+        yield server
+
+
+@pytest.fixture
+def client(scripted: ScriptedServer) -> Iterator[anthropic.Anthropic]:
+    with client_of(scripted) as client:
+        yield client
+    scripted.check_idle()
+
+
+def ask(client: Any, **fields: Any) -> Any:
+    """The library of today has no arguments for sampling any more; the API has its fields."""
+    extra = {name: fields.pop(name) for name in SAMPLING if name in fields}
+    given = {"model": "demo", "max_tokens": 100, "messages": HELLO, **fields}
+    extra.update(given.pop("extra_body", {}))
+    return client.messages.create(**given, extra_body=extra)
+
+
+def strictly(kind: Any, value: Any) -> None:
+    TypeAdapter(kind).validate_json(value.to_json(exclude_unset=True), strict=True)
+
+
+def calls_of(message: Any) -> list[tuple[str, Any]]:
+    return [(block.name, block.input) for block in message.content if block.type == "tool_use"]
+
+
+def test_an_answer(demo: anthropic.Anthropic) -> None:
+    answer = ask(demo, max_tokens=12, temperature=0, system="Be brief.", top_k=5, top_p=0.9)
+    strictly(Message, answer)
+    assert [block.type for block in answer.content] == ["text"]
+    again = ask(demo, max_tokens=4, temperature=0)
+    assert again.content[0].text == "Hello! I am"
+    assert again.stop_reason == "max_tokens"
+    assert again.usage.output_tokens == 4
+    again = ask(demo, max_tokens=12, temperature=0, system="Be brief.")
+    assert again.content == answer.content
+    assert again.usage.cache_read_input_tokens > 0
+    total = answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+    assert again.usage.input_tokens + again.usage.cache_read_input_tokens == total
+
+
+def test_a_stream_says_what_an_answer_says(demo: anthropic.Anthropic) -> None:
+    whole = ask(demo, temperature=0)
+    with demo.messages.stream(
+        model="demo", max_tokens=100, messages=HELLO, extra_body={"temperature": 0}
+    ) as stream:
+        streamed = stream.get_final_message()
+    assert [block.text for block in streamed.content] == [block.text for block in whole.content]
+    assert streamed.stop_reason == whole.stop_reason == "end_turn"
+    assert streamed.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_tokens_are_counted(demo: anthropic.Anthropic) -> None:
+    count = demo.messages.count_tokens(model="demo", messages=HELLO)
+    strictly(MessageTokensCount, count)
+    usage = ask(demo, max_tokens=1).usage
+    assert count.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    longer = demo.messages.count_tokens(model="demo", messages=HELLO, system="Be brief.")
+    assert longer.input_tokens > count.input_tokens
+
+
+def test_a_stop_sequence(demo: anthropic.Anthropic) -> None:
+    answer = ask(demo, stop_sequences=["demo", "zzz"], temperature=0)
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "demo")
+    assert answer.content[0].text == "Hello! I am the "
+
+
+def test_a_prefill_is_gone_on_with(demo: anthropic.Anthropic) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "Hello! I am the"}]
+    answer = ask(demo, messages=messages, temperature=0, max_tokens=4)
+    assert answer.content[0].text.strip().startswith("demo model")
+
+
+def test_an_answer_that_fills_the_context(server: LiveServer) -> None:
+    body = {"messages": HELLO, "max_tokens": 10**6, "temperature": 0, "stop_sequences": ["am"]}
+    answer = server.post("/v1/messages", body)
+    assert answer.json()["stop_reason"] == "stop_sequence"
+    long = {**body, "messages": [{"role": "user", "content": "word " * 5000}]}
+    refused = server.post("/v1/messages", long)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_blocks_in_their_order(client: anthropic.Anthropic, scripted: ScriptedServer) -> None:
+    with scripted.says(f"<think>hm</think>I look.\n{WEATHER}\n{NOW}", cached_tokens=3):
+        answer = ask(client, tools=TOOLS)
+    strictly(Message, answer)
+    kinds = [block.type for block in answer.content]
+    assert kinds == ["thinking", "text", "tool_use", "tool_use"]
+    assert answer.content[0].thinking == "hm"
+    assert answer.content[1].text == "I look."
+    assert calls_of(answer) == CALLS
+    assert answer.stop_reason == "tool_use"
+    assert answer.usage.cache_read_input_tokens == 3
+
+
+def test_the_events_of_a_stream(client: anthropic.Anthropic, scripted: ScriptedServer) -> None:
+    with scripted.says(f"<think>hm</think>I look.\n{WEATHER}\n{NOW}"):
+        events = list(ask(client, tools=TOOLS, stream=True))
+    for event in events:
+        strictly(RawMessageStreamEvent, event)
+    kinds = [event.type for event in events]
+    assert kinds[0] == "message_start"
+    assert kinds[-2:] == ["message_delta", "message_stop"]
+    blocks = [(e.type, e.index) for e in events if "block" in e.type]
+    open_: int | None = None
+    for kind, index in blocks:  # one block at a time, numbered from 0
+        if kind == "content_block_start":
+            assert open_ is None
+            open_ = index
+        assert index == open_
+        if kind == "content_block_stop":
+            open_ = None
+    starts = [e.content_block.type for e in events if e.type == "content_block_start"]
+    assert starts == ["thinking", "text", "tool_use", "tool_use"]
+    deltas = [e.delta.type for e in events if e.type == "content_block_delta"]
+    assert set(deltas) == {"thinking_delta", "signature_delta", "text_delta", "input_json_delta"}
+    assert deltas.index("signature_delta") == deltas.index("text_delta") - 1
+    assert deltas.count("input_json_delta") > 4
+    assert events[-2].delta.stop_reason == "tool_use"
+
+
+def test_the_stream_helper_accumulates(
+    client: anthropic.Anthropic, scripted: ScriptedServer
+) -> None:
+    given: Any = {"model": "demo", "max_tokens": 100, "messages": HELLO, "tools": TOOLS}
+    with scripted.says(f"I look.\n{WEATHER}\n{NOW}"), client.messages.stream(**given) as stream:
+        final = stream.get_final_message()
+    assert final.content[0].text == "I look."
+    assert calls_of(final) == CALLS
+    assert final.stop_reason == "tool_use"
+
+
+def test_a_conversation_with_tools(client: anthropic.Anthropic, scripted: ScriptedServer) -> None:
+    with scripted.says(f"<think>hm</think>I look.\n{WEATHER}"):
+        first = ask(client, tools=TOOLS)
+    result = {
+        "type": "tool_result",
+        "tool_use_id": first.content[-1].id,
+        "content": [{"type": "text", "text": "no such city"}],
+        "is_error": True,
+    }
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [result, {"type": "text", "text": "Go on."}]},
+    ]
+    with scripted.says("Sorry."):
+        last = ask(client, messages=messages, tools=TOOLS, system=[{"type": "text", "text": "S"}])
+        prompt = scripted.prompt
+    assert "system\nS<|im_end|>" in prompt
+    assert "<think>hm</think>I look.<tool_call>" in prompt
+    assert '{"name": "get_weather", "arguments": {"city": "Zürich 🙂"}}' in prompt
+    assert "tool\nError: no such city<|im_end|>\n<|im_start|>user\nGo on." in prompt
+    assert last.content[0].text == "Sorry."
+
+
+def test_neighbours_of_one_role_are_one_turn(
+    client: anthropic.Anthropic, scripted: ScriptedServer
+) -> None:
+    turns = [{"role": "user", "content": text} for text in ("one", "two")]
+    with scripted.says("x"):
+        ask(client, messages=[*turns, {"role": "system", "content": "rule"}, turns[0]])
+        prompt = scripted.prompt
+    assert "user\none\n\ntwo<|im_end|>" in prompt
+    assert "system\nrule<|im_end|>" in prompt
+
+
+@pytest.mark.parametrize(
+    ("choice", "found"),
+    [
+        ({"type": "auto"}, CALLS),
+        ({"type": "auto", "disable_parallel_tool_use": True}, CALLS[:1]),
+        ({"type": "none"}, []),
+    ],
+)
+def test_tool_choices(
+    client: anthropic.Anthropic, scripted: ScriptedServer, choice: Any, found: Any
+) -> None:
+    with scripted.says(f"{WEATHER}\n{NOW}"):
+        answer = ask(client, tools=TOOLS, tool_choice=choice)
+    assert calls_of(answer) == found
+    assert answer.stop_reason == ("tool_use" if found else "end_turn")
+
+
+@pytest.mark.parametrize(
+    ("kind", "seen"), [("enabled", "True"), ("disabled", "False"), ("adaptive", "True")]
+)
+def test_thinking_is_switched_in_the_template(kind: str, seen: str) -> None:
+    with ScriptedServer(TEMPLATE + "{{ enable_thinking }}") as server, client_of(server) as client:
+        thinking = {"type": kind} | ({"budget_tokens": 1024} if kind == "enabled" else {})
+        with server.says("x"):
+            ask(client, max_tokens=2000, thinking=thinking)
+            assert server.prompt.endswith(seen)
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [({"type": "any"}, {"get_weather", "now"}), ({"type": "tool", "name": "now"}, {"now"})],
+)
+def test_a_call_can_be_forced(choice: Any, names: set[str]) -> None:
+    """The demo model knows nothing of tools: a grammar makes it call them."""
+    city = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}}
+    tools = [{"name": "get_weather", "input_schema": city}, TOOLS[1]]
+    with ToolServer() as server, client_of(server) as client:
+        choice = {**choice, "disable_parallel_tool_use": True}
+        answer = ask(client, tools=tools, tool_choice=choice)
+        events = list(ask(client, tools=tools, tool_choice=choice, stream=True))
+    assert answer.stop_reason == "tool_use"
+    assert {name for name, _ in calls_of(answer)} <= names
+    blocks = [e.content_block for e in events if e.type == "content_block_start"]
+    assert [block.type for block in blocks] == ["tool_use"]
+    assert blocks[0].name in names
+
+
+class ToolServer(LiveServer):
+    """The demo model with a template that knows tools."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from mlxinfer.text import ChatTemplate, detect_tools
+
+        tokenizer = self.model.tokenizer
+        tokenizer.template = ChatTemplate(TEMPLATE, variables=tokenizer.named_tokens)
+        self.model.tools = detect_tools(tokenizer)
+
+    def check_idle(self) -> None:
+        wait_until(self.is_idle)
+
+
+def test_an_answer_in_a_form(demo: anthropic.Anthropic) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer", "maximum": 9}},
+        "required": ["age"],
+        "additionalProperties": False,
+    }
+    form = {"format": {"type": "json_schema", "schema": schema}}
+    answer = ask(demo, extra_body={"output_config": form}, temperature=0)
+    assert set(json.loads(answer.content[0].text)) == {"age"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": []},
+        {"max_tokens": 0},
+        {"temperature": 1.5},
+        {"top_k": -1},
+        {"messages": [{"role": "tool", "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
+        {"messages": [*HELLO, {"role": "assistant", "content": [{"type": "tool_use"}]}]},
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        {"tools": TOOLS, "tool_choice": {"type": "tool"}},
+        {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}},
+        {"tool_choice": {"type": "any"}},
+        {"thinking": {"type": "enabled", "budget_tokens": 5}},
+        {"container": "c"},
+        {"mcp_servers": [{}]},
+        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        {"output_config": {"format": {"type": "yaml"}}},
+    ],
+)
+def test_what_cannot_be_is_refused(scripted: ScriptedServer, fields: Any) -> None:
+    answer = scripted.post("/v1/messages", {"messages": HELLO, "max_tokens": 5, **fields})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["type"] == "error"
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_what_changes_nothing_is_taken(scripted: ScriptedServer) -> None:
+    keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    block = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    fields = {"metadata": {"user_id": "u"}, "context_management": keep, "service_tier": "auto"}
+    message = {"role": "user", "content": [block]}
+    body = {"messages": [message], "max_tokens": 5, "system": [block], **fields}
+    with scripted.says("x"):
+        assert scripted.post("/v1/messages?beta=true", body).status_code == 200
+
+
+def test_errors_have_the_librarys_classes(demo: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        ask(demo, model="claude")
+    assert caught.value.body["error"]["type"] == "not_found_error"  # type: ignore[index,call-overload]
+    with pytest.raises(anthropic.BadRequestError):
+        ask(demo, max_tokens=0)
+
+
+def test_a_full_queue_is_overloaded() -> None:
+    with LiveServer(engine={"max_batch": 1}, max_waiting=1) as server:
+        long = chat("Count", ignore_eos=True, max_tokens=1800, n=2)
+        with server.stream("/v1/chat/completions", long):
+            wait_until(lambda: server.service.admission.num_waiting == 1)
+            answer = server.post("/v1/messages", {"messages": HELLO, "max_tokens": 5})
+        assert answer.status_code == 503
+        assert answer.json()["error"]["type"] == "overloaded_error"
+        assert "retry-after" in answer.headers
+
+
+LONG: Any = {"type": "array", "items": {"type": "integer"}, "minItems": 1000}
+
+
+def test_an_interrupted_stream_ends_with_an_error_event() -> None:
+    form = {"output_config": {"format": {"type": "json_schema", "schema": LONG}}}
+    with LiveServer(deadline_s=0.4) as server, client_of(server) as client:
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            list(ask(client, max_tokens=1800, stream=True, extra_body=form))
+        assert "timeout_error" in str(caught.value.body)

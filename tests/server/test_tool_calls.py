@@ -1,0 +1,195 @@
+"""Tools in chat completions, as OpenAI's own client sees them."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from live_server import CHAT, LiveServer, chat
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from scripted import ScriptedServer
+
+HI: Any = [{"role": "user", "content": "hi"}]
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+                "required": ["city"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+WEATHER = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 🙂"}}\n</tool_call>'
+NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as server:
+        yield server
+
+
+@pytest.fixture
+def client(scripted: ScriptedServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{scripted.url}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=30,
+        _strict_response_validation=True,
+    ) as client:
+        yield client
+    scripted.check_idle()
+
+
+def ask(client: Any, **fields: Any) -> Any:
+    return client.chat.completions.create(
+        **{"model": "demo", "messages": HI, "tools": TOOLS, **fields}
+    )
+
+
+def strictly(kind: Any, value: Any) -> None:
+    kind.model_validate_json(value.to_json(exclude_unset=True), strict=True)
+
+
+def called(message: Any) -> list[tuple[str, Any]]:
+    return [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls or []]
+
+
+CALLS = [("get_weather", {"city": "Zürich 🙂"}), ("now", {})]
+
+
+def test_calls_in_an_answer(client: openai.OpenAI, scripted: ScriptedServer) -> None:
+    with scripted.says(f"<think>hm</think>I look.\n{WEATHER}\n{NOW}"):
+        answer = ask(client)
+        assert '"get_weather"' in scripted.prompt
+    strictly(ChatCompletion, answer)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look."
+    assert choice.message.reasoning_content == "hm"
+    assert called(choice.message) == CALLS
+    assert len({c.id for c in choice.message.tool_calls}) == 2
+
+
+def test_calls_alone_have_no_content(client: openai.OpenAI, scripted: ScriptedServer) -> None:
+    with scripted.says(NOW):
+        message = ask(client).choices[0].message
+    assert message.content is None
+    assert called(message) == [("now", {})]
+
+
+def test_calls_in_a_stream(client: openai.OpenAI, scripted: ScriptedServer) -> None:
+    with scripted.says(f"I look.\n{WEATHER}\n{NOW}"):
+        chunks = list(ask(client, stream=True))
+    for chunk in chunks:
+        strictly(ChatCompletionChunk, chunk)
+    pieces = [p for c in chunks for p in c.choices[0].delta.tool_calls or []]
+    firsts = [p for p in pieces if p.id is not None]
+    assert [(p.index, p.type, p.function.name) for p in firsts] == [
+        (0, "function", "get_weather"),
+        (1, "function", "now"),
+    ]
+    assert all(p.function.name is None and p.type is None for p in pieces if p.id is None)
+    written = "".join(p.function.arguments for p in pieces if p.index == 0)
+    assert json.loads(written) == CALLS[0][1]
+    assert len(pieces) > 4
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_the_stream_helper_accumulates(client: openai.OpenAI, scripted: ScriptedServer) -> None:
+    with (
+        scripted.says(f"{WEATHER}\n{NOW}"),
+        client.chat.completions.stream(model="demo", messages=HI, tools=TOOLS, n=2) as stream,
+    ):
+        for _ in stream:
+            pass
+        final = stream.get_final_completion()
+    for choice in final.choices:
+        assert called(choice.message) == CALLS
+        assert choice.finish_reason == "tool_calls"
+
+
+def test_one_call_at_most(client: openai.OpenAI, scripted: ScriptedServer) -> None:
+    with scripted.says(f"{WEATHER}\n{NOW}"):
+        message = ask(client, parallel_tool_calls=False).choices[0].message
+    assert called(message) == CALLS[:1]
+
+
+def test_none_shows_no_tools_and_finds_no_calls(
+    client: openai.OpenAI, scripted: ScriptedServer
+) -> None:
+    with scripted.says(NOW):
+        choice = ask(client, tool_choice="none").choices[0]
+        assert "get_weather" not in scripted.prompt
+    assert (choice.message.content, choice.finish_reason) == (NOW, "stop")
+
+
+def test_a_truncated_call_is_content(client: openai.OpenAI, scripted: ScriptedServer) -> None:
+    with scripted.says(WEATHER):
+        choice = ask(client, max_tokens=15).choices[0]
+        chunks = list(ask(client, max_tokens=15, stream=True))
+    assert choice.finish_reason == "length"
+    assert choice.message.tool_calls is None
+    assert choice.message.content
+    assert WEATHER.startswith(choice.message.content)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    text = "".join(c.choices[0].delta.content or "" for c in chunks)
+    assert text == choice.message.content
+
+
+def test_a_whole_conversation_with_a_tool(client: openai.OpenAI, scripted: ScriptedServer) -> None:
+    with scripted.says(WEATHER):
+        first = ask(client).choices[0].message
+    (call,) = first.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "18 °C"}
+    messages = [*HI, first.model_dump(exclude_none=True), result]
+    with scripted.says("It is 18 °C."):
+        last = ask(client, messages=messages).choices[0]
+        prompt = scripted.prompt
+    assert '<tool_call>{"name": "get_weather", "arguments": {"city": "Zürich 🙂"}}' in prompt
+    assert "tool\n18 °C" in prompt
+    assert (last.message.content, last.finish_reason) == ("It is 18 °C.", "stop")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+        ({"tools": [TOOLS[1], TOOLS[1]]}, "tools"),
+        ({"tools": "all"}, "tools"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, "tools"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    client: openai.OpenAI, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, **fields)
+    assert caught.value.param == param
+
+
+def test_a_model_whose_template_knows_no_tools_says_so(server: LiveServer) -> None:
+    answer = server.post(CHAT, chat(tools=TOOLS))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "template_error"
+    assert "does not know tools" in answer.json()["error"]["message"]
+    assert server.post(CHAT, chat(tools=TOOLS, tool_choice="none")).status_code == 200
+    assert server.post(CHAT, chat(tools=[])).status_code == 200
+
+
+def test_prompts_with_tools_can_be_counted(scripted: ScriptedServer) -> None:
+    plain = scripted.post("/tokenize", {"messages": HI}).json()["count"]
+    assert scripted.post("/tokenize", {"messages": HI, "tools": TOOLS}).json()["count"] > plain + 50

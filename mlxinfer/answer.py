@@ -30,6 +30,11 @@ class Answer:
         self._submitted_s = time.monotonic()
         self._first_token_s = 0.0
 
+    @property
+    def stop_match(self) -> str | None:
+        """The stop string that ended the answer."""
+        return self._stream.stop_match
+
     def push(self, event: TokenEvent) -> Delta:
         """Take in one event; the last one's delta carries the Result.
 

@@ -7,7 +7,7 @@ from .stops import StopMatcher
 from .stream import TextDelta, TextStream
 from .template import ChatTemplate
 from .tokenizer import Tokenizer
-from .tools import ToolUse, detect_tools, tool_format
+from .tools import ToolFormat, ToolUse, detect_tools, tool_format
 
 __all__ = [
     "ChatTemplate",
@@ -17,6 +17,7 @@ __all__ = [
     "TextDelta",
     "TextStream",
     "Tokenizer",
+    "ToolFormat",
     "ToolUse",
     "detect_reasoning",
     "detect_tools",

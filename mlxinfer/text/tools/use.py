@@ -67,6 +67,14 @@ class ToolUse:
         shown = [t if "function" in t else {"type": "function", "function": t} for t in tools]
         return cls(shown, toolbox, known, must_call, only, parallel)
 
+    @property
+    def schemas(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """Where in a request the schemas of its tools stand, and these."""
+        return [
+            (f"tools[{place}].function.parameters", tool.parameters)
+            for place, tool in enumerate(self.tools)
+        ]
+
     def parser(self) -> ToolParser:
         """Return what finds the calls of one answer."""
         return ToolParser(self.format, self.tools)

@@ -12,6 +12,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
+
 from ...errors import CheckpointError, DownloadError, ModelNotFoundError
 from ...hub.cache import find_snapshot, missing_files
 from ...hub.names import RepoName, parse_repo_name
@@ -22,7 +24,7 @@ from ...hub.remote import (
     fetch_file,
     fetch_small,
     list_files,
-    read_start,
+    read_range,
 )
 from ...models.files import INDEX, read_headers
 from ...models.jsonfields import read_json
@@ -38,6 +40,7 @@ from .folder import (
 )
 from .gguf.header import read_growing
 from .gguf.source import assemble_gguf, part_names
+from .stored import Array, StoredArray
 
 Report = Callable[[int], None]
 
@@ -77,6 +80,11 @@ class HubFiles:
     def size(self, file: str) -> int:
         """Bytes, as the hub says."""
         return self.remote[file].size
+
+    def small(self, array: StoredArray) -> Array:
+        """A few float32 numbers, without the rest of their file."""
+        data = read_range(self.listing, array.file, array.offset, array.num_bytes)
+        return np.frombuffer(data, "<f4")
 
     def drop(self, file: str) -> None:
         """Delete a shard that was fetched here; the hub cache stays as it is."""
@@ -179,11 +187,11 @@ def _shards(skeleton: Path, files: HubFiles) -> list[str]:
 def _lay_out(files: HubFiles, shard: str, target: Path) -> None:
     """A file with the header of a shard, and as long as it."""
     size = files.size(shard)
-    length = int.from_bytes(read_start(files.listing, shard, 8), "little")
+    length = int.from_bytes(read_range(files.listing, shard, 0, 8), "little")
     if length > min(MAX_HEADER_BYTES, size - 8):
         raise CheckpointError(f"{shard} says that its header has {length} bytes; it has {size}.")
     with target.open("wb") as file:
-        file.write(read_start(files.listing, shard, 8 + length))
+        file.write(read_range(files.listing, shard, 0, 8 + length))
         file.truncate(size)
 
 
@@ -200,7 +208,7 @@ def _open_gguf(
         raise ModelNotFoundError(f"{files.listing.repo} has no {missing[0]}.")
     headers = {
         part: read_growing(
-            lambda count, part=part: memoryview(read_start(files.listing, part, count)),  # type: ignore[misc]
+            lambda count, part=part: memoryview(read_range(files.listing, part, 0, count)),  # type: ignore[misc]
             files.size(part),
             part,
         )
@@ -212,6 +220,7 @@ def _open_gguf(
         files=files,
         side_files=side_files,
         fingerprint=_fingerprint(files, parts),
+        read_small=files.small,
     )
 
 

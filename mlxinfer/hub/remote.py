@@ -1,4 +1,4 @@
-"""Files of a hub repository one by one: list, read the start of one, fetch one. No mlx.
+"""Files of a hub repository one by one: list, read a part of one, fetch one. No mlx.
 
 For whoever works through a repository without keeping it: nothing here moves a branch of the
 cache, and large files go where the caller wants them.
@@ -69,16 +69,19 @@ def cached_file(listing: Listing, path: str) -> Path | None:
     return found if found is not None and found.is_file() else None
 
 
-def read_start(listing: Listing, path: str, count: int) -> bytes:
-    """The first `count` bytes of a file, or all where it is shorter.
+def read_range(listing: Listing, path: str, start: int, count: int) -> bytes:
+    """`count` bytes of a file from byte `start` on, or fewer where it ends.
 
     Raises:
         ModelNotFoundError, DownloadError: as hub_failures() words them.
     """
-    with hub_failures(listing.repo):
-        data = patiently(lambda: _start(_url(listing, path), count))
     size = next(file.size for file in listing.files if file.path == path)
-    if len(data) < min(count, size):
+    count = min(count, size - start)
+    if count <= 0:
+        return b""
+    with hub_failures(listing.repo):
+        data = patiently(lambda: _range(_url(listing, path), start, count))
+    if len(data) < count:
         raise DownloadError(f"The hub sent {len(data)} of {count} bytes of {path}; try again.")
     return data
 
@@ -126,21 +129,25 @@ def fetch_small(listing: Listing, path: str) -> Path:
         )
 
 
-def _start(url: str, count: int) -> bytes:
+def _range(url: str, start: int, count: int) -> bytes:
     from huggingface_hub import get_session
     from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
     headers = build_hf_headers(library_name="mlxinfer")
-    headers |= {"Accept-Encoding": "identity", "Range": f"bytes=0-{count - 1}"}
+    headers |= {"Accept-Encoding": "identity", "Range": f"bytes={start}-{start + count - 1}"}
     data = bytearray()
     with get_session().stream(
         "GET", url, headers=headers, timeout=HF_HUB_DOWNLOAD_TIMEOUT
     ) as response:
         hf_raise_for_status(response)
+        if response.status_code != 206 and start:
+            raise DownloadError(
+                "The hub sends whole files only, so a part of one is not to be had."
+            )
         for chunk in response.iter_raw():
             data += chunk
-            if len(data) >= count:  # a server may ignore Range and send all of it
+            if len(data) >= count:  # a server may send all that follows
                 break
     return bytes(data[:count])
 

@@ -9,12 +9,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
+from mlxinfer.convert.read import Source, open_source
 from models.dense_kv import DenseCache
 from models.random_weights import tiny_tensors
 from models.tiny import tiny_checkpoint, tiny_config
-from oracles.gguf_files import write_model
+from oracles.gguf_files import llama3_factors, write_model
 
-from mlxinfer.convert.read import Source, open_source
 from mlxinfer.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from mlxinfer.models import load
 
@@ -38,25 +38,6 @@ FILES = {  # what a GGUF file can say, which is less than a config can
 def make(case: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     config = {**tiny_config(case), **FILES[case]}
     return config, tiny_tensors(config)
-
-
-def llama3_factors(config: dict[str, Any]) -> np.ndarray | None:
-    """Divisors of the rotary frequencies, from the formula of Llama 3.1's reference code."""
-    scaling = config.get("rope_scaling") or {}
-    if scaling.get("rope_type") != "llama3":
-        return None
-    dims, context, factor = config["head_dim"], scaling["original_max_position_embeddings"], 8.0
-    factors = []
-    for pair in range(dims // 2):
-        wave = 2 * np.pi * config["rope_theta"] ** (2 * pair / dims)
-        if wave < context / 4.0:
-            factors.append(1.0)
-        elif wave > context / 1.0:
-            factors.append(factor)
-        else:
-            smooth = (context / wave - 1.0) / (4.0 - 1.0)
-            factors.append(1 / ((1 - smooth) / factor + smooth))
-    return np.array(factors)
 
 
 def opened(folder: Path, case: str, **more: Any) -> Source:

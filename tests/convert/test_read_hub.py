@@ -12,7 +12,7 @@ from mlxinfer.convert.read import open_source
 from models.random_weights import tiny_tensors
 from models.tiny import tiny_config
 from oracles.checkpoints import Stored, f16, f32, write_file, write_folder
-from oracles.gguf_files import write_model
+from oracles.gguf_files import llama3_factors, write_model
 from oracles.integers import gptq
 
 from mlxinfer import hub as hub_package
@@ -63,7 +63,7 @@ def files_in(folder: Path) -> list[str]:
 
 def bodies(server: StandIn) -> int:
     """Whole shards that were asked for, not only their headers."""
-    return len([line for line in server.asked_for("GET /cdn/") if "bytes=0-" not in line])
+    return len([line for line in server.asked_for("GET /cdn/") if "bytes=" not in line])
 
 
 def test_nothing_but_headers_is_fetched_to_open(served: StandIn, tmp_path: Path) -> None:
@@ -173,8 +173,21 @@ def test_gguf_repositories(served: StandIn, tmp_path: Path) -> None:
         for tensor in ("model.embed_tokens.weight", "model.layers.2.mlp.up_proj.weight"):
             assert np.array_equal(np.array(source.read(tensor)), tensors[tensor])
         source.close()
+    assert bodies(served) == 3
     with pytest.raises(ModelNotFoundError, match="nothing"):
         open_source("org/gguf/nothing.gguf")
+
+
+def test_a_config_that_depends_on_a_tensor_fetches_that_alone(
+    served: StandIn, tmp_path: Path
+) -> None:
+    config = tiny_config("llama-v4")
+    path, factors = tmp_path / "m.gguf", llama3_factors(config)
+    write_model(path, config, tiny_tensors(config), rope_factors=factors)
+    served.repos["org/one"] = Repo({"m.gguf": path.read_bytes()})
+    stated = open_source("org/one").config["rope_scaling"]
+    assert {key: stated[key] for key in config["rope_scaling"]} == config["rope_scaling"]
+    assert bodies(served) == 0
 
 
 def test_repositories_without_weights_of_ours(served: StandIn) -> None:

@@ -76,8 +76,12 @@ def assemble_gguf(
     files: DroppableFiles,
     side_files: SideFiles | None,
     fingerprint: str,
+    read_small: Callable[[StoredArray], Array] = StoredArray.floats,
 ) -> ReaderSource:
     """A Source from the checked headers of a GGUF file's parts, in their order.
+
+    Args:
+        read_small: reads a small tensor that the config depends on.
 
     Raises:
         CheckpointError, UnsupportedModelError: as open_gguf().
@@ -97,7 +101,7 @@ def assemble_gguf(
     }
     if len(entries) != sum(len(header.tensors) for header in headers.values()):
         raise CheckpointError(f"{label} has a tensor in two of its parts.")
-    factors = _rope_factors(entries, files)
+    factors = _rope_factors(entries, files, read_small)
     names = {name: _named(architecture, name, label) for name in entries if name != ROPE_FACTORS}
     shapes = {ours: entries[name][1].shape for name, ours in names.items()}
     config = make_config(metadata, shapes, factors, label)
@@ -168,14 +172,16 @@ def _stored(file: str, entry: TensorEntry, data_start: int, files: DroppableFile
 
 
 def _rope_factors(
-    entries: Mapping[str, tuple[str, TensorEntry, int]], files: DroppableFiles
+    entries: Mapping[str, tuple[str, TensorEntry, int]],
+    files: DroppableFiles,
+    read_small: Callable[[StoredArray], Array],
 ) -> Array | None:
     if ROPE_FACTORS not in entries:
         return None
     array = _stored(*entries[ROPE_FACTORS], files).expect(["F32"])
-    if len(array.shape) != 1:
-        raise array.fail(f"has shape {array.shape}; expected one axis")
-    return array.floats()
+    if len(array.shape) != 1 or array.num_bytes > 4096:
+        raise array.fail(f"has shape {array.shape}; expected one number for each pair")
+    return read_small(array)
 
 
 def _heads(architecture: str, name: str, config: Mapping[str, Any]) -> int:

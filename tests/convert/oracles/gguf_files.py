@@ -89,6 +89,25 @@ def write_model(
     writer.close()
 
 
+def llama3_factors(config: dict[str, Any]) -> np.ndarray | None:
+    """Divisors of the rotary frequencies, from the formula of Llama 3.1's reference code."""
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type") != "llama3":
+        return None
+    dims, context, factor = config["head_dim"], scaling["original_max_position_embeddings"], 8.0
+    factors = []
+    for pair in range(dims // 2):
+        wave = 2 * np.pi * config["rope_theta"] ** (2 * pair / dims)
+        if wave < context / 4.0:
+            factors.append(1.0)
+        elif wave > context / 1.0:
+            factors.append(factor)
+        else:
+            smooth = (context / wave - 1.0) / (4.0 - 1.0)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors)
+
+
 def as_llama_cpp(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Names and values as in a GGUF file."""
     result: dict[str, np.ndarray] = {}

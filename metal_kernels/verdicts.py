@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,9 @@ class Verdict:
     def usable(self) -> bool:
         """Whether the kernel may be used."""
         return self.status == OK
+
+
+_FIELDS = {field.name for field in fields(Verdict)}
 
 
 class Verdicts:
@@ -108,8 +111,11 @@ class Verdicts:
         draft.replace(self.path)
 
 
-def _sound(entry: dict[str, Any]) -> bool:
-    return entry["status"] in (*STATUSES, _CHECKING)
+def _sound(entry: object) -> bool:
+    """Whether an entry of the file is one that was written there."""
+    if not isinstance(entry, dict) or not set(entry) <= _FIELDS:
+        return False
+    return entry.get("status") in (*STATUSES, _CHECKING)
 
 
 def _verdict(entry: dict[str, Any]) -> Verdict:

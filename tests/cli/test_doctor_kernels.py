@@ -1,0 +1,114 @@
+"""`mlxinfer doctor --kernels`: on a GPU, executed on the CPU, and where neither can be done."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "metal_kernels"))
+
+import fake_gpu
+from metal_cpu import requires_compiler
+from mlxinfer.metal_kernels.kinds import KINDS
+from mlxinfer.metal_kernels.selfcheck import Gpu
+from mlxinfer.metal_kernels.verdicts import Verdict
+
+from mlxinfer.cli import _kernels
+from mlxinfer.cli._checks import OK, WARN, judge_kernels, kernels
+
+TIMED_HEADER = [
+    *("VARIANT", "VERDICT", "ERROR", "ALLOWED"),
+    *("KERNEL", "us", "MLX", "us", "RATIO"),
+]
+
+
+@pytest.fixture
+def bitmask_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One small kernel with two variants."""
+    kind = KINDS["bitmask"]
+    small = replace(kind, samples=kind.samples[:2], timed=kind.case)
+    monkeypatch.setattr(_kernels, "KINDS", {"bitmask": small})
+    monkeypatch.setattr(_kernels, "ROUNDS", 2)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, folder: Path, fault: fake_gpu.Fault | None = None) -> None:
+    monkeypatch.setattr(_kernels, "this_gpu", lambda: fake_gpu.gpu(fault)[0])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+
+
+@pytest.mark.usefixtures("bitmask_only")
+def test_on_a_gpu_kernels_are_timed_and_the_report_is_kept(
+    outcome: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    use(monkeypatch, tmp_path)
+    seen = outcome("doctor", "--kernels")
+    assert seen.code == 0
+    lines = seen.out.splitlines()
+    assert lines[0].startswith(fake_gpu.CHIP)
+    assert lines[1].split() == TIMED_HEADER
+    assert lines[2].startswith("bitmask dtype=float32   ok")
+    kept = json.loads((tmp_path / "mlxinfer" / "kernels" / "report.json").read_text())
+    assert [row["status"] for row in kept["kernels"]] == ["ok", "ok"]
+    assert all(row["kernel_us"] > 0 and row["mlx_us"] > 0 for row in kept["kernels"])
+
+
+@pytest.mark.usefixtures("bitmask_only")
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [(fake_gpu.lies, "wrong"), (fake_gpu.does_not_compile, "Unable to build metal library")],
+)
+def test_exit_code_1_where_a_kernel_is_at_fault(
+    fault: fake_gpu.Fault,
+    said: str,
+    outcome: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    use(monkeypatch, tmp_path, fault)
+    seen = outcome("doctor", "--kernels")
+    assert seen.code == 1
+    assert said in seen.out
+    report = json.loads(outcome("doctor", "--kernels", "--json").out)
+    assert not report["ok"]
+    assert set(report) == {"ok", "where", "about", "kernels"}
+    assert report["kernels"][0]["kernel_us"] is None
+
+
+@requires_compiler
+@pytest.mark.usefixtures("bitmask_only")
+def test_without_metal_kernels_are_executed_on_the_cpu(
+    outcome: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_kernels, "this_gpu", lambda: None)
+    seen = outcome("doctor", "--kernels")
+    assert seen.code == 0
+    assert "no Metal here" in seen.out
+    assert [line.split()[-1] for line in seen.out.splitlines()[1:]] == ["FAULTS", "0", "0"]
+    assert json.loads(outcome("doctor", "--kernels", "--json").out)["where"] == "harness"
+
+
+def test_where_nothing_can_be_run_it_says_what_to_install(
+    outcome: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(_kernels, "this_gpu", lambda: None)
+    monkeypatch.setattr(_kernels.importlib.util, "find_spec", lambda _: None)
+    seen = outcome("doctor", "--kernels")
+    assert seen.code == 0
+    assert 'pip install -e ".[test]"' in seen.out
+    monkeypatch.setattr(_kernels, "_tests_folder", lambda: tmp_path)
+    assert "an installed package cannot" in outcome("doctor", "--kernels").out
+
+
+def test_doctor_alone_tells_what_self_checks_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"bitmask dtype=float16 #1": Verdict("wrong"), "sample #2": Verdict("ok")}
+    check = judge_kernels(found)
+    assert (check.status, check.advice) == (WARN, "mlxinfer doctor --kernels")
+    assert "1 of 2: bitmask (wrong)" in check.detail
+    assert judge_kernels({"sample #2": Verdict("ok")}).status == OK
+    assert "not checked yet" in judge_kernels({}).detail
+    fine = Gpu(fake_gpu.FakeDevice(), fake_gpu.CHIP)
+    monkeypatch.setattr("mlxinfer.metal_kernels.selfcheck.this_gpu", lambda: fine)
+    assert kernels().name == "kernels"

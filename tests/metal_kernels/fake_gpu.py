@@ -1,0 +1,70 @@
+"""GPUs that are none: a device that computes the twin, and ones that are at fault."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+from mlxinfer.metal_kernels.bitmask import bitmask_twin
+from mlxinfer.metal_kernels.launch import Launch
+from mlxinfer.metal_kernels.sample import sample_twin
+from mlxinfer.metal_kernels.sampling_cases import bitmask_variant, sample_variant
+from mlxinfer.metal_kernels.selfcheck import Gpu
+
+CHIP = "Fake M9, macOS 99, mlx 1, mlxinfer 1"
+BITMASK = bitmask_variant(mx.float16)
+SAMPLE = sample_variant(mx.float32, masked=True)
+
+Fault = Callable[[list[mx.array]], list[mx.array]]
+
+
+class FakeDevice:
+    """Computes what the twins compute; `fault` makes something else of the outputs of `faulty`."""
+
+    def __init__(self, fault: Fault | None = None, *, faulty: str = "bitmask") -> None:
+        self.launched: list[str] = []
+        self._fault, self._faulty = fault, faulty
+
+    def run(self, launch: Launch) -> list[mx.array]:
+        name = launch.kernel.name
+        self.launched.append(name)
+        twin = {"bitmask": bitmask_twin, "sample": sample_twin}[name]
+        outputs = [twin(*launch.inputs)]
+        return self._fault(outputs) if self._fault and name == self._faulty else outputs
+
+
+def gpu(fault: Fault | None = None, environment: str = CHIP) -> tuple[Gpu, FakeDevice]:
+    device = FakeDevice(fault)
+    return Gpu(device, environment), device
+
+
+def lies(outputs: list[mx.array]) -> list[mx.array]:
+    return [mx.where(mx.arange(output.shape[-1]) == 7, 1.0, output) for output in outputs]
+
+
+def gives_nan(outputs: list[mx.array]) -> list[mx.array]:
+    return [mx.where(mx.arange(output.shape[-1]) == 7, mx.nan, output) for output in outputs]
+
+
+def gives_another_dtype(outputs: list[mx.array]) -> list[mx.array]:
+    return [output.astype(mx.float32) for output in outputs]
+
+
+def does_not_compile(_: list[mx.array]) -> list[mx.array]:
+    raise RuntimeError("[metal::Device] Unable to build metal library from source")
+
+
+def is_interrupted(_: list[mx.array]) -> list[mx.array]:
+    raise KeyboardInterrupt
+
+
+def ends_the_process(_: list[mx.array]) -> list[mx.array]:
+    os.kill(os.getpid(), 9)
+    raise AssertionError("unreachable")
+
+
+def crash(folder: Path) -> None:
+    """What a process does whose GPU takes it down while it checks; run in a process of its own."""
+    from mlxinfer.metal_kernels.selfcheck import choose
+
+    choose([SAMPLE, BITMASK], gpu=gpu(ends_the_process)[0], folder=folder)

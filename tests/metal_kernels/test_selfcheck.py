@@ -1,0 +1,204 @@
+"""Which kernels are used after their self-check, on GPUs that are right, wrong and broken."""
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import fake_gpu
+import mlx.core as mx
+import numpy as np
+import pytest
+from fake_gpu import BITMASK, SAMPLE, gpu
+from metal_cpu import MetalCPU, requires_compiler
+from mlxinfer.metal_kernels import selfcheck
+from mlxinfer.metal_kernels.heads import Heads
+from mlxinfer.metal_kernels.kinds import KINDS
+from mlxinfer.metal_kernels.kv_write_cases import kv_write_variant
+from mlxinfer.metal_kernels.selfcheck import choose, compare, examine, judge, this_gpu
+from mlxinfer.metal_kernels.variants import Case, Variant
+from mlxinfer.metal_kernels.verdicts import CRASHED, FAILED, OK, TWIN, WRONG, Verdict, Verdicts
+
+ALL = frozenset({BITMASK, SAMPLE})
+
+
+def statuses(folder: Path, fault: fake_gpu.Fault | None = None) -> dict[Variant, str]:
+    found = judge(ALL, gpu=gpu(fault)[0], folder=folder)
+    return {variant: verdict.status for variant, verdict in found.items()}
+
+
+def test_a_sound_gpu_runs_each_check_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fine, device = gpu()
+    assert choose([BITMASK, SAMPLE, BITMASK], gpu=fine, folder=tmp_path) == ALL
+    assert sorted(device.launched) == ["bitmask", "sample"]
+    assert choose(ALL, gpu=fine, folder=tmp_path) == ALL
+    assert len(device.launched) == 2
+    assert not caplog.records
+
+
+def test_without_metal_nothing_is_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert choose(ALL, gpu=None, folder=tmp_path) == frozenset()
+    assert {v.status for v in judge(ALL, gpu=None, folder=tmp_path).values()} == {TWIN}
+    assert not caplog.records
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="there is Metal here")
+def test_this_machine_has_no_gpu() -> None:
+    assert this_gpu() is None
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "said"),
+    [
+        (fake_gpu.lies, WRONG, ""),
+        (fake_gpu.gives_nan, WRONG, "NaN"),
+        (fake_gpu.gives_another_dtype, WRONG, "float32"),
+        (fake_gpu.does_not_compile, FAILED, "Unable to build metal library"),
+    ],
+)
+def test_a_faulty_kernel_is_replaced_by_its_twin(
+    fault: fake_gpu.Fault,
+    status: str,
+    said: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broken, device = gpu(fault)
+    with caplog.at_level(logging.WARNING, "mlxinfer.kernels"):
+        assert choose(ALL, gpu=broken, folder=tmp_path) == {SAMPLE}
+    (record,) = caplog.records
+    assert str(BITMASK) in record.getMessage()
+    assert "doctor --kernels" in record.getMessage()
+    verdict = judge([BITMASK], gpu=broken, folder=tmp_path)[BITMASK]
+    assert verdict.status == status
+    assert said in verdict.detail
+    assert device.launched.count("bitmask") == 1
+
+
+def test_a_crash_is_remembered(tmp_path: Path) -> None:
+    """The process dies in the second check; the next one does not run that kernel again."""
+    here = str(Path(__file__).parent)
+    program = f"import sys; sys.path.insert(0, {here!r}); import fake_gpu, pathlib; "
+    program += f"fake_gpu.crash(pathlib.Path({str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    fine, device = gpu()
+    assert statuses(tmp_path) == {SAMPLE: OK, BITMASK: CRASHED}
+    assert choose(ALL, gpu=fine, folder=tmp_path) == {SAMPLE}
+    again = judge(ALL, gpu=fine, folder=tmp_path, again=True)
+    assert again[BITMASK].status == CRASHED
+    assert device.launched == ["sample"]
+
+
+def test_an_interrupted_check_says_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        judge([BITMASK], gpu=gpu(fake_gpu.is_interrupted)[0], folder=tmp_path)
+    assert statuses(tmp_path)[BITMASK] == OK
+
+
+def test_another_mlx_or_chip_is_checked_anew(tmp_path: Path) -> None:
+    assert statuses(tmp_path, fake_gpu.lies)[BITMASK] == WRONG
+    newer, device = gpu(environment=fake_gpu.CHIP.replace("mlx 1", "mlx 2"))
+    assert choose(ALL, gpu=newer, folder=tmp_path) == ALL
+    assert len(device.launched) == 2
+    assert statuses(tmp_path)[BITMASK] == WRONG
+
+
+def test_another_text_of_a_kernel_is_checked_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert statuses(tmp_path, fake_gpu.lies)[BITMASK] == WRONG
+    kind = KINDS["bitmask"]
+    kernels = [replace(kernel, body=kernel.body + " ") for kernel in kind.kernels(BITMASK)]
+    monkeypatch.setitem(KINDS, "bitmask", replace(kind, kernels=lambda _: kernels))
+    assert statuses(tmp_path)[BITMASK] == OK
+
+
+def test_again_checks_what_was_checked(tmp_path: Path) -> None:
+    assert statuses(tmp_path, fake_gpu.lies)[BITMASK] == WRONG
+    fine, device = gpu()
+    assert judge(ALL, gpu=fine, folder=tmp_path, again=True)[BITMASK].status == OK
+    assert len(device.launched) == 2
+    assert statuses(tmp_path)[BITMASK] == OK
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"verdicts": 1}', '{"verdicts": {"a": {"status": "odd"}}}', "\xff"]
+)
+def test_a_damaged_file_holds_nothing(text: str, tmp_path: Path) -> None:
+    Verdicts(tmp_path, fake_gpu.CHIP).path.write_text(text, encoding="latin-1")
+    assert Verdicts(tmp_path, fake_gpu.CHIP).read() == {}
+    assert statuses(tmp_path) == {BITMASK: OK, SAMPLE: OK}
+
+
+def test_one_damaged_entry_is_left_out(tmp_path: Path) -> None:
+    store = Verdicts(tmp_path, fake_gpu.CHIP)
+    store.put("sound", Verdict(OK, 0.0, 0.0))
+    content = json.loads(store.path.read_text())
+    content["verdicts"] |= {"no dict": 3, "odd field": {"status": "ok", "colour": "red"}}
+    store.path.write_text(json.dumps(content))
+    assert store.read() == {"sound": Verdict(OK, 0.0, 0.0)}
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    assert choose(ALL, gpu=gpu()[0], folder=tmp_path / "file" / "below") == ALL
+    assert "cannot be remembered" in caplog.text
+
+
+def test_a_check_under_way_elsewhere_is_waited_for(tmp_path: Path) -> None:
+    store = Verdicts(tmp_path, fake_gpu.CHIP)
+    found: list[dict[Variant, str]] = []
+    with store.exclusively():
+        store.begin("mark")
+        other = threading.Thread(target=lambda: found.append(statuses(tmp_path)))
+        other.start()
+        other.join(0.2)
+        assert not found
+        store.forget("mark")
+    other.join(20)
+    assert found == [{BITMASK: OK, SAMPLE: OK}]
+
+
+def test_differences_are_measured_against_each_tolerance() -> None:
+    def outputs(*errors: float) -> list[mx.array]:
+        return [mx.array([1.0, 2.0 + error, -mx.inf]) for error in errors]
+
+    case = Case(list, list, (0.5, 0.01))
+    assert compare(outputs(0, 0), outputs(0, 0), case).status == OK
+    assert compare(outputs(0.5, 0), outputs(0, 0), case) == Verdict(OK, 0.5, 0.5)
+    verdict = compare(outputs(0.25, 0.125), outputs(0, 0), case)
+    assert (verdict.status, verdict.error, verdict.tolerance) == (WRONG, 0.125, 0.01)
+    infinite = compare(outputs(np.inf, 0), outputs(0, 0), case)
+    assert (infinite.status, infinite.error) == (WRONG, None)
+
+
+def test_variants_say_what_they_are() -> None:
+    heads = Heads(num_heads=4, num_kv_heads=2, head_dim=64, key_bits=4, rotate=True)
+    said = "kv_write dtype=float16 head_dim=64 key_bits=4 num_heads=4 num_kv_heads=2 rotate"
+    assert str(kv_write_variant(heads, mx.float16)) == said
+    assert str(SAMPLE) == "sample dtype=float32 masked"
+    assert Variant.of("x", a=1, b=2) == Variant.of("x", b=2, a=1)
+
+
+@requires_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [v for k in KINDS.values() for v in k.samples], ids=str)
+def test_every_sample_passes_on_the_cpu(variant: Variant) -> None:
+    machine = MetalCPU(seed=3)
+    verdict = examine(variant, machine)
+    assert verdict.status == OK, verdict
+    machine.assert_clean()
+
+
+@requires_compiler
+def test_a_mutant_fails_its_self_check() -> None:
+    wrong = {"(id % 32)) & 1u) != 0": "(id % 31)) & 1u) != 0"}
+    assert examine(BITMASK, MetalCPU(replace=wrong)).status == WRONG
+    assert examine(BITMASK, MetalCPU(replace={"uint id": "uin id"})).status == FAILED
+    assert selfcheck.examine(BITMASK, MetalCPU()).status == OK

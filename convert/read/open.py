@@ -6,7 +6,8 @@ from pathlib import Path
 from ...errors import CheckpointError, ModelNotFoundError
 from .folder import local_side_files, open_folder
 from .gguf.source import open_gguf, part_names
-from .hub import Report, open_repo
+from .hub import open_repo
+from .hubfiles import Report
 from .source import Source
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

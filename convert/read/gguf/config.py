@@ -12,42 +12,12 @@ import numpy as np
 from ....errors import CheckpointError, UnsupportedModelError
 from ....models.jsonfields import Fields
 from ..stored import Array
+from .facts import Facts
+from .rope import check_rope_dims, rope_scaling
 
 _MAX_LAYERS = 2000
 _KINDS = ("sliding_attention", "full_attention")
 _GEMMA3_27B = 62  # layers; llama.cpp tells it by them, and scales by hidden / heads
-
-
-class Facts:
-    """The metadata of one architecture, read key by key."""
-
-    def __init__(self, metadata: Mapping[str, Any], label: str) -> None:
-        self.all = Fields(metadata, label)
-        self.architecture = self.all.text("general.architecture")
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer; an array of the same one for each layer counts."""
-        name = f"{self.architecture}.{key}"
-        value = self.all.get(name)
-        if isinstance(value, np.ndarray):
-            different = np.unique(value).tolist() if value.dtype.kind in "iu" else []
-            if len(different) != 1:
-                raise UnsupportedModelError(
-                    f"{name} in {self.all.where} differs between layers; not supported."
-                )
-            return Fields({name: different[0]}, self.all.where).integer(name)
-        return (
-            self.all.integer(name) if default is None else self.all.integer(name, default=default)
-        )
-
-    def number(self, key: str, default: float | None = None) -> float | None:
-        """A positive number, or the default."""
-        name = f"{self.architecture}.{key}"
-        return self.all.number(name, above=0.0, default=default)
-
-    def has(self, key: str) -> bool:
-        """Whether the key is there."""
-        return self.all.get(f"{self.architecture}.{key}") is not None
 
 
 def make_config(
@@ -86,10 +56,10 @@ def make_config(
         "max_position_embeddings": facts.integer("context_length"),
         "tie_word_embeddings": "lm_head.weight" not in shapes,
         "rope_theta": facts.number("rope.freq_base", 10_000.0),
-        "rope_scaling": _rope_scaling(facts, rope_factors, head_dim),
+        "rope_scaling": rope_scaling(facts, rope_factors, head_dim),
         **_token_ids(facts.all),
     }
-    _check_rope_dims(facts, head_dim)
+    check_rope_dims(facts, head_dim)
     return config | family(facts, shapes, config)
 
 
@@ -217,63 +187,3 @@ def _token_ids(metadata: Fields) -> dict[str, int]:
         for key, name in names.items()
         if metadata.get(name) is not None
     }
-
-
-def _check_rope_dims(facts: Facts, head_dim: int) -> None:
-    dims = facts.integer("rope.dimension_count", head_dim)
-    if dims != head_dim:
-        raise UnsupportedModelError(
-            f"{facts.all.where} turns {dims} of {head_dim} dimensions; expected all of them."
-        )
-
-
-def _rope_scaling(facts: Facts, factors: Array | None, head_dim: int) -> dict[str, Any] | None:
-    if factors is not None:
-        return _llama3_scaling(facts, factors, head_dim)
-    kind = facts.all.text(f"{facts.architecture}.rope.scaling.type", default="none")
-    if kind == "none":
-        return None
-    if kind not in ("linear", "yarn"):
-        raise UnsupportedModelError(
-            f"rope.scaling.type in {facts.all.where} is {kind[:40]!r}; expected linear or yarn."
-        )
-    scaling: dict[str, Any] = {
-        "rope_type": kind,
-        "factor": facts.number("rope.scaling.factor", 1.0),
-    }
-    if kind == "yarn":
-        stated = facts.integer("context_length")
-        context = facts.integer("rope.scaling.original_context_length", stated)
-        scaling["original_max_position_embeddings"] = context
-        scaling["beta_fast"] = facts.number("rope.scaling.yarn_beta_fast", 32.0)
-        scaling["beta_slow"] = facts.number("rope.scaling.yarn_beta_slow", 1.0)
-    return scaling
-
-
-def _llama3_scaling(facts: Facts, factors: Array, head_dim: int) -> dict[str, Any] | None:
-    """The settings that give these divisors of the frequencies; files have no other trace of them.
-
-    Llama 3 (github.com/meta-llama/llama-models, apply_scaling) leaves short waves as they are,
-    divides the frequency of long ones by `factor`, and blends in between.
-    """
-    theta = facts.number("rope.freq_base", 10_000.0)
-    assert theta is not None
-    if factors.shape != (head_dim // 2,) or not np.isfinite(factors).all() or factors.min() < 1.0:
-        raise CheckpointError(f"rope_freqs.weight of {facts.all.where} is not as expected.")
-    if (factors == 1.0).all():
-        return None
-    factor = round(float(factors.max()), 4)
-    waves = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    for context in (2**power for power in range(1, 24)):
-        smooth = np.clip((context / waves - 1.0) / 3.0, 0.0, 1.0)
-        if np.allclose(1.0 / ((1.0 - smooth) / factor + smooth), factors, rtol=1e-3):
-            return {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": context,
-            }
-    raise UnsupportedModelError(
-        f"rope_freqs.weight of {facts.all.where} is not Llama 3's scaling of any context length."
-    )

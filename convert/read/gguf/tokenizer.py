@@ -1,8 +1,4 @@
-"""GGUF metadata -> tokenizer.json and what stands beside it. Knows no tensors.
-
-Two kinds: "gpt2", byte-level BPE with its merges; "llama", SentencePiece, whose merges follow from
-the scores: two pieces that make a third are merged the earlier, the higher that one's score is.
-"""
+"""GGUF metadata -> tokenizer.json and what stands beside it. Knows no tensors."""
 
 import json
 from collections.abc import Mapping
@@ -14,15 +10,12 @@ import tokenizers
 from ....errors import CheckpointError, UnsupportedModelError
 from ....models.jsonfields import Fields
 from ....text.backend import panic_guard
-from .pretokenizers import PRETOKENIZERS, Pretokenizer
+from .words import Json, byte_level, pretokenizer_of, sentence_pieces, token_id, token_of
 
 MAX_TOKENS = 1 << 22
-MAX_PIECE = 256  # characters of a piece that is made by merges
 _CONTROL, _USER_DEFINED = 3, 4
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _ENDS = ("eos", "eot", "eom")
-
-Json = dict[str, Any]
 
 
 def check_tokenizer(metadata: Mapping[str, Any], label: str) -> bool:
@@ -42,7 +35,7 @@ def check_tokenizer(metadata: Mapping[str, Any], label: str) -> bool:
             "folder that has the model's tokenizer.json."
         )
     if kind == "gpt2":
-        _pretokenizer(fields)
+        pretokenizer_of(fields)
     _lists(fields)
     return True
 
@@ -56,10 +49,10 @@ def tokenizer_files(metadata: Mapping[str, Any], label: str) -> dict[str, bytes]
     """
     fields = Fields(metadata, label)
     tokens, kinds = _lists(fields)
-    byte_level = fields.text("tokenizer.ggml.model") == "gpt2"
-    spec = _byte_level(fields, tokens) if byte_level else _sentence_pieces(fields, tokens)
+    by_bytes = fields.text("tokenizer.ggml.model") == "gpt2"
+    spec = byte_level(fields, tokens) if by_bytes else sentence_pieces(fields, tokens)
     spec["added_tokens"] = _added(tokens, kinds)
-    spec["post_processor"] = _frame(fields, tokens, byte_level=byte_level)
+    spec["post_processor"] = _frame(fields, tokens, by_bytes=by_bytes)
     return {
         "tokenizer.json": _verified(spec, label),
         "tokenizer_config.json": _dump(_tokenizer_config(fields, tokens)),
@@ -87,92 +80,6 @@ def _lists(fields: Fields) -> tuple[list[str], Any]:
     return tokens, kinds
 
 
-def _pretokenizer(fields: Fields) -> Pretokenizer:
-    name = fields.text("tokenizer.ggml.pre", default="not said")
-    if name not in PRETOKENIZERS:
-        raise UnsupportedModelError(
-            f"tokenizer.ggml.pre in {fields.where} is {name[:40]!r}; known are "
-            f"{', '.join(PRETOKENIZERS)}. Name a folder that has the model's tokenizer.json."
-        )
-    return PRETOKENIZERS[name]
-
-
-def _byte_level(fields: Fields, tokens: list[str]) -> Json:
-    own = _pretokenizer(fields)
-    bytes_as_letters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    cut: list[Json] = []
-    if own.pattern:
-        pattern = {"Regex": own.pattern}
-        cut.append({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False})
-    cut.append({**bytes_as_letters, "use_regex": own.pattern is None})
-    merges = fields.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list):
-        raise CheckpointError(f"{fields.where} has no tokenizer.ggml.merges.")
-    pairs = [merge.split(" ", 1) for merge in merges]
-    if not all(len(pair) == 2 for pair in pairs):
-        raise CheckpointError(f"tokenizer.ggml.merges in {fields.where} are not pairs of tokens.")
-    return {
-        "normalizer": {"type": "NFC"} if own.normal_form else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": cut},
-        "decoder": {**bytes_as_letters, "use_regex": True},
-        "model": _bpe(tokens, pairs, ignore_merges=own.whole_words),
-    }
-
-
-def _sentence_pieces(fields: Fields, tokens: list[str]) -> Json:
-    prefixed = fields.boolean("tokenizer.ggml.add_space_prefix", default=True)
-    space: Json = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    steps: list[Json] = [
-        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
-    normalizer: Json = space
-    if prefixed:
-        normalizer = {
-            "type": "Sequence",
-            "normalizers": [{"type": "Prepend", "prepend": "▁"}, space],
-        }
-        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    scores = fields.get("tokenizer.ggml.scores")
-    if scores is None:
-        raise CheckpointError(f"{fields.where} has no tokenizer.ggml.scores.")
-    return {
-        "normalizer": normalizer,
-        "pre_tokenizer": None,
-        "decoder": {"type": "Sequence", "decoders": steps},
-        "model": _bpe(
-            tokens,
-            merges_from_scores(tokens, scores.tolist()),
-            byte_fallback=True,
-            fuse_unk=True,
-            unk_token=_token(fields, "unknown", tokens),
-        ),
-    }
-
-
-def merges_from_scores(tokens: list[str], scores: list[float]) -> list[list[str]]:
-    """The merges of a SentencePiece BPE model, in the order in which they are tried."""
-    ids = {token: index for index, token in reversed(list(enumerate(tokens)))}
-    found: list[tuple[float, int, int, str, str]] = []
-    for token, index in ids.items():
-        for cut in range(1, len(token) if len(token) <= MAX_PIECE else 1):
-            left, right = token[:cut], token[cut:]
-            if left in ids and right in ids:
-                found.append((-scores[index], ids[left], ids[right], left, right))
-    found.sort(key=lambda merge: merge[:3])
-    return [[left, right] for *_, left, right in found]
-
-
-def _bpe(tokens: list[str], merges: list[list[str]], **settings: Any) -> Json:
-    vocab: dict[str, int] = {}
-    for index, token in enumerate(tokens):
-        vocab.setdefault(token, index)
-    defaults = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
-    plain = {"unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
-    return {"type": "BPE", **defaults, **plain, **settings, "vocab": vocab, "merges": merges}
-
-
 def _added(tokens: list[str], kinds: Any) -> list[Json]:
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
@@ -182,14 +89,14 @@ def _added(tokens: list[str], kinds: Any) -> list[Json]:
     ]
 
 
-def _frame(fields: Fields, tokens: list[str], *, byte_level: bool) -> Json | None:
+def _frame(fields: Fields, tokens: list[str], *, by_bytes: bool) -> Json | None:
     """Tokens put before and after a text."""
-    usual = _pretokenizer(fields).adds_bos if byte_level else True
+    usual = pretokenizer_of(fields).adds_bos if by_bytes else True
     ends = {
         "bos": fields.boolean("tokenizer.ggml.add_bos_token", default=usual),
         "eos": fields.boolean("tokenizer.ggml.add_eos_token", default=False),
     }
-    named = {name: _token(fields, name, tokens) for name, wanted in ends.items() if wanted}
+    named = {name: token_of(fields, name, tokens) for name, wanted in ends.items() if wanted}
     put = {name: token for name, token in named.items() if token is not None}
     if not put:
         return None
@@ -211,20 +118,8 @@ def _frame(fields: Fields, tokens: list[str], *, byte_level: bool) -> Json | Non
     return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
 
 
-def _token_id(fields: Fields, name: str, tokens: list[str]) -> int | None:
-    key = f"tokenizer.ggml.{name}_token_id"
-    if fields.get(key) is None:
-        return None
-    return fields.integer(key, low=0, high=len(tokens) - 1)
-
-
-def _token(fields: Fields, name: str, tokens: list[str]) -> str | None:
-    index = _token_id(fields, name, tokens)
-    return None if index is None else tokens[index]
-
-
 def _tokenizer_config(fields: Fields, tokens: list[str]) -> Json:
-    named = {key: _token(fields, name, tokens) for key, name in _NAMED.items()}
+    named = {key: token_of(fields, name, tokens) for key, name in _NAMED.items()}
     config: Json = {key: token for key, token in named.items() if token is not None}
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     config["clean_up_tokenization_spaces"] = False
@@ -243,10 +138,10 @@ def _tokenizer_config(fields: Fields, tokens: list[str]) -> Json:
 
 def _generation_config(fields: Fields, tokens: list[str]) -> Json:
     """All tokens that end an answer, not only the first of them."""
-    ends = [_token_id(fields, name, tokens) for name in _ENDS]
+    ends = [token_id(fields, name, tokens) for name in _ENDS]
     known = list(dict.fromkeys(index for index in ends if index is not None))
     config: Json = {"eos_token_id": known} if known else {}
-    first = _token_id(fields, "bos", tokens)
+    first = token_id(fields, "bos", tokens)
     return config if first is None else {"bos_token_id": first, **config}
 
 

@@ -46,6 +46,7 @@ class CompiledGrammar:
             (i // WORD_BITS, np.uint32(~(1 << i % WORD_BITS) & 0xFFFFFFFF))
             for i in table.eos_tokens
         ]
+        self.num_words = -(-table.vocab_size // WORD_BITS)  # of a mask
         self._prototype = self.matcher()
         if self._prototype.is_error():
             raise InvalidRequestError(
@@ -113,21 +114,29 @@ class TokenGrammar:
         grammars: Sequence["TokenGrammar"], rows: Sequence[int], masks: NDArray[np.uint32]
     ) -> None:
         """Write which tokens may come next; without Python's lock, and many in parallel."""
-        address, row_bytes = masks.ctypes.data, masks.strides[0]
-        if len(rows) < PARALLEL_FROM:
-            for grammar, row in zip(grammars, rows, strict=True):
-                grammar._fill(address + row * row_bytes, row_bytes)
+        pairs = list(zip(grammars, rows, strict=True))
+        fits = grammars[0]._compiled.num_words == masks.shape[1]  # the same of one model
+        if fits and len(pairs) >= PARALLEL_FROM:
+            jobs = [(grammar._matcher, row) for grammar, row in pairs]
+            row_bytes = masks.shape[1] * masks.itemsize
+            _executor().unsafe_compute_mask_ptr(jobs, masks.ctypes.data, row_bytes, len(masks))
         else:
-            jobs = [(grammar._matcher, row) for grammar, row in zip(grammars, rows, strict=True)]
-            _executor().unsafe_compute_mask_ptr(jobs, address, row_bytes, len(masks))
-        for grammar, row in zip(grammars, rows, strict=True):
+            for grammar, row in pairs:
+                grammar._fill(masks[row])
+        for grammar, row in pairs:
             if grammar._matcher.is_error() and grammar._start_afresh():
-                grammar._fill(address + row * row_bytes, row_bytes)
+                grammar._fill(masks[row])
             if grammar.accepting:
                 grammar._compiled.forbid_ends(masks[row])
 
-    def _fill(self, address: int, num_bytes: int) -> None:
-        self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
+    def _fill(self, mask: NDArray[np.uint32]) -> None:
+        words = self._compiled.num_words
+        if words == len(mask):
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        else:  # the tokenizer has tokens that the model has not
+            whole = np.zeros(words, dtype=np.uint32)
+            self._matcher.unsafe_compute_mask_ptr(whole.ctypes.data, whole.nbytes)
+            mask[:] = whole[: len(mask)]
 
     def _start_afresh(self) -> bool:
         """Come back to the same place with a lexer of its own; False: that does not help."""

@@ -14,6 +14,7 @@ MAX_BYTES = 1 << 20
 MAX_DEPTH = 100  # levels of JSON
 MAX_STRING = 4096  # characters of a name, a pattern or a literal: each becomes a chain of states
 MAX_PROPERTIES = 1000  # of one object
+MAX_POINTER = 200  # characters that a message shows
 NOTES = frozenset(("title", "description", "$comment", "default", "examples", "deprecated"))
 LITERALS = frozenset(("const", "enum"))
 
@@ -46,7 +47,8 @@ def check_schema(schema: Any, *, place: str) -> None:
 
 def at(place: str, pointer: str, problem: str) -> InvalidRequestError:
     """The error of a schema, at a JSON pointer (RFC 6901) within it."""
-    where = f" at {pointer}" if pointer else ""
+    shown = pointer if len(pointer) <= MAX_POINTER else pointer[:MAX_POINTER] + "…"
+    where = f" at {shown}" if pointer else ""
     return InvalidRequestError(f"{place}{where}: {problem}", param=place)
 
 

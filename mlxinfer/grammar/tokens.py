@@ -45,14 +45,14 @@ def token_table(
     Raises:
         UnsupportedModelError: the model has no end token that this tokenizer knows.
     """
-    ends = sorted(i for i in end_ids if i < tokens.vocab_size)
+    ends = sorted(i for i in end_ids if i < min(tokens.vocab_size, vocab_size))
     if not ends:
         raise UnsupportedModelError("A grammar needs a tokenizer with an end token.")
     size = max(vocab_size, tokens.vocab_size)
     try:
         return llguidance.LLTokenizer(tokens.to_json(), n_vocab=size, eos_token=ends)
     except ValueError:  # a tokenizer of a kind that it does not know
-        wrapped = llguidance.TokenizerWrapper(_Bytes(tokens, ends[0]))
+        wrapped = llguidance.TokenizerWrapper(_Bytes(tokens, ends[0], size))
         return llguidance.LLTokenizer(wrapped, n_vocab=size, eos_token=ends)
 
 
@@ -61,10 +61,11 @@ class _Bytes:
 
     bos_token_id = None
 
-    def __init__(self, tokens: Tokens, end_id: int) -> None:
+    def __init__(self, tokens: Tokens, end_id: int, size: int) -> None:
         self.eos_token_id = end_id
         self.special_token_ids = sorted(tokens.special_ids)
         self.tokens = [tokens.token_bytes(i) for i in range(tokens.vocab_size)]
+        self.tokens += [b""] * (size - tokens.vocab_size)
         self._tokens = tokens
 
     def __call__(self, text: str) -> list[int]:

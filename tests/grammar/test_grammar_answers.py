@@ -1,0 +1,122 @@
+"""Answers of the demo model under drawn schemas: they parse, they satisfy, they hold nobody back.
+
+MLXINFER_SCHEMAS=1000 pytest tests/grammar/test_grammar_answers.py -m ""
+"""
+
+import json
+import os
+import random
+from collections.abc import Iterator, Sequence
+
+import jsonschema
+import pytest
+from grammar.schemas import Schema, draw_schema
+
+from mlxinfer import LLM, Result, SamplingParams
+
+NUM_SCHEMAS = int(os.environ.get("MLXINFER_SCHEMAS", "300"))
+CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
+NEIGHBOURS = ("What is a KV cache?", "Hello", "List three colors", "A page")
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", max_batch=8) as made:
+        yield made
+
+
+def drawn(first: int, count: int) -> list[Schema]:
+    return [draw_schema(random.Random(seed)) for seed in range(first, first + count)]
+
+
+def form(schema: Schema) -> dict[str, object]:
+    return {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
+
+
+def ask(llm: LLM, schemas: Sequence[Schema], temperature: float) -> list[Result]:
+    """Answers under schemas, with as many neighbours under none in the batch."""
+    params = [
+        SamplingParams(max_tokens=600, temperature=temperature, seed=seed)
+        for seed in range(len(schemas))
+    ]
+    prompts = ["Give me JSON: " + name for name, _ in zip("abcdefgh", schemas, strict=False)]
+    free = [SamplingParams(max_tokens=40, temperature=temperature, seed=9)] * len(schemas)
+    results = llm.generate(
+        prompts + list(NEIGHBOURS[: len(schemas)]),
+        params + free,
+        response_format=[*map(form, schemas), *[None] * len(schemas)],
+    )
+    check_neighbours(llm, results[len(schemas) :], free)
+    return results[: len(schemas)]
+
+
+def check_neighbours(llm: LLM, results: list[Result], params: list[SamplingParams]) -> None:
+    for prompt, settings, result in zip(NEIGHBOURS, params, results, strict=False):
+        key = (prompt, settings.temperature)
+        if key not in ALONE:
+            ALONE[key] = llm.generate(prompt, settings).token_ids
+        assert result.token_ids == ALONE[key]
+
+
+ALONE: dict[tuple[str, float], tuple[int, ...]] = {}
+
+
+def check(schema: Schema, result: Result) -> None:
+    assert result.finish_reason == "stop", (schema, result.text)
+    jsonschema.Draft202012Validator(schema, format_checker=CHECKER).validate(
+        json.loads(result.text)
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_satisfy_their_schemas(llm: LLM, temperature: float) -> None:
+    for first in range(0, 20, 4):
+        schemas = drawn(first, 4)
+        for schema, result in zip(schemas, ask(llm, schemas, temperature), strict=True):
+            check(schema, result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_many_answers_satisfy_their_schemas(llm: LLM, temperature: float) -> None:
+    for first in range(0, NUM_SCHEMAS, 4):
+        schemas = drawn(first, 4)
+        for schema, result in zip(schemas, ask(llm, schemas, temperature), strict=True):
+            check(schema, result)
+    print(f"\n{NUM_SCHEMAS} schemas at temperature {temperature}")
+
+
+def test_a_tight_pool_changes_no_answer(llm: LLM) -> None:
+    """Preempted and computed again, with beginnings shared: the same tokens."""
+    schemas = drawn(40, 6)
+    params = [SamplingParams(max_tokens=90, temperature=0.8, seed=s) for s in range(6)]
+    prompts = ["Give me JSON for a person, and do it well: " + name for name in "abcdef"]
+    formats = [form(schema) for schema in schemas]
+    alone = [
+        llm.generate(p, q, response_format=f).token_ids
+        for p, q, f in zip(prompts, params, formats, strict=True)
+    ]
+    with LLM("demo", max_batch=4, num_pages=9) as tight:
+        results = tight.generate(prompts, params, response_format=formats)
+        assert tight.stats()["preemptions"] > 0
+    assert [r.token_ids for r in results] == alone
+
+
+def test_penalties_and_biases_stay_within_the_grammar(llm: LLM) -> None:
+    params = SamplingParams(
+        max_tokens=300,
+        temperature=1.2,
+        seed=3,
+        top_p=0.9,
+        repetition_penalty=1.5,
+        frequency_penalty=1.0,
+        logit_bias=dict.fromkeys(range(3, 200), 20.0),
+        min_tokens=200,
+        ignore_eos=True,
+        logprobs=2,
+    )
+    for schema in drawn(60, 3):
+        result = llm.generate("Give me JSON: ", params, response_format=form(schema))
+        check(schema, result)
+        assert result.logprobs is not None
+        assert len(result.logprobs) == len(result.token_ids)

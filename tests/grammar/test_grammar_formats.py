@@ -1,0 +1,98 @@
+"""response_format to a description: what is accepted, and how the rest is refused."""
+
+import pytest
+
+from mlxinfer.errors import InvalidRequestError
+from mlxinfer.grammar import response_format
+from mlxinfer.grammar.schema import MAX_DEPTH, MAX_PROPERTIES, MAX_STRING
+from mlxinfer.grammar.spec import json_schema
+
+NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+
+
+def wrapped(schema: object, **more: object) -> dict[str, object]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}
+
+
+def test_nothing_and_text_are_any_text() -> None:
+    assert response_format(None) is None
+    assert response_format({"type": "text"}) is None
+
+
+def test_equal_formats_are_one_key() -> None:
+    one, other = response_format(wrapped(NAME)), response_format(wrapped(dict(NAME), strict=True))
+    assert one == other
+    assert hash(one) == hash(other)
+    flat = response_format({"type": "json_schema", "name": "x", "schema": NAME, "strict": False})
+    assert flat.main == one.main
+    assert response_format({"type": "json_object"}) != one
+
+
+@pytest.mark.parametrize(
+    ("value", "param", "words"),
+    [
+        (5, "response_format", "expected"),
+        ({}, "response_format", "json_schema"),
+        ({"type": "xml"}, "response_format", "xml"),
+        ({"type": ["text"]}, "response_format", "expected"),
+        ({"type": "text", "more": 1}, "response_format.more", "more"),
+        ({"type": "json_object", "schema": {}}, "response_format.schema", "not supported"),
+        ({"type": "json_schema"}, "response_format.schema", "missing"),
+        ({"type": "json_schema", "json_schema": 3}, "response_format.json_schema", "an object"),
+        (wrapped(None), "response_format.json_schema.schema", "missing"),
+        (wrapped(NAME, strict="yes"), "response_format.json_schema", "strict"),
+        (wrapped(NAME, other=1), "response_format.json_schema.other", "other"),
+        (wrapped([1]), "response_format.json_schema.schema", "list"),
+        (wrapped(False), "response_format.json_schema.schema", "nothing satisfies"),
+        ({"type": "regex"}, "response_format.regex", "not empty"),
+        ({"type": "regex", "regex": "x" * 5000}, "response_format.regex", "5000"),
+        ({"type": "regex", "regex": "\ud800"}, "response_format.regex", "Unicode"),
+        ({"type": "choice", "choice": []}, "response_format.choice", "list"),
+        ({"type": "choice", "choice": ["a", 1]}, "response_format.choice[1]", "text"),
+        ({"type": "grammar", "grammar": ""}, "response_format.grammar", "empty"),
+    ],
+)
+def test_what_is_wrong_is_named(value: object, param: str, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        response_format(value)
+    assert caught.value.param == param
+    assert caught.value.status == 400
+
+
+def nested(depth: int) -> dict[str, object]:
+    schema: dict[str, object] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (nested(900), f"more than {MAX_DEPTH} levels"),
+        (nested(50_000), f"more than {MAX_DEPTH} levels"),
+        ({"enum": ["x" * (MAX_STRING + 1)]}, "at /enum/0: a string"),
+        ({"const": {"description": "x" * 5000}}, "at /const/description"),
+        ({"properties": {"y" * 5000: {}}}, "at /properties: a name of 5000"),
+        ({"properties": {"a/b~c": {"$ref": "http://x/y"}}}, "at /properties/a~1b~0c.*document"),
+        ({"properties": {"p": {"$ref": "other.json"}}}, "at /properties/p.*document"),
+        ({"properties": {f"p{i}": {} for i in range(MAX_PROPERTIES + 1)}}, "1001 properties"),
+        ({"properties": {"p": {"x-guidance": {"lenient": True}}}}, "x-guidance"),
+        ({"const": float("nan")}, "not JSON"),
+        ({"const": "\udfff"}, "not JSON"),
+        ({"const": {1, 2}}, "not JSON"),
+        ({"enum": [f"value {i}" for i in range(100_000)]}, "bytes; at most"),
+    ],
+)
+def test_a_schema_that_is_not_worth_trying(schema: dict[str, object], words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        json_schema(schema, place="here")
+    assert caught.value.param == "here"
+    assert len(str(caught.value)) < 500
+
+
+def test_notes_may_be_long_and_properties_may_have_their_names() -> None:
+    notes = {"description": "x" * 9000, "examples": ["y" * 9000], "default": "z" * 9000}
+    json_schema({"type": "object", **notes, "properties": {"description": {"type": "string"}}})
+    with pytest.raises(InvalidRequestError, match="/properties/description/const"):
+        json_schema({"properties": {"description": {"const": "x" * 5000}}})

@@ -13,6 +13,9 @@ using namespace metal;
 
 typedef simdgroup_matrix<float, 8, 8> Fragment;
 
+// Before loops over arrays that must stay in registers.
+#define UNROLL _Pragma("clang loop unroll(full)")
+
 constant constexpr int BLOCK = 16;  // tokens that are handled together; a part of one page
 
 struct Place {
@@ -98,8 +101,9 @@ struct StoredNumbers {
   void read(thread Run<N>& run, int token, int span, int first, bool seen, bool) const {
     constexpr int WIDE = Run<N>::WIDE;
     const device C* at = codes + token * WIDTH + span + first;
+    UNROLL
     for (int i = 0; i < N / WIDE; i++) {
-      run.parts[i] = seen ? reinterpret_cast<const device vec<C, WIDE>*>(at)[i] : vec<C, WIDE>(0);
+      run.parts[i] = seen ? reinterpret_cast<const device vec<C, WIDE>*>(at)[i] : vec<C, WIDE>(C(0));
     }
   }
 };
@@ -125,6 +129,7 @@ struct StoredCodes {
   void read(
       thread Run<N>& run, int token, int span, int first, bool seen, bool same_group) const {
     constexpr int BYTES = N * BITS / 8;
+    UNROLL
     for (int i = 0; i < (BYTES + 3) / 4; i++) run.words[i] = 0;
     if (!same_group) run.scale = run.bias = 0;
     if (!seen) return;
@@ -171,6 +176,7 @@ struct Tile {
   void read(thread Run<N>& run, int token, int span, int first, bool, bool) const {
     constexpr int WIDE = Run<N>::WIDE;
     const threadgroup T* at = numbers + token * D + span + first;
+    UNROLL
     for (int i = 0; i < N / WIDE; i++) {
       run.parts[i] = reinterpret_cast<const threadgroup vec<T, WIDE>*>(at)[i];
     }

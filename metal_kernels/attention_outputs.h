@@ -88,12 +88,14 @@ inline void put_alone(
     int base,
     uint lane) {
   const Place at = place_of(lane);
+  UNROLL
   for (int r = 0; r < ROWS; r++) {
     const int row = base + r * 8 + at.row;
     const RowFigures found = {state.peak[r], row_sum(state.total[r])};
     if (row >= to.num_rows) continue;
     const float share = row_share<O, SPLIT, SINKS>(to, found, row, sink_logits, head);
     device O* out = to.numbers + to.vector_of(row) * VD;
+    UNROLL
     for (int c = 0; c < VD / 8; c++) {
       const int number = value_index<VD>(c, at.column);
       out[number] = O(state.outputs[r][c].thread_elements()[0] * share);
@@ -119,6 +121,7 @@ inline void put_merged(
   constexpr int HALF = value_run(VD) / 2;
   constexpr int WIDTH = slice_width(VD);
   const Place at = place_of(lane);
+  UNROLL
   for (int r = 0; r < ROWS; r++) {
     const float total = row_sum(state.total[r]);
     threadgroup float* mine = figures + ((stream * ROWS + r) * 8 + at.row) * 2;
@@ -128,11 +131,14 @@ inline void put_merged(
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
+  UNROLL
   for (int r = 0; r < ROWS; r++) {
     const float fade = fast::exp2(
         state.peak[r] - merged_peak<ROWS>(figures, STREAMS, r * 8 + at.row));
+    UNROLL
     for (int v = 0; v < VD / WIDTH; v++) {
       threadgroup float* mine = slice + (stream * 8 + at.row) * WIDTH + at.column * HALF;
+      UNROLL
       for (int j = 0; j < HALF; j++) {
         mine[j] = state.outputs[r][v * HALF + j].thread_elements()[0] * fade;
         mine[j + HALF] = state.outputs[r][v * HALF + j].thread_elements()[1] * fade;

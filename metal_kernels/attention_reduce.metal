@@ -2,10 +2,10 @@
 //
 // One SIMD group serves one query head of one query token; its lanes share the numbers.
 
-template <int D, bool SINKS, typename O, typename P, typename I>
+template <int D, bool SINKS, typename O, typename F, typename P, typename I>
 inline void attention_reduce(
     const device float* partials,  // (items, heads, rows, D)
-    const device float* figures,   // (items, heads, rows, 2): peak, total
+    F figures,                     // (items, heads, rows, 2): peak, total
     P sink_logits,
     const device int* spans,
     I sizes,
@@ -31,18 +31,26 @@ inline void attention_reduce(
   for (int i = span.first_item; i < last; i++) {
     all.peak = max(all.peak, figures[((long(i) * heads + head) * rows + row) * 2]);
   }
-  float sums[(D + 31) / 32];
-  for (int j = 0; j < (D + 31) / 32; j++) sums[j] = 0;
+  constexpr int OWN = (D + 31) / 32;  // numbers of a lane, 32 apart
+  float sums[OWN] = {0};
   for (int i = span.first_item; i < last; i++) {
     const long vector = (long(i) * heads + head) * rows + row;
     const float fade = fast::exp2(figures[vector * 2] - all.peak);
     all.total += figures[vector * 2 + 1] * fade;
-    for (int j = lane; j < D; j += 32) sums[j / 32] += partials[vector * D + j] * fade;
+    UNROLL
+    for (int j = 0; j < OWN; j++) {
+      const int number = j * 32 + lane;
+      if (number < D) sums[j] += partials[vector * D + number] * fade;
+    }
   }
   const float peak = all.peak;
   if (SINKS) all = all.with_sink(sink_logits, query_head);
   const float share = fast::exp2(peak - all.peak) / all.total;
   const long vector = long(span.row + query) * query_heads + query_head;
-  for (int j = lane; j < D; j += 32) outputs[vector * D + j] = O(sums[j / 32] * share);
+  UNROLL
+  for (int j = 0; j < OWN; j++) {
+    const int number = j * 32 + lane;
+    if (number < D) outputs[vector * D + number] = O(sums[j] * share);
+  }
   if (lane == 0) log_sum_exp[vector] = all.log_sum_exp();
 }

@@ -38,9 +38,11 @@ struct RunningSoftmax {
   float total[ROWS];  // of this lane's columns; row_sum has all
 
   void clear() {
+    UNROLL
     for (int r = 0; r < ROWS; r++) {
       peak[r] = LOWEST;
       total[r] = 0;
+      UNROLL
       for (int c = 0; c < CHUNKS; c++) outputs[r][c] = Fragment(0);
     }
   }
@@ -48,8 +50,10 @@ struct RunningSoftmax {
   // Scores become weights; what was summed so far fades where a higher peak came.
   template <int GROUPS>
   void weigh(thread Fragment (&scores)[ROWS][GROUPS]) {
+    UNROLL
     for (int r = 0; r < ROWS; r++) {
       float top = peak[r];
+      UNROLL
       for (int g = 0; g < GROUPS; g++) {
         top = max(top, scores[r][g].thread_elements()[0]);
         top = max(top, scores[r][g].thread_elements()[1]);
@@ -57,7 +61,9 @@ struct RunningSoftmax {
       top = row_max(top);
       const float fade = fast::exp2(peak[r] - top);
       float sum = 0;
+      UNROLL
       for (int g = 0; g < GROUPS; g++) {
+        UNROLL
         for (int e = 0; e < 2; e++) {
           const float weight = fast::exp2(scores[r][g].thread_elements()[e] - top);
           scores[r][g].thread_elements()[e] = weight;
@@ -66,6 +72,7 @@ struct RunningSoftmax {
       }
       peak[r] = top;
       total[r] = total[r] * fade + sum;
+      UNROLL
       for (int c = 0; c < CHUNKS; c++) outputs[r][c].thread_elements() *= fade;
     }
   }
@@ -81,22 +88,29 @@ inline void add_scores(
     Place at) {
   constexpr int RUN = key_run(D);
   constexpr int SPAN = 8 * RUN;
+  UNROLL
   for (int v = 0; v < D / SPAN; v++) {
     typename Keys::template Run<RUN> runs[GROUPS][2];
+    UNROLL
     for (int g = 0; g < GROUPS; g++) {
+      UNROLL
       for (int e = 0; e < 2; e++) {
         const int token = 8 * g + at.column + e;
         keys.template read<RUN, SPAN>(
             runs[g][e], token, v * SPAN, at.row * RUN, seen[g][e], false);
       }
     }
+    UNROLL
     for (int j = 0; j < RUN; j++) {
       Fragment rows[ROWS];
+      UNROLL
       for (int r = 0; r < ROWS; r++) rows[r] = queries.at(r, v * RUN + j);
+      UNROLL
       for (int g = 0; g < GROUPS; g++) {
         Fragment part;
         part.thread_elements()[0] = runs[g][0].at(j);
         part.thread_elements()[1] = runs[g][1].at(j);
+        UNROLL
         for (int r = 0; r < ROWS; r++) {
           simdgroup_multiply_accumulate(scores[r][g], rows[r], part, scores[r][g]);
         }
@@ -117,15 +131,19 @@ inline void add_values(
   constexpr int HALF = RUN / 2;
   constexpr int SPAN = 8 * HALF;
   constexpr int SHARED = Values::template spans<SPAN>();
+  UNROLL
   for (int g = 0; g < GROUPS; g++) {
     typename Values::template Run<RUN> run;
+    UNROLL
     for (int v = 0; v < CHUNKS / HALF; v++) {
       values.template read<RUN, SPAN>(
           run, 8 * g + at.row, v * SPAN, at.column * HALF, seen[g], v % SHARED != 0);
+      UNROLL
       for (int j = 0; j < HALF; j++) {
         Fragment part;
         part.thread_elements()[0] = run.at(j);
         part.thread_elements()[1] = run.at(j + HALF);
+        UNROLL
         for (int r = 0; r < ROWS; r++) {
           thread Fragment& sum = state.outputs[r][v * HALF + j];
           simdgroup_multiply_accumulate(sum, weights[r][g], part, sum);

@@ -37,15 +37,18 @@ inline void read_latents(
   constexpr int SPAN = 8 * HALF_RUN;
   constexpr int SHARED = Rows::template spans<SPAN>() * HALF_RUN;
   typename Rows::template Run<2 * HALF_RUN> run;
+  UNROLL
   for (int c = 0; c < VD / TEAM / 8; c += HALF_RUN) {
     const int first = latent_index<KD, VD>(part, c, 0);
     rows.template read<2 * HALF_RUN, SPAN>(
         run, token, first, at.column * HALF_RUN, seen, c % SHARED != 0);
+    UNROLL
     for (int j = 0; j < HALF_RUN; j++) {
       latents[c + j].thread_elements()[0] = run.at(j);
       latents[c + j].thread_elements()[1] = run.at(j + HALF_RUN);
     }
   }
+  UNROLL
   for (int c = VD / TEAM / 8; c < CHUNKS; c++) {
     const int first = latent_index<KD, VD>(part, c, 0);
     typename Rows::template Run<2> pair;
@@ -61,9 +64,12 @@ struct LatentQueries {
   vec<T, 2> pairs[2][KD / TEAM / 8];
 
   void load(const device T* first, int base, int num_rows, int part, Place at) {
+    UNROLL
     for (int r = 0; r < 2; r++) {
+      UNROLL
       for (int c = 0; c < KD / TEAM / 8; c++) {
         const int number = latent_index<KD, VD>(part, c, at.row);
+        UNROLL
         for (int e = 0; e < 2; e++) {
           const int row = base + r * 8 + at.column + e;
           pairs[r][c][e] = row < num_rows ? first[long(row) * KD + number] : T(0);
@@ -125,7 +131,9 @@ inline void mla_attention(
   LatentQueries<KD, VD, T> rows;
   rows.load(queries + first * KD, base, num_rows, part, at);
   Fragment sums[2][VALUE_CHUNKS];
+  UNROLL
   for (int r = 0; r < 2; r++) {
+    UNROLL
     for (int c = 0; c < VALUE_CHUNKS; c++) sums[r][c] = Fragment(0);
   }
   // Partial scores (parts, rows, tokens); then weights in part 0, fades at token 0 of part 1.
@@ -142,12 +150,15 @@ inline void mla_attention(
     if (!place.held) continue;
     const auto stored = latents.at(place);
     Fragment held[2][CHUNKS];
+    UNROLL
     for (int g = 0; g < 2; g++) {
       const int token = 8 * g + at.row;
       read_latents<KD, VD>(
           held[g], stored, token, reach.seen(span, position + token), part, at);
+      UNROLL
       for (int r = 0; r < 2; r++) {
         Fragment partial = Fragment(0);
+        UNROLL
         for (int c = 0; c < CHUNKS; c++) {
           simdgroup_multiply_accumulate(partial, held[g][c], rows.at(r, c), partial);
         }
@@ -166,14 +177,18 @@ inline void mla_attention(
     scores[mine] = score;
     if (mine % BLOCK == 0) scores[SCORES + mine] = fade;
     threadgroup_barrier(mem_flags::mem_threadgroup);
+    UNROLL
     for (int r = 0; r < 2; r++) {
       const int row = (r * 8 + at.row) * BLOCK;
       const float faded = scores[SCORES + row];
+      UNROLL
       for (int c = 0; c < VALUE_CHUNKS; c++) sums[r][c].thread_elements() *= faded;
+      UNROLL
       for (int g = 0; g < 2; g++) {
         Fragment weights;
         weights.thread_elements()[0] = scores[row + 8 * g + at.column];
         weights.thread_elements()[1] = scores[row + 8 * g + at.column + 1];
+        UNROLL
         for (int c = 0; c < VALUE_CHUNKS; c++) {
           simdgroup_multiply_accumulate(sums[r][c], weights, held[g][c], sums[r][c]);
         }
@@ -191,11 +206,13 @@ inline void mla_attention(
     if (my_row < num_rows) put_figures<O, SPLIT, false>(to, found, my_row, figures, 0);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
+  UNROLL
   for (int r = 0; r < 2; r++) {
     const int row = base + r * 8 + at.row;
     if (row >= num_rows) continue;
     const float share = scores[(r * 8 + at.row) * BLOCK];
     device O* out = to.numbers + to.vector_of(row) * VD;
+    UNROLL
     for (int c = 0; c < VALUE_CHUNKS; c++) {
       const int number = latent_index<KD, VD>(part, c, at.column);
       out[number] = O(sums[r][c].thread_elements()[0] * share);

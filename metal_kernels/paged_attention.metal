@@ -71,6 +71,7 @@ inline void paged_attention(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   int query_positions[ROWS];
+  UNROLL
   for (int r = 0; r < ROWS; r++) {
     query_positions[r] = min(span.start + (r * 8 + at.row) / group, span.stop - 1);
   }

@@ -37,14 +37,14 @@ _streamed = MetalKernel(
     outputs=("outputs", "figures"),
     includes=INCLUDES,
     body=f"""
-  constexpr int QUERIES = FRAGMENTS * 8 * KEY_DIM;
+  constexpr int QUERIES = FRAGMENTS * 8 * KEY_DIM * sizeof(T) / sizeof(float4);
   constexpr int FIGURES = STREAMS * FRAGMENTS * 8 * 2;
   constexpr int SLICES = STREAMS * 8 * slice_width(VALUE_DIM);
-  threadgroup T shared_queries[QUERIES];
+  threadgroup float4 shared_queries[QUERIES];
   threadgroup float shared_figures[FIGURES];
   threadgroup float slices[SLICES];
   paged_attention<KEY_DIM, VALUE_DIM, FRAGMENTS, SPLIT, SINKS>({ARGUMENTS},
-      shared_queries, shared_figures, slices,{POSITION});
+      reinterpret_cast<threadgroup T*>(shared_queries), shared_figures, slices,{POSITION});
 """,
 )
 _shared = MetalKernel(
@@ -55,10 +55,10 @@ _shared = MetalKernel(
     body=f"""
   constexpr int MERGED = SIMD_GROUPS * 8 * (FRAGMENTS * 2 + slice_width(VALUE_DIM));
   constexpr int SCRATCH = scratch_floats(
-      KEY_DIM + VALUE_DIM, sizeof(T), PARTNERS == 1 ? 0 : MERGED);
-  threadgroup float scratch[SCRATCH];
+      KEY_DIM + VALUE_DIM, sizeof(T), PARTNERS == 1 ? 0 : MERGED) / 4;
+  threadgroup float4 scratch[SCRATCH];
   paged_attention_shared<KEY_DIM, VALUE_DIM, FRAGMENTS, SIMD_GROUPS, PARTNERS, SPLIT, SINKS>(
-      {ARGUMENTS}, scratch,{POSITION});
+      {ARGUMENTS}, reinterpret_cast<threadgroup float*>(scratch),{POSITION});
 """,
 )
 

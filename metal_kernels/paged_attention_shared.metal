@@ -33,10 +33,13 @@ struct OwnQueries {
   }
 
   void load(const device T* first, int query_heads, int group, int base, int num_rows, Place at) {
+    UNROLL
     for (int r = 0; r < ROWS; r++) {
       const int row = base + r * 8 + at.row;
       const long vector = long(row / group) * query_heads + row % group;
+      UNROLL
       for (int c = 0; c < D / 8; c++) {
+        UNROLL
         for (int e = 0; e < 2; e++) {
           const int number = key_index<D>(c, at.column + e);
           pairs[r][c][e] = row < num_rows ? first[vector * D + number] : T(0);
@@ -57,6 +60,7 @@ inline void fill_tile(
     const bool seen = reach.seen(span, position + token);
     typename Rows::template Run<8> run;
     rows.template read<8, 8>(run, skipped + token, first, 0, seen, false);
+    UNROLL
     for (int j = 0; j < 8; j++) tile[token * D + first + j] = T(run.at(j));
   }
 }
@@ -88,6 +92,7 @@ inline void paged_attention_shared(
   OwnQueries<T, KD, ROWS> rows;
   rows.load(queries + first * KD, query_heads, group, base, num_rows, at);
   int query_positions[ROWS];
+  UNROLL
   for (int r = 0; r < ROWS; r++) {
     query_positions[r] = min(span.start + (base + r * 8 + at.row) / group, span.stop - 1);
   }

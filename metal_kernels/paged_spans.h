@@ -108,15 +108,21 @@ inline void attend_tokens(
   bool key_seen[GROUPS][2];
   bool value_seen[GROUPS];
   Fragment scores[ROWS][GROUPS];
+  UNROLL
   for (int g = 0; g < GROUPS; g++) {
     const int token = position + 8 * g;
     value_seen[g] = reach.seen(span, token + at.row);
+    UNROLL
     for (int e = 0; e < 2; e++) key_seen[g][e] = reach.seen(span, token + at.column + e);
+    UNROLL
     for (int r = 0; r < ROWS; r++) scores[r][g] = Fragment(0);
   }
   add_scores<KD>(scores, queries, keys, key_seen, at);
+  UNROLL
   for (int r = 0; r < ROWS; r++) {
+    UNROLL
     for (int g = 0; g < GROUPS; g++) {
+      UNROLL
       for (int e = 0; e < 2; e++) {
         const float score = scaled(scores[r][g].thread_elements()[e]);
         const bool sees = reach.sees(query_positions[r], position + 8 * g + at.column + e);

@@ -11,7 +11,7 @@ from mlxinfer.metal_kernels.mla_attention import (
     row_teams,
 )
 
-from mlxinfer.bench.kernel_scenes import Inputs, Scene, build
+from mlxinfer.bench.kernel_scenes import Scene, build
 
 DIMS = {"key_dim": 576, "value_dim": 8}  # the second plane is not used
 SCENES = {
@@ -23,9 +23,9 @@ SCENES = {
 }
 
 
-def run(scene: Scene, seed: int = 0) -> tuple[float, Inputs, int]:
+def run(scene: Scene, seed: int = 0) -> float:
     inputs = build(scene)
-    share, machine = check(
+    return check(
         mla_attention_on_metal,
         mla_attention_gathered,
         inputs,
@@ -33,22 +33,12 @@ def run(scene: Scene, seed: int = 0) -> tuple[float, Inputs, int]:
         seed=seed,
         scale=192**-0.5,
     )
-    names = [name for name in machine.reports[0].buffers if name.startswith("latent_")]
-    traffic = machine.reports[0].total([n for n in names if not n.endswith("_shape")])
-    return share, inputs, traffic.unique_per_threadgroup_bytes
 
 
 @requires_compiler
 @pytest.mark.parametrize("name", SCENES)
 def test_agrees_with_its_twin(name: str) -> None:
     run(SCENES[name], seed=len(name))
-
-
-@requires_compiler
-def test_latents_are_read_once_for_32_rows() -> None:
-    scene = Scene([100], [1], group=20, bits=(8, None), **DIMS)
-    _, inputs, read = run(scene)
-    assert read == inputs.visible * inputs.keys.vector_bytes
 
 
 @requires_compiler
@@ -71,7 +61,7 @@ def test_sweep(dtype: mx.Dtype, bits: int | None, rows: tuple[int, int]) -> None
             seed=index,
             **DIMS,
         )
-        shares.append(run(scene, seed=index)[0])
+        shares.append(run(scene, seed=index))
     print(f"{dtype}, {bits}, {rows}: {len(shares)} clean, worst error {max(shares):.2f} of allowed")
 
 

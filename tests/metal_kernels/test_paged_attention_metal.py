@@ -1,7 +1,8 @@
 import mlx.core as mx
 import pytest
 from attention_checks import check
-from metal_cpu import requires_compiler
+from metal_cpu import MetalCPU, requires_compiler
+from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.paged_attention_gather import paged_attention_gathered
 from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
 
@@ -42,6 +43,7 @@ SCENES = {
 SPLIT = {
     "at a boundary": Scene([64, 65, 63], [1, 1, 1], group=4, item_blocks=2),
     "window and sinks": Scene([400], [2], group=4, item_blocks=2, window=150, sinks=4),
+    "one row": Scene([40], [1], item_blocks=2),
     "uneven rows": Scene([97, 20], [2, 1], group=3, item_blocks=1),
 }
 FORMATS = {
@@ -84,6 +86,39 @@ def test_formats_and_head_dims(name: str) -> None:
 @pytest.mark.parametrize("name", SHARED)
 def test_rows_that_share_tiles(name: str) -> None:
     run(SHARED[name], sinks=True, seed=2)
+
+
+# What a careless change would break, and a scene that shows it.
+MUTANTS = {
+    "an older key than the window's": ("key > query - window", "key >= query - window", "window"),
+    "a later key": ("key <= query &&", "key <= query + 1 &&", "three rows"),
+    "the sinks of no page": ("i < sink_blocks ? i", "i <= sink_blocks ? i", "window and sinks"),
+    "the wrong half of the tail": ("position % ring}", "(position + page_size) % ring}", "ragged"),
+    "weights of another stream": ("slice[s * 8 * WIDTH + i]", "slice[i]", "batch of 9"),
+    "no barrier": (
+        "shared_queries, queries + first * KD, query_heads, group, num_rows, stream * 32 + lane);"
+        "\n  threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "shared_queries, queries + first * KD, query_heads, group, num_rows, stream * 32 + lane);",
+        "one page",
+    ),
+}
+
+
+@requires_compiler
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(name: str) -> None:
+    before, after, scene = MUTANTS[name]
+    inputs = build(SCENES[scene])
+    machine = MetalCPU(replace={before: after})
+    with running_on(machine):
+        found, _ = paged_attention_on_metal(
+            inputs.queries, inputs.keys, inputs.values, inputs.plan, scale=0.125
+        )
+    expected, _ = paged_attention_gathered(
+        inputs.queries, inputs.keys, inputs.values, inputs.plan, scale=0.125
+    )
+    close = mx.allclose(found.astype(mx.float32), expected.astype(mx.float32), atol=4e-3).item()
+    assert machine.reports[0].faults or not close
 
 
 def test_what_no_kernel_has_is_refused() -> None:

@@ -55,7 +55,7 @@ def test_sweep(dtype: str, bits: str, dim: int) -> None:
     for index in range(NUM_SCENES):
         scene = draw(rng, index, dim, dtype=DTYPES[dtype], bits=FORMATS[bits])
         inputs = build(scene)
-        share, _ = check(
+        share = check(
             paged_attention_on_metal,
             paged_attention_gathered,
             inputs,

@@ -1,0 +1,82 @@
+"""Bytes of keys and values that the attention kernels move, over the least there is to move."""
+
+from itertools import product
+
+import pytest
+from metal_cpu import requires_compiler
+
+from mlxinfer.bench.kernel_scenes import Scene
+from mlxinfer.bench.kernel_traffic import (
+    Moved,
+    moved,
+    moved_by_mlx,
+    moved_latents,
+    moved_unfused,
+)
+from mlxinfer.bench.kernels import BITS, ROWS, STORED
+
+SAMPLE = [(64, 8, 8, 1), (128, 16, 4, 1), (128, 4, 1, 1), (128, 4, 16, 1), (256, 16, 8, 1)]
+SAMPLE += [(128, 8, 4, 4), (256, 4, 16, 4)]
+
+
+def one_head(dim: int, bits: int, group: int, queries: int, tokens: int = 300) -> Scene:
+    stored = (STORED[bits], STORED[bits])
+    return Scene([tokens], [queries], group=group, key_dim=dim, value_dim=dim, bits=stored)
+
+
+def assert_least(ours: Moved, group: int, queries: int) -> None:
+    assert 1 <= ours.unique <= 1.05
+    assert 1 <= ours.requested <= (1.05 if group <= 8 and queries == 1 else 2)
+    assert ours.dequantised is None or 1 <= ours.dequantised <= 1.05
+
+
+@requires_compiler
+@pytest.mark.parametrize(("dim", "bits", "group", "queries"), SAMPLE)
+def test_each_key_and_value_is_loaded_once(dim: int, bits: int, group: int, queries: int) -> None:
+    assert_least(moved(one_head(dim, bits, group, queries)), group, queries)
+
+
+@requires_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dim", "bits", "rows"), list(product((64, 80, 96, 112, 128, 192, 256), BITS, ROWS))
+)
+def test_everywhere(dim: int, bits: int, rows: tuple[int, int]) -> None:
+    assert_least(moved(one_head(dim, bits, *rows)), *rows)
+
+
+@requires_compiler
+def test_a_window_is_all_that_is_read() -> None:
+    scene = Scene([400], [1], group=4, key_dim=128, value_dim=128, window=70, sinks=4)
+    assert_least(moved(scene), 4, 1)
+
+
+@requires_compiler
+def test_split_sequences_of_a_batch_too() -> None:
+    scene = Scene([400, 3, 50], [1, 1, 1], kv_heads=2, group=4, item_blocks=4)
+    assert_least(moved(scene), 4, 1)
+
+
+@requires_compiler
+def test_what_mlx_moves() -> None:
+    found = moved_by_mlx(one_head(128, 16, 4, 1))
+    vector, two_pass = found["sdpa_vector"], found["2pass"]
+    assert vector is not None
+    assert vector.unique == pytest.approx(4, rel=0.01)
+    assert two_pass is not None
+    assert (two_pass.requested, two_pass.unique) == pytest.approx((4, 1), rel=0.01)
+    assert found["2pass_gqa"] is None
+
+
+def test_what_mlx_lm_moves_unfused() -> None:
+    # 4 bits, 128 numbers: 144 bytes of keys and values, 4 query heads, 4 scores of 2 bytes moved
+    # 4 times.
+    assert moved_unfused(one_head(128, 4, 4, 1)) == pytest.approx(4 + 32 / 144)
+
+
+@requires_compiler
+def test_latents_are_read_once_for_32_heads() -> None:
+    scene = Scene([100], [1], group=20, key_dim=576, value_dim=8, bits=(8, None))
+    ours = moved_latents(scene)
+    assert ours.unique == 1
+    assert ours.dequantised == 2  # by each of two sets of 16 heads

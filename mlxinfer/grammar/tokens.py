@@ -16,7 +16,6 @@ class Tokens(Protocol):
     """What is needed of a tokenizer; `text.Tokenizer` is one."""
 
     vocab_size: int
-    special_ids: frozenset[int]
     added_tokens: dict[int, Any]
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -63,7 +62,7 @@ class _Bytes:
 
     def __init__(self, tokens: Tokens, end_id: int, size: int) -> None:
         self.eos_token_id = end_id
-        self.special_token_ids = sorted(tokens.special_ids)
+        self.special_token_ids = sorted(tokens.added_tokens)
         self.tokens = [tokens.token_bytes(i) for i in range(tokens.vocab_size)]
         self.tokens += [b""] * (size - tokens.vocab_size)
         self._tokens = tokens

@@ -88,7 +88,7 @@ def test_many_answers_satisfy_their_schemas(llm: LLM, temperature: float) -> Non
 
 def test_a_tight_pool_changes_no_answer(llm: LLM) -> None:
     """Preempted and computed again, with beginnings shared: the same tokens."""
-    schemas = drawn(40, 6)
+    schemas = [*drawn(40, 3), *[{"type": "string", "minLength": n} for n in (99, 150, 200)]]
     params = [SamplingParams(max_tokens=90, temperature=0.8, seed=s) for s in range(6)]
     prompts = ["Give me JSON for a person, and do it well: " + name for name in "abcdef"]
     formats = [form(schema) for schema in schemas]

@@ -3,17 +3,18 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from .body import ClientGoneError, decode, read_body
 from .call import Call
 from .protocol import ABORT
 from .replies import NO_STORE, Body, Events, Reply
 from .service import Service
+from .stall import StallWatch
 from .styles import OPENAI, ErrorStyle, public
 
 Handler = Callable[[Call, Any], Awaitable[Reply]]
@@ -59,7 +60,7 @@ class Served:
         if self.endpoint.body is not None:
             body = await self._body(scope, receive)
         async with Call(self.service, scope) as call:
-            await unless_gone(self._answer(call, body, send), receive, call)
+            await unless_gone(self._answer(call, body, send), receive)
 
     async def _body(self, scope: Scope, receive: Receive) -> Any:
         assert self.endpoint.body is not None
@@ -83,24 +84,24 @@ class Served:
         headers.append((b"x-accel-buffering", b"no"))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         limit_s = self.service.config.send_timeout_s
-        frames = reply.frames
-        try:
-            async for frame in frames:
-                async with asyncio.timeout(limit_s):
-                    await send({"type": "http.response.body", "body": frame, "more_body": True})
-        except TimeoutError:  # closing would wait for the client to read what it was sent
-            call.scope["state"][ABORT]()
-            raise ClientGoneError from None
-        except (
-            Exception
-        ) as error:  # the fault boundary of a stream: its client is told, then it ends
-            call.log["error"] = type(error).__name__
-            shown = public(error)
-            if shown is not error:
-                log.error("stream failed", exc_info=error, extra={"request_id": call.id})
-            event = self.endpoint.style.event(shown)
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        with StallWatch(send, limit_s, call.scope["state"][ABORT]) as watch:
+            try:
+                async for frame in reply.frames:
+                    await watch.send(_part(frame))
+            except Exception as error:  # the fault boundary of a stream: it ends by saying so
+                await watch.send(_part(self._event_of(error, call)))
+            await watch.send(_part(b"", more=False))
+
+    def _event_of(self, error: Exception, call: Call) -> bytes:
+        call.log["error"] = type(error).__name__
+        shown = public(error)
+        if shown is not error:
+            log.error("stream failed", exc_info=error, extra={"request_id": call.id})
+        return self.endpoint.style.event(shown)
+
+
+def _part(body: bytes, *, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
 
 
 async def send_body(send: Send, reply: Body) -> None:
@@ -115,7 +116,7 @@ async def send_body(send: Send, reply: Body) -> None:
     await send({"type": "http.response.body", "body": reply.content, "more_body": False})
 
 
-async def unless_gone(work: Any, receive: Receive, call: Call) -> None:
+async def unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
     """Run `work`; cancel it when the client hangs up.
 
     Raises:

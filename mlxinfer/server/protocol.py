@@ -43,6 +43,11 @@ class PatientProtocol(H11Protocol):
         self._stop_waiting()
         super().connection_lost(exc)
 
+    def timeout_keep_alive_handler(self) -> None:
+        """Close a connection that is silent; who does not even read what is left is cut off."""
+        super().timeout_keep_alive_handler()
+        self.loop.call_later(self.header_timeout_s, self.transport.abort)
+
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP, in the shape that other errors have."""
         body = OPENAI.body(InvalidRequestError(msg))

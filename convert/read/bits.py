@@ -1,14 +1,12 @@
-"""Small unsigned integers packed into words, as MLX packs them. Knows numpy only.
+"""Small unsigned integers out of the words in which MLX packs them. Knows numpy only.
 
 A row is one stream of bits, the lowest bit of the lowest byte first: number i occupies the bits
 from i * bits on, so eight numbers fill `bits` bytes. GPTQ and compressed-tensors do the same.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
-Codes = NDArray[np.uint8]
-Words = NDArray[np.uint32]
+from ..bits import Codes, Words
 
 
 def unpack(words: Words, bits: int, count: int) -> Codes:
@@ -39,18 +37,3 @@ def _unpack_odd(octets: Codes, bits: int) -> Codes:
     for index in range(8):
         codes[..., index] = (whole >> np.uint64(index * bits)) & np.uint64((1 << bits) - 1)
     return codes
-
-
-def pack(codes: Codes, bits: int) -> Words:
-    """(..., count) uint8 -> (..., count * bits / 32) uint32; count is a multiple of 32."""
-    assert codes.shape[-1] % 32 == 0, codes.shape
-    if bits == 8:
-        return np.ascontiguousarray(codes).view(np.uint32)
-    eights = codes.reshape(*codes.shape[:-1], -1, 8)
-    whole = np.zeros(eights.shape[:-1], np.uint64)
-    for index in range(8):
-        whole |= eights[..., index].astype(np.uint64) << np.uint64(index * bits)
-    octets = np.empty((*whole.shape, bits), np.uint8)
-    for index in range(bits):
-        octets[..., index] = (whole >> np.uint64(8 * index)) & np.uint64(0xFF)
-    return octets.reshape(*codes.shape[:-1], -1).view(np.uint32)

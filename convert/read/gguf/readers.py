@@ -11,8 +11,8 @@ import mlx.core as mx
 import numpy as np
 
 from ....errors import UnsupportedModelError
+from ...bits import Words, pack
 from ..affine import AffineReader, affine_format
-from ..bits import Words, pack
 from ..reader import Reader, not_packed
 from ..schemes.fp4 import MXFP4, fp4_values
 from ..source import Packed, TensorInfo
@@ -122,7 +122,7 @@ class _Affine(AffineReader):
         *middle, in_dims = self.info.shape[1:]
         lead = (rows.stop - rows.start, *middle)
         groups = (*lead, in_dims // 32)
-        words = pack(codes.reshape(*lead, in_dims), self.bits)
+        words = pack(codes.reshape(-1, in_dims), self.bits).reshape(*lead, -1)
         return words, scales.reshape(groups), biases.reshape(groups)
 
 

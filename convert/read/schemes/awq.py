@@ -12,8 +12,9 @@ import numpy as np
 
 from ....errors import UnsupportedModelError
 from ....models.jsonfields import Fields
+from ...bits import Words, pack
 from ..affine import AffineReader, affine_format
-from ..bits import Words, pack, unpack
+from ..bits import unpack
 from ..modules import Leaves
 from ..reader import Reader
 from ..source import TensorInfo

@@ -13,8 +13,9 @@ import numpy as np
 
 from ....errors import UnsupportedModelError
 from ....models.jsonfields import Fields
+from ...bits import Words
 from ..affine import AffineReader, MixedReader, affine_format
-from ..bits import Words, unpack
+from ..bits import unpack
 from ..modules import Leaves
 from ..reader import Reader
 from ..source import TensorInfo

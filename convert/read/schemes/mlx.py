@@ -10,8 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 from ....models.quantization import QuantFormat, Quantization
+from ...bits import Words
 from ..affine import AffineReader
-from ..bits import Words
 from ..modules import Leaves
 from ..reader import Reader
 from ..source import Packed, TensorInfo

@@ -180,12 +180,13 @@ class _Handler(BaseHTTPRequestHandler):
         if faults.damage:
             data = bytes([data[0] ^ 1]) + data[1:]
         start, headers, status = 0, {"Accept-Ranges": "bytes"}, 200
-        asked = self.headers.get("Range")
+        asked, end = self.headers.get("Range"), len(data)
         if asked and not faults.no_ranges:
-            start = int(asked.removeprefix("bytes=").partition("-")[0])
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            start, end = int(first), min(end, int(last) + 1) if last else end
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
             status = 206
-        end = len(data) - faults.short_length
+        end -= faults.short_length
         faults.short_length = 0
         self._answer(status, data[start:end], headers, body=body, large=True)
 

@@ -23,6 +23,15 @@ class TemplateFields(Protocol):
     mm_processor_kwargs: Any
 
 
+def effort_variables(effort: Effort | None, source: str) -> dict[str, Any]:
+    """The variables by which a template is told how much the model shall reason."""
+    if effort is not None and "reasoning_effort" in source:
+        return {"reasoning_effort": effort}
+    if effort is not None and "enable_thinking" in source:
+        return {"enable_thinking": effort != "none"}
+    return {}
+
+
 def template_kwargs(
     fields: TemplateFields, *, allowed: frozenset[str], source: str
 ) -> dict[str, Any]:
@@ -46,11 +55,7 @@ def template_kwargs(
                 param="chat_template_kwargs",
             )
     check_depth(kwargs, param="chat_template_kwargs", max_depth=MAX_DEPTH)
-    effort = fields.reasoning_effort
-    if effort is not None and "reasoning_effort" in source:
-        kwargs.setdefault("reasoning_effort", effort)
-    elif effort is not None and "enable_thinking" in source:
-        kwargs.setdefault("enable_thinking", effort != "none")
+    kwargs = {**effort_variables(fields.reasoning_effort, source), **kwargs}
     goes_on = bool(fields.continue_final_message)
     begins = not goes_on if fields.add_generation_prompt is None else fields.add_generation_prompt
     if goes_on and begins:

@@ -354,7 +354,8 @@ LONG: Any = {"type": "array", "items": {"type": "integer"}, "minItems": 1000}
 
 def test_an_interrupted_stream_ends_with_an_error_event() -> None:
     form = {"output_config": {"format": {"type": "json_schema", "schema": LONG}}}
-    with LiveServer(deadline_s=0.4) as server, client_of(server) as client:
+    with LiveServer(deadline_s=1) as server, client_of(server) as client:
+        ask(client, max_tokens=1, extra_body=form)  # compiles the grammar
         with pytest.raises(anthropic.APIStatusError) as caught:
             list(ask(client, max_tokens=1800, stream=True, extra_body=form))
         assert "timeout_error" in str(caught.value.body)

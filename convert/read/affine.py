@@ -41,7 +41,7 @@ class AffineReader(ABC):
         group_size: int,
         scale_dtype: str,
     ) -> None:
-        self.info = info
+        self.info = replace(info, scales_dtype=scale_dtype)
         self.parts = parts
         self.bits = bits
         self.group_size = group_size  # of the source; MLX's may be a divisor

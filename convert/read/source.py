@@ -35,6 +35,7 @@ class TensorInfo:
     stored_bytes: int  # with scales, zero points and the like
     lossless: MLXFormat | None = None  # read_packed() gives this format; None: values only
     scales_exact: bool = True  # False: codes are kept, but the scales need float32 to be exact
+    scales_dtype: str = "float16"  # of affine ones in read_packed(), unless they need float32
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,13 @@ class _Scaled:
         weight, scale = self.parts
         values = E4M3[weight.view(rows)]
         dtype = "F8_E8M0" if scale.dtype in _POWERS else scale.dtype
-        values *= self._spread(to_float32(self._grid(), dtype), rows, 1)
+        grid = to_float32(self._grid(), dtype)
+        if self.info.shape[1] % self._block[1]:
+            values *= self._spread(grid, rows, 1)
+        else:  # the same without an array as large as the values
+            of_row = grid[np.arange(rows.start, rows.stop) // self._block[0]]
+            grouped = values.reshape(*of_row.shape, self._block[1])
+            grouped *= of_row[..., None]
         return mx.array(values)
 
     def packed(self) -> Packed:
@@ -132,9 +138,6 @@ class _Scaled:
     def _spread(self, grid: Array, rows: slice, step: int) -> Array:
         """One scale for each row and each `step` inputs."""
         of_row = np.arange(rows.start, rows.stop) // self._block[0]
-        if grid.shape[1] == 1:  # broadcast where that does
-            width = 1 if step == 1 else self.info.shape[1] // step
-            return np.repeat(grid[of_row], width, axis=1)
         of_column = np.arange(0, self.info.shape[1], step) // self._block[1]
         return grid[of_row][:, of_column]
 

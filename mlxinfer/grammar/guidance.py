@@ -4,12 +4,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InvalidRequestError
 from ..text import ReasoningFormat, Tokenizer, ToolUse
-from ..text.tools.reasoned import after_reasoning
+from ..text.tools.reasoned import after_reasoning, calls_or_answer
 from .compiler import GrammarCompiler
 from .formats import response_format
-from .spec import GrammarSpec, tool_calls
+from .spec import GrammarSpec, schema_part, tool_calls
 
 if TYPE_CHECKING:
     from .compiled import TokenGrammar
@@ -42,36 +41,27 @@ class Guidance:
     ) -> GrammarSpec | None:
         """What rules the answer to a prompt, None where any text will do. Compiles nothing.
 
+        With a form and tools the answer is calls, or a text of that form.
+
         Args:
             prompt_ids: to see whether the prompt has opened the reasoning already.
             format: a request's response_format.
             use: its tools.
 
         Raises:
-            InvalidRequestError: no such response_format, a schema is too large, or a request wants
-                both a form and tools.
+            InvalidRequestError: no such response_format, or a schema is too large.
         """
         spec = response_format(format)
+        if use is not None and (spec is None or use.must_call):
+            return self.forced(use, prompt_ids)
         if spec is not None and use is not None:
-            raise InvalidRequestError(
-                "response_format and tools do not go together here: leave one out, or set "
-                "tool_choice to 'none'.",
-                param="response_format",
-            )
-        if spec is not None:
-            return self.after_reasoning(spec, prompt_ids)
-        return None if use is None else self.forced(use, prompt_ids)
+            return calls_or(spec, use, self._tokenizer, self._reasoning, prompt_ids)
+        return None if spec is None else self.after_reasoning(spec, prompt_ids)
 
     def forced(self, use: ToolUse, prompt_ids: Sequence[int]) -> GrammarSpec | None:
         """The grammar of calls that must be made, None where the model has the choice."""
         lark = use.grammar(self._tokenizer, self._reasoning, prompt_ids)
-        if lark is None:
-            return None
-        schemas = (
-            (f"tools[{number}].function.parameters", tool.parameters)
-            for number, tool in enumerate(use.tools)
-        )
-        return tool_calls(lark, schemas)
+        return None if lark is None else tool_calls(lark, use.schemas)
 
     def after_reasoning(self, spec: GrammarSpec, prompt_ids: Sequence[int]) -> GrammarSpec:
         """The same, where the model may reason first, if it does at all."""
@@ -93,3 +83,20 @@ class Guidance:
     def close(self) -> None:
         """End the process that tries grammars out."""
         self.compiler.close()
+
+
+def calls_or(
+    spec: GrammarSpec,
+    use: ToolUse,
+    tokenizer: Tokenizer,
+    reasoning: ReasoningFormat | None,
+    prompt_ids: Sequence[int],
+) -> GrammarSpec:
+    """Calls of these tools, or what `spec` allows; the model may reason first, if it does at all.
+
+    Raises:
+        InvalidRequestError: the schema of a tool is too large, or none.
+    """
+    tools = [schema_part(schema, place=place) for place, schema in use.schemas]
+    before = calls_or_answer(tokenizer, use, reasoning, prompt_ids)
+    return replace(spec, before=before, schemas=(*spec.schemas, *tools))

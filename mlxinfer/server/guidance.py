@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..core import Grammar
-from ..errors import InvalidRequestError
 from ..grammar import GrammarSpec, spec
+from ..grammar.guidance import calls_or
 from ..text import ToolUse
 from ..text.tools.reasoned import after_reasoning
 from .served import ServedModel
@@ -31,7 +31,7 @@ def start_grammars(
         reasons: whether the model may reason before.
 
     Raises:
-        InvalidRequestError: the grammar cannot be compiled, or tools are in its way.
+        InvalidRequestError: the grammar cannot be compiled.
         OverloadedError: too many grammars at once.
     """
     ruling = _with_tools(model, asked, use, prompt_ids)
@@ -55,16 +55,7 @@ def _with_tools(
         return None
     forced = use.grammar(model.tokenizer, model.reasoning, prompt_ids)
     if forced is not None:  # a call it is; the form of a text does not matter
-        schemas = [
-            (f"tools[{place}].function.parameters", tool.parameters)
-            for place, tool in enumerate(use.tools)
-            if use.only in (None, tool.name)
-        ]
-        return spec.tool_calls(forced, schemas)
+        return spec.tool_calls(forced, use.schemas)
     if asked is not None:
-        raise InvalidRequestError(
-            f"{asked.place} and tools go together only where tool_choice is required, none, or "
-            "names a tool: otherwise the model could not call.",
-            param=asked.place,
-        )
+        return calls_or(asked, use, model.tokenizer, model.reasoning, prompt_ids)
     return None

@@ -193,3 +193,27 @@ def test_a_model_whose_template_knows_no_tools_says_so(server: LiveServer) -> No
 def test_prompts_with_tools_can_be_counted(scripted: ScriptedServer) -> None:
     plain = scripted.post("/tokenize", {"messages": HI}).json()["count"]
     assert scripted.post("/tokenize", {"messages": HI, "tools": TOOLS}).json()["count"] > plain + 50
+
+
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"answer": {"type": "boolean"}},
+    "required": ["answer"],
+    "additionalProperties": False,
+}
+
+
+def test_a_form_leaves_room_for_calls(scripted: ScriptedServer) -> None:
+    """With response_format and tools an answer is calls, or a text of that form; nothing else."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    request = {**chat("hi", tools=TOOLS, response_format=form), "max_tokens": 60}
+    fitting = (WEATHER, f"<think>hm</think>{WEATHER}", '{"answer": true}', "<think>x</think>")
+    for said, fits in (*((text, True) for text in fitting), ("I look.", False), ("{}", False)):
+        with scripted.says(""):
+            assert scripted.post(CHAT, request).status_code == 200
+            (asked,) = scripted.script.requests
+            grammar = asked.grammar
+            assert grammar is not None
+            for token in scripted.model.tokenizer.encode(said, parse_special=True):
+                grammar.accept(token)
+            assert (grammar.problem is None) == fits, said

@@ -6,6 +6,7 @@ from ..reasoning import ReasoningFormat
 from ..tokenizer import Tokenizer
 from .forced import _thought, _tokens_of
 from .lark import Lark
+from .use import ToolUse
 
 
 def after_reasoning(
@@ -25,3 +26,27 @@ def after_reasoning(
     thought = _thought(lark, reasoning, tail)
     answer = lark.text("<|channel|>final<|message|>") if reasoning.harmony else ""
     return lark.grammar(f"{thought} {answer} @main")
+
+
+def calls_or_answer(
+    tokenizer: Tokenizer,
+    use: ToolUse,
+    reasoning: ReasoningFormat | None,
+    prompt_ids: Sequence[int],
+) -> str:
+    """Return a Lark grammar (llguidance) of answers that call tools, or that @main allows.
+
+    Args:
+        tokenizer: whose control tokens the calls are written with.
+        use: of the tools.
+        reasoning: how the model reasons, which it may do first.
+        prompt_ids: to see whether the prompt has opened the reasoning already.
+    """
+    marks = (*use.format.marks, *(reasoning.marks if reasoning else ()))
+    lark = Lark(_tokens_of(tokenizer, marks))
+    calls = use.format.grammar(lark, use.tools, parallel=use.parallel)
+    if reasoning is None:
+        return lark.grammar(f"{calls} | @main")
+    tail = tokenizer.decode(prompt_ids[-64:], skip_special_tokens=False)
+    answer = lark.text("<|channel|>final<|message|>") if reasoning.harmony else ""
+    return lark.grammar(f"{_thought(lark, reasoning, tail)} ({calls} | {answer} @main)")

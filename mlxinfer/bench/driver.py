@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..cache.step import StepKV
 from ..config import EngineConfig
-from ..core import Request, SamplingParams, TokenEvent
+from ..core import Grammar, Request, SamplingParams, TokenEvent
 from ..engine.loop import Loop
 from ..models.decoder import Model
 from .meter import FORWARD, PLAN, Meter
@@ -135,9 +135,15 @@ class OurDriver:
         """Compute once more, then no more."""
         self._model.storing = True
 
-    def add(self, name: str, prompt_ids: list[int], params: SamplingParams) -> None:
+    def add(
+        self,
+        name: str,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        grammar: Grammar | None = None,
+    ) -> None:
         """Queue a request."""
-        request = Request(name, prompt_ids, params)
+        request = Request(name, prompt_ids, params, grammar=grammar)
         self.loop.add(request, self.loop.check(request))
 
     def step(self) -> list[str]:

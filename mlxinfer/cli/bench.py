@@ -153,6 +153,20 @@ def convert(skip_peer: bool, as_json: bool, as_markdown: bool, **options: Any) -
     _show(run(**options, peer=not skip_peer), blas, as_json, as_markdown)
 
 
+@command.command()
+@click.option("--small", is_flag=True, help="A model and a vocabulary of seconds, not minutes.")
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--blocks", type=click.IntRange(min=1), default=9, show_default=True)
+@markdown_option
+@json_option
+def grammar(as_json: bool, as_markdown: bool, **options: Any) -> None:
+    """Answers under a grammar: compiling, masks, and what they add to a step. Without mlx-lm."""
+    blas = _prepare()
+    from ..bench.grammar import run
+
+    _show(run(**options), blas, as_json, as_markdown)
+
+
 def _prepare() -> str | None:
     """A fast BLAS for both sides, before anything imports MLX; and no word from others."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

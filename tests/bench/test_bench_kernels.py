@@ -1,0 +1,38 @@
+from pathlib import Path
+
+import pytest
+from metal_cpu import requires_compiler
+
+from mlxinfer import metal_kernels
+from mlxinfer.bench import kernels
+from mlxinfer.bench.kernel_traffic import machine
+from mlxinfer.bench.kernels import compare, run
+from mlxinfer.bench.markdown import as_text
+from mlxinfer.errors import BackendMissingError
+
+
+@requires_compiler
+def test_ours_beside_mlx() -> None:
+    found = compare(64, group=8, queries=1, tokens=40)
+    assert {bits: ours.unique for bits, ours in found.ours.items()} == {16: 1, 8: 1, 4: 1}
+    shared = found.mlx["2pass_gqa"]
+    assert shared is not None
+    assert shared.unique == 1
+    assert found.unfused[4] > 8
+
+
+@requires_compiler
+def test_the_report_has_both_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "ROWS", ((4, 1),))
+    monkeypatch.setattr(kernels, "LATENT_ROWS", ((16, 1),))
+    report = run(head_dims=[128], tokens=40)
+    text = as_text(report)
+    assert "| 128: 4 x 1 | 1.00 / 1.00 | 1.00 / 1.00 | 1.00 / 1.00 | 1.00 |" in text
+    assert "| 16 bits, 16 | 1.00 / 1.00 |" in text
+    assert report.as_dict()["latent_attention"][1]["moved"]["dequantised"] == 1
+
+
+def test_a_wheel_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(metal_kernels, "__file__", str(tmp_path / "mlxinfer" / "x" / "y.py"))
+    with pytest.raises(BackendMissingError, match="checkout"):
+        machine()

@@ -1,0 +1,109 @@
+"""The kernels on the pools and page tables of a real step give what the step's attention gives."""
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from metal_cpu import MetalCPU, requires_compiler
+from mlxinfer.metal_kernels.attention_plan import plan_attention
+from mlxinfer.metal_kernels.launch import running_on
+from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
+
+from mlxinfer.cache.pages import PageTable
+from mlxinfer.cache.plan import Span, by_width, plan_group
+from mlxinfer.cache.pool import Bits, LayerPool
+from mlxinfer.cache.reach import Reach
+from mlxinfer.cache.step import StepKV
+from mlxinfer.core import KVSpec
+
+PAGE, HEADS, GROUP, DIM = 16, 2, 3, 64
+LENGTHS = (37, 20, 5)  # before the step
+QUERIES = (1, 1, 3)
+PAGES = ([6, 1, 4], [0, 3], [5])
+
+
+@dataclass
+class Tokens:
+    row: int
+    start: int
+    num_tokens: int
+    sealed: int
+    slot: int
+    tables: list[PageTable] = field(default_factory=list)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_tokens
+
+
+def numbers(table: PageTable, sealed: int) -> np.ndarray:
+    gap = [-1] * (table.first - table.num_kept)
+    pages = [*table.kept, *gap, *table.pages][: sealed // PAGE]
+    return np.array(pages, np.int32)
+
+
+def vectors(count: int, heads: int, seed: int) -> mx.array:
+    shape = (count, heads, DIM)
+    return mx.array(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32))
+
+
+@requires_compiler
+@pytest.mark.parametrize("bits", [(None, None), (8, 4), (4, 4)])
+@pytest.mark.parametrize("reach", [Reach(), Reach(window=18, sinks=3)])
+def test_same_as_the_step(bits: Bits, reach: Reach) -> None:
+    spec = KVSpec(HEADS, DIM, DIM, reach.window, reach.sinks)
+    pool = LayerPool(spec, page_size=PAGE, num_pages=7, num_slots=4, dtype=mx.float32, bits=bits)
+    kept = reach.kept_pages(PAGE)
+    tables = [PageTable(PAGE, kept, kept, pages[:kept], pages[kept:]) for pages in PAGES]
+    for slot, (length, table) in enumerate(zip(LENGTHS, tables, strict=True)):
+        prompt = Tokens(0, 0, length, 0, slot, [table])
+        attend(pool, [], [prompt], reach, seed=slot)
+        table.drop_before(reach.first_page(length, PAGE))
+
+    rows = np.cumsum(QUERIES) - QUERIES
+    spans = [
+        Tokens(int(row), length, count, length - length % PAGE, slot, [table])
+        for slot, (row, length, count, table) in enumerate(
+            zip(rows, LENGTHS, QUERIES, tables, strict=True)
+        )
+    ]
+    queries, expected = attend(pool, spans, [], reach, seed=9)
+    queries, _ = pool.rotate(queries, queries)
+    machine = MetalCPU()
+    found = []
+    with running_on(machine):
+        for short in by_width(spans):
+            first, count = int(short.rows[0]), int(short.counts.sum())
+            plan = plan_attention(
+                starts=short.starts,
+                stops=short.starts + short.counts,
+                sealed=short.sealed,
+                slots=short.slots,
+                tables=[numbers(s.tables[0], s.sealed) for s in short.spans],
+                page_size=PAGE,
+                kv_heads=HEADS,
+                window=reach.window,
+                sinks=reach.sinks,
+            )
+            own = queries[first : first + count]
+            found.append(
+                paged_attention_on_metal(own, pool.keys, pool.values, plan, scale=0.125)[0]
+            )
+    machine.assert_clean()
+    assert mx.allclose(mx.concatenate(found), expected, rtol=1e-5, atol=1e-5).item()
+
+
+def attend(
+    pool: LayerPool, short: list[Span], long: list[Span], reach: Reach, seed: int
+) -> tuple[mx.array, mx.array]:
+    """Queries of a step, and what its attention gives."""
+    count = sum(span.num_tokens for span in (*short, *long))
+    plan = plan_group(
+        by_width(short), long, group=0, reach=reach, page_size=PAGE, decodes=bool(short)
+    )
+    queries = vectors(count, HEADS * GROUP, seed)
+    keys, values = vectors(count, HEADS, seed + 20), vectors(count, HEADS, seed + 40)
+    outputs = StepKV(pool, plan).attend(queries, keys, values, scale=0.125)
+    mx.eval(outputs, pool.arrays())
+    return queries, outputs

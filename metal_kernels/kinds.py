@@ -1,7 +1,10 @@
 """The kernels that check themselves before they are used. Knows them by name, not what they do."""
 
+from .attention_cases import MLA_ATTENTION, PAGED_ATTENTION
 from .kv_write_cases import KV_WRITE
 from .sampling_cases import BITMASK, SAMPLE
 from .variants import Kind
 
-KINDS: dict[str, Kind] = {kind.name: kind for kind in (SAMPLE, BITMASK, KV_WRITE)}
+KINDS: dict[str, Kind] = {
+    kind.name: kind for kind in (PAGED_ATTENTION, MLA_ATTENTION, KV_WRITE, SAMPLE, BITMASK)
+}

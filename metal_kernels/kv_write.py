@@ -54,7 +54,7 @@ def kv_write(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
     key_parts = _parts(heads, heads.key_bits, qkv.dtype)
     value_parts = _parts(heads, heads.value_bits, qkv.dtype)
     shape = (num_tokens, heads.num_kv_heads)
-    outputs = kernel_for(heads.head_dim, heads.key_bits, heads.value_bits)(
+    outputs = _kernel(heads.head_dim, heads.key_bits, heads.value_bits)(
         [qkv, positions, *heads.constants],
         template=_template(heads, qkv.dtype),
         grid=(num_vectors * LANES, 1, 1),
@@ -131,8 +131,8 @@ def _parts(heads: Heads, bits: int | None, dtype: mx.Dtype) -> list[tuple[int, m
 
 
 @cache
-def kernel_for(dim: int, key_bits: int | None, value_bits: int | None) -> MetalKernel:
-    """What `kv_write` launches: as many outputs as these formats have parts."""
+def _kernel(dim: int, key_bits: int | None, value_bits: int | None) -> MetalKernel:
+    """The kernel with as many outputs as these formats have parts."""
     outputs, made = ["queries"], []
     for name, bits in (("keys", key_bits), ("values", value_bits)):
         names = [name] if bits is None else [f"{name}_{p}" for p in ("codes", "scales", "biases")]

@@ -4,8 +4,7 @@ import mlx.core as mx
 import numpy as np
 
 from .heads import Heads, group_size
-from .kv_write import Written, kernel_for, kv_write, kv_write_twin, stored
-from .launch import MetalKernel
+from .kv_write import Written, kv_write, kv_write_twin, stored
 from .variants import Case, Kind, Variant, dtype_name
 
 ROUNDING = {"float32": 2e-5, "float16": 8e-3, "bfloat16": 0.0625}  # of numbers below 8
@@ -78,14 +77,10 @@ def _by_fused_operations(qkv: mx.array, positions: mx.array, heads: Heads) -> Wr
     )
 
 
-def _kernels(variant: Variant) -> list[MetalKernel]:
-    bits = (variant.number("key_bits") or None, variant.number("value_bits") or None)
-    return [kernel_for(variant.number("head_dim"), *bits)]
-
-
 def _heads(variant: Variant) -> Heads:
     rng = np.random.default_rng(0)
-    count, dim = variant.number("num_heads") + variant.number("num_kv_heads"), variant["head_dim"]
+    num_normed = variant.number("num_heads") + variant.number("num_kv_heads")
+    weight = rng.uniform(0.5, 1.5, (num_normed, variant.number("head_dim")))
     turning = variant.number("turning")
     slowing = np.arange(turning // 2) / max(turning // 2, 1)
     return Heads(
@@ -95,9 +90,7 @@ def _heads(variant: Variant) -> Heads:
         key_bits=variant.number("key_bits") or None,
         value_bits=variant.number("value_bits") or None,
         rotate=bool(variant["rotate"]),
-        norm_weight=mx.array(rng.uniform(0.5, 1.5, (count, dim)).astype(np.float32))
-        if variant["norm"]
-        else None,
+        norm_weight=mx.array(weight.astype(np.float32)) if variant["norm"] else None,
         norm_eps=1e-6,
         frequencies=mx.array((10_000.0**-slowing).astype(np.float32)) if turning else None,
         traditional=bool(variant["traditional"]),
@@ -140,7 +133,7 @@ def _kv_sample(**values: int | bool | str) -> Variant:
 
 KV_WRITE = Kind(
     name="kv_write",
-    kernels=_kernels,
+    files=("kv_write.metal", "kv_write.py", "heads.py"),
     case=_kv_write_case,
     timed=_timed_kv_write,
     samples=(

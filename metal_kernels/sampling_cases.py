@@ -4,9 +4,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from . import bitmask as masks
-from .bitmask import bitmask, bitmask_twin
-from .sample import KERNEL as SAMPLE_KERNEL
+from .bitmask import WORD_BITS, bitmask, bitmask_twin
 from .sample import SETTINGS, sample, sample_twin, settings_array
 from .variants import Case, Kind, Variant, dtype_name
 
@@ -83,13 +81,13 @@ def random_logits(num_rows: int, vocab_size: int) -> mx.array:
 
 def _mask(num_rows: int, vocab_size: int) -> mx.array:
     rng = np.random.default_rng(num_rows)
-    words = rng.integers(0, 2**32, (num_rows, -(-vocab_size // masks.WORD_BITS)), dtype=np.uint32)
+    words = rng.integers(0, 2**32, (num_rows, -(-vocab_size // WORD_BITS)), dtype=np.uint32)
     return mx.array(words)
 
 
 SAMPLE = Kind(
     name="sample",
-    kernels=lambda _: [SAMPLE_KERNEL],
+    files=("sample.metal", "bins.h", "sample.py", "bitmask.py"),
     case=_sample_case,
     timed=_timed_sample,
     samples=tuple(
@@ -100,7 +98,7 @@ SAMPLE = Kind(
 )
 BITMASK = Kind(
     name="bitmask",
-    kernels=lambda _: [masks.KERNEL],
+    files=("bitmask.metal", "bitmask.py"),
     case=_bitmask_case,
     timed=_timed_bitmask,
     samples=tuple(Variant.of("bitmask", dtype=d) for d in ("float32", "bfloat16", "float16")),

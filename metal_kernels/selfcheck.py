@@ -10,6 +10,7 @@ import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 
 import mlx.core as mx
@@ -158,7 +159,7 @@ def _numbers(array: mx.array) -> NDArray[np.float64]:
 
 
 def _key(variant: Variant) -> str:
-    """A variant and the text of its kernels: what is checked anew when either changes."""
-    kernels = KINDS[variant.kind].kernels(variant)
-    text = "\n".join(f"{kernel.header}\n{kernel.body}" for kernel in kernels)
+    """A variant and the text of its files: what is checked anew when either changes."""
+    folder = files(__package__)
+    text = "\n".join(folder.joinpath(name).read_text() for name in KINDS[variant.kind].files)
     return f"{variant} #{hashlib.sha256(text.encode()).hexdigest()[:16]}"

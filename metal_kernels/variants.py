@@ -6,8 +6,6 @@ from typing import Self
 
 import mlx.core as mx
 
-from .launch import MetalKernel
-
 Value = str | int | bool
 DTYPES: dict[str, mx.Dtype] = {
     "float32": mx.float32,
@@ -71,14 +69,14 @@ class Kind:
 
     Attributes:
         name: as in `Variant.kind`.
-        kernels: what it launches for a variant; their texts are part of what a verdict is about.
+        files: of this folder, that decide what it computes; a verdict is about their text.
         case: a variant on a small input that takes every path of it.
         timed: a variant on an input as large as in use.
         samples: variants that `mlxinfer doctor --kernels` looks at, the most telling first.
     """
 
     name: str
-    kernels: Callable[[Variant], list[MetalKernel]]
+    files: tuple[str, ...]
     case: Callable[[Variant], Case]
     timed: Callable[[Variant], Case]
     samples: tuple[Variant, ...]

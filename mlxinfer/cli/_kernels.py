@@ -27,7 +27,7 @@ from ..metal_kernels.variants import Variant
 from ..metal_kernels.verdicts import CRASHED, Verdict
 from ._output import table
 
-HARNESS_SAMPLES = 3  # variants of a kind; each is compiled, which takes a second or two
+HARNESS_SAMPLES = 2  # variants of a kind; each is compiled, which takes some seconds
 ROUNDS, CALLS = 15, 10  # medians of rounds, each of so many calls in a row
 GPU, HARNESS, NOWHERE = "gpu", "harness", "nowhere"
 

@@ -20,7 +20,7 @@ from mlxinfer.metal_kernels.heads import Heads
 from mlxinfer.metal_kernels.kinds import KINDS
 from mlxinfer.metal_kernels.kv_write_cases import kv_write_variant
 from mlxinfer.metal_kernels.selfcheck import choose, compare, examine, judge, this_gpu
-from mlxinfer.metal_kernels.variants import Case, Variant
+from mlxinfer.metal_kernels.variants import Case, Kind, Variant
 from mlxinfer.metal_kernels.verdicts import CRASHED, FAILED, OK, TWIN, WRONG, Verdict, Verdicts
 
 ALL = frozenset({BITMASK, SAMPLE})
@@ -114,8 +114,8 @@ def test_another_text_of_a_kernel_is_checked_anew(
 ) -> None:
     assert statuses(tmp_path, fake_gpu.lies)[BITMASK] == WRONG
     kind = KINDS["bitmask"]
-    kernels = [replace(kernel, body=kernel.body + " ") for kernel in kind.kernels(BITMASK)]
-    monkeypatch.setitem(KINDS, "bitmask", replace(kind, kernels=lambda _: kernels))
+    changed = replace(kind, files=(*kind.files, "launch.py"))
+    monkeypatch.setitem(KINDS, "bitmask", changed)
     assert statuses(tmp_path)[BITMASK] == OK
 
 
@@ -186,6 +186,14 @@ def test_variants_say_what_they_are() -> None:
     assert Variant.of("x", a=1, b=2) == Variant.of("x", b=2, a=1)
 
 
+def test_every_kernel_checks_itself() -> None:
+    folder = Path(selfcheck.__file__).parent
+    sources = {path.name for path in folder.iterdir() if path.suffix in (".metal", ".h")}
+    named = {name for kind in KINDS.values() for name in kind.files}
+    assert sources <= named
+    assert all((folder / name).is_file() for name in named)
+
+
 @requires_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [v for k in KINDS.values() for v in k.samples], ids=str)
@@ -194,6 +202,15 @@ def test_every_sample_passes_on_the_cpu(variant: Variant) -> None:
     verdict = examine(variant, machine)
     assert verdict.status == OK, verdict
     machine.assert_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(KINDS.values()), ids=list(KINDS))
+def test_what_kernels_are_timed_against_runs(kind: Kind) -> None:
+    for variant in kind.samples:
+        outputs = kind.timed(variant).twin()
+        assert sum(output.size for output in outputs) >= 8
+        assert not any(mx.isnan(output).any().item() for output in outputs)
 
 
 @requires_compiler

@@ -1,0 +1,258 @@
+"""Self-checks of the attention kernels: sequences over shuffled pages, tolerances. Knows no GPU."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from .attention_plan import AttentionPlan, plan_attention
+from .kv_write import stored
+from .mla_attention import mla_attention_gathered, mla_attention_on_metal, row_blocks
+from .paged_attention_gather import paged_attention_gathered
+from .paged_attention_kernel import paged_attention_on_metal
+from .stored import decoded
+from .variants import Case, Kind, Variant, dtype_name
+
+PAGE = 16
+STARTS = (5, 70, 33)  # positions of first queries: a tail alone, pages and a tail
+TIMED_SEQS, TIMED_TOKENS = 4, 4_096
+ROUNDING = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}  # of outputs below 1
+LATENT_DIM = 512  # what the values of a latent cache are
+
+Ints = NDArray[np.int32]
+Attention = Callable[..., tuple[mx.array, mx.array]]
+
+
+def paged_variant(
+    dtype: mx.Dtype,
+    *,
+    key_dim: int,
+    value_dim: int,
+    group: int,
+    queries: int = 1,
+    key_bits: int | None = None,
+    value_bits: int | None = None,
+    sink_logits: bool = False,
+) -> Variant:
+    """What `paged_attention_on_metal` compiles.
+
+    Args:
+        group: query heads per KV head.
+        queries: most query tokens of a sequence in one step.
+    """
+    return Variant.of(
+        "paged_attention",
+        dtype=dtype_name(dtype),
+        key_dim=key_dim,
+        value_dim=value_dim,
+        group=group,
+        queries=queries,
+        key_bits=key_bits or 0,
+        value_bits=value_bits or 0,
+        sink_logits=sink_logits,
+    )
+
+
+def mla_variant(
+    dtype: mx.Dtype, *, num_heads: int, queries: int = 1, bits: int | None = None
+) -> Variant:
+    """What `mla_attention_on_metal` compiles; `queries` as for `paged_variant`."""
+    return Variant.of(
+        "mla_attention",
+        dtype=dtype_name(dtype),
+        key_dim=576,
+        value_dim=LATENT_DIM,
+        group=num_heads,
+        queries=queries,
+        key_bits=bits or 0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plane:
+    pages: list[mx.array]
+    tails: list[mx.array]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scene:
+    """Some sequences of as many queries each, and their cache."""
+
+    queries: mx.array  # (T, H * G, D)
+    keys: _Plane
+    values: _Plane
+    starts: Ints
+    sealed: Ints
+    tables: list[Ints]
+
+    def plan(self, kv_heads: int, **how: int | None) -> AttentionPlan:
+        count = len(self.queries) // len(self.starts)
+        return plan_attention(
+            starts=self.starts,
+            stops=self.starts + np.int32(count),
+            sealed=self.sealed,
+            slots=np.arange(len(self.starts), dtype=np.int32),
+            tables=self.tables,
+            page_size=PAGE,
+            kv_heads=kv_heads,
+            **how,  # type: ignore[arg-type]
+        )
+
+
+def _scene(variant: Variant, starts: Ints, kv_heads: int, *, shuffled: bool) -> _Scene:
+    rng = np.random.default_rng(0)
+    dtype, key_dim = variant.dtype, variant.number("key_dim")
+    sealed = starts // PAGE * PAGE
+    counts = sealed // PAGE
+    pages = np.arange(counts.sum(), dtype=np.int32)
+    if shuffled:
+        pages = rng.permutation(pages)
+    tables = np.split(pages, np.cumsum(counts)[:-1])
+    num_tokens = max(len(pages), 1) * PAGE
+
+    def plane(dim: int, bits: int) -> _Plane:
+        shapes = [(kv_heads, num_tokens, dim), (len(starts), kv_heads, 2 * PAGE, dim)]
+        vectors = [mx.array(rng.uniform(-1, 1, shape).astype(np.float32)) for shape in shapes]
+        return _Plane(*(stored(v, bits or None, dtype) for v in vectors))
+
+    shape = (len(starts) * variant.number("queries"), kv_heads * variant.number("group"), key_dim)
+    keys = plane(key_dim, variant.number("key_bits"))
+    values = keys
+    if variant.kind == PAGED_NAME:
+        values = plane(variant.number("value_dim"), variant.number("value_bits"))
+    queries = mx.array(rng.uniform(-1, 1, shape).astype(np.float32)).astype(dtype)
+    return _Scene(queries, keys, values, starts, sealed, tables)
+
+
+def _case(variant: Variant) -> Case:
+    """Whole sequences in one pass; windows and sinks in two."""
+    heads = 2 if variant.kind == PAGED_NAME else 1
+    scene = _scene(variant, np.array(STARTS, np.int32), heads, shuffled=True)
+    blocks = _plan_heads(variant, heads)
+    plans = [scene.plan(blocks), scene.plan(blocks, window=24, sinks=4, item_blocks=1)]
+    caps = (None, 20.0)
+    rounding = ROUNDING[str(variant["dtype"])]
+
+    def outputs(paged: Attention, mla: Attention) -> list[mx.array]:
+        results = [
+            _attend(variant, scene, plan, paged, mla, soft_cap=cap)
+            for plan, cap in zip(plans, caps, strict=True)
+        ]
+        return [array for result in results for array in result]
+
+    return Case(
+        lambda: outputs(paged_attention_on_metal, mla_attention_on_metal),
+        lambda: outputs(paged_attention_gathered, mla_attention_gathered),
+        (rounding, 8 * rounding) * len(plans),  # log-sum-exps are up to 8
+    )
+
+
+def _timed(variant: Variant) -> Case:
+    heads = 4 if variant.kind == PAGED_NAME else 1
+    starts = np.full(TIMED_SEQS, TIMED_TOKENS, np.int32)
+    scene = _scene(variant, starts, heads, shuffled=False)
+    plan = scene.plan(_plan_heads(variant, heads))
+    return Case(
+        lambda: [*_attend(variant, scene, plan, paged_attention_on_metal, mla_attention_on_metal)],
+        lambda: _by_fused_attention(variant, scene),
+        (),
+    )
+
+
+def _plan_heads(variant: Variant, kv_heads: int) -> int:
+    if variant.kind == PAGED_NAME:
+        return kv_heads
+    return row_blocks(variant.number("queries") * variant.number("group"))
+
+
+def _attend(
+    variant: Variant,
+    scene: _Scene,
+    plan: AttentionPlan,
+    paged: Attention,
+    mla: Attention,
+    *,
+    soft_cap: float | None = None,
+) -> tuple[mx.array, mx.array]:
+    scale = _scale(variant)
+    if variant.kind != PAGED_NAME:
+        return mla(scene.queries, scene.keys, plan, scale=scale)
+    num_heads = scene.queries.shape[1]
+    sinks = mx.linspace(-1, 1, num_heads) if variant["sink_logits"] else None
+    return paged(
+        scene.queries,
+        scene.keys,
+        scene.values,
+        plan,
+        scale=scale,
+        sink_logits=sinks,
+        soft_cap=soft_cap,
+        value_dim=variant.number("value_dim"),
+    )
+
+
+def _by_fused_attention(variant: Variant, scene: _Scene) -> list[mx.array]:
+    """MLX's attention over each sequence's pages as one view, decoded where they are codes."""
+    count, outputs = variant.number("queries"), []
+    key_dim, value_dim = variant.number("key_dim"), variant.number("value_dim")
+    for seq in range(TIMED_SEQS):
+        run = slice(seq * TIMED_TOKENS, (seq + 1) * TIMED_TOKENS)
+        keys = decoded([part[:, run] for part in scene.keys.pages], key_dim)
+        values = decoded([part[:, run] for part in scene.values.pages], key_dim)[..., :value_dim]
+        rows = scene.queries[seq * count : (seq + 1) * count].swapaxes(0, 1)
+        outputs.append(
+            mx.fast.scaled_dot_product_attention(
+                rows[None],
+                keys[None].astype(rows.dtype),
+                values[None].astype(rows.dtype),
+                scale=_scale(variant),
+            )
+        )
+    return outputs
+
+
+def _scale(variant: Variant) -> float:
+    return float(4 / variant.number("key_dim") ** 0.5)
+
+
+def _paged_sample(dim: int, group: int, bits: tuple[int, int], **more: int | bool) -> Variant:
+    dims = {"key_dim": dim, "value_dim": dim, "key_bits": bits[0], "value_bits": bits[1]}
+    rest = {"group": group, "queries": 1, "sink_logits": False, "dtype": "float16"}
+    return Variant.of(PAGED_NAME, **{**dims, **rest, **more})
+
+
+PAGED_NAME = "paged_attention"
+_SHARED_FILES = (
+    *("attention_fragments.h", "attention_outputs.h", "attention_softmax.h", "paged_spans.h"),
+    *("attention_reduce.metal", "attention_reduce.py", "attention_plan.py", "attention_shape.py"),
+    "stored.py",
+)
+PAGED_ATTENTION = Kind(
+    name=PAGED_NAME,
+    files=(
+        *("paged_attention.metal", "paged_attention_shared.metal", "paged_attention_kernel.py"),
+        *_SHARED_FILES,
+    ),
+    case=_case,
+    timed=_timed,
+    samples=(
+        _paged_sample(128, 4, (0, 0)),
+        _paged_sample(128, 8, (4, 4), queries=4),
+        _paged_sample(64, 8, (8, 4), sink_logits=True),
+        _paged_sample(128, 4, (8, 8)),
+        _paged_sample(256, 2, (0, 0), dtype="bfloat16"),
+        _paged_sample(80, 1, (4, 4)),
+    ),
+)
+MLA_ATTENTION = Kind(
+    name="mla_attention",
+    files=("mla_attention.metal", "mla_attention.py", *_SHARED_FILES),
+    case=_case,
+    timed=_timed,
+    samples=(
+        mla_variant(mx.float16, num_heads=16),
+        mla_variant(mx.bfloat16, num_heads=16, queries=2, bits=8),
+    ),
+)

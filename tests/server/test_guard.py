@@ -1,10 +1,12 @@
 """Who gets in: keys, Host, Origin, sizes, content types. Over real sockets."""
 
+import contextlib
 import json
+import socket
 from collections.abc import Iterator
 
 import pytest
-from live_server import CHAT, LiveServer, chat
+from live_server import CHAT, LiveServer, chat, wait_until
 from raw_http import exchange, post, read_answer, status_of
 
 from mlxinfer.errors import InvalidRequestError
@@ -184,8 +186,6 @@ def test_what_is_no_sound_json_is_a_400(server: LiveServer, body: bytes) -> None
 
 
 def test_the_connection_stays_usable_after_an_error(server: LiveServer) -> None:
-    import socket
-
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
         for body, status in ((b"{", 400), (json.dumps(chat()).encode(), 200), (b"[]", 400)):
             connection.sendall(post(CHAT, body))
@@ -222,6 +222,24 @@ def test_headers_that_never_end_time_out() -> None:
     with LiveServer(header_timeout_s=0.3) as server:
         assert exchange(server, b"GET /v1/models HTTP/1.1\r\nhost: local") == b""
         server.check_idle()
+
+
+def test_what_is_no_http_gets_an_error_of_the_usual_shape(server: LiveServer) -> None:
+    answer = exchange(server, b"\x16\x03\x01\x02\x00 hello\r\n\r\n")
+    assert status_of(answer) == 400
+    assert b'"invalid_request_error"' in answer
+
+
+def test_connections_are_limited() -> None:
+    request = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with LiveServer(max_connections=3) as server, contextlib.ExitStack() as open_ones:
+        for _ in range(3):
+            address = ("127.0.0.1", server.port)
+            open_ones.enter_context(socket.create_connection(address))
+        assert status_of(exchange(server, request)) == 503
+        open_ones.close()
+        wait_until(lambda: not server.connections())
+        assert status_of(exchange(server, request)) == 200
 
 
 def test_request_ids_come_back(server: LiveServer) -> None:

@@ -29,14 +29,15 @@ CODE = ("-fPIC", "-fno-stack-protector", "-fvisibility=hidden", "-fno-asynchrono
 # Without a C library of its own: the process has one, and machine/rounding.h has the rest.
 LINK = ("-shared", "-nostdlib", "-s", *(["-Wl,-undefined,dynamic_lookup"] if DARWIN else []))
 PLAIN = ("-O2", "-fno-sanitize=all")
+UNDEFINED = "shift-exponent,integer-divide-by-zero,array-bounds"
 CHECKED = (  # calls of the checks in machine/checks.h, and the lines that they are of
     *("-O1", "-gline-tables-only", "-fno-vectorize", "-fno-slp-vectorize", "-fno-unroll-loops"),
     *("-ftrivial-auto-var-init=pattern", "-fno-omit-frame-pointer", "-fstrict-flex-arrays=3"),
-    "-fsanitize=address,alignment,shift-exponent,integer-divide-by-zero,array-bounds",
-    *("-fsanitize-recover=all", "-fno-sanitize-address-use-after-scope"),
+    *("-fsanitize=address", "-fsanitize-recover=address", "-fno-sanitize-address-use-after-scope"),
+    *(f"-fsanitize={UNDEFINED}", f"-fno-sanitize-recover={UNDEFINED}"),
     *("-mllvm", "-asan-instrumentation-with-call-threshold=0", "-mllvm", "-asan-stack=0"),
     *("-mllvm", "-asan-globals=0", "-mllvm", "-asan-constructor-kind=none"),
-    *("-mllvm", "-asan-kernel-mem-intrinsic-prefix=1", "-mllvm", "-asan-opt-same-temp=0"),
+    *("-mllvm", "-asan-opt-same-temp=0"),
 )
 
 

@@ -10,6 +10,7 @@ namespace machine {
 struct AccessKind {
   unsigned size;
   bool loads, stores, atomic;
+  unsigned alignment; // that its type has
   const char* verb() const { return !stores ? "load" : loads ? "atomic operation" : "store"; }
 };
 
@@ -64,6 +65,15 @@ inline void report_race(
   note(
       "race", at, "%s of %u bytes at %s + %zu, which %s of %s threadgroup used, without a barrier",
       kind.verb(), kind.size, name, offset, other, where);
+}
+
+inline void check_alignment(
+    const char* name, size_t offset, uintptr_t address, const AccessKind& kind, const Place& at) {
+  if (address % kind.alignment) {
+    note(
+        "misaligned", at, "%s of %u bytes at %s + %zu, an address that is no multiple of %u",
+        kind.verb(), kind.size, name, offset, kind.alignment);
+  }
 }
 
 inline void check_bytes(
@@ -123,6 +133,7 @@ inline void touch_arena(uintptr_t address, const AccessKind& kind, const Place& 
     const Variable& v = m.variables[i];
     size_t offset = address - (uintptr_t)v.address;
     if (offset < v.size && offset + kind.size <= v.size) {
+      check_alignment(v.name, offset, address, kind, at);
       check_bytes(
           v.name, offset, kind, kThreadgroup, arena_cells + place, arena_written + place, at);
       return;
@@ -151,6 +162,7 @@ inline void touch_buffer(
     note("write to input", at, "store of %u bytes at %s + %zu", kind.size, b.name, offset);
     stop();
   }
+  check_alignment(b.name, offset, (uintptr_t)b.address + offset, kind, at);
   if (kind.loads) {
     count_load(b.traffic, kind.size);
     count_shared(b.traffic, at.instruction, (uintptr_t)b.address + offset, kind.size);
@@ -186,7 +198,8 @@ inline bool in_image(uintptr_t address) {
 }
 
 inline void touch(uintptr_t address, const AccessKind& kind, const Place& at) {
-  if (m.current == nullptr || address - (uintptr_t)m.stacks < kMaxThreads * kStackBytes) {
+  bool own = address - (uintptr_t)m.stacks < kMaxThreads * kStackBytes; // a thread's variable
+  if (m.current == nullptr || !m.dispatch->checked || own) {
     return;
   }
   static unsigned last = 0; // buffers are used in runs

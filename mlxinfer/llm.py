@@ -28,7 +28,6 @@ from .text import (
     detect_reasoning,
     detect_tools,
     encode_chat,
-    tool_format,
 )
 
 if TYPE_CHECKING:
@@ -63,8 +62,8 @@ class LLM:
         dtype: of activations and KV cache: "auto", "float32", "bfloat16" or "float16".
         num_pages: KV pages, instead of max_memory: for tests of tight memory.
         launch_ahead: launch a step before the one before it is read. Off: for debugging.
-        tool_calls: how the model writes tool calls, such as "hermes"; "auto": as its chat template
-            and its tokens show.
+        tool_format: how the model writes tool calls, such as "hermes"; "auto": as its chat
+            template and its tokens show.
 
     Raises:
         ModelError: the model was not found, is broken, or is not supported.
@@ -91,7 +90,7 @@ class LLM:
         dtype: str = "auto",
         num_pages: int | None = None,
         launch_ahead: bool = True,
-        tool_calls: str = "auto",
+        tool_format: str = "auto",
     ) -> None:
         options = EngineOptions(
             kv=KVOptions.build(
@@ -116,9 +115,7 @@ class LLM:
         self.path = hub.resolve(str(model))
         self.tokenizer = Tokenizer.from_folder(self.path)
         self._reasoning: ReasoningFormat | None = detect_reasoning(self.tokenizer)
-        self._tool_format = (
-            detect_tools(self.tokenizer) if tool_calls == "auto" else tool_format(tool_calls)
-        )
+        self._tool_format = detect_tools(self.tokenizer, tool_format)
         self._ids = itertools.count()
         self._mailboxes: weakref.WeakKeyDictionary[
             asyncio.AbstractEventLoop, Mailbox[TokenEvent]

@@ -53,6 +53,13 @@ API_KEY = "MLXINFER_API_KEY"
     type=click.FloatRange(min=0),
     help="Seconds that running requests get at the end.",
 )
+@click.option(
+    "--tool-format",
+    default="auto",
+    show_default=True,
+    metavar="NAME",
+    help="How the models write tool calls, where their chat templates do not show it.",
+)
 @click.option("--max-waiting", default=256, show_default=True, type=click.IntRange(1))
 @click.option("--log-format", default="text", type=click.Choice(["text", "json"]))
 @click.option(
@@ -60,7 +67,7 @@ API_KEY = "MLXINFER_API_KEY"
 )
 @engine_options
 def command(models: tuple[str, ...], log_format: str, log_level: str, **options: Any) -> None:
-    """Serve models over HTTP, with OpenAI's API."""
+    """Serve models over HTTP, with OpenAI's and Anthropic's APIs."""
     from ..server.logs import set_up_logging
     from ..server.running import Server, bind, raise_file_limit, url_of
     from ..server.service import Service
@@ -70,7 +77,8 @@ def command(models: tuple[str, ...], log_format: str, log_level: str, **options:
     try:
         set_up_logging(log_format, log_level)
         raise_file_limit(config.max_connections)
-        service = Service(open_models(models, engine_arguments(options)), config)
+        opened = open_models(models, engine_arguments(options), options["tool_format"])
+        service = Service(opened, config)
     except BaseException:
         listener.close()
         raise
@@ -95,7 +103,9 @@ def server_config(options: dict[str, Any]) -> Any:
         raise click.UsageError(str(error)) from error
 
 
-def open_models(given: tuple[str, ...], arguments: dict[str, Any]) -> "Models":
+def open_models(
+    given: tuple[str, ...], arguments: dict[str, Any], tool_format: str = "auto"
+) -> "Models":
     """Load `MODEL` or `NAME=MODEL`, each with the same engine options."""
     from ..server.models import Models
     from ..server.served import ServedModel
@@ -108,7 +118,10 @@ def open_models(given: tuple[str, ...], arguments: dict[str, Any]) -> "Models":
     try:
         for name, source in named.items():
             folder = fetch(source)
-            served.append(ServedModel.open(name, folder, options, created_s=int(time.time())))
+            model = ServedModel.open(
+                name, folder, options, created_s=int(time.time()), tool_format=tool_format
+            )
+            served.append(model)
     except BaseException:
         for model in served:
             model.close()

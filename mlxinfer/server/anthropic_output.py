@@ -129,7 +129,12 @@ class BlockEvents:
     def _call(self, piece: ToolCallDelta) -> Iterator[bytes]:
         if piece.id is not None:
             yield from self.close()
-            block = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
+            block: dict[str, Any] = {
+                "type": "tool_use",
+                "id": piece.id,
+                "name": piece.name,
+                "input": {},
+            }
             yield from self._within("tool_use", block)
         if piece.arguments:
             yield self._delta({"type": "input_json_delta", "partial_json": piece.arguments})

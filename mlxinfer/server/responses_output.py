@@ -79,7 +79,7 @@ class Items:
             item = replace(item, content=[content], status=status)
             if isinstance(item, ReasoningItem) and self._wrap:
                 item.encrypted_content = wrapped(whole)
-            rest = {"logprobs": []} if isinstance(item, MessageItem) else {}
+            rest: dict[str, Any] = {"logprobs": []} if isinstance(item, MessageItem) else {}
             yield self._event(f"{_NAMES[type(item)]}.done", content_index=0, text=whole, **rest)
             yield self._event("content_part.done", content_index=0, part=content)
         yield self._frame("response.output_item.done", output_index=self._index, item=item)

@@ -57,10 +57,17 @@ class ServedModel:
 
     @classmethod
     def open(
-        cls, name: str, folder: Path, options: EngineOptions, *, created_s: int
+        cls,
+        name: str,
+        folder: Path,
+        options: EngineOptions,
+        *,
+        created_s: int,
+        tool_format: str = "auto",
     ) -> "ServedModel":
-        """Load the model in `folder`; raises what opening.open_engine raises."""
+        """Load the model in `folder`; raises what opening.open_engine and detect_tools raise."""
         tokenizer = Tokenizer.from_folder(folder)
+        tools = detect_tools(tokenizer, tool_format)
         engine, info = open_engine(name, folder, options)
         return cls(
             name=name,
@@ -71,7 +78,7 @@ class ServedModel:
             defaults=read_defaults(folder),
             created_s=created_s,
             reasoning=detect_reasoning(tokenizer),
-            tools=detect_tools(tokenizer),
+            tools=tools,
         )
 
     @property

@@ -38,6 +38,7 @@ def tokenizer_with(template):
 def test_detection(name):
     assert detect_tools(tokenizer_with(TEMPLATES[name])).name == name
     assert tool_format(name).name == name
+    assert detect_tools(tokenizer_with("{{ tools }}"), name).name == name
 
 
 def test_no_format():

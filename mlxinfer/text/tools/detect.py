@@ -44,15 +44,28 @@ def tool_format(name: str) -> ToolFormat:
         if known.name == name:
             return known
     names = ", ".join(sorted(known.name for known in FORMATS))
-    raise InvalidRequestError(f"tool_format is {name!r}; expected one of {names}.")
+    raise InvalidRequestError(
+        f"tool_format is {name!r}; expected auto, {names}.", param="tool_format"
+    )
 
 
-def detect_tools(tokenizer: Tokenizer) -> ToolFormat | None:
-    """Return the format that the tokenizer's chat template and tokens show, None if none."""
+def detect_tools(tokenizer: Tokenizer, name: str = "auto") -> ToolFormat | None:
+    """Return the format that the tokenizer's chat template and tokens show, None if none.
+
+    Args:
+        tokenizer: of the model.
+        name: of the format, where somebody knows better than "auto".
+
+    Raises:
+        InvalidRequestError: there is no format of this name.
+    """
     sources = tokenizer.template.sources.values() if tokenizer.template else ()
     tokens = frozenset(token.content for token in tokenizer.added_tokens.values())
     clues = Clues(template="\n".join(sources), tokens=tokens)
-    found = next((known for known in FORMATS if known.detect(clues)), None)
+    if name == "auto":
+        found = next((known for known in FORMATS if known.detect(clues)), None)
+    else:
+        found = tool_format(name)
     if isinstance(found, Mistral):
         return Mistral(listed="[ARGS]" not in clues.template)
     if isinstance(found, DeepSeek):

@@ -29,7 +29,7 @@ class Output:
     stored: str  # in the source, for people
     stored_bytes: int  # in the source
     lossless: MLXFormat | None = None
-    scales_exact: bool = True
+    scales_dtype: str = "float16"  # where codes are copied; float32: they are rounded
 
     @property
     def path(self) -> str:
@@ -127,7 +127,7 @@ def _output(name: str, infos: list[TensorInfo], target: str) -> Output:
         stored=first.stored,
         stored_bytes=sum(info.stored_bytes for info in infos),
         lossless=first.lossless if len(formats) == 1 else None,
-        scales_exact=all(info.scales_exact for info in infos),
+        scales_dtype=first.scales_dtype,
     )
 
 

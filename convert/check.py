@@ -73,8 +73,10 @@ def _copied(output: Output, form: object) -> bool:
 def _agree(checked: Checked, said: dict[str, Any] | None) -> None:
     if said is None:
         raise ConversionError(f"report.json does not know {checked.name}.")
+    if checked.checksums != said["checksums"]:
+        raise ConversionError(f"{checked.name} is not as it was written: it is damaged.")
     if abs(checked.relative - said["relative"]) > TOLERANCE * max(said["relative"], 1e-6):
         raise ConversionError(
             f"{checked.name} is {checked.relative:.3g} from the source, but report.json says "
-            f"{said['relative']:.3g}: it is damaged, or of another source."
+            f"{said['relative']:.3g}: the source is another one."
         )

@@ -8,10 +8,10 @@ from math import prod
 
 from ..errors import InvalidRequestError
 from .arrange import Arranged, Output
-from .formats import FLOATS, ITEM_BYTES, name_of
+from .formats import ITEM_BYTES, name_of
 from .read import MLXFormat
 from .recipes import Recipe
-from .rules import fitting
+from .rules import fitting, stays_float32
 
 SHARD_BYTES = 5 * 10**9  # as mlx-lm
 SAFETENSORS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -139,10 +139,15 @@ def make_plan(
 
 
 def dense_dtype(output: Output, recipe: Recipe, model_dtype: str) -> str:
-    """Small float32 tensors of a 16-bit model (routing biases, decay rates) stay float32."""
-    if recipe.dtype is None or (output.dtype == "float32" and model_dtype != "float32"):
+    """What is float32 becomes what the model computes in, but for a few small tensors.
+
+    Float32 norms, as GGUF files have them, would turn all activations into float32.
+    """
+    if output.dtype == "float32" and stays_float32(output.path):
         return output.dtype
-    return recipe.dtype
+    if recipe.dtype is not None:
+        return recipe.dtype
+    return model_dtype if output.dtype == "float32" else output.dtype
 
 
 def _planned(
@@ -166,8 +171,8 @@ def _fitted(output: Output, recipe: Recipe, num_layers: int) -> MLXFormat | None
     form = recipe.choose(output, num_layers)
     if form is None or form == output.lossless:
         return form
-    fitted = fitting(form, output.shape)
-    if fitted is None and recipe.given(output) is not None:
+    fitted, given = fitting(form, output.shape), recipe.given(output)
+    if given is not None and (fitted is None or (given.exact and fitted != form)):
         raise InvalidRequestError(
             f"{output.path} has {output.shape[-1]} inputs, which groups of {form.group_size} do "
             f"not divide: it cannot be {name_of(form)}.",
@@ -177,11 +182,12 @@ def _fitted(output: Output, recipe: Recipe, num_layers: int) -> MLXFormat | None
 
 
 def _scales_dtype(output: Output, recipe: Recipe, model_dtype: str, packed: bool) -> str:
-    if packed and output.dtype != "float32":
-        return output.dtype  # codes are exact only with the scales that belong to them
-    if packed:
-        return model_dtype if model_dtype != "float32" else "float16"
-    return recipe.dtype or model_dtype
+    """Codes are exact only with the scales that belong to them: bfloat16 would round float16."""
+    if not packed:
+        return recipe.dtype or model_dtype
+    if output.scales_dtype == "float32" and model_dtype != "float32":
+        return "float16"
+    return output.scales_dtype
 
 
 def _check_overrides(arranged: Arranged, recipe: Recipe) -> None:
@@ -202,8 +208,3 @@ def dumped(plan: Plan) -> str:
         for array in tensor.arrays
     ]
     return json.dumps([plan.recipe.name, plan.shard_bytes, rows])
-
-
-def float_formats(plan: Plan) -> bool:
-    """Whether any tensor is in a floating-point format."""
-    return any(tensor.form in FLOATS.values() for tensor in plan.tensors)

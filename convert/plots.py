@@ -48,7 +48,7 @@ def plot_sizes(path: Path, points: Sequence[tuple[str, float, float, str]]) -> N
         for label, size, kl, _ in own:
             axes.annotate(label, (size, kl), fontsize=7, xytext=(4, 4), textcoords="offset points")
     axes.set(xlabel="bits per weight", ylabel="KL divergence (nats)", yscale="log")
-    axes.legend()
+    axes.legend(loc="upper right")
     _save(figure, path)
 
 

@@ -81,16 +81,19 @@ def total(errors: Iterable[Error]) -> Error:
 def compare(found: Floats, values: Floats, importance: Floats | None = None) -> Error:
     """found and values (R, in_dims), importance (in_dims,)."""
     difference = found - values
-    squares = float(np.einsum("rk,rk->", difference, difference))
+    squares = squares_of(difference)
     weighted = squares
     if importance is not None:
-        weighted = float(np.einsum("rk,rk,k->", difference, difference, importance))
-    return Error(
-        squares,
-        weighted,
-        float(np.einsum("rk,rk->", values, values)),
-        float(np.abs(difference, out=difference).max(initial=0.0)),
-    )
+        weighted = float(
+            np.einsum("rk,rk,k->r", difference, difference, importance).sum(dtype=float)
+        )
+    largest = float(np.abs(difference, out=difference).max(initial=0.0))
+    return Error(squares, weighted, squares_of(values), largest)
+
+
+def squares_of(values: Floats) -> float:
+    """Sum over (R, in_dims); rows first, so that it does not depend on how many come at once."""
+    return float(np.einsum("rk,rk->r", values, values).sum(dtype=np.float64))
 
 
 def _tile(values: Floats, method: Method, importance: Floats | None) -> tuple[Rows, Error]:

@@ -26,6 +26,7 @@ class Override:
 
     pattern: str
     form: MLXFormat | None  # None: not quantised
+    exact: bool = False  # its group size was stated: no other will do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,4 +135,4 @@ def _override(text: str, group: int) -> Override:
             "'*.mlp.*=dense'.",
             param="set",
         )
-    return Override(pattern, parse_format(form, group_size=group))
+    return Override(pattern, parse_format(form, group_size=group), "-g" in form)

@@ -20,6 +20,7 @@ _FLOORS: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"\.shared_experts?\."), 5),
     (re.compile(r"(^|\.)(embed_tokens|lm_head)$"), 4),
 )
+_FLOAT32 = re.compile(r"(\.A_log|\.dt_bias|\.D|correction_bias)$")  # decay rates, expert biases
 _NEVER = re.compile(r"(norm|conv1d|A_log|dt_bias|sinks|bias)$")
 
 
@@ -27,6 +28,11 @@ def quantisable(output: Output) -> bool:
     """Whether this is a matrix (or a stack of them) that MLX's layers hold quantised."""
     is_matrix = len(output.shape) >= 2 and output.name.endswith(".weight")
     return is_matrix and not _NEVER.search(output.path) and fits(affine(4, 32), output.shape)
+
+
+def stays_float32(path: str) -> bool:
+    """Whether 16 bits are too few for this tensor, whatever the model computes in."""
+    return _FLOAT32.search(path) is not None
 
 
 def floor_bits(path: str) -> int:

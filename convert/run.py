@@ -34,7 +34,7 @@ from .sidefiles import config_json, index_json, write_json, write_side_files
 from .texts import MAX_CHECKED, Texts, make_texts
 from .verify import as_written, check_shard, confirm
 from .workplace import Workplace, check_target, disk_failures, working
-from .write import BASE_BYTES, Budget, TensorWriter, little_cached
+from .write import BASE_BYTES, Budget, TensorWriter, Written, little_cached
 
 CHECKPOINT_BYTES = 128 << 20  # written between two lines of the journal
 CHECKPOINT_S = 5.0
@@ -244,16 +244,13 @@ class Conversion:
     def _checked(
         self, path: Path, tensors: list[Planned], journal: Journal, budget: Budget
     ) -> list[dict[str, Any]]:
-        entries = []
         if not self.options.check_tensors:
-            for tensor in tensors:
-                error = Error(**journal.tensors[tensor.output.name]["error"])
-                entries.append(as_written(tensor, error).as_dict())
-            return entries
-        for number, checked in enumerate(
-            check_shard(path, tensors, self.arranged, budget.block), 1
-        ):
-            confirm(checked, Error(**journal.tensors[checked.name]["error"]))
+            written = ((tensor, *_journalled(journal, tensor)) for tensor in tensors)
+            return [as_written(*entry).as_dict() for entry in written]
+        entries = []
+        found = check_shard(path, tensors, self.arranged, budget.block)
+        for number, (tensor, checked) in enumerate(zip(tensors, found, strict=True), 1):
+            confirm(checked, *_journalled(journal, tensor))
             entries.append(checked.as_dict())
             self.progress(f"check {path.name}", number, len(tensors))
         return entries
@@ -296,7 +293,7 @@ def write_shard(path: Path, tensors: list[Planned], writer: TensorWriter, journa
 
 
 @contextmanager
-def checkpoints(file: ShardFile, journal: Journal) -> Iterator[Callable[[Planned, Error], None]]:
+def checkpoints(file: ShardFile, journal: Journal) -> Iterator[Callable[[Planned, Written], None]]:
     """Lines in the journal for what is on the disk, not too often: each waits for the disk."""
     pending: dict[str, dict[str, Any]] = {}
     size, started = 0, time.monotonic()
@@ -309,9 +306,9 @@ def checkpoints(file: ShardFile, journal: Journal) -> Iterator[Callable[[Planned
             pending.clear()
         size, started = 0, time.monotonic()
 
-    def record(tensor: Planned, error: Error) -> None:
+    def record(tensor: Planned, written: Written) -> None:
         nonlocal size
-        pending[tensor.output.name] = {"error": asdict(error)}
+        pending[tensor.output.name] = asdict(written)
         size += tensor.num_bytes
         if size >= CHECKPOINT_BYTES or time.monotonic() - started >= CHECKPOINT_S:
             settle()
@@ -327,6 +324,11 @@ def largest_layer(arranged: Arranged) -> int:
         layer = LAYER.search(output.path)
         sizes[layer[1] if layer else ""] += output.num_weights if layer else 0
     return max(sizes.values())
+
+
+def _journalled(journal: Journal, tensor: Planned) -> tuple[Error, list[int]]:
+    entry = journal.tensors[tensor.output.name]
+    return Error(**entry["error"]), entry["checksums"]
 
 
 def identity(options: Options) -> dict[str, Any]:

@@ -60,11 +60,12 @@ def make_texts(calibration: str, check: str | None, encode: Encode, *, max_conte
         ids, checked = ids[:cut], ids[cut:]
     else:
         checked = encode(check)
-    long = _sequences(checked, min(LONG, max_context), NUM_LONG)
+    limit = max_context - 1  # an engine wants room for an answer
+    long = _sequences(checked, min(LONG, limit), NUM_LONG)
     rest = checked[sum(map(len, long)) :] or checked
     return Texts(
-        _sequences(ids, min(CALIBRATION_LENGTH, max_context), MAX_CALIBRATION),
-        _sequences(rest, min(SHORT, max_context), NUM_SHORT),
+        _sequences(ids, min(CALIBRATION_LENGTH, limit), MAX_CALIBRATION),
+        _sequences(rest, min(SHORT, limit), NUM_SHORT),
         long,
     )
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import mlx.core as mx
 import numpy as np
@@ -41,6 +42,7 @@ class Checked:
     status: str
     num_weights: int
     num_bytes: int
+    checksums: list[int]  # CRC-32 of weight, scales and biases
     relative: float  # root mean square of the differences over that of the values
     largest: float  # difference
 
@@ -80,6 +82,19 @@ class ShardReader:
         plain = dequantised(weight, scales, biases[0] if biases else None, form)
         return np.asarray(as_numpy(plain), dtype=np.float32)
 
+    def checksums(self, tensor: Planned, block: int) -> list[int]:
+        """CRC-32 of each array of a tensor, read `block` numbers at a time."""
+        return [self._checksum(array.name, block) for array in tensor.arrays]
+
+    def _checksum(self, name: str, block: int) -> int:
+        found, shape = 0, self._info(name).shape
+        count, width = prod(shape[:-1]), shape[-1] if shape else 1
+        step = max(1, block // max(1, width))
+        for start in range(0, count, step):
+            rows = self.rows(name, slice(start, start + step))
+            found = crc32(rows.reshape(-1).view(np.uint8).data, found)
+        return found
+
     def _array(self, name: str, rows: slice) -> mx.array:
         info, raw = self._info(name), self.rows(name, rows)
         if info.dtype in NAMES:
@@ -118,10 +133,10 @@ def _check(reader: ShardReader, tensor: Planned, arranged: Arranged, block: int)
         error = total(_errors(reader, tensor, arranged, block))
         lossless = error.largest == 0.0
         status = EXACT if lossless else CAST if tensor.form is None else REQUANTISED
-    return _checked(tensor, status, error)
+    return _checked(tensor, status, error, reader.checksums(tensor, block))
 
 
-def _checked(tensor: Planned, status: str, error: Error) -> Checked:
+def _checked(tensor: Planned, status: str, error: Error, checksums: list[int]) -> Checked:
     output = tensor.output
     return Checked(
         output.name,
@@ -130,6 +145,7 @@ def _checked(tensor: Planned, status: str, error: Error) -> Checked:
         status,
         output.num_weights,
         tensor.num_bytes,
+        checksums,
         error.relative,
         error.largest,
     )
@@ -191,13 +207,15 @@ def _unpacked(tensor: Planned, packed: Packed) -> NDArray[np.float32]:
     return np.asarray(as_numpy(plain), dtype=np.float32)
 
 
-def confirm(checked: Checked, written: Error) -> None:
-    """Whether reading found the error that writing left.
+def confirm(checked: Checked, written: Error, checksums: list[int]) -> None:
+    """Whether reading found what was written, and the error that writing left.
 
     Raises:
-        ConversionError: it did not: the file is not what was written.
+        ConversionError: it did not.
     """
-    if checked.status == SCALES or checked.status == EXACT:
+    if checked.checksums != checksums:
+        raise ConversionError(f"{checked.name} is not on the disk as it was written: damaged.")
+    if checked.status in (SCALES, EXACT):
         return
     if abs(checked.relative - written.relative) > TOLERANCE * max(written.relative, 1e-6):
         raise ConversionError(
@@ -206,7 +224,7 @@ def confirm(checked: Checked, written: Error) -> None:
         )
 
 
-def as_written(tensor: Planned, error: Error) -> Checked:
+def as_written(tensor: Planned, error: Error, checksums: list[int]) -> Checked:
     """What writing found, where nobody reads it again."""
     status = REQUANTISED if tensor.form else CAST if error.largest else EXACT
-    return _checked(tensor, SCALES if tensor.packed else status, error)
+    return _checked(tensor, SCALES if tensor.packed else status, error, checksums)

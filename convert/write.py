@@ -1,14 +1,17 @@
 """Tensors of a plan into files: read, quantised and written a block of rows at a time.
 
-One thread reads (MLX belongs to it); the others quantise with numpy and write. How much is held
+One thread reads (MLX belongs to it) and writes; the others quantise with numpy. How much is held
 follows from the size of a block and the number of threads, not from the size of a tensor.
 """
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
 
 import mlx.core as mx
 import numpy as np
@@ -19,7 +22,7 @@ from .arrays import as_numpy, dtype_name, mx_dtype
 from .files import ShardFile
 from .numbers import Floats, narrow, widen
 from .plan import Planned
-from .quantise import Error, Method, compare, quantise, total
+from .quantise import Error, Method, compare, quantise, squares_of
 
 MAX_WORKERS = 8
 BYTES_PER_WEIGHT = 14  # of a block in flight: as read, in float32, codes, and what is written
@@ -27,6 +30,7 @@ MIN_BLOCK, MAX_BLOCK = 1 << 16, 1 << 21  # numbers
 BASE_BYTES = 200 << 20  # Python, MLX and numpy, before anything is read
 CACHED_BYTES = 32 << 20  # that MLX may keep of what was freed
 
+Arrays = list[NDArray[Any]]
 Wrote = Callable[[int], None]  # told how many numbers of the source are done
 
 
@@ -73,82 +77,86 @@ class TensorWriter:
         """End the threads."""
         self._pool.shutdown(cancel_futures=True)
 
-    def write(self, tensor: Planned, file: ShardFile) -> Error:
-        """Put one tensor into its file; what rounding cost."""
+    def write(self, tensor: Planned, file: ShardFile) -> "Written":
+        """Put one tensor into its file."""
+        target = _Target(tensor, file)
         if tensor.packed:
-            return self._copy(tensor, file)
-        blocks = self.arranged.blocks(tensor.output, self.budget.block)
-        return total(self._spread(tensor, file, blocks))
+            self._copy(tensor, target)
+        else:
+            self._spread(tensor, target)
+        return Written(target.error, target.checksums)
 
-    def _spread(
-        self, tensor: Planned, file: ShardFile, blocks: Iterator[mx.array]
-    ) -> Iterator[Error]:
-        """Hand blocks to the threads, as many at once as there are threads; errors in order."""
-        running: list[Future[Error]] = []
+    def _spread(self, tensor: Planned, target: "_Target") -> None:
+        """Hand blocks to the threads, as many at once as there are; write what comes, in order."""
+        running: deque[Future[tuple[Arrays, Error]]] = deque()
         try:
-            row = 0
-            for block in blocks:
-                raw, count = as_numpy(block), block.shape[0]
-                while len(running) >= self.budget.workers:
-                    yield running.pop(0).result()
-                dtype = dtype_name(block)
-                running.append(self._pool.submit(self._block, tensor, file, row, raw, dtype))
-                row += count
+            for block in self.arranged.blocks(tensor.output, self.budget.block):
+                if len(running) >= self.budget.workers:
+                    self.wrote(target.take(*running.popleft().result()))
+                raw = as_numpy(block)
+                running.append(self._pool.submit(self._block, tensor, raw, dtype_name(block)))
             while running:
-                yield running.pop(0).result()
+                self.wrote(target.take(*running.popleft().result()))
         finally:
             for job in running:
                 job.cancel()
 
-    def _block(
-        self, tensor: Planned, file: ShardFile, row: int, raw: NDArray[np.generic], dtype: str
-    ) -> Error:
+    def _block(self, tensor: Planned, raw: NDArray[np.generic], dtype: str) -> tuple[Arrays, Error]:
+        """What a block (R, in_dims) becomes. Runs in the threads."""
         values = widen(raw, dtype)
-        if tensor.form is None:
-            error = self._dense(tensor, file, row, raw, dtype, values)
-        else:
+        if tensor.form is not None:
             importance = self.importance.get(tensor.output.path)
             method = Method(tensor.form, tensor.dtype, self.searched, importance)
             rows, error = quantise(values, method)
-            parts = [rows.weight, rows.scales, rows.biases]
-            for array, part in zip(tensor.arrays, parts, strict=False):
-                assert part is not None
-                file.write(array.name, row * part.shape[1] * part.itemsize, part)
-        self.wrote(raw.size)
-        return error
-
-    def _dense(
-        self,
-        tensor: Planned,
-        file: ShardFile,
-        row: int,
-        raw: NDArray[np.generic],
-        dtype: str,
-        values: Floats,
-    ) -> Error:
-        name = tensor.output.name
+            parts = [rows.weight, rows.scales]
+            return (parts if rows.biases is None else [*parts, rows.biases]), error
         if dtype == tensor.dtype:
-            file.write(name, row * raw.shape[1] * raw.itemsize, raw)
-            return Error(energy=float(np.einsum("rk,rk->", values, values)))
+            return [raw], Error(energy=squares_of(values))
         narrowed = narrow(values, tensor.dtype)
-        file.write(name, row * narrowed.shape[1] * narrowed.itemsize, narrowed)
-        return compare(widen(narrowed, tensor.dtype), values)
+        return [narrowed], compare(widen(narrowed, tensor.dtype), values)
 
-    def _copy(self, tensor: Planned, file: ShardFile) -> Error:
+    def _copy(self, tensor: Planned, target: "_Target") -> None:
         """The source's own codes; scales are rounded where float32 alone holds them."""
-        offsets = [0, 0, 0]
         for name in tensor.output.sources:
             packed = self.arranged.source.read_packed(name)
-            scales, biases = packed.scales, packed.biases
-            if biases is not None:
-                scales, biases = (a.astype(mx_dtype(tensor.dtype)) for a in (scales, biases))
-            for index, (array, part) in enumerate(
-                zip(tensor.arrays, (packed.weight, scales, biases), strict=False)
-            ):
-                assert part is not None
-                offsets[index] += file.write(array.name, offsets[index], as_numpy(part))
+            parts = [packed.weight, packed.scales]
+            if packed.biases is not None:
+                rounded = (a.astype(mx_dtype(tensor.dtype)) for a in (packed.scales, packed.biases))
+                parts = [packed.weight, *rounded]
+            target.take([as_numpy(part) for part in parts], Error())
             self.wrote(tensor.output.num_weights // len(tensor.output.sources))
-        return Error()
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One tensor, as it was handed to the disk."""
+
+    error: Error
+    checksums: list[int]  # CRC-32 of each of its arrays
+
+
+class _Target:
+    """The arrays of one tensor, each growing in its place in the file."""
+
+    def __init__(self, tensor: Planned, file: ShardFile) -> None:
+        self.error = Error()
+        self.checksums = [0] * len(tensor.arrays)
+        self._offsets = [0] * len(tensor.arrays)
+        self._names = [array.name for array in tensor.arrays]
+        self._file = file
+        self._weights = tensor.output.num_weights
+        self._bytes = tensor.arrays[0].num_bytes
+
+    def take(self, arrays: Arrays, error: Error) -> int:
+        """The next rows; returns how many numbers they stand for."""
+        self.error = self.error + error
+        for index, array in enumerate(arrays):
+            data = np.ascontiguousarray(array)
+            self.checksums[index] = crc32(
+                data.reshape(-1).view(np.uint8).data, self.checksums[index]
+            )
+            self._offsets[index] += self._file.write(self._names[index], self._offsets[index], data)
+        return arrays[0].nbytes * self._weights // max(1, self._bytes)
 
 
 @contextmanager

@@ -1,0 +1,193 @@
+"""Whole conversions of tiny models: what is written, and that mlx-lm and mlxinfer agree on it."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from convert_cases import TEXT, contents, convert, write_source
+from mlxinfer.convert.arrange import arrange
+from mlxinfer.convert.check import check_folder
+from mlxinfer.convert.read import open_source
+from mlxinfer.convert.verify import ShardReader
+
+from mlxinfer import LLM
+from mlxinfer.errors import CheckpointError, ConversionError
+
+IDS = [5, 17, 3, 80, 41, 9, 22, 64]  # no longer than the shortest window: mlx-lm ignores some
+FAMILIES = ("llama-v4", "llama-v5", "mistral-v4", "qwen2-v4", "qwen3-v4", "qwen3_moe-v4",
+            "qwen3_moe-v5", "gemma3_text-v4")  # fmt: skip
+
+
+@contextmanager
+def open_logits(folder: Path) -> Iterator[object]:
+    with LLM(str(folder), dtype="float32") as llm:
+        yield llm.logits
+
+
+def by_mlxinfer(folder: Path) -> np.ndarray:
+    with LLM(str(folder), dtype="float32") as llm:
+        return llm.logits(IDS)
+
+
+def by_mlx_lm(folder: Path) -> np.ndarray:
+    from mlx_lm.utils import load_model
+
+    model, _ = load_model(folder)
+    model.set_dtype(mx.float32)
+    return np.array(model(mx.array([IDS]))[0].astype(mx.float32))
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("recipe", ["4bit-g32", "mixed"])
+def test_mlx_lm_loads_it_and_answers_the_same(tmp_path: Path, case: str, recipe: str) -> None:
+    source = write_source(tmp_path / "source", case)
+    convert(source, tmp_path / "out", recipe)
+    ours, theirs = by_mlxinfer(tmp_path / "out"), by_mlx_lm(tmp_path / "out")
+    assert np.abs(ours - theirs).max() <= 2e-4 * max(1.0, theirs.std())
+
+
+@pytest.mark.parametrize("recipe", ["8bit", "mxfp4", "mxfp8", "nvfp4", "3bit-g32", "6bit", "bf16"])
+def test_every_format_loads_in_both(tmp_path: Path, recipe: str) -> None:
+    source = write_source(tmp_path / "source", "qwen3_moe-v4")
+    report = convert(source, tmp_path / "out", recipe, overrides=("layers.0=dense",))
+    ours, theirs = by_mlxinfer(tmp_path / "out"), by_mlx_lm(tmp_path / "out")
+    assert np.abs(ours - theirs).max() <= 2e-4 * max(1.0, theirs.std())
+    assert report.worst is not None
+    assert (report.worst["relative"] == 0) == (recipe == "bf16")
+
+
+def test_gpt_oss_is_taken_apart_as_mlx_lm_does(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source", "gpt_oss-v4")
+    convert(source, tmp_path / "out", "8bit-g32")
+    found = ShardReader(tmp_path / "out" / "model.safetensors").tensors
+    experts = {name.rpartition("experts.")[2] for name in found if "experts." in name}
+    assert {"gate_proj.scales", "up_proj.bias", "down_proj.weight"} <= experts
+    plain = by_mlxinfer(source)
+    assert np.abs(by_mlxinfer(tmp_path / "out") - plain).max() < 0.2 * plain.std()
+
+
+def test_logits_moments_and_reports(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source", "qwen3_moe-v4")
+    out = tmp_path / "out"
+    report = convert(source, out, "8bit-g32", calibration=TEXT, open_model=open_logits)
+    assert [check.context for check in report.logits] == [30, 127]
+    assert report.passed
+    assert all(check.kl_mean < 0.02 and check.top1 > 0.8 for check in report.logits)
+    said = json.loads((out / "report.json").read_text())
+    assert said["logits"][0]["kl_mean"] == report.logits[0].kl_mean
+    assert {tensor["status"] for tensor in said["tensors"]} == {"exact", "requantised"}
+    assert "| 127 |" in (out / "README.md").read_text()
+
+
+def test_a_divergence_above_the_limit_does_not_pass(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source")
+    report = convert(
+        source, tmp_path / "out", "2bit-g32", check_text=TEXT, open_model=open_logits, max_kl=1e-6
+    )
+    assert not report.passed
+    assert (tmp_path / "out").is_dir()
+
+
+def test_bf16_logits_are_the_sources_own(tmp_path: Path) -> None:
+    """The reference comes layer by layer, the output's from the engine: both must be right."""
+    for case in ("gemma3_text-v4", "gpt_oss-v4", "mistral-v4"):
+        source = write_source(tmp_path / case / "source", case)
+        report = convert(
+            source, tmp_path / case / "out", "bf16", check_text=TEXT, open_model=open_logits
+        )
+        assert all(check.kl_mean < 1e-6 and check.top1 == 1 for check in report.logits)
+
+
+def test_shards_and_an_index(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source", shards=3)
+    convert(source, tmp_path / "out", shard_bytes=30_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    assert len(files) > 2
+    held = {name: file for file in files for name in ShardReader(tmp_path / "out" / file).tensors}
+    assert held == index["weight_map"]
+    whole = convert(source, tmp_path / "whole")
+    assert whole.num_bytes == index["metadata"]["total_size"]
+    assert np.array_equal(by_mlxinfer(tmp_path / "out"), by_mlxinfer(tmp_path / "whole"))
+
+
+def test_little_memory_gives_the_same_bytes(tmp_path: Path, monkeypatch) -> None:
+    source = write_source(tmp_path / "source", "qwen3_moe-v4")
+    convert(source, tmp_path / "whole")
+    monkeypatch.setattr("mlxinfer.convert.write.MIN_BLOCK", 1024)
+    monkeypatch.setattr("mlxinfer.convert.write.MAX_BLOCK", 1024)
+    convert(source, tmp_path / "rows", max_memory=1)
+    assert contents(tmp_path / "rows") == contents(tmp_path / "whole")
+
+
+def test_keep_copies_what_mlx_already_has(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source", "llama-v4")
+    convert(source, tmp_path / "four", "4bit-g32")
+    report = convert(tmp_path / "four", tmp_path / "again", "keep")
+    assert set(report.counts) == {"exact"}
+    first, again = (load_file_raw(tmp_path / n / "model.safetensors") for n in ("four", "again"))
+    assert first == again
+    kept = convert(tmp_path / "four", tmp_path / "eight", "8bit-g32", overrides=("lm_head=dense",))
+    assert kept.counts["requantised"] > 0
+
+
+def load_file_raw(path: Path) -> dict[str, bytes]:
+    reader = ShardReader(path)
+    return {name: reader.rows(name).tobytes() for name in reader.tensors}
+
+
+def test_old_rope_spelling_is_written_for_mlx_lm(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source", "llama-v5")
+    convert(source, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    rope = config["rope_parameters"]
+    assert config["rope_theta"] == rope["rope_theta"]
+    assert config["rope_scaling"]["rope_type"] == rope["rope_type"]
+    assert config["quantization_config"] == config["quantization"]
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("where", [0.2, 0.5, 0.9])
+def test_a_flipped_bit_in_the_output_is_found(tmp_path: Path, where: float) -> None:
+    source = write_source(tmp_path / "source")
+    out = tmp_path / "out"
+    convert(source, out)
+    arranged = arrange(open_source(source))
+    assert len(check_folder(arranged, out, lambda *_: None)) == len(arranged.outputs)
+    size = (out / "model.safetensors").stat().st_size
+    flip(out / "model.safetensors", int(size * where))
+    with pytest.raises(ConversionError, match="damaged"):
+        check_folder(arranged, out, lambda *_: None)
+
+
+def test_a_header_that_lies_is_found(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source")
+    out = tmp_path / "out"
+    convert(source, out)
+    path = out / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-64])
+    with pytest.raises(CheckpointError, match="truncated"):
+        check_folder(arrange(open_source(source)), out, lambda *_: None)
+
+
+def test_rows_written_to_the_wrong_place_are_found(tmp_path: Path, monkeypatch) -> None:
+    """The comparison reads the file anew: a writer that is wrong does not get away with it."""
+    from mlxinfer.convert.files import ShardFile
+
+    right = ShardFile.write
+    monkeypatch.setattr(
+        ShardFile, "write", lambda self, name, offset, data: right(self, name, 0, data[::-1])
+    )
+    source = write_source(tmp_path / "source")
+    with pytest.raises(ConversionError, match="damaged"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,107 @@
+"""Names, formats and bytes of the output, from headers alone."""
+
+from pathlib import Path
+
+import pytest
+from convert_cases import write_source
+from mlxinfer.convert.arrange import arrange
+from mlxinfer.convert.formats import name_of
+from mlxinfer.convert.plan import Plan, make_plan
+from mlxinfer.convert.read import open_source
+from mlxinfer.convert.recipes import make_recipe
+
+from mlxinfer.errors import InvalidRequestError
+
+
+def plan(folder: Path, recipe: str, *overrides: str, **options) -> Plan:
+    arranged = arrange(open_source(folder))
+    return make_plan(arranged, make_recipe(recipe, overrides=overrides, **options))
+
+
+def formats(made: Plan) -> dict[str, str]:
+    return {t.output.path: name_of(t.form) for t in made.tensors}
+
+
+def test_experts_are_stacked_and_routers_keep_eight_bits(tmp_path: Path) -> None:
+    made = plan(write_source(tmp_path / "m", "qwen3_moe-v4"), "4bit")
+    found = formats(made)
+    shapes = {t.output.path: t.output.shape for t in made.tensors}
+    [router] = {v for k, v in found.items() if k.endswith("mlp.gate")}
+    assert router == "8bit-g64"
+    stacks = {k: v for k, v in shapes.items() if "switch_mlp" in k}
+    assert stacks
+    assert all(len(shape) == 3 for shape in stacks.values())
+    assert not any(".experts." in name for name in found)
+    downs = {v for k, v in found.items() if "switch_mlp.down_proj" in k}
+    assert downs == {"dense"}  # 40 inputs: no group fills a row
+
+
+def test_smaller_groups_where_a_row_has_no_room(tmp_path: Path) -> None:
+    found = formats(plan(write_source(tmp_path / "m"), "4bit"))
+    assert found["model.layers.0.mlp.up_proj"] == "4bit-g64"
+    assert found["model.layers.0.mlp.down_proj"] == "4bit-g32"  # 96 inputs
+    assert found["model.norm"] == "dense"
+
+
+def test_overrides_and_floors(tmp_path: Path) -> None:
+    folder = write_source(tmp_path / "m", "llama-v4")
+    found = formats(plan(folder, "2bit-g32", "lm_head=8bit", "layers.1=dense", "*.q_proj=3bit-g32"))
+    assert found["lm_head"] == "8bit-g64"
+    assert found["model.embed_tokens"] == "4bit-g64"  # never less
+    assert found["model.layers.0.self_attn.k_proj"] == "2bit-g32"
+    assert found["model.layers.1.mlp.up_proj"] == "dense"
+    assert found["model.layers.1.self_attn.q_proj"] == "3bit-g32"  # the last that matches
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("nothing=4bit", "matches 'nothing'"),
+        ("down_proj=4bit-g64", "do not divide"),
+        ("lm_head", "expected PATTERN=FORMAT"),
+        ("lm_head=9bit", "no format"),
+    ],
+)
+def test_overrides_that_cannot_be(tmp_path: Path, override: str, words: str) -> None:
+    folder = write_source(tmp_path / "m", "llama-v4")
+    with pytest.raises(InvalidRequestError, match=words):
+        plan(folder, "4bit", override)
+
+
+def test_config_states_the_commonest_format_and_the_rest(tmp_path: Path) -> None:
+    made = plan(write_source(tmp_path / "m", "llama-v4"), "4bit", "lm_head=8bit-g32")
+    stated = made.quantization()
+    assert stated is not None
+    assert (stated["bits"], stated["group_size"], stated["mode"]) == (4, 64, "affine")
+    assert stated["lm_head"] == {"group_size": 32, "bits": 8, "mode": "affine"}
+    assert "model.layers.0.self_attn.q_proj" not in stated
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16", "fp32"])
+def test_dense_recipes(tmp_path: Path, recipe: str) -> None:
+    made = plan(write_source(tmp_path / "m"), recipe)
+    assert made.quantization() is None
+    assert made.bits_per_weight == (32 if recipe == "fp32" else 16)
+
+
+def test_mixed_gives_more_to_what_tells(tmp_path: Path) -> None:
+    made = plan(write_source(tmp_path / "m", "llama-v4"), "mixed", group_size=32)
+    found = formats(made)
+    assert found["lm_head"] == "6bit-g32"
+    assert found["model.layers.2.mlp.down_proj"] == "6bit-g32"
+    assert found["model.layers.1.mlp.down_proj"] == "4bit-g32"
+
+
+def test_tied_heads_and_what_sees_images_are_left_out(tmp_path: Path) -> None:
+    arranged = arrange(open_source(write_source(tmp_path / "m", "gemma3_text-v4")))
+    assert not any("lm_head" in output.name for output in arranged.outputs)
+
+
+def test_shards_hold_every_tensor_once(tmp_path: Path) -> None:
+    arranged = arrange(open_source(write_source(tmp_path / "m")))
+    made = make_plan(arranged, make_recipe("4bit"), shard_bytes=20_000)
+    shards = made.shards()
+    assert len(shards) > 3
+    assert [t for _, part in shards for t in part] == list(made.tensors)
+    assert shards[0][0] == f"model-00001-of-{len(shards):05d}.safetensors"
+    assert all(sum(t.num_bytes for t in part) <= 20_000 or len(part) == 1 for _, part in shards)

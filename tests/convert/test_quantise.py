@@ -1,0 +1,117 @@
+"""Codes, scales and their search: MLX reads what we pack, and no choice is worse than MLX's."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlxinfer.convert.bits import pack
+from mlxinfer.convert.formats import BITS, FLOATS, GROUPS, affine, name_of, parse_format
+from mlxinfer.convert.numbers import narrow, rounded, widen
+from mlxinfer.convert.quantise import Method, compare, quantise
+from mlxinfer.convert.roundtrip import unpacked
+
+from mlxinfer.errors import InvalidRequestError
+
+FORMATS = [affine(bits, group) for bits in BITS for group in GROUPS] + list(FLOATS.values())
+
+
+def matrix(rows: int = 24, columns: int = 256, seed: int = 0) -> np.ndarray:
+    """Heavy tails, as weights have; representable in bfloat16."""
+    noise = np.random.default_rng(seed).standard_t(5, (rows, columns)).astype(np.float32)
+    return rounded(noise * np.float32(0.02), "bfloat16")
+
+
+def by_mlx(values: np.ndarray, form) -> np.ndarray:
+    how = {"group_size": form.group_size, "bits": form.bits, "mode": form.mode}
+    parts = [p.astype(mx.float32) if p.dtype == mx.bfloat16 else p
+             for p in mx.quantize(mx.array(values).astype(mx.bfloat16), **how)]  # fmt: skip
+    return np.array(mx.dequantize(*parts, **how, dtype=mx.float32))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_mlx_reads_packed_codes(bits: int) -> None:
+    codes = np.random.default_rng(bits).integers(0, 2**bits, (5, 128)).astype(np.uint8)
+    ones, zeros = mx.ones((5, 4)), mx.zeros((5, 4))
+    found = mx.dequantize(mx.array(pack(codes, bits)), ones, zeros, 32, bits)
+    assert np.array_equal(np.array(found), codes)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=name_of)
+def test_error_is_what_mlx_reads_back_and_less_than_mlx_makes(form) -> None:
+    values = matrix()
+    method = Method(form, "bfloat16")
+    rows, error = quantise(values, method)
+    found = compare(np.array(unpacked(rows, method)), values)
+    assert found.squares == pytest.approx(error.squares, rel=1e-4)
+    theirs = compare(by_mlx(values, form), values)
+    assert error.squares <= theirs.squares * (1 + 1e-6)
+    if form.mode == "affine":
+        assert error.squares < 0.97 * theirs.squares
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=name_of)
+def test_minmax_is_what_mlx_does(form) -> None:
+    values = matrix()
+    method = Method(form, "bfloat16", searched=False)
+    ours = compare(np.array(unpacked(quantise(values, method)[0], method)), values)
+    theirs = compare(by_mlx(values, form), values)
+    assert ours.squares <= theirs.squares * 1.005
+
+
+def test_importance_moves_the_error_to_where_it_does_not_matter() -> None:
+    values = matrix()
+    importance = np.ones(256, np.float32)
+    importance[::4] = 20.0
+    importance /= importance.mean()
+    form = affine(3, 64)
+    _, plain = quantise(values, Method(form, "bfloat16"))
+    rows, weighted = quantise(values, Method(form, "bfloat16", importance=importance))
+    found = np.array(unpacked(rows, Method(form, "bfloat16")))
+    without = np.array(unpacked(quantise(values, Method(form, "bfloat16"))[0],
+                                Method(form, "bfloat16")))  # fmt: skip
+    assert (
+        compare(found, values, importance).weighted
+        < 0.95 * compare(without, values, importance).weighted
+    )
+    assert weighted.squares > plain.squares
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=name_of)
+@pytest.mark.parametrize("value", [0.0, 1.0, -3e-5, 3e4])
+def test_constant_rows(form, value: float) -> None:
+    values = np.full((2, 128), value, np.float32)
+    rows, error = quantise(values, Method(form, "bfloat16"))
+    found = np.array(unpacked(rows, Method(form, "bfloat16")))
+    assert np.isfinite(found).all()
+    if form.mode == "affine":
+        assert np.abs(found - rounded(values, "bfloat16")).max() <= abs(value) / 128
+    assert error.largest == pytest.approx(np.abs(found - values).max(), rel=1e-5, abs=1e-12)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.floats(-65504, 65504, width=32), min_size=32, max_size=32), st.sampled_from(BITS)
+)
+def test_any_group_is_within_a_step(values: list[float], bits: int) -> None:
+    row = rounded(np.array([values], np.float32), "bfloat16")
+    method = Method(affine(bits, 32), "bfloat16", searched=False)
+    found = np.array(unpacked(quantise(row, method)[0], method))
+    step = max((row.max() - row.min()) / (2**bits - 1), 1e-7)
+    slack = np.abs(row).max() / 64  # scale and bias have eight bits
+    assert np.abs(found - row).max() <= 1.01 * step + slack
+
+
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False))
+def test_bfloat16_rounds_as_mlx(value: float) -> None:
+    if abs(value) > 3.38e38:
+        return
+    numbers = np.array([value], np.float32)
+    theirs = mx.array(numbers).astype(mx.bfloat16).astype(mx.float32)
+    assert widen(narrow(numbers, "bfloat16"), "bfloat16")[0] == theirs.item()
+
+
+@pytest.mark.parametrize("text", ["7bit", "4bit-g16", "fp4", "", "4", "mxfp5"])
+def test_unknown_formats_are_refused(text: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"expected|MLX has"):
+        parse_format(text)

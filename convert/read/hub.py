@@ -136,6 +136,8 @@ def _open_gguf(
     side_files: Callable[[], Mapping[str, bytes | Path]] | None,
 ) -> ReaderSource:
     first = wanted or _only_gguf(files)
+    if ".." in first or "\\" in first or first.startswith("/"):
+        raise ModelNotFoundError(f"{first[:200]!r} is not the name of a file in a repository.")
     folder, name = PurePosixPath(first).parent, PurePosixPath(first).name
     parts = [str(folder / part) for part in part_names(name)]
     missing = [part for part in parts if part not in files.remote]
@@ -181,9 +183,15 @@ def _side_files(files: HubFiles) -> Mapping[str, bytes | Path]:
     found: dict[str, Any] = {
         path: fetch_small(files.listing, path)
         for path in files.remote
-        if any(fnmatchcase(path, pattern) for pattern in SIDE_FILES) and ".." not in path
+        if any(_fits(path, pattern) for pattern in SIDE_FILES)
     }
     return found
+
+
+def _fits(path: str, pattern: str) -> bool:
+    """Like Path.glob, and never outside the folder: names come from the hub."""
+    same_depth = path.count("/") == pattern.count("/")
+    return same_depth and fnmatchcase(path, pattern) and ".." not in path
 
 
 def _fingerprint(files: HubFiles, names: list[str]) -> str:

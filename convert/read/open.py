@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...errors import CheckpointError, ModelNotFoundError
+from ...hub import is_bundled, resolve
 from .folder import local_side_files, open_folder
 from .gguf.source import open_gguf, part_names
 from .hub import open_repo
@@ -23,8 +24,8 @@ def open_source(
     """Open a checkpoint for reading, tensor by tensor.
 
     Args:
-        source: a folder of safetensors, a GGUF file, a folder with one GGUF file, or a hub
-            repository as org/name[@revision] or org/name[@revision]/file.gguf.
+        source: a folder of safetensors, a GGUF file, a folder with one GGUF file, a bundled model,
+            or a hub repository as org/name[@revision] or org/name[@revision]/file.gguf.
         tokenizer: for GGUF: a folder whose tokenizer is taken instead of the one in the file.
         downloads: where shards from the hub are kept until forget() was told of all their tensors;
             by default a temporary folder, which close() deletes.
@@ -37,7 +38,7 @@ def open_source(
         UnsupportedModelError: a format or an architecture that is not known.
     """
     others = None if tokenizer is None else lambda: _tokenizer_of(tokenizer)
-    path = Path(source).expanduser()
+    path = resolve(str(source)) if is_bundled(str(source)) else Path(source).expanduser()
     if path.is_dir() and not any(path.glob("*.safetensors")):
         path = _only_gguf(path) or path
     if path.is_dir():

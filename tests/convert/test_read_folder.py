@@ -146,6 +146,12 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         open_source(tmp_path)
 
 
+def test_bundled_models_have_their_names() -> None:
+    source = open_source("demo")
+    assert source.format == "MLX"
+    assert "tokenizer.json" in source.side_files()
+
+
 def test_experts_are_grouped_in_order() -> None:
     block = "model.layers.1.mlp"
     names = [f"{block}.experts.{index}.up_proj.weight" for index in (10, *range(10))]

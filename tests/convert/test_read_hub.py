@@ -190,6 +190,16 @@ def test_a_config_that_depends_on_a_tensor_fetches_that_alone(
     assert bodies(served) == 0
 
 
+def test_names_from_the_hub_stay_in_their_folder(served: StandIn, tmp_path: Path) -> None:
+    files = served.repos["org/model"].files
+    for name in ("/tmp/x.tiktoken", "../x.tiktoken", "additional_chat_templates/../../x.jinja"):
+        files[name] = b""
+    assert list(open_source("org/model").side_files()) == ["tokenizer.json"]
+    served.repos["org/one"] = Repo({"../m.gguf": b"GGUF"})
+    with pytest.raises(ModelNotFoundError, match="not the name of a file"):
+        open_source("org/one")
+
+
 def test_repositories_without_weights_of_ours(served: StandIn) -> None:
     served.repos["org/pickles"] = Repo({"pytorch_model.bin": b"", "config.json": b"{}"})
     with pytest.raises(DownloadError, match="pickles"):

@@ -26,8 +26,6 @@ LANGUAGE = (
     *("-fsigned-char", "-fno-strict-aliasing", "-fno-math-errno", "-ffp-contract=off"),
 )
 CODE = ("-fPIC", "-fno-stack-protector", "-fvisibility=hidden", "-fno-asynchronous-unwind-tables")
-# Without a C library of its own: the process has one, and machine/rounding.h has the rest.
-LINK = ("-shared", "-nostdlib", "-s", *(["-Wl,-undefined,dynamic_lookup"] if DARWIN else []))
 PLAIN = ("-O2", "-fno-sanitize=all")
 UNDEFINED = "shift-exponent,integer-divide-by-zero,array-bounds"
 CHECKED = (  # calls of the checks in machine/checks.h, and the lines that they are of
@@ -39,6 +37,8 @@ CHECKED = (  # calls of the checks in machine/checks.h, and the lines that they 
     *("-mllvm", "-asan-globals=0", "-mllvm", "-asan-constructor-kind=none"),
     *("-mllvm", "-asan-opt-same-temp=0"),
 )
+
+MACHINE = ("-std=c++20", "-O2", "-w", *CODE, "-fno-sanitize=all", "-I", str(SHIM))
 
 
 class CompileError(Exception):
@@ -77,6 +77,11 @@ def arithmetic(target: str | None = None) -> tuple[str, ...]:
     """Options that round half and bfloat after each operation, as a GPU does."""
     machine = target or platform.machine()
     return ("-fexcess-precision=16",) if machine.startswith("x86_64") else ()
+
+
+def link(*, darwin: bool = DARWIN) -> tuple[str, ...]:
+    """Options without a C library: a process has one, and machine/rounding.h has the rest."""
+    return ("-shared", "-nostdlib", "-s", *(["-Wl,-undefined,dynamic_lookup"] if darwin else []))
 
 
 def clang(*arguments: str | Path) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
-from mlxinfer.metal_kernels.launch import MetalKernel, TemplateValue, running_on
+from mlxinfer.metal_kernels.launch import Launch, MetalKernel, TemplateValue
 
 from metal_cpu.device import MetalCPU
 from metal_cpu.report import Size
@@ -39,18 +39,22 @@ class Example:
     output_dtype: mx.Dtype = mx.float32
     template: Sequence[tuple[str, TemplateValue]] = ()
 
+    def launch(self) -> Launch:
+        """The call."""
+        kernel = InlineKernel("example", tuple(self.inputs), ("out",), self.body, text=self.text)
+        return Launch(
+            kernel,
+            list(self.inputs.values()),
+            tuple(self.template),
+            self.grid,
+            self.threadgroup,
+            [self.output_shape],
+            [self.output_dtype],
+        )
+
     def run(self, machine: MetalCPU) -> mx.array:
         """The output."""
-        kernel = InlineKernel("example", tuple(self.inputs), ("out",), self.body, text=self.text)
-        with running_on(machine):
-            (out,) = kernel(
-                list(self.inputs.values()),
-                template=self.template,
-                grid=self.grid,
-                threadgroup=self.threadgroup,
-                output_shapes=[self.output_shape],
-                output_dtypes=[self.output_dtype],
-            )
+        (out,) = machine.run(self.launch())
         return out
 
     def line_of(self, fragment: str, replaced: dict[str, str]) -> int:

@@ -1,13 +1,15 @@
 """Address spaces, checked by clang without running anything. Knows no machine."""
 
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
 from metal_cpu import build
 from metal_cpu.program import INCLUDES
 from metal_cpu.report import Fault
-from metal_cpu.source import Kernel, flattened
+from metal_cpu.source import Kernel, Part, flattened
+from metal_cpu.tokens import after, before, text_at, tokens
 from metal_cpu.transform import transformed
 
 _MESSAGE = re.compile(r"^(?:.*/)?([^/:\n]+):(\d+):\d+: (error|warning): (.*)$", re.MULTILINE)
@@ -16,6 +18,8 @@ OPTIONS = (
     *("-Wno-everything", "-Wimplicit-float-conversion"),
 )
 IGNORED_FILES = ("utils.h",)  # MLX's own takes arrays as parameters, which only Metal allows
+
+SPACES = {"device", "constant", "threadgroup", "thread"}
 
 
 @lru_cache(maxsize=512)
@@ -41,9 +45,26 @@ def lint(kernel: Kernel) -> list[Fault]:
 
     ingredients = ("lint", text, function, kernel.constants, OPTIONS)
     said = build.kept(".txt", ingredients, make).read_text()
-    return [
+    refused = [
         Fault("address space", message, file, int(line))
         for file, line, severity, message in _MESSAGE.findall(said)
         if severity == "error" or "'__bf16'" in message
         if file not in IGNORED_FILES
     ]
+    return [*refused, *(fault for part in kernel.parts for fault in _bare_pointers(part))]
+
+
+def _bare_pointers(part: Part) -> Iterator[Fault]:
+    """Pointer types in casts that name no address space: clang lets them change it."""
+    pieces = list(tokens(part.text))
+    for index, piece in enumerate(pieces):
+        if piece.text != "*" or text_at(pieces, after(pieces, index)) != ")":
+            continue
+        words: list[str] = []
+        place = before(pieces, index)
+        while place >= 0 and text_at(pieces, place) not in ("(", ",", ";"):
+            words.append(pieces[place].text)
+            place = before(pieces, place)
+        if not SPACES & set(words):
+            message = f"({' '.join(reversed(words))} *) names no address space"
+            yield Fault("address space", message, part.file, piece.line)

@@ -43,7 +43,7 @@ def program(kernel: Kernel, *, checked: bool) -> Program:
         build.clang("-S", *options, *INCLUDES, source, "-o", assembly)
         lines = assembly.read_text("latin-1")  # texts in it may hold any byte
         assembly.write_text(with_call_sites(lines, mach_o=build.DARWIN), "latin-1")
-        build.clang(*build.LINK, assembly, _machine(), "-o", made)
+        build.clang(*build.link(), assembly, _machine(), "-o", made)
 
     ingredients = (text, kernel.function, kernel.instance, kernel.constants, options)
     path = build.kept(".so", ingredients, make)
@@ -71,9 +71,8 @@ def cpp(kernel: Kernel, text: str, found: tuple[Parameter, ...]) -> str:
 @cache
 def _machine() -> Path:
     """The machine's own code, compiled once for all kernels."""
-    options = ("-std=c++20", "-O2", "-w", *build.CODE, "-fno-sanitize=all", "-I", build.SHIM)
 
     def make(work: Path, made: Path) -> None:
-        build.clang("-c", *options, build.HERE / "machine" / "machine.cpp", "-o", made)
+        build.clang("-c", *build.MACHINE, build.HERE / "machine" / "machine.cpp", "-o", made)
 
-    return build.kept(".o", ("machine", options, platform.machine()), make)
+    return build.kept(".o", ("machine", build.MACHINE, platform.machine()), make)

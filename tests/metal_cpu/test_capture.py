@@ -1,0 +1,165 @@
+"""What MLX hands to Metal is what runs: signatures, address spaces, shapes, files and lines."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from mlxinfer.metal_kernels.launch import Launch, MetalKernel
+
+from metal_cpu import MetalCPU, requires_compiler
+from metal_cpu.build import CompileError
+from metal_cpu.capture import capture
+from metal_cpu.inline import Example
+
+pytestmark = requires_compiler
+
+DESCRIBED = Example(
+    text="""
+template <typename P, typename S>
+METAL_FUNC int described(P lengths, const constant int* shape, S strides, int ndim, int i) {
+  return lengths[i] * 1000 + shape[0] * 100 + int(strides[0]) * 10 + ndim;
+}
+""",
+    body="""
+    int i = thread_position_in_grid.x;
+    out[i] = described(lengths, grid_shape, grid_strides, grid_ndim, i) + int(one * 2.0f);
+    """,
+    inputs={"lengths": mx.arange(12), "grid": mx.zeros((3, 4)), "one": mx.array(1.0)},
+    grid=(12, 1, 1),
+    threadgroup=(8, 1, 1),
+    output_shape=(12,),
+    output_dtype=mx.int32,
+)
+
+
+@pytest.mark.parametrize("batch", [1, 7, 8, 12])
+def test_small_inputs_are_constants_and_large_ones_are_not(batch: int) -> None:
+    """MLX puts inputs of fewer than 8 elements into another address space."""
+    example = replace(
+        DESCRIBED,
+        inputs={**DESCRIBED.inputs, "lengths": mx.arange(batch)},
+        grid=(batch, 1, 1),
+        output_shape=(batch,),
+    )
+    machine = MetalCPU()
+    assert example.run(machine).tolist() == [i * 1000 + 300 + 40 + 2 + 2 for i in range(batch)]
+    machine.assert_clean()
+    body = capture(example.launch()).kernel.parts[-1].text
+    assert (f"{'constant' if batch < 8 else 'device'} int32_t* lengths" in body) is True
+
+
+def test_a_helper_for_one_address_space_is_refused_for_the_other() -> None:
+    text = DESCRIBED.text.replace("typename P, ", "").replace(
+        "P lengths", "const device int* lengths"
+    )
+    example = replace(DESCRIBED, text=text)
+    example.run(machine := MetalCPU())
+    machine.assert_clean()
+    small = replace(
+        example, inputs={**example.inputs, "lengths": mx.arange(7)}, grid=(7, 1, 1),
+        output_shape=(7,),
+    )  # fmt: skip
+    small.run(machine)
+    assert {(fault.kind, fault.file) for fault in machine.reports[1].faults} == {
+        ("address space", "body")
+    }
+
+
+def test_templates_take_types_integers_and_booleans() -> None:
+    example = Example(
+        text="template <typename T, int N, bool B> METAL_FUNC T f(T x) { return B ? x * N : x; }",
+        body="out[thread_position_in_grid.x] = f<T, N, B>(x[thread_position_in_grid.x]);",
+        inputs={"x": mx.arange(10).astype(mx.bfloat16)},
+        grid=(10, 1, 1),
+        threadgroup=(10, 1, 1),
+        output_shape=(10,),
+        output_dtype=mx.bfloat16,
+        template=[("T", mx.bfloat16), ("N", 3), ("B", True)],
+    )
+    example.run(machine := MetalCPU())
+    machine.assert_clean()
+    assert example.run(MetalCPU()).tolist() == [3 * i for i in range(10)]
+    plain = replace(example, template=[("T", mx.bfloat16), ("N", 3), ("B", False)])
+    assert plain.run(MetalCPU()).tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("dtype", [
+    mx.float32, mx.float16, mx.bfloat16, mx.int8, mx.uint8, mx.int16, mx.uint16, mx.int32,
+    mx.uint32, mx.int64, mx.uint64, mx.bool_,
+])  # fmt: skip
+def test_every_type_comes_through(dtype: mx.Dtype) -> None:
+    x = (mx.arange(9) % 2 if dtype == mx.bool_ else mx.arange(9)).astype(dtype)
+    example = Example(
+        text="// nothing before the body",
+        body="out[thread_position_in_grid.x] = x[thread_position_in_grid.x];",
+        inputs={"x": x[None]},
+        grid=(9, 1, 1),
+        threadgroup=(4, 1, 1),
+        output_shape=(3, 3),
+        output_dtype=dtype,
+    )
+    assert mx.array_equal(example.run(MetalCPU(checked=False)), x.reshape(3, 3))
+
+
+def test_inputs_that_are_not_contiguous_are_copied_as_mlx_does() -> None:
+    example = Example(
+        text="// nothing before the body",
+        body="out[thread_position_in_grid.x] = x[thread_position_in_grid.x] + x_strides[0];",
+        inputs={"x": mx.arange(12).reshape(3, 4).T},
+        grid=(12, 1, 1),
+        threadgroup=(12, 1, 1),
+        output_shape=(4, 3),
+        output_dtype=mx.int32,
+    )
+    assert mx.array_equal(example.run(MetalCPU()), mx.arange(12).reshape(3, 4).T + 3)
+
+
+def test_inputs_lie_as_unaligned_as_slices_may() -> None:
+    example = Example(
+        text="// nothing before the body",
+        body="uint i = thread_position_in_grid.x; out[i] = ((const device half4*)x)[i].x;",
+        inputs={"x": mx.arange(32).astype(mx.float16)},
+        grid=(8, 1, 1),
+        threadgroup=(8, 1, 1),
+        output_shape=(8,),
+    )
+    example.run(aligned := MetalCPU())
+    aligned.assert_clean()
+    example.run(slices := MetalCPU(least_alignment=True))
+    assert slices.reports[0].kinds() == {"misaligned"}
+
+
+def test_edges_of_a_grid_have_smaller_threadgroups() -> None:
+    example = Example(
+        text="// nothing before the body",
+        body="""
+        uint i = thread_position_in_grid.x + 5 * thread_position_in_grid.y;
+        out[i] = 100 * threads_per_threadgroup.x + 10 * threads_per_threadgroup.y
+            + thread_index_in_threadgroup;
+        """,
+        inputs={"x": mx.zeros((1,))},
+        grid=(5, 3, 1),
+        threadgroup=(4, 2, 9),
+        output_shape=(3, 5),
+        output_dtype=mx.uint32,
+    )
+    machine = MetalCPU()
+    assert example.run(machine).tolist() == [
+        [420, 421, 422, 423, 120],
+        [424, 425, 426, 427, 121],
+        [410, 411, 412, 413, 110],
+    ]
+    assert machine.reports[0].num_threadgroups == 4
+
+
+def test_what_does_not_compile_says_where() -> None:
+    example = replace(DESCRIBED, text="\n\nMETAL_FUNC int described() { return unknown; }")
+    with pytest.raises(CompileError, match=r"example\.metal:3:\d+: error: .*'unknown'"):
+        example.run(MetalCPU())
+
+
+def test_files_of_a_kernel_keep_their_lines() -> None:
+    kernel = MetalKernel("sample", ("x",), ("out",), "out[0] = x[0];")
+    launch = Launch(kernel, [mx.zeros((1,))], (), (1, 1, 1), (1, 1, 1), [(1,)], [mx.float32])
+    files = [part.file for part in capture(launch).kernel.parts]
+    assert files == ["utils", "sample.metal", "body"]

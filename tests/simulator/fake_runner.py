@@ -5,11 +5,13 @@ A step runs when it is launched; its tokens are read one turn later, or never.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from simulator.fake_kv import FakeKV
-from simulator.oracle import embed, key, mix, sample
+from simulator.oracle import Rules, embed, key, mix, sample
 
 from mlxinfer.engine.batch import Batch, Segment, Spill
+from mlxinfer.engine.sequence import Sequence as EngineSequence
 
 
 class StepFailed(RuntimeError):
@@ -23,6 +25,8 @@ class Launched:
     batch: Batch
     tokens: list[int] = field(default_factory=list)
     spilled: list[tuple[Spill, bytes]] = field(default_factory=list)
+    unguided: list[tuple[Segment, int]] = field(default_factory=list)  # rows yet to be sampled
+    fault: str | None = None
     unreadable: bool = False  # a fault: whoever wants its results gets an error
     done: bool = False  # it was waited for
     committed: bool = False
@@ -46,7 +50,8 @@ class FakeRunner:
 
     Args:
         verify: called with (request id, position, what the last layer gives there) of every token.
-        fault: asked at each launch where it is to fail: "start", "middle", "end", "read" or None.
+        fault: asked at each launch where it is to fail: "start", "middle", "end", "guide", "read"
+            or None.
     """
 
     def __init__(
@@ -76,14 +81,30 @@ class FakeRunner:
         self._admit(batch)
         self.kv.restore(batch.restore)
         self._fail(fault, "middle")
-        launched = Launched(batch, spilled=spilled, unreadable=fault == "read")
+        launched = Launched(batch, spilled=spilled, fault=fault, unreadable=fault == "read")
         ids = _input_ids(batch, previous)
         hidden = self._forward(batch, ids)
-        launched.tokens = [self._sample(segment, ids, hidden) for segment in batch.sampling]
+        free = batch.sampling[: len(batch.sampling) - batch.num_guided]
+        launched.tokens = [self._sample(segment, ids, hidden) for segment in free]
+        launched.unguided = [(s, hidden[s.row + s.num_tokens - 1]) for s in batch.guided]
         for row, segment in enumerate(batch.sampling):
             segment.sequence.pending_row = row
         self._fail(fault, "end")
         return launched
+
+    def guide(self, launched: Launched) -> None:
+        """Sample the rows under a grammar; everything before them was read."""
+        self._fail(launched.fault, "guide")
+        for segment, x in launched.unguided:
+            rules, known = rules_of(segment.sequence), self._sampler[segment.slot]
+            if segment.sequence.finished:
+                launched.tokens.append(0)
+                continue
+            assert len(rules.said) == segment.output_index
+            history = known.history + rules.state
+            token = sample(x, known.seed, segment.output_index, history, self.vocab)
+            launched.tokens.append(token)
+        launched.unguided = []
 
     def observe(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
         """Tokens were read, of sequences in these sampler slots; -1: it no longer runs."""
@@ -138,6 +159,13 @@ def _input_ids(batch: Batch, previous: Launched | None) -> list[int]:
         if len(known) < segment.num_tokens:
             assert segment.num_tokens == 1
             assert previous is not None
+            assert not previous.unguided
             known = [previous.tokens[segment.sequence.pending_row]]
         ids += known
     return ids
+
+
+def rules_of(sequence: EngineSequence) -> Rules:
+    """The grammar of a sequence that has one."""
+    assert sequence.request.grammar is not None
+    return cast(Rules, sequence.request.grammar)

@@ -35,6 +35,17 @@ def sample(x: int, seed: int, output_index: int, history: int, vocab: int) -> in
     return hash((x, seed, output_index, history)) % vocab
 
 
+class Rules:
+    """A grammar of hashes: what comes next depends on all that was said, in its order."""
+
+    def __init__(self) -> None:
+        self.said: list[int] = []
+
+    @property
+    def state(self) -> int:
+        return hash(tuple(self.said))
+
+
 class Oracle:
     """One request alone: its tokens, without end, and what each position computes.
 
@@ -42,11 +53,18 @@ class Oracle:
     """
 
     def __init__(
-        self, reaches: Sequence[Reach], prompt_ids: Sequence[int], *, seed: int, vocab: int
+        self,
+        reaches: Sequence[Reach],
+        prompt_ids: Sequence[int],
+        *,
+        seed: int,
+        vocab: int,
+        guided: bool = False,
     ) -> None:
         self.tokens = list(prompt_ids)
         self._num_prompt = len(prompt_ids)
         self._seed, self._vocab = seed, vocab
+        self._rules = Rules() if guided else None
         self._reaches = [reaches[g] for g in layer_groups(len(reaches))]
         self._sums = [[0] for _ in self._reaches]  # by layer: of the keys of the first n positions
         self._hidden: list[int] = []
@@ -83,8 +101,10 @@ class Oracle:
 
     def _append(self) -> None:
         index = len(self.tokens) - self._num_prompt
-        history = sum(self.tokens)
+        history = sum(self.tokens) + (self._rules.state if self._rules else 0)
         self.tokens.append(sample(self._hidden[-1], self._seed, index, history, self._vocab))
+        if self._rules:
+            self._rules.said.append(self.tokens[-1])
 
     def _compute(self, last: int) -> None:
         for position in range(len(self._hidden), last + 1):

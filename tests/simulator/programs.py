@@ -5,13 +5,15 @@ Every seed switches on some features only: what all of them together would hide 
 
 import random
 from dataclasses import dataclass
+from typing import cast
 
 from simulator.fake_disk import FakeTier
+from simulator.oracle import Rules
 from simulator.simulation import Simulation
 from simulator.sizes import draw_sizes
 
 from mlxinfer.cache.prefix.match import Lease
-from mlxinfer.core import Request, SamplingParams
+from mlxinfer.core import Grammar, Request, SamplingParams
 
 FEATURES = (
     "shared prefixes",
@@ -31,6 +33,7 @@ FEATURES = (
     "disk",
     "bad disk",
     "restarts",
+    "grammars",
 )
 
 
@@ -122,7 +125,7 @@ class Program:
             self._say(f"preempt {sequence.request.id}")
             simulation.scheduler.preempt(sequence)
         if self._on("faults", self.fault_share):
-            simulation.next_fault = rng.choice(["start", "middle", "end", "read"])
+            simulation.next_fault = rng.choice(["start", "middle", "end", "guide", "read"])
             self._say(f"the next step fails: {simulation.next_fault}")
         if self._on("clears", 0.03):
             self._say("clear")
@@ -170,6 +173,7 @@ class Program:
             params,
             frozenset(stop) if self._on("stop tokens", 0.7) else frozenset(),
             prompt_logits=self._on("prompt logits", 0.2),
+            grammar=cast(Grammar, Rules()) if self._on("grammars", 0.6) else None,
         )
         max_output = self._check(request)
         if max_output is not None:

@@ -10,7 +10,7 @@ from simulator.asked import Asked
 from simulator.books import check_batch, check_books
 from simulator.fake_disk import FakeTier
 from simulator.fake_kv import FakeKV, WatchedAllocator
-from simulator.fake_runner import FakeRunner, Launched, StepFailed
+from simulator.fake_runner import FakeRunner, Launched, StepFailed, rules_of
 from simulator.oracle import ROUNDS, Oracle
 from simulator.sizes import Sizes
 
@@ -84,6 +84,7 @@ class Simulation:
             request.prompt_ids,
             seed=request.params.seed or 0,
             vocab=self.sizes.vocab,
+            guided=request.grammar is not None,
         )
         expected, reason = oracle.answer(request, max_output)
         sequence = self.scheduler.add(request, max_output=max_output)
@@ -113,6 +114,8 @@ class Simulation:
         current = self._launch(batch, previous) if batch else None
         if previous is not None and not self._commit(previous):
             current = None
+        if current is not None and current.unguided and not self._guide(current):
+            current = None
         if current is not None and not self.sizes.launch_ahead:
             self._commit(current)
             current = None
@@ -128,6 +131,14 @@ class Simulation:
                 self._fail_step(batch)
             return None
 
+    def _guide(self, launched: Launched) -> bool:
+        try:
+            self.runner.guide(launched)
+            return True
+        except StepFailed:
+            self._fail_step(launched.batch)
+            return False
+
     def _commit(self, launched: Launched) -> bool:
         if launched.committed:
             return True
@@ -141,6 +152,8 @@ class Simulation:
         taken = self.scheduler.commit(launched.batch, launched.tokens)
         self.runner.observe([s.slot for s, _, _ in taken], [token for _, token, _ in taken])
         for sequence, token, reason in taken:
+            if sequence.request.grammar is not None and token not in sequence.request.stop_ids:
+                rules_of(sequence).said.append(token)
             self.asked[sequence.request.id].take(token, reason)
         return True
 

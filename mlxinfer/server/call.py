@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -28,7 +29,8 @@ class Call:
     """What a handler is given beside the body. Used as a context manager around the whole reply.
 
     Attributes:
-        id: of the request; in the log and in the x-request-id header.
+        id: of the answer; never the same twice.
+        request_id: in the log and in the x-request-id header; clients may choose it.
         created_s: seconds since 1970.
         log: what the access log shall say of it; never text of prompts or answers.
     """
@@ -36,8 +38,10 @@ class Call:
     def __init__(self, service: Service, scope: Scope) -> None:
         self.service = service
         self.scope = scope
-        self.id: str = scope["mlxinfer.id"]
+        self.id = secrets.token_hex(12)
+        self.request_id: str = scope["mlxinfer.id"]
         self.log: dict[str, Any] = scope["mlxinfer.log"]
+        self.log["answer_id"] = self.id
         self.path_params: dict[str, Any] = scope.get("path_params", {})
         self.created_s = int(time.time())
         self._kept = AsyncExitStack()

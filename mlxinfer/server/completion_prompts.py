@@ -1,8 +1,10 @@
 """The prompts of a completion: texts and token ids, one or many. Knows tokenizers, no requests."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import InvalidRequestError
+from .context import check_room
 from .served import ServedModel
 
 MAX_PROMPTS = 1024
@@ -51,8 +53,9 @@ def _of_text(model: ServedModel, text: str, path: str) -> Prompt:
     return _checked(Prompt(model.tokenizer.encode(text, parse_special=True), text), path)
 
 
-def _of_ids(model: ServedModel, given: object, path: str) -> Prompt:
-    ids = model.check_ids(given, param=path)  # type: ignore[arg-type]  # a list
+def _of_ids(model: ServedModel, given: Sequence[object], path: str) -> Prompt:
+    check_room(model, len(given), None, param=path)  # before millions are looked at
+    ids = model.check_ids(given, param=path)
     return _checked(Prompt(ids, model.tokenizer.decode(ids)), path)
 
 

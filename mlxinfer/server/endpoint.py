@@ -96,7 +96,7 @@ class Served:
         call.log["error"] = type(error).__name__
         shown = public(error)
         if shown is not error:
-            log.error("stream failed", exc_info=error, extra={"request_id": call.id})
+            log.error("stream failed", exc_info=error, extra={"request_id": call.request_id})
         return self.endpoint.style.event(shown)
 
 

@@ -150,7 +150,7 @@ class _Run:
         self._call.log["error"] = type(error).__name__
         shown = public(error)
         if shown is not error:
-            log.error("stream failed", exc_info=error, extra={"request_id": self._call.id})
+            log.error("stream failed", exc_info=error, extra={"request_id": self._call.request_id})
         told = {"code": "server_error", "message": str(shown)}
         failed = replace(self._begun, status="failed", error=told, output=self._items.done)
         return self._frame("response.failed", response=failed)

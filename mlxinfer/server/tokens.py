@@ -48,7 +48,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """Token ids."""
 
     model: str | None = None
-    tokens: Annotated[list[int], Meta(max_length=10_000_000)]
+    tokens: Annotated[list[int], Meta(max_length=1_000_000)]
 
 
 class Detokenized(msgspec.Struct, kw_only=True):
@@ -74,9 +74,7 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Reply:
 async def detokenize(call: Call, body: DetokenizeRequest) -> Reply:
     """The text of token ids."""
     model = await call.model(body.model)
-    ids = model.check_ids(body.tokens, param="tokens")
-    text = await call.in_worker(model.tokenizer.decode, ids, skip_special_tokens=False)
-    return json_body(Detokenized(prompt=text))
+    return json_body(Detokenized(prompt=await call.in_worker(_decode, model, body.tokens)))
 
 
 async def tokenizer_info(call: Call, _: None) -> Reply:
@@ -113,6 +111,12 @@ ENDPOINTS = (
         summary="Special tokens and chat template of the first model.",
     ),
 )
+
+
+def _decode(model: ServedModel, tokens: list[int]) -> str:
+    return model.tokenizer.decode(
+        model.check_ids(tokens, param="tokens"), skip_special_tokens=False
+    )
 
 
 def _encode(model: ServedModel, body: TokenizeRequest, allowed: frozenset[str]) -> list[int]:

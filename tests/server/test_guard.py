@@ -19,7 +19,7 @@ KEY = "sk-secret"
 @pytest.fixture(scope="module")
 def locked() -> Iterator[LiveServer]:
     keys = ApiKeys.from_plain([KEY, "other"])
-    with LiveServer(keys=keys, max_body_bytes=100_000, body_timeout_s=0.3) as server:
+    with LiveServer(keys=keys, max_body_bytes=100_000, body_timeout_s=1.0) as server:
         yield server
 
 
@@ -219,7 +219,7 @@ def test_many_headers_are_refused(server: LiveServer) -> None:
 
 
 def test_headers_that_never_end_time_out() -> None:
-    with LiveServer(header_timeout_s=0.3) as server:
+    with LiveServer(header_timeout_s=0.5) as server:
         assert exchange(server, b"GET /v1/models HTTP/1.1\r\nhost: local") == b""
         server.check_idle()
 

@@ -18,12 +18,12 @@ COMPLETIONS = "/v1/completions"
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_hangs_up_ends_its_request(server: LiveServer, stream: bool) -> None:
     body = json.dumps(long_chat(stream=stream)).encode()
+    before = server.stats()["tokens_sampled"]
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(post(CHAT, body))
         wait_until(lambda: server.stats()["running"] == 1)
-    began_s = time.monotonic()
     wait_until(server.is_idle)
-    assert time.monotonic() - began_s < 1.0
+    assert server.stats()["tokens_sampled"] - before < 1800
 
 
 def test_a_client_that_leaves_a_stream_ends_it(server: LiveServer) -> None:
@@ -59,38 +59,40 @@ def test_a_storm_of_hang_ups_leaves_nothing_behind(server: LiveServer) -> None:
 
 @pytest.fixture(scope="module")
 def tight() -> Iterator[LiveServer]:
-    """Little patience: few may wait, and not for long."""
+    """Two run, three may wait; and they hear of it."""
     with LiveServer(
         engine={"max_batch": 2},
         max_waiting=3,
         max_waiting_tokens=1500,
-        deadline_s=0.4,
         keep_alive_s=0.05,
     ) as server:
         yield server
 
 
-def test_a_deadline_ends_a_request(tight: LiveServer) -> None:
-    answer = tight.post(CHAT, long_chat())
-    assert answer.status_code == 504
-    assert answer.json()["error"]["code"] == "deadline_exceeded"
-    assert answer.headers["x-should-retry"] == "false"
-    tight.check_idle()
+def test_a_deadline_ends_a_request() -> None:
+    with LiveServer(deadline_s=0.2) as server:
+        answer = server.post(CHAT, long_chat())
+        assert answer.status_code == 504
+        assert answer.json()["error"]["code"] == "deadline_exceeded"
+        assert answer.headers["x-should-retry"] == "false"
+        wait_until(server.is_idle)
 
 
-def test_a_client_may_set_a_shorter_one(server: LiveServer) -> None:
-    answer = server.post(CHAT, long_chat(), headers={"x-request-timeout": "0.1"})
-    assert answer.status_code == 504
+def test_a_client_may_set_a_deadline(server: LiveServer) -> None:
+    short = {"x-request-timeout": "0.1"}
+    assert server.post(CHAT, long_chat(), headers=short).status_code == 504
     for bad in ("0", "-1", "nan", "inf", "soon"):
         refused = server.post(CHAT, chat(), headers={"x-request-timeout": bad})
         assert refused.json()["error"]["param"] == "x-request-timeout"
 
 
-def test_a_deadline_ends_a_stream_with_an_error_event(tight: LiveServer) -> None:
-    *_, last = tight.events(CHAT, long_chat())
+def test_a_deadline_ends_a_stream_with_an_error_event(server: LiveServer) -> None:
+    headers = {"x-request-timeout": "1"}
+    request = {**long_chat(n=8), "stream": True}
+    with server.client.stream("POST", CHAT, json=request, headers=headers) as response:
+        *_, last = events_of(response)
     assert last["error"]["code"] == "deadline_exceeded"
     assert set(last["error"]) == {"message", "type", "param", "code"}
-    tight.check_idle()
 
 
 def test_a_full_queue_says_when_to_come_back(tight: LiveServer) -> None:
@@ -111,8 +113,7 @@ def test_silence_is_broken_by_comments(tight: LiveServer) -> None:
     with tight.stream(CHAT, long_chat(n=2)):
         wait_until(lambda: tight.stats()["running"] == 2)
         with tight.stream(CHAT, chat()) as waiting:
-            lines = [line for line in waiting.iter_lines() if line]
-    assert ": keep-alive" in lines
+            assert ": keep-alive" in waiting.iter_lines()
     tight.check_idle()
 
 

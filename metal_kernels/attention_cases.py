@@ -1,27 +1,23 @@
 """Self-checks of the attention kernels: sequences over shuffled pages, tolerances. Knows no GPU."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
-from .attention_plan import AttentionPlan, plan_attention
-from .kv_write import stored
+from .attention_plan import AttentionPlan
+from .attention_scene import Scene, build_scene
 from .mla_attention import mla_attention_gathered, mla_attention_on_metal, row_blocks
 from .paged_attention_gather import paged_attention_gathered
 from .paged_attention_kernel import paged_attention_on_metal
 from .stored import decoded
-from .variants import Case, Kind, Variant, dtype_name
+from .variants import Case, Kind, Value, Variant, dtype_name
 
-PAGE = 16
 STARTS = (5, 70, 33)  # positions of first queries: a tail alone, pages and a tail
 TIMED_SEQS, TIMED_TOKENS = 4, 4_096
 ROUNDING = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}  # of outputs below 1
 LATENT_DIM = 512  # what the values of a latent cache are
 
-Ints = NDArray[np.int32]
 Attention = Callable[..., tuple[mx.array, mx.array]]
 
 
@@ -70,66 +66,10 @@ def mla_variant(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Plane:
-    pages: list[mx.array]
-    tails: list[mx.array]
-
-
-@dataclass(frozen=True, slots=True)
-class _Scene:
-    """Some sequences of as many queries each, and their cache."""
-
-    queries: mx.array  # (T, H * G, D)
-    keys: _Plane
-    values: _Plane
-    starts: Ints
-    sealed: Ints
-    tables: list[Ints]
-
-    def plan(self, kv_heads: int, **how: int | None) -> AttentionPlan:
-        count = len(self.queries) // len(self.starts)
-        return plan_attention(
-            starts=self.starts,
-            stops=self.starts + np.int32(count),
-            sealed=self.sealed,
-            slots=np.arange(len(self.starts), dtype=np.int32),
-            tables=self.tables,
-            page_size=PAGE,
-            kv_heads=kv_heads,
-            **how,  # type: ignore[arg-type]
-        )
-
-
-def _scene(variant: Variant, starts: Ints, kv_heads: int, *, shuffled: bool) -> _Scene:
-    rng = np.random.default_rng(0)
-    dtype, key_dim = variant.dtype, variant.number("key_dim")
-    sealed = starts // PAGE * PAGE
-    counts = sealed // PAGE
-    pages = np.arange(counts.sum(), dtype=np.int32)
-    if shuffled:
-        pages = rng.permutation(pages)
-    tables = np.split(pages, np.cumsum(counts)[:-1])
-    num_tokens = max(len(pages), 1) * PAGE
-
-    def plane(dim: int, bits: int) -> _Plane:
-        shapes = [(kv_heads, num_tokens, dim), (len(starts), kv_heads, 2 * PAGE, dim)]
-        vectors = [mx.array(rng.uniform(-1, 1, shape).astype(np.float32)) for shape in shapes]
-        return _Plane(*(stored(v, bits or None, dtype) for v in vectors))
-
-    shape = (len(starts) * variant.number("queries"), kv_heads * variant.number("group"), key_dim)
-    keys = plane(key_dim, variant.number("key_bits"))
-    values = keys
-    if variant.kind == PAGED_NAME:
-        values = plane(variant.number("value_dim"), variant.number("value_bits"))
-    queries = mx.array(rng.uniform(-1, 1, shape).astype(np.float32)).astype(dtype)
-    return _Scene(queries, keys, values, starts, sealed, tables)
-
-
 def _case(variant: Variant) -> Case:
     """Whole sequences in one pass; windows and sinks in two."""
     heads = 2 if variant.kind == PAGED_NAME else 1
-    scene = _scene(variant, np.array(STARTS, np.int32), heads, shuffled=True)
+    scene = build_scene(variant, np.array(STARTS, np.int32), heads, shuffled=True)
     blocks = _plan_heads(variant, heads)
     plans = [scene.plan(blocks), scene.plan(blocks, window=24, sinks=4, item_blocks=1)]
     caps = (None, 20.0)
@@ -152,7 +92,7 @@ def _case(variant: Variant) -> Case:
 def _timed(variant: Variant) -> Case:
     heads = 4 if variant.kind == PAGED_NAME else 1
     starts = np.full(TIMED_SEQS, TIMED_TOKENS, np.int32)
-    scene = _scene(variant, starts, heads, shuffled=False)
+    scene = build_scene(variant, starts, heads, shuffled=False)
     plan = scene.plan(_plan_heads(variant, heads))
     return Case(
         lambda: [*_attend(variant, scene, plan, paged_attention_on_metal, mla_attention_on_metal)],
@@ -169,7 +109,7 @@ def _plan_heads(variant: Variant, kv_heads: int) -> int:
 
 def _attend(
     variant: Variant,
-    scene: _Scene,
+    scene: Scene,
     plan: AttentionPlan,
     paged: Attention,
     mla: Attention,
@@ -193,7 +133,7 @@ def _attend(
     )
 
 
-def _by_fused_attention(variant: Variant, scene: _Scene) -> list[mx.array]:
+def _by_fused_attention(variant: Variant, scene: Scene) -> list[mx.array]:
     """MLX's attention over each sequence's pages as one view, decoded where they are codes."""
     count, outputs = variant.number("queries"), []
     key_dim, value_dim = variant.number("key_dim"), variant.number("value_dim")
@@ -217,10 +157,10 @@ def _scale(variant: Variant) -> float:
     return float(4 / variant.number("key_dim") ** 0.5)
 
 
-def _paged_sample(dim: int, group: int, bits: tuple[int, int], **more: int | bool) -> Variant:
-    dims = {"key_dim": dim, "value_dim": dim, "key_bits": bits[0], "value_bits": bits[1]}
-    rest = {"group": group, "queries": 1, "sink_logits": False, "dtype": "float16"}
-    return Variant.of(PAGED_NAME, **{**dims, **rest, **more})
+def _paged_sample(dim: int, group: int, bits: tuple[int, int], **more: Value) -> Variant:
+    values: dict[str, Value] = {"key_dim": dim, "value_dim": dim, "group": group, "queries": 1}
+    values |= {"key_bits": bits[0], "value_bits": bits[1], "sink_logits": False}
+    return Variant.of(PAGED_NAME, **{"dtype": "float16", **values, **more})
 
 
 PAGED_NAME = "paged_attention"

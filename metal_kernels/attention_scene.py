@@ -1,0 +1,82 @@
+"""Sequences over pages and tails on which attention kernels check themselves. Knows no kernel."""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from .attention_plan import AttentionPlan, plan_attention
+from .kv_write import stored
+from .variants import Variant
+
+PAGE = 16
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """Keys or values: one array of each part, as `Stored`."""
+
+    pages: list[mx.array]
+    tails: list[mx.array]
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Some sequences of as many queries each, and their cache."""
+
+    queries: mx.array  # (T, H * G, D)
+    keys: Plane
+    values: Plane
+    starts: Ints
+    sealed: Ints
+    tables: list[Ints]
+
+    def plan(self, kv_heads: int, **how: int | None) -> AttentionPlan:
+        """The plan of all queries; `how` is as for `plan_attention`."""
+        count = len(self.queries) // len(self.starts)
+        return plan_attention(
+            starts=self.starts,
+            stops=self.starts + np.int32(count),
+            sealed=self.sealed,
+            slots=np.arange(len(self.starts), dtype=np.int32),
+            tables=self.tables,
+            page_size=PAGE,
+            kv_heads=kv_heads,
+            **how,  # type: ignore[arg-type]
+        )
+
+
+def build_scene(variant: Variant, starts: Ints, kv_heads: int, *, shuffled: bool) -> Scene:
+    """Random sequences, always the same.
+
+    Args:
+        variant: of an attention kernel.
+        starts: (B,) position of the first query of each.
+        kv_heads: one where keys and values are one latent vector.
+        shuffled: pages lie anywhere; else each sequence's lie in order, one after the other.
+    """
+    rng = np.random.default_rng(0)
+    dtype, key_dim = variant.dtype, variant.number("key_dim")
+    sealed = starts // PAGE * PAGE
+    counts = sealed // PAGE
+    pages = np.arange(counts.sum(), dtype=np.int32)
+    if shuffled:
+        pages = rng.permutation(pages)
+    tables = np.split(pages, np.cumsum(counts)[:-1])
+    num_tokens = max(len(pages), 1) * PAGE
+
+    def plane(dim: int, bits: int) -> Plane:
+        shapes = [(kv_heads, num_tokens, dim), (len(starts), kv_heads, 2 * PAGE, dim)]
+        vectors = [mx.array(rng.uniform(-1, 1, shape).astype(np.float32)) for shape in shapes]
+        return Plane(*(stored(v, bits or None, dtype) for v in vectors))
+
+    shape = (len(starts) * variant.number("queries"), kv_heads * variant.number("group"), key_dim)
+    keys = plane(key_dim, variant.number("key_bits"))
+    values = keys
+    if "value_bits" in dict(variant.values):
+        values = plane(variant.number("value_dim"), variant.number("value_bits"))
+    queries = mx.array(rng.uniform(-1, 1, shape).astype(np.float32)).astype(dtype)
+    return Scene(queries, keys, values, starts, sealed, tables)

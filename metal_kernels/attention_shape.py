@@ -1,11 +1,13 @@
 """Which threadgroup serves how many query rows of a KV head. Pure Python; knows no arrays."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from .attention_plan import BLOCK
 
 FRAGMENT_ROWS = 8
-FRAGMENTS = 32  # of outputs that a SIMD group may hold: 64 registers of each lane
+FRAGMENTS = 32  # of outputs that a SIMD group may hold: 64 registers of each lane,
+MAX_OWN_ROWS = 3  # of 8 rows each: scores and queries take registers too
 SHARED_FRAGMENTS = 16  # the same where queries take registers too
 STREAMS = 4  # SIMD groups that take blocks in turn
 PAIRED_TEAMS = 4  # more than these many sets of rows have one SIMD group each
@@ -28,6 +30,7 @@ class Shape:
         return self.simd_groups * LANES
 
 
+@cache
 def threadgroup_shape(num_rows: int, *, key_dim: int, value_dim: int, itemsize: int) -> Shape:
     """The threadgroup that serves `num_rows` query rows and loads each key and value once.
 
@@ -35,7 +38,7 @@ def threadgroup_shape(num_rows: int, *, key_dim: int, value_dim: int, itemsize: 
     tokens of its own. Else they share tiles in threadgroup memory.
     """
     fragments = -(-num_rows // FRAGMENT_ROWS)
-    if fragments * value_dim <= FRAGMENTS * FRAGMENT_ROWS:
+    if fragments <= MAX_OWN_ROWS and fragments * value_dim <= FRAGMENTS * FRAGMENT_ROWS:
         return Shape(fragments, STREAMS, STREAMS, shares=False)
     own = max(1, SHARED_FRAGMENTS * FRAGMENT_ROWS // value_dim)
     teams = -(-fragments // own)

@@ -1,18 +1,20 @@
 // Attention of few query rows over pages and a tail: each SIMD group takes blocks of its own.
 //
 // One threadgroup serves one item of the work list (some blocks of one sequence) and one KV head,
-// with all query rows of that head: up to 8 * ROWS of them, ROWS * chunks of D <= 32. Its 4 SIMD
-// groups take turns at blocks of 16 tokens, hold all rows, and never wait for one another until
-// the end. Every number of a block is read from the cache and dequantised once, by one lane,
-// straight into the fragment that multiplies it: 16 bytes of it at a time (32 bits where 8 codes
-// fill them) wherever D is a multiple of 64.
+// with all query rows of that head: up to 8 * ROWS of them, where ROWS <= 3 and ROWS * D <= 256. Its
+// 4 SIMD groups take turns at blocks of 16 tokens, hold all rows, and never wait for one another
+// until the end. Every number of a block is read from the cache and dequantised once, by one lane,
+// straight into the fragment that multiplies it: 8 numbers at a time wherever D is a multiple of 64.
 //
-// Registers of a lane, in floats: outputs 2 * ROWS * D / 8 (<= 64), scores 4 * ROWS (<= 16), runs
-// of four keys as they are stored (<= 16 in 16 bits), one fragment of queries and of keys each
-// (<= 10), peaks and totals 2 * ROWS, about 12 for places: 70 at D 128 and 8 rows, under 110
-// otherwise. Queries, which all SIMD groups share, lie in threadgroup memory in the order of their
-// fragments: 8 * ROWS * D numbers, at most 4 KB in 16 bits and 8 KB in 32. What SIMD groups found
-// is merged 8 rows and 32 numbers at a time (4 KB and 1 KB).
+// Products are of 8 rows whether there are as many or not: with one query row seven eighths of them
+// are idle, which costs arithmetic and no memory traffic.
+//
+// Registers of a lane, in floats: outputs ROWS * D / 4 (<= 64), scores 4 * ROWS, runs of four keys
+// as they are stored (16 in 16 bits), fragments of queries and of keys 2 * ROWS + 2, peaks, totals
+// and positions 3 * ROWS, about 12 for places. That is 71 at D 128 and 8 rows, 103 at D 256, 112 at
+// D 128 and 16 rows, which is the most. Queries, which all SIMD groups share, lie in threadgroup
+// memory in the order of their fragments: 8 * ROWS * D numbers, 4 KB in 16 bits and 8 KB in 32 at
+// most. What SIMD groups found is merged 8 rows and 32 numbers at a time (4 KB and 1 KB).
 
 constant constexpr int STREAMS = 4;
 

@@ -134,7 +134,7 @@ def check_sizes(queries: mx.array, dims: tuple[int, int], num_rows: int) -> None
     """Raise ValueError where no kernel fits."""
     if queries.dtype not in DTYPES:
         raise ValueError(f"queries are {queries.dtype}; the kernels take floats of 16 or 32 bits")
-    if any(dim not in HEAD_DIMS for dim in dims):
+    if not set(dims) <= set(HEAD_DIMS):
         raise ValueError(f"head dims {dims}; the kernels have {HEAD_DIMS}")
     if num_rows > MAX_ROWS:
         raise ValueError(f"{num_rows} query rows of a KV head; the kernels take up to {MAX_ROWS}")

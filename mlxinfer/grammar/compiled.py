@@ -114,29 +114,18 @@ class TokenGrammar:
         grammars: Sequence["TokenGrammar"], rows: Sequence[int], masks: NDArray[np.uint32]
     ) -> None:
         """Write which tokens may come next; without Python's lock, and many in parallel."""
-        pairs = list(zip(grammars, rows, strict=True))
-        fits = grammars[0]._compiled.num_words == masks.shape[1]  # the same of one model
-        if fits and len(pairs) >= PARALLEL_FROM:
-            jobs = [(grammar._matcher, row) for grammar, row in pairs]
-            row_bytes = masks.shape[1] * masks.itemsize
-            _executor().unsafe_compute_mask_ptr(jobs, masks.ctypes.data, row_bytes, len(masks))
-        else:
-            for grammar, row in pairs:
-                grammar._fill(masks[row])
-        for grammar, row in pairs:
+        words = grammars[0]._compiled.num_words  # the same for all of one model
+        whole = masks
+        if words != masks.shape[1]:  # the tokenizer has tokens that the model has not
+            whole = np.zeros((len(masks), words), dtype=np.uint32)
+        _compute([grammar._matcher for grammar in grammars], rows, whole)
+        for grammar, row in zip(grammars, rows, strict=True):
             if grammar._matcher.is_error() and grammar._start_afresh():
-                grammar._fill(masks[row])
-            if grammar.accepting:
-                grammar._compiled.forbid_ends(masks[row])
-
-    def _fill(self, mask: NDArray[np.uint32]) -> None:
-        words = self._compiled.num_words
-        if words == len(mask):
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        else:  # the tokenizer has tokens that the model has not
-            whole = np.zeros(words, dtype=np.uint32)
-            self._matcher.unsafe_compute_mask_ptr(whole.ctypes.data, whole.nbytes)
-            mask[:] = whole[: len(mask)]
+                _compute([grammar._matcher], [row], whole)
+            if grammar._matcher.is_accepting():
+                grammar._compiled.forbid_ends(whole[row])
+            if whole is not masks:
+                masks[row] = whole[row, : masks.shape[1]]
 
     def _start_afresh(self) -> bool:
         """Come back to the same place with a lexer of its own; False: that does not help."""
@@ -148,6 +137,22 @@ class TokenGrammar:
             return False
         self._matcher = matcher
         return True
+
+
+def _compute(
+    matchers: Sequence["llguidance.LLMatcher"], rows: Sequence[int], masks: NDArray[np.uint32]
+) -> None:
+    """Write the masks of matchers; a matcher in trouble writes something."""
+    assert masks.flags.c_contiguous
+    assert max(rows) < len(masks)
+    address: int = masks.__array_interface__["data"][0]  # `ctypes.data` takes longer than a mask
+    row_bytes = masks.shape[1] * masks.itemsize
+    if len(rows) >= PARALLEL_FROM:
+        jobs = list(zip(matchers, rows, strict=True))
+        _executor().unsafe_compute_mask_ptr(jobs, address, row_bytes, len(masks))
+        return
+    for matcher, row in zip(matchers, rows, strict=True):
+        matcher.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
 
 
 @cache

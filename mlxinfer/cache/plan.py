@@ -23,7 +23,9 @@ Ints = NDArray[np.int32]
 HIDDEN = float(np.finfo(np.float32).min)  # additive mask of what must not be seen
 COVER_GAP = 64  # tokens decoded for nobody, at most, to decode those around them in one go
 COVER_TOKENS = 4096  # decoded together: what a layer takes for a moment stays small
-QUERY_BLOCK = 128  # prefill queries at a time where attention materialises its scores
+QUERY_BLOCK = 128  # prefill queries at a time where attention materialises its scores,
+MIN_QUERY_BLOCK = 16
+MAX_SCORES = 1 << 19  # fewer where keys are many: as many scores a head at once
 
 
 class Span(Protocol):
@@ -294,7 +296,9 @@ def _query_blocks(span: Span, ranges: Sequence[tuple[int, int]], reach: Reach) -
     MLX's fused attention on Metal keeps no scores: without a window one block is best there.
     """
     whole = mx.metal.is_available() and reach.window is None
-    width = span.num_tokens if whole else QUERY_BLOCK
+    num_keys = sum([stop - start for start, stop in ranges])
+    fitting = max(MIN_QUERY_BLOCK, min(QUERY_BLOCK, MAX_SCORES // num_keys))
+    width = span.num_tokens if whole else fitting
     keys = np.concatenate([np.arange(start, stop, dtype=np.int32) for start, stop in ranges])
     blocks = []
     for first in range(0, span.num_tokens, width):

@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from ..core import KVSpec
 from .formats import KVFormat, make_format, rotatable, vector_bytes
 
+PIECE = 2048  # tokens that are decoded together
+
 Runs = Sequence[tuple[int, int]]  # [from, to) ranges of pool slots
 Bits = tuple[int | None, int | None]  # of keys and values; None: the activation dtype
 
@@ -83,22 +85,33 @@ class Plane:
             pages[:, start : start + count] = part
             tails[slot, :, offset : offset + count] = part
 
-    def read_run(self, start: int, stop: int) -> mx.array:
-        """(H, N, D) of one run of pages; a view where the format is plain."""
-        return self.fmt.decode([pages[:, start:stop] for pages in self.pages])
+    def _decoded(self, parts: list[mx.array], after: mx.array | None = None) -> mx.array:
+        """(H, N, D), a piece after the other: decoding takes several times what it gives."""
+        count = parts[0].shape[1]
+        if self.fmt.as_stored or count <= PIECE:
+            return self.fmt.decode(parts)
+        pieces = []
+        for start in range(0, count, PIECE):
+            piece = [part[:, start : start + PIECE] for part in parts]
+            after = self.fmt.decode(piece if after is None else mx.depends(piece, [after]))
+            pieces.append(after)
+        return mx.concatenate(pieces, axis=1)
 
-    def read_each(self, runs: Sequence[Runs], covers: Runs) -> list[list[mx.array]]:
+    def read_each(
+        self, runs: Sequence[Runs], covers: Runs, after: mx.array | None = None
+    ) -> list[list[mx.array]]:
         """(H, N, D) of every run of several sequences.
 
         Args:
             runs: of each sequence.
             covers: ranges that hold all of them: each is decoded once, and runs are views of it.
+            after: long ranges are decoded not before this is there.
         """
         if self.fmt.as_stored:
             (pages,) = self.pages
             return [[pages[:, start:stop] for start, stop in some] for some in runs]
         begins = [begin for begin, _ in covers]
-        decoded = [self.read_run(*cover) for cover in covers]
+        decoded = [self.read_runs([cover], after) for cover in covers]
         found: list[list[mx.array]] = []
         for some in runs:
             views = []
@@ -108,15 +121,16 @@ class Plane:
             found.append(views)
         return found
 
-    def read_runs(self, runs: Runs) -> mx.array:
-        """(H, N, D) of several runs, one after the other."""
+    def read_runs(self, runs: Runs, after: mx.array | None = None) -> mx.array:
+        """(H, N, D) of several runs, one after the other, decoded not before `after` is there."""
         if len(runs) == 1:
-            return self.read_run(*runs[0])
+            start, stop = runs[0]
+            return self._decoded([pages[:, start:stop] for pages in self.pages], after)
         joined = [
             mx.concatenate([pages[:, start:stop] for start, stop in runs], axis=1)
             for pages in self.pages
         ]
-        return self.fmt.decode(joined)
+        return self._decoded(joined, after)
 
     def read_tails(self, slots: mx.array | slice) -> mx.array:
         """(B, H, 2 * P, D)."""

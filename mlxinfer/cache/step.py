@@ -53,7 +53,8 @@ class StepKV:
         num_seqs, width = plan.shape
         rows = queries if plan.rows is None else queries[plan.rows]
         keys = pool.keys.read_each(plan.runs, plan.covers)
-        values = pool.values.read_each(plan.runs, plan.covers)
+        last = keys[-1][-1] if keys[-1] else None
+        values = pool.values.read_each(plan.runs, plan.covers, after=last)
         outputs = paged_attention(
             rows.reshape(num_seqs, width, *queries.shape[1:]),
             [list(zip(*some, strict=True)) for some in zip(keys, values, strict=True)],
@@ -70,21 +71,21 @@ class StepKV:
     def _long(
         self, plan: LongPlan, queries: mx.array, scale: float, sinks: mx.array | None
     ) -> mx.array:
-        keys, values = (
-            self._pool.keys.read_runs(plan.reads),
-            self._pool.values.read_runs(plan.reads),
-        )
+        keys = self._pool.keys.read_runs(plan.reads)
+        values = self._pool.values.read_runs(plan.reads, after=keys)  # never both half decoded
         chunk = queries[plan.rows].swapaxes(0, 1)  # (heads, n, D)
-        outputs = [
-            mx.fast.scaled_dot_product_attention(
-                chunk[None, :, block.queries],
-                keys[None, :, block.keys],
-                values[None, :, block.keys],
-                scale=scale,
-                mask=block.mask,
-                sinks=sinks,
+        outputs: list[mx.array] = []
+        for block in plan.blocks:
+            some = chunk[None, :, block.queries]
+            outputs.append(
+                mx.fast.scaled_dot_product_attention(
+                    mx.depends(some, outputs[-1]) if outputs else some,  # one block's scores only
+                    keys[None, :, block.keys],
+                    values[None, :, block.keys],
+                    scale=scale,
+                    mask=block.mask,
+                    sinks=sinks,
+                )
             )
-            for block in plan.blocks
-        ]
         joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
         return joined[0].swapaxes(0, 1)  # (n, heads, D)

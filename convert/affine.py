@@ -30,8 +30,22 @@ def by_extremes(groups: Floats, bits: int, dtype: str) -> tuple[Floats, Floats]:
 
     The extreme that is further from zero is met exactly, and zero is.
     """
-    low = groups.min(axis=-1, keepdims=True)
-    high = groups.max(axis=-1, keepdims=True)
+    return _as_mlx(*extremes(groups), bits, dtype)
+
+
+def extremes(groups: Floats) -> tuple[Floats, Floats]:
+    """Minimum and maximum of contiguous groups (..., group_size), (..., 1) each."""
+    size = groups.shape[-1]
+    starts = np.arange(0, groups.size, size)
+    shape = (*groups.shape[:-1], 1)
+    flat = groups.reshape(-1)  # reduceat takes two thirds of the time that min(axis=-1) does
+    return (
+        np.minimum.reduceat(flat, starts).reshape(shape),
+        np.maximum.reduceat(flat, starts).reshape(shape),
+    )
+
+
+def _as_mlx(low: Floats, high: Floats, bits: int, dtype: str) -> tuple[Floats, Floats]:
     from_low = np.abs(low) > np.abs(high)
     edge = np.where(from_low, low, high)
     step = np.maximum((high - low) / np.float32(2**bits - 1), TINY)
@@ -50,9 +64,10 @@ def search(
         groups: (R, G, group_size).
         importance: (G, group_size) weights of the squares; None: all alike.
     """
-    best_scale, best_bias = by_extremes(groups, bits, dtype)
+    low, high = extremes(groups)
+    best_scale, best_bias = _as_mlx(low, high, bits, dtype)
     best_error = error_of(groups, best_scale, best_bias, bits, importance)
-    for scale, bias in _candidates(groups, bits, dtype, importance):
+    for scale, bias in _candidates(groups, low, high - low, bits, dtype, importance):
         error = error_of(groups, scale, bias, bits, importance)
         better = error < best_error
         np.copyto(best_scale, scale, where=better)
@@ -87,14 +102,17 @@ def error_of(
 
 
 def _candidates(
-    groups: Floats, bits: int, dtype: str, importance: Floats | None
+    groups: Floats,
+    low: Floats,
+    span: Floats,
+    bits: int,
+    dtype: str,
+    importance: Floats | None,
 ) -> Iterator[tuple[Floats, Floats]]:
     if bits in CUTS:
-        scale, bias = _regressed(groups, bits, importance)
+        scale, bias = _regressed(groups, low, span, bits, importance)
         yield rounded(scale, dtype), rounded(bias, dtype)
         return
-    low = groups.min(axis=-1, keepdims=True)
-    span = groups.max(axis=-1, keepdims=True) - low
     step = np.maximum(span / np.float32(2**bits - 1), TINY)
     for factor in STRETCH:
         scale = rounded(step * np.float32(factor), dtype)
@@ -102,10 +120,10 @@ def _candidates(
         yield scale, rounded(low - spare / 2, dtype)
 
 
-def _regressed(groups: Floats, bits: int, importance: Floats | None) -> tuple[Floats, Floats]:
+def _regressed(
+    groups: Floats, low: Floats, span: Floats, bits: int, importance: Floats | None
+) -> tuple[Floats, Floats]:
     """The best cut's scale and bias, in float32."""
-    low = groups.min(axis=-1, keepdims=True)
-    span = groups.max(axis=-1, keepdims=True) - low
     middle = low + span / 2
     centred = groups - middle  # small numbers: the sums below then lose nothing
     weight, mean, square = _moments(centred, importance)
@@ -148,7 +166,7 @@ def _moments(values: Floats, importance: Floats | None) -> tuple[Floats, Floats,
     """Weight, weighted mean and weighted sum of squares of each group, (..., 1)."""
     if importance is None:
         weight = np.full((1, 1, 1), values.shape[-1], np.float32)
-        total: Floats = values.sum(axis=-1, keepdims=True)
+        total: Floats = np.einsum("rgk->rg", values)[..., None]
     else:
         weight = np.maximum(importance.sum(axis=-1, keepdims=True), TINY)[None]
         total = np.einsum("rgk,gk->rg", values, importance)[..., None]

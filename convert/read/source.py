@@ -89,7 +89,9 @@ class Source(Protocol):
     def read(self, name: str, rows: slice | None = None) -> mx.array:
         """The values of a tensor, or of a range of its first axis, in TensorInfo.dtype.
 
-        Holds no more than what is asked for. Raises CheckpointError for data that cannot be right.
+        Memory is that of the values asked for and, while they are made from codes, up to three
+        times as much again (12 bytes a value): ask for rows of what is large. Files are mapped, so
+        their pages are not held. Raises CheckpointError for data that cannot be right.
         """
         ...
 

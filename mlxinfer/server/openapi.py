@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 import msgspec
+import msgspec.structs
 
 from .call import Call
 from .endpoint import Endpoint
@@ -54,7 +55,7 @@ def _operation(endpoint: Endpoint, schema_of: dict[type, Any]) -> dict[str, Any]
         "operationId": endpoint.handler.__name__,
         "summary": endpoint.summary,
         "responses": {
-            "200": {"description": "Done.", "content": {"application/json": {"schema": answer}}},
+            "200": {"description": "Done.", "content": _contents(endpoint, answer)},
             "default": {"description": "An error, with a message, a type and a code."},
         },
     }
@@ -66,6 +67,15 @@ def _operation(endpoint: Endpoint, schema_of: dict[type, Any]) -> dict[str, Any]
         where = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         operation["parameters"] = [where]
     return operation
+
+
+def _contents(endpoint: Endpoint, answer: Any) -> dict[str, Any]:
+    contents: dict[str, Any] = {"application/json": {"schema": answer}}
+    if endpoint.body is not None:
+        names = [field.name for field in msgspec.structs.fields(endpoint.body)]
+        if "stream" in names:
+            contents["text/event-stream"] = {"schema": {"type": "string"}}
+    return contents
 
 
 def page_of(document: dict[str, Any]) -> bytes:

@@ -201,6 +201,23 @@ def test_a_long_body_is_refused_before_it_is_read(locked: LiveServer) -> None:
     assert status_of(exchange(locked, head + chunk * 11 + b"0\r\n\r\n")) == 413
 
 
+def test_a_body_that_goes_on_after_its_answer_is_cut_off() -> None:
+    with LiveServer(header_timeout_s=0.5, max_body_bytes=100) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(post(CHAT, b"", length=10_000_000))
+            assert status_of(read_answer(connection)) == 413
+
+            def cut_off() -> bool:
+                try:
+                    connection.sendall(b" ")
+                except OSError:
+                    return True
+                return False
+
+            wait_until(cut_off)
+        server.check_idle()
+
+
 def test_a_body_that_never_ends_times_out(locked: LiveServer) -> None:
     answer = exchange(locked, post(CHAT, b'{"mess', f"x-api-key: {KEY}", length=500))
     assert status_of(answer) == 408

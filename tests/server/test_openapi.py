@@ -16,6 +16,13 @@ def test_every_endpoint_is_described(server: LiveServer) -> None:
     assert len(set(identifiers)) == len(identifiers)
 
 
+def test_streams_are_mentioned_where_there_are_some(server: LiveServer) -> None:
+    paths = server.get("/openapi.json").json()["paths"]
+    kinds = {p: o["post"]["responses"]["200"]["content"] for p, o in paths.items() if "post" in o}
+    assert "text/event-stream" in kinds[CHAT]
+    assert "text/event-stream" not in kinds["/tokenize"]
+
+
 def test_requests_and_answers_fit_their_schemas(server: LiveServer) -> None:
     document = server.get("/openapi.json").json()
     operation = document["paths"][CHAT]["post"]

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -34,16 +35,24 @@ LARGE = Dense(hidden=256, inner=768, layers=8, heads=8, kv_heads=4, head_dim=32,
 SMALL = Dense(hidden=64, inner=128, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=6144)
 STEPS = 16  # a block
 ROWS = 8
+MAX_TOKEN_BYTES = 48
 PERCENTILES = (50, 95, 99, 100)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Vocabulary:
     """A tokenizer and what grammars need of it."""
 
     name: str
     tokenizer: Tokenizer
     vocab_size: int
+
+    @cached_property
+    def ids(self) -> dict[bytes, int]:
+        """What each token spells, control tokens left out."""
+        tokens = range(self.tokenizer.vocab_size)
+        added = self.tokenizer.added_tokens
+        return {self.tokenizer.token_bytes(i): i for i in tokens if i not in added}
 
     def compiler(self) -> GrammarCompiler:
         """A new one, which has nothing yet."""
@@ -122,7 +131,7 @@ def _follow(
         started = time.thread_time()
         TokenGrammar.fill_masks([grammar], [0], rows)
         filled = time.thread_time()
-        token_id = _longest(rows[0], vocabulary.tokenizer, rest)
+        token_id = _longest(rows[0], vocabulary.ids, rest)
         chosen = time.thread_time()
         grammar.accept(token_id)
         accepts.append((time.thread_time() - chosen) * 1e6)
@@ -130,14 +139,11 @@ def _follow(
         rest = rest[len(vocabulary.tokenizer.token_bytes(token_id)) :]
 
 
-def _longest(mask: np.ndarray, tokenizer: Tokenizer, rest: bytes) -> int:
-    for length in range(min(len(rest), 48), 0, -1):
-        try:
-            ids = tokenizer.encode_plain(rest[:length].decode())
-        except UnicodeDecodeError:
-            continue
-        if len(ids) == 1 and mask[ids[0] // 32] >> (ids[0] % 32) & 1:
-            return ids[0]
+def _longest(mask: np.ndarray, ids: dict[bytes, int], rest: bytes) -> int:
+    for length in range(min(len(rest), MAX_TOKEN_BYTES), 0, -1):
+        token_id = ids.get(rest[:length])
+        if token_id is not None and mask[token_id // 32] >> (token_id % 32) & 1:
+            return token_id
     raise AssertionError(f"no token is allowed that begins {rest[:20]!r}")
 
 

@@ -1,0 +1,32 @@
+"""The benchmark of grammars, small: its numbers are there and its documents are what they claim."""
+
+import jsonschema
+from bench.bench_reports import check
+
+from mlxinfer.bench.grammar import MIXES, run
+from mlxinfer.bench.grammar_cases import CASES
+from mlxinfer.bench.vocabulary import END, large_tokenizer
+
+
+def test_documents_satisfy_their_schemas() -> None:
+    for case in CASES:
+        for document in case.documents:
+            jsonschema.Draft202012Validator(case.schema).validate(document)
+
+
+def test_a_large_tokenizer_is_one() -> None:
+    made = large_tokenizer(5000)
+    assert made.get_vocab_size() == 5000
+    for text in ('{"a": [1, 2]}', "Hé, 世界\n\n", "x" * 50):
+        assert made.decode(made.encode(text).ids) == text
+    assert made.encode(END).ids == [4999]
+
+
+def test_a_small_run() -> None:
+    report = run(small=True, repeats=2, blocks=1)
+    check(report)
+    assert set(report.data["step_s"]) == {mix.name for mix in MIXES}
+    for times in report.data["mask_us"].values():
+        assert 0 < times["later"]["p50"] <= times["later"]["p99"]
+    for seconds in report.data["compile_s"].values():
+        assert seconds["cached"] < seconds["first"]

@@ -12,7 +12,9 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -27,6 +29,7 @@ LANGUAGE = (
 )
 CODE = ("-fPIC", "-fno-stack-protector", "-fvisibility=hidden", "-fno-asynchronous-unwind-tables")
 PLAIN = ("-O2", "-fno-sanitize=all")
+KEPT_S = 14 * 24 * 3600.0  # objects that are not used
 UNDEFINED = "shift-exponent,integer-divide-by-zero,array-bounds"
 CHECKED = (  # calls of the checks in machine/checks.h, and the lines that they are of
     *("-O1", "-gline-tables-only", "-fno-vectorize", "-fno-slp-vectorize", "-fno-unroll-loops"),
@@ -67,6 +70,7 @@ def cache_folder() -> Path:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
+                _forget_unused(folder)
                 return folder
         except OSError:
             continue
@@ -77,6 +81,14 @@ def arithmetic(target: str | None = None) -> tuple[str, ...]:
     """Options that round half and bfloat after each operation, as a GPU does."""
     machine = target or platform.machine()
     return ("-fexcess-precision=16",) if machine.startswith("x86_64") else ()
+
+
+def _forget_unused(folder: Path) -> None:
+    """Delete what no process used for two weeks."""
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # another process was faster
+            if path.is_file() and time.time() - path.stat().st_mtime > KEPT_S:
+                path.unlink()
 
 
 def link(*, darwin: bool = DARWIN) -> tuple[str, ...]:
@@ -106,6 +118,8 @@ def kept(suffix: str, ingredients: Sequence[object], make: Callable[[Path, Path]
             fresh = Path(work) / f"made{suffix}"
             make(Path(work), fresh)
             fresh.replace(path)
+    elif time.time() - path.stat().st_mtime > KEPT_S / 2:
+        path.touch()
     return path
 
 

@@ -1,9 +1,11 @@
 """Runs a kernel over buffers. Knows neither MLX nor where kernels come from."""
 
 import ctypes
+import mmap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from threading import Lock
 
 import numpy as np
@@ -13,7 +15,9 @@ from metal_cpu.program import program
 from metal_cpu.report import Fault, Report, Size, Traffic
 from metal_cpu.source import Kernel
 
-MAX_FAULTS = 64
+MAX_FAULTS = 64  # as in machine/state.h
+STACKS_BYTES = 1024 * 128 * 1024
+ARENA_BYTES = 64 * 1024
 _one_at_a_time = Lock()  # the machine's state is a kernel's library's
 
 
@@ -73,7 +77,8 @@ def dispatch(
     assert len(slots) == len(buffers), f"{kernel.function} takes {[slot.name for slot in slots]}"
     bound = [(s.index, s.name, b) for s, b in zip(slots, buffers, strict=True) if b is not None]
     native = (_Buffer * max(1, len(bound)))(*(_native(*one) for one in bound))
-    call = _Dispatch(grid, threadgroup, seed, native, len(bound), int(checked))
+    memory = (_memory(STACKS_BYTES), _memory(ARENA_BYTES))
+    call = _Dispatch(grid, threadgroup, seed, native, *memory, len(bound), int(checked))
     start = time.perf_counter()
     with _one_at_a_time:
         compiled.library.msl_dispatch(ctypes.byref(call))
@@ -125,6 +130,17 @@ def _native(index: int, name: str, buffer: Buffer) -> "_Buffer":
     )
 
 
+@cache
+def _memory(num_bytes: int) -> int:
+    """Address of memory that all dispatches use; the system gives pages as they are touched."""
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _kept.append(pages)
+    return ctypes.addressof(ctypes.c_char.from_buffer(pages))
+
+
+_kept: list[mmap.mmap] = []
+
+
 # --- the structures of machine/state.h
 
 
@@ -173,6 +189,8 @@ class _Dispatch(ctypes.Structure):
         ("threadgroup", ctypes.c_uint32 * 3),
         ("seed", ctypes.c_uint64),
         ("buffers", ctypes.POINTER(_Buffer)),
+        ("stacks", ctypes.c_void_p),
+        ("arena", ctypes.c_void_p),
         ("num_buffers", ctypes.c_uint32),
         ("checked", ctypes.c_uint32),
         ("num_faults", ctypes.c_uint32),

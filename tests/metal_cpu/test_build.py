@@ -2,6 +2,7 @@
 
 import ctypes
 import multiprocessing
+import os
 import shutil
 from pathlib import Path
 
@@ -50,6 +51,15 @@ def test_what_fails_is_not_kept(folder: Path) -> None:
     with pytest.raises(CompileError):
         kept(".txt", ("b",), fail)
     assert not list(folder.iterdir())
+
+
+def test_what_is_not_used_is_forgotten(tmp_path: Path) -> None:
+    old, used = tmp_path / "old.so", tmp_path / "used.so"
+    for path in (old, used):
+        path.write_text("")
+    os.utime(old, (0, 0))
+    build._forget_unused(tmp_path)
+    assert list(tmp_path.iterdir()) == [used]
 
 
 def make_at_once(name: str, folder: Path, start: object) -> str:

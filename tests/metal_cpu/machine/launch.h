@@ -8,12 +8,6 @@ extern "C" void msl_entry(void* const* buffers);
 
 namespace machine {
 
-// Pages of the system, which takes memory for those that are used.
-inline void* aligned_memory(size_t size) {
-  uintptr_t address = (uintptr_t)malloc(size + 4096);
-  return (void*)((address + 4095) / 4096 * 4096);
-}
-
 inline void run_thread() {
   msl_entry(m.table);
   Thread& self = *m.current;
@@ -41,7 +35,7 @@ inline void start_thread(unsigned index) {
   t.position[1] = index / m.size[0] % m.size[1];
   t.position[2] = index / m.size[0] / m.size[1];
   // Tops at different offsets, so that stacks do not share cache sets.
-  unsigned char* top = m.stacks + (index + 1) * kStackBytes - (index % 64) * 192;
+  unsigned char* top = m.dispatch->stacks + (index + 1) * kStackBytes - (index % 64) * 192;
   t.stack = new_stack(top, run_thread);
 }
 
@@ -136,7 +130,7 @@ void* msl_threadgroup_variable(const void* tag, size_t size, const char* name, S
     stop();
   }
   Variable& v = m.variables[m.num_variables++];
-  v = {tag, name, size, m.arena + offset + kRedZone * m.num_variables};
+  v = {tag, name, size, m.dispatch->arena + offset + kRedZone * m.num_variables};
   memset(v.address, 0xff, size);
   watch_variable(v);
   return v.address;
@@ -176,10 +170,6 @@ __attribute__((visibility("default"))) void msl_dispatch(Dispatch* dispatch) {
   m.random = dispatch->seed * 0x9e3779b97f4a7c15u;
   if (!fits()) {
     return;
-  }
-  if (m.stacks == nullptr) {
-    m.stacks = (unsigned char*)aligned_memory(kMaxThreads * kStackBytes);
-    m.arena = (unsigned char*)aligned_memory(kArenaBytes);
   }
   for (void*& address : m.table) {
     address = nullptr;

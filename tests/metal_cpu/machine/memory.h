@@ -50,7 +50,7 @@ inline void watch_variable(const Variable& v) {
   if (!m.dispatch->checked) {
     return;
   }
-  size_t offset = v.address - m.arena;
+  size_t offset = v.address - m.dispatch->arena;
   memset(arena_cells + offset, 0, v.size * sizeof(Cell));
   memset(arena_written + offset, 0, v.size);
 }
@@ -128,7 +128,7 @@ inline void outside(uintptr_t address, const AccessKind& kind, const Place& at) 
 inline void touch_arena(uintptr_t address, const AccessKind& kind, const Place& at) {
   Traffic& traffic = m.dispatch->threadgroup_memory;
   kind.stores ? count_store(traffic, kind.size) : count_load(traffic, kind.size);
-  size_t place = address - (uintptr_t)m.arena;
+  size_t place = address - (uintptr_t)m.dispatch->arena;
   for (unsigned i = 0; i < m.num_variables; i++) {
     const Variable& v = m.variables[i];
     size_t offset = address - (uintptr_t)v.address;
@@ -198,7 +198,7 @@ inline bool in_image(uintptr_t address) {
 }
 
 inline void touch(uintptr_t address, const AccessKind& kind, const Place& at) {
-  bool own = address - (uintptr_t)m.stacks < kMaxThreads * kStackBytes; // a thread's variable
+  bool own = address - (uintptr_t)m.dispatch->stacks < kMaxThreads * kStackBytes; // a thread's variable
   if (m.current == nullptr || !m.dispatch->checked || own) {
     return;
   }
@@ -213,7 +213,7 @@ inline void touch(uintptr_t address, const AccessKind& kind, const Place& at) {
       return;
     }
   }
-  if (address - (uintptr_t)m.arena < kArenaBytes) {
+  if (address - (uintptr_t)m.dispatch->arena < kArenaBytes) {
     touch_arena(address, kind, at);
   } else if (!in_image(address)) {
     outside(address, kind, at);

@@ -49,6 +49,8 @@ struct Dispatch {
   uint32_t grid[3], threadgroup[3]; // threads
   uint64_t seed;
   Buffer* buffers;
+  unsigned char* stacks; // of threads: kMaxThreads times kStackBytes, one for all kernels
+  unsigned char* arena; // threadgroup memory: kArenaBytes
   uint32_t num_buffers;
   uint32_t checked; // 0: memory is not watched
   // results
@@ -110,8 +112,6 @@ struct Machine {
   Variable variables[kMaxVariables];
   unsigned num_variables;
   size_t variable_bytes;
-  unsigned char* arena;
-  unsigned char* stacks;
   void* caller; // its stack
   void* table[kMaxBuffers + 33];
   uint64_t random;

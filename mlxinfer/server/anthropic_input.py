@@ -69,6 +69,8 @@ def openai_tools(tools: Sequence[AnthropicTool] | None) -> list[Plain]:
         function: Plain = {"name": tool.name, "parameters": tool.input_schema or {}}
         if tool.description:
             function["description"] = tool.description
+        if tool.strict:
+            function["strict"] = True
         found.append({"type": "function", "function": function})
     return found
 

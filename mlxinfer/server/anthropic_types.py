@@ -41,7 +41,7 @@ class AnthropicTool(msgspec.Struct, kw_only=True):
     type: str | None = None
     defer_loading: Any = None
     allowed_callers: Any = None
-    strict: Any = None
+    strict: bool | None = None
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):

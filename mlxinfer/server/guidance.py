@@ -53,9 +53,7 @@ def _with_tools(
 ) -> GrammarSpec | None:
     if use is None:
         return None
-    forced = use.grammar(model.tokenizer, model.reasoning, prompt_ids)
-    if forced is not None:  # a call it is; the form of a text does not matter
-        return spec.tool_calls(forced, use.schemas)
-    if asked is not None:
+    if asked is not None and not use.must_call:
         return calls_or(asked, use, model.tokenizer, model.reasoning, prompt_ids)
-    return None
+    lark = use.grammar(model.tokenizer, model.reasoning, prompt_ids)
+    return None if lark is None else spec.tool_calls(lark, use.schemas)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import anthropic
@@ -67,8 +68,11 @@ def ask(client: Any, **fields: Any) -> Any:
     return client.messages.create(**given, extra_body=extra)
 
 
+adapter = cache(TypeAdapter)
+
+
 def strictly(kind: Any, value: Any) -> None:
-    TypeAdapter(kind).validate_json(value.to_json(exclude_unset=True), strict=True)
+    adapter(kind).validate_json(value.to_json(exclude_unset=True), strict=True)
 
 
 def calls_of(message: Any) -> list[tuple[str, Any]]:

@@ -3,6 +3,7 @@
 import base64
 import json
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import openai
@@ -64,8 +65,11 @@ def ask(client: Any, **fields: Any) -> Any:
     return client.responses.create(**{"model": "demo", "input": "Hello", **fields})
 
 
+adapter = cache(TypeAdapter)
+
+
 def strictly(kind: Any, value: Any) -> None:
-    TypeAdapter(kind).validate_json(value.to_json(exclude_unset=True), strict=True)
+    adapter(kind).validate_json(value.to_json(exclude_unset=True), strict=True)
 
 
 def calls_of(response: Any) -> list[tuple[str, Any]]:

@@ -203,17 +203,19 @@ SCHEMA: Any = {
 }
 
 
+def allows(scripted: ScriptedServer, request: dict[str, Any], said: str) -> bool:
+    with scripted.says(""):
+        assert scripted.post(CHAT, request).status_code == 200
+        grammar: Any = scripted.script.requests[0].grammar
+    for token in scripted.model.tokenizer.encode(said, parse_special=True):
+        grammar.accept(token)
+    return grammar.problem is None
+
+
 def test_a_form_leaves_room_for_calls(scripted: ScriptedServer) -> None:
     """With response_format and tools an answer is calls, or a text of that form; nothing else."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     request = {**chat("hi", tools=TOOLS, response_format=form), "max_tokens": 60}
     fitting = (WEATHER, f"<think>hm</think>{WEATHER}", '{"answer": true}', "<think>x</think>")
     for said, fits in (*((text, True) for text in fitting), ("I look.", False), ("{}", False)):
-        with scripted.says(""):
-            assert scripted.post(CHAT, request).status_code == 200
-            (asked,) = scripted.script.requests
-            grammar = asked.grammar
-            assert grammar is not None
-            for token in scripted.model.tokenizer.encode(said, parse_special=True):
-                grammar.accept(token)
-            assert (grammar.problem is None) == fits, said
+        assert allows(scripted, request, said) == fits, said

@@ -78,7 +78,7 @@ cut_places = st.lists(st.integers(0, 1000), max_size=8)
 
 
 @every_writer
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(calls=some_calls, cuts=cut_places)
 def test_any_call_in_any_pieces(name, writer, calls, cuts):
     text = writer(calls)
@@ -99,7 +99,7 @@ def fragments(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(data=st.data(), cuts=cut_places)
 def test_whatever_comes_nothing_is_lost(name, data, cuts):
     text = data.draw(st.lists(fragments(name), max_size=10).map("".join))

@@ -80,6 +80,19 @@ def test_choices():
     assert (named.must_call, named.only, named.parallel) == (True, "now", False)
 
 
+def test_which_answers_a_grammar_rules():
+    tokenizer = load_tokenizer("bytelevel", "chatml_tools")
+    strict = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]
+    assert plan().grammar(tokenizer, None, []) is None
+    assert plan("required").grammar(tokenizer, None, []).startswith("start: ")
+    free = plan(tools=strict).grammar(tokenizer, None, [])
+    assert "(?s:.+)" in free
+    assert plan(tools=strict).schemas[0] == (
+        "tools[0].function.parameters",
+        TOOLS[0]["function"]["parameters"],
+    )
+
+
 @pytest.mark.parametrize(
     ("choice", "tools"),
     [

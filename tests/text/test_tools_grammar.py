@@ -12,6 +12,7 @@ from mlxinfer.text import ReasoningFormat, Tokenizer
 from mlxinfer.text.backend import load_backend
 from mlxinfer.text.tools import FORMATS, Toolbox, forced_grammar, tool_format
 from mlxinfer.text.tools.deepseek import DeepSeek
+from mlxinfer.text.tools.forced import offered_grammar
 from mlxinfer.text.tools.mistral import Mistral
 
 BOX = Toolbox.of(TOOLS)
@@ -27,11 +28,14 @@ SAMPLES = [(n, w) for n, w in WRITERS if FORCED.get(n, w.__name__) == w.__name__
 every_format = pytest.mark.parametrize(("name", "writer"), SAMPLES, ids=[n for n, _ in SAMPLES])
 
 
+TAGS = ("<tool_call>", "</tool_call>")  # added tokens already
+
+
 def special_tokenizer():
     backend = load_backend(DATA / "bytelevel")
     marks = {mark for known in FORMATS for mark in known.marks}
     marks |= {"<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"}
-    backend.add_special_tokens(sorted(m for m in marks if "`" not in m and "tool_call>" not in m))
+    backend.add_special_tokens(sorted(m for m in marks if "`" not in m and m not in TAGS))
     return Tokenizer(backend)
 
 
@@ -180,3 +184,41 @@ def test_json_is_written_in_one_way():
     spaced = CALL.replace("{}", json.dumps({}) + " ")
     assert allowed("text", grammar, CALL)
     assert not allowed("text", grammar, spaced)
+
+
+MARKED = [(n, w) for n, w in SAMPLES if n not in ("llama", "llama_pythonic", "gemma3", "harmony")]
+
+
+@pytest.mark.parametrize(("name", "writer"), MARKED, ids=[n for n, _ in MARKED])
+def test_strict_tools_leave_text_free_and_calls_not(name, writer):
+    grammar = offered_grammar(TOKENIZERS["special"], tool_format(name), BOX, reasoning=THINK)
+    call = without_ids(written(name, writer, ALL))
+    for text in (
+        "Hello {[<",
+        call,
+        f"I look.\n{call}",
+        f"{call} Done.",
+        f"<think>hm</think>{call}",
+    ):
+        assert allowed("special", grammar, text), text
+    wrong = without_ids(written(name, writer, [("get_weather", {"city": "x", "days": "many"})]))
+    for text in (wrong, f"I look. {wrong}", without_ids(written(name, writer, [("other", {})]))):
+        assert not allowed("special", grammar, text), text
+
+
+def test_strict_tools_in_harmony():
+    harmony = ReasoningFormat("", "", harmony=True)
+    grammar = offered_grammar(TOKENIZERS["special"], tool_format("harmony"), BOX, reasoning=harmony)
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    said = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    call = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+    answer = "<|channel|>final<|message|>Hello"
+    for text in (call, thought + call, thought + said + call, thought + answer, answer):
+        assert allowed("special", grammar, text), text
+    assert not allowed("special", grammar, call.replace("{}", '{"x": 1}'))
+
+
+def test_strict_cannot_be_where_calls_have_no_token():
+    for name in ("llama", "gemma3"):
+        assert offered_grammar(TOKENIZERS["special"], tool_format(name), BOX) is None
+    assert offered_grammar(TOKENIZERS["text"], tool_format("lfm2"), BOX) is None

@@ -78,7 +78,7 @@ def test_marks_that_are_control_tokens(special, name, writer):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     bits=st.lists(
         st.sampled_from([CALL, CALL[:40], "<think>", "</think>", "é", "🙂", " ", "ST", "OP", "a"]),

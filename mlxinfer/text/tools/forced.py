@@ -38,17 +38,58 @@ def forced_grammar(
     if not chosen:
         what = "there are no tools" if only is None else f"no tool is called {only!r}"
         raise InvalidRequestError(f"tool_choice demands a call, but {what}.", param="tool_choice")
-    marks = (*format.marks, *(reasoning.marks if reasoning else ()))
-    lark = Lark(_tokens_of(tokenizer, marks))
-    thought = ""
-    if reasoning is not None:
-        tail = tokenizer.decode(prompt_ids[-64:], skip_special_tokens=False)
-        thought = _thought(lark, reasoning, tail)
+    lark = _lark_for(tokenizer, format, reasoning)
+    before = _reasoned(lark, tokenizer, reasoning, prompt_ids)
     calls = format.grammar(lark, Toolbox(chosen), parallel=parallel and only is None)
-    return lark.grammar(f"{thought} {calls}".strip())
+    return lark.grammar(f"{before} {calls}".strip())
 
 
-def _tokens_of(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, int]:
+def offered_grammar(
+    tokenizer: Tokenizer,
+    format: ToolFormat,
+    tools: Toolbox,
+    *,
+    parallel: bool = True,
+    reasoning: ReasoningFormat | None = None,
+    prompt_ids: Sequence[int] = (),
+) -> str | None:
+    """Return a Lark grammar of any text, in which calls, if there are any, keep to the schemas.
+
+    None where the mark that begins a call is no token of its own: then a grammar cannot tell where
+    text ends and a call begins.
+
+    Args: as of forced_grammar.
+    """
+    lark = _lark_for(tokenizer, format, reasoning)
+    if format.bare or not lark.is_token(format.begins[0]):
+        return None
+    before = _reasoned(lark, tokenizer, reasoning, prompt_ids)
+    calls = format.grammar(lark, tools, parallel=parallel)
+    text = lark.rule("/(?s:.+)/")
+    if reasoning is not None and reasoning.harmony:
+        said = f"{lark.text('<|channel|>commentary<|message|>')} {lark.free_text('<|end|>')}"
+        preamble = f"({said} {lark.text('<|start|>assistant')})?"
+        answer = f"{lark.text('<|channel|>final<|message|>')} ({text})?"
+        return lark.grammar(f"{before} {preamble} ({calls} | {answer})")
+    return lark.grammar(f"{before} ({text})? ({calls} ({text})?)?".strip())
+
+
+def _lark_for(tokenizer: Tokenizer, format: ToolFormat, reasoning: ReasoningFormat | None) -> Lark:
+    return Lark(tokens_of(tokenizer, (*format.marks, *(reasoning.marks if reasoning else ()))))
+
+
+def _reasoned(
+    lark: Lark,
+    tokenizer: Tokenizer,
+    reasoning: ReasoningFormat | None,
+    prompt_ids: Sequence[int],
+) -> str:
+    if reasoning is None:
+        return ""
+    return thought(lark, reasoning, tokenizer.decode(prompt_ids[-64:], skip_special_tokens=False))
+
+
+def tokens_of(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, int]:
     """Return the control tokens, and others that were added for (parts of) these marks."""
     return {
         token.content: token_id
@@ -57,8 +98,8 @@ def _tokens_of(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, int]:
     }
 
 
-def _thought(lark: Lark, reasoning: ReasoningFormat, tail: str) -> str:
-    """Return what matches the reasoning before the calls."""
+def thought(lark: Lark, reasoning: ReasoningFormat, tail: str) -> str:
+    """Return what matches the reasoning at the beginning of an answer to a prompt that ends so."""
     space = lark.rule(r"/\s*/")
     if reasoning.harmony:
         body = lark.free_text("<|end|>")

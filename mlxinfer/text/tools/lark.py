@@ -35,6 +35,10 @@ class Lark:
         self._rules: list[str] = []
         self._num_names = 0
 
+    def is_token(self, mark: str) -> bool:
+        """Whether a mark begins with a token that is no text."""
+        return bool(self._split and self._split.match(mark))
+
     def name(self) -> str:
         """Return the name of a rule that is added later, for rules that refer to themselves."""
         self._num_names += 1

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ..reasoning import ReasoningFormat
 from ..tokenizer import Tokenizer
-from .forced import _thought, _tokens_of
+from .forced import thought, tokens_of
 from .lark import Lark
 from .use import ToolUse
 
@@ -19,13 +19,12 @@ def after_reasoning(
         reasoning: how the model reasons.
         prompt_ids: to see whether the prompt has opened the reasoning already.
     """
-    lark = Lark(_tokens_of(tokenizer, reasoning.marks))
+    lark = Lark(tokens_of(tokenizer, reasoning.marks))
     tail = tokenizer.decode(prompt_ids[-64:], skip_special_tokens=False)
     if reasoning.harmony and tail.endswith("<|message|>"):
         return lark.grammar("@main")  # the prompt says which channel this is
-    thought = _thought(lark, reasoning, tail)
     answer = lark.text("<|channel|>final<|message|>") if reasoning.harmony else ""
-    return lark.grammar(f"{thought} {answer} @main")
+    return lark.grammar(f"{thought(lark, reasoning, tail)} {answer} @main")
 
 
 def calls_or_answer(
@@ -43,10 +42,10 @@ def calls_or_answer(
         prompt_ids: to see whether the prompt has opened the reasoning already.
     """
     marks = (*use.format.marks, *(reasoning.marks if reasoning else ()))
-    lark = Lark(_tokens_of(tokenizer, marks))
+    lark = Lark(tokens_of(tokenizer, marks))
     calls = use.format.grammar(lark, use.tools, parallel=use.parallel)
     if reasoning is None:
         return lark.grammar(f"{calls} | @main")
     tail = tokenizer.decode(prompt_ids[-64:], skip_special_tokens=False)
     answer = lark.text("<|channel|>final<|message|>") if reasoning.harmony else ""
-    return lark.grammar(f"{_thought(lark, reasoning, tail)} ({calls} | {answer} @main)")
+    return lark.grammar(f"{thought(lark, reasoning, tail)} ({calls} | {answer} @main)")

@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import InvalidRequestError
@@ -24,6 +24,7 @@ class Tool:
     name: str
     description: str = ""
     parameters: Schema = field(default_factory=lambda: {"type": "object", "properties": {}})
+    strict: bool = False  # calls have to keep to the schema
 
     @property
     def properties(self) -> Mapping[str, Any]:
@@ -93,11 +94,12 @@ def _parse(tool: object, place: int) -> Tool:
             param="tools",
         )
     parameters = function.get("parameters")
+    tool = Tool(name, str(function.get("description") or ""), strict=function.get("strict") is True)
     if parameters is None:
-        return Tool(name, str(function.get("description") or ""))
+        return tool
     if not isinstance(parameters, Mapping):
         raise InvalidRequestError(f"{where}: parameters is no JSON schema.", param="tools")
-    return Tool(name, str(function.get("description") or ""), parameters)
+    return replace(tool, parameters=parameters)
 
 
 def _types(schema: object, root: Schema, budget: int) -> Iterator[str]:

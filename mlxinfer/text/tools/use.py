@@ -8,7 +8,7 @@ from ...errors import InvalidRequestError
 from ..reasoning import ReasoningFormat
 from ..tokenizer import Tokenizer
 from .detect import require_tools
-from .forced import forced_grammar
+from .forced import forced_grammar, offered_grammar
 from .format import ToolFormat
 from .parser import ToolParser
 from .schema import Toolbox
@@ -82,9 +82,22 @@ class ToolUse:
     def grammar(
         self, tokenizer: Tokenizer, reasoning: ReasoningFormat | None, prompt_ids: Sequence[int]
     ) -> str | None:
-        """Return the Lark grammar that makes the model call, None where it need not."""
+        """Return the Lark grammar of the answer, None where it may be any.
+
+        A call that has to be made keeps to the schema of its tool. So do others if a tool is
+        `strict`, as far as the model marks its calls by tokens of their own.
+        """
         if not self.must_call:
-            return None
+            if not any(tool.strict for tool in self.tools):
+                return None
+            return offered_grammar(
+                tokenizer,
+                self.format,
+                self.tools,
+                parallel=self.parallel,
+                reasoning=reasoning,
+                prompt_ids=prompt_ids,
+            )
         return forced_grammar(
             tokenizer,
             self.format,

@@ -1,0 +1,85 @@
+"""LLM.chat with tools: the demo model under a template that knows them, forced by a grammar."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from mlxinfer import LLM, SamplingParams
+from mlxinfer.errors import InvalidRequestError, TemplateError
+from mlxinfer.text import ChatTemplate, detect_tools
+
+TEMPLATE = (
+    "{% for t in tools %}{{ t | tojson }}<tool_call>{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function.arguments.city }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+HI = [{"role": "user", "content": "Hello"}]
+CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": CITY}},
+    {"name": "now"},
+]
+SHORT = SamplingParams(max_tokens=60)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo") as llm:
+        yield llm
+
+
+@pytest.fixture
+def knowing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    tokenizer = llm.tokenizer
+    monkeypatch.setattr(tokenizer, "template", ChatTemplate(TEMPLATE))
+    monkeypatch.setattr(llm, "_tool_format", detect_tools(tokenizer))
+    return llm
+
+
+def test_a_template_without_tools_is_named(llm: LLM) -> None:
+    with pytest.raises(TemplateError, match="does not know tools"):
+        llm.chat(HI, SHORT, tools=TOOLS)
+    assert llm.chat(HI, SHORT, tools=TOOLS, tool_choice="none").text.startswith("Hello")
+
+
+def test_a_forced_call(knowing: LLM) -> None:
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    result = knowing.chat(HI, SHORT, tools=TOOLS, tool_choice=choice)
+    (call,) = result.tool_calls
+    assert call.name == "get_weather"
+    assert json.loads(call.arguments)["city"] in ("Oslo", "Rome")
+    assert result.text == ""
+    assert result.to_dict()["tool_calls"] == [
+        {"id": call.id, "name": call.name, "arguments": call.arguments}
+    ]
+    history = [
+        *HI,
+        {"role": "assistant", "content": None, "tool_calls": [_as_message(call)]},
+        {"role": "tool", "tool_call_id": call.id, "content": "warm"},
+    ]
+    assert knowing.chat(history, SHORT, tools=TOOLS).finish_reason
+
+
+def _as_message(call) -> dict:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def test_a_streamed_call_is_the_same_call(knowing: LLM) -> None:
+    options = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    deltas = list(knowing.stream_chat(HI, SHORT, **options))
+    pieces = [piece for delta in deltas for piece in delta.tool_calls]
+    (call,) = deltas[-1].result.tool_calls
+    assert "".join(piece.arguments for piece in pieces) == call.arguments
+    assert (pieces[0].id, pieces[0].name) == (call.id, call.name)
+    assert all(piece.id is None for piece in pieces[1:])
+    assert [part for delta in deltas for part in delta.parts] == pieces
+
+
+def test_wrong_tools(knowing: LLM) -> None:
+    with pytest.raises(InvalidRequestError):
+        knowing.chat(HI, SHORT, tools=[{"type": "web_search"}])
+    with pytest.raises(InvalidRequestError, match="tool_format"):
+        LLM("demo", tool_format="morse")

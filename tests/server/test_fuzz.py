@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_server import CHAT, LiveServer
 
-from mlxinfer.server.openai_chat import ChatRequest
+from mlxinfer.server.openai_chat_types import ChatRequest
 from mlxinfer.server.openai_completions import CompletionRequest
 
 EXTREMES: list[Any] = [

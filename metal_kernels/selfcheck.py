@@ -82,7 +82,7 @@ def judge(
     distinct = list(dict.fromkeys(variants))
     if gpu is None:
         return dict.fromkeys(distinct, Verdict(TWIN, detail="there is no Metal here"))
-    keys = {variant: _key(variant) for variant in distinct}
+    keys = {variant: key_of(variant) for variant in distinct}
     store = Verdicts(folder, gpu.environment)
     known = {} if again else store.read()
     if all(keys[variant] in known for variant in distinct):
@@ -102,6 +102,10 @@ def _remembered(
     known = store.read().get(key)
     if known is not None and (not again or known.status == CRASHED):
         return known
+    if key in store.unfinished():
+        crashed = Verdict(CRASHED, detail="the process that checked it ended before it was done")
+        store.put(key, crashed)
+        return crashed
     store.begin(key)
     try:
         verdict = examine(variant, device)
@@ -158,7 +162,7 @@ def _numbers(array: mx.array) -> NDArray[np.float64]:
     return np.array(wide).astype(np.float64)
 
 
-def _key(variant: Variant) -> str:
+def key_of(variant: Variant) -> str:
     """A variant and the text of its files: what is checked anew when either changes."""
     folder = files(__package__)
     text = "\n".join(folder.joinpath(name).read_text() for name in KINDS[variant.kind].files)

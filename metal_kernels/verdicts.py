@@ -76,7 +76,13 @@ class Verdicts:
 
     def read(self) -> dict[str, Verdict]:
         """What is known, by key. A damaged file holds nothing."""
-        return {key: _verdict(entry) for key, entry in self._entries().items()}
+        entries = self._entries().items()
+        return {key: Verdict(**entry) for key, entry in entries if entry["status"] != _CHECKING}
+
+    def unfinished(self) -> list[str]:
+        """Keys whose check began and did not end; read exclusively, those whose check crashed."""
+        entries = self._entries().items()
+        return [key for key, entry in entries if entry["status"] == _CHECKING]
 
     def begin(self, key: str) -> None:
         """Mark that `key` is being checked."""
@@ -116,9 +122,3 @@ def _sound(entry: object) -> bool:
     if not isinstance(entry, dict) or not set(entry) <= _FIELDS:
         return False
     return entry.get("status") in (*STATUSES, _CHECKING)
-
-
-def _verdict(entry: dict[str, Any]) -> Verdict:
-    if entry["status"] == _CHECKING:
-        return Verdict(CRASHED, detail="the process that checked it ended before it was done")
-    return Verdict(**entry)

@@ -5,7 +5,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,16 +99,19 @@ def kernels() -> Check:
     gpu = this_gpu()
     if gpu is None:
         return Check("kernels", OK, "not used: there is no Metal, plain MLX does their work")
-    return judge_kernels(Verdicts(default_kernel_folder(), gpu.environment).read())
+    store = Verdicts(default_kernel_folder(), gpu.environment)
+    return judge_kernels(store.read(), store.unfinished())
 
 
-def judge_kernels(found: "Mapping[str, Verdict]") -> Check:
-    """Judge verdicts by variant."""
+def judge_kernels(found: "Mapping[str, Verdict]", unfinished: Sequence[str] = ()) -> Check:
+    """Judge verdicts by variant, and checks that did not end."""
     bad = [f"{key.split()[0]} ({v.status})" for key, v in found.items() if not v.usable]
-    if not found:
+    bad += [f"{key.split()[0]} (its check crashed, or is under way)" for key in unfinished]
+    if not found and not bad:
         return Check("kernels", OK, "not checked yet", "the first load of a model checks its own")
     if bad:
-        detail = f"plain MLX does the work of {len(bad)} of {len(found)}: {', '.join(bad)}"
+        total = len(found) + len(unfinished)
+        detail = f"plain MLX does the work of {len(bad)} of {total}: {', '.join(bad)}"
         return Check("kernels", WARN, detail, "mlxinfer doctor --kernels")
     return Check("kernels", OK, f"{len(found)} agree with their twins on this GPU")
 

@@ -108,6 +108,9 @@ def test_doctor_alone_tells_what_self_checks_found(monkeypatch: pytest.MonkeyPat
     assert (check.status, check.advice) == (WARN, "mlxinfer doctor --kernels")
     assert "1 of 2: bitmask (wrong)" in check.detail
     assert judge_kernels({"sample #2": Verdict("ok")}).status == OK
+    assert (
+        "bitmask (its check crashed, or is under way)" in judge_kernels({}, ["bitmask #1"]).detail
+    )
     assert "not checked yet" in judge_kernels({}).detail
     fine = Gpu(fake_gpu.FakeDevice(), fake_gpu.CHIP)
     monkeypatch.setattr("mlxinfer.metal_kernels.selfcheck.this_gpu", lambda: fine)

@@ -113,6 +113,20 @@ def kv(skip_peer: bool, as_json: bool, as_markdown: bool, **options: Any) -> Non
 
 
 @command.command()
+@click.option("--context", type=click.IntRange(min=512), default=16_384, show_default=True)
+@click.option("--layers", type=click.IntRange(min=1), default=36, show_default=True)
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16")
+@markdown_option
+@json_option
+def peak(as_json: bool, as_markdown: bool, **options: Any) -> None:
+    """Peak memory of one long context in each KV format. Without mlx-lm."""
+    blas = _prepare()
+    from ..bench.peak import run
+
+    _show(run(**options), blas, as_json, as_markdown)
+
+
+@command.command()
 @click.option("--small", is_flag=True, help="Models and counts of seconds instead of minutes.")
 @skip_peer
 @markdown_option

@@ -1,6 +1,8 @@
 """A finished folder onto the hub, through huggingface_hub. Knows no tensors."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import ConversionError, DownloadError, InvalidRequestError
@@ -18,10 +20,10 @@ def check_repo(repo: str) -> None:
         raise InvalidRequestError(f"{repo!r} names a revision; give org/name.", param="upload")
 
 
-def upload(folder: Path, repo: str, *, private: bool = False) -> str:
+def upload(folder: Path, repo: str, *, private: bool = False, bars: bool = False) -> str:
     """Make the repository if need be, put the folder into it, and return its address.
 
-    What an earlier try has uploaded is not sent again.
+    What an earlier try has uploaded is not sent again. `bars`: huggingface_hub draws its progress.
 
     Raises:
         ConversionError: the folder is not a converted model.
@@ -30,12 +32,20 @@ def upload(folder: Path, repo: str, *, private: bool = False) -> str:
     if not (folder / "report.json").is_file():
         raise ConversionError(f"{folder} has no report.json: it was not converted by mlxinfer.")
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError
 
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="mlxinfer")
-    try:
+    with _failures(folder, repo), _bars(bars):
         url = api.create_repo(repo, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Converted by mlxinfer")
+    return str(url)
+
+
+@contextmanager
+def _failures(folder: Path, repo: str) -> Iterator[None]:
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError
+
+    try:
+        yield
     except LocalTokenNotFoundError as error:
         raise DownloadError(f"Uploading needs a token of the hub: {LOGIN}.") from error
     except HfHubHTTPError as error:
@@ -44,12 +54,30 @@ def upload(folder: Path, repo: str, *, private: bool = False) -> str:
             raise DownloadError(
                 f"The hub does not let you write to {repo}: {LOGIN}, with a token that may write."
             ) from error
-        raise DownloadError(
-            f"The hub answered {status} while {repo} was uploaded; {folder} is complete, so try "
-            "again with --upload-only."
-        ) from error
+        raise DownloadError(_again(f"The hub answered {status}", folder)) from error
     except HTTPError as error:
-        raise DownloadError(
-            f"The hub cannot be reached; {folder} is complete, so try again with --upload-only."
-        ) from error
-    return str(url)
+        raise DownloadError(_again("The hub cannot be reached", folder)) from error
+    except RuntimeError as error:  # what huggingface_hub wraps failures of single files in
+        raise DownloadError(_again(str(error), folder)) from error
+
+
+def _again(what: str, folder: Path) -> str:
+    return f"{what.rstrip('.')}; {folder} is complete, so try again with --upload-only."
+
+
+@contextmanager
+def _bars(shown: bool) -> Iterator[None]:
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    if shown or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()

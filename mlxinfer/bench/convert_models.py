@@ -1,7 +1,12 @@
-"""Large checkpoints of random bf16 weights in shards: dense, and a mixture of experts."""
+"""Large checkpoints of random bf16 weights in shards: dense, and a mixture of experts.
+
+`python -m mlxinfer.bench.convert_models FOLDER KIND BYTES TOKENIZER` makes one, in a process whose
+memory is nobody else's.
+"""
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,3 +132,8 @@ def _mlp(path: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, .
 
 def _size(shape: tuple[int, ...]) -> int:
     return int(np.prod(shape))
+
+
+if __name__ == "__main__":
+    target, kind, size, beside = sys.argv[1:]
+    write_large(Path(target), DENSE if kind == "dense" else MOE, int(size), Path(beside))

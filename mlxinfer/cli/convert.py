@@ -1,5 +1,6 @@
 """`mlxinfer convert`: any checkpoint into an MLX folder, quantised, checked, perhaps uploaded."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -157,7 +158,8 @@ def _check(opened: "Source", out: Path, as_json: bool) -> int:
 def _upload(out: Path, given: dict[str, Any], as_json: bool) -> int:
     from ..convert.upload import upload
 
-    url = upload(out, given["upload"], private=given["private"])
+    bars = sys.stderr.isatty() and not as_json
+    url = upload(out, given["upload"], private=given["private"], bars=bars)
     if not as_json:
         click.echo(f"{out} is at {url}")
     return 0

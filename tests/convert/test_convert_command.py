@@ -1,0 +1,175 @@
+"""`mlxinfer convert` as a user calls it, and what it uploads."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from convert_cases import TEXT, contents, write_source
+from upload_standin import UploadHub, upload_hub
+
+from mlxinfer.cli import main
+
+Outcome = Callable[..., SimpleNamespace]
+
+
+@pytest.fixture
+def outcome(capsys: pytest.CaptureFixture[str]) -> Outcome:
+    def call(*args: object) -> SimpleNamespace:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main(["convert", *map(str, args)])
+        seen = capsys.readouterr()
+        return SimpleNamespace(code=stop.value.code, out=seen.out, err=seen.err)
+
+    return call
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_source(tmp_path / "source", "llama-v4")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadHub]:
+    with upload_hub() as standing_in:
+        monkeypatch.setenv("HF_ENDPOINT", standing_in.url)
+        monkeypatch.setenv("HF_TOKEN", "hf_abc")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", standing_in.url)
+        yield standing_in
+
+
+def test_a_dry_run_writes_nothing_and_is_right(
+    source: Path, tmp_path: Path, outcome: Outcome
+) -> None:
+    out = tmp_path / "out"
+    seen = outcome(source, out, "--bits", 4, "--group-size", 32, "--dry-run", "--json")
+    assert seen.code == 0, seen.err
+    plan = json.loads(seen.out)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+    assert outcome(source, out, "--bits", 4, "--group-size", 32, "--fast").code == 0
+    report = json.loads((out / "report.json").read_text())
+    assert report["num_bytes"] == plan["num_bytes"]
+    file = out / "model.safetensors"
+    assert plan["num_bytes"] < file.stat().st_size < plan["num_bytes"] + 20_000
+    assert {t["name"]: t["format"] for t in report["tensors"] if "bit" in t["format"]} == {
+        t["name"]: t["format"] for t in plan["tensors"] if "bit" in t["format"]
+    }
+    table = outcome(source, tmp_path / "other", "--dry-run")
+    assert "bits per weight" in table.out
+    assert "peak memory" in table.out
+
+
+def test_everything_at_once(source: Path, tmp_path: Path, outcome: Outcome) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    seen = outcome(source, tmp_path / "out", "--recipe", "8bit-g32", "--calibration", text)
+    assert seen.code == 0, seen.err
+    assert seen.err == ""  # no bars where there is no terminal
+    assert "KL" in seen.out
+    assert outcome(source, tmp_path / "out", "--check-only").code == 0
+    path = tmp_path / "out" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 1
+    path.write_bytes(data)
+    broken = outcome(source, tmp_path / "out", "--check-only")
+    assert broken.code == 1
+    assert "damaged" in broken.err
+
+
+def test_a_target_is_met(source: Path, tmp_path: Path, outcome: Outcome) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    options = ("--calibration", text, "--check", "tensors", "--json")
+    seen = outcome(source, tmp_path / "out", "--target-bpw", 5.2, *options)
+    assert seen.code == 0, seen.err
+    report = json.loads(seen.out)
+    assert 4.9 < report["bits_per_weight"] <= 5.2
+    formats = {t["format"] for t in report["tensors"] if "bit-" in t["format"]}
+    assert len(formats) > 1
+    size = report["num_bytes"]
+    again = outcome(source, tmp_path / "size", "--target-size", size, *options)
+    assert json.loads(again.out)["num_bytes"] <= size
+    small = outcome(source, tmp_path / "small", "--target-bpw", 1.5, *options)
+    assert small.code == 1
+    assert "the least is" in small.err
+
+
+def test_failing_the_limit_is_exit_status_one(
+    source: Path, tmp_path: Path, outcome: Outcome
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    options = ("--calibration", "none", "--check-text", text, "--max-kl", 1e-6)
+    seen = outcome(source, tmp_path / "out", "--recipe", "2bit-g32", *options)
+    assert seen.code == 1
+    assert "further from the source" in seen.err
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["passed"] is False
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--bits", "4", "--recipe", "8bit"], 2, "exclude each other"),
+        (["--resume", "--restart"], 2, "exclude each other"),
+        (["--target-bpw", "4", "--fast"], 2, "needs calibration"),
+        (["--target-bpw", "4", "--bits", "4"], 2, "leave out --recipe"),
+        (["--upload-only"], 2, "needs --upload"),
+        (["--private"], 2, "goes with --upload"),
+        (["--target-bpw", "77"], 1, "1 to 32"),
+        (["--recipe", "4bits"], 1, "no recipe '4bits'"),
+        (["--bits", "7"], 1, "MLX has 2, 3, 4, 5, 6, 8 bits"),
+        (["--group-size", "48"], 1, "groups of 32, 64, 128"),
+        (["--upload", "no repo"], 1, "not a model name"),
+        (["--calibration", "/no/such.txt"], 1, "cannot be read"),
+    ],
+)
+def test_wrong_usage(
+    source: Path, tmp_path: Path, outcome: Outcome, options: list[str], code: int, words: str
+) -> None:
+    seen = outcome(source, tmp_path / "out", *options)
+    assert seen.code == code, seen.err
+    assert words in seen.err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=")  # huggingface_hub's own call of its client
+def test_upload(source: Path, tmp_path: Path, outcome: Outcome, hub: UploadHub) -> None:
+    out = tmp_path / "out"
+    seen = outcome(source, out, "--fast", "--upload", "org/out", "--private")
+    assert seen.code == 0, seen.err
+    assert hub.created[0]["name"] == "out"
+    assert hub.created[0]["visibility"] == "private"
+    assert hub.files == contents(out)
+    assert seen.err == ""
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=")
+def test_a_refused_upload_can_be_tried_again(
+    source: Path, tmp_path: Path, outcome: Outcome, hub: UploadHub
+) -> None:
+    out = tmp_path / "out"
+    hub.refuse = 403
+    seen = outcome(source, out, "--fast", "--upload", "org/out")
+    assert seen.code == 1
+    assert "token that may write" in seen.err
+    hub.refuse = None
+    assert outcome(source, out, "--upload", "org/out", "--upload-only").code == 0
+    assert hub.files == contents(out)
+    other = outcome(source, source, "--upload", "org/out", "--upload-only")
+    assert other.code == 1
+    assert "no report.json" in other.err
+
+
+def test_figures_and_the_line_where_they_are_missing(
+    source: Path, tmp_path: Path, outcome: Outcome, monkeypatch
+) -> None:
+    without = outcome(source, tmp_path / "without", "--fast")
+    assert 'pip install "mlxinfer[plots]"' in without.out
+    monkeypatch.setattr("mlxinfer.convert.card.available", lambda: True)
+    assert outcome(source, tmp_path / "out", "--fast").code == 0
+    for name in ("bits.svg", "errors.svg"):
+        assert (tmp_path / "out" / name).read_text().lstrip().startswith("<?xml")
+        assert name in (tmp_path / "out" / "README.md").read_text()

@@ -1,0 +1,187 @@
+"""What cannot be done is said clearly, and nothing that was there is lost."""
+
+import errno
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+from convert_cases import contents, convert, write_source
+from mlxinfer.convert.files import ShardFile
+from mlxinfer.convert.read import open_source
+from mlxinfer.convert.recipes import make_recipe
+from mlxinfer.convert.run import Conversion, Options
+from mlxinfer.convert.workplace import Workplace, working
+
+from mlxinfer.errors import (
+    CheckpointError,
+    ConversionError,
+    InvalidRequestError,
+    UnsupportedModelError,
+)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_source(tmp_path / "source")
+
+
+def test_a_target_that_exists_is_left_alone(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "diary.txt").write_text("dear diary")
+    with pytest.raises(ConversionError, match="exists already"):
+        convert(source, out)
+    assert contents(out) == {"diary.txt": b"dear diary"}
+
+
+@pytest.mark.parametrize("below", ["", "inner", "a/../inner"])
+def test_the_source_is_no_target(source: Path, below: str) -> None:
+    before = contents(source)
+    with pytest.raises(ConversionError, match="the source"):
+        convert(source, source / below)
+    assert contents(source) == before
+
+
+def test_there_must_be_a_folder_to_put_it_into(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match="There is no folder"):
+        convert(source, tmp_path / "no" / "out")
+
+
+def test_no_room_is_seen_before_anything_is_written(
+    source: Path, tmp_path: Path, monkeypatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(
+        "mlxinfer.convert.workplace.shutil.disk_usage", lambda _: usage._replace(free=1000)
+    )
+    with pytest.raises(ConversionError, match=r"needs .* GB more"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+def test_a_read_only_disk(source: Path, tmp_path: Path, monkeypatch, code: int) -> None:
+    def refuse(*args, **kwargs):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(ConversionError, match="cannot be written"):
+        convert(source, tmp_path / "out")
+
+
+def fill_disk_after(monkeypatch, writes: int) -> None:
+    right, calls = os.pwrite, 0
+
+    def full(*args):
+        nonlocal calls
+        calls += 1
+        if calls > writes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return right(*args)
+
+    monkeypatch.setattr(os, "pwrite", full)
+
+
+@pytest.mark.parametrize("writes", [0, 1, 10, 40])
+def test_a_full_disk_costs_nothing_that_is_written(
+    source: Path, tmp_path: Path, monkeypatch, writes: int
+) -> None:
+    convert(source, tmp_path / "undisturbed")
+    monkeypatch.setattr("mlxinfer.convert.run.CHECKPOINT_BYTES", 1)
+    with monkeypatch.context() as patch:
+        fill_disk_after(patch, writes)
+        with pytest.raises(ConversionError, match=r"disk is full.*--resume"):
+            convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    written: list[str] = []
+    right = ShardFile.write
+    monkeypatch.setattr(
+        ShardFile,
+        "write",
+        lambda self, name, *rest: written.append(name) or right(self, name, *rest),
+    )
+    convert(source, tmp_path / "out", run={"resume": True})
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+    assert (len(written) < 70) == (writes == 40)
+
+
+def test_a_real_limit_of_the_system(source: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(ConversionError, match="disk is full"):
+            convert(source, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    convert(source, tmp_path / "out", run={"resume": True})
+
+
+def interrupted(source: Path, out: Path, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        fill_disk_after(patch, 10)
+        with pytest.raises(ConversionError, match="disk is full"):
+            convert(source, out)
+
+
+def test_an_interrupted_conversion_is_not_thrown_away_unasked(
+    source: Path, tmp_path: Path, monkeypatch
+) -> None:
+    interrupted(source, tmp_path / "out", monkeypatch)
+    before = contents(tmp_path / "out.partial")
+    with pytest.raises(ConversionError, match=r"--resume goes on with it,\s+--restart"):
+        convert(source, tmp_path / "out")
+    assert contents(tmp_path / "out.partial") == before
+    convert(source, tmp_path / "out", run={"restart": True})
+
+
+def test_other_options_do_not_go_on(source: Path, tmp_path: Path, monkeypatch) -> None:
+    interrupted(source, tmp_path / "out", monkeypatch)
+    with pytest.raises(ConversionError, match=r"other options \(recipe: '4bit-g32', now '8bit'"):
+        convert(source, tmp_path / "out", "8bit", run={"resume": True})
+
+
+def test_a_source_that_changed_does_not_go_on(source: Path, tmp_path: Path, monkeypatch) -> None:
+    interrupted(source, tmp_path / "out", monkeypatch)
+    shutil.rmtree(source)
+    write_source(source, "llama-v4")
+    with pytest.raises(ConversionError, match=r"source has changed.*--restart"):
+        convert(source, tmp_path / "out", run={"resume": True})
+
+
+def test_a_source_that_changes_meanwhile(source: Path, tmp_path: Path) -> None:
+    options = Options(recipe=make_recipe("4bit-g32"))
+    conversion = Conversion(
+        open_source(source), tmp_path / "out", options, look_again=lambda: "another"
+    )
+    with pytest.raises(ConversionError, match="changed while it was converted"):
+        conversion.run()
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_at_once(source: Path, tmp_path: Path) -> None:
+    place = Workplace(tmp_path / "out")
+    with working(place, resume=False, restart=False):
+        with pytest.raises(ConversionError, match="Another process"):
+            convert(source, tmp_path / "out")
+        assert place.root.exists()
+    assert not place.root.exists()
+
+
+def test_unknown_architectures_and_broken_sources(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source")
+    config = (source / "config.json").read_text()
+    (source / "config.json").write_text(config.replace('"qwen3"', '"mystery"'))
+    with pytest.raises(UnsupportedModelError, match="mystery"):
+        convert(source, tmp_path / "out")
+    (source / "config.json").write_text(config)
+    path = source / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match="truncated"):
+        convert(source, tmp_path / "out")
+
+
+def test_a_target_needs_calibration_and_room(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="needs a text"):
+        convert(source, tmp_path / "out", target_bpw=4.0)

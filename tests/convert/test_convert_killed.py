@@ -1,0 +1,88 @@
+"""Killed at random moments and resumed: the same bytes as without any of that."""
+
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from convert_cases import contents, convert, write_source
+from slow_convert import SHARD_BYTES
+
+SCRIPT = str(Path(__file__).parent / "slow_convert.py")
+LASTS_S = 1.2  # about as long as an undisturbed run
+
+
+def killed(source: Path, out: Path, after_s: float) -> bool:
+    """Whether the kill came before the end."""
+    command = [sys.executable, SCRIPT, str(source), str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"started\n"
+        time.sleep(after_s)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+            return True
+    assert process.returncode == 0
+    return False
+
+
+def kill_and_compare(tmp_path: Path, kills: int, seed: int) -> None:
+    source = write_source(tmp_path / "source", shards=2)
+    convert(source, tmp_path / "undisturbed", shard_bytes=SHARD_BYTES)
+    expected = contents(tmp_path / "undisturbed")
+    moments = random.Random(seed)
+    out, done = tmp_path / "out", 0
+    while done < kills:
+        if not killed(source, out, moments.uniform(0, LASTS_S)):
+            assert contents(out) == expected
+            for path in sorted(out.rglob("*")):
+                path.unlink()
+            out.rmdir()
+            continue
+        assert not out.exists() or contents(out) == expected
+        done += 1
+    if not out.exists():
+        convert(source, out, shard_bytes=SHARD_BYTES, run={"resume": True})
+    assert contents(out) == expected
+    leftovers = list((tmp_path / "out.partial").rglob("*"))
+    assert not [path for path in leftovers if path.suffix == ".safetensors"]
+
+
+def test_four_kills(tmp_path: Path) -> None:
+    kill_and_compare(tmp_path, 4, seed=1)
+
+
+@pytest.mark.slow
+def test_twenty_kills(tmp_path: Path) -> None:
+    kill_and_compare(tmp_path, 20, seed=2)
+
+
+def test_a_line_that_a_kill_cut_short_is_done_again(tmp_path: Path, monkeypatch) -> None:
+    from mlxinfer.convert.files import ShardFile
+
+    source = write_source(tmp_path / "source")
+    convert(source, tmp_path / "undisturbed")
+    monkeypatch.setattr("mlxinfer.convert.run.CHECKPOINT_BYTES", 1)
+    right, calls = ShardFile.write, 0
+
+    def stopping(self, name, offset, data):
+        nonlocal calls
+        calls += 1
+        if calls == 40:
+            raise KeyboardInterrupt
+        return right(self, name, offset, data)
+
+    monkeypatch.setattr(ShardFile, "write", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "out")
+    journal = tmp_path / "out.partial" / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    assert len(lines) > 5
+    journal.write_bytes(b"".join(lines)[:-7])
+    monkeypatch.setattr(ShardFile, "write", right)
+    convert(source, tmp_path / "out", run={"resume": True})
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+    assert not (tmp_path / "out.partial").exists()

@@ -1,0 +1,126 @@
+"""What one pass over a model finds, layer by layer, against a model that is held whole."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from convert_cases import TEXT, contents, convert, write_source
+from mlxinfer.convert.arrange import arrange
+from mlxinfer.convert.formats import affine
+from mlxinfer.convert.measure import Measured, Pass
+from mlxinfer.convert.quantise import Method
+from mlxinfer.convert.read import open_source
+from mlxinfer.convert.recipes import make_recipe
+from mlxinfer.convert.roundtrip import after
+from mlxinfer.convert.stream import Streamed
+from mlxinfer.convert.texts import Texts, make_texts
+from models.dense_kv import DenseCache
+
+from mlxinfer.errors import InvalidRequestError
+from mlxinfer.models import load
+
+RNG = np.random.default_rng(0)
+IDS = [RNG.integers(3, 90, 24).tolist() for _ in range(3)]
+TEXTS = Texts(IDS, IDS[:1], IDS[1:2])
+
+
+def run(folder: Path, *, probing: bool = True) -> tuple[Measured, np.ndarray]:
+    arranged = arrange(open_source(folder))
+    state = Pass(arranged, TEXTS, make_recipe("4bit"), probing=probing)
+    try:
+        state.run(lambda done, count: None)
+        found = state.finish((folder / "short.npy", folder / "long.npy"))
+    finally:
+        state.close()
+    return found, np.load(folder / "short.npy")
+
+
+@pytest.mark.parametrize("case", ["llama-v4", "qwen3_moe-v4", "gemma3_text-v5", "gpt_oss-v4"])
+def test_logits_are_the_models_own(tmp_path: Path, case: str) -> None:
+    folder = write_source(tmp_path / "m", case)
+    _, found = run(folder, probing=False)
+    model = load(folder, dtype="float32")
+    expected = np.array(DenseCache(model).run(model, [("a", IDS[0])]))
+    assert np.abs(found - expected).max() <= 1e-4 * max(1.0, expected.std())
+
+
+def test_moments_are_those_of_what_flows_in(tmp_path: Path) -> None:
+    folder = write_source(tmp_path / "m", "qwen3_moe-v4")
+    found, _ = run(folder, probing=False)
+    paths = set(found.importance)
+    assert {"model.layers.1.mlp.switch_mlp.up_proj", "model.layers.0.self_attn.o_proj"} <= paths
+    assert all(v.mean() == pytest.approx(1, rel=1e-4) for v in found.importance.values())
+    streamed = Streamed(arrange(open_source(folder)))
+    x = streamed.embed([token for ids in IDS for token in ids])
+    layer = streamed.layer(0, streamed.read_layer(0)).model.layers[0]
+    flowing = np.array(layer.input_layernorm(x))
+    squares = (flowing**2).sum(axis=0)
+    expected = squares / squares.mean()
+    assert found.importance["model.layers.0.self_attn.q_proj"] == pytest.approx(expected, rel=1e-3)
+
+
+def kl(reference: np.ndarray, other: np.ndarray) -> float:
+    p, q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (reference, other))
+    return float((np.exp(p) * (p - q)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("name", ["self_attn.v_proj", "mlp.down_proj", "lm_head", "embed_tokens"])
+def test_costs_are_what_quantising_one_unit_does(tmp_path: Path, name: str) -> None:
+    """Against the same model with that one matrix changed in its file."""
+    folder = write_source(tmp_path / "m", "llama-v4", dtype=mx.float32)
+    found, _ = run(folder)
+    unit = next(u for u in found.units if name in u.outputs[0].path)
+    path = unit.outputs[0].name
+    tensors = mx.load(str(folder / "model.safetensors"))
+    importance = None
+    if "embed" not in name:
+        importance = found.importance[unit.outputs[0].path]
+    changed = after(tensors[path], Method(unit.probe, "float32", True, importance))
+    reference = logits(folder)
+    mx.save_safetensors(str(folder / "model.safetensors"), {**tensors, path: changed})
+    assert unit.kl == pytest.approx(kl(reference, logits(folder)), rel=0.02)
+
+
+def logits(folder: Path) -> np.ndarray:
+    model = load(folder, dtype="float32")
+    rows = [np.array(DenseCache(model).run(model, [("a", ids)])) for ids in IDS]
+    return np.concatenate(rows).astype(np.float64)
+
+
+def test_errors_fall_with_bits_and_smaller_groups(tmp_path: Path) -> None:
+    found, _ = run(write_source(tmp_path / "m", "llama-v4"))
+    assert len(found.units) == 3 * 6 + 2  # q, k, v, o, gate with up, down; embedding and head
+    for unit in found.units:
+        costs = [unit.cost(affine(bits, 32)) for bits in (4, 5, 6, 8)]
+        assert costs == sorted(costs, reverse=True)
+        assert unit.cost(unit.probe) == pytest.approx(unit.kl)
+        assert unit.cost(None) == 0
+    gates = [u for u in found.units if len(u.outputs) == 2]
+    assert len(gates) == 3
+
+
+def test_an_interrupted_conversion_does_not_measure_again(tmp_path: Path, monkeypatch) -> None:
+    source = write_source(tmp_path / "source")
+    options = {"calibration": TEXT, "target_bpw": 5.5}
+    convert(source, tmp_path / "undisturbed", **options)
+    with monkeypatch.context() as patch:
+        patch.setattr("mlxinfer.convert.run.write_shard", stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, tmp_path / "out", **options)
+    monkeypatch.setattr("mlxinfer.convert.run.Pass", stop)
+    convert(source, tmp_path / "out", run={"resume": True}, **options)
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+
+
+def stop(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_texts_are_cut_to_what_the_model_takes() -> None:
+    texts = make_texts("x" * 3000, None, lambda text: list(map(ord, text)), max_context=100)
+    assert {len(s) for s in texts.calibration} == {99}
+    assert {len(s) for s in texts.short} == {64}
+    assert {len(s) for s in texts.long} == {99}
+    with pytest.raises(InvalidRequestError, match="empty"):
+        make_texts("", None, lambda text: [], max_context=100)

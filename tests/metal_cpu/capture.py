@@ -108,7 +108,7 @@ def _bound(
     """Buffers of one input."""
     yield name, arrays.to_bytes(array), array.dtype.size
     if array.ndim:
-        described = [
+        described: list[tuple[str, np.ndarray[Any, Any]]] = [
             ("shape", np.array(array.shape, np.int32)),
             ("strides", np.array(arrays.row_strides(array.shape), np.int64)),
             ("ndim", np.array([array.ndim], np.int32)),

@@ -11,13 +11,11 @@ from threading import Lock
 import numpy as np
 
 from metal_cpu import arrays
+from metal_cpu.native import ARENA_BYTES, STACKS_BYTES, NativeBuffer, NativeDispatch
 from metal_cpu.program import program
-from metal_cpu.report import Fault, Report, Size, Traffic
+from metal_cpu.report import Fault, Report, Size
 from metal_cpu.source import Kernel
 
-MAX_FAULTS = 64  # as in machine/state.h
-STACKS_BYTES = 1024 * 128 * 1024
-ARENA_BYTES = 64 * 1024
 _one_at_a_time = Lock()  # the machine's state is a kernel's library's
 
 
@@ -76,9 +74,9 @@ def dispatch(
     slots = [parameter for parameter in compiled.parameters if parameter.is_buffer]
     assert len(slots) == len(buffers), f"{kernel.function} takes {[slot.name for slot in slots]}"
     bound = [(s.index, s.name, b) for s, b in zip(slots, buffers, strict=True) if b is not None]
-    native = (_Buffer * max(1, len(bound)))(*(_native(*one) for one in bound))
+    native = (NativeBuffer * max(1, len(bound)))(*(_native(*one) for one in bound))
     memory = (_memory(STACKS_BYTES), _memory(ARENA_BYTES))
-    call = _Dispatch(grid, threadgroup, seed, native, *memory, len(bound), int(checked))
+    call = NativeDispatch(grid, threadgroup, seed, native, *memory, len(bound), int(checked))
     start = time.perf_counter()
     with _one_at_a_time:
         compiled.library.msl_dispatch(ctypes.byref(call))
@@ -102,7 +100,7 @@ def _unwritten(buffer: Buffer) -> list[Fault]:
     return [Fault("unwritten output", text, "", 0)]
 
 
-def _report(kernel: Kernel, grid: Size, threadgroup: Size, call: "_Dispatch") -> Report:
+def _report(kernel: Kernel, grid: Size, threadgroup: Size, call: "NativeDispatch") -> Report:
     return Report(
         kernel.function,
         grid,
@@ -118,9 +116,9 @@ def _report(kernel: Kernel, grid: Size, threadgroup: Size, call: "_Dispatch") ->
     )
 
 
-def _native(index: int, name: str, buffer: Buffer) -> "_Buffer":
+def _native(index: int, name: str, buffer: Buffer) -> "NativeBuffer":
     written = buffer.written
-    return _Buffer(
+    return NativeBuffer(
         buffer.bytes.ctypes.data,
         buffer.bytes.size,
         written.ctypes.data if written is not None else None,
@@ -139,68 +137,3 @@ def _memory(num_bytes: int) -> int:
 
 
 _kept: list[mmap.mmap] = []
-
-
-# --- the structures of machine/state.h
-
-
-class _Traffic(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_uint64)
-        for name in (
-            *("requested", "requested_once", "unique_per_group", "unique", "stored"),
-            *("num_loads", "num_stores"),
-        )
-    ]
-
-    def as_traffic(self) -> Traffic:
-        return Traffic(*(getattr(self, name) for name, _ in self._fields_))
-
-
-class _Buffer(ctypes.Structure):
-    _fields_ = [
-        ("address", ctypes.c_void_p),
-        ("size", ctypes.c_uint64),
-        ("written", ctypes.c_void_p),
-        ("name", ctypes.c_char_p),
-        ("index", ctypes.c_uint32),
-        ("is_output", ctypes.c_uint32),
-        ("traffic", _Traffic),
-    ]
-
-
-class _Fault(ctypes.Structure):
-    _fields_ = [
-        ("kind", ctypes.c_char * 24),
-        ("message", ctypes.c_char * 360),
-        ("file", ctypes.c_char * 96),
-        ("line", ctypes.c_uint32),
-        ("times", ctypes.c_uint32),
-    ]
-
-    def as_fault(self) -> Fault:
-        texts = (text.decode() for text in (self.kind, self.message, self.file))
-        return Fault(*texts, self.line, self.times)
-
-
-class _Dispatch(ctypes.Structure):
-    _fields_ = [
-        ("grid", ctypes.c_uint32 * 3),
-        ("threadgroup", ctypes.c_uint32 * 3),
-        ("seed", ctypes.c_uint64),
-        ("buffers", ctypes.POINTER(_Buffer)),
-        ("stacks", ctypes.c_void_p),
-        ("arena", ctypes.c_void_p),
-        ("num_buffers", ctypes.c_uint32),
-        ("checked", ctypes.c_uint32),
-        ("num_faults", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
-        ("faults", _Fault * MAX_FAULTS),
-        ("threadgroup_bytes", ctypes.c_uint64),
-        ("num_threadgroups", ctypes.c_uint64),
-        ("num_threads", ctypes.c_uint64),
-        ("num_simd_ops", ctypes.c_uint64),
-        ("num_simdgroup_barriers", ctypes.c_uint64),
-        ("num_threadgroup_barriers", ctypes.c_uint64),
-        ("threadgroup_memory", _Traffic),
-    ]

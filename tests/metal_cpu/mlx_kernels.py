@@ -1,9 +1,9 @@
-"""Runs MLX's own kernels from the headers that its wheel brings. Knows how MLX would launch them.
+"""Runs MLX's own attention kernels from the headers that its wheel brings, as MLX would.
 
 B = sequences, H = query heads, K = KV heads, L = query tokens, N = keys, D = head_dim.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -11,81 +11,26 @@ import numpy as np
 from metal_cpu import arrays
 from metal_cpu.capture import UTILITIES
 from metal_cpu.dispatch import Buffer, dispatch
+from metal_cpu.mlx_calls import FOLDER, Attention, Ran, input_of, number_of, output_of
 from metal_cpu.report import Report, Size
 from metal_cpu.source import Kernel, Part
 
-NAMES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t"}
-FOLDER = "mlx/backend/metal/kernels"
-
-
-@dataclass(slots=True)
-class Ran:
-    """What kernels gave, and a report of each dispatch."""
-
-    output: mx.array
-    reports: list[Report]
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """One call of attention.
-
-    Args:
-        queries: (B, H, L, D).
-        keys, values: (B, K, capacity, D), of which the first `num_keys` are seen.
-        mask: "causal", or what may be seen (B, H, L, N), or additive of the queries' dtype.
-        sinks: (H,) logits that join each softmax without a value.
-    """
-
-    queries: mx.array
-    keys: mx.array
-    values: mx.array
-    num_keys: int
-    scale: float
-    mask: mx.array | str | None = None
-    sinks: mx.array | None = None
-    seed: int = 0
-    checked: bool = True
-
-    @property
-    def kind(self) -> str:
-        """The element type as kernels name it."""
-        return NAMES[self.queries.dtype]
-
-    @property
-    def group(self) -> int:
-        """Query heads of a KV head."""
-        return self.queries.shape[1] // self.keys.shape[1]
-
-    def expected(self, dtype: mx.Dtype | None = None) -> mx.array:
-        """What MLX computes on the CPU, in another dtype if wanted."""
-        dtype = dtype or self.queries.dtype
-        mask = self.mask
-        if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
-            mask = mask.astype(dtype)
-        return mx.fast.scaled_dot_product_attention(
-            self.queries.astype(dtype),
-            self.keys[:, :, : self.num_keys].astype(dtype),
-            self.values[:, :, : self.num_keys].astype(dtype),
-            scale=self.scale,
-            mask=mask,
-            sinks=None if self.sinks is None else self.sinks.astype(dtype),
-        )
+__all__ = ["Attention", "Ran", "sdpa_vector", "sdpa_vector_2pass", "steel_attention"]
 
 
 def sdpa_vector(call: Attention) -> Ran:
     """The one-pass kernel: a threadgroup of 32 SIMD-groups for each query of each head."""
     batch, heads, length, dim = call.queries.shape
     inner = call.values.shape[-1]
-    out = _output("out", (batch, heads, length, inner), call.queries.dtype)
+    out = output_of("out", (batch, heads, length, inner), call.queries.dtype)
     buffers = [
         *_arrays(call),
         out,
-        _number("gqa_factor", call.group, np.int32),
+        number_of("gqa_factor", call.group, np.int32),
         *_lengths(call),
         *_masks(call),
-        _input("sinks", call.sinks),
-        _number("num_q_heads", heads, np.int32),
+        input_of("sinks", call.sinks) if call.sinks is not None else None,
+        number_of("num_q_heads", heads, np.int32),
     ]
     kernel = _kernel("sdpa_vector", f"{call.kind}, {dim}, {inner}", _constants(call))
     report = _run(call, kernel, buffers, (batch * heads, length, 1), (1024, 1, 1))
@@ -102,22 +47,25 @@ def sdpa_vector_2pass(call: Attention, *, blocks: int, shared: int | None = None
     batch, heads, length, dim = call.queries.shape
     kv_heads, inner = call.values.shape[1], call.values.shape[-1]
     shape = (batch, heads, length, blocks)
-    partials = _output("partials", (*shape, inner), call.queries.dtype)
-    sums, maxs = (_output(name, shape, mx.float32) for name in ("sums", "maxs"))
-    buffers = [*_arrays(call), partials, sums, maxs, *_lengths(call)]
+    partials = output_of("partials", (*shape, inner), call.queries.dtype)
+    sums, maxs = (output_of(name, shape, mx.float32) for name in ("sums", "maxs"))
+    buffers: list[Buffer | None] = [*_arrays(call), partials, sums, maxs, *_lengths(call)]
     if shared is None:
         name, instance = "sdpa_vector_2pass_1", f"{call.kind}, {dim}, {inner}"
-        buffers += [*_masks(call), _input("sinks", call.sinks)]
+        buffers += [
+            *_masks(call),
+            input_of("sinks", call.sinks) if call.sinks is not None else None,
+        ]
     else:
         name = "sdpa_vector_2pass_1_gqa"
         instance = f"{call.kind}, {dim}, {inner}, {call.group}, {shared}"
     kernel = _kernel(name, instance, _constants(call, blocks))
     first = _run(call, kernel, buffers, (kv_heads, batch, blocks), (32, call.group, length))
     merge = _kernel("sdpa_vector_2pass_2", f"{call.kind}, {inner}")
-    out = _output("out", (batch, heads, length, inner), call.queries.dtype)
+    out = output_of("out", (batch, heads, length, inner), call.queries.dtype)
     parts = [Buffer.of_input(b.name, b.bytes, written=b.written) for b in (partials, sums, maxs)]
-    buffers = [*parts, out, _number("blocks", blocks, np.int32)]
-    second = _run(call, merge, buffers, (batch * heads, length, 1), (1024, 1, 1))
+    merged = [*parts, out, number_of("blocks", blocks, np.int32)]
+    second = _run(call, merge, merged, (batch * heads, length, 1), (1024, 1, 1))
     return Ran(_array(out, (batch, heads, length, inner), call), [first, second])
 
 
@@ -125,9 +73,9 @@ def steel_attention(call: Attention) -> Ran:
     """The kernel for prefill: tiles of 32 queries, 8 x 8 matrices."""
     batch, heads, length, dim = call.queries.shape
     rows, columns = 32, 32 if dim < 128 else 16
-    causal = call.mask == "causal"
-    assert causal or call.mask is None
-    out = _output("O", call.queries.shape, call.queries.dtype)
+    causal = isinstance(call.mask, str)
+    assert not isinstance(call.mask, mx.array), "not run here"
+    out = output_of("O", call.queries.shape, call.queries.dtype)
     params = np.zeros(1, _STEEL)
     num_keys, capacity = call.num_keys, call.keys.shape[2]
     params["ints"] = (batch, heads, dim, length, num_keys, call.group)
@@ -160,51 +108,6 @@ def steel_attention(call: Attention) -> Ran:
     return Ran(_array(out, call.queries.shape, call), [report])
 
 
-def quantized_matvec(
-    x: mx.array,
-    weights: tuple[mx.array, mx.array, mx.array],
-    *,
-    group_size: int,
-    bits: int,
-    fast: bool,
-) -> Ran:
-    """x (1, in) times affine weights (out, in), by the kernel for whole blocks or for any shape."""
-    codes, scales, biases = weights
-    num_out, num_in = codes.shape[0], x.shape[-1]
-    out = _output("y", (1, num_out), x.dtype)
-    buffers = [
-        *(_input(n, a) for n, a in (("w", codes), ("scales", scales), ("biases", biases))),
-        *(_input("x", x), out),
-        *(_number("in_vec_size", num_in, np.int32), _number("out_vec_size", num_out, np.int32)),
-        *([None] * 8),
-    ]
-    name = "affine_qmv_fast" if fast else "affine_qmv"
-    headers = ("steel/gemm/gemm.h", "quantized_utils.h", "quantized.h")
-    text = "".join(f'#include "{FOLDER}/{header}"\n' for header in headers)
-    instance = f"{NAMES[x.dtype]}, {group_size}, {bits}, false"
-    kernel = Kernel(name, (UTILITIES, Part("quantized", text)), instance)
-    report = dispatch(kernel, buffers, grid=(32, 2 * -(-num_out // 8), 1), threadgroup=(32, 2, 1))
-    return Ran(arrays.to_mlx(out.bytes, (1, num_out), x.dtype), [report])
-
-
-def softmax(x: mx.array, *, looped: bool = False, seed: int = 0) -> Ran:
-    """Over the last axis of (rows, axis), by the kernel that holds a row or the one that loops."""
-    rows, axis = x.shape
-    out = _output("out", x.shape, x.dtype)
-    buffers = [_input("in", x), out, _number("axis_size", axis, np.int32)]
-    text = f'#define SOFTMAX_N_READS 4\n#include "{FOLDER}/softmax.h"\n'
-    kernel = Kernel(
-        "softmax_looped" if looped else "softmax_single_row",
-        (UTILITIES, Part("softmax", text)),
-        f"{NAMES[x.dtype]}, float",
-    )
-    threads = 1024 if looped else 32 * -(-axis // 128)
-    report = dispatch(
-        kernel, buffers, grid=(rows * threads, 1, 1), threadgroup=(threads, 1, 1), seed=seed
-    )
-    return Ran(arrays.to_mlx(out.bytes, x.shape, x.dtype), [report])
-
-
 _STEEL = np.dtype(  # AttnParams
     [
         ("ints", np.int32, 6),
@@ -223,8 +126,8 @@ def _kernel(name: str, instance: str, constants: dict[int, int] | None = None) -
 
 def _constants(call: Attention, blocks: int = 0) -> dict[int, int]:
     is_array = isinstance(call.mask, mx.array)
-    is_bool = is_array and call.mask.dtype == mx.bool_
-    causal = call.mask == "causal" if isinstance(call.mask, str) else False
+    is_bool = isinstance(call.mask, mx.array) and call.mask.dtype == mx.bool_
+    causal = isinstance(call.mask, str)
     return {
         20: int(is_array),
         22: int(causal and call.queries.shape[2] > 1),
@@ -243,14 +146,14 @@ def _arrays(call: Attention) -> list[Buffer]:
 def _lengths(call: Attention) -> list[Buffer]:
     """N, the strides of keys and of values, the scale."""
     strides = [
-        _number(f"{name}_{axis}_stride", stride, np.uint64)
+        number_of(f"{name}_{axis}_stride", stride, np.uint64)
         for name, array in (("k", call.keys), ("v", call.values))
         for axis, stride in (*(("head", array.shape[2] * array.shape[3]), ("seq", array.shape[3])),)
     ]
     return [
-        _number("N", call.num_keys, np.int32),
+        number_of("N", call.num_keys, np.int32),
         *strides,
-        _number("scale", call.scale, np.float32),
+        number_of("scale", call.scale, np.float32),
     ]
 
 
@@ -262,19 +165,7 @@ def _masks(call: Attention) -> list[Buffer | None]:
     mask = Buffer.of_input("mask", arrays.to_bytes(call.mask))
     places = [mask, None] if call.mask.dtype == mx.bool_ else [None, mask]
     strides = {"mask_kv": 1, "mask_q": num_keys, "mask_head": length * num_keys}
-    return [*places, *(_number(name, stride, np.int32) for name, stride in strides.items())]
-
-
-def _input(name: str, array: mx.array | None) -> Buffer | None:
-    return None if array is None else Buffer.of_input(name, arrays.to_bytes(array))
-
-
-def _number(name: str, value: float, dtype: type[np.generic]) -> Buffer:
-    return Buffer.of_input(name, arrays.scalar(value, dtype))
-
-
-def _output(name: str, shape: tuple[int, ...], dtype: mx.Dtype) -> Buffer:
-    return Buffer.of_output(name, int(np.prod(shape)) * dtype.size)
+    return [*places, *(number_of(name, stride, np.int32) for name, stride in strides.items())]
 
 
 def _array(buffer: Buffer, shape: tuple[int, ...], call: Attention) -> mx.array:
@@ -282,9 +173,18 @@ def _array(buffer: Buffer, shape: tuple[int, ...], call: Attention) -> mx.array:
 
 
 def _run(
-    call: Attention, kernel: Kernel, buffers: list[Buffer | None], groups: Size, threadgroup: Size
+    call: Attention,
+    kernel: Kernel,
+    buffers: Sequence[Buffer | None],
+    groups: Size,
+    threadgroup: Size,
 ) -> Report:
-    grid = tuple(g * t for g, t in zip(groups, threadgroup, strict=True))
+    x, y, z = (g * t for g, t in zip(groups, threadgroup, strict=True))
     return dispatch(
-        kernel, buffers, grid=grid, threadgroup=threadgroup, seed=call.seed, checked=call.checked
+        kernel,
+        buffers,
+        grid=(x, y, z),
+        threadgroup=threadgroup,
+        seed=call.seed,
+        checked=call.checked,
     )

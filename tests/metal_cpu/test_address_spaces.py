@@ -6,11 +6,11 @@ import mlx.core as mx
 import pytest
 
 from metal_cpu import MetalCPU, requires_compiler
-from metal_cpu.capture import capture
+from metal_cpu.capture import UTILITIES, capture
 from metal_cpu.examples import TURNED
 from metal_cpu.inline import Example
 from metal_cpu.lint import lint
-from metal_cpu.mlx_kernels import FOLDER, UTILITIES
+from metal_cpu.mlx_calls import FOLDER
 from metal_cpu.source import Kernel, Part
 
 pytestmark = requires_compiler

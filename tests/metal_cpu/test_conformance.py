@@ -7,12 +7,11 @@ from metal_cpu import requires_compiler
 from metal_cpu.mlx_kernels import (
     Attention,
     Ran,
-    quantized_matvec,
     sdpa_vector,
     sdpa_vector_2pass,
-    softmax,
     steel_attention,
 )
+from metal_cpu.mlx_matrix import quantized_matvec, softmax
 
 pytestmark = requires_compiler
 TOLERANCES = {mx.float32: 2e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}  # of values around 1

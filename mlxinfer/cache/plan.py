@@ -22,7 +22,7 @@ Ints = NDArray[np.int32]
 
 HIDDEN = float(np.finfo(np.float32).min)  # additive mask of what must not be seen
 COVER_GAP = 64  # tokens decoded for nobody, at most, to decode those around them in one go
-COVER_TOKENS = 4096  # decoded together: what a layer takes for a moment stays small
+COVER_TOKENS = 2048  # decoded together: what a layer takes for a moment stays small
 QUERY_BLOCK = 128  # prefill queries at a time where attention materialises its scores,
 MIN_QUERY_BLOCK = 16
 MAX_SCORES = 1 << 19  # fewer where keys are many: as many scores a head at once
@@ -177,6 +177,8 @@ def _plan_short(
     padded = not real.all()
     positions = short.starts[:, None] + step  # (B, Q)
     runs = _visible_runs(short.spans, group, reach)
+    if decodes:
+        runs = [split_long(some, COVER_TOKENS) for some in runs]
     return ShortPlan(
         rows=None
         if step.size == num_rows and not padded
@@ -214,6 +216,15 @@ def _visible_runs(spans: list[Span], group: int, reach: Reach) -> list[list[tupl
             for run in span.tables[group].runs(*part)
         ]
         for span in spans
+    ]
+
+
+def split_long(runs: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int]]:
+    """The same slots in runs of at most `most` tokens."""
+    return [
+        (begin, min(begin + most, stop))
+        for start, stop in runs
+        for begin in range(start, stop, most)
     ]
 
 

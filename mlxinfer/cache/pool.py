@@ -88,14 +88,14 @@ class Plane:
     def _decoded(self, parts: list[mx.array], after: mx.array | None = None) -> mx.array:
         """(H, N, D), a piece after the other: decoding takes several times what it gives."""
         count = parts[0].shape[1]
-        if self.fmt.as_stored or count <= PIECE:
+        if self.fmt.as_stored or (count <= PIECE and after is None):
             return self.fmt.decode(parts)
         pieces = []
         for start in range(0, count, PIECE):
             piece = [part[:, start : start + PIECE] for part in parts]
             after = self.fmt.decode(piece if after is None else mx.depends(piece, [after]))
             pieces.append(after)
-        return mx.concatenate(pieces, axis=1)
+        return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
 
     def read_each(
         self, runs: Sequence[Runs], covers: Runs, after: mx.array | None = None
@@ -105,13 +105,16 @@ class Plane:
         Args:
             runs: of each sequence.
             covers: ranges that hold all of them: each is decoded once, and runs are views of it.
-            after: long ranges are decoded not before this is there.
+            after: where there is more than one range, none is decoded before this is there.
         """
         if self.fmt.as_stored:
             (pages,) = self.pages
             return [[pages[:, start:stop] for start, stop in some] for some in runs]
         begins = [begin for begin, _ in covers]
-        decoded = [self.read_runs([cover], after) for cover in covers]
+        decoded: list[mx.array] = []
+        for cover in covers:
+            decoded.append(self.read_runs([cover], after))
+            after = decoded[-1] if len(covers) > 1 else None  # one is on its way at a time
         found: list[list[mx.array]] = []
         for some in runs:
             views = []

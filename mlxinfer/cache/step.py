@@ -53,7 +53,7 @@ class StepKV:
         num_seqs, width = plan.shape
         rows = queries if plan.rows is None else queries[plan.rows]
         keys = pool.keys.read_each(plan.runs, plan.covers)
-        last = keys[-1][-1] if keys[-1] else None
+        last = keys[-1][-1] if len(plan.covers) > 1 and keys[-1] else None
         values = pool.values.read_each(plan.runs, plan.covers, after=last)
         outputs = paged_attention(
             rows.reshape(num_seqs, width, *queries.shape[1:]),

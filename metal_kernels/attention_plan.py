@@ -6,6 +6,7 @@ B = sequences, BLOCK = 16 tokens, which kernels handle together.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
@@ -146,6 +147,7 @@ def share_blocks(num_blocks: Ints, item_blocks: int) -> tuple[Ints, Ints]:
     return first_items.astype(np.int32), work
 
 
+@cache
 def guess_cores() -> int:
     """GPU cores of this machine, roughly: MLX tells the kind of chip, not its size."""
     if not mx.metal.is_available():

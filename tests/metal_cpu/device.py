@@ -18,7 +18,7 @@ class MetalCPU:
     Args:
         seed: of the schedule. 0: threads run in order; another: a random order of threadgroups,
             SIMD-groups and lanes, drawn anew at each barrier. The same seed gives the same run.
-        checked: look at every memory access and report faults and traffic; 5 to 10 times slower.
+        checked: look at every memory access and report faults and traffic; several times slower.
             Otherwise only what stops a kernel is noticed, and raised.
         replace: texts of the source to replace before it is compiled: a mutant. Each must occur.
         may_stay_unwritten: outputs, by name, of which a kernel may leave elements unwritten.

@@ -222,3 +222,19 @@ def test_strict_cannot_be_where_calls_have_no_token():
     for name in ("llama", "gemma3"):
         assert offered_grammar(TOKENIZERS["special"], tool_format(name), BOX) is None
     assert offered_grammar(TOKENIZERS["text"], tool_format("lfm2"), BOX) is None
+
+
+def test_many_parameters_make_no_huge_grammar():
+    properties = {f"p{i}": {"type": "boolean"} for i in range(300)}
+    tools = Toolbox.of([{"name": "f", "parameters": {"properties": properties}}])
+    for name in ("qwen_xml", "llama_pythonic"):
+        grammar = forced_grammar(TOKENIZERS["text"], tool_format(name), tools)
+        assert len(grammar) < 300_000
+        calls = [("f", {"p7": True, "p200": False})]
+        assert allowed(
+            "text",
+            grammar,
+            written(name, dict(SAMPLES)[name], calls)
+            .replace("True", "true")
+            .replace("False", "false"),
+        )

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -167,6 +168,13 @@ def test_types_of_a_schema(schema, types):
     found = tool({"properties": {"p": schema}, "$defs": definitions})
     assert found.types_of("p") == types
     assert found.types_of("other") == set()
+
+
+def test_a_schema_that_refers_to_itself_many_times():
+    root = {"properties": {"p": {"$ref": "#"}}, "anyOf": [{"$ref": "#"}] * 50}
+    began = time.monotonic()
+    assert tool(root).types_of("p") == set()
+    assert time.monotonic() - began < 1
 
 
 @pytest.mark.parametrize(

@@ -100,10 +100,13 @@ class Lark:
         optional = [name for name in tool.properties if name not in tool.required]
         between = f"{self.text(separator)} " if separator else ""
         items = {name: self.rule(item(name)) for name in tool.properties}
-        rest = [f"({between}{items[name]})?" for name in optional]
+        starts: list[str] = []
+        rest = ""  # what may follow: the optional ones from here on
+        for name in reversed(optional):
+            starts.append(f"{items[name]} {rest}")
+            rest = self.rule(f"({between}{items[name]})? {rest}")
         if required:
-            return f" {between}".join(items[name] for name in required) + " " + " ".join(rest)
-        starts = [" ".join([items[n], *rest[i + 1 :]]) for i, n in enumerate(optional)]
+            return f" {between}".join(items[name] for name in required) + f" {rest}"
         return f"({' | '.join(starts)})?" if starts else ""
 
     def grammar(self, start: str) -> str:

@@ -12,7 +12,7 @@ from .pyliteral import python_to_json
 
 Schema = Mapping[str, Any]
 
-MAX_REFERENCES = 8  # `$ref`s and alternatives followed on the way to a type
+MAX_PLACES = 200  # of a schema that are looked at for a type: it may refer to itself
 _INTEGER = re.compile(r"[-+]?[0-9]{1,400}(?:\.0*)?")
 _TYPE_OF = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
@@ -40,7 +40,7 @@ class Tool:
     def types_of(self, parameter: str) -> frozenset[str]:
         """The JSON types that a parameter may have; none where the schema does not say."""
         schema = self.properties.get(parameter)
-        return frozenset(_types(schema, self.parameters, MAX_REFERENCES))
+        return frozenset(_types(schema, self.parameters))
 
 
 class Toolbox:
@@ -57,10 +57,11 @@ class Toolbox:
             InvalidRequestError: a tool is no function, has no name, or the name of another.
         """
         parsed = [_parse(tool, place) for place, tool in enumerate(tools)]
-        names = [tool.name for tool in parsed]
-        for name in names:
-            if names.count(name) > 1:
-                raise InvalidRequestError(f"Two tools are called {name!r}.", param="tools")
+        seen: set[str] = set()
+        for tool in parsed:
+            if tool.name in seen:
+                raise InvalidRequestError(f"Two tools are called {tool.name!r}.", param="tools")
+            seen.add(tool.name)
         return cls(parsed)
 
     def __iter__(self) -> Iterator[Tool]:
@@ -102,9 +103,24 @@ def _parse(tool: object, place: int) -> Tool:
     return replace(tool, parameters=parameters)
 
 
-def _types(schema: object, root: Schema, budget: int) -> Iterator[str]:
-    if not isinstance(schema, Mapping) or budget == 0:
-        return
+def _types(schema: object, root: Schema) -> Iterator[str]:
+    """The types that a schema and its alternatives name."""
+    waiting = [schema]
+    for _ in range(MAX_PLACES):
+        if not waiting:
+            return
+        place = waiting.pop()
+        if not isinstance(place, Mapping):
+            continue
+        yield from _own_types(place)
+        for choice in ("anyOf", "oneOf", "allOf"):
+            waiting += _list(place.get(choice))[:MAX_PLACES]
+        reference = place.get("$ref")
+        if isinstance(reference, str):
+            waiting.append(_resolve(reference, root))
+
+
+def _own_types(schema: Schema) -> Iterator[str]:
     declared = schema.get("type")
     if isinstance(declared, str):
         yield declared
@@ -114,12 +130,6 @@ def _types(schema: object, root: Schema, budget: int) -> Iterator[str]:
         yield from (_TYPE_OF.get(type(value), "null") for value in _list(schema["enum"]))
     elif "const" in schema:
         yield _TYPE_OF.get(type(schema["const"]), "null")
-    for choice in ("anyOf", "oneOf", "allOf"):
-        for option in _list(schema.get(choice)):
-            yield from _types(option, root, budget - 1)
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        yield from _types(_resolve(reference, root), root, budget - 1)
 
 
 def _resolve(reference: str, root: Schema) -> object:

@@ -168,6 +168,19 @@ def convert(skip_peer: bool, as_json: bool, as_markdown: bool, **options: Any) -
 
 
 @command.command()
+@click.option("--small", is_flag=True, help="A model and counts of seconds instead of minutes.")
+@skip_peer
+@markdown_option
+@json_option
+def serve(skip_peer: bool, as_json: bool, as_markdown: bool, **options: Any) -> None:
+    """Servers over HTTP: first tokens, gaps and throughput as clients see them."""
+    blas = _prepare()
+    from ..bench.serve import run
+
+    _show(run(**options, peer=not skip_peer), blas, as_json, as_markdown)
+
+
+@command.command()
 @click.option("--small", is_flag=True, help="A model and a vocabulary of seconds, not minutes.")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option("--blocks", type=click.IntRange(min=1), default=9, show_default=True)

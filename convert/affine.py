@@ -124,8 +124,8 @@ def _regressed(
     groups: Floats, low: Floats, span: Floats, bits: int, importance: Floats | None
 ) -> tuple[Floats, Floats]:
     """The best cut's scale and bias, in float32."""
-    middle = low + span / 2
-    centred = groups - middle  # small numbers: the sums below then lose nothing
+    middle: Floats = low + span * np.float32(0.5)
+    centred: Floats = groups - middle  # small numbers: the sums below then lose nothing
     weight, mean, square = _moments(centred, importance)
     best: tuple[Floats, Floats, Floats] | None = None
     for cut in CUTS[bits]:

@@ -11,7 +11,8 @@ from ..models.quantization import Quantization
 from ..models.safetensors import TensorInfo
 from .arrange import Arranged, Output
 from .plan import Planned
-from .run import Progress, read_report
+from .report import read_report
+from .shards import Progress
 from .verify import NAMES, Checked, check_shard
 
 BLOCK = 1 << 21  # numbers compared at once

@@ -45,14 +45,19 @@ class Measured:
 class Pass:
     """The state of one pass: hidden states of all texts after the layers so far."""
 
-    def __init__(self, arranged: Arranged, texts: Texts, recipe: Recipe, *, probing: bool) -> None:
+    def __init__(
+        self, arranged: Arranged, texts: Texts, recipe: Recipe, *, probing: bool, comparing: bool
+    ) -> None:
         self._arranged = arranged
         self._streamed = Streamed(arranged)
         self._texts = texts
         self._recipe = recipe
         self._length = len(texts.calibration[0])
         self._probe_length = min(PROBE_LENGTH, self._length)
-        self._states = [self._embed(s) for s in (texts.calibration, texts.short, texts.long)]
+        self._sequences = [texts.calibration]
+        if comparing:
+            self._sequences += [texts.short, texts.long]
+        self._states = [self._embed(sequences) for sequences in self._sequences]
         self._probes: list[mx.array] = []  # one (P, hidden) for each of `units`
         self.measured = Measured()
         self._units = units_of(arranged, recipe) if probing else []
@@ -113,15 +118,8 @@ class Pass:
         streamed.moments.watching = True
         calibrated = clean(self._states[0], self._length)
         streamed.moments.watching = False
-        self._states = [
-            calibrated,
-            *(
-                clean(x, len(texts[0]))
-                for x, texts in zip(
-                    self._states[1:], (self._texts.short, self._texts.long), strict=True
-                )
-            ),
-        ]
+        pairs = list(zip(self._states, self._sequences, strict=True))
+        self._states = [calibrated, *(clean(x, len(texts[0])) for x, texts in pairs[1:])]
         self._take_importance(index)
         if self._probes:
             moved = clean(mx.concatenate(self._probes), self._probe_length)

@@ -2,12 +2,14 @@
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from ..errors import ConversionError
+from ..models.jsonfields import read_json
 from .logitcheck import LogitCheck
 from .plan import Plan
 from .read import Source
-from .verify import EXACT, SCALES, Checked
 
 
 @dataclass(slots=True)
@@ -70,7 +72,13 @@ def make_report(source: Source, plan: Plan, tensors: list[dict[str, Any]]) -> Re
     )
 
 
-def is_lossless(tensor: dict[str, Any] | Checked) -> bool:
-    """Whether nothing, or only the last bits of scales, was rounded."""
-    status = tensor.status if isinstance(tensor, Checked) else tensor["status"]
-    return status in (EXACT, SCALES)
+def read_report(folder: Path) -> dict[str, Any]:
+    """report.json of a folder that was converted.
+
+    Raises:
+        ConversionError: it has none.
+    """
+    path = folder / "report.json"
+    if not path.is_file():
+        raise ConversionError(f"{folder} has no report.json: it was not converted by mlxinfer.")
+    return read_json(path)

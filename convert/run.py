@@ -4,69 +4,35 @@ plan -> measure -> write, shard by shard, each compared with the source when it 
 -> report -> publish. Every step finds what an interrupted one has left.
 """
 
-import hashlib
-import json
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConversionError, InvalidRequestError
 from ..text import Tokenizer
+from . import estimate
 from . import measured as kept
 from .allocate import allocate
 from .arrange import Arranged, arrange
-from .candidates import LAYER, choices
+from .candidates import choices
 from .card import write_card
-from .files import ShardFile, write_file
+from .files import write_file
 from .journal import Journal
 from .logitcheck import LogitsOf, compare_logits, limit_for
 from .measure import Measured, Pass
-from .plan import SHARD_BYTES, Plan, Planned, dumped, make_plan
-from .quantise import Error
+from .options import Options, identity
+from .plan import Plan, Planned, dumped, make_plan
 from .read import MLXFormat, Source
-from .recipes import Recipe
 from .report import Report, make_report
+from .shards import Progress, Told, checked_entries, entries_of, write_shard
 from .sidefiles import config_json, index_json, write_json, write_side_files
-from .texts import MAX_CHECKED, Texts, make_texts
-from .verify import as_written, check_shard, confirm
+from .texts import Texts, make_texts
 from .workplace import Workplace, check_target, disk_failures, working
-from .write import BASE_BYTES, Budget, TensorWriter, Written, little_cached
-
-CHECKPOINT_BYTES = 128 << 20  # written between two lines of the journal
-CHECKPOINT_S = 5.0
-LAYER_COPIES = 3  # of a layer in float32 while it is measured: as read, joined, one changed
+from .write import Budget, TensorWriter, little_cached
 
 OpenModel = Callable[[Path], AbstractContextManager[LogitsOf]]
-Progress = Callable[[str, int, int], None]  # step, how far, of how much
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What shapes the output, and how it is checked."""
-
-    recipe: Recipe
-    target_bpw: float | None = None
-    target_bytes: int | None = None
-    searched: bool = True  # scales by squared error; False: as mx.quantize
-    calibration: str | None = None  # text; None: squared errors count alike
-    check_text: str | None = None  # text; None: a part of the calibration text
-    check_tensors: bool = True
-    max_kl: float | None = None  # None: limit_for() the bits
-    max_memory: int | None = None  # bytes
-    shard_bytes: int = SHARD_BYTES
-
-    def __post_init__(self) -> None:
-        if self.targeted and self.calibration is None:
-            raise InvalidRequestError("A target size needs a text for calibration.")
-
-    @property
-    def targeted(self) -> bool:
-        """Whether formats follow from a size."""
-        return self.target_bpw is not None or self.target_bytes is not None
 
 
 @dataclass(slots=True)
@@ -98,9 +64,8 @@ class Conversion:
             ConversionError: the target, the disk or what is written is not as it should be.
             CheckpointError: the source is broken.
         """
-        label = Path(self.source.label) if self._is_local else None
         place = Workplace(self.out)
-        check_target(self.out, label, self._needed_bytes(place))
+        self._check_room(place)
         with (
             working(place, resume=resume, restart=restart),
             little_cached(),
@@ -109,56 +74,49 @@ class Conversion:
             return self._run(place)
 
     def disk_bytes(self) -> int:
-        """What the output and the logits that it is compared with take."""
-        extra = 0
-        if self.open_model is not None:
-            extra += MAX_CHECKED * self.arranged.config.vocab_size * 4
-        if not self._is_local and self._measures:  # read twice, so kept in between
-            extra += sum(output.stored_bytes for output in self.arranged.outputs)
-        return (self._limit_bytes() or self.plan().num_bytes) + extra
+        """What is written while it works and afterwards, about."""
+        return estimate.disk_bytes(
+            self.arranged,
+            self.plan(),
+            self.options,
+            comparing=self._comparing,
+            local=self._is_local,
+        )
+
+    def peak_bytes(self) -> int:
+        """The memory that is needed at most, about."""
+        return estimate.peak_bytes(
+            self.arranged, self.plan(), self.options, comparing=self._comparing
+        )
 
     @property
     def _is_local(self) -> bool:
         return Path(self.source.label).exists()
 
     @property
-    def _measures(self) -> bool:
-        return self.options.calibration is not None or self.open_model is not None
+    def _comparing(self) -> bool:
+        return self.open_model is not None
 
-    def peak_bytes(self) -> int:
-        """An estimate of the memory that is needed at most."""
-        writing = Budget.of(self.options.max_memory).peak_bytes + self._largest_piece()
-        if not self._measures:
-            return writing
-        return max(writing, BASE_BYTES + LAYER_COPIES * largest_layer(self.arranged) * 4)
-
-    def _largest_piece(self) -> int:
-        """One expert of a stack, and a tensor whose codes are copied, are read at once."""
-        sizes = [0]
-        for tensor in self.plan().tensors:
-            info = self.source.tensors[tensor.output.sources[0]]
-            if tensor.packed:
-                sizes.append(tensor.num_bytes // len(tensor.output.sources))
-            elif len(info.shape) > 2:
-                sizes.append(tensor.output.num_weights // tensor.output.shape[0] * 4)
-        return max(sizes)
-
-    def _needed_bytes(self, place: Workplace) -> int:
-        """The same, less what an interrupted run has left."""
+    def _check_room(self, place: Workplace) -> None:
+        """Raise where the target, the disk or the memory will not do."""
+        label = Path(self.source.label) if self._is_local else None
         files = [path for path in place.root.rglob("*") if path.is_file()]
-        return max(0, self.disk_bytes() - sum(path.stat().st_blocks * 512 for path in files))
-
-    def _limit_bytes(self) -> int | None:
-        """The target, if there is one."""
-        options = self.options
-        if options.target_bpw is not None:
-            weights = sum(output.num_weights for output in self.arranged.outputs)
-            return int(options.target_bpw * weights / 8)
-        return options.target_bytes
+        there = sum(path.stat().st_blocks * 512 for path in files)
+        check_target(self.out, label, max(0, self.disk_bytes() - there))
+        limit, needed = self.options.max_memory, self.peak_bytes()
+        if limit is not None and needed > limit:
+            raise InvalidRequestError(
+                f"max_memory is {limit / 1e6:,.0f} MB, but about {needed / 1e6:,.0f} MB are "
+                "needed. Measuring holds one layer, comparing logits the output: without both "
+                "(--calibration none --check tensors) it may be enough.",
+                param="max_memory",
+            )
 
     def _run(self, place: Workplace) -> Report:
         journal = Journal(place.journal)
-        journal.begin({"source": self.source.fingerprint, **identity(self.options)})
+        journal.begin(
+            {"source": self.source.fingerprint, **identity(self.options, comparing=self._comparing)}
+        )
         write_side_files(place.model, self.source)
         texts, found = self._measure(place)
         plan = self.plan(self._formats(found))
@@ -180,13 +138,19 @@ class Conversion:
     def _measure(self, place: Workplace) -> tuple[Texts | None, Measured]:
         """The pass over the model, unless nothing needs it or an earlier run has done it."""
         options = self.options
-        if not self._measures:
+        if options.calibration is None and not self._comparing:
             return None, Measured()
         texts = self._texts(place)
-        references = reference_paths(place)
+        references = reference_paths(place) if self._comparing else ()
         if place.measured.exists():
             return texts, kept.load(place.measured, self.arranged)
-        state = Pass(self.arranged, texts, options.recipe, probing=options.targeted)
+        state = Pass(
+            self.arranged,
+            texts,
+            options.recipe,
+            probing=options.targeted,
+            comparing=self._comparing,
+        )
         try:
             state.run(lambda done, count: self.progress("measure", done, count))
             found = state.finish(references)
@@ -218,7 +182,7 @@ class Conversion:
         units = [choices(unit, recipe, self.source.dtype) for unit in found.units]
         free = {name for unit in units for name in unit.names}
         fixed = sum(t.num_bytes for t in base.tensors if t.output.name not in free)
-        limit = self._limit_bytes()
+        limit = self.options.limit_bytes(base.num_weights)
         assert limit is not None
         chosen = allocate(units, limit - fixed)
         pairs = zip(units, chosen, strict=True)
@@ -238,22 +202,17 @@ class Conversion:
                     path = place.model / name
                     if not path.exists():
                         write_shard(path, tensors, writer, journal)
-                    journal.add_shard(name, self._checked(path, tensors, journal, budget))
+                    journal.add_shard(name, self._entries(path, tensors, journal, budget.block))
                 self.source.forget(s for t in tensors for s in t.output.sources)
 
-    def _checked(
-        self, path: Path, tensors: list[Planned], journal: Journal, budget: Budget
+    def _entries(
+        self, path: Path, tensors: list[Planned], journal: Journal, block: int
     ) -> list[dict[str, Any]]:
         if not self.options.check_tensors:
-            written = ((tensor, *_journalled(journal, tensor)) for tensor in tensors)
-            return [as_written(*entry).as_dict() for entry in written]
-        entries = []
-        found = check_shard(path, tensors, self.arranged, budget.block)
-        for number, (tensor, checked) in enumerate(zip(tensors, found, strict=True), 1):
-            confirm(checked, *_journalled(journal, tensor))
-            entries.append(checked.as_dict())
-            self.progress(f"check {path.name}", number, len(tensors))
-        return entries
+            return entries_of(tensors, journal)
+        return checked_entries(
+            path, tensors, self.arranged, journal, block=block, progress=self.progress
+        )
 
     def _compare(self, place: Workplace, plan: Plan, texts: Texts) -> list[Any]:
         assert self.open_model is not None
@@ -265,87 +224,6 @@ class Conversion:
                 found.append(compare_logits(sequences, reference, logits_of, limit))
                 self.progress("logits", number, len(pairs))
         return found
-
-
-@dataclass(slots=True)
-class Told:
-    """Counts numbers written, for whoever watches."""
-
-    progress: Progress
-    total: int
-    done: int
-
-    def add(self, count: int) -> None:
-        """`count` more; called from several threads, so now and then one report is early."""
-        self.done += count
-        self.progress("write", self.done, self.total)
-
-
-def write_shard(path: Path, tensors: list[Planned], writer: TensorWriter, journal: Journal) -> None:
-    """All tensors of one file that the journal does not have; then the file has its name."""
-    arrays = [array for tensor in tensors for array in tensor.arrays]
-    with ShardFile(path, arrays) as file:
-        with checkpoints(file, journal) as record:
-            for tensor in tensors:
-                if tensor.output.name not in journal.tensors:
-                    record(tensor, writer.write(tensor, file))
-        file.finish()
-
-
-@contextmanager
-def checkpoints(file: ShardFile, journal: Journal) -> Iterator[Callable[[Planned, Written], None]]:
-    """Lines in the journal for what is on the disk, not too often: each waits for the disk."""
-    pending: dict[str, dict[str, Any]] = {}
-    size, started = 0, time.monotonic()
-
-    def settle() -> None:
-        nonlocal size, started
-        if pending:
-            file.sync()
-            journal.add_tensors(pending)
-            pending.clear()
-        size, started = 0, time.monotonic()
-
-    def record(tensor: Planned, written: Written) -> None:
-        nonlocal size
-        pending[tensor.output.name] = asdict(written)
-        size += tensor.num_bytes
-        if size >= CHECKPOINT_BYTES or time.monotonic() - started >= CHECKPOINT_S:
-            settle()
-
-    yield record
-    settle()
-
-
-def largest_layer(arranged: Arranged) -> int:
-    """Weights of the largest decoder layer."""
-    sizes: Counter[str] = Counter()
-    for output in arranged.outputs:
-        layer = LAYER.search(output.path)
-        sizes[layer[1] if layer else ""] += output.num_weights if layer else 0
-    return max(sizes.values())
-
-
-def _journalled(journal: Journal, tensor: Planned) -> tuple[Error, list[int]]:
-    entry = journal.tensors[tensor.output.name]
-    return Error(**entry["error"]), entry["checksums"]
-
-
-def identity(options: Options) -> dict[str, Any]:
-    """What must be the same for an interrupted conversion to go on."""
-    recipe = options.recipe
-    return {
-        "recipe": recipe.name,
-        "overrides": [str(override) for override in recipe.overrides],
-        "group size": str(recipe.base),
-        "dtype": recipe.dtype,
-        "keep format": recipe.keep,
-        "target": [options.target_bpw, options.target_bytes],
-        "scales": "searched" if options.searched else "extremes",
-        "texts": [_digest(options.calibration), _digest(options.check_text)],
-        "shards": options.shard_bytes,
-        "check": options.check_tensors,
-    }
 
 
 def check_same_plan(place: Workplace, plan: Plan) -> None:
@@ -362,13 +240,3 @@ def check_same_plan(place: Workplace, plan: Plan) -> None:
 def reference_paths(place: Workplace) -> tuple[Path, Path]:
     """Logits of the source, of short and of long contexts."""
     return place.root / "short.npy", place.root / "long.npy"
-
-
-def _digest(text: str | None) -> str | None:
-    return None if text is None else hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def read_report(folder: Path) -> dict[str, Any]:
-    """report.json of a folder that was converted."""
-    found: dict[str, Any] = json.loads((folder / "report.json").read_text())
-    return found

@@ -12,7 +12,7 @@ Encode = Callable[[str], list[int]]
 CALIBRATION_LENGTH, MAX_CALIBRATION = 256, 16  # tokens of a sequence, sequences
 PROBE_LENGTH, MAX_PROBES = 64, 4
 SHORT, LONG = 64, 512  # tokens: the two context lengths of the check
-NUM_SHORT, NUM_LONG = 8, 2
+NUM_SHORT, NUM_LONG = 8, 1
 MAX_CHECKED = SHORT * NUM_SHORT + LONG * NUM_LONG  # positions
 DEFAULT = "calibration.txt"
 

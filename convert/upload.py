@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import ConversionError, DownloadError, InvalidRequestError
+from ..errors import DownloadError, InvalidRequestError
 from ..hub.errors import LOGIN
 from ..hub.names import parse_repo_name
+from .report import read_report
 
 
 def check_repo(repo: str) -> None:
@@ -29,8 +30,7 @@ def upload(folder: Path, repo: str, *, private: bool = False, bars: bool = False
         ConversionError: the folder is not a converted model.
         DownloadError: the hub could not be reached, or refused.
     """
-    if not (folder / "report.json").is_file():
-        raise ConversionError(f"{folder} has no report.json: it was not converted by mlxinfer.")
+    read_report(folder)
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="mlxinfer")

@@ -12,9 +12,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from ..convert.options import Options
 from ..convert.read import open_source
 from ..convert.recipes import make_recipe
-from ..convert.run import Conversion, Options
+from ..convert.run import Conversion
 from ..convert.texts import read_text
 from ..llm import LLM
 from ..models.files import read_headers

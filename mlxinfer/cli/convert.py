@@ -13,11 +13,12 @@ from ..errors import ConversionError, InvalidRequestError
 from ..memory import parse_bytes
 from ._convert_view import plan_as_dict, progress_bars, show_plan, show_report
 from ._options import json_option
-from ._output import emit_json
+from ._output import emit_json, note
 
 if TYPE_CHECKING:
+    from ..convert.options import Options
     from ..convert.read import Source
-    from ..convert.run import Conversion, Options
+    from ..convert.run import Conversion
 
 FORMAT_OPTIONS = (
     click.option("--recipe", metavar="NAME", help="4bit, 8bit, 6bit-g32, mixed, mxfp4, mxfp8, "
@@ -119,7 +120,11 @@ def _convert(opened: "Source", source: str, out: Path, given: dict[str, Any], as
         if given["dry_run"]:
             _dry_run(conversion, given, as_json)
             return 0
-        report = conversion.run(resume=given["resume"], restart=given["restart"])
+        try:
+            report = conversion.run(resume=given["resume"], restart=given["restart"])
+        except KeyboardInterrupt:
+            note("interrupted; the same command with --resume goes on")
+            raise
     if as_json:
         emit_json(report.as_dict())
     else:
@@ -176,8 +181,8 @@ def open_logits(folder: Path) -> Iterator[Callable[[list[int]], Any]]:
 
 def _shape(given: dict[str, Any]) -> "Options":
     """What was given on the command line."""
+    from ..convert.options import Options
     from ..convert.recipes import make_recipe
-    from ..convert.run import Options
     from ..convert.texts import read_text
 
     fast = given["fast"]

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlxinfer.convert.options import Options
 from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import make_recipe
 from mlxinfer.convert.report import Report
-from mlxinfer.convert.run import Conversion, Options
+from mlxinfer.convert.run import Conversion
 from models.cases import CASES
 from models.random_weights import tiny_tensors
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -7,7 +7,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 from convert_cases import convert  # noqa: E402
-from mlxinfer.convert import card, run  # noqa: E402
+from mlxinfer.convert import card, shards  # noqa: E402
 from mlxinfer.convert.files import ShardFile  # noqa: E402
 
 DELAY_S = 0.004
@@ -22,7 +22,7 @@ def main() -> None:
         return right(self, name, offset, data)
 
     ShardFile.write = slow
-    run.CHECKPOINT_BYTES = 2_000
+    shards.CHECKPOINT_BYTES = 2_000
     card.available = lambda: False
     source, out = map(Path, sys.argv[1:])
     print("started", flush=True)

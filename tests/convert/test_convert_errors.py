@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from convert_cases import contents, convert, write_source
 from mlxinfer.convert.files import ShardFile
+from mlxinfer.convert.options import Options
 from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import make_recipe
-from mlxinfer.convert.run import Conversion, Options
+from mlxinfer.convert.run import Conversion
 from mlxinfer.convert.workplace import Workplace, working
 
 from mlxinfer.errors import (
@@ -89,7 +90,7 @@ def test_a_full_disk_costs_nothing_that_is_written(
     source: Path, tmp_path: Path, monkeypatch, writes: int
 ) -> None:
     convert(source, tmp_path / "undisturbed")
-    monkeypatch.setattr("mlxinfer.convert.run.CHECKPOINT_BYTES", 1)
+    monkeypatch.setattr("mlxinfer.convert.shards.CHECKPOINT_BYTES", 1)
     with monkeypatch.context() as patch:
         fill_disk_after(patch, writes)
         with pytest.raises(ConversionError, match=r"disk is full.*--resume"):
@@ -185,3 +186,9 @@ def test_unknown_architectures_and_broken_sources(tmp_path: Path) -> None:
 def test_a_target_needs_calibration_and_room(source: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="needs a text"):
         convert(source, tmp_path / "out", target_bpw=4.0)
+
+
+def test_too_little_memory_says_how_much_is_needed(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"max_memory is 50 MB, but about 1\d\d MB"):
+        convert(source, tmp_path / "out", max_memory=50_000_000)
+    assert not (tmp_path / "out.partial").exists()

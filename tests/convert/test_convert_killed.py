@@ -65,7 +65,7 @@ def test_a_line_that_a_kill_cut_short_is_done_again(tmp_path: Path, monkeypatch)
 
     source = write_source(tmp_path / "source")
     convert(source, tmp_path / "undisturbed")
-    monkeypatch.setattr("mlxinfer.convert.run.CHECKPOINT_BYTES", 1)
+    monkeypatch.setattr("mlxinfer.convert.shards.CHECKPOINT_BYTES", 1)
     right, calls = ShardFile.write, 0
 
     def stopping(self, name, offset, data):

@@ -74,7 +74,7 @@ def test_logits_moments_and_reports(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source", "qwen3_moe-v4")
     out = tmp_path / "out"
     report = convert(source, out, "8bit-g32", calibration=TEXT, open_model=open_logits)
-    assert [check.context for check in report.logits] == [30, 127]
+    assert [check.context for check in report.logits] == [64, 127]
     assert report.passed
     assert all(check.kl_mean < 0.02 and check.top1 > 0.8 for check in report.logits)
     said = json.loads((out / "report.json").read_text())
@@ -120,7 +120,7 @@ def test_little_memory_gives_the_same_bytes(tmp_path: Path, monkeypatch) -> None
     convert(source, tmp_path / "whole")
     monkeypatch.setattr("mlxinfer.convert.write.MIN_BLOCK", 1024)
     monkeypatch.setattr("mlxinfer.convert.write.MAX_BLOCK", 1024)
-    convert(source, tmp_path / "rows", max_memory=1)
+    convert(source, tmp_path / "rows", max_memory=150_000_000)
     assert contents(tmp_path / "rows") == contents(tmp_path / "whole")
 
 

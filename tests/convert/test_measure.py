@@ -27,7 +27,7 @@ TEXTS = Texts(IDS, IDS[:1], IDS[1:2])
 
 def run(folder: Path, *, probing: bool = True) -> tuple[Measured, np.ndarray]:
     arranged = arrange(open_source(folder))
-    state = Pass(arranged, TEXTS, make_recipe("4bit"), probing=probing)
+    state = Pass(arranged, TEXTS, make_recipe("4bit"), probing=probing, comparing=True)
     try:
         state.run(lambda done, count: None)
         found = state.finish((folder / "short.npy", folder / "long.npy"))

@@ -57,8 +57,8 @@ async def messages(call: Call, body: MessagesRequest) -> Reply:
     generation = call.generate(model, [answer])
     clipped = body.max_tokens > room
     if body.stream:
-        return Events(_events(call, generation, clipped=clipped))
-    return json_body(await _answer(call, generation, clipped=clipped))
+        return Events(_events(call, generation, clipped=clipped, thoughts=body.shows_thinking))
+    return json_body(await _answer(call, generation, clipped=clipped, thoughts=body.shows_thinking))
 
 
 async def count_tokens(call: Call, body: CountRequest) -> Reply:
@@ -136,7 +136,9 @@ def _params(body: MessagesRequest, model: ServedModel, max_tokens: int) -> Sampl
     )
 
 
-async def _answer(call: Call, generation: Generation, *, clipped: bool) -> AnthropicAnswer:
+async def _answer(
+    call: Call, generation: Generation, *, clipped: bool, thoughts: bool
+) -> AnthropicAnswer:
     parts: list[Part] = []
     async for steps in generation.steps():
         for step in steps:
@@ -148,14 +150,16 @@ async def _answer(call: Call, generation: Generation, *, clipped: bool) -> Anthr
     return AnthropicAnswer(
         id=f"msg_{call.id}",
         model=generation.model.name,
-        content=blocks_of(merged(parts), result.tool_calls, signature=call.id),
+        content=blocks_of(merged(parts), result.tool_calls, signature=call.id, thoughts=thoughts),
         stop_reason=found["stop_reason"],
         stop_sequence=found["stop_sequence"],
         usage=usage_of_result(result),
     )
 
 
-async def _events(call: Call, generation: Generation, *, clipped: bool) -> AsyncIterator[bytes]:
+async def _events(
+    call: Call, generation: Generation, *, clipped: bool, thoughts: bool
+) -> AsyncIterator[bytes]:
     """The message without content, its blocks, how it ended."""
     (answer,) = generation.answers
     begun = AnthropicAnswer(
@@ -168,7 +172,7 @@ async def _events(call: Call, generation: Generation, *, clipped: bool) -> Async
     )
     start = {"type": "message_start", "message": begun}
     yield sse.named("message_start", start) + PING
-    blocks = BlockEvents(signature=call.id)
+    blocks = BlockEvents(signature=call.id, thoughts=thoughts)
     async for steps in generation.steps():
         frames = [frame for step in steps for frame in blocks.push(step.delta.parts)]
         if frames or not steps:

@@ -62,15 +62,25 @@ class AnthropicAnswer(msgspec.Struct, kw_only=True):
     usage: AnthropicUsage
 
 
-def blocks_of(parts: Iterable[Part], calls: Iterable[ToolCall], signature: str) -> list[Any]:
-    """The content of a whole answer, in the order in which it came; broken calls are text."""
+def blocks_of(
+    parts: Iterable[Part], calls: Iterable[ToolCall], *, signature: str, thoughts: bool
+) -> list[Any]:
+    """The content of a whole answer, in the order in which it came; broken calls are text.
+
+    Args:
+        parts: of the answer, neighbours joined.
+        calls: the complete ones.
+        signature: of blocks of thinking.
+        thoughts: whether these show what was thought.
+    """
     whole = {call.id: call for call in calls}
     found: list[Any] = []
     for part in parts:
         if isinstance(part, TextPart):
             found.append(TextBlock(text=part.text))
         elif isinstance(part, ReasoningPart):
-            found.append(ThinkingBlock(thinking=part.text, signature=signature))
+            shown = part.text if thoughts else ""
+            found.append(ThinkingBlock(thinking=shown, signature=signature))
         elif part.id in whole:
             call = whole[part.id]
             given = msgspec.json.decode(call.arguments)
@@ -97,10 +107,13 @@ def stop_reason(answer: Answer, result: Result, *, clipped: bool) -> str:
 
 
 class BlockEvents:
-    """Parts as they come -> events of content blocks, one block open at a time."""
+    """Parts as they come -> events of content blocks, one block open at a time.
 
-    def __init__(self, signature: str) -> None:
-        self._signature = signature
+    Args: as of blocks_of.
+    """
+
+    def __init__(self, *, signature: str, thoughts: bool) -> None:
+        self._signature, self._thoughts = signature, thoughts
         self._index = -1
         self._open: str | None = None  # the type of the open block
 
@@ -113,7 +126,8 @@ class BlockEvents:
             elif isinstance(part, ReasoningPart):
                 empty = {"type": "thinking", "thinking": "", "signature": ""}
                 yield from self._within("thinking", empty)
-                yield self._delta({"type": "thinking_delta", "thinking": part.text})
+                if self._thoughts:
+                    yield self._delta({"type": "thinking_delta", "thinking": part.text})
             else:
                 yield from self._call(part)
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from ..errors import InvalidRequestError
 from .refused import refuse
 from .sampling import StopString
 
@@ -105,9 +106,25 @@ class MessagesRequest(CountRequest, kw_only=True):
     speed: Any = None
     diagnostics: Any = None
 
+    @property
+    def shows_thinking(self) -> bool:
+        """Whether thoughts are shown; otherwise their blocks are empty."""
+        return self.thinking is None or self.thinking.display != "omitted"
+
     def refuse(self) -> None:
-        """Raise UnsupportedFieldError for what would change the answer and is not there."""
+        """Raise UnsupportedFieldError for what would change the answer and is not there.
+
+        Raises InvalidRequestError for a budget for thinking that leaves nothing for the answer.
+        """
         super().refuse()
+        if self.thinking is not None and self.thinking.type == "enabled":
+            budget = self.thinking.budget_tokens
+            if budget is None or budget >= self.max_tokens:
+                raise InvalidRequestError(
+                    f"thinking.budget_tokens is {budget}; expected a number below max_tokens, "
+                    f"{self.max_tokens}.",
+                    param="thinking.budget_tokens",
+                )
         refuse("speed", self.speed, ("standard",))
         refuse("diagnostics", self.diagnostics)
 

@@ -175,6 +175,18 @@ def test_the_events_of_a_stream(client: anthropic.Anthropic, scripted: ScriptedS
     assert events[-2].delta.stop_reason == "tool_use"
 
 
+def test_thoughts_may_be_left_out(client: anthropic.Anthropic, scripted: ScriptedServer) -> None:
+    given: Any = {"thinking": {"type": "adaptive", "display": "omitted"}, "max_tokens": 50}
+    with scripted.says("<think>hm</think>Yes."):
+        whole = ask(client, **given)
+        with client.messages.stream(model="demo", messages=HELLO, **given) as stream:
+            streamed = stream.get_final_message()
+    for answer in (whole, streamed):
+        assert [block.type for block in answer.content] == ["thinking", "text"]
+        assert answer.content[0].thinking == ""
+        assert answer.content[0].signature
+
+
 def test_the_stream_helper_accumulates(
     client: anthropic.Anthropic, scripted: ScriptedServer
 ) -> None:
@@ -311,6 +323,8 @@ def test_an_answer_in_a_form(demo: anthropic.Anthropic) -> None:
         {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}},
         {"tool_choice": {"type": "any"}},
         {"thinking": {"type": "enabled", "budget_tokens": 5}},
+        {"thinking": {"type": "enabled", "budget_tokens": 2000}},
+        {"thinking": {"type": "enabled"}, "max_tokens": 2000},
         {"container": "c"},
         {"mcp_servers": [{}]},
         {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},

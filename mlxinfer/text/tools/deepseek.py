@@ -4,7 +4,7 @@ Source: the chat templates of deepseek-ai/DeepSeek-V3-0324 and R1 (function<sep>
 arguments as a block of code) and DeepSeek-V3.1 (f<sep>{...}).
 """
 
-from .format import Calls, Clues, ToolFormat
+from .format import Calls, Clues, ToolFormat, read_section
 from .jsoncall import read_arguments
 from .lark import Lark
 from .reader import MAX_WORD, Malformed, Reader, Steps
@@ -38,16 +38,13 @@ class DeepSeek(ToolFormat):
         if mark == CALLS:
             yield from reader.space()
             yield from reader.expect(CALL)
-        while True:
-            yield from self._call(reader, calls)
-            yield from reader.space()
-            if (yield from reader.accept(CALL_END)):
-                reader.commit()
-                yield from reader.space()
-            if not (yield from reader.accept(CALL)):
-                break
-        if (yield from reader.accept(CALLS_END)):
-            reader.commit()
+        yield from read_section(
+            reader,
+            lambda: self._call(reader, calls),
+            begin=CALL,
+            end=CALL_END,
+            section_end=CALLS_END,
+        )
 
     def _call(self, reader: Reader, calls: Calls) -> Steps[None]:
         name = yield from reader.until(SEP, limit=MAX_WORD)

@@ -106,6 +106,30 @@ class ToolFormat(ABC):
         return f"call_{secrets.token_hex(12)}"
 
 
+def read_section(
+    reader: Reader, call: Callable[[], Steps[None]], *, begin: str, end: str, section_end: str
+) -> Steps[None]:
+    """Read calls that follow each other; the first one's mark has been read.
+
+    Args:
+        reader: where they are read from.
+        call: reads one, without its marks.
+        begin: the mark before each.
+        end: the mark after each; a missing one is forgiven, and so is `section_end`.
+        section_end: the mark after all.
+    """
+    while True:
+        yield from call()
+        yield from reader.space()
+        if (yield from reader.accept(end)):
+            reader.commit()
+            yield from reader.space()
+        if not (yield from reader.accept(begin)):
+            break
+    if (yield from reader.accept(section_end)):
+        reader.commit()
+
+
 def require_known(calls: Calls, name: str, mark: str, bare: tuple[str, ...]) -> None:
     """Raise Malformed where only the name tells a call from text, and no tool has it."""
     if mark in bare and name not in calls.tools:

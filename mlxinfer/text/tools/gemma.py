@@ -7,6 +7,7 @@ between <escape>). Keys are bare, or strings; lists, objects, numbers, true, fal
 
 import json
 import re
+from collections.abc import Callable
 
 from .format import Calls, Clues, ToolFormat
 from .jsontext import MAX_DEPTH, MAX_KEY, Emit
@@ -68,20 +69,15 @@ class Gemma(ToolFormat):
             emit(_bare((yield from reader.until(",", "}", "]", limit=MAX_KEY)).strip()))
 
     def _object(self, reader: Reader, emit: Emit, depth: int) -> Steps[None]:
-        emit(reader.take())
-        yield from reader.space()
-        first = True
-        while not (yield from reader.accept("}")):
-            if not first:
-                yield from reader.expect(",")
-                yield from reader.space()
-                emit(", ")
+        def member() -> Steps[None]:
             yield from self._key(reader, emit)
             yield from reader.space()
             yield from self._value(reader, emit, depth + 1)
-            yield from reader.space()
-            first = False
-        emit("}")
+
+        yield from _items(reader, emit, "}", member)
+
+    def _list(self, reader: Reader, emit: Emit, depth: int) -> Steps[None]:
+        yield from _items(reader, emit, "]", lambda: self._value(reader, emit, depth + 1))
 
     def _key(self, reader: Reader, emit: Emit) -> Steps[None]:
         if (yield from reader.accept(self._quote)):
@@ -93,20 +89,6 @@ class Gemma(ToolFormat):
             reader.take()
             emit(json.dumps(key, ensure_ascii=False))
         emit(": ")
-
-    def _list(self, reader: Reader, emit: Emit, depth: int) -> Steps[None]:
-        emit(reader.take())
-        yield from reader.space()
-        first = True
-        while not (yield from reader.accept("]")):
-            if not first:
-                yield from reader.expect(",")
-                yield from reader.space()
-                emit(", ")
-            yield from self._value(reader, emit, depth + 1)
-            yield from reader.space()
-            first = False
-        emit("]")
 
     def _string(self, reader: Reader, emit: Emit) -> Steps[None]:
         """Read a string whose first mark was read; nothing in it is escaped."""
@@ -151,6 +133,22 @@ class Gemma(ToolFormat):
 
         call = lark.one_of([call_rule(tool) for tool in tools])
         return lark.repeated(call, "", parallel=parallel)
+
+
+def _items(reader: Reader, emit: Emit, end: str, item: Callable[[], Steps[None]]) -> Steps[None]:
+    """Read a bracket, items with commas between them, and the bracket's counterpart."""
+    emit(reader.take())
+    yield from reader.space()
+    first = True
+    while not (yield from reader.accept(end)):
+        if not first:
+            yield from reader.expect(",")
+            yield from reader.space()
+            emit(", ")
+        yield from item()
+        yield from reader.space()
+        first = False
+    emit(end)
 
 
 def _bare(word: str) -> str:

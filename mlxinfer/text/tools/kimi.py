@@ -6,7 +6,7 @@ counts the calls of a conversation; with the name it is the model's id of the ca
 
 import re
 
-from .format import Calls, Clues, ToolFormat
+from .format import Calls, Clues, ToolFormat, read_section
 from .jsoncall import read_arguments
 from .lark import Lark
 from .reader import MAX_WORD, Malformed, Reader, Steps
@@ -34,20 +34,13 @@ class Kimi(ToolFormat):
         if mark == SECTION:
             yield from reader.space()
             yield from reader.expect(CALL)
-        while True:
-            found = _ID.fullmatch((yield from reader.until(ARGUMENTS, limit=MAX_WORD)))
-            yield from reader.expect(ARGUMENTS)
-            if found is None:
-                raise Malformed("a call without a name")
-            yield from read_arguments(reader, calls, found.group(1))
-            yield from reader.space()
-            if (yield from reader.accept(CALL_END)):
-                reader.commit()
-                yield from reader.space()
-            if not (yield from reader.accept(CALL)):
-                break
-        if (yield from reader.accept(SECTION_END)):
-            reader.commit()
+        yield from read_section(
+            reader,
+            lambda: _call(reader, calls),
+            begin=CALL,
+            end=CALL_END,
+            section_end=SECTION_END,
+        )
 
     def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
         """Any number may follow the name."""
@@ -59,3 +52,11 @@ class Kimi(ToolFormat):
         ]
         calls = lark.repeated(lark.one_of(options), "", parallel=parallel)
         return f"{lark.text(SECTION)} {calls} {lark.text(SECTION_END)}"
+
+
+def _call(reader: Reader, calls: Calls) -> Steps[None]:
+    found = _ID.fullmatch((yield from reader.until(ARGUMENTS, limit=MAX_WORD)))
+    yield from reader.expect(ARGUMENTS)
+    if found is None:
+        raise Malformed("a call without a name")
+    yield from read_arguments(reader, calls, found.group(1))

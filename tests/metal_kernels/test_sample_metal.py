@@ -291,9 +291,9 @@ def test_the_self_check_does_not_hang_on_rounding() -> None:
 
 @requires_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["normal", "ties"])
 def test_many_mixed_batches(kind: str, dtype: mx.Dtype, seed: int) -> None:
-    for vocab_size in (33, 300, 2_777, 32_000):
-        check_batch(kind, dtype, 24, vocab_size, masked=seed % 2 == 0, seed=seed + 10)
+    for num_rows, vocab_size in ((24, 33), (24, 300), (12, 2_777), (2, 32_000)):
+        check_batch(kind, dtype, num_rows, vocab_size, masked=seed % 2 == 0, seed=seed + 10)

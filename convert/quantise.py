@@ -16,6 +16,7 @@ from .numbers import Floats, narrow
 from .read import MLXFormat
 
 TILE = 1 << 17  # numbers
+SAMPLED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Method:
     dtype: str  # of affine scales and biases
     searched: bool = True  # False: as mx.quantize does
     importance: Floats | None = None  # (in_dims,), mean 1: weights of squared errors
+    sampled: bool = False  # the error of one tile in SAMPLED stands for all
 
 
 def quantise(values: Floats, method: Method) -> tuple[Rows, Error]:
@@ -67,9 +69,10 @@ def quantise(values: Floats, method: Method) -> tuple[Rows, Error]:
     importance = None
     if method.importance is not None:
         importance = method.importance.reshape(-1, method.form.group_size)
-    tiles = [
-        _tile(values[start : start + step], method, importance) for start in range(0, rows, step)
-    ]
+    tiles = []
+    for number, start in enumerate(range(0, rows, step)):
+        measured = not method.sampled or number % SAMPLED == 0
+        tiles.append(_tile(values[start : start + step], method, importance, measured))
     return _joined([tile for tile, _ in tiles]), total(error for _, error in tiles)
 
 
@@ -96,7 +99,9 @@ def squares_of(values: Floats) -> float:
     return float(np.einsum("rk,rk->r", values, values).sum(dtype=np.float64))
 
 
-def _tile(values: Floats, method: Method, importance: Floats | None) -> tuple[Rows, Error]:
+def _tile(
+    values: Floats, method: Method, importance: Floats | None, measured: bool
+) -> tuple[Rows, Error]:
     form = method.form
     groups = np.ascontiguousarray(values).reshape(len(values), -1, form.group_size)
     if form.mode == "affine":
@@ -105,15 +110,19 @@ def _tile(values: Floats, method: Method, importance: Floats | None) -> tuple[Ro
         scale, bias = choose(groups, form.bits, method.dtype, *extra)
         codes = affine.encode(groups, scale, bias, form.bits)
         packed = pack(affine.as_codes(codes).reshape(values.shape), form.bits)
-        found = np.multiply(codes, scale, out=codes)
-        found += bias
         rows = Rows(packed, narrow(scale[..., 0], method.dtype), narrow(bias[..., 0], method.dtype))
     else:
         byte = floats.search(groups, form, importance, usual_only=not method.searched)
         elements = floats.encode(groups, byte, form)
         packed = pack(elements.reshape(values.shape), form.bits)
-        found = floats.decode(elements, byte, form)
         rows = Rows(packed, byte[..., 0], None)
+    if not measured:
+        return rows, Error()
+    if form.mode == "affine":
+        found = np.multiply(codes, scale, out=codes)
+        found += bias
+    else:
+        found = floats.decode(elements, byte, form)
     return rows, compare(found.reshape(values.shape), values, method.importance)
 
 

@@ -23,6 +23,7 @@ class Report:
     num_bytes: int
     num_weights: int
     tensors: list[dict[str, Any]]  # Checked.as_dict()
+    compared: bool = True  # False: errors are those of a sample, as writing found them
     notes: list[str] = field(default_factory=list)
     logits: list[LogitCheck] = field(default_factory=list)
 
@@ -51,6 +52,7 @@ class Report:
             "num_bytes": self.num_bytes,
             "num_weights": self.num_weights,
             "passed": self.passed,
+            "tensors_compared": self.compared,
             "counts": self.counts,
             "notes": self.notes,
             "logits": [asdict(check) | {"passed": check.passed} for check in self.logits],
@@ -58,7 +60,9 @@ class Report:
         }
 
 
-def make_report(source: Source, plan: Plan, tensors: list[dict[str, Any]]) -> Report:
+def make_report(
+    source: Source, plan: Plan, tensors: list[dict[str, Any]], *, compared: bool
+) -> Report:
     """Without logits, which come last."""
     return Report(
         source=source.label,
@@ -68,6 +72,7 @@ def make_report(source: Source, plan: Plan, tensors: list[dict[str, Any]]) -> Re
         num_bytes=plan.num_bytes,
         num_weights=plan.num_weights,
         tensors=tensors,
+        compared=compared,
         notes=list(source.notes),
     )
 

@@ -125,7 +125,7 @@ class Conversion:
         write_json(place.model / "model.safetensors.index.json", index_json(plan))
         self._write(place, plan, journal, found)
         tensors = [entry for name, _ in plan.shards() for entry in journal.shards[name]]
-        report = make_report(self.source, plan, tensors)
+        report = make_report(self.source, plan, tensors, compared=self.options.check_tensors)
         if self.open_model is not None and texts is not None:
             report = replace(report, logits=self._compare(place, plan, texts))
         write_json(place.model / "report.json", report.as_dict())
@@ -193,7 +193,12 @@ class Conversion:
         done = sum(t.output.num_weights for t in plan.tensors if t.output.name in journal.tensors)
         told = Told(self.progress, plan.num_weights, done)
         writer = TensorWriter(
-            self.arranged, budget, self.options.searched, found.importance, told.add
+            self.arranged,
+            budget,
+            self.options.searched,
+            found.importance,
+            told.add,
+            sampled=not self.options.check_tensors,
         )
         with ExitStack() as stack:
             stack.callback(writer.close)

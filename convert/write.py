@@ -68,6 +68,7 @@ class TensorWriter:
     searched: bool
     importance: Mapping[str, Floats]  # by path: (in_dims,), mean 1
     wrote: Wrote = lambda _: None
+    sampled: bool = False  # errors of a part of the rows stand for all: nobody compares them
     _pool: ThreadPoolExecutor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,7 +107,7 @@ class TensorWriter:
         values = widen(raw, dtype)
         if tensor.form is not None:
             importance = self.importance.get(tensor.output.path)
-            method = Method(tensor.form, tensor.dtype, self.searched, importance)
+            method = Method(tensor.form, tensor.dtype, self.searched, importance, self.sampled)
             rows, error = quantise(values, method)
             parts = [rows.weight, rows.scales]
             return (parts if rows.biases is None else [*parts, rows.biases]), error

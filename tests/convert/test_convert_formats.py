@@ -1,0 +1,91 @@
+"""From other formats to an MLX folder: codes are copied where MLX has the format."""
+
+from pathlib import Path
+
+import gguf
+import mlx.core as mx
+import numpy as np
+import pytest
+from convert_cases import convert, write_source
+from mlxinfer.convert.read import open_source
+from mlxinfer.convert.verify import ShardReader
+from models.dense_kv import DenseCache
+from models.random_weights import tiny_tensors
+from models.tiny import tiny_config
+from oracles.gguf_files import write_model
+
+from mlxinfer.models import load
+
+Kind = gguf.GGMLQuantizationType
+IDS = [5, 17, 3, 80, 41, 9]
+
+
+def logits(folder: Path) -> np.ndarray:
+    model = load(folder, dtype="float32")
+    return np.array(DenseCache(model).run(model, [("a", IDS)]).astype(mx.float32))
+
+
+def write_gguf(path: Path, kinds: dict[str, Kind]) -> Path:
+    config = {**tiny_config("qwen3-v4"), "tie_word_embeddings": False}
+    write_model(path, config, tiny_tensors(config), kinds=kinds)
+    return path
+
+
+KINDS = {
+    "blk.0.attn_q.weight": Kind.Q4_0,
+    "blk.0.ffn_up.weight": Kind.Q8_0,
+    "blk.1.ffn_gate.weight": Kind.Q5_1,
+    "blk.2.attn_v.weight": Kind.MXFP4,
+}
+
+
+def test_gguf_codes_are_kept_and_norms_do_not_widen_the_model(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "m.gguf", KINDS)
+    report = convert(source, tmp_path / "out", "keep")
+    found = {t["name"]: (t["format"], t["status"]) for t in report.tensors}
+    layers = "model.layers."
+    assert found[f"{layers}0.self_attn.q_proj.weight"] == ("4bit-g32", "exact")
+    assert found[f"{layers}0.mlp.up_proj.weight"] == ("8bit-g32", "exact")
+    assert found[f"{layers}1.mlp.gate_proj.weight"] == ("5bit-g32", "exact")
+    assert found[f"{layers}2.self_attn.v_proj.weight"] == ("mxfp4", "exact")
+    header = ShardReader(tmp_path / "out" / "model.safetensors").tensors
+    model_dtype = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
+    assert header["model.norm.weight"].dtype == model_dtype[open_source(source).dtype]
+    assert header[f"{layers}0.self_attn.q_proj.scales"].dtype == "F16"
+    plain = convert(source, tmp_path / "plain", "fp32")
+    assert plain.bits_per_weight == 32
+    expected = logits(tmp_path / "plain")
+    assert np.abs(logits(tmp_path / "out") - expected).max() < 5e-3 * max(1, expected.std())
+
+
+def test_a_format_that_is_asked_for_is_copied_and_others_are_not(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "m.gguf", KINDS)
+    found = {t["name"]: t["status"] for t in convert(source, tmp_path / "out", "4bit-g32").tensors}
+    assert found["model.layers.0.self_attn.q_proj.weight"] == "exact"  # Q4_0 is 4bit-g32
+    assert found["model.layers.0.mlp.up_proj.weight"] == "requantised"
+    kept = convert(source, tmp_path / "kept", "keep", overrides=("up_proj=4bit-g32",))
+    found = {t["name"]: t["format"] for t in kept.tensors}
+    assert found["model.layers.0.mlp.up_proj.weight"] == "4bit-g32"
+    assert found["model.layers.1.mlp.gate_proj.weight"] == "5bit-g32"
+
+
+@pytest.mark.parametrize("recipe", ["keep", "bf16", "mxfp4"])
+def test_mlx_checkpoints_are_sources_too(tmp_path: Path, recipe: str) -> None:
+    source = write_source(tmp_path / "plain", "qwen3_moe-v4")
+    convert(source, tmp_path / "four", "4bit-g32")
+    report = convert(tmp_path / "four", tmp_path / "out", recipe)
+    close = 1e-5 if recipe == "keep" else 0.05 if recipe == "bf16" else 3.0
+    before, after = logits(tmp_path / "four"), logits(tmp_path / "out")
+    assert np.abs(after - before).max() <= close * before.std()
+    assert (set(report.counts) == {"exact"}) == (recipe == "keep")
+
+
+def test_experts_of_gpt_oss_stay_mxfp4(tmp_path: Path) -> None:
+    """As published: blocks and scales, taken apart into gate and up."""
+    folder = write_source(tmp_path / "dense", "gpt_oss-v4")
+    convert(folder, tmp_path / "mxfp4", "mxfp4")
+    again = convert(tmp_path / "mxfp4", tmp_path / "again", "8bit-g32", run={})
+    assert "requantised" in again.counts
+    kept = convert(tmp_path / "mxfp4", tmp_path / "kept", "keep")
+    assert set(kept.counts) == {"exact"}
+    assert np.array_equal(logits(tmp_path / "kept"), logits(tmp_path / "mxfp4"))

@@ -16,6 +16,8 @@ from ..errors import InvalidRequestError, OverloadedError
 from .schema import at
 from .spec import GrammarSpec
 
+START_SECONDS = 30.0
+NOTHING = {"source": '{"grammars": [{"lark_grammar": "start: \\"a\\""}]}', "schemas": []}
 PROGRAM = Path(__file__).with_name("check.py")
 
 
@@ -79,20 +81,7 @@ class Checker:
 
     def _ask(self, job: dict[str, Any]) -> dict[str, Any] | None:
         """The reply; None: the process was killed or died over it."""
-        from .check import receive, send  # imports llguidance: the first grammar pays for it
-
-        process = self._running()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        waiting = threading.Timer(self.max_seconds, process.kill)
-        waiting.start()
-        try:
-            send(process.stdin, job)  # type: ignore[arg-type]  # IO[bytes] is one
-            reply: dict[str, Any] | None = receive(process.stdout)  # type: ignore[arg-type]
-        except (OSError, ValueError):  # it died while it was written to, or halfway through
-            reply = None
-        finally:
-            waiting.cancel()
+        reply = _exchange(self._running(), job, self.max_seconds)
         if reply is None:
             self._stop()
         return reply
@@ -108,12 +97,33 @@ class Checker:
             )
             self.num_started += 1
             self._finalizer = weakref.finalize(self, _end, self._process)
+            _exchange(self._process, NOTHING, START_SECONDS)  # starting is not the grammar's time
         return self._process
 
     def _stop(self) -> None:
         self._process = None
         if self._finalizer is not None:
             self._finalizer()
+
+
+def _exchange(
+    process: "subprocess.Popen[bytes]", job: dict[str, Any], seconds: float
+) -> dict[str, Any] | None:
+    """Send a job and wait for its reply; None: the process was killed or died over it."""
+    from .check import receive, send  # imports llguidance: the first grammar pays for it
+
+    assert process.stdin is not None
+    assert process.stdout is not None
+    waiting = threading.Timer(seconds, process.kill)
+    waiting.start()
+    try:
+        send(process.stdin, {"special": {}, "vocab_size": 0, **job})  # type: ignore[arg-type]
+        reply: dict[str, Any] | None = receive(process.stdout)  # type: ignore[arg-type]
+        return reply
+    except (OSError, ValueError):  # it died while it was written to, or halfway through
+        return None
+    finally:
+        waiting.cancel()
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -1,5 +1,6 @@
 """Grammars are compiled, kept, and refused with their place; what takes too much is killed."""
 
+import json
 import threading
 import time
 
@@ -147,11 +148,12 @@ def test_what_takes_too_long_is_killed_and_the_next_is_served() -> None:
 
 
 def test_what_takes_too_much_memory_is_killed_and_the_next_is_served() -> None:
-    checker = Checker(max_bytes=20 << 20)  # less than Python and a grammar take
-    with pytest.raises(InvalidRequestError, match=r"more than .* 21 MB"):
-        checker.check(json_schema({"enum": [f"value {i}" for i in range(20_000)]}))
-    checker.max_bytes = 1 << 30
+    checker = Checker(max_bytes=250 << 20)
+    schema = json.dumps({"json_schema": {"enum": [f"value {i}" for i in range(400_000)]}})
+    with pytest.raises(InvalidRequestError, match=r"more than .* 262 MB"):
+        checker.check(GrammarSpec("here", schema))  # larger than any that json_schema lets pass
     checker.check(json_object())
+    assert checker.num_started == 2
     checker.close()
 
 

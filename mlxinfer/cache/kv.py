@@ -9,9 +9,10 @@ import numpy as np
 from ..core import KVSpec
 from ..errors import InsufficientMemoryError
 from .pages import PageAllocator, PageTable
-from .plan import Span, by_width, plan_group
+from .plan import Planner, make_planner, plan_group
 from .pool import Bits, LayerPool, Plane, token_bytes
 from .reach import Reach
+from .spans import Span, by_width
 from .step import StepKV
 
 FIRST_PAGES = 128  # a pool starts small: a short chat takes little memory
@@ -27,8 +28,8 @@ class LayerGroup:
     reach: Reach
     layers: list[int]
     page_bytes: int  # of all its layers
-    decodes: bool  # a layer of it stores something else than the vectors
     allocator: PageAllocator
+    planner: Planner  # of short spans
 
 
 class KVCache:
@@ -43,6 +44,7 @@ class KVCache:
         budget_bytes: for pages and tails together.
         num_pages: pages of every full group instead of as many as the budget holds.
         bits: of keys and values, for each layer; None: all in `dtype`.
+        kernel_layers: whose attention over pages may use the Metal kernel.
 
     Raises:
         InsufficientMemoryError: the budget does not hold one sequence of a page.
@@ -59,7 +61,9 @@ class KVCache:
         budget_bytes: int,
         num_pages: int | None = None,
         bits: Sequence[Bits] | None = None,
+        kernel_layers: frozenset[int] = frozenset(),
     ) -> None:
+        self._kernel_layers = kernel_layers
         self.specs = list(specs)
         self.dtype = dtype
         self.page_size = page_size
@@ -87,18 +91,24 @@ class KVCache:
             num_pages=num_pages,
         )
         self.groups = [
-            LayerGroup(
-                reach,
-                members,
-                cost,
-                any(self.bits[i] != (None, None) for i in members),
-                PageAllocator(count),
+            LayerGroup(reach, members, cost, PageAllocator(count), self._planner(g, reach, members))
+            for g, (reach, members, cost, count) in enumerate(
+                zip(reaches, layers, costs, counts, strict=True)
             )
-            for reach, members, cost, count in zip(reaches, layers, costs, counts, strict=True)
         ]
         self._group_of = {i: g for g, group in enumerate(self.groups) for i in group.layers}
         self._fixed = num_pages is not None
         self.reset()
+
+    def _planner(self, group: int, reach: Reach, layers: list[int]) -> Planner:
+        return make_planner(
+            group,
+            reach,
+            self.page_size,
+            kv_heads=self.specs[layers[0]].num_kv_heads,
+            decodes=any(self.bits[i] != (None, None) for i in layers),
+            kernels=self._kernel_layers.issuperset(layers),
+        )
 
     def _max_held(self, reach: Reach, prefill_chunk: int) -> int | None:
         """Pages of a window that `max_batch` sequences can hold; None: bound by their length."""
@@ -238,7 +248,7 @@ class KVCache:
                 group=g,
                 reach=group.reach,
                 page_size=self.page_size,
-                decodes=group.decodes,
+                planner=group.planner,
             )
             for g, group in enumerate(self.groups)
         ]

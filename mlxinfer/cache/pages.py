@@ -166,6 +166,11 @@ class PageTable:
         self._runs = self._before = None
         return dropped
 
+    def numbers_before(self, stop: int) -> list[int]:
+        """The page of every page number of positions [0, stop); -1: let go of."""
+        gone = [-1] * (self.first - self.num_kept)
+        return [*self.kept, *gone, *self.pages][: stop // self.page_size]
+
     def runs_before(self, stop: int) -> list[tuple[int, int]]:
         """The pool slots of positions [0, stop) of a table that keeps everything; remembered."""
         if self._before is None or self._before[0] != stop:

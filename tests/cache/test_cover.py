@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.cache.plan import cover
+from mlxinfer.cache.run_attention import cover
 
 RUNS = st.lists(
     st.lists(

@@ -22,7 +22,12 @@ MAX_DEPTH = 128  # levels of JSON of a tool
 
 
 class ToolFields(ConstraintFields, kw_only=True):
-    """Of chat requests."""
+    """Of chat requests.
+
+    A call that tool_choice demands always keeps to the schema of its tool. So does one that the
+    model makes by itself, if a tool is `strict` and the model marks its calls by tokens of their
+    own, as nearly all do; where it writes them as plain text (Llama 3), `strict` changes nothing.
+    """
 
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None

@@ -372,8 +372,11 @@ LONG: Any = {"type": "array", "items": {"type": "integer"}, "minItems": 500}
 
 def test_an_interrupted_stream_ends_with_an_error_event() -> None:
     form = {"output_config": {"format": {"type": "json_schema", "schema": LONG}}}
-    with LiveServer(deadline_s=1) as server, client_of(server) as client:
-        ask(client, max_tokens=1, extra_body=form)  # compiles the grammar
+    with LiveServer() as server, client_of(server) as client:
+        events = iter(ask(client, max_tokens=1800, stream=True, extra_body=form))
+        while next(events).type != "content_block_delta":
+            pass
+        server.model.engine.close()
         with pytest.raises(anthropic.APIStatusError) as caught:
-            list(ask(client, max_tokens=1800, stream=True, extra_body=form))
-        assert "timeout_error" in str(caught.value.body)
+            list(events)
+    assert "overloaded_error" in str(caught.value.body)

@@ -30,7 +30,7 @@ class Told:
     done: int
 
     def add(self, count: int) -> None:
-        """`count` more; called from several threads, so now and then one report is early."""
+        """`count` more."""
         self.done += count
         self.progress("write", self.done, self.total)
 

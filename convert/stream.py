@@ -27,6 +27,14 @@ _NOT_BY_LAYER = "eos_token_ids"
 class WholeSequences:
     """Causal attention over sequences of one length that start at position 0."""
 
+    heads: Any = None  # norms and rope are the layer's own work
+
+    def attend_heads(
+        self, qkv: mx.array, *, scale: float, sinks: mx.array | None = None
+    ) -> mx.array:
+        """Never asked for, since `heads` is None."""
+        raise AssertionError("attend_heads without heads")
+
     def __init__(self, length: int, window: int | None) -> None:
         at, of = mx.arange(length)[:, None], mx.arange(length)[None]
         seen = of <= at

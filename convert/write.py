@@ -26,7 +26,7 @@ from .quantise import Error, Method, compare, quantise, squares_of
 
 MAX_WORKERS = 8
 BYTES_PER_WEIGHT = 14  # of a block in flight: as read, in float32, codes, and what is written
-MIN_BLOCK, MAX_BLOCK = 1 << 16, 1 << 21  # numbers
+MIN_BLOCK, MAX_BLOCK = 1 << 16, 1 << 20  # numbers
 BASE_BYTES = 100 << 20  # Python, MLX and numpy, before anything is read
 CACHED_BYTES = 32 << 20  # that MLX may keep of what was freed
 

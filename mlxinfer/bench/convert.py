@@ -20,6 +20,7 @@ def run(
     model: Path | None = None,
     synthetic: str | None = None,
     plot: Path | None = None,
+    runs: int = 1,
     small: bool = False,
     peer: bool = True,
 ) -> Report:
@@ -29,6 +30,7 @@ def run(
         model: a folder with unquantised weights; None: the demo model's, of a checkout.
         synthetic: instead of quality, speed: the size of random checkpoints, such as "3GB".
         plot: an SVG file for size against divergence.
+        runs: with `synthetic`: of each converter; the quickest counts.
         small: few recipes on few tokens.
         peer: also mlx-lm.
 
@@ -49,7 +51,7 @@ def run(
     with TemporaryDirectory() as scratch:
         if synthetic is not None:
             size = parse_bytes(synthetic, param="synthetic")
-            return _speed(speeds(Path(scratch), size, folder, peer=peer), Path(scratch))
+            return _speed(speeds(Path(scratch), size, folder, runs=runs, peer=peer), Path(scratch))
         length, limit = (128, 2) if small else (1024, None)
         recipes, perplexity, num_tokens = measure(
             folder, Path(scratch), length=length, limit=limit, peer=peer, small=small

@@ -9,6 +9,8 @@ import click
 
 from ._output import human_bytes, human_count, table
 
+Progress = Callable[[str, int, int], None]  # step, how far, of how much
+
 if TYPE_CHECKING:
     from ..convert.plan import Plan
     from ..convert.report import Report
@@ -80,8 +82,26 @@ def show_report(report: "Report", out: str) -> None:
         click.echo(line)
 
 
+class Downloads:
+    """Bytes from the hub, counted before anybody watches."""
+
+    def __init__(self) -> None:
+        self._done = self._total = 0
+        self._progress: Progress | None = None
+
+    def add(self, count: int) -> None:
+        """`count` bytes more, or fewer where some turned out useless."""
+        self._done += count
+        if self._progress is not None:
+            self._progress("download", self._done, max(self._total, self._done))
+
+    def watch(self, progress: Progress, total: int) -> None:
+        """Tell `progress` from now on."""
+        self._progress, self._total = progress, total
+
+
 @contextmanager
-def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+def progress_bars() -> Iterator[Progress]:
     """One bar for each step, with its rate and the time left; nothing without a terminal."""
     if not sys.stderr.isatty():
         yield lambda *_: None

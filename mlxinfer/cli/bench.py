@@ -155,6 +155,7 @@ def kernels(as_json: bool, as_markdown: bool, **options: Any) -> None:
 @click.option("--model", type=click.Path(path_type=Path), help="A folder of unquantised weights.")
 @click.option("--synthetic", metavar="SIZE", help="Time and memory of random weights, say 3GB.")
 @click.option("--plot", type=click.Path(path_type=Path), help="An SVG of size against divergence.")
+@click.option("--runs", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--small", is_flag=True, help="Few recipes on few tokens.")
 @skip_peer
 @markdown_option

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .. import hub
 from ..backend import require_mlx
 from ..errors import ConversionError
 from ._convert_options import check_usage, convert_options, shape
-from ._convert_view import plan_as_dict, progress_bars, show_plan, show_report
+from ._convert_view import Downloads, plan_as_dict, progress_bars, show_plan, show_report
 from ._options import json_option
 from ._output import emit_json, note
 
@@ -44,22 +45,38 @@ def command(source: str, out: Path, as_json: bool, **given: Any) -> int:
 
     tokenizer = given["tokenizer"]
     downloads = downloads_folder(out) if not (given["dry_run"] or given["check_only"]) else None
-    opened = open_source(source, tokenizer=tokenizer, downloads=downloads)
+    if hub.is_bundled(source):
+        source = str(hub.resolve(source))
+    arrived = Downloads()
+    opened = open_source(source, tokenizer=tokenizer, downloads=downloads, report=arrived.add)
     try:
         if given["check_only"]:
-            return _check(opened, out, as_json)
-        return _convert(opened, source, out, given, as_json)
-    finally:
-        opened.close()
+            code = _check(opened, out, as_json)
+        else:
+            code = _convert(opened, source, out, given, arrived, as_json)
+    except BaseException:
+        if downloads is None:
+            opened.close()  # else what is downloaded is kept for --resume
+        raise
+    opened.close()
+    return code
 
 
-def _convert(opened: "Source", source: str, out: Path, given: dict[str, Any], as_json: bool) -> int:
+def _convert(
+    opened: "Source",
+    source: str,
+    out: Path,
+    given: dict[str, Any],
+    arrived: Downloads,
+    as_json: bool,
+) -> int:
     from ..convert.read import open_source
     from ..convert.run import Conversion
 
     options = shape(given)
     full = given["check"] == "full"
     with progress_bars() as progress:
+        arrived.watch(progress, sum(info.stored_bytes for info in opened.tensors.values()))
         conversion = Conversion(
             opened, out, options, open_logits if full else None, progress,
             (lambda: open_source(source).fingerprint) if Path(source).exists() else None,

@@ -1,4 +1,4 @@
-"""`mlxinfer bench convert`: sizes counted from files, and (slow) the claims that it is there for."""
+"""`mlxinfer bench convert`: sizes counted from files; (slow) the claims it is there for."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from convert_cases import convert, write_source
+
 from mlxinfer.bench.convert_quality import bits_per_weight
 
 

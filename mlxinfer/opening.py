@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from .backend import require_mlx
 from .config import DiskOptions, EngineConfig, KVOptions, default_disk_folder
-from .errors import InvalidRequestError
+from .errors import InsufficientMemoryError, InvalidRequestError
 from .info import ModelInfo, describe
 from .memory import default_kv_bytes, parse_bytes, total_memory_bytes
 
@@ -20,6 +20,8 @@ PAGE_SIZE = 16  # tokens of KV cache that are handed out together
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """The keyword arguments of LLM, checked when built: what each means stands there.
+
+    A server gives `room_bytes` instead of max_memory: what weights and KV cache may take together.
 
     Raises:
         InvalidRequestError: a value out of its range.
@@ -36,6 +38,7 @@ class EngineOptions:
     dtype: str = "auto"
     num_pages: int | None = None
     launch_ahead: bool = True
+    room_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "prefill_chunk", "max_context", "num_pages"):
@@ -57,19 +60,32 @@ class EngineOptions:
     def config(self, model: "Model", folder: Path) -> EngineConfig:
         """The sizes of an engine for a loaded model."""
         limit = model.config.max_context
-        budget = default_kv_bytes(total_memory_bytes(), model.num_bytes)
         return EngineConfig(
             page_size=PAGE_SIZE,
             max_batch=self.max_batch,
             prefill_chunk=-(-self.prefill_chunk // PAGE_SIZE) * PAGE_SIZE,
             max_context=min(self.max_context or limit, limit),
-            kv_budget_bytes=budget if self.max_memory is None else parse_bytes(self.max_memory),
+            kv_budget_bytes=self._kv_bytes(model.num_bytes),
             num_pages=self.num_pages,
             kv=self.kv,
             prefix_cache=self.prefix_cache,
             disk=self._disk(folder),
             launch_ahead=self.launch_ahead,
         )
+
+    def _kv_bytes(self, weights_bytes: int) -> int:
+        """Budget of the KV cache; raises InsufficientMemoryError where the weights leave none."""
+        if self.max_memory is not None:
+            return parse_bytes(self.max_memory)
+        if self.room_bytes is None:
+            return default_kv_bytes(total_memory_bytes(), weights_bytes)
+        if weights_bytes >= self.room_bytes:
+            raise InsufficientMemoryError(
+                f"The weights take {weights_bytes / 1e6:.1f} MB, and the model may have "
+                f"{self.room_bytes / 1e6:.1f} MB with its KV cache; raise --max-memory.",
+                param="max_memory",
+            )
+        return self.room_bytes - weights_bytes
 
     def _disk(self, folder: Path) -> DiskOptions | None:
         if self.disk_cache is None:

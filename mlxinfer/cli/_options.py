@@ -56,6 +56,12 @@ def engine_options(function: Function) -> Function:
     return _apply(_ENGINE, function)
 
 
+def model_options(function: Function) -> Function:
+    """Add --kv-bits … --disk-cache without --max-memory, which servers divide among models."""
+    options = zip(ENGINE_NAMES, _ENGINE, strict=True)
+    return _apply(tuple(option for name, option in options if name != "max_memory"), function)
+
+
 def sampling_params(options: dict[str, Any]) -> SamplingParams:
     """What was given on the command line; a value out of range is wrong usage."""
     given = {name: options[name] for name in SAMPLING_NAMES if options[name] not in (None, ())}
@@ -68,7 +74,7 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
 
 def engine_arguments(options: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of LLM for what was given on the command line."""
-    given = {name: options[name] for name in ENGINE_NAMES if options[name] is not None}
+    given = {name: options[name] for name in ENGINE_NAMES if options.get(name) is not None}
     if "kv_bits" in given:
         bits = {"16": None, "8": 8, "4": 4, "8/4": (8, 4)}
         given["kv_bits"] = bits[given["kv_bits"]]

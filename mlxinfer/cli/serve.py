@@ -1,18 +1,19 @@
 """`mlxinfer serve`: models over HTTP."""
 
 import os
-import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
+from ..configfile import parse_duration
 from ..errors import InvalidRequestError
-from ._configuration import PREFIX, config_option
-from ._model import fetch
-from ._options import engine_arguments, engine_options
+from ._configuration import PREFIX, config_of, config_option
+from ._models import Wanted, entry_of, wanted_models
+from ._options import model_options
 
 if TYPE_CHECKING:
-    from ..opening import EngineOptions
     from ..server.models import Models
 
 API_KEY = "MLXINFER_API_KEY"
@@ -65,20 +66,38 @@ API_KEY = "MLXINFER_API_KEY"
 @click.option(
     "--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"])
 )
-@engine_options
-def command(models: tuple[str, ...], log_format: str, log_level: str, **options: Any) -> None:
-    """Serve models over HTTP, with OpenAI's and Anthropic's APIs."""
+@click.option(
+    "--max-memory",
+    metavar="SIZE",
+    help="Weights and KV caches of all loaded models.  [default: 0.7 of this machine's]",
+)
+@click.option(
+    "--ttl",
+    metavar="TIME",
+    help="Unload a model after so long without a request, such as 30m.  [default: never]",
+)
+@model_options
+@click.pass_context
+def command(
+    ctx: click.Context, models: tuple[str, ...], log_format: str, log_level: str, **options: Any
+) -> None:
+    """Serve models over HTTP, with OpenAI's and Anthropic's APIs.
+
+    Models of -m are loaded at the start as far as there is room, those of the config file when a
+    request names them, unless they are pinned.
+    """
     from ..server.logs import set_up_logging
     from ..server.running import Server, bind, raise_file_limit, url_of
     from ..server.service import Service
 
     config = server_config(options)
+    by_default = ctx.get_parameter_source("models") is ParameterSource.DEFAULT
+    wanted = wanted_models(models, config_of(ctx), by_default=by_default)
     listener = bind(config)  # before models load: a taken port is known at once
     try:
         set_up_logging(log_format, log_level)
         raise_file_limit(config.max_connections)
-        opened = open_models(models, engine_arguments(options), options["tool_format"])
-        service = Service(opened, config)
+        service = Service(registry(wanted, options), config)
     except BaseException:
         listener.close()
         raise
@@ -103,51 +122,19 @@ def server_config(options: dict[str, Any]) -> Any:
         raise click.UsageError(str(error)) from error
 
 
-def open_models(
-    given: tuple[str, ...], arguments: dict[str, Any], tool_format: str = "auto"
-) -> "Models":
-    """Load `MODEL` or `NAME=MODEL`, each with the same engine options."""
+def registry(wanted: Sequence[Wanted], options: dict[str, Any]) -> "Models":
+    """The models, none of them loaded yet; options that do not fit are wrong usage."""
+    from ..memory import parse_bytes, total_memory_bytes
+    from ..server.budget import LIMIT_SHARE
     from ..server.models import Models
-    from ..server.served import ServedModel
 
-    options = _options_of(arguments)
-    named = dict(map(name_and_source, given))
-    if len(named) != len(given):
-        raise click.UsageError("Two models have one name; give one of them another: NAME=MODEL.")
-    served: list[ServedModel] = []
     try:
-        for name, source in named.items():
-            folder = fetch(source)
-            model = ServedModel.open(
-                name, folder, options, created_s=int(time.time()), tool_format=tool_format
-            )
-            served.append(model)
-    except BaseException:
-        for model in served:
-            model.close()
-        raise
-    return Models(served)
-
-
-def _options_of(arguments: dict[str, Any]) -> "EngineOptions":
-    from ..config import KVOptions
-    from ..opening import EngineOptions
-
-    kv = KVOptions.build(
-        bits=arguments.pop("kv_bits", None),
-        window=arguments.pop("kv_window", None),
-        sinks=arguments.pop("kv_sinks", 0),
-    )
-    return EngineOptions(kv=kv, **arguments)
-
-
-def name_and_source(given: str) -> tuple[str, str]:
-    """`demo` -> ("demo", "demo"); `small=/models/x` -> ("small", "/models/x").
-
-    A folder is served under its own name: requests and answers say nothing of where it lies.
-    """
-    name, separator, source = given.partition("=")
-    if separator and name and "/" not in name:
-        return name, source
-    is_folder = os.path.isdir(given)
-    return (os.path.basename(os.path.abspath(given)) if is_folder else given), given
+        ttl_s = None if options["ttl"] is None else parse_duration(options["ttl"])
+        limit = options.pop("max_memory")
+        limit_bytes = int(LIMIT_SHARE * total_memory_bytes())
+        if limit is not None:
+            limit_bytes = parse_bytes(limit)
+        entries = [entry_of(each, options, ttl_s) for each in wanted]
+        return Models(entries, limit_bytes=limit_bytes)
+    except InvalidRequestError as error:
+        raise click.UsageError(str(error)) from error

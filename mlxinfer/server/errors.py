@@ -12,8 +12,10 @@ MlxinferError
 ├── DeadlineError              504  deadline_exceeded
 ├── InvalidRequestError
 │   └── UnsupportedFieldError  400  unsupported_parameter
+├── ModelBusyError             409  model_busy
 └── OverloadedError
-    └── ShuttingDownError      503  shutting_down
+    ├── ShuttingDownError      503  shutting_down
+    └── ModelLoadError         503  model_load_failed
 """
 
 from ..errors import InvalidRequestError, MlxinferError, OverloadedError
@@ -92,3 +94,16 @@ class ShuttingDownError(OverloadedError):
     """The server is about to end."""
 
     code = "shutting_down"
+
+
+class ModelLoadError(OverloadedError):
+    """The model could not be loaded; its cause is why. The server's log has it, clients do not."""
+
+    code = "model_load_failed"
+
+
+class ModelBusyError(MlxinferError):
+    """The model answers requests, and so is not unloaded."""
+
+    status = 409
+    code = "model_busy"

@@ -7,7 +7,7 @@ import msgspec
 from .call import Call
 from .endpoint import Endpoint
 from .replies import Reply, json_body
-from .served import ServedModel
+from .slots import Slot
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
@@ -17,7 +17,9 @@ class ModelCard(msgspec.Struct, kw_only=True):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "mlxinfer"
-    max_model_len: int  # tokens of prompt and answer
+    max_model_len: int | None  # tokens of prompt and answer; null until it was loaded once
+    state: str  # unloaded, loading, loaded or unloading; requests load what is not
+    aliases: list[str]  # further names that requests may use
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -28,8 +30,8 @@ class ModelList(msgspec.Struct, kw_only=True):
 
 
 async def list_models(call: Call, _: None) -> Reply:
-    """The models that are running."""
-    return json_body(ModelList(data=[_card(m) for m in call.service.models.running()]))
+    """The models that there are, loaded or not."""
+    return json_body(ModelList(data=[_card(slot) for slot in call.service.models.slots()]))
 
 
 async def show_model(call: Call, _: None) -> Reply:
@@ -55,5 +57,11 @@ ENDPOINTS = (
 )
 
 
-def _card(model: ServedModel) -> ModelCard:
-    return ModelCard(id=model.name, created=model.created_s, max_model_len=model.max_context)
+def _card(slot: Slot) -> ModelCard:
+    return ModelCard(
+        id=slot.entry.name,
+        created=slot.entry.created_s,
+        max_model_len=slot.max_context,
+        state=slot.state,
+        aliases=list(slot.entry.aliases),
+    )

@@ -19,6 +19,7 @@ from .service import Service
 from .settings import ServerConfig
 
 SPARE_FILES = 256  # models, logs, the disk tier
+TEND_S = 0.5  # between two looks for idle models
 
 
 class Server(uvicorn.Server):
@@ -60,9 +61,15 @@ class Server(uvicorn.Server):
         self._on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._tending: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
 
     def serve_forever(self) -> None:
-        """Serve in this thread until stopped; then the models are closed too."""
+        """Serve in this thread until stopped; then the models are closed too.
+
+        Raises:
+            ModelError and others: a model that is to be there from the start cannot be loaded.
+        """
         try:
             asyncio.run(self._serve_until_drained())
         finally:
@@ -76,11 +83,28 @@ class Server(uvicorn.Server):
     async def _serve_until_drained(self) -> None:
         self._loop = asyncio.get_running_loop()
         await self.serve(sockets=[self._listener])
+        if self._tending is not None:
+            self._tending.cancel()
+        if self._failure is not None:
+            raise self._failure
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Begin to listen; requests wait for models that are loaded meanwhile."""
         await super().startup(sockets)
+        self._tending = asyncio.get_running_loop().create_task(self._tend_models())
+
+    async def _tend_models(self) -> None:
+        """Load what is to be there, then unload what is idle for too long."""
+        try:
+            await self.service.models.load_first()
+        except Exception as error:  # whoever started the server is told, and it ends
+            self._failure = error
+            self.should_exit = True
+            return
         self._on_ready()
+        while True:
+            await asyncio.sleep(TEND_S)
+            await self.service.models.unload_idle()
 
     def _begin_draining(self) -> None:
         if self._draining is None:

@@ -47,7 +47,7 @@ class LiveServer:
         self.config = ServerConfig(port=0, **config)
         options = EngineOptions(**{"max_batch": 16, **(engine or {})})
         self.model = ServedModel.open("demo", hub.resolve("demo"), options, created_s=1)
-        self.service = Service(Models([self.model]), self.config)
+        self.service = Service(Models.of([self.model]), self.config)
         listener = bind(self.config)
         if send_buffer is not None:  # connections inherit it
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

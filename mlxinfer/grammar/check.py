@@ -156,13 +156,21 @@ def readable(message: str) -> str:
 
 
 def watch_memory(max_bytes: int) -> None:
-    """End the process when it takes more; where the system does not, a thread looks."""
+    """End the process when it takes more; where the system does not, a thread looks.
+
+    Linux counts the peak of the process that started this one, too: what matters is the growth.
+    """
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
 
+    def peak_bytes() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    allowed = peak_bytes() + max_bytes
+
     def watch() -> None:
-        while resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit < max_bytes:
+        while peak_bytes() < allowed:
             time.sleep(MEMORY_POLL_S)
         os._exit(KILLED_BY_MEMORY)
 

@@ -22,7 +22,7 @@ from .anthropic_output import (
 )
 from .anthropic_types import CountRequest, MessagesRequest
 from .call import Call
-from .context import check_room
+from .context import check_messages, check_room
 from .endpoint import Endpoint
 from .generation import Generation
 from .guidance import start_grammars
@@ -46,7 +46,7 @@ async def messages(call: Call, body: MessagesRequest) -> Reply:
     form = body.output_config.format if body.output_config else None
     asked = response_format(form, place="output_config.format")
     use = _tools(model, body)
-    prompt_ids = await call.in_worker(_encode, model, body, use)
+    prompt_ids = await call.in_worker(_encode, model, body, use, bounded=True)
     check_room(model, len(prompt_ids), None, param="messages")
     room = model.max_context - len(prompt_ids)
     params = _params(body, model, min(body.max_tokens, room))
@@ -65,7 +65,7 @@ async def count_tokens(call: Call, body: CountRequest) -> Reply:
     """How many tokens a conversation has, tools and system prompt included."""
     body.refuse()
     model = await call.model(body.model)
-    ids = await call.in_worker(_encode, model, body, _tools(model, body))
+    ids = await call.in_worker(_encode, model, body, _tools(model, body), bounded=False)
     return json_body(TokenCount(input_tokens=len(ids)))
 
 
@@ -97,11 +97,16 @@ def _tools(model: ServedModel, body: CountRequest) -> ToolUse | None:
     return tool_use(model, openai_tools(body.tools), openai_choice(choice), parallel=parallel)
 
 
-def _encode(model: ServedModel, body: CountRequest, use: ToolUse | None) -> list[int]:
+def _encode(
+    model: ServedModel, body: CountRequest, use: ToolUse | None, *, bounded: bool
+) -> list[int]:
     prefilled = goes_on(body.messages)
+    plain = conversation(body)
+    if bounded:
+        check_messages(model, plain, param="messages")
     return encode_chat(
         model.tokenizer,
-        conversation(body),
+        plain,
         tools=None if use is None else use.shown,
         add_generation_prompt=not prefilled,
         continue_final_message=prefilled,

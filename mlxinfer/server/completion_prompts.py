@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import InvalidRequestError
-from .context import check_room
+from .context import check_room, check_texts
 from .served import ServedModel
 
 MAX_PROMPTS = 1024
@@ -50,7 +50,10 @@ def _one(model: ServedModel, item: str | int | list[int], path: str) -> Prompt:
 
 
 def _of_text(model: ServedModel, text: str, path: str) -> Prompt:
-    return _checked(Prompt(model.tokenizer.encode(text, parse_special=True), text), path)
+    check_texts(model, [text], param=path)
+    ids = model.tokenizer.encode(text, parse_special=True)
+    check_room(model, len(ids), None, param=path)  # before the prompts that follow are read
+    return _checked(Prompt(ids, text), path)
 
 
 def _of_ids(model: ServedModel, given: Sequence[object], path: str) -> Prompt:

@@ -13,7 +13,7 @@ from ..text import ToolUse, encode_chat
 from . import sse
 from .call import Call
 from .chat_template import effort_variables
-from .context import check_room
+from .context import check_messages, check_room
 from .endpoint import Endpoint
 from .generation import Generation
 from .guidance import start_grammars
@@ -168,6 +168,7 @@ def _encode(model: ServedModel, body: ResponsesRequest, use: ToolUse | None) -> 
     source = template.source_for(tools)
     effort = body.reasoning.effort if body.reasoning else None
     messages = conversation(body, source=source)
+    check_messages(model, messages, param="input")
     return encode_chat(model.tokenizer, messages, tools=tools, **effort_variables(effort, source))
 
 

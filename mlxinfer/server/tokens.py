@@ -123,7 +123,9 @@ def _encode(model: ServedModel, body: TokenizeRequest, allowed: frozenset[str]) 
     if body.messages is not None:
         use = tool_use(model, body.tools, None)
         shown = None if use is None else use.shown
-        return encode_conversation(model, body.messages, body, allowed=allowed, tools=shown)
+        return encode_conversation(
+            model, body.messages, body, allowed=allowed, tools=shown, bounded=False
+        )
     refuse("tools", body.tools, ([],))
     special = True if body.add_special_tokens is None else body.add_special_tokens
     return model.tokenizer.encode(body.prompt or "", add_special_tokens=special, parse_special=True)

@@ -14,6 +14,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..errors import InvalidRequestError, OverloadedError
 from .body import ClientGoneError
 from .endpoint import Endpoint, send_body
 from .errors import (
@@ -23,6 +24,7 @@ from .errors import (
     NoSuchPathError,
 )
 from .origins import HostRules
+from .protocol import CONNECTIONS
 from .settings import ServerConfig
 from .styles import OPENAI, ErrorStyle, error_reply
 
@@ -56,6 +58,7 @@ class Guard:
             return
         exchange = Exchange(scope, send, self._style_of(scope["path"]))
         try:
+            _check_framing(exchange, scope, self._config.max_connections)
             if not await self._hosts.answer_preflight(scope, exchange.send):
                 self._check(scope)
                 exchange.headers += self._hosts.response_headers(scope)
@@ -142,6 +145,19 @@ def _as_ours(error: Exception) -> Exception:
     if error.status_code == 405:
         return MethodError("This path is there, but not for this method.")
     return NoSuchPathError("Nothing is served at this path; /docs lists what is.")
+
+
+def _check_framing(exchange: Exchange, scope: Scope, max_connections: int) -> None:
+    """Refuse, and hang up, where the connection itself is not to go on."""
+    names = {name for name, _ in scope["headers"]}
+    ambiguous = names >= {b"content-length", b"transfer-encoding"}
+    num_open = len(scope["state"][CONNECTIONS])
+    if ambiguous or num_open > max_connections:
+        exchange.headers.append((b"connection", b"close"))
+    if num_open > max_connections:
+        raise OverloadedError(f"More than {max_connections} connections are open.")
+    if ambiguous:  # somebody in between may have found another end of it (RFC 9112, 6.1)
+        raise InvalidRequestError("content-length and transfer-encoding exclude each other.")
 
 
 def _check_json(headers: dict[bytes, Any]) -> None:

@@ -10,10 +10,16 @@ from ..errors import InvalidRequestError
 from .styles import OPENAI
 
 ABORT = "mlxinfer.abort"  # in a request's state: ends its connection without sending what waits
+CONNECTIONS = "mlxinfer.connections"  # the set of those that are open
+MAX_AHEAD = 64 << 10  # bytes that a client may send before it has the answer to what it sent
 
 
 class PatientProtocol(H11Protocol):
-    """Closes a connection whose request line and headers are not complete after a while."""
+    """Closes a connection whose request line and headers are not complete after a while.
+
+    It goes on reading while it answers, or it would not notice that a client that has sent more
+    than its request hangs up. How many may connect, the guard says, in the words of the API.
+    """
 
     header_timeout_s = 30.0
     _header_timer: asyncio.TimerHandle | None = None
@@ -26,7 +32,8 @@ class PatientProtocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """A client has connected."""
         super().connection_made(transport)
-        self.app_state = {**self.app_state, ABORT: transport.abort}
+        self.app_state = {**self.app_state, ABORT: transport.abort, CONNECTIONS: self.connections}
+        self.limit_concurrency = None
         self._wait_for_headers()
 
     def data_received(self, data: bytes) -> None:
@@ -37,6 +44,8 @@ class PatientProtocol(H11Protocol):
             self._stop_waiting()
         elif self._header_timer is None and (before is None or before.response_complete):
             self._wait_for_headers()
+        if self.flow.read_paused and self.conn.their_state is h11.DONE:
+            self._listen_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has left."""
@@ -50,6 +59,9 @@ class PatientProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP, in the shape that other errors have."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer has begun
+            self.transport.abort()
+            return
         body = OPENAI.body(InvalidRequestError(msg))
         headers = [
             (b"content-type", b"application/json"),
@@ -60,6 +72,14 @@ class PatientProtocol(H11Protocol):
         for event in (response, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+    def _listen_on(self) -> None:
+        """Read although the next request has to wait: a little of it, and the end."""
+        ahead, _ = self.conn.trailing_data
+        if len(ahead) > MAX_AHEAD:
+            self.transport.abort()
+        else:
+            self.flow.resume_reading()
 
     def _wait_for_headers(self) -> None:
         self._header_timer = self.loop.call_later(

@@ -1,6 +1,6 @@
 """The KV cache of a model: layer groups, their pages and pools, within a budget. Knows no queue."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -8,8 +8,9 @@ import numpy as np
 
 from ..core import KVSpec
 from ..errors import InsufficientMemoryError
+from ..metal_kernels.heads import Heads
 from .pages import PageAllocator, PageTable
-from .plan import Planner, make_planner, plan_group
+from .plan import Planner, make_planner, padded_positions, plan_group
 from .pool import Bits, LayerPool, Plane, token_bytes
 from .reach import Reach
 from .spans import Span, by_width
@@ -45,6 +46,7 @@ class KVCache:
         num_pages: pages of every full group instead of as many as the budget holds.
         bits: of keys and values, for each layer; None: all in `dtype`.
         kernel_layers: whose attention over pages may use the Metal kernel.
+        heads: of layers whose keys and values are written by the Metal kernel.
 
     Raises:
         InsufficientMemoryError: the budget does not hold one sequence of a page.
@@ -62,7 +64,9 @@ class KVCache:
         num_pages: int | None = None,
         bits: Sequence[Bits] | None = None,
         kernel_layers: frozenset[int] = frozenset(),
+        heads: Mapping[int, Heads] | None = None,
     ) -> None:
+        self._heads = heads or {}
         self._kernel_layers = kernel_layers
         self.specs = list(specs)
         self.dtype = dtype
@@ -241,6 +245,7 @@ class KVCache:
     def begin_step(self, short: Sequence[Span], long: Sequence[Span]) -> list[StepKV]:
         """What each layer attends through, for a step of these spans."""
         spans = by_width(short)
+        positions = padded_positions(spans, long)
         plans = [
             plan_group(
                 spans,
@@ -249,10 +254,14 @@ class KVCache:
                 reach=group.reach,
                 page_size=self.page_size,
                 planner=group.planner,
+                positions=positions,
             )
             for g, group in enumerate(self.groups)
         ]
-        return [StepKV(pool, plans[self._group_of[i]]) for i, pool in enumerate(self.pools)]
+        return [
+            StepKV(pool, plans[self._group_of[i]], self._heads.get(i))
+            for i, pool in enumerate(self.pools)
+        ]
 
 
 def _reach(spec: KVSpec) -> Reach:

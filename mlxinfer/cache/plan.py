@@ -29,6 +29,7 @@ class ShortPlan(Protocol):
         ...
 
 
+MIN_POSITIONS = 8
 Planner = Callable[[ShortSpans, int], ShortPlan]  # of spans among so many rows of a step
 
 
@@ -55,6 +56,7 @@ class GroupPlan:
     long: list[ChunkPlan]
     tail_rows: mx.array | None  # (N,) flat rows that go to tails; None: all of them, in order
     tail_place: TailPlace | None  # where the N tokens go; None: none does
+    positions: mx.array  # (max(T, 8),) int32, of all tokens; fewer would be another kernel variant
 
 
 def plan_group(
@@ -65,18 +67,30 @@ def plan_group(
     reach: Reach,
     page_size: int,
     planner: Planner,
+    positions: mx.array,
 ) -> GroupPlan:
-    """Plan one step of layer group `group`."""
+    """Plan one step of layer group `group`; `positions` as `padded_positions` gives them."""
     ring = 2 * page_size
-    rows, slots, positions = _tail_writes(short, long, page_size)
+    rows, slots, places = _tail_writes(short, long, page_size)
     num_rows = sum([int(spans.counts.sum()) for spans in short])
     num_rows += sum([span.num_tokens for span in long])
     return GroupPlan(
         short=[planner(spans, num_rows) for spans in short],
         long=[plan_chunk(span, group, reach) for span in long],
         tail_rows=None if len(rows) == num_rows else mx.array(rows),
-        tail_place=tail_place(slots, positions % ring) if len(rows) else None,
+        tail_place=tail_place(slots, places % ring) if len(rows) else None,
+        positions=positions,
     )
+
+
+def padded_positions(short: Sequence[ShortSpans], long: Sequence[Span]) -> mx.array:
+    """(max(T, 8),) int32 of the tokens in flat order, and zeros."""
+    parts = [spans.tokens()[2] for spans in short]
+    parts += [np.arange(span.start, span.stop, dtype=np.int32) for span in long]
+    missing = MIN_POSITIONS - sum([len(part) for part in parts])
+    if missing > 0:
+        parts.append(np.zeros(missing, np.int32))
+    return mx.array(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
 
 def _tail_writes(

@@ -5,6 +5,8 @@
 
 import mlx.core as mx
 
+from ..metal_kernels.heads import Heads
+from ..metal_kernels.kv_write import kv_write
 from .plan import GroupPlan
 from .pool import LayerPool, Plane
 
@@ -12,11 +14,22 @@ from .pool import LayerPool, Plane
 class StepKV:
     """One layer's pool together with the plan of the step: what `LayerKV` promises."""
 
-    __slots__ = ("_plan", "_pool")
+    __slots__ = ("_plan", "_pool", "heads")
 
-    def __init__(self, pool: LayerPool, plan: GroupPlan) -> None:
+    def __init__(self, pool: LayerPool, plan: GroupPlan, heads: Heads | None = None) -> None:
         self._pool = pool
         self._plan = plan
+        self.heads = heads
+
+    def attend_heads(
+        self, qkv: mx.array, *, scale: float, sinks: mx.array | None = None
+    ) -> mx.array:
+        """Norm, rope and storage format of this step's tokens in one kernel, then as `attend`."""
+        assert self.heads is not None
+        written = kv_write(qkv, self._plan.positions, self.heads)
+        return self.attend_stored(
+            written.queries, written.keys, written.values, scale=scale, sinks=sinks
+        )
 
     def attend(
         self,

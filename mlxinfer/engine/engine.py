@@ -13,6 +13,7 @@ from ..config import EngineConfig
 from ..core import FinishReason, Request, TokenEvent
 from ..errors import EngineClosedError
 from ..models.decoder import Model
+from .kernels import choose_on_this_machine
 from .loop import Loop
 
 Listener = Callable[[TokenEvent], None]
@@ -108,7 +109,7 @@ class Engine:
     def _run(self, load: Callable[[], tuple[Model, EngineConfig]], ready: "Future[Loop]") -> None:
         try:
             model, config = load()
-            loop = Loop(model, config, self._emit)
+            loop = Loop(model, config, self._emit, kernels=choose_on_this_machine())
         except BaseException as error:  # the constructor raises it in its caller
             ready.set_exception(error)
             return

@@ -26,6 +26,7 @@ from ..models.decoder import Model
 from ..sampling.sampler import Sampler
 from .batch import Batch
 from .guides import Guides, follow
+from .kernels import Chooser, choose_kernels, choose_none
 from .pagestore import PageStore
 from .runner import Launched, Runner
 from .scheduler import Scheduler
@@ -39,13 +40,21 @@ class Loop:
         model: evaluated and ready.
         config: sizes.
         emit: called with each event of each request; the last one has a finish_reason.
+        kernels: says which Metal kernels may be used.
     """
 
     def __init__(
-        self, model: Model, config: EngineConfig, emit: Callable[[TokenEvent], None]
+        self,
+        model: Model,
+        config: EngineConfig,
+        emit: Callable[[TokenEvent], None],
+        *,
+        kernels: Chooser = choose_none,
     ) -> None:
         self.model = model
         self.config = config
+        self._layout = lay_out(model.kv_specs, config.kv, key_bias=model.config.qkv_bias)
+        self.kernels = choose_kernels(model, *self._layout, kernels)
         self._emit = emit
         self._in_flight: Launched | None = None
         self.store: PageStore | None = None
@@ -54,7 +63,7 @@ class Loop:
     def assemble(self) -> None:
         """A fresh cache, scheduler and runner around the model."""
         config = self.config
-        specs, bits = lay_out(self.model.kv_specs, config.kv, key_bias=self.model.config.qkv_bias)
+        specs, bits = self._layout
         self.cache = KVCache(
             specs,
             bits=bits,
@@ -64,6 +73,8 @@ class Loop:
             prefill_chunk=config.prefill_chunk,
             budget_bytes=config.kv_budget_bytes,
             num_pages=config.num_pages,
+            kernel_layers=self.kernels.attention,
+            heads=self.kernels.heads,
         )
         if config.disk is not None and self.store is None:
             self.store = _open_store(config.disk, self.cache)
@@ -76,7 +87,12 @@ class Loop:
             reuse=config.prefix_cache,
             store=self.store,
         )
-        self.runner = Runner(self.model, self.cache, Sampler(self.model.config.vocab_size))
+        sampler = Sampler(
+            self.model.config.vocab_size,
+            kernel=self.kernels.samples,
+            mask_kernel=self.kernels.masks,
+        )
+        self.runner = Runner(self.model, self.cache, sampler)
         self.guides = Guides(self.model.config.vocab_size)
         self._in_flight = None
 

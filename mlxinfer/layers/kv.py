@@ -4,6 +4,8 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from ..metal_kernels.heads import Heads
+
 
 class LayerKV(Protocol):
     """The KV cache of one layer during one step.
@@ -11,6 +13,14 @@ class LayerKV(Protocol):
     The step is a flat list of T tokens of several sequences; which token belongs to which sequence,
     and what each may see (causality, sliding window), is known here and not in the model.
     """
+
+    heads: Heads | None  # what `attend_heads` does to the projection; None: the layer does it
+
+    def attend_heads(
+        self, qkv: mx.array, *, scale: float, sinks: mx.array | None = None
+    ) -> mx.array:
+        """`attend`, from the fused projection (T, (num_heads + 2 * num_kv_heads) * head_dim)."""
+        ...
 
     def attend(
         self,

@@ -7,12 +7,14 @@ import mlx.core as mx
 
 from ..errors import UnsupportedModelError
 from ..layers.activations import ACTIVATIONS, Gated, gated
-from ..layers.attention import Attention
+from ..layers.attention import Attention, HeadsMaker
+from ..layers.frequencies import inverse_frequencies
 from ..layers.linear import Projection
 from ..layers.mlp import MLP
 from ..layers.norm import Norm, rms_norm
 from ..layers.rope import Rope, make_rope, scale_factor
 from ..layers.tree import arrays
+from ..metal_kernels.heads import Heads
 from .config import ModelConfig
 from .decoder import FeedForward, Model, PreNormLayer, SandwichLayer
 from .weights import Weights
@@ -121,6 +123,7 @@ def _attention(
         config.hidden_size,
         bias=config.qkv_bias,
     )
+    norm_weight = _qk_norm_weight(config, weights, plan, path) if plan.qk_norm else None
     return Attention(
         qkv_proj=qkv_proj,
         o_proj=weights.linear(
@@ -131,9 +134,34 @@ def _attention(
         head_dim=dim,
         scale=config.attention_scale * scale_factor(config.ropes[index], dim),
         rope=rope,
-        qk_norm=_qk_norm(config, weights, plan, path) if plan.qk_norm else None,
+        qk_norm=None if norm_weight is None else rms_norm(norm_weight, config.rms_norm_eps),
         sinks=weights.take(f"{path}.sinks", (heads,)) if plan.sinks else None,
+        make_heads=_heads_maker(config, plan, index, norm_weight),
     )
+
+
+def _heads_maker(
+    config: ModelConfig, plan: Plan, index: int, norm_weight: mx.array | None
+) -> HeadsMaker:
+    """What norm and rope of a layer are, for the kernel that does both."""
+    spec, dim = config.ropes[index], config.head_dim
+    whole = spec.dims == dim  # then the attention scale has the factor, see scale_factor
+
+    def make(key_bits: int | None, value_bits: int | None) -> Heads:
+        return Heads(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=dim,
+            key_bits=key_bits,
+            value_bits=value_bits,
+            rotate=key_bits == 4,
+            norm_weight=norm_weight,
+            norm_eps=config.rms_norm_eps,
+            frequencies=mx.array(inverse_frequencies(spec), mx.float32),
+            magnitude=1.0 if whole else spec.attention_factor,
+        )
+
+    return make
 
 
 def _norm(config: ModelConfig, weights: Weights, plan: Plan, path: str, dims: int) -> Norm:
@@ -141,8 +169,8 @@ def _norm(config: ModelConfig, weights: Weights, plan: Plan, path: str, dims: in
     return rms_norm(weight, config.rms_norm_eps)
 
 
-def _qk_norm(config: ModelConfig, weights: Weights, plan: Plan, path: str) -> Norm:
-    """One norm over the heads of Q and K together, each with its own weights."""
+def _qk_norm_weight(config: ModelConfig, weights: Weights, plan: Plan, path: str) -> mx.array:
+    """(H + Hkv, D) for one norm over the heads of Q and K together, each with its own weights."""
     dim = config.head_dim
     parts = [
         mx.broadcast_to(
@@ -151,4 +179,4 @@ def _qk_norm(config: ModelConfig, weights: Weights, plan: Plan, path: str) -> No
         )
         for name, count in (("q", config.num_heads), ("k", config.num_kv_heads))
     ]
-    return rms_norm(mx.concatenate(parts), config.rms_norm_eps)
+    return mx.concatenate(parts)

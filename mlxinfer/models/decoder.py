@@ -123,6 +123,11 @@ class Model:
             x = layer(x, prepared[rope], cache)
         return self.norm(x)
 
+    @property
+    def attentions(self) -> list[Attention]:
+        """The attention of each layer."""
+        return [layer.self_attn for layer in self.layers]
+
     def logits(self, hidden: mx.array) -> mx.array:
         """hidden (R, hidden_size) as `__call__` returns it -> (R, vocab_size)."""
         logits = self.lm_head(hidden)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core import SamplingParams
+from ..metal_kernels.sample import SETTINGS
 from .biases import Biases, SparseBias
 from .blocks import padded_width
 from .logprobs import LogprobRows, logprob_rows
@@ -87,11 +88,18 @@ class Plan:
     penalties: Penalties | None
     biases: Biases | None
     logprobs: LogprobRows | None
+    settings: NDArray[np.void]  # (R,) SETTINGS for the Metal kernel, counts left out
+    width: int  # of padded rows
 
     @property
-    def plain_argmax(self) -> bool:
-        """Whether the token of every row is simply the most probable one."""
-        return not self.drawn and self.penalties is None and self.biases is None
+    def adjusts(self) -> bool:
+        """Whether any row has penalties or biases."""
+        return self.penalties is not None or self.biases is not None
+
+    @property
+    def all_greedy(self) -> bool:
+        """Whether the token of every row is the most probable one."""
+        return not self.drawn
 
 
 def make_plan(
@@ -132,7 +140,17 @@ def make_plan(
         if biased
         else None,
         logprobs=logprob_rows(asked, rows["logprobs"][asked].tolist()) if asked else None,
+        settings=_settings(rows),
+        width=padded_width(vocab_size),
     )
+
+
+def _settings(rows: NDArray[np.void]) -> NDArray[np.void]:
+    settings = np.zeros(len(rows), SETTINGS)
+    for name in ("top_k", "top_p", "min_p", "stream"):
+        settings[name] = rows[name]
+    settings["temperature"] = np.where(rows["kind"] == GREEDY, 0, rows["temperature"])
+    return settings
 
 
 def _index(places: NDArray[np.int64], num_rows: int) -> mx.array | slice:

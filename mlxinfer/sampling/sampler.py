@@ -9,15 +9,12 @@ from numpy.typing import NDArray
 
 from ..core import SamplingParams
 from .biases import SparseBias, sparse_bias
-from .bitmask import apply_bitmask
 from .blocks import pad_rows
-from .draw import draw
+from .choice import Choice, KernelChoice, PlainChoice
 from .history import TokenHistory
 from .logprobs import LogprobArrays, compute_logprobs
 from .penalties import penalise, prompt_mask
 from .plan import ROW, Plan, make_plan, row_of
-from .randomness import uniforms
-from .truncation import kept_weights
 
 MAX_PLANS = 2
 
@@ -41,8 +38,9 @@ class Sampler:
     request gets does not depend on the slots or on the other rows of its batches.
     """
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, *, kernel: bool = False, mask_kernel: bool = False) -> None:
         self._vocab_size = vocab_size
+        self._choice: Choice = (KernelChoice if kernel else PlainChoice)(mask_kernel=mask_kernel)
         self._table = np.zeros(0, dtype=ROW)
         self._biases: dict[int, SparseBias] = {}
         self._prompts: dict[int, mx.array] = {}
@@ -111,11 +109,12 @@ class Sampler:
             mask: (R, ceil(V / 32)) uint32 tokens that a grammar allows (see apply_bitmask).
         """
         plan = self._plan_for(slots)
-        masked = logits if mask is None else apply_bitmask(logits, mask)
-        if plan.plain_argmax:
-            tokens = mx.argmax(masked, axis=-1).astype(mx.int32)
-        else:
-            tokens = self._choose(plan, pad_rows(masked), counts, pending)
+        rows = logits
+        if plan.adjusts:
+            if mask is not None:
+                rows, mask = self._choice.masked(rows, mask), None
+            rows = self._adjusted(plan, pad_rows(rows), counts, pending)
+        tokens = self._choice.choose(plan, rows, counts, mask)
         if plan.logprobs is None:
             return Sampled(tokens, None)
         return Sampled(tokens, compute_logprobs(logits, tokens, plan.logprobs))
@@ -130,29 +129,12 @@ class Sampler:
             self._plans[key] = plan
         return plan
 
-    def _choose(
-        self,
-        plan: Plan,
-        rows: mx.array,
-        counts: NDArray[np.int64],
-        pending: mx.array | None,
+    def _adjusted(
+        self, plan: Plan, rows: mx.array, counts: NDArray[np.int64], pending: mx.array | None
     ) -> mx.array:
-        """(R,) int32 the tokens of padded rows."""
+        """Padded rows after penalties and biases."""
         if plan.penalties is not None:
             rows = penalise(rows, plan.penalties, self._history, pending)
         if plan.biases is not None:
             rows = plan.biases.apply(rows, counts)
-        tokens = []
-        if plan.greedy is not None:
-            tokens.append(mx.argmax(_take(rows, plan.greedy), axis=-1).astype(mx.int32))
-        if plan.drawn:
-            weights = [kept_weights(_take(rows, group.rows), group.cuts) for group in plan.drawn]
-            joined = weights[0] if len(weights) == 1 else mx.concatenate(weights)
-            random = uniforms(plan.streams, counts[plan.drawn_places])[:, None]
-            tokens.append(draw(joined, mx.array(random)))
-        return tokens[0] if plan.order is None else mx.concatenate(tokens)[plan.order]
-
-
-def _take(rows: mx.array, places: mx.array | slice) -> mx.array:
-    """The rows of a group; all of them cost nothing."""
-    return rows if isinstance(places, slice) else rows[places]
+        return rows

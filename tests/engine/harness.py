@@ -17,6 +17,7 @@ from mlxinfer.core import (
     TokenEvent,
     TokenLogprobs,
 )
+from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.engine.loop import Loop
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
@@ -60,10 +61,10 @@ class Outcome:
 class Harness:
     """A loop and what it said."""
 
-    def __init__(self, model: Model, **changes: object) -> None:
+    def __init__(self, model: Model, *, kernels: Chooser = choose_none, **changes: object) -> None:
         self.outcomes: dict[str, Outcome] = {}
         self.turns = 0
-        self.loop = Loop(model, config(**changes), self._take)
+        self.loop = Loop(model, config(**changes), self._take, kernels=kernels)
 
     def _take(self, event: TokenEvent) -> None:
         outcome = self.outcomes[event.request_id]

@@ -11,7 +11,7 @@ from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
 
 from mlxinfer.cache.pages import PageTable
-from mlxinfer.cache.plan import make_planner, plan_group
+from mlxinfer.cache.plan import make_planner, padded_positions, plan_group
 from mlxinfer.cache.pool import Bits, LayerPool
 from mlxinfer.cache.reach import Reach
 from mlxinfer.cache.spans import Span, by_width
@@ -101,7 +101,15 @@ def attend(
     """Queries of a step, and what its attention gives."""
     count = sum(span.num_tokens for span in (*short, *long))
     planner = make_planner(0, reach, PAGE, kv_heads=HEADS, decodes=True, kernels=False)
-    plan = plan_group(by_width(short), long, group=0, reach=reach, page_size=PAGE, planner=planner)
+    plan = plan_group(
+        by_width(short),
+        long,
+        group=0,
+        reach=reach,
+        page_size=PAGE,
+        planner=planner,
+        positions=padded_positions(by_width(short), long),
+    )
     queries = vectors(count, HEADS * GROUP, seed)
     keys, values = vectors(count, HEADS, seed + 20), vectors(count, HEADS, seed + 40)
     outputs = StepKV(pool, plan).attend(queries, keys, values, scale=0.125)

@@ -14,6 +14,8 @@ from mlxinfer.core import KVSpec
 class DenseLayerKV:
     """One layer's keys and values of every sequence, and who is in the step."""
 
+    heads = None  # layers prepare queries, keys and values themselves
+
     def __init__(self, spec: KVSpec) -> None:
         self.spec = spec
         self.past: dict[str, tuple[mx.array, mx.array]] = {}

@@ -12,6 +12,8 @@ from mlxinfer.models import load
 class FreeKV:
     """Attention that costs nothing."""
 
+    heads = None  # layers prepare queries, keys and values themselves
+
     def attend(self, queries, keys, values, *, scale, sinks=None):
         return queries
 

@@ -145,6 +145,8 @@ def test_dtypes_are_honoured(tmp_path, case, dtype):
     seen = []
 
     class Spy:
+        heads = None
+
         def attend(self, queries, keys, values, *, scale, sinks=None):
             seen.extend([queries.dtype, keys.dtype, values.dtype])
             return queries

@@ -1,0 +1,133 @@
+"""Which Metal kernels the steps of a model use: those that pass their self-check on this GPU.
+
+Knows models, formats and variants. Plain MLX does the work of the others, and of all where there is
+no Metal.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import mlx.core as mx
+
+from ..cache.pool import Bits
+from ..config import default_kernel_folder
+from ..core import KVSpec
+from ..layers.attention import Attention
+from ..metal_kernels.attention_cases import paged_variant
+from ..metal_kernels.attention_shape import threadgroup_shape
+from ..metal_kernels.heads import MAX_DIM, Heads
+from ..metal_kernels.kv_write_cases import kv_write_variant
+from ..metal_kernels.paged_attention_kernel import DTYPES, HEAD_DIMS, MAX_ROWS
+from ..metal_kernels.sample import MAX_VOCAB
+from ..metal_kernels.sampling_cases import bitmask_variant, sample_variant
+from ..metal_kernels.selfcheck import choose, this_gpu
+from ..metal_kernels.variants import Variant
+from ..models.decoder import Model
+from .batch import MAX_SHORT
+
+Chooser = Callable[[Sequence[Variant]], frozenset[Variant]]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The kernels that may be used; by default none."""
+
+    attention: frozenset[int] = frozenset()  # layers whose attention over pages has one
+    heads: dict[int, Heads] = field(default_factory=dict)  # by layer: of those that write with one
+    samples: bool = False
+    masks: bool = False  # a mask operation, where sampling has no kernel
+
+
+def choose_on_this_machine() -> Chooser:
+    """Self-checked kernels on a Mac, none elsewhere; to be called on the thread that runs them."""
+    return partial(choose, gpu=this_gpu(), folder=default_kernel_folder())
+
+
+def choose_none(variants: Sequence[Variant]) -> frozenset[Variant]:
+    """Plain MLX for everything."""
+    return frozenset()
+
+
+def choose_kernels(
+    model: Model, specs: Sequence[KVSpec], bits: Sequence[Bits], chooser: Chooser
+) -> Kernels:
+    """The kernels of a model whose layers keep their keys and values so."""
+    if chooser is choose_none:
+        return Kernels()
+    dtype = model.activation_dtype
+    layers = list(zip(model.attentions, specs, bits, strict=True))
+    attention = [_attention_variants(dtype, *layer) for layer in layers]
+    heads = [_heads(a, spec, b) for a, spec, b in layers]
+    writing = [None if h is None else kv_write_variant(h, dtype) for h in heads]
+    sampling = _sampling_variants(dtype, model.config.vocab_size)
+    passed = chooser(
+        [
+            *(variant for some in attention for variant in some),
+            *(variant for variant in writing if variant is not None),
+            *sampling,
+        ]
+    )
+    return Kernels(
+        attention=frozenset(i for i, some in enumerate(attention) if some and passed >= set(some)),
+        heads={
+            i: h
+            for i, (h, variant) in enumerate(zip(heads, writing, strict=True))
+            if h is not None and variant in passed
+        },
+        samples=bool(sampling) and passed >= set(sampling[:-1]),
+        masks=bool(sampling) and sampling[-1] in passed,
+    )
+
+
+def _attention_variants(
+    dtype: mx.Dtype, attention: Attention, spec: KVSpec, bits: Bits
+) -> list[Variant]:
+    """One for each threadgroup that 1 to 8 query tokens need; none where the sizes have no kernel.
+
+    Token counts that share a threadgroup share the compiled kernel too.
+    """
+    group = attention.num_heads // spec.num_kv_heads
+    if not {spec.key_dim, spec.value_dim} <= set(HEAD_DIMS) or dtype not in DTYPES:
+        return []
+    if group * MAX_SHORT > MAX_ROWS:
+        return []
+    counts = {
+        threadgroup_shape(
+            group * count,
+            key_dim=spec.key_dim,
+            value_dim=spec.value_dim,
+            itemsize=dtype.size,
+        ): count
+        for count in range(1, MAX_SHORT + 1)
+    }
+    return [
+        paged_variant(
+            dtype,
+            key_dim=spec.key_dim,
+            value_dim=spec.value_dim,
+            group=group,
+            queries=count,
+            key_bits=bits[0],
+            value_bits=bits[1],
+            sink_logits=attention.sinks is not None,
+        )
+        for count in counts.values()
+    ]
+
+
+def _heads(attention: Attention, spec: KVSpec, bits: Bits) -> Heads | None:
+    """What one kernel does to a layer's projection; None where it has no such sizes."""
+    dim = spec.key_dim
+    if attention.make_heads is None or dim != spec.value_dim or dim % 8 or dim > MAX_DIM:
+        return None
+    return attention.make_heads(*bits)
+
+
+def _sampling_variants(dtype: mx.Dtype, vocab_size: int) -> list[Variant]:
+    """For logits as they are, without and with a mask; for adjusted ones; the mask alone."""
+    if vocab_size > MAX_VOCAB:
+        return []
+    plain, masked = (sample_variant(dtype, masked=masked) for masked in (False, True))
+    adjusted = sample_variant(mx.float32, masked=False)
+    return [*dict.fromkeys([plain, masked, adjusted]), bitmask_variant(dtype)]

@@ -1,0 +1,102 @@
+"""The engine on its Metal kernels, executed on the CPU, gives the tokens of plain MLX."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+from engine.fake_grammar import FakeGrammar
+from engine.harness import Harness, Outcome, prompt
+from metal_cpu import MetalCPU, requires_compiler
+from mlxinfer.metal_kernels.launch import running_on
+from mlxinfer.metal_kernels.variants import Variant
+from models.cases import CASES
+from models.tiny import tiny_checkpoint
+
+from mlxinfer.config import KVOptions
+from mlxinfer.core import SamplingParams
+from mlxinfer.engine.kernels import Chooser, choose_none
+from mlxinfer.models import load
+from mlxinfer.models.decoder import Model
+
+KINDS = ("paged_attention", "kv_write", "sample", "bitmask")
+EIGHT, FOUR, ROTATING = (
+    KVOptions(bits=(8, 8)),
+    KVOptions(bits=(4, 4)),
+    KVOptions(bits=(8, 4), window=24, sinks=3),
+)
+
+
+def wide_model(monkeypatch: pytest.MonkeyPatch, case: str) -> Model:
+    """A tiny model of two layers with a head dim that the kernels have."""
+    sizes = {"head_dim": 64, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    types = CASES[case].get("layer_types")
+    if types is not None:
+        sizes["layer_types"] = types[-2:]
+    monkeypatch.setitem(CASES, "wide", {**CASES[case], **sizes})
+    return load(tiny_checkpoint(Path(mkdtemp()), "wide"))
+
+
+def run(model: Model, kv: KVOptions, kernels: Chooser) -> list[Outcome]:
+    """Mixed requests at once: greedy, drawn, penalised, guided, ragged, some joining later."""
+    harness = Harness(model, kernels=kernels, kv=kv, max_batch=4, num_pages=40)
+    seeded = SamplingParams(max_tokens=9, temperature=0.9, top_p=0.8, seed=5)
+    top_k = SamplingParams(max_tokens=7, temperature=1.1, top_k=12, min_p=0.02, seed=2)
+    harness.add("greedy", prompt(37), SamplingParams(max_tokens=12))
+    harness.add("drawn", prompt(20, seed=1), seeded)
+    harness.turn(4)
+    harness.add("penalised", prompt(5, seed=2), replace(top_k, repetition_penalty=1.3))
+    harness.add("guided", prompt(18, seed=3), top_k, grammar=FakeGrammar(seed=4))
+    return list(harness.drain().values())
+
+
+def choose_all(seen: set[str]) -> Chooser:
+    """Every kernel may be used; `seen` gets their kinds."""
+
+    def choose(variants: Sequence[Variant]) -> frozenset[Variant]:
+        seen.update(variant.kind for variant in variants)
+        return frozenset(variants)
+
+    return choose
+
+
+@requires_compiler
+@pytest.mark.parametrize(
+    ("case", "kv"),
+    [
+        ("qwen3-v4", KVOptions()),
+        ("qwen3-v4", FOUR),
+        ("llama-v4", ROTATING),
+        ("gemma3_text-v4", EIGHT),
+        ("gpt_oss-v4", KVOptions()),
+    ],
+)
+def test_same_tokens_as_plain_mlx(
+    case: str, kv: KVOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wide_model(monkeypatch, case)
+    plain = run(model, kv, choose_none)
+    kinds: set[str] = set()
+    machine = MetalCPU(seed=1)
+    with running_on(machine):
+        outcomes = run(model, kv, choose_all(kinds))
+    machine.assert_clean()
+    assert kinds == set(KINDS)
+    assert [o.error for o in outcomes] == [None] * 4
+    assert [o.token_ids for o in outcomes] == [o.token_ids for o in plain]
+    ran = {report.kernel for report in machine.reports}
+    assert {"kv_write", "sample"} <= ran
+    assert any(name.startswith("paged_attention") for name in ran)
+
+
+@requires_compiler
+@pytest.mark.parametrize("missing", KINDS)
+def test_any_kernel_may_be_missing(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wide_model(monkeypatch, "qwen3-v4")
+    plain = run(model, EIGHT, choose_none)
+    machine = MetalCPU(checked=False)
+    with running_on(machine):
+        outcomes = run(model, EIGHT, lambda all: frozenset(v for v in all if v.kind != missing))
+    assert [o.token_ids for o in outcomes] == [o.token_ids for o in plain]
+    assert not any(report.kernel.startswith(missing) for report in machine.reports)

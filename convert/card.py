@@ -13,12 +13,12 @@ NO_PLOTS = 'Figures need matplotlib: pip install "mlxinfer[plots]"'
 _WORST = 5
 
 
-def write_card(folder: Path, report: Report, source: Source) -> None:
-    """README.md and, where matplotlib is installed, its figures."""
+def write_card(folder: Path, report: Report, source: Source, *, draw: bool) -> None:
+    """README.md and, if asked for and where matplotlib is installed, its figures."""
     figures: list[str] = []
-    if available():
+    if draw and available():
         figures = plot_tensors(folder, report.tensors)
-    else:
+    elif draw:
         report.notes.append(NO_PLOTS)
     text = "\n".join([*_front(report, source), *_body(report), *_figures(figures)])
     write_file(folder / "README.md", text.encode())

@@ -23,6 +23,7 @@ class Options:
     max_kl: float | None = None  # None: limit_for() the bits
     max_memory: int | None = None  # bytes
     shard_bytes: int = SHARD_BYTES
+    figures: bool = True  # in the model card
 
     def __post_init__(self) -> None:
         if self.targeted and self.calibration is None:
@@ -53,6 +54,7 @@ def identity(options: Options, *, comparing: bool) -> dict[str, Any]:
         "scales": "searched" if options.searched else "extremes",
         "texts": [_digest(options.calibration), _digest(options.check_text)],
         "shards": options.shard_bytes,
+        "figures": options.figures,
         "check": [options.check_tensors, comparing],
     }
 

@@ -129,7 +129,7 @@ class Conversion:
         if self.open_model is not None and texts is not None:
             report = replace(report, logits=self._compare(place, plan, texts))
         write_json(place.model / "report.json", report.as_dict())
-        write_card(place.model, report, self.source)
+        write_card(place.model, report, self.source, draw=self.options.figures)
         if self.look_again is not None and self.look_again() != self.source.fingerprint:
             raise ConversionError("The source changed while it was converted; use --restart.")
         place.publish()

@@ -38,7 +38,7 @@ CHECK_OPTIONS = (
     click.option("--max-kl", type=float, metavar="X",
                  help="Fail above this mean KL divergence.  [default: by bits per weight]"),
     click.option("--fast", is_flag=True,
-                 help="Same as --scales minmax --calibration none --check none."),
+                 help="Same as --scales minmax --calibration none --check none; no figures."),
 )  # fmt: skip
 RUN_OPTIONS = (
     click.option(
@@ -98,6 +98,7 @@ def shape(given: dict[str, Any]) -> "Options":
         check_tensors=given["check"] != "none",
         max_kl=given["max_kl"],
         max_memory=None if memory is None else parse_bytes(memory),
+        figures=not fast,
         shard_bytes=parse_bytes(given["shard_size"], param="shard_size"),
     )
 

@@ -11,6 +11,7 @@ from upload_standin import UploadHub, upload_hub
 
 from mlxinfer.cli import main
 
+PLAIN = ("--calibration", "none", "--check", "tensors")
 Outcome = Callable[..., SimpleNamespace]
 
 
@@ -166,10 +167,12 @@ def test_a_refused_upload_can_be_tried_again(
 def test_figures_and_the_line_where_they_are_missing(
     source: Path, tmp_path: Path, outcome: Outcome, monkeypatch
 ) -> None:
-    without = outcome(source, tmp_path / "without", "--fast")
+    without = outcome(source, tmp_path / "without", *PLAIN)
     assert 'pip install "mlxinfer[plots]"' in without.out
     monkeypatch.setattr("mlxinfer.convert.card.available", lambda: True)
-    assert outcome(source, tmp_path / "out", "--fast").code == 0
+    assert outcome(source, tmp_path / "out", *PLAIN).code == 0
+    assert outcome(source, tmp_path / "fast", "--fast").code == 0
+    assert not list((tmp_path / "fast").glob("*.svg"))
     for name in ("bits.svg", "errors.svg"):
         assert (tmp_path / "out" / name).read_text().lstrip().startswith("<?xml")
         assert name in (tmp_path / "out" / "README.md").read_text()

@@ -22,6 +22,14 @@ def load_peer_model(folder: Path) -> Any:
     return _module("mlx_lm.utils").load_model(folder)[0]
 
 
+def peer_caches(model: Any, bits: int | None) -> list[Any]:
+    """A KV cache for each layer of mlx-lm's model, quantised from the first token on or plain."""
+    caches = _module("mlx_lm.models.cache")
+    if bits is None:
+        return list(caches.make_prompt_cache(model))
+    return [caches.QuantizedKVCache(group_size=64, bits=bits) for _ in model.layers]
+
+
 def _module(name: str) -> Any:
     """Import a module of mlx-lm; it lowers the limit of open files, which is put back."""
     require_peer()

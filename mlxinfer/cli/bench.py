@@ -152,6 +152,17 @@ def kernels(as_json: bool, as_markdown: bool, **options: Any) -> None:
 
 
 @command.command()
+@skip_peer
+@markdown_option
+@json_option
+def dispatches(skip_peer: bool, as_json: bool, as_markdown: bool) -> None:
+    """Operations that a GPU is handed for one token, counted in the traced graph."""
+    from ..bench.dispatches import run
+
+    _show(run(peer=not skip_peer), None, as_json, as_markdown)
+
+
+@command.command()
 @click.option("--model", type=click.Path(path_type=Path), help="A folder of unquantised weights.")
 @click.option("--synthetic", metavar="SIZE", help="Time and memory of random weights, say 3GB.")
 @click.option("--plot", type=click.Path(path_type=Path), help="An SVG of size against divergence.")

@@ -1,0 +1,23 @@
+"""bench dispatches: kernels are in the graph, views are not counted, MLX is as before."""
+
+import mlx.core as mx
+from bench_reports import check
+
+from mlxinfer.bench.dispatches import run, traced
+
+
+def test_kernels_and_fused_operations_count_once() -> None:
+    fused = mx.fast.rms_norm
+    report = run(peer=False)
+    check(report)
+    plain, eight = (entry["counts"][0] for entry in report.data["dispatches"])
+    assert plain["kinds"]["CustomKernel"] == eight["kinds"]["CustomKernel"] == 2
+    assert plain["kinds"]["SliceUpdate"] == 2  # keys and values of the token
+    assert eight["kinds"]["SliceUpdate"] == 6  # codes, scales and biases of both
+    assert plain["per_layer"] == sum(plain["kinds"].values())
+    assert mx.fast.rms_norm is fused
+
+
+def test_views_are_not_counted() -> None:
+    counted = traced(lambda x: x.reshape(2, 4)[:, ::2].T + 1, mx.arange(8))
+    assert counted == {"Add": 1}

@@ -61,6 +61,17 @@ API_KEY = "MLXINFER_API_KEY"
     metavar="NAME",
     help="How the models write tool calls, where their chat templates do not show it.",
 )
+@click.option(
+    "--open-metrics", is_flag=True, help="Let programs on this machine read /metrics without a key."
+)
+@click.option(
+    "--ready-deadline",
+    "ready_deadline_s",
+    default=10.0,
+    show_default=True,
+    type=click.FloatRange(min=0.1),
+    help="Seconds without a step after which /ready says 503.",
+)
 @click.option("--max-waiting", default=256, show_default=True, type=click.IntRange(1))
 @click.option("--log-format", default="text", type=click.Choice(["text", "json"]))
 @click.option(
@@ -79,7 +90,7 @@ API_KEY = "MLXINFER_API_KEY"
 @model_options
 @click.pass_context
 def command(
-    ctx: click.Context, models: tuple[str, ...], log_format: str, log_level: str, **options: Any
+    ctx: click.Context, /, models: tuple[str, ...], log_format: str, log_level: str, **options: Any
 ) -> None:
     """Serve models over HTTP, with OpenAI's and Anthropic's APIs.
 
@@ -112,8 +123,8 @@ def server_config(options: dict[str, Any]) -> Any:
     from ..server.settings import ServerConfig
 
     keys = [*options["api_keys"], *filter(None, [os.environ.get(API_KEY)])]
-    names = ("host", "port", "insecure", "allowed_hosts", "allowed_origins")
-    limits = ("deadline_s", "drain_s", "max_waiting")
+    names = ("host", "port", "insecure", "allowed_hosts", "allowed_origins", "open_metrics")
+    limits = ("deadline_s", "drain_s", "max_waiting", "ready_deadline_s")
     try:
         return ServerConfig(
             keys=ApiKeys.from_plain(keys), **{name: options[name] for name in names + limits}

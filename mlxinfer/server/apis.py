@@ -1,7 +1,10 @@
 """Every API of the server: the one list that a new file is added to."""
 
 from . import (
+    admin,
     anthropic_messages,
+    health,
+    metrics,
     openai_chat,
     openai_completions,
     openai_models,
@@ -17,4 +20,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *openai_responses.ENDPOINTS,
     *anthropic_messages.ENDPOINTS,
     *tokens.ENDPOINTS,
+    *health.ENDPOINTS,
+    *metrics.ENDPOINTS,
+    *admin.ENDPOINTS,
 )

@@ -1,9 +1,10 @@
 """Slow work beside the event loop, in threads that do not hold up the end of the process."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -20,17 +21,23 @@ def in_background(function: Callable[[], T], name: str) -> "asyncio.Future[T]":
         try:
             result = function()
         except BaseException as error:  # it belongs to whoever awaits the future
-            failure = error  # the name `error` ends with this block
-            _call(loop, lambda: future.cancelled() or future.set_exception(failure))
+            _tell(loop, future, future.set_exception, error)
         else:
-            _call(loop, lambda: future.cancelled() or future.set_result(result))
+            _tell(loop, future, future.set_result, result)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
 
 
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
-    try:
-        loop.call_soon_threadsafe(function)
-    except RuntimeError:  # the loop was closed: nobody waits any more
-        return
+def _tell(
+    loop: asyncio.AbstractEventLoop,
+    future: "asyncio.Future[T]",
+    settle: Callable[[Any], None],
+    outcome: Any,
+) -> None:
+    def on_loop() -> None:
+        if not future.done():  # else whoever waited has given up
+            settle(outcome)
+
+    with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+        loop.call_soon_threadsafe(on_loop)

@@ -54,13 +54,18 @@ class Call:
 
         Raises:
             ModelNotFoundError: there is none of this name.
+            OverloadedError: it is not loaded, and cannot be now.
             ShuttingDownError: nothing new is begun.
         """
-        if self.service.draining:
-            raise ShuttingDownError("The server is shutting down.", retry_after_s=10.0)
+        self.refuse_while_draining()
         model = await self._kept.enter_async_context(self.service.models.use(name))
         self.log["model"] = model.name
         return model
+
+    def refuse_while_draining(self) -> None:
+        """Raise ShuttingDownError where the server is about to end."""
+        if self.service.draining:
+            raise ShuttingDownError("The server is shutting down.", retry_after_s=10.0)
 
     async def in_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function that takes long, off the event loop."""
@@ -80,6 +85,7 @@ class Call:
             model,
             answers,
             self.service.admission,
+            self.service.tallies[model.name],
             keep_alive_s=self.service.config.keep_alive_s,
             scores=scores,
         )

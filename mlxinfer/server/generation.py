@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from ..answer import Answer
 from ..core import FinishReason, TokenEvent
-from ..errors import EngineClosedError
+from ..errors import EngineClosedError, OverloadedError
 from ..results import Delta, Result
 from .admission import Admission
+from .meter import Meter
 from .prompt_scores import PromptScores
 from .served import ServedModel
+from .tally import Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Generation:
         model: that answers.
         answers: made by it, in the order of the choices.
         admission: where they queue.
+        tally: of the model, for the metrics.
         keep_alive_s: seconds of silence after which `steps` yields an empty list.
         scores: for each answer where to score its prompt; None: no prompt is scored.
     """
@@ -53,6 +56,7 @@ class Generation:
         model: ServedModel,
         answers: Sequence[Answer],
         admission: Admission,
+        tally: Tally,
         *,
         keep_alive_s: float,
         scores: Sequence[PromptScores] | None = None,
@@ -64,6 +68,7 @@ class Generation:
         self._scores = scores
         self._admission = admission
         self._keep_alive_s = keep_alive_s
+        self._meter = Meter(tally, [answer.request for answer in self.answers])
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
         self._index_of = {a.request.id: i for i, a in enumerate(self.answers)}
         self._unfinished: set[str] = set()
@@ -80,7 +85,12 @@ class Generation:
             EngineClosedError: the model is gone.
         """
         num_tokens = sum(len(a.request.prompt_ids) for a in self.answers)
-        self._admission.enter(len(self.answers), num_tokens)
+        try:
+            self._admission.enter(len(self.answers), num_tokens)
+        except OverloadedError:
+            self._meter.refuse(full=True)
+            raise
+        self._meter.begin()
         self._waiting.update(self._index_of)
         try:
             for index, answer in enumerate(self.answers):
@@ -88,6 +98,7 @@ class Generation:
                 self.model.submit(answer.request, self._inbox, scores)
                 self._unfinished.add(answer.request.id)
         except BaseException:
+            self._meter.refuse()
             self.close()
             raise
 
@@ -126,6 +137,7 @@ class Generation:
         for request_id in self._unfinished:
             self.model.engine.abort(request_id)
         self._unfinished.clear()
+        self._meter.close()
         for request_id in list(self._waiting):
             self._leave_queue(request_id)
         if self._timer is not None:
@@ -143,12 +155,16 @@ class Generation:
         self._leave_queue(message.request_id)
         index = self._index_of[message.request_id]
         answer = self.answers[index]
+        self._meter.hear(index, message)
+        if message.error is not None:
+            self._meter.end(index, "error")
         delta = answer.push(message)
         self.num_tokens[index] += len(delta.token_ids)
         if delta.reasoning:
             self.reasoning_tokens[index] = self.num_tokens[index]
         if answer.result is not None:
             self._unfinished.discard(message.request_id)
+            self._meter.end(index, str(answer.result.finish_reason), answer.result)
             if answer.stopped:
                 self.model.engine.abort(message.request_id)
         return [Step(index, delta, message)]

@@ -25,9 +25,11 @@ from .errors import (
 )
 from .origins import HostRules
 from .protocol import CONNECTIONS
-from .settings import ServerConfig
+from .settings import ServerConfig, is_loopback
 from .styles import OPENAI, ErrorStyle, error_reply
 
+METRICS = "/metrics"
+POLLED = frozenset({"/health", "/ready", METRICS})  # again and again: the log shows what is odd
 CLIENT_GONE = 499  # in the log, where nobody was left to get a status
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 access_log = logging.getLogger("mlxinfer.access")
@@ -82,12 +84,19 @@ class Guard:
                 f"{len(headers)} headers came; at most {self._config.max_headers} are read."
             )
         self._hosts.check(scope)
-        if scope["path"] not in self._public:
+        if not self._is_open(scope):
             key = self._config.keys.name_of(headers)
             if key is not None:
                 scope["mlxinfer.log"]["key"] = key
         if scope["method"] == "POST":
             _check_json(dict(headers))
+
+    def _is_open(self, scope: Scope) -> bool:
+        """Whether this request needs no key."""
+        if scope["path"] == METRICS and self._config.open_metrics:
+            client = scope.get("client")
+            return client is not None and is_loopback(client[0])
+        return scope["path"] in self._public
 
 
 class Exchange:
@@ -125,7 +134,9 @@ class Exchange:
         """One line; never anything of the prompt or the answer."""
         scope = self._scope
         client = scope.get("client")
-        access_log.info(
+        polled = scope["path"] in POLLED and self.status == 200
+        access_log.log(
+            logging.DEBUG if polled else logging.INFO,
             "request",
             extra={
                 "request_id": self.id,

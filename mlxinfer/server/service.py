@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 from .admission import Admission
 from .errors import ShuttingDownError
 from .models import Models
+from .readiness import Readiness
 from .settings import ServerConfig
+from .tally import Tally
+from .vitals import Vitals
 from .workers import Workers
 
 if TYPE_CHECKING:
@@ -28,10 +31,15 @@ class Service:
     calls: "set[Call]" = field(default_factory=set)  # that generate, or are about to
     admission: Admission = field(init=False)
     workers: Workers = field(init=False)
+    tallies: dict[str, Tally] = field(init=False)  # by model name
+    vitals: Vitals = field(default_factory=Vitals)
+    readiness: Readiness = field(init=False)
 
     def __post_init__(self) -> None:
         self.admission = Admission(self.config.max_waiting, self.config.max_waiting_tokens)
         self.workers = Workers(self.config.text_workers)
+        self.tallies = {name: Tally() for name in self.models.names()}
+        self.readiness = Readiness(self.models, self.vitals, self.config.ready_deadline_s)
 
     async def drain(self) -> None:
         """Admit nothing more, let what runs end within `drain_s`, then end it with an error."""

@@ -37,6 +37,8 @@ class ServerConfig:
     max_waiting_tokens: int = 4_000_000  # of their prompts together
     deadline_s: float | None = None  # longest that one request may take; None: no limit
     keep_alive_s: float = 10.0  # of silence in a stream before a comment is sent
+    ready_deadline_s: float = 10.0  # for a token or a step, or the server is not ready
+    open_metrics: bool = False  # this machine may read /metrics without a key
     drain_s: float = 30.0  # that running requests get at the end
     text_workers: int = 4  # threads that render templates and encode long prompts
     template_kwargs: frozenset[str] = TEMPLATE_KWARGS  # chat_template_kwargs that clients may set

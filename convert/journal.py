@@ -50,6 +50,17 @@ class Journal:
         self.shards[name] = checked
         self._append([{"shard": name, "checked": checked}])
 
+    def forget(self, shard: str, tensors: list[str]) -> None:
+        """The file that they were in is gone: somebody deleted or moved it."""
+        if shard in self.shards or not self.tensors.keys().isdisjoint(tensors):
+            self._drop(shard, tensors)
+            self._append([{"gone": shard, "tensors": tensors}])
+
+    def _drop(self, shard: str, tensors: list[str]) -> None:
+        self.shards.pop(shard, None)
+        for name in tensors:
+            self.tensors.pop(name, None)
+
     def _load(self) -> None:
         data = self.path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
@@ -60,6 +71,8 @@ class Journal:
         for line in lines[1:]:
             if "tensor" in line:
                 self.tensors[line.pop("tensor")] = line
+            elif "gone" in line:
+                self._drop(line["gone"], line["tensors"])
             else:
                 self.shards[line["shard"]] = line["checked"]
         self.start = lines[0] if lines else {}

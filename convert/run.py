@@ -18,7 +18,7 @@ from .allocate import allocate
 from .arrange import Arranged, arrange
 from .candidates import choices
 from .card import write_card
-from .files import write_file
+from .files import partial_path, write_file
 from .journal import Journal
 from .logitcheck import LogitsOf, compare_logits, limit_for
 from .measure import Measured, Pass
@@ -203,8 +203,10 @@ class Conversion:
         with ExitStack() as stack:
             stack.callback(writer.close)
             for name, tensors in plan.shards():
+                path = place.model / name
+                if not (path.exists() or partial_path(path).exists()):
+                    journal.forget(name, [tensor.output.name for tensor in tensors])
                 if name not in journal.shards:
-                    path = place.model / name
                     if not path.exists():
                         write_shard(path, tensors, writer, journal)
                     journal.add_shard(name, self._entries(path, tensors, journal, budget.block))

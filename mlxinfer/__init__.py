@@ -22,10 +22,12 @@ if TYPE_CHECKING:
         ModelNotFoundError,
         OverloadedError,
         RequestFailedError,
+        ServiceError,
         TemplateError,
         UnsupportedModelError,
     )
     from .llm import LLM
+    from .parts import ToolCall, ToolCallDelta
     from .results import Delta, Result, Timing
 
 __version__ = "0.1.0"
@@ -50,9 +52,12 @@ __all__ = [
     "RequestFailedError",
     "Result",
     "SamplingParams",
+    "ServiceError",
     "TemplateError",
     "Timing",
     "TokenEvent",
+    "ToolCall",
+    "ToolCallDelta",
     "UnsupportedModelError",
     "__version__",
 ]
@@ -62,6 +67,8 @@ _HOMES = {
     "Delta": "results",
     "Result": "results",
     "Timing": "results",
+    "ToolCall": "parts",
+    "ToolCallDelta": "parts",
     "FinishReason": "core",
     "Request": "core",
     "SamplingParams": "core",

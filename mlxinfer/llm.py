@@ -1,43 +1,29 @@
 """LLM: text in, text out, over one engine. Puts the parts together; each of them is elsewhere."""
 
 import asyncio
-import itertools
-import queue
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from . import hub
-from .answer import Answer
+from .asking import Asked, Asking, Message, Prompt, ResponseFormat
 from .backend import require_mlx
 from .config import KVOptions
-from .core import Request, SamplingParams, TokenEvent, check_token_ids
+from .core import SamplingParams
+from .delivery import Delivery, last
 from .errors import InvalidRequestError
-from .grammar import GrammarSpec
-from .grammar.guidance import Guidance
-from .mailbox import Mailbox
 from .opening import PAGE_SIZE, EngineOptions, open_engine
 from .results import Delta, Result
-from .text import (
-    ReasoningFormat,
-    TextStream,
-    Tokenizer,
-    ToolUse,
-    detect_reasoning,
-    detect_tools,
-    encode_chat,
-)
+from .text import Tokenizer
 
 if TYPE_CHECKING:
     import numpy as np
 
     from .engine.engine import Engine
 
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
-ResponseFormat = Mapping[str, Any]  # {"type": ...}, see LLM.generate
 T = TypeVar("T")
 
 
@@ -114,20 +100,14 @@ class LLM:
         require_mlx()
         self.path = hub.resolve(str(model))
         self.tokenizer = Tokenizer.from_folder(self.path)
-        self._reasoning: ReasoningFormat | None = detect_reasoning(self.tokenizer)
-        self._tool_format = detect_tools(self.tokenizer, tool_format)
-        self._ids = itertools.count()
-        self._mailboxes: weakref.WeakKeyDictionary[
-            asyncio.AbstractEventLoop, Mailbox[TokenEvent]
-        ] = weakref.WeakKeyDictionary()
         self._engine, self.model_info = open_engine(str(model), self.path, options)
-        self._guidance = Guidance(
-            self.tokenizer,
-            self._reasoning,
-            vocab_size=self.model_info.vocab_size,
-            end_ids=self.end_ids,
-        )
-        self._finalizer = weakref.finalize(self, _close, self._engine, self._guidance)
+        try:
+            self._asking = Asking(self.tokenizer, self.model_info, tool_format)
+        except BaseException:
+            self._engine.close()
+            raise
+        self._delivery = Delivery(self._engine)
+        self._finalizer = weakref.finalize(self, _close, self._engine, self._asking)
 
     # -- text -----------------------------------------------------------------------------------
 
@@ -175,7 +155,8 @@ class LLM:
             _one_each(response_format, len(every), Mapping, "response_format"),
             strict=True,
         )
-        results = self._run([self._ready(*self._plain(*each)) for each in settings])
+        asked = [self._asking.plain(*each) for each in settings]
+        results = self._delivery.run([self._asking.ready(*each) for each in asked])
         return results[0] if one else results
 
     def stream(
@@ -186,7 +167,8 @@ class LLM:
         response_format: ResponseFormat | None = None,
     ) -> Iterator[Delta]:
         """Continue one prompt and yield what each step adds; leaving the loop ends the request."""
-        return self._stream(self._ready(*self._plain(prompt, params, response_format)))
+        asked = self._asking.plain(prompt, params, response_format)
+        return self._delivery.stream(self._asking.ready(*asked))
 
     async def agenerate(
         self,
@@ -196,7 +178,7 @@ class LLM:
         response_format: ResponseFormat | None = None,
     ) -> Result:
         """`generate` of one prompt for asyncio; cancelling the task ends the request."""
-        return await _last(self.astream(prompt, params, response_format=response_format))
+        return await last(self.astream(prompt, params, response_format=response_format))
 
     def astream(
         self,
@@ -206,7 +188,7 @@ class LLM:
         response_format: ResponseFormat | None = None,
     ) -> AsyncIterator[Delta]:
         """`stream` for asyncio."""
-        return self._astream(*self._plain(prompt, params, response_format))
+        return self._astream(self._asking.plain(prompt, params, response_format))
 
     # -- chat -----------------------------------------------------------------------------------
 
@@ -241,9 +223,16 @@ class LLM:
                 no tools.
             InvalidRequestError: a tool or the choice is wrong, or a grammar cannot be compiled.
         """
-        use = self._tools(tools, tool_choice, parallel_tool_calls)
-        asked = self._chat(messages, params, use, response_format, template_kwargs)
-        return self._run([self._ready(*asked)])[0]
+        asked = self._asking.chat(
+            messages,
+            params,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            response_format=response_format,
+            template_kwargs=template_kwargs,
+        )
+        return self._delivery.run([self._asking.ready(*asked)])[0]
 
     def stream_chat(
         self,
@@ -257,9 +246,16 @@ class LLM:
         **template_kwargs: Any,
     ) -> Iterator[Delta]:
         """Answer a conversation and yield what each step adds; arguments as of `chat`."""
-        use = self._tools(tools, tool_choice, parallel_tool_calls)
-        asked = self._chat(messages, params, use, response_format, template_kwargs)
-        return self._stream(self._ready(*asked))
+        asked = self._asking.chat(
+            messages,
+            params,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            response_format=response_format,
+            template_kwargs=template_kwargs,
+        )
+        return self._delivery.stream(self._asking.ready(*asked))
 
     async def achat(
         self,
@@ -268,7 +264,7 @@ class LLM:
         **kwargs: Any,
     ) -> Result:
         """`chat` for asyncio."""
-        return await _last(self.astream_chat(messages, params, **kwargs))
+        return await last(self.astream_chat(messages, params, **kwargs))
 
     def astream_chat(
         self,
@@ -282,9 +278,16 @@ class LLM:
         **template_kwargs: Any,
     ) -> AsyncIterator[Delta]:
         """`stream_chat` for asyncio."""
-        use = self._tools(tools, tool_choice, parallel_tool_calls)
-        asked = self._chat(messages, params, use, response_format, template_kwargs)
-        return self._astream(*asked)
+        asked = self._asking.chat(
+            messages,
+            params,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            response_format=response_format,
+            template_kwargs=template_kwargs,
+        )
+        return self._astream(asked)
 
     def pin(self, prompt: Prompt | Sequence[Message]) -> int:
         """Compute the KV cache of a prompt or a conversation's beginning, and keep it the longest.
@@ -294,14 +297,10 @@ class LLM:
         Returns:
             How many of its tokens the next request that begins with it will find: whole pages.
         """
-        messages = [part for part in prompt if isinstance(part, Mapping)]
-        if messages:
-            ids = encode_chat(self.tokenizer, messages, add_generation_prompt=False)
-        else:
-            ids = self._encode(prompt)  # type: ignore[arg-type]  # no messages: text or ids
-        request = self._request(ids, SamplingParams(max_tokens=1))
+        ids = self._asking.beginning(prompt)
+        request = self._asking.request(ids, SamplingParams(max_tokens=1))
         request.priority = 1
-        for _ in self._events([request]):
+        for _ in self._delivery.events([request]):
             pass
         return len(ids) - len(ids) % PAGE_SIZE
 
@@ -311,9 +310,10 @@ class LLM:
         """Logits (T, vocab) float32 of every position, through the pages and chunks of answers."""
         import numpy as np
 
-        request = self._request(self._encode(prompt), SamplingParams(max_tokens=1))
+        ids = self._asking.encode(prompt)
+        request = self._asking.request(ids, SamplingParams(max_tokens=1))
         request.prompt_logits = True
-        events = self._events([request])
+        events = self._delivery.events([request])
         return np.concatenate([e.prompt_logits for e in events if e.prompt_logits is not None])
 
     def stats(self) -> dict[str, Any]:
@@ -339,129 +339,22 @@ class LLM:
         state = ", closed" if self._engine.closed else ""
         return f"LLM({self.model_info.name!r}, {self.model_info.summary}{state})"
 
-    # -- requests -------------------------------------------------------------------------------
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, parse_special=True)
-        check_token_ids(prompt, self.model_info.vocab_size, param="prompt")
-        return list(prompt)
-
-    def _plain(
-        self, prompt: Prompt, params: SamplingParams | None, response_format: ResponseFormat | None
-    ) -> tuple[Answer, GrammarSpec | None]:
-        request = self._request(self._encode(prompt), params)
-        spec = self._guidance.plan(request.prompt_ids, response_format)
-        return self._answer(request, continues=True), spec
-
-    def _chat(
-        self,
-        messages: Sequence[Message],
-        params: SamplingParams | None,
-        use: ToolUse | None,
-        response_format: ResponseFormat | None,
-        template_kwargs: dict[str, Any],
-    ) -> tuple[Answer, GrammarSpec | None]:
-        shown = None if use is None else use.shown
-        ids = encode_chat(self.tokenizer, messages, tools=shown, **template_kwargs)
-        spec = self._guidance.plan(ids, response_format, use)
-        return self._answer(self._request(ids, params), continues=False, use=use), spec
-
-    def _ready(self, answer: Answer, spec: GrammarSpec | None) -> Answer:
-        """The answer with its grammar compiled, which may take its time."""
-        if spec is not None:
-            answer.request.grammar = self._guidance.start(spec)
-        return answer
-
-    def _tools(
-        self, tools: Sequence[Message] | None, choice: str | Message, parallel: bool
-    ) -> ToolUse | None:
-        return ToolUse.plan(self.tokenizer, self._tool_format, tools, choice, parallel=parallel)
-
-    def _request(self, ids: list[int], params: SamplingParams | None) -> Request:
-        params = params or SamplingParams()
-        ends: frozenset[int] = frozenset() if params.ignore_eos else self.end_ids
-        return Request(str(next(self._ids)), ids, params, ends.union(params.stop_token_ids))
-
     @property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end an answer."""
-        return self.tokenizer.eos_token_ids.union(self.model_info.eos_token_ids)
+        return self._asking.end_ids
 
-    def _answer(self, request: Request, *, continues: bool, use: ToolUse | None = None) -> Answer:
-        stream = TextStream(
-            self.tokenizer,
-            stop=request.params.stop,
-            min_tokens=request.params.min_tokens,
-            reasoning=self._reasoning,
-            tools=None if use is None else use.parser(),
-            single_call=use is not None and not use.parallel,
-            prompt_ids=request.prompt_ids,
-            continues=continues,
-        )
-        return Answer(request, stream)
-
-    # -- events ---------------------------------------------------------------------------------
-
-    def _run(self, answers: Sequence[Answer]) -> list[Result]:
-        """Run requests together; any failure ends them all and is raised."""
-        by_id = {answer.request.id: answer for answer in answers}
-        for event in self._events([answer.request for answer in answers]):
-            answer = by_id[event.request_id]
-            if answer.result is None:
-                answer.push(event)
-                if answer.stopped:
-                    self._engine.abort(event.request_id)
-        return [answer.result for answer in answers if answer.result is not None]
-
-    def _stream(self, answer: Answer) -> Iterator[Delta]:
-        for event in self._events([answer.request]):
-            yield answer.push(event)
-            if answer.result is not None:
-                return
-
-    def _events(self, requests: Sequence[Request]) -> Iterator[TokenEvent]:
-        """Submit requests and yield their events until each has ended; leaving early ends them."""
-        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-        unfinished: set[str] = set()
-        try:
-            for request in requests:
-                self._engine.submit(request, events.put)
-                unfinished.add(request.id)
-            while unfinished:
-                event = events.get()
-                if event.finish_reason is not None:
-                    unfinished.discard(event.request_id)
-                yield event
-        finally:
-            for request_id in unfinished:
-                self._engine.abort(request_id)
-
-    async def _astream(self, answer: Answer, spec: GrammarSpec | None) -> AsyncIterator[Delta]:
-        loop = asyncio.get_running_loop()
-        if spec is not None:
-            await asyncio.to_thread(self._ready, answer, spec)
-        mailbox = self._mailboxes.setdefault(loop, Mailbox(loop))
-        events: asyncio.Queue[TokenEvent] = asyncio.Queue()
-        self._engine.submit(answer.request, lambda event: mailbox.post(events, event))
-        try:
-            while answer.result is None:
-                yield answer.push(await events.get())
-        finally:
-            self._engine.abort(answer.request.id)
+    async def _astream(self, asked: Asked) -> AsyncIterator[Delta]:
+        """A grammar is compiled beside the event loop, not on it."""
+        answer = await asyncio.to_thread(self._asking.ready, *asked) if asked[1] else asked[0]
+        async with aclosing(self._delivery.astream(answer)) as deltas:
+            async for delta in deltas:
+                yield delta
 
 
-async def _last(deltas: AsyncIterator[Delta]) -> Result:
-    result = None
-    async for delta in deltas:
-        result = delta.result
-    assert result is not None
-    return result
-
-
-def _close(engine: "Engine", guidance: Guidance) -> None:
+def _close(engine: "Engine", asking: Asking) -> None:
     engine.close()
-    guidance.close()
+    asking.close()
 
 
 def _is_one_prompt(prompts: Any) -> bool:

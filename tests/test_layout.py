@@ -34,6 +34,8 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "memory": LEAVES,
     "mailbox": set(),
     "results": LEAVES,
+    "asking": LEAVES | {"answer", "grammar", "info", "text"},
+    "delivery": LEAVES | {"answer", "engine", "mailbox", "results"},
     "answer": LEAVES | {"results", "text"},
     "info": LEAVES | {"models"},
     "convert": LEAVES | {"backend", "hub", "layers", "memory", "models", "text"},

@@ -6,21 +6,23 @@ from pathlib import Path
 import pytest
 
 import mlxinfer
-from mlxinfer import core, errors, results
+from mlxinfer import core, errors, parts, results
 
 HERE = {"LLM", "__version__"}  # not in the modules compared below
 CORE = {"FinishReason", "Request", "SamplingParams", "TokenEvent"}
 RESULTS = {"Delta", "Result", "Timing"}
+PARTS = {"ToolCall", "ToolCallDelta"}
+HOMES = [(CORE, core), (RESULTS, results), (PARTS, parts)]
 
 
 def test_all_is_every_error_and_the_listed_names() -> None:
     tree = {name for name, value in vars(errors).items() if isinstance(value, type)}
-    assert sorted(mlxinfer.__all__) == sorted(tree | CORE | RESULTS | HERE)
+    assert sorted(mlxinfer.__all__) == sorted(tree | CORE | RESULTS | PARTS | HERE)
 
 
 @pytest.mark.parametrize("name", sorted(set(mlxinfer.__all__) - HERE))
 def test_each_name_is_the_one_of_its_module(name: str) -> None:
-    home = core if name in CORE else results if name in RESULTS else errors
+    home = next((module for names, module in HOMES if name in names), errors)
     assert getattr(mlxinfer, name) is getattr(home, name)
     assert name in dir(mlxinfer)
 

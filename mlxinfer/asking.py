@@ -1,0 +1,116 @@
+"""From what a user asks of a model to a request for its engine. Knows text; runs nothing."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .answer import Answer
+from .core import Request, SamplingParams, check_token_ids
+from .grammar import GrammarSpec
+from .grammar.guidance import Guidance
+from .info import ModelInfo
+from .text import (
+    TextStream,
+    Tokenizer,
+    ToolUse,
+    detect_reasoning,
+    detect_tools,
+    encode_chat,
+)
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+ResponseFormat = Mapping[str, Any]  # {"type": ...}, see LLM.generate
+Asked = tuple[Answer, GrammarSpec | None]  # whose grammar, if any, is still to be compiled
+
+
+class Asking:
+    """The questions that one model can be asked.
+
+    Args:
+        tokenizer: of the model.
+        info: of the model.
+        tool_format: how it writes tool calls; "auto": as its template and its tokens show.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, info: ModelInfo, tool_format: str) -> None:
+        self.tokenizer = tokenizer
+        self.end_ids = tokenizer.eos_token_ids.union(info.eos_token_ids)
+        self._vocab_size = info.vocab_size
+        self._reasoning = detect_reasoning(tokenizer)
+        self._tool_format = detect_tools(tokenizer, tool_format)
+        self._guidance = Guidance(
+            tokenizer, self._reasoning, vocab_size=info.vocab_size, end_ids=self.end_ids
+        )
+        self._ids = itertools.count()
+
+    def plain(
+        self, prompt: Prompt, params: SamplingParams | None, response_format: ResponseFormat | None
+    ) -> Asked:
+        """A prompt to be continued."""
+        request = self.request(self.encode(prompt), params)
+        spec = self._guidance.plan(request.prompt_ids, response_format)
+        return self._answer(request, continues=True), spec
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None,
+        *,
+        tools: Sequence[Message] | None,
+        tool_choice: str | Message,
+        parallel_tool_calls: bool,
+        response_format: ResponseFormat | None,
+        template_kwargs: Mapping[str, Any],
+    ) -> Asked:
+        """A conversation to be answered; arguments and errors as of LLM.chat."""
+        use = ToolUse.plan(
+            self.tokenizer, self._tool_format, tools, tool_choice, parallel=parallel_tool_calls
+        )
+        shown = None if use is None else use.shown
+        ids = encode_chat(self.tokenizer, messages, tools=shown, **template_kwargs)
+        spec = self._guidance.plan(ids, response_format, use)
+        return self._answer(self.request(ids, params), continues=False, use=use), spec
+
+    def beginning(self, prompt: Prompt | Sequence[Message]) -> list[int]:
+        """The tokens of a prompt, or of a conversation that goes on."""
+        messages = [part for part in prompt if isinstance(part, Mapping)]
+        if messages:
+            return encode_chat(self.tokenizer, messages, add_generation_prompt=False)
+        return self.encode(prompt)  # type: ignore[arg-type]  # no messages: text or ids
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Text, or token ids, which are checked."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, parse_special=True)
+        check_token_ids(prompt, self._vocab_size, param="prompt")
+        return list(prompt)
+
+    def request(self, ids: list[int], params: SamplingParams | None) -> Request:
+        """A request of these prompt tokens."""
+        params = params or SamplingParams()
+        ends: frozenset[int] = frozenset() if params.ignore_eos else self.end_ids
+        return Request(str(next(self._ids)), ids, params, ends.union(params.stop_token_ids))
+
+    def ready(self, answer: Answer, spec: GrammarSpec | None) -> Answer:
+        """The answer with its grammar compiled, which may take its time."""
+        if spec is not None:
+            answer.request.grammar = self._guidance.start(spec)
+        return answer
+
+    def close(self) -> None:
+        """End what compiles grammars."""
+        self._guidance.close()
+
+    def _answer(self, request: Request, *, continues: bool, use: ToolUse | None = None) -> Answer:
+        stream = TextStream(
+            self.tokenizer,
+            stop=request.params.stop,
+            min_tokens=request.params.min_tokens,
+            reasoning=self._reasoning,
+            tools=None if use is None else use.parser(),
+            single_call=use is not None and not use.parallel,
+            prompt_ids=request.prompt_ids,
+            continues=continues,
+        )
+        return Answer(request, stream)

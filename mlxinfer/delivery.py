@@ -1,0 +1,84 @@
+"""Requests to an engine and their answers back, for callers that wait and for asyncio.
+
+Knows no text. Whoever leaves early ends what was asked for.
+"""
+
+import asyncio
+import queue
+import weakref
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from .answer import Answer
+from .core import Request, TokenEvent
+from .mailbox import Mailbox
+from .results import Delta, Result
+
+if TYPE_CHECKING:
+    from .engine.engine import Engine
+
+
+class Delivery:
+    """The way to one engine."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
+        self._mailboxes: weakref.WeakKeyDictionary[
+            asyncio.AbstractEventLoop, Mailbox[TokenEvent]
+        ] = weakref.WeakKeyDictionary()
+
+    def run(self, answers: Sequence[Answer]) -> list[Result]:
+        """Run requests together; any failure ends them all and is raised."""
+        by_id = {answer.request.id: answer for answer in answers}
+        for event in self.events([answer.request for answer in answers]):
+            answer = by_id[event.request_id]
+            if answer.result is None:
+                answer.push(event)
+                if answer.stopped:
+                    self._engine.abort(event.request_id)
+        return [answer.result for answer in answers if answer.result is not None]
+
+    def stream(self, answer: Answer) -> Iterator[Delta]:
+        """What each step adds to an answer."""
+        for event in self.events([answer.request]):
+            yield answer.push(event)
+            if answer.result is not None:
+                return
+
+    def events(self, requests: Sequence[Request]) -> Iterator[TokenEvent]:
+        """Submit requests and yield their events until each has ended; leaving early ends them."""
+        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        unfinished: set[str] = set()
+        try:
+            for request in requests:
+                self._engine.submit(request, events.put)
+                unfinished.add(request.id)
+            while unfinished:
+                event = events.get()
+                if event.finish_reason is not None:
+                    unfinished.discard(event.request_id)
+                yield event
+        finally:
+            for request_id in unfinished:
+                self._engine.abort(request_id)
+
+    async def astream(self, answer: Answer) -> AsyncIterator[Delta]:
+        """`stream` for asyncio."""
+        loop = asyncio.get_running_loop()
+        mailbox = self._mailboxes.setdefault(loop, Mailbox(loop))
+        events: asyncio.Queue[TokenEvent] = asyncio.Queue()
+        self._engine.submit(answer.request, lambda event: mailbox.post(events, event))
+        try:
+            while answer.result is None:
+                yield answer.push(await events.get())
+        finally:
+            self._engine.abort(answer.request.id)
+
+
+async def last(deltas: AsyncIterator[Delta]) -> Result:
+    """The result that a stream ends with."""
+    result = None
+    async for delta in deltas:
+        result = delta.result
+    assert result is not None
+    return result

@@ -5,8 +5,8 @@ Knows bytes; no models, no requests. The rules, so that people can do the sum th
 - The limit is of weights and KV caches together. Where nobody gave one it is seven tenths of the
   machine's memory; what a step computes with comes on top, for a moment.
 - A model with a KV budget of its own gets that.
-- If the weights of all models fit and leave enough, the others share the rest equally, and nothing
-  is ever unloaded for want of memory.
+- If the weights of all models fit together and leave enough, the others share the rest equally, and
+  nothing is ever unloaded for want of memory.
 - Otherwise models take turns. Each then gets the same share of what the pinned models and the
   largest of the others leave, so that a few of them are there at once.
 
@@ -20,6 +20,7 @@ from ..errors import InvalidRequestError
 from ..memory import KV_SHARE
 
 LIMIT_SHARE = 0.7  # of the machine's memory, where nobody gave a limit
+ENOUGH_SHARE = 1 / 16  # of what a model could have alone: to have less is worse than turns
 MIN_KV_BYTES = 8 * 10**6
 
 
@@ -54,7 +55,8 @@ def _common_share(needs: Sequence[Need], limit_bytes: int) -> int:
     crowds = [_beside(needs, need) for need in needs]
     shares = [_share(c, limit_bytes) for c in crowds if any(n.kv_bytes is None for n in c)]
     alone = min(shares, default=0)
-    return alone if len(needs) == 1 else max(together, int(alone * KV_SHARE))
+    enough = max(alone * ENOUGH_SHARE, MIN_KV_BYTES)
+    return together if together >= enough else int(alone * KV_SHARE)
 
 
 def _beside(needs: Sequence[Need], one: Need) -> list[Need]:

@@ -1,0 +1,81 @@
+"""Models for the registry that take no time and no memory, and watch how they are treated."""
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from mlxinfer.errors import CheckpointError
+from mlxinfer.server.entries import Entry
+from mlxinfer.server.models import Models
+
+MB = 10**6
+
+
+@dataclass(eq=False)
+class FakeModel:
+    """What the registry needs of a ServedModel."""
+
+    name: str
+    num_bytes: int
+    machine: "Machine"
+    closed: bool = False
+    max_context: int = 2048
+    created_s: int = 1
+
+    @property
+    def info(self) -> Any:
+        return SimpleNamespace(weights_bytes=self.num_bytes)
+
+    def close(self) -> None:
+        self.closed = True
+        self.machine.wait(self.name)
+        self.machine.free(self)
+
+
+@dataclass
+class Machine:
+    """Where the models run: how many of them, and how much they take together."""
+
+    limit_bytes: int
+    clock: float = 0.0
+    failing: set[str] = field(default_factory=set)  # models that cannot be loaded
+    slow: dict[str, float] = field(default_factory=dict)  # seconds of a load or an end
+    loads: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    there: dict[str, FakeModel] = field(default_factory=dict)
+    lock: Any = field(default_factory=threading.Lock)
+
+    def wait(self, name: str) -> None:
+        time.sleep(self.slow.get(name, 0.0))
+
+    def load(self, name: str, num_bytes: int, kv_bytes: int) -> FakeModel:
+        model = FakeModel(name, num_bytes, self)
+        with self.lock:
+            self.loads.append(name)
+            if name in self.there:
+                self.problems.append(f"two of {name}")
+            self.there[name] = model
+            taken = sum(m.num_bytes + kv_bytes for m in self.there.values())
+            if taken > self.limit_bytes:
+                self.problems.append(f"{taken} bytes")
+        self.wait(name)
+        if name in self.failing:
+            self.free(model)
+            raise CheckpointError(f"/secret/{name} is broken")
+        return model
+
+    def free(self, model: FakeModel) -> None:
+        with self.lock:
+            del self.there[model.name]
+
+    def entry(self, name: str, num_bytes: int, kv_bytes: int = MB, **fields: Any) -> Entry:
+        def load(_: int) -> Any:
+            return self.load(name, num_bytes, kv_bytes)
+
+        return Entry(name=name, load=load, weights_bytes=num_bytes, kv_bytes=kv_bytes, **fields)
+
+    def registry(self, entries: Iterable[Entry]) -> Models:
+        return Models(list(entries), limit_bytes=self.limit_bytes, clock=lambda: self.clock)

@@ -1,0 +1,70 @@
+"""How memory is divided: sums that people can do themselves."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxinfer.errors import InvalidRequestError
+from mlxinfer.server.budget import MIN_KV_BYTES, Need, kv_budgets
+
+GB = 10**9
+
+
+def test_one_model_gets_what_its_weights_leave() -> None:
+    assert kv_budgets([Need("a", 8 * GB)], 20 * GB) == {"a": 12 * GB}
+
+
+def test_models_that_fit_together_share_the_rest() -> None:
+    needs = [Need("a", 4 * GB), Need("b", 6 * GB), Need("c", 2 * GB, kv_bytes=2 * GB)]
+    assert kv_budgets(needs, 20 * GB) == {"a": 3 * GB, "b": 3 * GB, "c": 2 * GB}
+
+
+def test_models_that_take_turns_get_a_share_of_what_the_largest_leaves() -> None:
+    needs = [Need("a", 10 * GB), Need("b", 5 * GB), Need("c", 12 * GB)]
+    assert set(kv_budgets(needs, 22 * GB).values()) == {4 * GB}
+
+
+def test_many_models_that_would_have_next_to_nothing_take_turns() -> None:
+    needs = [Need(f"m{i}", GB) for i in range(19)]
+    assert set(kv_budgets(needs, 20 * GB).values()) == {int(0.4 * 19 * GB)}
+
+
+def test_pinned_models_count_beside_each() -> None:
+    needs = [Need("a", 10 * GB, pinned=True), Need("b", 5 * GB), Need("c", 6 * GB)]
+    assert set(kv_budgets(needs, 20 * GB).values()) == {int(0.4 * 2 * GB)}
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [
+        [Need("x", 20 * GB)],
+        [Need("x", 5 * GB, kv_bytes=6 * GB)],
+        [Need("x", 5 * GB), Need("y", 6 * GB, pinned=True)],
+        [Need("x", 10 * GB - 10**6)],
+    ],
+)
+def test_what_can_never_fit_is_named(needs: list[Need]) -> None:
+    with pytest.raises(InvalidRequestError, match="model x does not fit"):
+        kv_budgets(needs, 10 * GB)
+
+
+sizes = st.integers(0, 100).map(lambda n: n * MIN_KV_BYTES)
+some = st.lists(st.tuples(sizes, st.none() | sizes, st.booleans()), min_size=1, max_size=5)
+
+
+@given(some=some, limit=sizes)
+def test_what_is_promised_fits(some: list[tuple[int, int | None, bool]], limit: int) -> None:
+    needs = [Need(f"m{i}", *each) for i, each in enumerate(some)]
+    try:
+        budgets = kv_budgets(needs, limit)
+    except InvalidRequestError:
+        return
+    for need in needs:
+        at_once = [n for n in needs if n.pinned or n is need]
+        assert sum(n.weights_bytes + budgets[n.name] for n in at_once) <= limit
+        assert need.kv_bytes in (None, budgets[need.name])
+    if sum(n.weights_bytes + (n.kv_bytes or 0) for n in needs) > limit:
+        return
+    free = [budgets[n.name] for n in needs if n.kv_bytes is None]
+    assert len(set(free)) <= 1
+    assert all(share >= MIN_KV_BYTES for share in free)

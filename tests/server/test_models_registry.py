@@ -1,0 +1,275 @@
+"""The registry with models that take no time: who is loaded, who goes, and who is told what."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from fake_models import MB, Machine
+
+from mlxinfer.errors import (
+    CheckpointError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OverloadedError,
+)
+from mlxinfer.server.entries import Entry
+from mlxinfer.server.errors import ModelBusyError, ModelLoadError
+from mlxinfer.server.models import FAILED_RETRY_S, Models
+from mlxinfer.server.slots import State
+
+
+@pytest.fixture
+def machine() -> Machine:
+    """Room for two models of 10 MB, or one of 25."""
+    return Machine(limit_bytes=26 * MB)
+
+
+@pytest.fixture
+def models(machine: Machine) -> Models:
+    return machine.registry(
+        [
+            machine.entry("a", 10 * MB, aliases=("gpt", "a2")),
+            machine.entry("b", 10 * MB, ttl_s=60.0),
+            machine.entry("c", 10 * MB),
+            machine.entry("big", 25 * MB),
+        ]
+    )
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 10))
+
+
+async def touch(models: Models, *names: str | None) -> None:
+    for name in names:
+        async with models.use(name):
+            pass
+
+
+def states(models: Models) -> str:
+    """One letter a model: U, L."""
+    return "".join("L" if s.state is State.LOADED else "U" for s in models.slots())
+
+
+def test_the_first_use_loads_and_names_are_many(machine: Machine, models: Models) -> None:
+    async def work() -> None:
+        assert states(models) == "UUUU"
+        await touch(models, None, "gpt", "a2", "a", "b")
+
+    run(work())
+    assert states(models) == "LLUU"
+    assert machine.loads == ["a", "b"]
+    assert models.held_bytes == 22 * MB
+
+
+def test_an_unknown_name_is_a_404_that_says_what_there_is(models: Models) -> None:
+    with pytest.raises(ModelNotFoundError, match="there is: a, b, c, big"):
+        run(touch(models, "../a"))
+
+
+def test_many_waiters_cause_one_load_and_one_that_leaves_does_not_stop_it(
+    machine: Machine, models: Models
+) -> None:
+    machine.slow["a"] = 0.05
+
+    async def work() -> None:
+        waiting = [asyncio.create_task(touch(models, "a")) for _ in range(20)]
+        await asyncio.sleep(0.01)
+        waiting[0].cancel()
+        await asyncio.gather(*waiting[1:])
+        assert waiting[0].cancelled()
+
+    run(work())
+    assert machine.loads == ["a"]
+    assert models.slots()[0].users == 0
+
+
+def test_the_longest_unused_goes_first(machine: Machine, models: Models) -> None:
+    async def work() -> None:
+        await touch(models, "a", "b")
+        machine.clock = 1.0
+        await touch(models, "a", "c")
+        assert states(models) == "LULU"
+        machine.clock = 2.0
+        await touch(models, "big")
+
+    run(work())
+    assert states(models) == "UUUL"
+    assert models.slots()[1].unloads == {"memory": 1}
+
+
+def test_what_is_in_use_stays_and_nothing_is_unloaded_in_vain(
+    machine: Machine, models: Models
+) -> None:
+    async def work() -> None:
+        await touch(models, "b")
+        async with models.use("a") as served:
+            with pytest.raises(OverloadedError, match="no room") as refused:
+                await touch(models, "big")
+            assert refused.value.retry_after_s > 0
+            assert states(models) == "LLUU"
+            await touch(models, "c")
+            assert states(models) == "LULU"
+            assert not served.closed  # type: ignore[attr-defined]  # a FakeModel
+        await touch(models, "big")
+        assert states(models) == "UUUL"
+
+    run(work())
+
+
+def test_a_failed_load_is_told_to_all_and_tried_again_later(
+    machine: Machine, models: Models
+) -> None:
+    machine.failing.add("a")
+    machine.slow["a"] = 0.02
+
+    async def work() -> None:
+        waiting = [asyncio.create_task(touch(models, "a")) for _ in range(3)]
+        told = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(error) for error in told] == [ModelLoadError] * 3
+        assert "secret" not in str(told[0])
+        with pytest.raises(ModelLoadError):
+            await touch(models, "a")
+        assert machine.loads == ["a"]
+        with pytest.raises(CheckpointError, match="secret"):  # who asks for it is told why
+            await models.load("a")
+        machine.failing.clear()
+        machine.clock += FAILED_RETRY_S
+        await touch(models, "a")
+
+    run(work())
+    assert machine.loads == ["a", "a", "a"]
+    assert (models.slots()[0].num_failures, models.slots()[0].failure) == (2, None)
+    assert models.held_bytes == 11 * MB
+
+
+def test_idle_models_go_after_their_ttl(machine: Machine, models: Models) -> None:
+    async def work() -> None:
+        await touch(models, "a", "b")
+        machine.clock = 59.0
+        await models.unload_idle()
+        assert models.ttl_left_s(models.find("b")) == 1.0
+        async with models.use("b"):
+            machine.clock = 200.0
+            await models.unload_idle()
+            assert models.ttl_left_s(models.find("b")) == 60.0
+        machine.clock = 259.9
+        await models.unload_idle()
+        assert states(models) == "LLUU"
+        machine.clock = 260.0
+        await models.unload_idle()
+
+    run(work())
+    assert states(models) == "LUUU"
+    assert models.ttl_left_s(models.find("a")) is None
+    assert models.slots()[1].unloads == {"idle": 1}
+
+
+def test_a_pinned_model_is_there_from_the_start_and_stays(machine: Machine) -> None:
+    models = machine.registry(
+        [
+            machine.entry("late", 3 * MB),
+            machine.entry("soon", 10 * MB, preload=True, ttl_s=0.0),
+            machine.entry("too much", 12 * MB, preload=True),
+            machine.entry("rock", 10 * MB, pinned=True, ttl_s=0.0),
+        ]
+    )
+
+    async def work() -> None:
+        assert not models.started
+        await models.load_first()
+        assert models.started
+        assert machine.loads == ["rock", "soon"]
+        machine.clock = 1e6
+        await models.unload_idle()
+        await touch(models, "too much")
+        with pytest.raises(InvalidRequestError, match="pinned"):
+            await models.unload("rock", 1.0)
+
+    run(work())
+    assert states(models) == "UULL"
+
+
+def test_a_start_fails_with_the_reason(machine: Machine) -> None:
+    machine.failing.add("rock")
+    models = machine.registry([machine.entry("rock", 10 * MB, pinned=True)])
+    with pytest.raises(CheckpointError, match="secret"):
+        run(models.load_first())
+    assert not models.started
+
+
+def test_unloading_by_hand(machine: Machine, models: Models) -> None:
+    async def work() -> None:
+        await models.unload("a")  # it is not there, as was wanted
+        async with models.use("a"):
+            with pytest.raises(ModelBusyError):
+                await models.unload("a")
+            going = asyncio.create_task(models.unload("a", 5.0))
+            await asyncio.sleep(0.03)
+            with pytest.raises(OverloadedError, match="being unloaded"):
+                await touch(models, "a")
+            assert not going.done()
+        await going
+        assert states(models) == "UUUU"
+        await touch(models, "a")
+        assert states(models) == "LUUU"
+
+    run(work())
+
+
+def test_a_model_whose_unload_did_not_work_goes_on(models: Models) -> None:
+    async def work() -> None:
+        async with models.use("a"):
+            with pytest.raises(ModelBusyError, match="answers 1 requests"):
+                await models.unload("gpt", 0.03)
+            await touch(models, "a")
+
+    run(work())
+
+
+def test_who_comes_while_a_model_goes_gets_it_again(machine: Machine, models: Models) -> None:
+    async def work() -> None:
+        await touch(models, "a")
+        machine.slow["a"] = 0.03
+        going = asyncio.create_task(models.unload("a"))
+        while models.find("a").state is not State.UNLOADING:
+            await asyncio.sleep(0)
+        models.find("a").leaving = False  # as for one that is unloaded for its memory
+        await touch(models, "a")
+        await going
+
+    run(work())
+    assert machine.loads == ["a", "a"]
+    assert machine.problems == []
+
+
+def test_a_model_that_is_larger_than_its_files_is_given_up(machine: Machine) -> None:
+    entry = machine.entry("liar", 30 * MB)
+    small = Entry(name="liar", load=entry.load, weights_bytes=5 * MB, kv_bytes=MB)
+    models = machine.registry([small])
+    with pytest.raises(ModelLoadError):
+        run(touch(models, "liar"))
+    assert models.held_bytes == 0
+    assert machine.there == {}
+
+
+def test_a_share_shrinks_where_weights_are_larger_than_their_files(machine: Machine) -> None:
+    rooms: list[int] = []
+
+    def load(room: int) -> Any:
+        rooms.append(room)
+        return machine.load("a", 12 * MB, 0)
+
+    models = machine.registry([Entry(name="a", load=load, weights_bytes=10 * MB)])
+    run(touch(models, "a"))
+    (slot,) = models.slots()
+    assert rooms == [26 * MB]
+    assert (slot.weights_bytes, slot.kv_bytes) == (12 * MB, 14 * MB)
+
+
+@pytest.mark.parametrize("other", [{"name": "a"}, {"name": "x", "aliases": ("a",)}])
+def test_names_are_different(machine: Machine, other: dict[str, Any]) -> None:
+    name = other.pop("name")
+    with pytest.raises(InvalidRequestError, match="Two models are called a"):
+        machine.registry([machine.entry("a", MB), machine.entry(name, MB, **other)])

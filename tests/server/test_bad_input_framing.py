@@ -1,0 +1,243 @@
+"""Bad input: bytes that are no HTTP, or HTTP that two readers would understand differently."""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from bad_input import GOOD, unharmed
+from live_server import CHAT, LiveServer, long_chat, wait_until
+from raw_http import exchange, post, read_answer, status_of
+
+BODY = json.dumps(GOOD[CHAT]).encode()
+LENGTH = f"content-length: {len(BODY)}\r\n".encode()
+GET = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
+POST = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+)
+CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
+LAST = b"0\r\n\r\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def whole(live: LiveServer) -> Iterator[None]:
+    yield from unharmed(live)
+
+
+def chunk(data: bytes, extension: bytes = b"") -> bytes:
+    return f"{len(data):x}".encode() + extension + b"\r\n" + data + b"\r\n"
+
+
+REFUSED: dict[str, tuple[bytes, int]] = {
+    # who reads the length and who reads the chunks would find two requests
+    "length and chunks": (
+        POST + LENGTH + b"transfer-encoding: chunked\r\n\r\n" + chunk(BODY) + LAST,
+        400,
+    ),
+    "chunks and length": (
+        POST + b"transfer-encoding: chunked\r\ncontent-length: 3\r\n\r\n" + chunk(BODY) + LAST,
+        400,
+    ),
+    "two lengths": (POST + LENGTH + b"content-length: 3\r\n\r\n" + BODY, 400),
+    "a list of lengths": (POST + b"content-length: 3, 5\r\n\r\n" + BODY, 400),
+    "a negative length": (POST + b"content-length: -1\r\n\r\n", 400),
+    "a signed length": (POST + b"content-length: +5\r\n\r\n", 400),
+    "a length in hexadecimal": (POST + b"content-length: 0x5\r\n\r\n", 400),
+    "a huge length": (POST + b"content-length: " + b"9" * 19 + b"\r\n\r\n", 413),
+    "an endless length": (POST + b"content-length: " + b"9" * 5000 + b"\r\n\r\n", 400),
+    "no length": (POST + b"\r\n" + BODY, 400),
+    "chunked twice": (POST + b"transfer-encoding: chunked, chunked\r\n\r\n" + LAST, 400),
+    "gzip and chunks": (POST + b"transfer-encoding: gzip, chunked\r\n\r\n" + LAST, 400),
+    "identity": (POST + LENGTH + b"transfer-encoding: identity\r\n\r\n" + BODY, 400),
+    "nearly chunked": (POST + b"transfer-encoding: xchunked\r\n\r\n" + LAST, 400),
+    "a chunk of no number": (CHUNKED + b"zz\r\nabc\r\n" + LAST, 400),
+    "a negative chunk": (CHUNKED + b"-5\r\nabc\r\n" + LAST, 400),
+    "a chunk beyond all memory": (CHUNKED + b"f" * 30 + b"\r\nabc", 400),
+    "a chunk longer than it says": (CHUNKED + b"3\r\nabcdef\r\n" + LAST, 400),
+    "a space before the colon": (GET + b"x-a : 1\r\n\r\n", 400),
+    "NUL in a header": (GET + b"x-a: \0\r\n\r\n", 400),
+    "a bare CR in a header": (GET + b"x-a: a\rb\r\n\r\n", 400),
+    "no name of a header": (GET + b": 1\r\n\r\n", 400),
+    "a header without a colon": (GET + b"hello\r\n\r\n", 400),
+    "no Host": (b"GET /v1/models HTTP/1.1\r\n\r\n", 400),
+    "no Host in 1.0": (b"GET /v1/models HTTP/1.0\r\n\r\n", 403),
+    "two Hosts": (GET + b"host: localhost\r\n\r\n", 400),
+    "no ASCII in the path": (b"GET /\xff HTTP/1.1\r\nhost: localhost\r\n\r\n", 400),
+    "no path": (b"GET HTTP/1.1\r\nhost: localhost\r\n\r\n", 400),
+    "no version": (b"GET /v1/models\r\nhost: localhost\r\n\r\n", 400),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\n", 403),
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
+    "all bytes": (bytes(range(256)), 400),
+    "a long header": (GET + b"x-a: " + b"a" * 100_000, 400),
+    "many headers": (GET + b"x-a: 1\r\n" * 200 + b"\r\n", 431),
+    "a proxy's request": (
+        b"GET http://evil.example/v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        404,
+    ),
+    "a tunnel": (b"CONNECT evil.example:443 HTTP/1.1\r\nhost: localhost\r\n\r\n", 404),
+    "TRACE": (b"TRACE /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n", 405),
+    "NUL in the path": (b"GET /v1/models%00 HTTP/1.1\r\nhost: localhost\r\n\r\n", 404),
+    "bad escapes in the path": (b"GET /v1/models/%zz%ff HTTP/1.1\r\nhost: localhost\r\n\r\n", 404),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(live: LiveServer, name: str) -> None:
+    request, status = REFUSED[name]
+    answer = exchange(live, request)
+    assert status_of(answer) == status, answer
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"content-type: application/json" in head.lower()
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+    wait_until(live.is_idle)
+
+
+@pytest.mark.parametrize("name", ["length and chunks", "chunks and length", "two lengths"])
+def test_nothing_is_read_behind_an_ambiguous_end(live: LiveServer, name: str) -> None:
+    """The second request, which somebody in between has not seen, is not answered."""
+    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+        connection.sendall(REFUSED[name][0] + GET + b"\r\n")
+        data = b""
+        while part := connection.recv(65536):
+            data += part
+    assert data.count(b"HTTP/1.1 ") == 1
+
+
+TAKEN = {
+    "an extension of a chunk": CHUNKED + chunk(BODY, b";a=b") + LAST,
+    "trailers, which are not read": CHUNKED + chunk(BODY) + b"0\r\nhost: evil.example\r\n\r\n",
+    "chunks of a byte": CHUNKED + b"".join(chunk(bytes([b])) for b in BODY) + LAST,
+    "the same length twice": POST + LENGTH + LENGTH + b"\r\n" + BODY,
+    "an upgrade that is not made": POST + LENGTH + b"upgrade: h2c\r\n\r\n" + BODY,
+    "a header in two lines": POST + LENGTH + b"x-a: 1\r\n 2\r\n\r\n" + BODY,
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_is_odd_and_fine(live: LiveServer, name: str) -> None:
+    assert status_of(exchange(live, TAKEN[name])) == 200
+
+
+def test_who_asks_whether_to_go_on_is_told_so(live: LiveServer) -> None:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+        connection.sendall(POST + LENGTH + b"expect: 100-continue\r\n\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 100 ")
+        connection.sendall(BODY)
+        assert status_of(read_answer(connection)) == 200
+
+
+def test_pipelined_requests_are_answered_in_their_order(live: LiveServer) -> None:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+        connection.sendall(post(CHAT, BODY) + post(CHAT, b"{") + GET + b"connection: close\r\n\r\n")
+        data = b""
+        while part := connection.recv(65536):
+            data += part
+    answers = data.split(b"HTTP/1.1 ")[1:]
+    assert [int(answer[:3]) for answer in answers] == [200, 400, 200]
+
+
+@pytest.mark.parametrize("persistence", ["keep-alive", "close"])
+@pytest.mark.parametrize("ahead", [1, 60_000, 200_000])
+def test_a_hang_up_behind_bytes_sent_ahead_is_noticed(
+    live: LiveServer, persistence: str, ahead: int
+) -> None:
+    began = live.stats()["tokens_sampled"]
+    body = json.dumps(long_chat()).encode()
+    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+        connection.sendall(post(CHAT, body, f"connection: {persistence}"))
+        wait_until(lambda: live.stats()["running"] == 1)
+        connection.sendall(b"x" * ahead)
+        time.sleep(0.02)
+    wait_until(live.is_idle)
+    assert live.stats()["tokens_sampled"] - began < 1800
+
+
+def test_half_a_close_is_a_hang_up(live: LiveServer) -> None:
+    body = json.dumps(long_chat()).encode()
+    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+        connection.sendall(post(CHAT, body))
+        wait_until(lambda: live.stats()["running"] == 1)
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1) == b""
+    wait_until(live.is_idle)
+
+
+def test_a_body_longer_than_its_length_is_two_requests(live: LiveServer) -> None:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+        connection.sendall(post(CHAT, b"{" + BODY + b"\r\n\r\n", length=1))
+        data = b""
+        while part := connection.recv(65536):  # until it closes: what came second was no HTTP
+            data += part
+    assert data.count(b"HTTP/1.1 400 ") == 2
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[LiveServer]:
+    with LiveServer(header_timeout_s=0.3, body_timeout_s=0.3, max_body_bytes=20_000) as server:
+        yield server
+
+
+SLOW: dict[str, tuple[bytes, bytes, int]] = {  # first bytes, then a few of these, the answer
+    "a slow request line": (b"GET /v1", b"/", 0),
+    "slow headers": (GET, b"x-a: 1\r\n", 0),
+    "a slow body": (POST + LENGTH + b"\r\n", b" ", 408),
+    "slow chunks": (CHUNKED, chunk(b" "), 408),
+    "nothing at all": (b"", b"", 0),
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_who_is_slow_is_left(hasty: LiveServer, name: str) -> None:
+    first, more, status = SLOW[name]
+    with socket.create_connection(("127.0.0.1", hasty.port), timeout=10) as connection:
+        connection.sendall(first)
+        for _ in range(3):
+            time.sleep(0.03)
+            connection.sendall(more)
+        answer = read_answer(connection)
+    assert (status_of(answer) if answer else 0) == status
+    wait_until(hasty.is_idle)
+    wait_until(lambda: hasty.connections() <= 1)
+
+
+BOMBS = {
+    "one chunk": CHUNKED + chunk(b" " * 30_000) + LAST,
+    "many chunks": CHUNKED + chunk(b" " * 10) * 3000 + LAST,
+    "as its length says": post(CHAT, b" " * 30_000),
+    "as its length says, later": post(CHAT, b"", length=30_000),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_who_sends_too_much_is_told_so(hasty: LiveServer, name: str) -> None:
+    assert status_of(exchange(hasty, BOMBS[name])) == 413
+    wait_until(hasty.is_idle)
+    wait_until(lambda: hasty.connections() <= 1)
+
+
+def test_what_turns_into_no_http_is_answered_once(
+    hasty: LiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    for size in (10, 10_000, 300_000):
+        answer = exchange(hasty, CHUNKED + chunk(b" " * size) + b"zz\r\n")
+        assert status_of(answer) in (400, 413)
+        wait_until(lambda: hasty.connections() <= 1)
+    assert not [r for r in caplog.records if r.levelname == "ERROR"]
+
+
+def test_who_is_one_connection_too_many_is_told_so() -> None:
+    with LiveServer(max_connections=2) as server, contextlib.ExitStack() as open_ones:
+        for _ in range(2):
+            address = ("127.0.0.1", server.port)
+            open_ones.enter_context(socket.create_connection(address))
+        wait_until(lambda: server.connections() == 2)
+        head, _, body = exchange(server, GET + b"\r\n").partition(b"\r\n\r\n")
+        assert status_of(head) == 503
+        assert b"retry-after: 1" in head
+        assert b"connection: close" in head
+        assert json.loads(body)["error"]["code"] == "overloaded"
+        open_ones.close()
+        wait_until(lambda: not server.connections())
+        server.check_idle()

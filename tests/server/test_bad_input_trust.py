@@ -1,0 +1,178 @@
+"""Bad input: who may not ask. Pages elsewhere, foreign names, wrong keys, bodies of other types."""
+
+import json
+from collections.abc import Iterator
+
+import httpx2 as httpx
+import pytest
+from bad_input import CHAT, GOOD, MESSAGES, error_of, expect_refusal, unharmed
+from live_server import LiveServer, chat
+from raw_http import exchange, status_of
+
+from mlxinfer.server.keys import ApiKeys
+
+KEY = "sk-a-key-of-ours"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def whole(live: LiveServer) -> Iterator[None]:
+    yield from unharmed(live)
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[LiveServer]:
+    with LiveServer(keys=ApiKeys.from_plain([KEY])) as server:
+        yield server
+        good = server.post(CHAT, chat(), headers={"authorization": f"Bearer {KEY}"})
+        assert good.status_code == 200
+        assert server.is_idle()
+
+
+PAGES = ["https://evil.example", "null", "http://localhost.evil.example", "file://", "", "*"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, "/detokenize"])
+def test_pages_elsewhere(live: LiveServer, path: str, page: str) -> None:
+    error = expect_refusal(live, path, GOOD[path], status=403, headers={"origin": page})
+    assert page == "" or page not in error["message"]
+
+
+def test_a_page_on_another_port_of_this_machine(live: LiveServer) -> None:
+    headers = {"origin": f"http://127.0.0.1:{live.port + 1}"}
+    expect_refusal(live, CHAT, GOOD[CHAT], status=403, headers=headers)
+
+
+NAMES = [
+    "evil.example",
+    "localhost.evil.example",
+    "127.0.0.1.nip.io",
+    "localhost@evil.example",
+    "evil.example#localhost",
+    "localhost/health?",
+    "localhost\\evil.example",
+    "localhost:80:80",
+    "localhost:port",
+    "localhost,evil.example",
+    "0.0.0.0",
+    "[::]",
+    "2130706433",
+    "0x7f000001",
+    "127.1",
+    "[::1",
+    "localhost.",
+    "\xe9",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_that_are_not_ours(live: LiveServer, name: str) -> None:
+    """A page whose name points at this machine (DNS rebinding) sends its own name as Host."""
+    request = b"GET /v1/models HTTP/1.1\r\nhost: " + name.encode("latin-1") + b"\r\n\r\n"
+    assert status_of(exchange(live, request)) == 403
+
+
+TYPES = [
+    "text/plain",
+    "text/plain; application/json",
+    "application/x-www-form-urlencoded",
+    "multipart/form-data; boundary=x",
+    "application/octet-stream",
+    "application/jsonp",
+    "application/json-patch+json",
+    "application/json, text/plain",
+    "*/*",
+    "",
+]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_bodies_that_a_form_can_send(live: LiveServer, path: str, kind: str) -> None:
+    """What a page may send without asking (no preflight) is never read."""
+    body = json.dumps(GOOD[path]).encode()
+    expect_refusal(live, path, body, status=415, headers={"content-type": kind})
+
+
+def test_two_content_types(live: LiveServer) -> None:
+    body = json.dumps(GOOD[CHAT]).encode()
+    for pair in (("application/json", "text/plain"), ("text/plain", "application/json")):
+        headers = [("content-type", kind) for kind in pair]
+        answer = live.client.post(CHAT, content=body, headers=headers)
+        assert answer.status_code == 415
+        error_of(answer, CHAT)
+
+
+@pytest.mark.parametrize("packing", ["gzip", "br", "deflate", "zstd", "gzip, identity", "x"])
+def test_packed_bodies(live: LiveServer, packing: str) -> None:
+    expect_refusal(live, CHAT, GOOD[CHAT], status=415, headers={"content-encoding": packing})
+
+
+WRONG_KEYS: dict[str, list[tuple[str, str]]] = {
+    "none": [],
+    "a wrong one": [("authorization", "Bearer wrong")],
+    "empty": [("authorization", "Bearer")],
+    "no scheme": [("authorization", KEY)],
+    "another scheme": [("authorization", f"Basic {KEY}")],
+    "more than it": [("authorization", f"Bearer {KEY}x")],
+    "less than it": [("authorization", f"Bearer {KEY[:-1]}")],
+    "in other case": [("authorization", f"Bearer {KEY.upper()}")],
+    "with a space in it": [("authorization", f"Bearer {KEY} x")],
+    "twice": [("authorization", f"Bearer {KEY}")] * 2,
+    "another beside it": [("authorization", f"Bearer {KEY}"), ("x-api-key", "wrong")],
+    "nothing beside it": [("authorization", f"Bearer {KEY}"), ("x-api-key", "")],
+    "a wrong one of Anthropic's": [("x-api-key", "wrong")],
+    "two of Anthropic's": [("x-api-key", KEY), ("x-api-key", "wrong")],
+    "as a cookie": [("cookie", f"key={KEY}")],
+    "for a proxy": [("proxy-authorization", f"Bearer {KEY}")],
+    "endless": [("authorization", f"Bearer {'x' * 20_000}")],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_KEYS)
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_wrong_keys(locked: LiveServer, path: str, name: str) -> None:
+    answer = locked.post(path, GOOD[path], headers=WRONG_KEYS[name])
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert KEY not in answer.text
+    error_of(answer, path)
+
+
+@pytest.mark.parametrize("path", GOOD)
+def test_every_endpoint_wants_a_key(locked: LiveServer, path: str) -> None:
+    assert locked.post(path, GOOD[path]).status_code == 401
+    assert locked.post(f"{path}?api_key={KEY}", GOOD[path]).status_code == 401
+
+
+PATHS = [
+    *(
+        "/V1/models",
+        "/v1//models",
+        "/v1/models/",
+        "/v1/./models",
+        "/v1/x/../models",
+        "/v1%2fmodels",
+    ),
+    *("/..;/v1/models", "/v1/models;a=b", "/\\v1\\models", "/admin", "/debug/state", "/.env"),
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_other_spellings_of_a_path_open_nothing(locked: LiveServer, path: str) -> None:
+    request = f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
+    assert status_of(exchange(locked, request)) == 401
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW"])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_methods_that_are_not_there(live: LiveServer, path: str, method: str) -> None:
+    answer = live.client.request(method, path)
+    assert answer.status_code == 405
+    error_of(answer, path)
+
+
+def test_error_answers_are_not_kept(live: LiveServer) -> None:
+    answer: httpx.Response = live.post(CHAT, {})
+    assert answer.headers["cache-control"] == "no-store"
+    assert "access-control-allow-origin" not in answer.headers

@@ -245,7 +245,7 @@ class KVCache:
     def begin_step(self, short: Sequence[Span], long: Sequence[Span]) -> list[StepKV]:
         """What each layer attends through, for a step of these spans."""
         spans = by_width(short)
-        positions = padded_positions(spans, long)
+        positions = padded_positions(spans, long) if self._heads else None
         plans = [
             plan_group(
                 spans,

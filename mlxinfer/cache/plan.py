@@ -56,7 +56,7 @@ class GroupPlan:
     long: list[ChunkPlan]
     tail_rows: mx.array | None  # (N,) flat rows that go to tails; None: all of them, in order
     tail_place: TailPlace | None  # where the N tokens go; None: none does
-    positions: mx.array  # (max(T, 8),) int32, of all tokens; fewer would be another kernel variant
+    positions: mx.array | None  # see padded_positions; None: no layer writes through a kernel
 
 
 def plan_group(
@@ -67,7 +67,7 @@ def plan_group(
     reach: Reach,
     page_size: int,
     planner: Planner,
-    positions: mx.array,
+    positions: mx.array | None,
 ) -> GroupPlan:
     """Plan one step of layer group `group`; `positions` as `padded_positions` gives them."""
     ring = 2 * page_size
@@ -84,7 +84,7 @@ def plan_group(
 
 
 def padded_positions(short: Sequence[ShortSpans], long: Sequence[Span]) -> mx.array:
-    """(max(T, 8),) int32 of the tokens in flat order, and zeros."""
+    """(max(T, 8),) int32 of the tokens in flat order, and zeros: fewer would be another variant."""
     parts = [spans.tokens()[2] for spans in short]
     parts += [np.arange(span.start, span.stop, dtype=np.int32) for span in long]
     missing = MIN_POSITIONS - sum([len(part) for part in parts])

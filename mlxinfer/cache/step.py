@@ -25,8 +25,10 @@ class StepKV:
         self, qkv: mx.array, *, scale: float, sinks: mx.array | None = None
     ) -> mx.array:
         """Norm, rope and storage format of this step's tokens in one kernel, then as `attend`."""
+        positions = self._plan.positions
         assert self.heads is not None
-        written = kv_write(qkv, self._plan.positions, self.heads)
+        assert positions is not None
+        written = kv_write(qkv, positions, self.heads)
         return self.attend_stored(
             written.queries, written.keys, written.values, scale=scale, sinks=sinks
         )

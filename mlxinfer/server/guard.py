@@ -9,7 +9,6 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,6 +22,7 @@ from .errors import (
     MethodError,
     NoSuchPathError,
 )
+from .keys import Headers
 from .origins import HostRules
 from .protocol import CONNECTIONS
 from .settings import ServerConfig, is_loopback
@@ -89,7 +89,7 @@ class Guard:
             if key is not None:
                 scope["mlxinfer.log"]["key"] = key
         if scope["method"] == "POST":
-            _check_json(dict(headers))
+            _check_json(headers)
 
     def _is_open(self, scope: Scope) -> bool:
         """Whether this request needs no key."""
@@ -171,11 +171,12 @@ def _check_framing(exchange: Exchange, scope: Scope, max_connections: int) -> No
         raise InvalidRequestError("content-length and transfer-encoding exclude each other.")
 
 
-def _check_json(headers: dict[bytes, Any]) -> None:
-    media_type = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-    if media_type != b"application/json":
+def _check_json(headers: Headers) -> None:
+    kinds = [v.partition(b";")[0].strip().lower() for k, v in headers if k == b"content-type"]
+    if kinds != [b"application/json"]:
         raise MediaTypeError("The content-type of a request with a body is application/json.")
-    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+    encodings = {value.strip().lower() for key, value in headers if key == b"content-encoding"}
+    if not encodings <= {b"identity"}:
         raise MediaTypeError("Bodies are read without content-encoding.")
 
 

@@ -58,7 +58,10 @@ class PatientProtocol(H11Protocol):
         self.loop.call_later(self.header_timeout_s, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, in the shape that other errors have."""
+        """Answer what is no HTTP, in the shape that other errors have; nobody else answers it."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer has begun
             self.transport.abort()
             return

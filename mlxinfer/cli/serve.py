@@ -12,11 +12,10 @@ from ..errors import InvalidRequestError
 from ._configuration import PREFIX, config_of, config_option
 from ._models import Wanted, entry_of, wanted_models
 from ._options import model_options
+from ._remote import API_KEY
 
 if TYPE_CHECKING:
     from ..server.models import Models
-
-API_KEY = "MLXINFER_API_KEY"
 
 
 @click.command(context_settings={"auto_envvar_prefix": PREFIX})

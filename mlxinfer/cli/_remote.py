@@ -1,0 +1,49 @@
+"""Where a running server is, as the command line knows it. Knows options; no HTTP."""
+
+import os
+from typing import Any
+from urllib.parse import urlsplit
+
+import click
+
+API_KEY = "MLXINFER_API_KEY"
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}
+url_option = click.option(
+    "--url",
+    metavar="URL",
+    help="Of the server.  [default: as `mlxinfer serve` is set up: config file, MLXINFER_SERVE_*]",
+)
+
+
+def ask(url: str | None, path: str, body: Any = None, *, timeout_s: float = 10.0) -> Any:
+    """GET a path of a server, or POST a body to it; returns the JSON that comes back.
+
+    The key is MLXINFER_API_KEY.
+
+    Args:
+        url: of the server; None: where `mlxinfer serve` would listen.
+        path: such as "/admin/models".
+        body: JSON; None: GET.
+        timeout_s: of silence.
+
+    Raises:
+        ServerError: nobody listens there, it is no mlxinfer server, or it refused.
+    """
+    from ._http import exchange  # slow to import, for commands that are listed only
+
+    base = (url or default_url()).rstrip("/").removesuffix("/v1")
+    parts = urlsplit(base)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise click.UsageError(f"{base} is no address of a server; one looks like http://host:8080")
+    return exchange(base, path, body, key=os.environ.get(API_KEY), timeout_s=timeout_s)
+
+
+def default_url() -> str:
+    """Where `mlxinfer serve` without arguments listens."""
+    from .config import serve_context
+
+    options = serve_context([]).params
+    host = ANY_ADDRESS.get(options["host"], options["host"])
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"
+    return f"http://{host}:{options['port']}"

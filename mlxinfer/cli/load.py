@@ -1,0 +1,25 @@
+"""`mlxinfer load`: let a running server load a model before somebody needs it."""
+
+import click
+
+from ._options import json_option
+from ._output import emit_json, human_bytes
+from ._remote import ask, url_option
+
+LOAD_S = 1800.0  # that a model of hundreds of gigabytes may take from a slow disk
+
+
+@click.command()
+@click.argument("name")
+@url_option
+@json_option
+def command(name: str, url: str | None, as_json: bool) -> None:
+    """Load the model NAME of a running server, and wait until it is there."""
+    told = ask(url, "/admin/models/load", {"model": name}, timeout_s=LOAD_S)
+    if as_json:
+        emit_json(told)
+        return
+    click.echo(
+        f"{told['name']} is {told['state']}: {human_bytes(told['weights_bytes'])} of weights, "
+        f"up to {human_bytes(told['kv_bytes'])} of KV cache"
+    )

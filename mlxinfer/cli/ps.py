@@ -1,0 +1,50 @@
+"""`mlxinfer ps`: what a running server has loaded."""
+
+from typing import Any
+
+import click
+
+from ._options import json_option
+from ._output import emit_json, human_bytes, table
+from ._remote import ask, url_option
+
+HEADER = ("NAME", "STATE", "WEIGHTS", "KV CACHE", "RUNNING", "WAITING", "UNLOADS IN")
+
+
+@click.command()
+@url_option
+@json_option
+def command(url: str | None, as_json: bool) -> None:
+    """List the models of a running server."""
+    told = ask(url, "/admin/models")
+    if as_json:
+        emit_json(told)
+        return
+    click.echo(table([row_of(model) for model in told["models"]], header=HEADER))
+    taken, limit = told["memory_reserved_bytes"], told["memory_limit_bytes"]
+    click.echo(f"{human_bytes(taken)} of {human_bytes(limit)} for models", err=True)
+
+
+def row_of(model: dict[str, Any]) -> list[str]:
+    """A line of the table."""
+    state = "failed" if model["failure"] and model["state"] == "unloaded" else model["state"]
+    return [
+        model["name"],
+        state,
+        human_bytes(model["weights_bytes"]),
+        human_bytes(model["kv_bytes"]),
+        str(model["requests_running"]),
+        str(model["requests_waiting"]),
+        "pinned" if model["pinned"] else duration(model["ttl_left_s"]),
+    ]
+
+
+def duration(seconds: float | None) -> str:
+    """1800 -> '30m 0s'; None -> '-'."""
+    if seconds is None:
+        return "-"
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    if hours:
+        return f"{hours}h {minutes}m"
+    return f"{minutes}m {whole % 60}s" if minutes else f"{whole}s"

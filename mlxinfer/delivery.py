@@ -6,7 +6,7 @@ Knows no text. Whoever leaves early ends what was asked for.
 import asyncio
 import queue
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from .answer import Answer
@@ -62,7 +62,7 @@ class Delivery:
             for request_id in unfinished:
                 self._engine.abort(request_id)
 
-    async def astream(self, answer: Answer) -> AsyncIterator[Delta]:
+    async def astream(self, answer: Answer) -> AsyncGenerator[Delta, None]:
         """`stream` for asyncio."""
         loop = asyncio.get_running_loop()
         mailbox = self._mailboxes.setdefault(loop, Mailbox(loop))

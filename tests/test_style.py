@@ -27,7 +27,8 @@ def test_mypy(tmp_path: Path) -> None:
     """Over the package as it is installed: folders beside mlxinfer/ are parts of it."""
     tree = tmp_path / "mlxinfer"
     shutil.copytree(ROOT / "mlxinfer", tree, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "metal_kernels", tree / "metal_kernels")
+    for folder in ("metal_kernels", "convert"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
     run(
         *(sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")),
         *("--cache-dir", str(ROOT / ".mypy_cache"), str(tree)),

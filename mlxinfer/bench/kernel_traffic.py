@@ -14,8 +14,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from .. import metal_kernels
 from ..errors import BackendMissingError
+from ..metal_kernels import launch
 from ..metal_kernels.launch import running_on
 from ..metal_kernels.mla_attention import mla_attention_on_metal
 from ..metal_kernels.paged_attention_kernel import paged_attention_on_metal
@@ -48,7 +48,7 @@ def machine(name: str = "metal_cpu") -> ModuleType:
     Raises:
         BackendMissingError: this is no checkout, or the compiler is missing.
     """
-    tests = Path(metal_kernels.__file__).resolve().parents[1] / "tests"
+    tests = Path(launch.__file__).resolve().parents[1] / "tests"
     if not (tests / "metal_cpu").is_dir():
         raise BackendMissingError(
             f"There is no machine that executes Metal kernels in {tests / 'metal_cpu'}: it comes "

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 from metal_cpu import requires_compiler
+from mlxinfer.metal_kernels import launch
 
-from mlxinfer import metal_kernels
 from mlxinfer.bench import kernels
 from mlxinfer.bench.kernel_traffic import machine
 from mlxinfer.bench.kernels import compare, run
@@ -33,6 +33,6 @@ def test_the_report_has_both_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wheel_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(metal_kernels, "__file__", str(tmp_path / "mlxinfer" / "x" / "y.py"))
+    monkeypatch.setattr(launch, "__file__", str(tmp_path / "mlxinfer" / "x" / "y.py"))
     with pytest.raises(BackendMissingError, match="checkout"):
         machine()

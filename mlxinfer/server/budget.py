@@ -77,7 +77,11 @@ def _too_large(one: Need, needs: Sequence[Need], limit_bytes: int) -> InvalidReq
     taken = sum(need.weights_bytes + (need.kv_bytes or 0) for need in [one, *others])
     return InvalidRequestError(
         f"The model {one.name} does not fit{beside}: weights and KV caches need "
-        f"{taken / 1e9:.2f} GB and some, and the limit is {limit_bytes / 1e9:.2f} GB; raise it "
-        "with --max-memory, or take smaller weights.",
+        f"more than {_size(taken)}, and the limit is {_size(limit_bytes)}; raise it with "
+        "--max-memory, or take smaller weights.",
         param="max_memory",
     )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 10**9 else f"{num_bytes / 1e6:.1f} MB"

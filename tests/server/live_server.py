@@ -44,10 +44,14 @@ class LiveServer:
     def __init__(
         self, engine: dict[str, Any] | None = None, send_buffer: int | None = None, **config: Any
     ) -> None:
-        self.config = ServerConfig(port=0, **config)
         options = EngineOptions(**{"max_batch": 16, **(engine or {})})
         self.model = ServedModel.open("demo", hub.resolve("demo"), options, created_s=1)
-        self.service = Service(Models.of([self.model]), self.config)
+        self.listen(Models.of([self.model]), send_buffer, **config)
+
+    def listen(self, models: Models, send_buffer: int | None = None, **config: Any) -> None:
+        """Put a socket before these models."""
+        self.config = ServerConfig(port=0, **config)
+        self.service = Service(models, self.config)
         listener = bind(self.config)
         if send_buffer is not None:  # connections inherit it
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

@@ -1,0 +1,55 @@
+"""A live server of the two bundled models, which are loaded when somebody asks for them."""
+
+from typing import Any
+
+from live_server import LiveServer
+
+from mlxinfer import hub
+from mlxinfer.opening import EngineOptions
+from mlxinfer.server.entries import Entry, weights_bytes
+from mlxinfer.server.models import Models
+from mlxinfer.server.served import ServedModel
+
+MB = 10**6
+
+
+class LazyServer(LiveServer):
+    """`big` is the demo model and comes first, `small` its draft.
+
+    Args:
+        limit_bytes: of both together.
+        fields: of the entries, by name.
+        config: of ServerConfig.
+    """
+
+    def __init__(
+        self,
+        limit_bytes: int = 100 * MB,
+        fields: dict[str, dict[str, Any]] | None = None,
+        **config: Any,
+    ) -> None:
+        self.loads: list[str] = []
+        given = fields or {}
+        entries = [
+            self.entry("big", "demo", given.get("big", {})),
+            self.entry("small", "demo-draft", given.get("small", {})),
+        ]
+        self.listen(Models(entries, limit_bytes=limit_bytes), **config)
+
+    def entry(self, name: str, source: str, fields: dict[str, Any]) -> Entry:
+        folder = hub.resolve(source)
+
+        def load(room_bytes: int) -> ServedModel:
+            self.loads.append(name)
+            options = EngineOptions(
+                max_batch=4, max_memory=fields.get("kv_bytes"), room_bytes=room_bytes
+            )
+            return ServedModel.open(name, folder, options, created_s=1)
+
+        return Entry(
+            **{"name": name, "load": load, "weights_bytes": weights_bytes(folder), **fields}
+        )
+
+    def states(self) -> dict[str, str]:
+        models = self.get("/admin/models").json()["models"]
+        return {model["name"]: model["state"] for model in models}

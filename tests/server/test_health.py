@@ -1,0 +1,139 @@
+"""/health and /ready: a token proves it, and an engine that hangs is found out in time."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from lazy_server import LazyServer
+from live_server import CHAT, LiveServer, chat, long_chat, wait_until
+from test_server_faults import break_next_step
+
+from mlxinfer.server.keys import ApiKeys
+from mlxinfer.server.readiness import FRESH_S
+
+
+@contextmanager
+def hanging(server: LiveServer) -> Iterator[None]:
+    """The next step does not end before the block does, as when a GPU has hung."""
+    loop = server.model.engine._loop
+    launch, go_on, hangs = loop.runner.launch, threading.Event(), threading.Event()
+
+    def hang(*args: Any) -> Any:
+        hangs.set()
+        go_on.wait(20)
+        loop.runner.launch = launch
+        return launch(*args)
+
+    server.model.engine.call(lambda: setattr(loop.runner, "launch", hang))
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[LiveServer]:
+    """A server that loses patience after a moment."""
+    with LiveServer(ready_deadline_s=0.8) as server:
+        yield server
+        server.check_idle()
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every question is answered anew."""
+    monkeypatch.setattr("mlxinfer.server.readiness.FRESH_S", -1.0)
+
+
+def test_an_idle_engine_makes_a_token(quick: LiveServer) -> None:
+    before = quick.stats()["tokens_sampled"]
+    answer = quick.get("/ready")
+    assert (answer.status_code, answer.json()) == (200, {"status": "ready"})
+    assert quick.stats()["tokens_sampled"] == before + 1
+
+
+def test_a_busy_engine_is_asked_for_steps_not_for_tokens(quick: LiveServer) -> None:
+    with quick.stream(CHAT, long_chat(n=3)):
+        wait_until(lambda: quick.stats()["running"] == 3)
+        requests = quick.stats()["requests"]
+        assert quick.get("/ready").status_code == 200
+        assert quick.stats()["requests"] == requests
+
+
+def test_an_idle_engine_that_hangs_is_found_out(quick: LiveServer) -> None:
+    with hanging(quick):
+        began = time.monotonic()
+        answer = quick.get("/ready")
+        assert time.monotonic() - began < 3
+        assert (answer.status_code, answer.json()) == (503, {"status": "stuck"})
+        assert int(answer.headers["retry-after"]) > 0
+        assert quick.get("/health").status_code == 200
+        assert quick.get("/metrics").status_code == 200
+        assert quick.get("/ready").status_code == 503  # and costs no second thread
+        names = [thread.name for thread in threading.enumerate()]
+        assert names.count("mlxinfer-stats") <= 1
+    wait_until(lambda: quick.get("/ready").status_code == 200)
+
+
+def test_a_busy_engine_that_hangs_is_found_out(quick: LiveServer) -> None:
+    with quick.stream(CHAT, long_chat()):
+        with hanging(quick):
+            assert quick.get("/ready").json() == {"status": "stuck"}
+        wait_until(lambda: quick.get("/ready").status_code == 200)
+
+
+def test_an_engine_that_fails_is_not_ready(quick: LiveServer) -> None:
+    break_next_step(quick)
+    answer = quick.get("/ready")
+    assert (answer.status_code, answer.json()) == (503, {"status": "failing"})
+    assert quick.get("/ready").status_code == 200
+
+
+def test_to_ask_often_costs_one_token(quick: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxinfer.server.readiness.FRESH_S", 60.0)
+    assert FRESH_S < 5
+    quick.service.readiness._trial = None
+    before = quick.stats()["requests"]
+    assert [quick.get("/ready").status_code for _ in range(5)] == [200] * 5
+    assert quick.stats()["requests"] == before + 1
+
+
+def test_no_key_is_needed_and_nothing_is_told() -> None:
+    with LiveServer(keys=ApiKeys.from_plain(["secret"])) as server:
+        assert server.get("/health").json() == {"status": "ok"}
+        assert server.get("/ready").json() == {"status": "ready"}
+        assert server.get("/metrics").status_code == 401
+
+
+def test_loading_is_not_ready_and_nothing_is_loaded_by_asking() -> None:
+    gate = threading.Event()
+    server = LazyServer(fields={"big": {"pinned": True}})
+    (slot, _) = server.service.models.slots()
+    load = slot.entry.load
+
+    def slowly(room: int) -> Any:
+        gate.wait(10)
+        return load(room)
+
+    object.__setattr__(slot.entry, "load", slowly)
+    with server:
+        answer = server.get("/ready")
+        assert (answer.status_code, answer.json()) == (503, {"status": "loading"})
+        assert int(answer.headers["retry-after"]) > 0
+        gate.set()
+        wait_until(lambda: server.get("/ready").status_code == 200)
+        assert server.loads == ["big"]
+        assert server.states()["small"] == "unloaded"
+
+
+def test_draining_is_not_ready() -> None:
+    with LiveServer(drain_s=10) as server, server.stream(CHAT, long_chat()):
+        server.server.stop()
+        wait_until(lambda: server.service.draining)
+        assert server.get("/ready").json() == {"status": "draining"}
+        assert server.post(CHAT, chat()).status_code == 503
+        assert server.post("/admin/models/load", {"model": "demo"}).status_code == 503
+        assert server.get("/health").status_code == 200

@@ -1,0 +1,96 @@
+"""Two models behind HTTP: loaded by requests, listed while they are not, unloaded by hand."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from lazy_server import MB, LazyServer
+from live_server import CHAT, chat, long_chat, wait_until
+
+
+@pytest.fixture(scope="module")
+def lazy() -> Iterator[LazyServer]:
+    """Room for one of them at a time."""
+    kv = {"kv_bytes": 8 * MB}
+    with LazyServer(13 * MB, {"big": kv, "small": {"aliases": ("gpt-4o-mini",), **kv}}) as server:
+        yield server
+
+
+@pytest.fixture
+def two(lazy: LazyServer) -> Iterator[LazyServer]:
+    """The same server, with nothing loaded."""
+    for name in ("big", "small"):
+        lazy.post("/admin/models/unload", {"model": name, "drain_s": 5})
+    lazy.loads.clear()
+    yield lazy
+    wait_until(lambda: not lazy.service.calls)
+    assert all(slot.users == 0 for slot in lazy.service.models.slots())
+
+
+def test_models_are_listed_before_they_are_loaded(two: LazyServer) -> None:
+    listed = two.get("/v1/models").json()["data"]
+    assert [(m["id"], m["state"]) for m in listed] == [("big", "unloaded"), ("small", "unloaded")]
+    assert two.get("/v1/models/gpt-4o-mini").json()["id"] == "small"
+    assert two.get("/ready").json() == {"status": "ready"}
+    assert two.loads == []
+
+
+def test_requests_load_what_they_name_and_unload_what_is_in_the_way(two: LazyServer) -> None:
+    answers = [two.post(CHAT, chat(model=name)).json() for name in ("gpt-4o-mini", "big")]
+    assert [answer["model"] for answer in answers] == ["small", "big"]
+    assert two.loads == ["small", "big"]
+    assert two.states() == {"big": "loaded", "small": "unloaded"}
+    assert two.get("/v1/models/big").json()["max_model_len"] == 2048
+
+
+def test_many_requests_load_it_once(two: LazyServer) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: two.post(CHAT, chat(model="small")), range(8)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert two.loads == ["small"]
+
+
+def test_a_model_that_answers_is_not_unloaded(two: LazyServer) -> None:
+    with two.stream(CHAT, long_chat(model="big")) as response:
+        lines = response.iter_lines()
+        next(lines)
+        refused = two.post(CHAT, chat(model="small"))
+        assert refused.status_code == 503
+        assert 1 <= int(refused.headers["retry-after"]) <= 120
+        assert two.states()["big"] == "loaded"
+        busy = two.post("/admin/models/unload", {"model": "big"})
+        assert (busy.status_code, busy.json()["error"]["code"]) == (409, "model_busy")
+
+
+def test_loading_and_unloading_by_hand(two: LazyServer) -> None:
+    loaded = two.post("/admin/models/load", {"model": "small"}).json()
+    assert (loaded["state"], loaded["calls"], loaded["failure"]) == ("loaded", 0, None)
+    assert two.post("/admin/models/unload", {"model": "gpt-4o-mini"}).json()["state"] == "unloaded"
+    assert two.post("/admin/models/load", {"model": "./elsewhere"}).status_code == 404
+    wrong = two.post("/admin/models/unload", {"model": "big", "drain_s": -1})
+    assert wrong.json()["error"]["param"] == "drain_s"
+
+
+def test_an_idle_model_goes_by_itself() -> None:
+    with LazyServer(fields={"small": {"ttl_s": 0.2}}) as server:
+        assert server.post(CHAT, chat(model="small")).status_code == 200
+        (state,) = [m for m in server.get("/admin/models").json()["models"] if m["name"] == "small"]
+        assert 0 <= state["ttl_left_s"] <= 0.2
+        wait_until(lambda: server.states()["small"] == "unloaded")
+        assert server.post(CHAT, chat(model="small")).status_code == 200
+    assert server.loads == ["small", "small"]
+
+
+def test_admin_needs_the_key_and_json() -> None:
+    from mlxinfer.server.keys import ApiKeys
+
+    with LazyServer(keys=ApiKeys.from_plain(["right"])) as server:
+        key = {"authorization": "Bearer right"}
+        body = {"model": "small"}
+        assert server.get("/admin/models").status_code == 401
+        assert server.post("/admin/models/load", body).status_code == 401
+        assert server.get("/admin/models", headers=key).status_code == 200
+        plain = {**key, "content-type": "text/plain"}
+        refused = server.client.post("/admin/models/load", content=b"{}", headers=plain)
+        assert refused.status_code == 415
+    assert server.loads == []

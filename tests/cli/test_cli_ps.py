@@ -1,0 +1,132 @@
+"""mlxinfer ps, load, unload: a real server, no server, and something else on the port."""
+
+import json
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "server"))
+
+from lazy_server import LazyServer
+
+from mlxinfer.cli.ps import duration
+from mlxinfer.server.keys import ApiKeys
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LazyServer]:
+    """Two models, none of them loaded, behind a key."""
+    fields = {"big": {"ttl_s": 1800.0}, "small": {"aliases": ("tiny",)}}
+    with LazyServer(fields=fields, keys=ApiKeys.from_plain(["right"])) as server:
+        yield server
+
+
+@pytest.fixture
+def ask(server: LazyServer, outcome: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """ask("ps") as somebody who has the key, at the server's address."""
+    monkeypatch.setenv("MLXINFER_API_KEY", "right")
+    return lambda *args: outcome(*args, "--url", server.url)
+
+
+def test_load_ps_unload(ask: Any) -> None:
+    assert ask("load", "tiny").out.startswith("small is loaded: ")
+    assert ask("load", "big").code == 0
+    lines = [line.split() for line in ask("ps").out.splitlines()]
+    assert lines[0][:2] == ["NAME", "STATE"]
+    assert [line[:2] for line in lines[1:]] == [["big", "loaded"], ["small", "loaded"]]
+    assert lines[1][-2:] in (["30m", "0s"], ["29m", "59s"])
+    assert lines[2][-1] == "-"
+    assert ask("unload", "tiny", "--drain", "1").out == "small is unloaded\n"
+    told = json.loads(ask("ps", "--json").out)
+    assert [m["state"] for m in told["models"]] == ["loaded", "unloaded"]
+    assert 0 < told["memory_reserved_bytes"] < told["memory_limit_bytes"]
+    assert json.loads(ask("unload", "big", "--json").out)["state"] == "unloaded"
+
+
+def test_what_the_server_refuses_is_one_line(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = ask("load", "none")
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err == "error: There is no model 'none' here; there is: big, small.\n"
+    monkeypatch.setenv("MLXINFER_API_KEY", "wrong")
+    assert "MLXINFER_API_KEY" in ask("ps").err
+    monkeypatch.delenv("MLXINFER_API_KEY")
+    assert ask("ps").err.count("\n") == 1
+
+
+def test_the_address_is_that_of_serve(
+    server: LazyServer, outcome: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(f'[serve]\nport = {server.port}\nhost = "0.0.0.0"\ninsecure = true\n')
+    monkeypatch.setenv("MLXINFER_CONFIG", str(config))
+    monkeypatch.setenv("MLXINFER_API_KEY", "right")
+    assert outcome("ps").code == 0
+    monkeypatch.setenv("MLXINFER_SERVE_PORT", "1")
+    assert "http://127.0.0.1:1:" in outcome("ps").err
+
+
+def test_no_server_is_one_line(outcome: Any) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        ended = outcome("ps", "--url", url + "/v1")
+    assert ended.code == 1
+    assert ended.err.startswith(f"error: No server answers at {url}: Connection refused.")
+    assert ended.err.count("\n") == 1
+    assert "mlxinfer serve" in ended.err
+
+
+@pytest.mark.parametrize("url", ["nonsense", "ftp://host", "file:///etc/passwd", "http://"])
+def test_an_address_is_checked(outcome: Any, url: str) -> None:
+    ended = outcome("ps", "--url", url)
+    assert ended.code == 2
+    assert "is no address of a server" in ended.err
+
+
+class SomethingElse(BaseHTTPRequestHandler):
+    """Another program on the port: it answers, or sends the key elsewhere."""
+
+    seen: list[str]
+
+    def do_GET(self) -> None:
+        self.seen.append(self.path)
+        status, name, value = self.server.says  # type: ignore[attr-defined]
+        self.send_response(status)
+        self.send_header(name, value)
+        self.send_header("content-length", "2")
+        self.end_headers()
+        self.wfile.write(b"hi")
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "says",
+    [(200, "x-a", "b"), (404, "x-a", "b"), (302, "location", "/stolen")],
+)
+def test_another_program_is_told_apart(outcome: Any, says: tuple[int, str, str]) -> None:
+    SomethingElse.seen = []
+    with HTTPServer(("127.0.0.1", 0), SomethingElse) as other:
+        other.says = says  # type: ignore[attr-defined]
+        thread = threading.Thread(target=other.handle_request)
+        thread.start()
+        ended = outcome("ps", "--url", f"http://127.0.0.1:{other.server_port}")
+        thread.join()
+    assert ended.code == 1
+    assert "is no mlxinfer server" in ended.err
+    assert SomethingElse.seen == ["/admin/models"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "-"), (0.2, "0s"), (59, "59s"), (60, "1m 0s"), (3599.9, "1h 0m"), (7260, "2h 1m")],
+)
+def test_durations(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text

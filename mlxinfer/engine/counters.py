@@ -13,4 +13,5 @@ class Counters:
     tokens_computed: int = 0
     tokens_sampled: int = 0
     preemptions: int = 0
+    step_failures: int = 0
     pages_sealed: int = 0

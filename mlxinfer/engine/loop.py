@@ -255,6 +255,7 @@ class Loop:
 
     def _fail_step(self, batch: Batch, error: Exception) -> None:
         """Fail the requests of a step; the others start over on fresh arrays and lose nothing."""
+        self.scheduler.counters.step_failures += 1
         for segment in batch.segments:
             if not segment.sequence.finished:
                 self.scheduler.finish(segment.sequence, keep=False)
@@ -270,7 +271,10 @@ class Loop:
         """Fail every request and start afresh: the books themselves were wrong."""
         for sequence in self.scheduler.unfinished():
             self._emit(_failure(sequence, error))
+        counters = self.scheduler.counters
+        counters.step_failures += 1
         self.assemble()
+        self.scheduler.counters = counters
 
     def close(self) -> None:
         """Save what is cached, let go of the model and every array; nothing works afterwards."""

@@ -66,6 +66,7 @@ HISTOGRAMS: dict[str, tuple[Callable[[Tally], Histogram], str]] = {
 }
 ENGINE_COUNTERS = {  # name -> key of Engine.stats, help
     "vllm:num_preemptions": ("preemptions", "Requests that had to make room for others."),
+    "mlxinfer:step_failures": ("step_failures", "Steps that ended with an error."),
     "mlxinfer:prompt_tokens_computed": ("prompt_tokens_computed", "Not found in any cache."),
     "mlxinfer:kv_bytes_copied": ("bytes_copied", "Tails copied because a step was in flight."),
 }

@@ -129,7 +129,10 @@ def test_a_client_that_leaves_and_a_step_that_fails(server: LiveServer, numbers:
     break_next_step(server)
     assert server.post(CHAT, chat()).status_code == 500
     reasons = [f"request_success_total.{r}" for r in ("abort", "error", "stop", "length")]
-    assert change(numbers, read(server), *reasons) == [1, 1, 0, 0]
+    after = read(server)
+    assert change(numbers, after, *reasons) == [1, 1, 0, 0]
+    failures = "mlxinfer:step_failures_total"
+    assert after[failures] - numbers[failures] == 1
 
 
 def test_what_is_refused_is_no_request(server: LiveServer, numbers: Numbers) -> None:

@@ -100,6 +100,11 @@ def _parse(tool: object, place: int) -> Tool:
         return tool
     if not isinstance(parameters, Mapping):
         raise InvalidRequestError(f"{where}: parameters is no JSON schema.", param="tools")
+    if parameters.get("type", "object") not in ("object", ["object"]):
+        raise InvalidRequestError(
+            f"{where}: arguments are an object, but parameters is a schema of another type.",
+            param="tools",
+        )
     return replace(tool, parameters=parameters)
 
 

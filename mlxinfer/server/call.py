@@ -48,6 +48,7 @@ class Call:
         self._generations: list[Generation] = []
         self._error: Exception | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._entering: asyncio.Task[ServedModel] | None = None  # waits for a model
 
     async def model(self, name: str | None) -> ServedModel:
         """The model that the request names, kept until the call ends.
@@ -56,9 +57,17 @@ class Call:
             ModelNotFoundError: there is none of this name.
             OverloadedError: it is not loaded, and cannot be now.
             ShuttingDownError: nothing new is begun.
+            the error of an interrupt.
         """
         self.refuse_while_draining()
-        model = await self._kept.enter_async_context(self.service.models.use(name))
+        use = self._kept.enter_async_context(self.service.models.use(name))
+        self._entering = asyncio.ensure_future(use)
+        try:
+            model = await self._entering
+        except asyncio.CancelledError:
+            if self._error is not None:
+                raise self._error from None
+            raise
         self.log["model"] = model.name
         return model
 
@@ -98,6 +107,8 @@ class Call:
         self._error = self._error or error
         for generation in self._generations:
             generation.interrupt(error)
+        if self._entering is not None:
+            self._entering.cancel()
 
     async def __aenter__(self) -> "Call":
         limit_s = deadline_s(self.scope, self.service.config.deadline_s)

@@ -1,5 +1,6 @@
 """A live server of the two bundled models, which are loaded when somebody asks for them."""
 
+import time
 from typing import Any
 
 from live_server import LiveServer
@@ -29,6 +30,7 @@ class LazyServer(LiveServer):
         **config: Any,
     ) -> None:
         self.loads: list[str] = []
+        self.slow_s = 0.0  # that a load takes on top
         given = fields or {}
         entries = [
             self.entry("big", "demo", given.get("big", {})),
@@ -41,6 +43,7 @@ class LazyServer(LiveServer):
 
         def load(room_bytes: int) -> ServedModel:
             self.loads.append(name)
+            time.sleep(self.slow_s)
             options = EngineOptions(
                 max_batch=4, max_memory=fields.get("kv_bytes"), room_bytes=room_bytes
             )

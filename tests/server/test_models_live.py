@@ -62,6 +62,17 @@ def test_a_model_that_answers_is_not_unloaded(two: LazyServer) -> None:
         assert (busy.status_code, busy.json()["error"]["code"]) == (409, "model_busy")
 
 
+def test_nobody_has_to_wait_for_a_load_and_it_goes_on(
+    two: LazyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(two, "slow_s", 0.5)
+    late = two.post(CHAT, chat(model="small"), headers={"x-request-timeout": "0.1"})
+    assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert two.states()["small"] == "loading"
+    wait_until(lambda: two.states()["small"] == "loaded")
+    assert two.loads == ["small"]
+
+
 def test_loading_and_unloading_by_hand(two: LazyServer) -> None:
     loaded = two.post("/admin/models/load", {"model": "small"}).json()
     assert (loaded["state"], loaded["calls"], loaded["failure"]) == ("loaded", 0, None)

@@ -19,6 +19,7 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,10 @@ def _model(path: Path, name: str, entry: object) -> ModelEntry:
     given = dict(_table(path, place, entry))
     source = given.pop("source", None)
     if not isinstance(source, str) or not source:
-        raise _wrong(path, place, "it needs a source: a folder, org/name, or a bundled model")
+        near = get_close_matches("source", given, n=1)
+        hint = f", not {near[0]!r}" if near else ""
+        need = "it needs a source: a folder, org/name, or a bundled model"
+        raise _wrong(path, place, need + hint)
     aliases = given.pop("aliases", [])
     if not isinstance(aliases, list) or not all(isinstance(a, str) and a for a in aliases):
         raise _wrong(path, f"{place}.aliases", "expected a list of names")

@@ -9,6 +9,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 
 import click
@@ -16,7 +17,11 @@ import click
 from .. import __version__
 from ._errors import guarded
 
-ORDER = ("run", "chat", "serve", "pull", "list", "show", "rm", "ps", "convert", "bench", "doctor")
+ORDER = (
+    *("run", "chat", "serve", "ps", "load", "unload"),
+    *("pull", "list", "show", "rm", "convert"),
+    *("config", "service", "cache", "doctor", "bench"),
+)
 
 
 class CommandFolder(click.Group):
@@ -34,6 +39,15 @@ class CommandFolder(click.Group):
         command = import_module(f".{cmd_name}", __name__).command
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command of the first argument; a name that is nearly right is suggested."""
+        near = get_close_matches(args[0], self.list_commands(ctx), n=1)
+        if near and args[0] not in self.list_commands(ctx):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
+        return super().resolve_command(ctx, args)
 
 
 @click.group(cls=CommandFolder, context_settings={"help_option_names": ["-h", "--help"]})

@@ -56,6 +56,7 @@ def _load(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> 
     try:
         config = read_config_file(path or find_config_file())
         _check_names(ctx.command, config)
+        _check_values(ctx, config)
     except InvalidRequestError as error:
         raise click.UsageError(str(error), ctx) from error
     ctx.meta["mlxinfer.config"] = config
@@ -88,3 +89,18 @@ def _check_names(command: click.Command, config: ConfigFile) -> None:
                 f"{config.path}, serve.{name.replace('_', '-')}: `mlxinfer serve` has no such "
                 f"option.{hint}"
             )
+
+
+def _check_values(ctx: click.Context, config: ConfigFile) -> None:
+    """Read every value as the command line would, to name the file where it is wrong."""
+    names = _names(ctx.command)
+    parameters = {parameter.name: parameter for parameter in ctx.command.params}
+    for name, value in config.serve.items():
+        parameter = parameters[names[name]]
+        place = f"{config.path}, serve.{name.replace('_', '-')}"
+        if parameter.multiple and not isinstance(value, list):
+            raise InvalidRequestError(f"{place}: expected a list, such as [{value!r}].")
+        try:
+            parameter.type_cast_value(ctx, value)
+        except click.BadParameter as error:
+            raise InvalidRequestError(f"{place}: {error.message}") from error

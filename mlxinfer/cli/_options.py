@@ -7,8 +7,24 @@ import click
 
 from ..core import SamplingParams
 from ..errors import InvalidRequestError
+from ..memory import parse_bytes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Size(click.ParamType):
+    """A number of bytes or such as 8GB, kept as it was written."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the text, if it is a size."""
+        try:
+            parse_bytes(str(value), param=param.name or "size" if param else "size")
+        except InvalidRequestError as error:
+            self.fail(str(error), param, ctx)
+        return str(value)
+
 
 model_option = click.option(
     "-m",
@@ -37,9 +53,12 @@ _ENGINE = (
     ),
     click.option("--kv-window", type=int, metavar="N", help="Attend to the last N tokens only."),
     click.option("--kv-sinks", type=int, metavar="N", help="With a window: and to the first N."),
-    click.option("--max-memory", metavar="SIZE", help="Hard limit, for example 8GB."),
+    click.option("--max-memory", type=Size(), metavar="SIZE", help="Hard limit, for example 8GB."),
     click.option(
-        "--disk-cache", metavar="SIZE", help="Keep prompts on disk, up to SIZE; see cache."
+        "--disk-cache",
+        type=Size(),
+        metavar="SIZE",
+        help="Keep prompts on disk, up to SIZE; see cache.",
     ),
 )
 SAMPLING_NAMES = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")

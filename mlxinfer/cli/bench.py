@@ -36,7 +36,9 @@ class Counts(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
 
 @click.group()
 def command() -> None:
-    """Measure mlxinfer beside mlx-lm: same machine, same weights, same run.
+    """Measure mlxinfer beside mlx-lm.
+
+    Same machine, same weights, same run.
 
     Needs mlx-lm (pip install "mlxinfer[bench]") unless --skip-peer is given.
     """
@@ -64,7 +66,10 @@ def host(requests: list[int], blocks: int, skip_peer: bool, as_json: bool) -> No
 @skip_peer
 @json_option
 def latency(skip_peer: bool, as_json: bool, **options: Any) -> None:
-    """First token of short requests behind a long prompt; the gap in a running stream."""
+    """First tokens and gaps beside a long prompt.
+
+    First token of short requests behind it; the longest gap of a stream that runs already.
+    """
     blas = _prepare()
     from ..bench.latency import run
 
@@ -77,7 +82,7 @@ def latency(skip_peer: bool, as_json: bool, **options: Any) -> None:
 @skip_peer
 @json_option
 def start(model: str, runs: int, skip_peer: bool, as_json: bool) -> None:
-    """Whole processes: import, --help, and from launch to the first token."""
+    """Whole processes, from launch to the first token."""
     from ..bench.start import run
 
     _show(run(model=model, runs=runs, peer=not skip_peer), None, as_json)
@@ -90,7 +95,10 @@ def start(model: str, runs: int, skip_peer: bool, as_json: bool) -> None:
 @markdown_option
 @json_option
 def prefix(skip_peer: bool, as_json: bool, as_markdown: bool, **options: Any) -> None:
-    """Prompts that begin as others did: tokens computed, first token, KV held."""
+    """Prompts that begin as others did.
+
+    Tokens computed, first token, KV held.
+    """
     blas = _prepare()
     from ..bench.prefix import run
 
@@ -105,7 +113,7 @@ def prefix(skip_peer: bool, as_json: bool, as_markdown: bool, **options: Any) ->
 @markdown_option
 @json_option
 def kv(skip_peer: bool, as_json: bool, as_markdown: bool, **options: Any) -> None:
-    """The quantised KV cache: quality, speed of many requests, peak memory of a long one."""
+    """The quantised KV cache: quality, speed, peak memory."""
     blas = _prepare()
     from ..bench.kv import run
 
@@ -132,7 +140,10 @@ def peak(as_json: bool, as_markdown: bool, **options: Any) -> None:
 @markdown_option
 @json_option
 def memory(skip_peer: bool, as_json: bool, as_markdown: bool, **options: Any) -> None:
-    """KV cache bytes: copied by steps, wasted by padding, moved when a request comes or goes."""
+    """KV cache bytes copied, wasted and moved.
+
+    Copied by steps, wasted by padding, moved when a request comes or goes.
+    """
     blas = _prepare()
     from ..bench.memory import run
 
@@ -145,7 +156,10 @@ def memory(skip_peer: bool, as_json: bool, as_markdown: bool, **options: Any) ->
 @markdown_option
 @json_option
 def kernels(as_json: bool, as_markdown: bool, **options: Any) -> None:
-    """Bytes that attention kernels move, beside MLX's own, counted on the CPU. In a checkout."""
+    """Bytes that attention kernels move, beside MLX's own.
+
+    Counted on the CPU, in a checkout.
+    """
     from ..bench.kernels import run
 
     _show(run(**options), None, as_json, as_markdown)
@@ -156,7 +170,10 @@ def kernels(as_json: bool, as_markdown: bool, **options: Any) -> None:
 @markdown_option
 @json_option
 def dispatches(skip_peer: bool, as_json: bool, as_markdown: bool) -> None:
-    """Operations that a GPU is handed for one token, counted in the traced graph."""
+    """Operations that a GPU is handed for one token.
+
+    Counted in the traced graph.
+    """
     from ..bench.dispatches import run
 
     _show(run(peer=not skip_peer), None, as_json, as_markdown)
@@ -172,7 +189,7 @@ def dispatches(skip_peer: bool, as_json: bool, as_markdown: bool) -> None:
 @markdown_option
 @json_option
 def convert(skip_peer: bool, as_json: bool, as_markdown: bool, **options: Any) -> None:
-    """Conversion: recipes by size and quality, or time and peak memory of whole processes."""
+    """Conversion: size and quality, or time and memory."""
     blas = _prepare()
     from ..bench.convert import run
 
@@ -185,7 +202,10 @@ def convert(skip_peer: bool, as_json: bool, as_markdown: bool, **options: Any) -
 @markdown_option
 @json_option
 def serve(skip_peer: bool, as_json: bool, as_markdown: bool, **options: Any) -> None:
-    """Servers over HTTP: first tokens, gaps and throughput as clients see them."""
+    """Servers over HTTP, as clients see them.
+
+    First tokens, gaps and throughput.
+    """
     blas = _prepare()
     from ..bench.serve import run
 
@@ -199,7 +219,10 @@ def serve(skip_peer: bool, as_json: bool, as_markdown: bool, **options: Any) -> 
 @markdown_option
 @json_option
 def grammar(as_json: bool, as_markdown: bool, **options: Any) -> None:
-    """Answers under a grammar: compiling, masks, and what they add to a step. Without mlx-lm."""
+    """Answers under a grammar, and what they cost.
+
+    Compiling, masks, and what they add to a step. Without mlx-lm.
+    """
     blas = _prepare()
     from ..bench.grammar import run
 

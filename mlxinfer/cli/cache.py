@@ -25,14 +25,17 @@ _dir_option = click.option(
 
 @click.group()
 def command() -> None:
-    """Show or clear the disk cache of prompts (run and chat --disk-cache)."""
+    """Show or clear what --disk-cache keeps."""
 
 
 @command.command()
 @_dir_option
 @json_option
 def info(folder: Path | None, as_json: bool) -> None:
-    """Show what the cache takes, and each part of it: one model in one KV format."""
+    """Show what the cache takes.
+
+    A namespace is one model in one KV format.
+    """
     folder = folder or default_disk_folder()
     spaces = [(space.name, len(files), _bytes(files)) for space, files in _spaces(folder)]
     total = sum(size for *_, size in spaces)

@@ -12,12 +12,15 @@ from ._output import emit_json, table
 
 @click.group()
 def command() -> None:
-    """Show the settings of `mlxinfer serve`: command line, environment, config file, defaults."""
+    """Show the settings of `mlxinfer serve`.
+
+    The strongest first: command line, MLXINFER_SERVE_* variables, config file, defaults.
+    """
 
 
 @command.command()
 def path() -> None:
-    """Print the config file that counts, or where one would be looked for."""
+    """Print the config file's path, or where it is looked for."""
     found = find_config_file()
     if found is not None:
         click.echo(found)
@@ -27,7 +30,12 @@ def path() -> None:
 
 
 @command.command()
-@click.option("--config", "config_path", type=click.Path(exists=True, dir_okay=False))
+@click.option(
+    "--config",
+    "config_path",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Config file, instead of the one that counts.",
+)
 @click.option("--origin", is_flag=True, help="Also who said so.")
 @json_option
 def show(config_path: str | None, origin: bool, as_json: bool) -> None:
@@ -52,9 +60,11 @@ def show(config_path: str | None, origin: bool, as_json: bool) -> None:
         return
     click.echo(f"# {config.path or 'no config file'}")
     header = ("OPTION", "VALUE", "ORIGIN") if origin else ("OPTION", "VALUE")
-    click.echo(table([[*map(str, row[: len(header)])] for row in rows], header=header))
+    lines = [(flag, _words(value), said)[: len(header)] for flag, value, said in rows]
+    click.echo(table(lines, header=header))
     for name, entry in _models(config).items():
-        click.echo(f"model {name}: " + ", ".join(f"{k}={v}" for k, v in entry.items()))
+        said = [f"{key}={_words(value)}" for key, value in entry.items() if value not in (None, [])]
+        click.echo(f"model {name}: {', '.join(said)}")
 
 
 def serve_context(arguments: list[str]) -> click.Context:
@@ -69,6 +79,15 @@ def _shown(name: str, values: dict[str, Any]) -> Any:
     if "api_key" in name:
         return f"{len(value)} set" if value else None
     return list(value) if isinstance(value, tuple) else value
+
+
+def _words(value: Any) -> str:
+    """A value as one would write it, `-` where nothing is said."""
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "-" if value is None else str(value)
 
 
 def _models(config: ConfigFile) -> dict[str, dict[str, Any]]:

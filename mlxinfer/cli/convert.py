@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 @convert_options
 @json_option
 def command(source: str, out: Path, as_json: bool, **given: Any) -> int:
-    """Convert SOURCE (a folder, a .gguf file, or org/name of the hub) to the MLX folder OUT.
+    """Convert a checkpoint to MLX: quantised, and checked.
 
-    OUT appears when it is complete; until then the work is in OUT.partial, and --resume goes on
-    with it after an interruption. The exit status is 1 where a check fails.
+    SOURCE is a folder, a .gguf file, or org/name of the hub. The folder OUT appears when it is
+    complete; until then the work is in OUT.partial, and --resume goes on with it after an
+    interruption. The exit status is 1 where a check fails.
     """
     check_usage(given)
     if given["upload"]:

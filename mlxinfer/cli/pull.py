@@ -13,8 +13,9 @@ from ._output import emit_json, human_bytes
 @click.option("--dry-run", is_flag=True, help="Say what would be downloaded, and whether it fits.")
 @json_option
 def command(name: str, dry_run: bool, as_json: bool) -> None:
-    """Download NAME (org/name or org/name@revision) from the Hugging Face hub.
+    """Download a model from the Hugging Face hub.
 
+    NAME is org/name or org/name@revision.
     An interrupted download goes on where it stopped.
     """
     if dry_run:

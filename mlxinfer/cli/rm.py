@@ -14,7 +14,10 @@ from ._output import emit_json, human_bytes
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @json_option
 def command(names: tuple[str, ...], yes: bool, as_json: bool) -> None:
-    """Delete downloaded models; org/name@revision deletes one revision only."""
+    """Delete downloaded models.
+
+    org/name@revision deletes one revision only.
+    """
     if not yes:
         if not sys.stdin.isatty():
             raise click.UsageError("Nobody is here to be asked; add --yes.")

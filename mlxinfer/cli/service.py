@@ -27,7 +27,7 @@ def _kind_options(function: Function) -> Function:
 
 @click.group()
 def command() -> None:
-    """Run `mlxinfer serve` as a service that macOS starts: install, status, uninstall."""
+    """Run `mlxinfer serve` as a service of macOS."""
 
 
 @command.command()
@@ -38,9 +38,10 @@ def command() -> None:
 def install(
     daemon: bool, user: str | None, as_text: bool, serve_arguments: tuple[str, ...]
 ) -> None:
-    """Start the server now, at every login (or start of the machine), and when it dies.
+    """Start the server now, at every login, and when it dies.
 
-    What comes after `--` goes to `mlxinfer serve`; the config file counts as well.
+    With --daemon at every start of the machine instead. What comes after `--` goes to `mlxinfer
+    serve`; the config file counts as well.
     """
     _check_serve(serve_arguments)
     service = _service(daemon, user, serve_arguments)
@@ -72,7 +73,10 @@ def uninstall(daemon: bool) -> None:
 @_kind_options
 @json_option
 def status(daemon: bool, as_json: bool) -> None:
-    """Tell whether the service is installed and runs; the exit status is 1 where it does not."""
+    """Tell whether the service is installed and runs.
+
+    The exit status is 1 where it does not run.
+    """
     _require_launchd()
     service = _service(daemon, None, ())
     ended = _run(service.status_command(os.getuid()))

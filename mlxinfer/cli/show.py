@@ -20,7 +20,7 @@ CONTEXTS = (4096, 32_768)
 @click.option("--context", type=click.IntRange(min=1), help="Also the memory at N tokens.")
 @json_option
 def command(name: str, context: int | None, as_json: bool) -> None:
-    """Show the architecture, size and memory needs of a model on this disk."""
+    """Show a model's architecture, size and memory needs."""
     from ._inspect import summarise
 
     summary = summarise(hub.resolve(name, download=False))

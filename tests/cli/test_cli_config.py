@@ -42,7 +42,9 @@ def test_path(file: Path, outcome: Any) -> None:
     ("text", "said"),
     [
         ("[serve]\nprot = 1\n", "Did you mean port?"),
-        ('[serve]\nport = "x"\n', "--port"),
+        ('[serve]\nport = "x"\n', "config.toml, serve.port: 'x' is not"),
+        ('[serve]\nmodel = "demo"\n', "expected a list, such as ['demo']"),
+        ('[models.a]\nsorce = "demo"\n', "not 'sorce'"),
         ("[serve", "is no TOML"),
     ],
 )

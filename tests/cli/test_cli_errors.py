@@ -47,3 +47,22 @@ def test_interrupted_while_loading_is_130() -> None:
         raise click.exceptions.Abort
 
     assert guarded(interrupted) == 130
+
+
+def test_a_command_that_is_nearly_right_is_suggested(outcome: Any) -> None:
+    assert "Did you mean 'run'?" in outcome("rnu").err
+    assert "Did you mean" not in outcome("fly").err
+
+
+def test_every_command_is_listed_in_a_whole_sentence(outcome: Any) -> None:
+    for command in ((), ("bench",), ("cache",), ("config",), ("service",)):
+        listed = outcome(*command, "--help").out.partition("Commands:")[2].splitlines()
+        cut = [line for line in listed if line.endswith("...")]
+        assert [line for line in cut if line.split()[0] not in ("load", "unload")] == []
+
+
+@pytest.mark.parametrize("option", ["--max-memory", "--disk-cache"])
+def test_a_size_that_is_none_is_wrong_usage(outcome: Any, option: str) -> None:
+    seen = outcome("run", option, "8XB", "hi")
+    assert seen.code == 2
+    assert option in seen.err and "'8GB'" in seen.err

@@ -73,14 +73,16 @@ class Loader:
         served: ServedModel | None = None
         try:
             room = slot.need_bytes
-            served = await in_background(lambda: slot.entry.load(room), "mlxinfer-load")
+            slot.opening = in_background(lambda: slot.entry.load(room), "mlxinfer-load")
+            served = await asyncio.wrap_future(slot.opening)
+            slot.opening = None
             slot.weights_bytes = served.info.weights_bytes
             if slot.entry.kv_bytes is None:
                 slot.kv_bytes = max(room - slot.weights_bytes, 0)
             await self._make_room(slot, 0)
         except BaseException as error:
             if served is not None:
-                await in_background(served.close, "mlxinfer-unload")
+                await asyncio.wrap_future(in_background(served.close, "mlxinfer-unload"))
             slot.state = State.UNLOADED
             if not isinstance(error, Exception):
                 raise
@@ -137,7 +139,7 @@ class Loader:
         """
         assert slot.idle
         assert slot.served is not None
-        closing = in_background(slot.served.close, "mlxinfer-unload")
+        closing = asyncio.wrap_future(in_background(slot.served.close, "mlxinfer-unload"))
         slot.served, slot.state = None, State.UNLOADING
         slot.unloads[reason] = slot.unloads.get(reason, 0) + 1
         closing.add_done_callback(lambda done: self._gone(slot, done.exception()))

@@ -5,12 +5,14 @@ Knows names and who uses what; no memory, no requests.
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import wait
 from contextlib import asynccontextmanager
+from functools import partial
 
 from ..errors import InvalidRequestError, ModelNotFoundError, OverloadedError
+from .background import in_background
 from .budget import Need, kv_budgets
 from .entries import Entry
 from .errors import ModelBusyError, ModelLoadError
@@ -212,18 +214,23 @@ class Models:
                             await self._loader.put_out(slot, "idle")
 
     def close(self) -> None:
-        """End all of them; what is stuck is left behind."""
-        threads = [
-            threading.Thread(target=model.close, name="mlxinfer-close", daemon=True)
-            for model in self.running()
-        ]
-        for thread in threads:
-            thread.start()
-        until_s = time.monotonic() + CLOSE_S
-        for thread in threads:
-            thread.join(max(until_s - time.monotonic(), 0.0))
+        """End all of them, those too that are being loaded; what is stuck is left behind.
+
+        Called when the event loop has ended.
+        """
+        ends = [in_background(partial(_end, slot), "mlxinfer-close") for slot in self._slots]
+        wait(ends, timeout=CLOSE_S)
 
     async def _until_unused(self, slot: Slot, limit_s: float) -> None:
         until_s = time.monotonic() + limit_s
         while slot.users and time.monotonic() < until_s:
             await asyncio.sleep(POLL_S)
+
+
+def _end(slot: Slot) -> None:
+    """Close a model; one that is on its way is there first."""
+    served = slot.served
+    if slot.opening is not None:
+        served = slot.opening.result()
+    if served is not None:
+        served.close()

@@ -1,6 +1,7 @@
 """One model of the registry: whether it is there, who uses it, when it may go. Knows no others."""
 
 import asyncio
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -36,6 +37,7 @@ class Slot:
     used_s: float = 0.0
     leaving: bool = False
     loading: "asyncio.Task[ServedModel] | None" = None
+    opening: "Future[ServedModel] | None" = None  # the work of `loading`, in its thread
     failure: Exception | None = None  # of the last try to load it
     failed_s: float = 0.0
     max_context: int | None = None  # known once it was loaded

@@ -23,7 +23,7 @@ class Vitals:
         """
         asked = self._asked.get(model)
         if asked is None or asked.done():
-            asked = in_background(model.engine.stats, "mlxinfer-stats")
+            asked = asyncio.wrap_future(in_background(model.engine.stats, "mlxinfer-stats"))
             asked.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._asked[model] = asked
         return await asyncio.shield(asked)

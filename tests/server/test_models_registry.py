@@ -1,6 +1,7 @@
 """The registry with models that take no time: who is loaded, who goes, and who is told what."""
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -15,7 +16,8 @@ from mlxinfer.errors import (
 )
 from mlxinfer.server.entries import Entry
 from mlxinfer.server.errors import ModelBusyError, ModelLoadError
-from mlxinfer.server.models import FAILED_RETRY_S, Models
+from mlxinfer.server.loader import FAILED_RETRY_S
+from mlxinfer.server.models import Models
 from mlxinfer.server.slots import State
 
 
@@ -177,9 +179,9 @@ def test_a_pinned_model_is_there_from_the_start_and_stays(machine: Machine) -> N
     )
 
     async def work() -> None:
-        assert not models.started
+        began = models.started
         await models.load_first()
-        assert models.started
+        assert (began, models.started) == (False, True)
         assert machine.loads == ["rock", "soon"]
         machine.clock = 1e6
         await models.unload_idle()
@@ -266,6 +268,47 @@ def test_a_share_shrinks_where_weights_are_larger_than_their_files(machine: Mach
     (slot,) = models.slots()
     assert rooms == [26 * MB]
     assert (slot.weights_bytes, slot.kv_bytes) == (12 * MB, 14 * MB)
+
+
+def test_a_model_that_does_not_end_keeps_its_memory(
+    machine: Machine, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxinfer.server.loader.UNLOAD_S", 0.01)
+
+    async def work() -> None:
+        await touch(models, "a")
+        machine.slow["a"] = 0.2
+        for name in ("big", "big", "a"):
+            with pytest.raises(OverloadedError, match=r"stuck|no room"):
+                await touch(models, name)
+            assert models.held_bytes == 11 * MB
+        await touch(models, "b")
+        while models.find("a").state is not State.UNLOADED:
+            await asyncio.sleep(0.01)
+        await touch(models, "a")
+
+    run(work())
+    assert machine.problems == []
+
+
+def test_the_end_takes_along_what_is_being_loaded_and_leaves_what_is_stuck(
+    machine: Machine, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxinfer.server.models.CLOSE_S", 0.4)
+
+    async def work() -> None:
+        await touch(models, "b")
+        machine.slow.update(a=0.1, b=2.0)
+        asyncio.get_running_loop().call_later(0.03, asyncio.current_task().cancel)  # type: ignore[union-attr]
+        await touch(models, "a")
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(work())
+    machine.slow["a"] = 0.0
+    began = time.monotonic()
+    models.close()
+    assert time.monotonic() - began < 1
+    assert set(machine.there) == {"b"}
 
 
 @pytest.mark.parametrize("other", [{"name": "a"}, {"name": "x", "aliases": ("a",)}])

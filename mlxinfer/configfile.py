@@ -3,7 +3,7 @@
 # ~/.config/mlxinfer/config.toml
 [serve]                     # options of `mlxinfer serve`, by their long names
 port = 8080
-max-memory = "24GB"
+max-memory = "24GB"         # weights and KV caches of all loaded models
 
 [models.chat]               # a model by the name that requests use
 source = "mlx-community/Qwen3-8B-4bit"
@@ -11,6 +11,7 @@ aliases = ["gpt-4o-mini"]
 pin = true                  # loaded at the start, and never unloaded
 ttl = "30m"                 # unloaded after so long without a request
 kv-bits = "8"               # engine options of this model alone
+max-memory = "4GB"          # of its KV cache; without it a share of the server's
 """
 
 import os

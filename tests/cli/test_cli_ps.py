@@ -22,7 +22,7 @@ from mlxinfer.server.keys import ApiKeys
 @pytest.fixture(scope="module")
 def server() -> Iterator[LazyServer]:
     """Two models, none of them loaded, behind a key."""
-    fields = {"big": {"ttl_s": 1800.0}, "small": {"aliases": ("tiny",)}}
+    fields: dict[str, dict[str, Any]] = {"big": {"ttl_s": 1800.0}, "small": {"aliases": ("tiny",)}}
     with LazyServer(fields=fields, keys=ApiKeys.from_plain(["right"])) as server:
         yield server
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import httpx2 as httpx
 
@@ -60,7 +60,7 @@ class LiveServer:
         self.server = Server(self.service, listener)
         self._thread = threading.Thread(target=self.server.serve_forever, daemon=True)
 
-    def __enter__(self) -> "LiveServer":
+    def __enter__(self) -> Self:
         self._thread.start()
         wait_until(lambda: self.server.started)
         self.client = httpx.Client(base_url=self.url, timeout=30)

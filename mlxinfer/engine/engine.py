@@ -84,7 +84,7 @@ class Engine:
                 return
             try:
                 future.set_result(function())
-            except Exception as error:  # it belongs to the caller, who gets it
+            except BaseException as error:  # it belongs to the caller, who gets it
                 future.set_exception(error)
 
         if self._stopping:
@@ -120,7 +120,7 @@ class Engine:
             try:
                 self._drain_inbox(block=loop.idle)
                 loop.turn()
-            except Exception as error:  # a fault of ours: fail what runs, start afresh, stay alive
+            except BaseException as error:  # a fault of ours, or a panic of a library: start afresh
                 loop.fail_all(error)
         self._finish(loop)
 

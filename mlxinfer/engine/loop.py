@@ -180,7 +180,9 @@ class Loop:
             launched = self.runner.launch(batch, previous)
             launched.began_s = began_s
             return launched
-        except Exception as error:  # the fault boundary of a step: its requests fail, others go on
+        except (
+            BaseException
+        ) as error:  # the fault boundary of a step: its requests fail, others go on
             if previous is None or self._commit(previous):
                 self._fail_step(batch, error)
             return None
@@ -190,7 +192,7 @@ class Loop:
         try:
             masks, stuck = self.guides.fill(launched.batch.guided)
             self.runner.guide(launched, masks)
-        except Exception as error:  # the fault boundary of a step, as in _launch
+        except BaseException as error:  # the fault boundary of a step, as in _launch
             self._fail_step(launched.batch, error)
             return False
         for segment, problem in stuck:
@@ -207,7 +209,7 @@ class Loop:
             token_ids = launched.token_ids()
             logprobs = launched.logprobs()
             prompt_logits = [(s, at, np.array(rows)) for s, at, rows in launched.prompt_logits]
-        except Exception as error:  # evaluation failed: the fault boundary of a step
+        except BaseException as error:  # evaluation failed: the fault boundary of a step
             self._fail_step(launched.batch, error)
             return False
         if self.store is not None:
@@ -253,7 +255,7 @@ class Loop:
 
     # -- faults ---------------------------------------------------------------------------------
 
-    def _fail_step(self, batch: Batch, error: Exception) -> None:
+    def _fail_step(self, batch: Batch, error: BaseException) -> None:
         """Fail the requests of a step; the others start over on fresh arrays and lose nothing."""
         self.scheduler.counters.step_failures += 1
         for segment in batch.segments:
@@ -267,7 +269,7 @@ class Loop:
         self.scheduler.holdings.forget()
         self.cache.reset()
 
-    def fail_all(self, error: Exception) -> None:
+    def fail_all(self, error: BaseException) -> None:
         """Fail every request and start afresh: the books themselves were wrong."""
         for sequence in self.scheduler.unfinished():
             self._emit(_failure(sequence, error))
@@ -343,7 +345,7 @@ def _open_store(options: DiskOptions, cache: KVCache) -> PageStore:
     )
 
 
-def _failure(sequence: Sequence, error: Exception) -> TokenEvent:
+def _failure(sequence: Sequence, error: BaseException) -> TokenEvent:
     failure = RequestFailedError(
         f"A step of this request failed after {sequence.num_known - sequence.num_prompt} tokens: "
         f"{type(error).__name__}: {error}"

@@ -29,12 +29,13 @@ class Workers:
 
         Raises:
             OverloadedError: too many wait.
-            whatever the function raises.
+            PanicError: a library panicked.
+            whatever else the function raises.
         """
         if self._pending >= self._max_pending:
             raise OverloadedError("Too many prompts wait to be encoded; try again soon.")
         self._pending += 1
-        future = self._pool.submit(function, *args, **kwargs)
+        future = self._pool.submit(_guarded, function, *args, **kwargs)
         loop = asyncio.get_running_loop()
         future.add_done_callback(lambda _: _call_soon(loop, self._done))
         return await asyncio.wrap_future(future)
@@ -45,6 +46,19 @@ class Workers:
     def close(self) -> None:
         """Drop what waits; what runs ends by itself."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class PanicError(Exception):
+    """What a library in Rust raises when it panics; theirs is no Exception, and ends servers."""
+
+
+def _guarded(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    try:
+        return function(*args, **kwargs)
+    except Exception:
+        raise
+    except BaseException as panic:  # the fault boundary of a thread
+        raise PanicError(f"{type(panic).__name__}: {panic}") from panic
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:

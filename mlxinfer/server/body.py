@@ -83,6 +83,7 @@ def _wrong_field(message: str) -> InvalidRequestError:
     path = found.group(2) if found else ""
     if missing:
         path = f"{path}.{missing.group(1)}".lstrip(".")
+        return InvalidRequestError(f"{path} is missing, and is required.", param=path)
     text = _AT.sub("", message)
     return InvalidRequestError(f"{path}: {text}." if path else f"{text}.", param=path or None)
 

@@ -10,6 +10,9 @@ import time
 from typing import Any
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+ACCESS = "mlxinfer.access"
+_FIRST = ("method", "path", "status", "duration_ms")  # of a request
+_LAST = ("client", "request_id", "answer_id")
 _NOISE = frozenset(
     {
         "ASGI callable returned without starting response.",  # the client had left: logged by us
@@ -50,13 +53,18 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """`12:00:00 info request status=200 …`."""
+    """`12:00:00 info POST /v1/messages 200 83.1 ms model=demo …`: what people look for first."""
 
     def format(self, record: logging.LogRecord) -> str:
         """One line, and a traceback where there is one."""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        pairs = [f"{key}={_quoted(value)}" for key, value in extras(record).items()]
-        line = " ".join([clock, record.levelname.lower(), record.getMessage(), *pairs])
+        said = extras(record)
+        message = record.getMessage()
+        if record.name == ACCESS:
+            message = " ".join([*(_quoted(said.pop(name)) for name in _FIRST), "ms"])
+        last = {name: said.pop(name) for name in _LAST if name in said}
+        pairs = [f"{key}={_quoted(value)}" for key, value in (said | last).items()]
+        line = " ".join([clock, record.levelname.lower(), message, *pairs])
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import resource
 import signal
@@ -17,6 +18,8 @@ from .app import build_app
 from .protocol import PatientProtocol
 from .service import Service
 from .settings import ServerConfig
+
+log = logging.getLogger("mlxinfer.server")
 
 SPARE_FILES = 256  # models, logs, the disk tier
 TEND_S = 0.5  # between two looks for idle models
@@ -111,6 +114,13 @@ class Server(uvicorn.Server):
             self._draining = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:
+        if num_running := len(self.service.calls):
+            log.info(
+                "ending: %d running %s at most %g seconds; a second signal ends at once",
+                num_running,
+                "request has" if num_running == 1 else "requests have",
+                self.service.config.drain_s,
+            )
         await self.service.drain()
         self.should_exit = True
 

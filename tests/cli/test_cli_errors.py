@@ -65,4 +65,5 @@ def test_every_command_is_listed_in_a_whole_sentence(outcome: Any) -> None:
 def test_a_size_that_is_none_is_wrong_usage(outcome: Any, option: str) -> None:
     seen = outcome("run", option, "8XB", "hi")
     assert seen.code == 2
-    assert option in seen.err and "'8GB'" in seen.err
+    assert option in seen.err
+    assert "'8GB'" in seen.err

@@ -36,6 +36,8 @@ def test_a_request_is_a_line_without_its_text(
     assert (good["status"], good["stream"], good["answer_tokens"]) == (200, True, 3)
     assert (bad["status"], bad["request_id"], bad["error"]) == (400, "abc", "InvalidRequestError")
     assert good["duration_ms"] > 0
+    assert " info POST /v1/chat/completions 200 " in TextLines().format(lines[0])
+    assert TextLines().format(lines[1]).endswith(" request_id=abc")
     for record in lines:
         for text in (JsonLines().format(record), TextLines().format(record)):
             assert SECRET not in text

@@ -58,7 +58,8 @@ def test_it_serves_logs_no_prompts_and_ends_with_zero(process: Process) -> None:
     assert process.returncode == 0
     assert SECRET not in log
     assert said not in log
-    (line,) = [json.loads(text) for text in log.splitlines()]
+    lines = [json.loads(text) for text in log.splitlines()]
+    (line,) = [line for line in lines if line["logger"] == "mlxinfer.access"]
     assert (line["request_id"], line["status"], line["model"]) == ("mine", 200, "demo")
     assert line["answer_tokens"] == 3
 
@@ -79,6 +80,8 @@ def test_a_second_signal_ends_it_at_once(process: Process) -> None:
                 break
             process.send_signal(signal.SIGINT)
     assert process.wait(timeout=5) == 128 + signal.SIGINT
+    assert process.stderr is not None
+    assert "a second signal ends at once" in process.stderr.read()
 
 
 def run(*options: str) -> tuple[int, str]:

@@ -86,20 +86,18 @@ class Readiness:
     async def _prove(self, model: ServedModel) -> None:
         """Wait until it has computed something new."""
         before = await self._vitals.of(model)
-        canary: asyncio.Task[None] | None = None
-        if not _works(before):
-            canary = asyncio.create_task(sing(model))
+        idle = not _works(before)
+        sign = asyncio.create_task(sing(model) if idle else asyncio.sleep(2 * self._deadline_s))
         try:
-            while canary is None or not canary.done():
-                await asyncio.sleep(POLL_S)
+            while not sign.done():
+                await asyncio.wait({sign}, timeout=POLL_S)
                 now = await self._vitals.of(model)
-                steps = now["steps"] - before["steps"]
-                if not 0 <= steps < PROGRESS_STEPS or (canary is None and not _works(now)):
+                steps = now["steps"] - before["steps"]  # less than none: it has started afresh
+                if not 0 <= steps < PROGRESS_STEPS or not (idle or _works(now)):
                     return
-            canary.result()
+            sign.result()
         finally:
-            if canary is not None:
-                canary.cancel()
+            sign.cancel()
 
 
 async def sing(model: ServedModel) -> None:

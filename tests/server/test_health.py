@@ -1,5 +1,6 @@
 """/health and /ready: a token proves it, and an engine that hangs is found out in time."""
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -106,6 +107,15 @@ def test_no_key_is_needed_and_nothing_is_told() -> None:
         assert server.get("/health").json() == {"status": "ok"}
         assert server.get("/ready").json() == {"status": "ready"}
         assert server.get("/metrics").status_code == 401
+
+
+def test_small_answers_are_sent_at_once(quick: LiveServer) -> None:
+    """Not after the client's delayed acknowledgement, 40 ms later."""
+    quick.get("/health")
+    for connection in quick.server.server_state.connections:
+        transport = connection.transport  # type: ignore[union-attr]  # H11Protocol's
+        connected = transport.get_extra_info("socket")
+        assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_loading_is_not_ready_and_nothing_is_loaded_by_asking() -> None:

@@ -6,6 +6,7 @@ for a moment, and sums of memory hold.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 from ..errors import MlxinferError, OverloadedError
@@ -60,9 +61,11 @@ class Loader:
                         retry_after_s=BUSY_RETRY_S,
                     )
                 await self._make_room(slot, slot.need_bytes)
+                began_s = time.monotonic()
                 served = await self._open(slot)
             if not self.quiet:
-                log.info("model loaded", extra={"model": slot.entry.name})
+                took_s = round(time.monotonic() - began_s, 2)
+                log.info("model loaded", extra={"model": slot.entry.name, "seconds": took_s})
             return served
         finally:
             slot.loading = None
@@ -142,7 +145,7 @@ class Loader:
         closing = asyncio.wrap_future(in_background(slot.served.close, "mlxinfer-unload"))
         slot.served, slot.state = None, State.UNLOADING
         slot.unloads[reason] = slot.unloads.get(reason, 0) + 1
-        closing.add_done_callback(lambda done: self._gone(slot, done.exception()))
+        closing.add_done_callback(lambda done: self._gone(slot, reason, done.exception()))
         await asyncio.wait({closing}, timeout=UNLOAD_S)
         if not closing.done():
             raise OverloadedError(
@@ -150,8 +153,8 @@ class Loader:
                 retry_after_s=BUSY_RETRY_S,
             )
 
-    def _gone(self, slot: Slot, error: BaseException | None) -> None:
+    def _gone(self, slot: Slot, reason: str, error: BaseException | None) -> None:
         slot.state = State.UNLOADED
-        log.info("model unloaded", extra={"model": slot.entry.name})
+        log.info("model unloaded", extra={"model": slot.entry.name, "reason": reason})
         if error is not None:
             log.error("model ended badly", exc_info=error, extra={"model": slot.entry.name})

@@ -302,8 +302,9 @@ def _page_counts(
             high = middle - 1
     if low < 2:
         raise InsufficientMemoryError(
-            f"The KV cache may take {budget_bytes / 1e6:.1f} MB besides its tails, under two pages "
-            f"({2 * sum(costs) / 1e6:.1f} MB); raise max_memory or lower max_batch.",
+            f"Two pages of the KV cache take {2 * sum(costs) / 1e6:.1f} MB, and "
+            f"{max(0, budget_bytes) / 1e6:.1f} MB are left for them; raise max_memory or lower "
+            "max_batch.",
             param="max_memory",
         )
     return counts(low)

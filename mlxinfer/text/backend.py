@@ -13,6 +13,7 @@ from ..errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 
 MAX_TOKENIZER_BYTES = 512 << 20
 LONG_TEXT = 20_000  # characters, from which on other threads must go on while a text is encoded
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "*.spm")
 MAX_GROWTH = 64  # how many times longer a normalizer or decoder may make a text
 
 
@@ -35,7 +36,8 @@ def load_backend(folder: Path) -> tokenizers.Tokenizer:
     """Return the folder's tokenizer, without truncation and padding.
 
     Raises:
-        CheckpointError: tokenizer.json is broken, too large, or makes texts explode.
+        CheckpointError: tokenizer.json is broken, too large, or makes texts explode; or there is
+            nothing of a tokenizer.
         UnsupportedModelError: there is no tokenizer.json and transformers cannot make one.
     """
     path = folder / "tokenizer.json"
@@ -81,6 +83,9 @@ def _from_file(path: Path) -> tokenizers.Tokenizer:
 
 
 def _from_transformers(folder: Path) -> tokenizers.Tokenizer:
+    if not any(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)):
+        # transformers would make one without tokens
+        raise CheckpointError(f"{folder} has no tokenizer; add the model's tokenizer.json.")
     try:
         from transformers import AutoTokenizer
     except ImportError:

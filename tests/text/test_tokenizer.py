@@ -214,13 +214,20 @@ def test_ids_that_are_no_ids(tokenizer):
     assert tokenizer.id_to_piece(tokenizer.vocab_size) is None
 
 
+def test_a_folder_without_a_tokenizer(tmp_path):
+    with pytest.raises(CheckpointError, match="has no tokenizer; add"):
+        Tokenizer.from_folder(tmp_path)
+
+
 def test_without_tokenizer_json_and_transformers(tmp_path, monkeypatch):
+    (tmp_path / "vocab.txt").touch()
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UnsupportedModelError, match="pip install transformers"):
         Tokenizer.from_folder(tmp_path)
 
 
 def test_other_tokenizer_files_are_read_through_transformers(tmp_path, monkeypatch):
+    (tmp_path / "vocab.txt").touch()
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     backend.normalizer = normalizers.Lowercase()
 

@@ -16,6 +16,7 @@ from .endpoint import Endpoint
 from .replies import Body, Reply, json_body
 
 _REF = "#/components/schemas/{name}"
+WIDEST = 2**63 - 1  # from here on a bound is that of a machine word: of no use to people
 _STYLE = """
 :root { color-scheme: light dark } body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto;
 max-width: 60rem; padding: 0 1rem } h2 { font-size: 1.05rem; margin-top: 2.2rem }
@@ -83,7 +84,8 @@ def page_of(document: dict[str, Any]) -> bytes:
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><title>mlxinfer: API</title>",
         f"<style>{_STYLE}</style><h1>mlxinfer</h1>",
-        "<p>Machine-readable: <a href=/openapi.json>/openapi.json</a>.",
+        "<p>Fields marked * are required, all others may be left out. For programs: "
+        "<a href=/openapi.json>/openapi.json</a>, with the types that are only named here.",
     ]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
@@ -120,7 +122,8 @@ def _type_of(schema: dict[str, Any]) -> str:
     if schema.get("type") == "array":
         return f"list of {_type_of(schema.get('items', {}))}"
     bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "maxLength": "length ≤"}
-    limits = [f"{sign} {schema[key]}" for key, sign in bounds.items() if key in schema]
+    said = {key: sign for key, sign in bounds.items() if abs(schema.get(key, WIDEST)) < WIDEST}
+    limits = [f"{sign} {schema[key]}" for key, sign in said.items()]
     return " ".join([str(schema.get("type", "any")), *limits])
 
 

@@ -40,4 +40,6 @@ def test_the_page_needs_nothing_from_elsewhere(server: LiveServer) -> None:
     page = server.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
     assert CHAT in page.text
+    assert "marked * are required" in page.text
+    assert "<code>seed</code><td class=type>integer<" in page.text
     assert not re.search(r"<script|https?://|<link|<img", page.text)

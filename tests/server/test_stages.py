@@ -1,0 +1,266 @@
+"""An exception in any stage of a request fails that request and nothing else.
+
+Each fault is put where a bug, a broken file or MLX would raise, and meets one request only; others
+that are there meanwhile have to get the tokens that they get alone.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from bad_input import COMPLETIONS, MESSAGES, RESPONSES, unharmed
+from live_server import CHAT, LiveServer, chat, events_of, wait_until
+
+from mlxinfer.answer import Answer
+from mlxinfer.engine.guides import Guides
+from mlxinfer.engine.runner import Launched, Runner
+from mlxinfer.engine.scheduler import Scheduler
+from mlxinfer.grammar import GrammarCompiler
+from mlxinfer.sampling.sampler import Sampler
+from mlxinfer.server import openai_chat, sse
+from mlxinfer.server.admission import Admission
+from mlxinfer.server.generation import Generation
+from mlxinfer.server.styles import HIDDEN
+from mlxinfer.text import ChatTemplate, Tokenizer
+
+VICTIM = "zebra"  # stands in the prompt of the request that is to fail
+SECRET = "/Users/somebody/secret at 0x7ffe"
+QUESTIONS = [f"What is {number} + 38" for number in range(44, 48)]
+FORM = {"type": "array", "items": {"type": "integer"}, "minItems": 500}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def whole(live: LiveServer) -> Iterator[None]:
+    yield from unharmed(live)
+
+
+class Panic(BaseException):
+    """Like those of libraries in Rust, which no `except Exception` holds."""
+
+
+@contextmanager
+def fault(
+    owner: Any, name: str, hits: Callable[..., bool] = lambda *_, **__: True, kind: Any = None
+) -> Iterator[None]:
+    """Let a function raise once, when a call of it is the victim's."""
+    sound = getattr(owner, name)
+    met: list[int] = []
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        if not met and hits(*args, **kwargs):
+            met.append(1)
+            raise (kind or RuntimeError)(SECRET)
+        return sound(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, broken)
+        yield
+    assert met, "no call was the victim's"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where the fault is: a function of a class or module, and which of its calls are hit."""
+
+    owner: Any
+    name: str
+    hits: Callable[..., bool]
+
+
+def mentions(*args: Any, **_: Any) -> bool:
+    return VICTIM in str(args[1:])
+
+
+def of_two(answers: Any) -> bool:
+    """The victim is the only request with two choices."""
+    return len(answers) == 2
+
+
+BEFORE = {  # the first token
+    "render": Stage(ChatTemplate, "render", mentions),
+    "tokenise": Stage(Tokenizer, "encode", mentions),
+    "compile": Stage(GrammarCompiler, "compile", lambda *_: True),
+    "admit": Stage(Admission, "enter", lambda _, count, __: count == 2),
+    "submit": Stage(Generation, "start", lambda g: of_two(g.answers)),
+}
+WITHIN = {
+    "detokenise": Stage(
+        Answer, "_push_text", lambda answer, _: answer.request.params.presence_penalty == 0.5
+    ),
+    "count": Stage(openai_chat, "usage_of", lambda g, **_: of_two(g.answers)),
+}
+SENDING = {
+    "send": Stage(openai_chat, "json_body", lambda body: of_two(body.choices)),
+    "send a part": Stage(sse, "data", lambda c: any(x.index == 1 for x in c.choices)),
+}
+
+
+def victim(**fields: Any) -> dict[str, Any]:
+    return chat(f"A {VICTIM}", n=2, presence_penalty=0.5, guided_json=FORM, max_tokens=30, **fields)
+
+
+def ask(server: LiveServer, question: str) -> str:
+    answer = server.post(CHAT, chat(question, max_tokens=16))
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["message"]["content"]
+    return text
+
+
+@contextmanager
+def neighbours(server: LiveServer) -> Iterator[None]:
+    """Others ask at the same time, and are answered as ever."""
+    alone = [ask(server, question) for question in QUESTIONS]
+    with ThreadPoolExecutor(len(QUESTIONS)) as pool:
+        asked = [pool.submit(ask, server, question) for question in QUESTIONS]
+        yield
+        assert [job.result() for job in asked] == alone
+    wait_until(server.is_idle)
+
+
+def check_hidden(error: dict[str, Any]) -> None:
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["message"], error["type"]) == (HIDDEN, "server_error")
+
+
+def fail_whole(server: LiveServer, **fields: Any) -> None:
+    answer = server.post(CHAT, victim(**fields))
+    assert answer.status_code == 500, answer.text
+    check_hidden(answer.json()["error"])
+    assert SECRET not in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", BEFORE)
+def test_before_the_first_token(live: LiveServer, name: str, stream: bool) -> None:
+    """A stream has not begun: it is refused with a status, too."""
+    stage = BEFORE[name]
+    with neighbours(live), fault(stage.owner, stage.name, stage.hits):
+        fail_whole(live, stream=stream)
+
+
+@pytest.mark.parametrize("name", [*WITHIN, "send"])
+def test_within_an_answer(live: LiveServer, name: str) -> None:
+    stage = {**WITHIN, **SENDING}[name]
+    with neighbours(live), fault(stage.owner, stage.name, stage.hits):
+        fail_whole(live)
+
+
+@pytest.mark.parametrize("name", [*WITHIN, "send a part"])
+def test_within_a_stream(live: LiveServer, name: str) -> None:
+    stage = {**WITHIN, **SENDING}[name]
+    with neighbours(live), fault(stage.owner, stage.name, stage.hits):
+        *_, last = live.events(CHAT, victim())
+    assert set(last) == {"error"}
+    check_hidden(last["error"])
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES, MESSAGES])
+def test_in_other_words(live: LiveServer, path: str) -> None:
+    """The other APIs fail in their own shapes."""
+    text = f"A {VICTIM}"
+    messages = [{"role": "user", "content": text}]
+    asked = {COMPLETIONS: {"prompt": text}, RESPONSES: {"input": text}, MESSAGES: {}}[path]
+    body = {**asked, "messages": messages, "max_tokens": 5} if path == MESSAGES else asked
+
+    def hits(answer: Answer, _: Any) -> bool:
+        return VICTIM in live.model.tokenizer.decode(answer.request.prompt_ids)
+
+    with neighbours(live), fault(Answer, "_push_text", hits):
+        answer = live.post(path, body)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == HIDDEN
+    with neighbours(live), fault(Answer, "_push_text", hits), live.stream(path, body) as response:
+        *_, last = [event for event in events_of(response) if event != "[DONE]"]
+    assert HIDDEN in str(last)
+    assert SECRET not in str(last)
+
+
+STEPS: dict[str, tuple[Any, str]] = {
+    "launch": (Runner, "launch"),
+    "input": (Runner, "_admit"),
+    "head": (Runner, "_heads"),
+    "sample": (Sampler, "sample"),
+    "read": (Launched, "token_ids"),
+    "logprobs": (Launched, "logprobs"),
+}
+
+
+@pytest.fixture(scope="module")
+def single() -> Iterator[LiveServer]:
+    """Runs one request at a time: a step is that request's alone, and all others wait."""
+    with LiveServer(engine={"max_batch": 1}) as server:
+        yield server
+        server.check_idle()
+
+
+@pytest.mark.parametrize("name", [*STEPS, "forward", "mask"])
+def test_in_a_step(single: LiveServer, name: str) -> None:
+    """Whoever waits while a step fails is answered as ever."""
+    model = type(single.model.engine._loop.model)
+    owner, attribute = {**STEPS, "forward": (model, "__call__"), "mask": (Guides, "fill")}[name]
+    request = chat(f"A {VICTIM}", guided_json=FORM, max_tokens=1500)
+    with single.stream(CHAT, request) as response:
+        events = events_of(response)
+        next(events), next(events)
+        with neighbours_behind(single), fault(owner, attribute):
+            *_, last = events
+    check_hidden(last["error"])
+
+
+@contextmanager
+def neighbours_behind(server: LiveServer) -> Iterator[None]:
+    """Others who wait behind a request that runs; afterwards they are answered as ever."""
+    with ThreadPoolExecutor(len(QUESTIONS)) as pool:
+        asked = [pool.submit(ask, server, question) for question in QUESTIONS]
+        wait_until(lambda: server.service.admission.num_waiting == len(QUESTIONS))
+        yield
+        found = [job.result() for job in asked]
+    wait_until(server.is_idle)
+    assert found == [ask(server, question) for question in QUESTIONS]
+
+
+def test_a_step_fails_all_who_are_in_it(live: LiveServer) -> None:
+    """Nobody can tell whose fault it was; who comes next is answered as ever."""
+    alone = ask(live, QUESTIONS[0])
+    long = chat("Count", ignore_eos=True, max_tokens=1500, n=3)
+    with live.stream(CHAT, long) as response:
+        events = events_of(response)
+        for _ in range(10):
+            next(events)
+        with fault(Runner, "launch"):
+            *_, last = events
+    check_hidden(last["error"])
+    wait_until(live.is_idle)
+    assert ask(live, QUESTIONS[0]) == alone
+
+
+def test_wrong_books_fail_all_who_are_there(single: LiveServer) -> None:
+    """The scheduler itself raises: all start afresh, and the server goes on."""
+    alone = ask(single, QUESTIONS[0])
+    with single.stream(CHAT, chat("Count", ignore_eos=True, max_tokens=1500)) as response:
+        events = events_of(response)
+        next(events), next(events)
+        with fault(Scheduler, "next_batch"):
+            *_, last = events
+    check_hidden(last["error"])
+    wait_until(single.is_idle)
+    assert ask(single, QUESTIONS[0]) == alone
+
+
+def test_a_panic_on_the_engines_thread_costs_a_step(single: LiveServer) -> None:
+    alone = ask(single, QUESTIONS[0])
+    with fault(Runner, "launch", kind=Panic):
+        answer = single.post(CHAT, chat(f"A {VICTIM}"), timeout=5)
+    assert answer.status_code == 500
+    assert ask(single, QUESTIONS[0]) == alone
+
+
+@pytest.mark.parametrize(
+    "stage", [BEFORE["tokenise"], BEFORE["compile"]], ids=lambda stage: stage.name
+)
+def test_a_panic_of_a_library_costs_one_request(live: LiveServer, stage: Stage) -> None:
+    with neighbours(live), fault(stage.owner, stage.name, stage.hits, Panic):
+        fail_whole(live)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from ..errors import OverloadedError
@@ -35,7 +36,7 @@ class Workers:
         if self._pending >= self._max_pending:
             raise OverloadedError("Too many prompts wait to be encoded; try again soon.")
         self._pending += 1
-        future = self._pool.submit(_guarded, function, *args, **kwargs)
+        future = self._pool.submit(_guarded, partial(function, *args, **kwargs))
         loop = asyncio.get_running_loop()
         future.add_done_callback(lambda _: _call_soon(loop, self._done))
         return await asyncio.wrap_future(future)
@@ -52,9 +53,9 @@ class PanicError(Exception):
     """What a library in Rust raises when it panics; theirs is no Exception, and ends servers."""
 
 
-def _guarded(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def _guarded(work: Callable[[], T]) -> T:
     try:
-        return function(*args, **kwargs)
+        return work()
     except Exception:
         raise
     except BaseException as panic:  # the fault boundary of a thread

@@ -1,9 +1,10 @@
 """What the answer must look like: request fields to a grammar's description. Compiles nothing."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from ..errors import InvalidRequestError
 from ..grammar import GrammarSpec, response_format, spec
@@ -12,20 +13,26 @@ from .errors import UnsupportedFieldError
 from .refused import refuse
 from .sampling import SamplingFields
 
+_SCHEMA = Meta(description="JSON schema")  # described: what is not, is refused (see openapi.py)
+_REGEX = Meta(description="regular expression")
 MAX_DEPTH = 128  # levels of JSON, more than any grammar takes
 
 
 class ConstraintFields(SamplingFields, kw_only=True):
     """OpenAI's response_format and the guided fields of vLLM, SGLang and llama.cpp."""
 
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    json_schema: Any = None
-    regex: Any = None
+    response_format: Annotated[
+        Any, Meta(description='{"type": "json_schema", "json_schema": {…}}, or json_object, text')
+    ] = None
+    structured_outputs: Annotated[
+        Any, Meta(description="one of json, regex, choice, grammar, json_object")
+    ] = None
+    guided_json: Annotated[Any, _SCHEMA] = None
+    guided_regex: Annotated[Any, _REGEX] = None
+    guided_choice: Annotated[Any, Meta(description="list of string")] = None
+    guided_grammar: Annotated[Any, Meta(description="grammar in Lark's form")] = None
+    json_schema: Annotated[Any, _SCHEMA] = None
+    regex: Annotated[Any, _REGEX] = None
     grammar: Any = None
     ebnf: Any = None
 

@@ -124,7 +124,7 @@ def _type_of(schema: dict[str, Any]) -> str:
     bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "maxLength": "length ≤"}
     said = {key: sign for key, sign in bounds.items() if abs(schema.get(key, WIDEST)) < WIDEST}
     limits = [f"{sign} {schema[key]}" for key, sign in said.items()]
-    return " ".join([str(schema.get("type", "any")), *limits])
+    return " ".join([str(schema.get("type", schema.get("description", "any"))), *limits])
 
 
 def documentation(endpoints: Sequence[Endpoint]) -> tuple[Endpoint, ...]:

@@ -12,7 +12,7 @@ from ..memory import parse_bytes
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class Size(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2 on
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2 on  # type: ignore[type-arg]  # generic from click 8.2 on
     """A number of bytes or such as 8GB, kept as it was written."""
 
     name = "size"

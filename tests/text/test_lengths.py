@@ -1,0 +1,44 @@
+"""Texts that are far too long are told without encoding them; no text that fits ever is."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxinfer import hub
+from mlxinfer.text import Tokenizer
+from mlxinfer.text.lengths import far_longer
+
+TOKENIZER = Tokenizer.from_folder(hub.resolve("demo"))
+
+
+class Counting:
+    """An encoder that notes how much it was given."""
+
+    def __init__(self) -> None:
+        self.chars = 0
+
+    def encode_plain(self, text: str) -> list[int]:
+        self.chars += len(text)
+        return TOKENIZER.encode_plain(text)
+
+
+@given(
+    texts=st.lists(st.text("ab é🙂\n ", min_size=1, max_size=40), min_size=1, max_size=3),
+    times=st.integers(1, 300),
+    room=st.integers(1, 300),
+)
+def test_a_text_that_fits_is_never_called_too_long(texts: list[str], times: int, room: int) -> None:
+    long = [text * times for text in texts]
+    if far_longer(TOKENIZER, long, room):
+        assert sum(len(TOKENIZER.encode_plain(text)) for text in long) > room
+
+
+def test_the_rest_of_an_endless_text_is_not_looked_at() -> None:
+    encoder = Counting()
+    assert far_longer(encoder, ["a b " * 1_000_000], 1000)
+    assert encoder.chars < 100_000
+
+
+def test_a_usual_text_is_not_looked_at_at_all() -> None:
+    encoder = Counting()
+    assert not far_longer(encoder, ["a b " * 1000], 1000)
+    assert encoder.chars == 0

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from ..memory import human_bytes
 from .files import write_file
 from .logitcheck import LogitCheck
 from .plots import BITS, ERRORS, available, plot_tensors
@@ -40,7 +41,7 @@ def _body(report: Report) -> list[str]:
         f"# {Path(report.source).name}, {report.recipe}",
         "",
         f"Converted from {report.source_format} by mlxinfer, for MLX: "
-        f"{report.bits_per_weight:.3f} bits per weight, {report.num_bytes / 1e9:.2f} GB.",
+        f"{report.bits_per_weight:.3f} bits per weight, {human_bytes(report.num_bytes)}.",
         "",
         "```sh",
         "mlxinfer run -m FOLDER 'Why is the sky blue?'",

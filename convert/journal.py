@@ -90,7 +90,9 @@ def _changed(key: str, before: object, now: object) -> str:
             "The source has changed since this conversion was interrupted: what is written does "
             "not fit the rest. Use --restart to begin anew."
         )
+    plain = isinstance(before, (str, int, float)) and isinstance(now, (str, int, float))
+    what = f"{key}: {before}, now {now}" if plain else key
     return (
-        f"The interrupted conversion had other options ({key}: {before!r}, now {now!r}). Give the "
-        "same, or --restart to begin anew."
+        f"The interrupted conversion had other options ({what}). Give the same, or --restart to "
+        "begin anew."
     )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConversionError
+from ..memory import human_bytes
 from .files import sync_folder
 
 SPARE_BYTES = 64 << 20  # left free on the disk
@@ -82,7 +83,7 @@ def check_target(out: Path, source: Path | None, needed_bytes: int) -> None:
     free = shutil.disk_usage(parent).free
     if needed_bytes + SPARE_BYTES > free:
         raise ConversionError(
-            f"{out} needs {needed_bytes / 1e9:.2f} GB more, but the disk has {free / 1e9:.2f} GB "
+            f"{out} needs {human_bytes(needed_bytes)} more, but the disk has {human_bytes(free)} "
             "free. Make room or choose another disk."
         )
 

@@ -5,6 +5,7 @@ import re
 
 from .errors import InvalidRequestError
 
+_NAMES = ("B", "kB", "MB", "GB", "TB")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
@@ -42,3 +43,12 @@ def total_memory_bytes() -> int:
 def default_kv_bytes(available_bytes: int, weights_bytes: int) -> int:
     """Budget of the KV cache beside weights of this size, where nobody gave one."""
     return max(int((available_bytes - weights_bytes) * KV_SHARE), MIN_KV_BYTES)
+
+
+def human_bytes(count: float) -> str:
+    """1536000 -> '1.5 MB'. Decimal units, as disks and the hub count."""
+    for unit in _NAMES:
+        if count < 999.5 or unit == _NAMES[-1]:
+            break
+        count /= 1000
+    return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.1f} {unit}"

@@ -28,7 +28,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "text": LEAVES,
     "grammar": LEAVES | {"text"},
     "engine": LEAVES | {"cache", "layers", "metal_kernels", "models", "sampling"},
-    "hub": LEAVES | {"backend"},
+    "hub": LEAVES | {"backend", "memory"},
     "launchd": set(),
     "backend": LEAVES,
     "memory": LEAVES,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from .. import __version__, hub
 from ..backend import require_mlx
 from ..errors import MlxinferError
-from ._output import human_bytes
+from ..memory import human_bytes
 
 if TYPE_CHECKING:
     from ..metal_kernels.verdicts import Verdict

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._output import human_bytes, human_count, table
+from ..memory import human_bytes
+from ._output import human_count, table
 
 Progress = Callable[[str, int, int], None]  # step, how far, of how much
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import hub
 from ..backend import require_mlx
-from ._output import human_bytes
+from ..memory import human_bytes
 
 if TYPE_CHECKING:
     from ..llm import LLM

@@ -6,22 +6,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and newline
 
 
 def emit_json(value: Any) -> None:
     """Write `value` as one JSON document to stdout."""
     print(json.dumps(value, indent=2, ensure_ascii=False))
-
-
-def human_bytes(count: float) -> str:
-    """1536000 -> '1.5 MB'. Decimal units, as disks and the hub count."""
-    for unit in _UNITS:
-        if count < 999.5 or unit == _UNITS[-1]:
-            break
-        count /= 1000
-    return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.1f} {unit}"
 
 
 def human_count(count: float) -> str:

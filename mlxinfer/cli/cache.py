@@ -9,8 +9,9 @@ from pathlib import Path
 import click
 
 from ..config import default_disk_folder
+from ..memory import human_bytes
 from ._options import json_option
-from ._output import emit_json, human_bytes, table
+from ._output import emit_json, table
 
 _FOLDER = re.compile("[0-9a-f]{40}")
 _FILE = re.compile(r"[0-9a-f]{40}\.(kv|[0-9a-f]+\.tmp)")  # entries, and what a crash left of some

@@ -5,8 +5,9 @@ from datetime import UTC, datetime
 import click
 
 from .. import hub
+from ..memory import human_bytes
 from ._options import json_option
-from ._output import emit_json, human_bytes, table
+from ._output import emit_json, table
 
 
 @click.command()

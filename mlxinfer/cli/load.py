@@ -2,8 +2,9 @@
 
 import click
 
+from ..memory import human_bytes
 from ._options import json_option
-from ._output import emit_json, human_bytes
+from ._output import emit_json
 from ._remote import ask, url_option
 
 LOAD_S = 1800.0  # that a model of hundreds of gigabytes may take from a slow disk

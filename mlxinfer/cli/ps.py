@@ -4,8 +4,9 @@ from typing import Any
 
 import click
 
+from ..memory import human_bytes
 from ._options import json_option
-from ._output import emit_json, human_bytes, table
+from ._output import emit_json, table
 from ._remote import ask, url_option
 
 HEADER = ("NAME", "STATE", "WEIGHTS", "KV CACHE", "RUNNING", "WAITING", "UNLOADS IN")

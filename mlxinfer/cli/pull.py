@@ -3,9 +3,10 @@
 import click
 
 from .. import hub
+from ..memory import human_bytes
 from ._model import progress_bar
 from ._options import json_option
-from ._output import emit_json, human_bytes
+from ._output import emit_json
 
 
 @click.command()

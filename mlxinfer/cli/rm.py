@@ -5,8 +5,9 @@ import sys
 import click
 
 from .. import hub
+from ..memory import human_bytes
 from ._options import json_option
-from ._output import emit_json, human_bytes
+from ._output import emit_json
 
 
 @click.command()

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import hub
+from ..memory import human_bytes
 from ._options import json_option
-from ._output import emit_json, human_bytes, human_count, table
+from ._output import emit_json, human_count, table
 
 if TYPE_CHECKING:
     from ._inspect import Summary

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DownloadError
+from ..memory import human_bytes
 from .errors import hub_failures
 from .fetch import Source, fetch, partial_path, patiently
 from .names import RepoName, cache_folder, offline
@@ -72,8 +73,8 @@ class Plan:
         """Raise DownloadError where the disk is too full."""
         if self.missing_bytes and self.missing_bytes + SPARE_BYTES > self.free_bytes:
             raise DownloadError(
-                f"{self.repo} needs {self.missing_bytes / 1e9:.2f} GB more, but "
-                f"{cache_folder()} has {self.free_bytes / 1e9:.2f} GB free. Make room "
+                f"{self.repo} needs {human_bytes(self.missing_bytes)} more, but "
+                f"{cache_folder()} has {human_bytes(self.free_bytes)} free. Make room "
                 "(mlxinfer list, mlxinfer rm) or set HF_HOME to a larger disk."
             )
 

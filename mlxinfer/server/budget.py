@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import InvalidRequestError
-from ..memory import KV_SHARE
+from ..memory import KV_SHARE, human_bytes
 
 LIMIT_SHARE = 0.7  # of the machine's memory, where nobody gave a limit
 ENOUGH_SHARE = 1 / 16  # of what a model could have alone: to have less is worse than turns
@@ -77,11 +77,7 @@ def _too_large(one: Need, needs: Sequence[Need], limit_bytes: int) -> InvalidReq
     taken = sum(need.weights_bytes + (need.kv_bytes or 0) for need in [one, *others])
     return InvalidRequestError(
         f"The model {one.name} does not fit{beside}: weights and KV caches need "
-        f"more than {_size(taken)}, and the limit is {_size(limit_bytes)}; raise it with "
-        "--max-memory, or take smaller weights.",
+        f"more than {human_bytes(taken)}, and the limit is {human_bytes(limit_bytes)}; raise it "
+        "with --max-memory, or take smaller weights.",
         param="max_memory",
     )
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 10**9 else f"{num_bytes / 1e6:.1f} MB"

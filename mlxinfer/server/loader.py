@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ..errors import MlxinferError, OverloadedError
+from ..memory import human_bytes
 from .background import in_background
 from .errors import ModelLoadError
 from .served import ServedModel
@@ -128,7 +129,7 @@ class Loader:
             idle = sorted((s for s in self._slots if s.idle), key=lambda s: s.used_s)
             if sum(s.held_bytes for s in idle) < over:
                 raise OverloadedError(
-                    f"There is no room for the model {slot.entry.name}: {over / 1e9:.2f} GB are "
+                    f"There is no room for the model {slot.entry.name}: {human_bytes(over)} are "
                     "missing, and the other models are in use; try again later.",
                     retry_after_s=BUSY_RETRY_S,
                 )

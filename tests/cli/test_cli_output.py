@@ -4,7 +4,8 @@ import io
 
 import pytest
 
-from mlxinfer.cli._output import colours, human_bytes, human_count, printable, styled, table
+from mlxinfer.cli._output import colours, human_count, printable, styled, table
+from mlxinfer.memory import human_bytes
 
 
 class Screen(io.StringIO):

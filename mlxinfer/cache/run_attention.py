@@ -40,8 +40,10 @@ class RunPlan:
         """Flat queries (T, heads, D) -> what those of these spans see, (T', heads, V)."""
         num_seqs, width = self.shape
         rows = queries if self.rows is None else queries[self.rows]
-        keys = pool.keys.read_each(self.runs, self.covers)
-        last = keys[-1][-1] if len(self.covers) > 1 and keys[-1] else None
+        several = len(self.covers) > 1
+        # Else MLX may decode the first ranges of all layers before it computes the first layer.
+        keys = pool.keys.read_each(self.runs, self.covers, after=rows if several else None)
+        last = keys[-1][-1] if several and keys[-1] else None
         values = pool.values.read_each(self.runs, self.covers, after=last)
         outputs = paged_attention(
             rows.reshape(num_seqs, width, *queries.shape[1:]),

@@ -1,6 +1,10 @@
 """For all tests: a fast BLAS before MLX is imported, and the same drawn examples every time."""
 
+import logging
 import os
+from collections.abc import Iterator
+
+import pytest
 
 from mlxinfer.bench.blas import preload_openblas
 
@@ -16,3 +20,14 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("default")
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_before() -> Iterator[None]:
+    """Commands set up logging for a process of their own; here the next test has it as it was."""
+    loggers = [logging.getLogger(name) for name in ("mlxinfer", "uvicorn.error")]
+    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)

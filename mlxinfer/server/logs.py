@@ -23,7 +23,7 @@ _NOISE = frozenset(
 
 def set_up_logging(format: str, level: str) -> None:
     """Send the server's loggers to stderr, in `format` "text" or "json", from `level` up."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stderr()
     handler.setFormatter(JsonLines() if format == "json" else TextLines())
     for name in ("mlxinfer", "uvicorn.error"):
         logger = logging.getLogger(name)
@@ -33,6 +33,17 @@ def set_up_logging(format: str, level: str) -> None:
     uvicorn = logging.getLogger("uvicorn.error")
     uvicorn.setLevel(max(uvicorn.level, logging.WARNING))
     uvicorn.addFilter(lambda record: record.getMessage() not in _NOISE)
+
+
+class _Stderr(logging.Handler):
+    """Writes to what stderr is at the time: whoever replaces it meanwhile gets the rest."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One line, at once."""
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except (OSError, ValueError):  # nobody reads any more: that must not end a request
+            self.handleError(record)
 
 
 class JsonLines(logging.Formatter):

@@ -226,12 +226,9 @@ def test_a_step_fails_all_who_are_in_it(live: LiveServer) -> None:
     """Nobody can tell whose fault it was; who comes next is answered as ever."""
     alone = ask(live, QUESTIONS[0])
     long = chat("Count", ignore_eos=True, max_tokens=1500, n=3)
-    with live.stream(CHAT, long) as response:
-        events = events_of(response)
-        for _ in range(10):
-            next(events)
-        with fault(Runner, "launch"):
-            *_, last = events
+    late = lambda _, batch, __: min(s.output_index for s in batch.segments) >= 10  # noqa: E731
+    with fault(Runner, "launch", late), live.stream(CHAT, long) as response:
+        *_, last = events_of(response)
     check_hidden(last["error"])
     wait_until(live.is_idle)
     assert ask(live, QUESTIONS[0]) == alone
@@ -240,11 +237,10 @@ def test_a_step_fails_all_who_are_in_it(live: LiveServer) -> None:
 def test_wrong_books_fail_all_who_are_there(single: LiveServer) -> None:
     """The scheduler itself raises: all start afresh, and the server goes on."""
     alone = ask(single, QUESTIONS[0])
-    with single.stream(CHAT, chat("Count", ignore_eos=True, max_tokens=1500)) as response:
-        events = events_of(response)
-        next(events), next(events)
-        with fault(Scheduler, "next_batch"):
-            *_, last = events
+    long = chat("Count", ignore_eos=True, max_tokens=1500)
+    late = lambda scheduler: any(s.num_output > 3 for s in scheduler.running)  # noqa: E731
+    with fault(Scheduler, "next_batch", late), single.stream(CHAT, long) as response:
+        *_, last = events_of(response)
     check_hidden(last["error"])
     wait_until(single.is_idle)
     assert ask(single, QUESTIONS[0]) == alone

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
@@ -257,6 +258,7 @@ class Loop:
 
     def _fail_step(self, batch: Batch, error: BaseException) -> None:
         """Fail the requests of a step; the others start over on fresh arrays and lose nothing."""
+        _let_go(error)
         self.scheduler.counters.step_failures += 1
         for segment in batch.segments:
             if not segment.sequence.finished:
@@ -271,6 +273,7 @@ class Loop:
 
     def fail_all(self, error: BaseException) -> None:
         """Fail every request and start afresh: the books themselves were wrong."""
+        _let_go(error)
         for sequence in self.scheduler.unfinished():
             self._emit(_failure(sequence, error))
         counters = self.scheduler.counters
@@ -343,6 +346,11 @@ def _open_store(options: DiskOptions, cache: KVCache) -> PageStore:
         page_size=cache.page_size,
         max_bytes=options.max_bytes,
     )
+
+
+def _let_go(error: BaseException) -> None:
+    """Whoever keeps the error of a step, as a log may, keeps its lines and not its arrays."""
+    traceback.clear_frames(error.__traceback__)
 
 
 def _failure(sequence: Sequence, error: BaseException) -> TokenEvent:

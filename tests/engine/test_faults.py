@@ -1,11 +1,15 @@
 """A failure belongs to the request that caused it; the others get the same tokens as ever."""
 
+import gc
+import weakref
+
 import pytest
 from engine.harness import Harness, alone, prompt, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxinfer.core import FinishReason, Request, SamplingParams
+from mlxinfer.engine.runner import Runner
 from mlxinfer.errors import (
     ContextLengthError,
     InsufficientMemoryError,
@@ -53,6 +57,25 @@ def break_read(harness: Harness, at: int) -> None:
 class Unreadable:
     def __getattr__(self, name: str) -> object:
         raise Boom("evaluation failed")
+
+
+def test_an_error_that_is_kept_keeps_no_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log or a notebook may hold the error for good; its traceback must not hold the cache."""
+    harness = Harness(tiny_model(CASE, quantized=True))
+
+    def failing(runner: Runner, *_: object) -> None:
+        raise Boom(f"the forward pass of {runner} failed")
+
+    monkeypatch.setattr(Runner, "_heads", failing)
+    harness.add("a", prompt(5), SamplingParams(max_tokens=9))
+    kept = harness.drain()["a"].error
+    assert kept is not None
+    assert isinstance(kept.__cause__, Boom)
+    assert kept.__cause__.__traceback__ is not None, "which line it was is still told"
+    cache = weakref.ref(harness.loop.cache)
+    harness.loop.close()
+    gc.collect()
+    assert cache() is None
 
 
 @given(

@@ -4,6 +4,7 @@ Each fault is put where a bug, a broken file or MLX would raise, and meets one r
 that are there meanwhile have to get the tokens that they get alone.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -55,10 +56,22 @@ def fault(
             raise (kind or RuntimeError)(SECRET)
         return sound(*args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, logged() as told:
         patch.setattr(owner, name, broken)
         yield
-    assert met, "no call was the victim's"
+    assert met, f"no call was the victim's; the server's log: {told}"
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What the server logs meanwhile, with the tracebacks."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(logging.Formatter().format(record))  # type: ignore[method-assign]
+    logger = logging.getLogger("mlxinfer")
+    logger.addHandler(handler)
+    yield told
+    logger.removeHandler(handler)
 
 
 @dataclass(frozen=True)
@@ -229,6 +242,7 @@ def test_a_step_fails_all_who_are_in_it(live: LiveServer) -> None:
     late = lambda _, batch, __: min(s.output_index for s in batch.segments) >= 10  # noqa: E731
     with fault(Runner, "launch", late), live.stream(CHAT, long) as response:
         *_, last = events_of(response)
+        assert set(last) == {"error"}
     check_hidden(last["error"])
     wait_until(live.is_idle)
     assert ask(live, QUESTIONS[0]) == alone

@@ -2,7 +2,8 @@
 
 import ast
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +44,22 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     | {"answer", "backend", "engine", "grammar", "hub", "info", "mailbox", "memory", "opening"}
     | {"results", "text"},
 }
+SERVER_LEAVES = {"errors", "keys", "settings", "background"}
+SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
+    "errors": set(),
+    "background": set(),
+    "keys": {"errors"},
+    "settings": {"keys"},
+    "http": SERVER_LEAVES,
+    "registry": SERVER_LEAVES,
+    "watch": SERVER_LEAVES | {"registry"},
+    "fields": SERVER_LEAVES | {"http", "registry"},
+    "calls": SERVER_LEAVES | {"http", "registry", "watch"},
+    "openai": SERVER_LEAVES | {"calls", "fields", "http", "registry"},
+    "anthropic": SERVER_LEAVES | {"calls", "fields", "http", "registry"},
+    "ops": SERVER_LEAVES | {"calls", "http", "registry", "watch"},
+}
+SERVER_ASSEMBLERS = {"apis", "app", "running", "__init__"}
 ASSEMBLERS = {"llm", "opening", "cli", "bench", "__init__"}  # anything
 WITHOUT_MLX = (
     "core",
@@ -87,17 +104,19 @@ def part_of(name: str) -> str:
     return name.split(".")[0]
 
 
-def imported(name: str, path: Path) -> Iterator[str]:
+def imported(name: str, path: Path, *, everything: bool = False) -> Iterator[str]:
     """Modules that a module names in import statements, absolute: mlxinfer.core, mlx.core, json.
 
-    Imports for type checkers only are left out: nothing is imported by them.
+    Imports for type checkers only are left out, as nothing is imported by them, unless it is to
+    be `everything`.
     """
     package = ["mlxinfer", *name.split(".")]
     if name == "__init__":
         package = ["mlxinfer"]
     elif path.name != "__init__.py":
         package = package[:-1]
-    for node in runtime_nodes(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree) if everything else runtime_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -115,20 +134,60 @@ def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
         yield from runtime_nodes(node)
 
 
-def test_imports_point_down() -> None:
+def upward(
+    names: Iterable[tuple[str, Path]],
+    prefix: str,
+    may_import: Mapping[str, set[str]],
+    assemblers: set[str],
+) -> list[str]:
+    """Imports below `prefix` ("mlxinfer.") that `may_import` does not allow."""
     wrong = []
-    for name, path in modules():
-        part = part_of(name)
-        if part in ASSEMBLERS:
+    for name, path in names:
+        part = part_of(name.removeprefix(prefix.removeprefix("mlxinfer.")))
+        if part in assemblers:
             continue
-        assert part in MAY_IMPORT, f"{name} is a new part: say what it may import"
+        assert part in may_import, f"{name} is a new part: say what it may import"
         for target in imported(name, path):
-            below = target.removeprefix("mlxinfer.")
-            ours = target.startswith("mlxinfer.") and part_of(below)
-            known = ours in MAY_IMPORT or ours in ASSEMBLERS
-            if ours and known and ours not in MAY_IMPORT[part] | {part}:
-                wrong.append(f"{name} imports {below}")
-    assert not wrong
+            ours = target.startswith(prefix) and part_of(target.removeprefix(prefix))
+            known = ours in may_import or ours in assemblers
+            if ours and known and ours not in may_import[part] | {part}:
+                wrong.append(f"{name} imports {target.removeprefix('mlxinfer.')}")
+    return wrong
+
+
+def server_modules() -> list[tuple[str, Path]]:
+    return [(name, path) for name, path in modules() if name.startswith("server.")]
+
+
+def test_imports_point_down() -> None:
+    assert not upward(modules(), "mlxinfer.", MAY_IMPORT, ASSEMBLERS)
+
+
+def test_imports_inside_the_server_point_down() -> None:
+    assert not upward(server_modules(), "mlxinfer.server.", SERVER_MAY_IMPORT, SERVER_ASSEMBLERS)
+
+
+def test_an_import_upward_is_found(tmp_path: Path) -> None:
+    module = tmp_path / "body.py"
+    module.write_text("from ..openai import chat\nfrom ..errors import ServerError\n")
+    found = upward(
+        [("server.http.body", module)], "mlxinfer.server.", SERVER_MAY_IMPORT, SERVER_ASSEMBLERS
+    )
+    assert set(found) == {
+        "server.http.body imports server.openai",
+        "server.http.body imports server.openai.chat",
+    }
+
+
+def test_the_server_has_no_import_circles() -> None:
+    """Not even for type checkers: two modules that need each other are one, or lack a third."""
+    found = server_modules()
+    known = {f"mlxinfer.{name}" for name, _ in found}
+    graph = {
+        f"mlxinfer.{name}": known.intersection(imported(name, path, everything=True))
+        for name, path in found
+    }
+    tuple(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
 
 
 def test_logic_is_free_of_mlx() -> None:

@@ -17,8 +17,8 @@ from ._options import ENGINE_NAMES, engine_arguments, engine_options
 
 if TYPE_CHECKING:
     from ..opening import EngineOptions
-    from ..server.entries import Entry
-    from ..server.served import ServedModel
+    from ..server.registry.entries import Entry
+    from ..server.registry.served import ServedModel
 
 OWN_NAMES = (*ENGINE_NAMES, "tool_format")
 
@@ -74,7 +74,7 @@ def entry_of(wanted: Wanted, server: Mapping[str, Any], ttl_s: float | None) -> 
         ttl_s: of models that have none of their own.
     """
     from ..memory import parse_bytes
-    from ..server.entries import Entry, weights_bytes
+    from ..server.registry.entries import Entry, weights_bytes
 
     own = {**{name: server.get(name) for name in OWN_NAMES}, **own_settings(wanted)}
     if wanted.said.pin and wanted.said.ttl_s is not None:
@@ -109,7 +109,7 @@ def open_model(
     room_bytes: int,
 ) -> "ServedModel":
     """Load a model whose weights and KV cache fit; a KV budget of its own stays as it is."""
-    from ..server.served import ServedModel
+    from ..server.registry.served import ServedModel
 
     sized = replace(options, room_bytes=room_bytes)
     return ServedModel.open(name, folder, sized, created_s=created_s, tool_format=tool_format)

@@ -15,7 +15,7 @@ from ._options import model_options
 from ._remote import API_KEY
 
 if TYPE_CHECKING:
-    from ..server.models import Models
+    from ..server.registry.models import Models
 
 
 @click.command(context_settings={"auto_envvar_prefix": PREFIX})
@@ -96,9 +96,9 @@ def command(
     Models of -m are loaded at the start as far as there is room, those of the config file when a
     request names them, unless they are pinned.
     """
-    from ..server.logs import set_up_logging
+    from ..server.calls.service import Service
     from ..server.running import Server, bind, raise_file_limit, url_of
-    from ..server.service import Service
+    from ..server.watch.logs import set_up_logging
 
     config = server_config(options)
     by_default = ctx.get_parameter_source("models") is ParameterSource.DEFAULT
@@ -135,8 +135,8 @@ def server_config(options: dict[str, Any]) -> Any:
 def registry(wanted: Sequence[Wanted], options: dict[str, Any]) -> "Models":
     """The models, none of them loaded yet; options that do not fit are wrong usage."""
     from ..memory import parse_bytes, total_memory_bytes
-    from ..server.budget import LIMIT_SHARE
-    from ..server.models import Models
+    from ..server.registry.budget import LIMIT_SHARE
+    from ..server.registry.models import Models
 
     try:
         ttl_s = None if options["ttl"] is None else parse_duration(options["ttl"])

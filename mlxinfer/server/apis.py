@@ -1,24 +1,16 @@
 """Every API of the server: the one list that a new file is added to."""
 
-from . import (
-    admin,
-    anthropic_messages,
-    health,
-    metrics,
-    openai_chat,
-    openai_completions,
-    openai_models,
-    openai_responses,
-    tokens,
-)
-from .endpoint import Endpoint
+from .anthropic import messages
+from .calls.endpoint import Endpoint
+from .openai import chat, completions, models, responses, tokens
+from .ops import admin, health, metrics
 
 ENDPOINTS: tuple[Endpoint, ...] = (
-    *openai_chat.ENDPOINTS,
-    *openai_completions.ENDPOINTS,
-    *openai_models.ENDPOINTS,
-    *openai_responses.ENDPOINTS,
-    *anthropic_messages.ENDPOINTS,
+    *chat.ENDPOINTS,
+    *completions.ENDPOINTS,
+    *models.ENDPOINTS,
+    *responses.ENDPOINTS,
+    *messages.ENDPOINTS,
     *tokens.ENDPOINTS,
     *health.ENDPOINTS,
     *metrics.ENDPOINTS,

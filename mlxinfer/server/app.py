@@ -6,11 +6,11 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .apis import ENDPOINTS
-from .endpoint import Endpoint, Served
+from .calls.endpoint import Endpoint, Served
+from .calls.service import Service
 from .errors import NoSuchPathError
-from .guard import Guard
-from .openapi import documentation
-from .service import Service
+from .http.guard import Guard
+from .ops.openapi import documentation
 
 
 def build_app(service: Service, endpoints: Iterable[Endpoint] = ENDPOINTS) -> ASGIApp:

@@ -15,8 +15,8 @@ import uvicorn
 
 from ..errors import InvalidRequestError
 from .app import build_app
-from .protocol import PatientProtocol
-from .service import Service
+from .calls.service import Service
+from .http.protocol import PatientProtocol
 from .settings import ServerConfig
 
 log = logging.getLogger("mlxinfer.server")

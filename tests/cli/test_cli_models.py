@@ -11,7 +11,7 @@ from mlxinfer.cli.config import serve_context
 from mlxinfer.cli.serve import registry
 from mlxinfer.configfile import read_config_file
 from mlxinfer.opening import EngineOptions
-from mlxinfer.server.entries import Entry
+from mlxinfer.server.registry.entries import Entry
 
 FILE = """
 [serve]

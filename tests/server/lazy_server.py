@@ -7,9 +7,9 @@ from live_server import LiveServer
 
 from mlxinfer import hub
 from mlxinfer.opening import EngineOptions
-from mlxinfer.server.entries import Entry, weights_bytes
-from mlxinfer.server.models import Models
-from mlxinfer.server.served import ServedModel
+from mlxinfer.server.registry.entries import Entry, weights_bytes
+from mlxinfer.server.registry.models import Models
+from mlxinfer.server.registry.served import ServedModel
 
 MB = 10**6
 

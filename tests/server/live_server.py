@@ -12,10 +12,10 @@ import httpx2 as httpx
 
 from mlxinfer import hub
 from mlxinfer.opening import EngineOptions
-from mlxinfer.server.models import Models
+from mlxinfer.server.calls.service import Service
+from mlxinfer.server.registry.models import Models
+from mlxinfer.server.registry.served import ServedModel
 from mlxinfer.server.running import Server, bind, url_of
-from mlxinfer.server.served import ServedModel
-from mlxinfer.server.service import Service
 from mlxinfer.server.settings import ServerConfig
 
 CHAT = "/v1/chat/completions"

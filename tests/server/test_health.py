@@ -13,7 +13,7 @@ from live_server import CHAT, LiveServer, chat, long_chat, wait_until
 from test_server_faults import break_next_step
 
 from mlxinfer.server.keys import ApiKeys
-from mlxinfer.server.readiness import FRESH_S
+from mlxinfer.server.watch.readiness import FRESH_S
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def quick() -> Iterator[LiveServer]:
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every question is answered anew."""
-    monkeypatch.setattr("mlxinfer.server.readiness.FRESH_S", -1.0)
+    monkeypatch.setattr("mlxinfer.server.watch.readiness.FRESH_S", -1.0)
 
 
 def test_an_idle_engine_makes_a_token(quick: LiveServer) -> None:
@@ -94,7 +94,7 @@ def test_an_engine_that_fails_is_not_ready(quick: LiveServer) -> None:
 
 
 def test_to_ask_often_costs_one_token(quick: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxinfer.server.readiness.FRESH_S", 60.0)
+    monkeypatch.setattr("mlxinfer.server.watch.readiness.FRESH_S", 60.0)
     assert FRESH_S < 5
     quick.service.readiness._trial = None
     before = quick.stats()["requests"]

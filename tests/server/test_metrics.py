@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_server_faults import break_next_step
 
 from mlxinfer.server.keys import ApiKeys
-from mlxinfer.server.tally import Histogram
+from mlxinfer.server.watch.tally import Histogram
 
 Numbers = dict[str, float]
 DASHBOARDS = """

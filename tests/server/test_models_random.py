@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxinfer.errors import MlxinferError
-from mlxinfer.server.models import Models
+from mlxinfer.server.registry.models import Models
 
 NAMES = "abcd"
 names = st.sampled_from(NAMES)

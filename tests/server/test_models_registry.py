@@ -14,11 +14,11 @@ from mlxinfer.errors import (
     ModelNotFoundError,
     OverloadedError,
 )
-from mlxinfer.server.entries import Entry
 from mlxinfer.server.errors import ModelBusyError, ModelLoadError
-from mlxinfer.server.loader import FAILED_RETRY_S
-from mlxinfer.server.models import Models
-from mlxinfer.server.slots import State
+from mlxinfer.server.registry.entries import Entry
+from mlxinfer.server.registry.loader import FAILED_RETRY_S
+from mlxinfer.server.registry.models import Models
+from mlxinfer.server.registry.slots import State
 
 
 @pytest.fixture
@@ -273,7 +273,7 @@ def test_a_share_shrinks_where_weights_are_larger_than_their_files(machine: Mach
 def test_a_model_that_does_not_end_keeps_its_memory(
     machine: Machine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxinfer.server.loader.UNLOAD_S", 0.01)
+    monkeypatch.setattr("mlxinfer.server.registry.loader.UNLOAD_S", 0.01)
 
     async def work() -> None:
         await touch(models, "a")
@@ -294,7 +294,7 @@ def test_a_model_that_does_not_end_keeps_its_memory(
 def test_the_end_takes_along_what_is_being_loaded_and_leaves_what_is_stuck(
     machine: Machine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxinfer.server.models.CLOSE_S", 0.4)
+    monkeypatch.setattr("mlxinfer.server.registry.models.CLOSE_S", 0.4)
 
     async def work() -> None:
         await touch(models, "b")

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from live_server import CHAT, LiveServer, chat, events_of, long_chat
 
-from mlxinfer.server.endpoint import Endpoint
-from mlxinfer.server.styles import HIDDEN
+from mlxinfer.server.calls.endpoint import Endpoint
+from mlxinfer.server.http.styles import HIDDEN
 
 SECRET = "/Users/somebody/secret"
 

@@ -21,10 +21,11 @@ from mlxinfer.engine.runner import Launched, Runner
 from mlxinfer.engine.scheduler import Scheduler
 from mlxinfer.grammar import GrammarCompiler
 from mlxinfer.sampling.sampler import Sampler
-from mlxinfer.server import openai_chat, sse
-from mlxinfer.server.admission import Admission
-from mlxinfer.server.generation import Generation
-from mlxinfer.server.styles import HIDDEN
+from mlxinfer.server.calls.admission import Admission
+from mlxinfer.server.calls.generation import Generation
+from mlxinfer.server.http import sse
+from mlxinfer.server.http.styles import HIDDEN
+from mlxinfer.server.openai import chat as chat_module
 from mlxinfer.text import ChatTemplate, Tokenizer
 
 VICTIM = "zebra"  # stands in the prompt of the request that is to fail
@@ -103,10 +104,10 @@ WITHIN = {
     "detokenise": Stage(
         Answer, "_push_text", lambda answer, _: answer.request.params.presence_penalty == 0.5
     ),
-    "count": Stage(openai_chat, "usage_of", lambda g, **_: of_two(g.answers)),
+    "count": Stage(chat_module, "usage_of", lambda g, **_: of_two(g.answers)),
 }
 SENDING = {
-    "send": Stage(openai_chat, "json_body", lambda body: of_two(body.choices)),
+    "send": Stage(chat_module, "json_body", lambda body: of_two(body.choices)),
     "send a part": Stage(sse, "data", lambda c: any(x.index == 1 for x in c.choices)),
 }
 

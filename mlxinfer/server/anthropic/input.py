@@ -1,0 +1,162 @@
+"""Anthropic's conversations as chat templates read them. Knows blocks; no tokens, no answers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import InvalidRequestError
+from ..errors import UnsupportedFieldError
+from ..fields.refused import refuse
+from .types import AnthropicMessage, AnthropicTool, Block, CountRequest, ToolChoice
+
+Plain = dict[str, Any]
+
+
+def conversation(body: CountRequest) -> list[Plain]:
+    """System prompt and turns; neighbours of one role become one message.
+
+    A tool result is a message of the role tool; one that reports an error says so in its text.
+
+    Raises:
+        InvalidRequestError: no messages, or an incomplete block.
+        UnsupportedFieldError: images, documents and other blocks that are no text.
+    """
+    if not body.messages:
+        raise InvalidRequestError("messages is empty; send at least one.", param="messages")
+    found: list[Plain] = []
+    if body.system:
+        found.append({"role": "system", "content": _text(body.system, "system")})
+    for number, message in enumerate(body.messages):
+        for plain in _turn(message, f"messages[{number}]"):
+            if found and _together(found[-1], plain):
+                found[-1]["content"] += "\n\n" + plain["content"]
+            else:
+                found.append(plain)
+    return found
+
+
+def goes_on(messages: Sequence[AnthropicMessage]) -> bool:
+    """Whether the answer goes on with the text of the last message: a prefill.
+
+    Raises:
+        InvalidRequestError: that message ends with a call, whose result is missing.
+    """
+    if not messages or messages[-1].role != "assistant":
+        return False
+    last = messages[-1]
+    if isinstance(last.content, list) and any(b.type == "tool_use" for b in last.content):
+        raise InvalidRequestError(
+            "The last message calls a tool; its tool_result has to follow.", param="messages"
+        )
+    return True
+
+
+def openai_tools(tools: Sequence[AnthropicTool] | None) -> list[Plain]:
+    """The tools in the form in which templates expect them.
+
+    Raises:
+        UnsupportedFieldError: a tool that Anthropic's servers would run.
+    """
+    found = []
+    for number, tool in enumerate(tools or ()):
+        where = f"tools[{number}]"
+        if tool.type not in (None, "custom"):
+            raise UnsupportedFieldError(
+                f"{where} is of type {tool.type[:50]!r}; only tools of your own are supported.",
+                param=f"{where}.type",
+            )
+        refuse(f"{where}.defer_loading", tool.defer_loading, (False,))
+        refuse(f"{where}.allowed_callers", tool.allowed_callers, (["direct"],))
+        function: Plain = {"name": tool.name, "parameters": tool.input_schema or {}}
+        if tool.description:
+            function["description"] = tool.description
+        if tool.strict:
+            function["strict"] = True
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def openai_choice(choice: ToolChoice | None) -> str | Plain:
+    """The tool_choice in OpenAI's words; raises InvalidRequestError where a name is missing."""
+    if choice is None:
+        return "auto"
+    if choice.type != "tool":
+        return {"any": "required"}.get(choice.type, choice.type)
+    if choice.name is None:
+        raise InvalidRequestError("tool_choice.name is missing.", param="tool_choice.name")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _turn(message: AnthropicMessage, path: str) -> list[Plain]:
+    if message.role == "assistant":
+        return [_answer(message.content, f"{path}.content")]
+    if isinstance(message.content, str) or message.role == "system":
+        return [{"role": message.role, "content": _text(message.content, f"{path}.content")}]
+    found: list[Plain] = []
+    rest: list[Block] = []
+    for number, block in enumerate(message.content):
+        if block.type == "tool_result":
+            found.append(_tool_result(block, f"{path}.content[{number}]"))
+        else:
+            rest.append(block)
+    if rest or not found:
+        found.append({"role": "user", "content": _text(rest, f"{path}.content")})
+    return found
+
+
+def _answer(content: str | list[Block], path: str) -> Plain:
+    """An earlier answer: its text, its thoughts and its calls."""
+    if isinstance(content, str):
+        return {"role": "assistant", "content": content}
+    of_type: dict[str, list[Block]] = {"text": [], "thinking": [], "tool_use": []}
+    for number, block in enumerate(content):
+        if block.type not in of_type:
+            raise _unsupported(block, f"{path}[{number}]")
+        of_type[block.type].append(block)
+    plain: Plain = {"role": "assistant", "content": _text(of_type["text"], path)}
+    thoughts = [block.thinking or "" for block in of_type["thinking"]]
+    if thoughts:
+        plain["reasoning_content"] = "\n".join(thoughts)
+    if of_type["tool_use"]:
+        plain["tool_calls"] = [_call(block, path) for block in of_type["tool_use"]]
+    return plain
+
+
+def _call(block: Block, path: str) -> Plain:
+    if block.name is None or block.id is None:
+        raise InvalidRequestError(f"{path}: a tool_use has neither name nor id.", param=path)
+    function = {"name": block.name, "arguments": block.input or {}}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _tool_result(block: Block, path: str) -> Plain:
+    if block.tool_use_id is None:
+        raise InvalidRequestError(f"{path}.tool_use_id is missing.", param=f"{path}.tool_use_id")
+    text = _text(block.content or "", f"{path}.content")
+    if block.is_error:
+        text = f"Error: {text}"
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+
+
+def _text(content: str | Sequence[Block], path: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for number, block in enumerate(content):
+        if block.type != "text":
+            raise _unsupported(block, f"{path}[{number}]")
+        if block.text is None:
+            raise InvalidRequestError(f"{path}[{number}].text is missing.", param=path)
+        texts.append(block.text)
+    return "\n".join(texts)
+
+
+def _unsupported(block: Block, path: str) -> UnsupportedFieldError:
+    return UnsupportedFieldError(
+        f"{path} is of type {block.type[:50]!r}; this model reads text only.", param=f"{path}.type"
+    )
+
+
+def _together(one: Plain, two: Plain) -> bool:
+    """Whether two messages are one turn, as Anthropic's API takes them."""
+    plain = {"role", "content"}
+    return one["role"] == two["role"] and one["role"] != "tool" and set(one) == set(two) == plain

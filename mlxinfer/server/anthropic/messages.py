@@ -1,0 +1,206 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from ...core import SamplingParams
+from ...grammar import response_format
+from ...parts import Part, merged
+from ...text import ToolUse, encode_chat
+from ..calls.call import Call
+from ..calls.endpoint import Endpoint
+from ..calls.generation import Generation
+from ..fields.context import check_messages, check_room
+from ..fields.guidance import start_grammars
+from ..fields.tools import tool_use
+from ..http import sse
+from ..http.replies import Events, Reply, json_body
+from ..registry.served import ServedModel
+from .errors import ANTHROPIC
+from .input import conversation, goes_on, openai_choice, openai_tools
+from .output import (
+    AnthropicAnswer,
+    AnthropicUsage,
+    BlockEvents,
+    blocks_of,
+    stop_reason,
+    usage_of_result,
+)
+from .types import CountRequest, MessagesRequest
+
+PING = sse.named("ping", {"type": "ping"})
+
+
+class TokenCount(msgspec.Struct, kw_only=True):
+    """How long a prompt is."""
+
+    input_tokens: int
+
+
+async def messages(call: Call, body: MessagesRequest) -> Reply:
+    """Answer a conversation, as Anthropic's API does."""
+    body.refuse()
+    model = await call.model(body.model)
+    form = body.output_config.format if body.output_config else None
+    asked = response_format(form, place="output_config.format")
+    use = _tools(model, body)
+    prompt_ids = await call.in_worker(_encode, model, body, use, bounded=True)
+    check_room(model, len(prompt_ids), None, param="messages")
+    room = model.max_context - len(prompt_ids)
+    params = _params(body, model, min(body.max_tokens, room))
+    (grammar,) = await call.in_worker(
+        start_grammars, model, asked, use, prompt_ids, 1, reasons=True
+    )
+    answer = model.answer(prompt_ids, params, continues=False, use=use, grammar=grammar)
+    generation = call.generate(model, [answer])
+    clipped = body.max_tokens > room
+    if body.stream:
+        return Events(_events(call, generation, clipped=clipped, thoughts=body.shows_thinking))
+    return json_body(await _answer(call, generation, clipped=clipped, thoughts=body.shows_thinking))
+
+
+async def count_tokens(call: Call, body: CountRequest) -> Reply:
+    """How many tokens a conversation has, tools and system prompt included."""
+    body.refuse()
+    model = await call.model(body.model)
+    ids = await call.in_worker(_encode, model, body, _tools(model, body), bounded=False)
+    return json_body(TokenCount(input_tokens=len(ids)))
+
+
+ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/v1/messages",
+        handler=messages,
+        summary="Answer a conversation (Anthropic's API).",
+        body=MessagesRequest,
+        answer=AnthropicAnswer,
+        style=ANTHROPIC,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/messages/count_tokens",
+        handler=count_tokens,
+        summary="Count the tokens of a conversation (Anthropic's API).",
+        body=CountRequest,
+        answer=TokenCount,
+        style=ANTHROPIC,
+    ),
+)
+
+
+def _tools(model: ServedModel, body: CountRequest) -> ToolUse | None:
+    choice = body.tool_choice
+    parallel = not (choice and choice.disable_parallel_tool_use)
+    return tool_use(model, openai_tools(body.tools), openai_choice(choice), parallel=parallel)
+
+
+def _encode(
+    model: ServedModel, body: CountRequest, use: ToolUse | None, *, bounded: bool
+) -> list[int]:
+    prefilled = goes_on(body.messages)
+    plain = conversation(body)
+    if bounded:
+        check_messages(model, plain, param="messages")
+    return encode_chat(
+        model.tokenizer,
+        plain,
+        tools=None if use is None else use.shown,
+        add_generation_prompt=not prefilled,
+        continue_final_message=prefilled,
+        **_template_kwargs(model, body),
+    )
+
+
+def _template_kwargs(model: ServedModel, body: CountRequest) -> dict[str, Any]:
+    """Thinking and effort as variables of the template, where it has them."""
+    kwargs: dict[str, Any] = {}
+    template = model.tokenizer.template
+    if template is None:
+        return kwargs
+    if body.thinking is not None and template.reads("enable_thinking"):
+        kwargs["enable_thinking"] = body.thinking.type != "disabled"
+    effort = body.output_config.effort if body.output_config else None
+    if effort is not None and template.reads("reasoning_effort"):
+        kwargs["reasoning_effort"] = effort
+    return kwargs
+
+
+def _params(body: MessagesRequest, model: ServedModel, max_tokens: int) -> SamplingParams:
+    defaults = model.defaults
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=defaults.temperature if body.temperature is None else body.temperature,
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        top_k=defaults.top_k if body.top_k is None else body.top_k,
+        min_p=defaults.min_p,
+        repetition_penalty=defaults.repetition_penalty,
+        stop=tuple(body.stop_sequences or ()),
+    )
+
+
+async def _answer(
+    call: Call, generation: Generation, *, clipped: bool, thoughts: bool
+) -> AnthropicAnswer:
+    parts: list[Part] = []
+    async for steps in generation.steps():
+        for step in steps:
+            parts += step.delta.parts
+    (answer,) = generation.answers
+    result = answer.result
+    assert result is not None
+    found = _ending(call, generation, clipped=clipped)
+    return AnthropicAnswer(
+        id=f"msg_{call.id}",
+        model=generation.model.name,
+        content=blocks_of(merged(parts), result.tool_calls, signature=call.id, thoughts=thoughts),
+        stop_reason=found["stop_reason"],
+        stop_sequence=found["stop_sequence"],
+        usage=usage_of_result(result),
+    )
+
+
+async def _events(
+    call: Call, generation: Generation, *, clipped: bool, thoughts: bool
+) -> AsyncIterator[bytes]:
+    """The message without content, its blocks, how it ended."""
+    (answer,) = generation.answers
+    begun = AnthropicAnswer(
+        id=f"msg_{call.id}",
+        model=generation.model.name,
+        content=[],
+        stop_reason=None,
+        stop_sequence=None,
+        usage=AnthropicUsage(input_tokens=len(answer.request.prompt_ids), output_tokens=0),
+    )
+    start = {"type": "message_start", "message": begun}
+    yield sse.named("message_start", start) + PING
+    blocks = BlockEvents(signature=call.id, thoughts=thoughts)
+    async for steps in generation.steps():
+        frames = [frame for step in steps for frame in blocks.push(step.delta.parts)]
+        if frames or not steps:
+            yield b"".join(frames) or PING
+    ending = _ending(call, generation, clipped=clipped)
+    call.log["stream"] = True
+    assert answer.result is not None
+    usage = usage_of_result(answer.result)
+    last = {"type": "message_delta", "delta": ending, "usage": usage}
+    stop = sse.named("message_stop", {"type": "message_stop"})
+    yield b"".join(blocks.close()) + sse.named("message_delta", last) + stop
+
+
+def _ending(call: Call, generation: Generation, *, clipped: bool) -> dict[str, Any]:
+    """Why the answer ended; the access log is told, too."""
+    (answer,) = generation.answers
+    result = answer.result
+    assert result is not None
+    reason = stop_reason(answer, result, clipped=clipped)
+    call.log.update(
+        prompt_tokens=result.prompt_tokens,
+        cached_tokens=result.cached_tokens,
+        answer_tokens=len(result.token_ids),
+        finish_reason=reason,
+    )
+    return {"stop_reason": reason, "stop_sequence": answer.stop_match}

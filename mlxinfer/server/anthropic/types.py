@@ -1,0 +1,137 @@
+"""Requests of Anthropic's messages API as they come. Knows fields; converts nothing."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from ...errors import InvalidRequestError
+from ..fields.refused import refuse
+from ..fields.sampling import StopString
+
+MAX_STOPS = 64
+
+
+class Block(msgspec.Struct, kw_only=True):
+    """A content block of any type, in a message, a system prompt or a tool result."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: "str | list[Block] | None" = None
+    is_error: bool | None = None
+
+
+class AnthropicMessage(msgspec.Struct, kw_only=True):
+    """One turn; a system message may stand among them."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class AnthropicTool(msgspec.Struct, kw_only=True):
+    """A tool of the client's."""
+
+    name: str
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: str | None = None
+    defer_loading: Any = None
+    allowed_callers: Any = None
+    strict: bool | None = None
+
+
+class ToolChoice(msgspec.Struct, kw_only=True):
+    """Whether and which tool is to be used."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, kw_only=True):
+    """Whether the model may think before it answers.
+
+    A template that has no switch for it leaves this to the model. The budget is a wish: what bounds
+    thinking and answer together is max_tokens.
+    """
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Meta(ge=1024)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    """How the answer shall be."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: Any = None
+
+
+class CountRequest(msgspec.Struct, kw_only=True):
+    """A conversation whose tokens are to be counted."""
+
+    messages: Annotated[list[AnthropicMessage], Meta(max_length=100_000)]
+    model: str | None = None
+    system: str | list[Block] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    mcp_servers: Any = None
+    container: Any = None
+    context_management: Any = None
+
+    def refuse(self) -> None:
+        """Raise UnsupportedFieldError for what would change the answer and is not there."""
+        refuse("mcp_servers", self.mcp_servers, ([],))
+        refuse("container", self.container)
+        if not _keeps_all(self.context_management):
+            refuse("context_management", self.context_management, ({},))
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    """A conversation to go on with."""
+
+    max_tokens: Annotated[int, Meta(ge=1)]
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+    stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    speed: Any = None
+    diagnostics: Any = None
+
+    @property
+    def shows_thinking(self) -> bool:
+        """Whether thoughts are shown; otherwise their blocks are empty."""
+        return self.thinking is None or self.thinking.display != "omitted"
+
+    def refuse(self) -> None:
+        """Raise UnsupportedFieldError for what would change the answer and is not there.
+
+        Raises InvalidRequestError for a budget for thinking that leaves nothing for the answer.
+        """
+        super().refuse()
+        if self.thinking is not None and self.thinking.type == "enabled":
+            budget = self.thinking.budget_tokens
+            if budget is None or budget >= self.max_tokens:
+                raise InvalidRequestError(
+                    f"thinking.budget_tokens is {budget}; expected a number below max_tokens, "
+                    f"{self.max_tokens}.",
+                    param="thinking.budget_tokens",
+                )
+        refuse("speed", self.speed, ("standard",))
+        refuse("diagnostics", self.diagnostics)
+
+
+def _keeps_all(management: Any) -> bool:
+    """Whether a context_management asks for what happens anyway: nothing is cleared."""
+    edits = management.get("edits", []) if isinstance(management, dict) else None
+    return isinstance(edits, list) and all(
+        isinstance(edit, dict) and edit.get("keep") == "all" for edit in edits
+    )

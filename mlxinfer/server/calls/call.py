@@ -1,0 +1,147 @@
+"""One request while it is answered: its id, model, generations and what they must give back."""
+
+import asyncio
+import math
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, ParamSpec, TypeVar
+
+from starlette.types import Scope
+
+from ...answer import Answer
+from ...errors import InvalidRequestError
+from ..errors import DeadlineError, ShuttingDownError
+from ..registry.prompt_scores import PromptScores
+from ..registry.served import ServedModel
+from .generation import Generation
+from .service import Service
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+TIMEOUT_HEADER = b"x-request-timeout"  # seconds after which nobody waits for the answer any more
+
+
+class Call:
+    """What a handler is given beside the body. Used as a context manager around the whole reply.
+
+    Attributes:
+        id: of the answer; never the same twice.
+        request_id: in the log and in the x-request-id header; clients may choose it.
+        created_s: seconds since 1970.
+        log: what the access log shall say of it; never text of prompts or answers.
+    """
+
+    def __init__(self, service: Service, scope: Scope) -> None:
+        self.service = service
+        self.scope = scope
+        self.id = secrets.token_hex(12)
+        self.request_id: str = scope["mlxinfer.id"]
+        self.log: dict[str, Any] = scope["mlxinfer.log"]
+        self.log["answer_id"] = self.id
+        self.path_params: dict[str, Any] = scope.get("path_params", {})
+        self.created_s = int(time.time())
+        self._kept = AsyncExitStack()
+        self._generations: list[Generation] = []
+        self._error: Exception | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._entering: asyncio.Task[ServedModel] | None = None  # waits for a model
+
+    async def model(self, name: str | None) -> ServedModel:
+        """The model that the request names, kept until the call ends.
+
+        Raises:
+            ModelNotFoundError: there is none of this name.
+            OverloadedError: it is not loaded, and cannot be now.
+            ShuttingDownError: nothing new is begun.
+            the error of an interrupt.
+        """
+        self.refuse_while_draining()
+        use = self._kept.enter_async_context(self.service.models.use(name))
+        self._entering = asyncio.ensure_future(use)
+        try:
+            model = await self._entering
+        except asyncio.CancelledError:
+            if self._error is not None:
+                raise self._error from None
+            raise
+        self.log["model"] = model.name
+        return model
+
+    def refuse_while_draining(self) -> None:
+        """Raise ShuttingDownError where the server is about to end."""
+        if self.service.draining:
+            raise ShuttingDownError("The server is shutting down.", retry_after_s=10.0)
+
+    async def in_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function that takes long, off the event loop."""
+        return await self.service.workers.run(function, *args, **kwargs)
+
+    def generate(
+        self,
+        model: ServedModel,
+        answers: Sequence[Answer],
+        *,
+        scores: Sequence[PromptScores] | None = None,
+    ) -> Generation:
+        """Start these answers; they end with the call at the latest. Raises as Generation.start."""
+        if self._error is not None:
+            raise self._error
+        generation = Generation(
+            model,
+            answers,
+            self.service.admission,
+            self.service.tallies[model.name],
+            keep_alive_s=self.service.config.keep_alive_s,
+            scores=scores,
+        )
+        generation.start()
+        self._generations.append(generation)
+        return generation
+
+    def interrupt(self, error: Exception) -> None:
+        """End the call with `error`, in whatever state it is."""
+        self._error = self._error or error
+        for generation in self._generations:
+            generation.interrupt(error)
+        if self._entering is not None:
+            self._entering.cancel()
+
+    async def __aenter__(self) -> "Call":
+        limit_s = deadline_s(self.scope, self.service.config.deadline_s)
+        self.service.calls.add(self)
+        if limit_s is not None:
+            error = DeadlineError(f"The request took longer than {limit_s:g} seconds.")
+            loop = asyncio.get_running_loop()
+            self._deadline = loop.call_later(limit_s, self.interrupt, error)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        for generation in self._generations:
+            generation.close()
+        await self._kept.aclose()
+        self.service.calls.discard(self)
+
+
+def deadline_s(scope: Scope, configured: float | None) -> float | None:
+    """Seconds that a request may take: the client's own limit or the server's, the shorter one.
+
+    Raises:
+        InvalidRequestError: the header is no positive number.
+    """
+    given = dict(scope["headers"]).get(TIMEOUT_HEADER)
+    if given is None:
+        return configured
+    try:
+        wanted = float(given)
+    except ValueError:
+        wanted = 0.0
+    if not 0 < wanted < math.inf:
+        name = TIMEOUT_HEADER.decode()
+        raise InvalidRequestError(f"{name} is a positive number of seconds.", param=name)
+    return wanted if configured is None else min(wanted, configured)

@@ -1,0 +1,107 @@
+"""What the answer must look like: request fields to a grammar's description. Compiles nothing."""
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from ...errors import InvalidRequestError
+from ...grammar import GrammarSpec, response_format, spec
+from ..errors import UnsupportedFieldError
+from ..http.body import check_depth
+from .refused import refuse
+from .sampling import SamplingFields
+
+_SCHEMA = Meta(description="JSON schema")  # described: what is not, is refused (see openapi.py)
+_REGEX = Meta(description="regular expression")
+MAX_DEPTH = 128  # levels of JSON, more than any grammar takes
+
+
+class ConstraintFields(SamplingFields, kw_only=True):
+    """OpenAI's response_format and the guided fields of vLLM, SGLang and llama.cpp."""
+
+    response_format: Annotated[
+        Any, Meta(description='{"type": "json_schema", "json_schema": {…}}, or json_object, text')
+    ] = None
+    structured_outputs: Annotated[
+        Any, Meta(description="one of json, regex, choice, grammar, json_object")
+    ] = None
+    guided_json: Annotated[Any, _SCHEMA] = None
+    guided_regex: Annotated[Any, _REGEX] = None
+    guided_choice: Annotated[Any, Meta(description="list of string")] = None
+    guided_grammar: Annotated[Any, Meta(description="grammar in Lark's form")] = None
+    json_schema: Annotated[Any, _SCHEMA] = None
+    regex: Annotated[Any, _REGEX] = None
+    grammar: Any = None
+    ebnf: Any = None
+
+
+def constraint(fields: ConstraintFields) -> GrammarSpec | None:
+    """The grammar that a request asks for; None: any text.
+
+    Raises:
+        InvalidRequestError: it is wrong, or two are asked for.
+        UnsupportedFieldError: a grammar in a language that is not supported.
+    """
+    for name in ("grammar", "ebnf"):
+        refuse(name, getattr(fields, name), ("",))
+    found: dict[str, GrammarSpec | None] = {}
+    for name, read in _READERS.items():
+        value = getattr(fields, name)
+        if value is not None:
+            check_depth(value, param=name, max_depth=MAX_DEPTH)
+            found[name] = read(value, place=name)
+    asked = {name: grammar for name, grammar in found.items() if grammar is not None}
+    if len(asked) > 1:
+        names = " and ".join(asked)
+        raise InvalidRequestError(f"{names} exclude each other; send one.", param=names.split()[2])
+    return next(iter(asked.values()), None)
+
+
+def _schema(value: Any, *, place: str) -> GrammarSpec:
+    """A schema, or its JSON in a string."""
+    if isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value)
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            raise InvalidRequestError(f"{place} is no JSON.", param=place) from None
+    return spec.json_schema(value, place=place)
+
+
+def _structured(value: Any, *, place: str) -> GrammarSpec | None:
+    """vLLM's structured_outputs: one of a few keys."""
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(f"{place} is no object.", param=place)
+    given = {key: inner for key, inner in value.items() if inner is not None and inner is not False}
+    for key in given:
+        if key not in _STRUCTURED and key != "json_object":
+            raise UnsupportedFieldError(
+                f"{place}.{str(key)[:50]} is not supported; there are json_object, "
+                f"{', '.join(_STRUCTURED)}.",
+                param=f"{place}.{str(key)[:50]}",
+            )
+    if len(given) != 1:
+        raise InvalidRequestError(f"{place} holds {len(given)} constraints, not one.", param=place)
+    ((key, inner),) = given.items()
+    if key == "json_object":
+        return spec.json_object(place=f"{place}.json_object")
+    return _STRUCTURED[key](inner, place=f"{place}.{key}")
+
+
+_STRUCTURED: dict[str, Callable[..., GrammarSpec]] = {
+    "json": _schema,
+    "regex": spec.regex,
+    "choice": spec.choice,
+    "grammar": spec.lark,
+}
+_READERS: dict[str, Callable[..., GrammarSpec | None]] = {
+    "response_format": response_format,
+    "structured_outputs": _structured,
+    "guided_json": _schema,
+    "guided_regex": spec.regex,
+    "guided_choice": spec.choice,
+    "guided_grammar": spec.lark,
+    "json_schema": _schema,
+    "regex": spec.regex,
+}

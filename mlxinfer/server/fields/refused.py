@@ -1,0 +1,72 @@
+"""Fields that clients know and this server does not honour. Knows their names and neutral values.
+
+A field that would change the answer is refused, unless its value asks for what happens anyway.
+Fields that nobody knows are skipped: clients send many of their own.
+"""
+
+from typing import Any
+
+import msgspec
+
+from ..errors import UnsupportedFieldError
+
+
+class RefusedFields(msgspec.Struct, kw_only=True):
+    """Of completions and chat: from OpenAI, vLLM, SGLang, llama.cpp and mlx-lm."""
+
+    best_of: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    logits_processors: Any = None
+    prompt_logprobs: Any = None
+    prompt_embeds: Any = None
+    truncate_prompt_tokens: Any = None
+    include_stop_str_in_output: Any = None
+    skip_special_tokens: Any = None
+    return_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
+    typical_p: Any = None
+    top_n_sigma: Any = None
+    xtc_probability: Any = None
+    dry_multiplier: Any = None
+    mirostat: Any = None
+    dynatemp_range: Any = None
+    adapters: Any = None
+    draft_model: Any = None
+    thinking_token_budget: Any = None
+    repetition_detection: Any = None
+
+    def refuse(self) -> None:
+        """Raise UnsupportedFieldError for the first field that asks for something."""
+        for name in RefusedFields.__annotations__:
+            refuse(name, getattr(self, name), NEUTRAL.get(name, ()))
+
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "typical_p": (1, 1.0),
+    "top_n_sigma": (-1, -1.0),
+    "xtc_probability": (0, 0.0),
+    "dry_multiplier": (0, 0.0),
+    "mirostat": (0,),
+    "dynatemp_range": (0, 0.0),
+    "repetition_detection": (False,),
+}
+
+
+def refuse(name: str, value: Any, neutral: tuple[Any, ...] = ()) -> None:
+    """Raise UnsupportedFieldError unless `value` is absent or one that changes nothing."""
+    if value is None or any(type(value) is type(n) and value == n for n in neutral):
+        return
+    usable = f" (only {neutral[0]!r} is)" if neutral else ""
+    raise UnsupportedFieldError(f"{name} is not supported here{usable}.", param=name)

@@ -1,0 +1,118 @@
+"""How requests say what SamplingParams say. Knows the fields that OpenAI's APIs share, no bodies.
+
+Where a request is silent, the model's generation_config.json speaks, and without one OpenAI's
+default, temperature 1 (`registry/defaults.py`).
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from ...core import SamplingParams
+from ...errors import InvalidRequestError
+from ..registry.defaults import SamplingDefaults
+from .refused import RefusedFields, refuse
+
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1000
+MAX_STOP_IDS = 128
+MAX_BIASES = 10_000
+MAX_CHOICES = 16
+
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Stops = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
+
+
+class SamplingFields(RefusedFields, kw_only=True):
+    """What chat and plain completions share. null is absent."""
+
+    model: str | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None  # -1 and 0: off
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    logit_bias: Annotated[dict[int, Bias], Meta(max_length=MAX_BIASES)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Stops | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_IDS)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    ignore_eos: bool | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: "StreamOptions | None" = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream shall end with the counts."""
+        options = self.stream_options
+        return bool(options and options.include_usage)
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """Of requests with `stream`."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding against listeners: there is none to switch
+    continuous_usage_stats: bool | None = None
+
+
+def sampling_params(
+    fields: SamplingFields,
+    defaults: SamplingDefaults,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+) -> list[SamplingParams]:
+    """One SamplingParams for each of the `n` choices.
+
+    With a seed each choice has its own: the first one the given seed, the next one more.
+
+    Raises:
+        InvalidRequestError: a value out of range.
+    """
+    if fields.stream_options is not None and not fields.stream:
+        raise InvalidRequestError("stream_options goes with stream: true.", param="stream_options")
+    if fields.stream_options is not None:
+        continuous = fields.stream_options.continuous_usage_stats
+        refuse("stream_options.continuous_usage_stats", continuous, (False,))
+    stop = fields.stop or ()
+    count = fields.n or 1
+    return [
+        SamplingParams(
+            max_tokens=max_tokens,
+            temperature=_or(fields.temperature, defaults.temperature),
+            top_p=_or(fields.top_p, defaults.top_p),
+            top_k=_top_k(fields, defaults),
+            min_p=_or(fields.min_p, defaults.min_p),
+            repetition_penalty=_or(fields.repetition_penalty, defaults.repetition_penalty),
+            presence_penalty=fields.presence_penalty or 0.0,
+            frequency_penalty=fields.frequency_penalty or 0.0,
+            logit_bias=fields.logit_bias or {},
+            seed=None if fields.seed is None else _wrapped(fields.seed + choice),
+            min_tokens=fields.min_tokens or 0,
+            ignore_eos=bool(fields.ignore_eos),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_token_ids=tuple(fields.stop_token_ids or ()),
+            logprobs=logprobs,
+        )
+        for choice in range(count)
+    ]
+
+
+def _top_k(fields: SamplingFields, defaults: SamplingDefaults) -> int:
+    return max(defaults.top_k if fields.top_k is None else fields.top_k, 0)
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _wrapped(seed: int) -> int:
+    """Within 64 bits, as the first choice's."""
+    return (seed + 2**63) % 2**64 - 2**63

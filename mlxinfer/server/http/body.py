@@ -1,0 +1,103 @@
+"""Reads a request's body within limits and decodes it. Knows msgspec and its messages, no API."""
+
+import asyncio
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope
+
+from ...errors import InvalidRequestError
+from ..errors import BodyTooLargeError, SlowBodyError
+
+T = TypeVar("T")
+_AT = re.compile(r" - at (`key` in |`value` in )?`\$\.?(.*)`$")
+
+
+class ClientGoneError(Exception):
+    """The client hung up before it had sent its request."""
+
+
+async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
+    """The whole body.
+
+    Raises:
+        BodyTooLargeError: declared or found longer than `max_bytes`.
+        SlowBodyError: not complete after `timeout_s`.
+        ClientGoneError: the client left.
+    """
+    declared = dict(scope["headers"]).get(b"content-length", b"0")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _collect(receive, max_bytes)
+    except TimeoutError:
+        raise SlowBodyError(f"The body did not arrive within {timeout_s:g} seconds.") from None
+
+
+async def _collect(receive: Receive, max_bytes: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        part = message.get("body", b"")
+        size += len(part)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _too_large(max_bytes: int) -> BodyTooLargeError:
+    return BodyTooLargeError(f"The body is longer than {max_bytes} bytes, which is the limit.")
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """The body as a struct.
+
+    Raises:
+        InvalidRequestError: it is not JSON in UTF-8, or a field has the wrong type; `param` is the
+            path of that field.
+    """
+    try:
+        body.decode()  # msgspec does not look into strings of fields that it skips
+        return msgspec.json.decode(body, type=kind)
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"The body is not UTF-8 (byte {error.start}).") from None
+    except RecursionError:
+        raise InvalidRequestError("The body is nested too deeply.") from None
+    except msgspec.ValidationError as error:
+        raise _wrong_field(str(error)) from None
+    except msgspec.DecodeError as error:
+        raise InvalidRequestError(f"The body is not valid JSON: {error}") from None
+
+
+def _wrong_field(message: str) -> InvalidRequestError:
+    """`Expected int, got str - at $.a[0].b` with the path as the parameter."""
+    found = _AT.search(message)
+    missing = re.match(r"Object missing required field `(\w+)`", message)
+    path = found.group(2) if found else ""
+    if missing:
+        path = f"{path}.{missing.group(1)}".lstrip(".")
+        return InvalidRequestError(f"{path} is missing, and is required.", param=path)
+    text = _AT.sub("", message)
+    return InvalidRequestError(f"{path}: {text}." if path else f"{text}.", param=path or None)
+
+
+def check_depth(value: Any, *, param: str, max_depth: int) -> None:
+    """Raise InvalidRequestError where plain data nests deeper than `max_depth`."""
+    stack = [(value, 1)]
+    while stack:
+        item, depth = stack.pop()
+        if not isinstance(item, (dict, list)):
+            continue
+        if depth > max_depth:
+            raise InvalidRequestError(
+                f"{param} nests more than {max_depth} levels deep.", param=param
+            )
+        children = item.values() if isinstance(item, dict) else item
+        stack += [(child, depth + 1) for child in children]

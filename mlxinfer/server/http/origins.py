@@ -1,0 +1,105 @@
+"""Which Host and Origin headers are answered, and CORS for the pages that may ask. Knows no keys.
+
+A page anywhere on the web can point its own name at 127.0.0.1 and ask a local server through its
+visitor's browser. The Host header then holds that name, and Origin the page's.
+"""
+
+import ipaddress
+import re
+import socket
+
+from starlette.types import Scope, Send
+
+from ..errors import ForbiddenError
+from ..settings import ServerConfig
+from .replies import Headers
+
+LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::\d{1,5})?")
+_PREFLIGHT = (
+    (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
+    (b"access-control-allow-headers", b"authorization, content-type, x-api-key, x-request-id"),
+    (b"access-control-max-age", b"600"),
+    (b"content-length", b"0"),
+)
+
+
+class HostRules:
+    """Names that this server answers to, and pages that may use it."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        names = {*LOCAL, _bracketed(config.host), *(h.lower() for h in config.allowed_hosts)}
+        if not config.loopback:
+            own = socket.gethostname().lower()
+            names |= {own, f"{own.removesuffix('.local')}.local"}
+        self._names = frozenset(names)
+        # a page cannot know a key, so with keys any name is safe; and an address is no name
+        self._any_name = bool(config.keys) and not config.loopback and not config.allowed_hosts
+        self._any_address = not config.loopback
+        self._origins = frozenset(o.lower().rstrip("/") for o in config.allowed_origins)
+
+    def check(self, scope: Scope) -> None:
+        """Raise ForbiddenError for a foreign or malformed Host, or a foreign Origin."""
+        host = _only(scope, b"host")
+        name = _HOST.fullmatch(host.lower()) if host is not None else None
+        if name is None or not self._answers_to(name.group(1)):
+            raise ForbiddenError(
+                "The Host header is missing, or not a name of this server; --allowed-host adds one."
+            )
+        origin = _only(scope, b"origin")
+        if origin is not None and not self._may_ask(origin, host or ""):
+            raise ForbiddenError(
+                "Pages of this origin may not use this server; --allowed-origin adds one."
+            )
+
+    async def answer_preflight(self, scope: Scope, send: Send) -> bool:
+        """Answer a browser's question whether a page may ask; False: it is not one."""
+        asked = b"access-control-request-method" in dict(scope["headers"])
+        if scope["method"] != "OPTIONS" or not asked:
+            return False
+        self.check(scope)
+        headers = [*_PREFLIGHT, *self.response_headers(scope)]
+        await send({"type": "http.response.start", "status": 204, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+        return True
+
+    def response_headers(self, scope: Scope) -> Headers:
+        """What lets a page of an allowed origin read the answer."""
+        origin = _only(scope, b"origin")
+        if origin is None or origin.lower() not in self._origins:
+            return []
+        return [
+            (b"access-control-allow-origin", origin.encode("latin-1")),
+            (b"access-control-expose-headers", b"x-request-id, retry-after"),
+            (b"vary", b"origin"),
+        ]
+
+    def _answers_to(self, name: str) -> bool:
+        if name in self._names or self._any_name:
+            return True
+        return self._any_address and _is_address(name)
+
+    def _may_ask(self, origin: str, host: str) -> bool:
+        lowered = origin.lower()
+        same = lowered in (f"http://{host.lower()}", f"https://{host.lower()}")
+        return same or lowered in self._origins
+
+
+def _only(scope: Scope, name: bytes) -> str | None:
+    values = [value for key, value in scope["headers"] if key == name]
+    if len(values) > 1:
+        raise ForbiddenError(f"The header {name.decode()} was sent {len(values)} times.")
+    return values[0].decode("latin-1") if values else None
+
+
+def _bracketed(host: str) -> str:
+    lowered = host.lower()
+    return f"[{lowered}]" if ":" in lowered and not lowered.startswith("[") else lowered
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True

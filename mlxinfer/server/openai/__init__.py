@@ -1,0 +1,1 @@
+"""OpenAI's APIs, and what vLLM adds to them: one file a path, the types beside it."""

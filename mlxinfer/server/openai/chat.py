@@ -1,0 +1,173 @@
+"""POST /v1/chat/completions."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from msgspec import UNSET
+
+from ...errors import InvalidRequestError
+from ...results import Result
+from ..calls.call import Call
+from ..calls.endpoint import Endpoint
+from ..calls.generation import Generation, Step
+from ..fields.constraints import constraint
+from ..fields.context import check_room
+from ..fields.guidance import start_grammars
+from ..fields.refused import refuse
+from ..fields.sampling import sampling_params
+from ..fields.tools import tool_use
+from ..http import sse
+from ..http.replies import Events, Reply, json_body
+from ..registry.served import ServedModel
+from .chat_prompt import encode_conversation
+from .chat_types import (
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatDelta,
+    ChatMessage,
+    ChatRequest,
+    ChunkChoice,
+)
+from .logprobs import chat_logprobs, chat_logprobs_of
+from .tool_calls import (
+    chat_finish_reason,
+    chat_tool_calls,
+    chat_tool_pieces,
+    refuse_old_tools,
+)
+from .types import usage_log, usage_of
+
+
+async def chat(call: Call, body: ChatRequest) -> Reply:
+    """Answer a conversation."""
+    _refuse(body)
+    model = await call.model(body.model)
+    params = sampling_params(
+        body,
+        model.defaults,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        logprobs=_num_logprobs(body),
+    )
+    asked = constraint(body)
+    use = tool_use(model, body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    prompt_ids = await call.in_worker(
+        encode_conversation,
+        model,
+        body.messages,
+        body,
+        allowed=call.service.config.template_kwargs,
+        tools=None if use is None else use.shown,
+    )
+    check_room(model, len(prompt_ids), params[0].max_tokens, param="messages")
+    grammars = await call.in_worker(
+        start_grammars, model, asked, use, prompt_ids, len(params), reasons=True
+    )
+    answers = [
+        model.answer(prompt_ids, choice, continues=False, use=use, grammar=grammar)
+        for choice, grammar in zip(params, grammars, strict=True)
+    ]
+    generation = call.generate(model, answers)
+    if body.stream:
+        return Events(_events(call, body, generation))
+    results = await generation.results()
+    return json_body(_completion(call, generation, results))
+
+
+ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/v1/chat/completions",
+        handler=chat,
+        summary="Answer a conversation.",
+        body=ChatRequest,
+        answer=ChatCompletion,
+    ),
+)
+
+
+def _refuse(body: ChatRequest) -> None:
+    body.refuse()
+    refuse_old_tools(body)
+    refuse("modalities", body.modalities, (["text"],))
+    refuse("audio", body.audio)
+    refuse("web_search_options", body.web_search_options)
+    refuse("echo", body.echo, (False,))
+
+
+def _num_logprobs(body: ChatRequest) -> int | None:
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequestError("top_logprobs goes with logprobs: true.", param="top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _completion(call: Call, generation: Generation, results: list[Result]) -> ChatCompletion:
+    usage = usage_of(generation, choices_a_prompt=len(results))
+    choices = [
+        ChatChoice(
+            index=index,
+            message=ChatMessage(
+                content=None if result.tool_calls and not result.text else result.text,
+                reasoning_content=UNSET if result.reasoning is None else result.reasoning,
+                tool_calls=chat_tool_calls(result.tool_calls) or UNSET,
+            ),
+            logprobs=chat_logprobs_of(generation.model, generation.answers[index]),
+            finish_reason=chat_finish_reason(result),
+        )
+        for index, result in enumerate(results)
+    ]
+    call.log.update(usage_log(usage, [choice.finish_reason for choice in choices]))
+    return ChatCompletion(
+        id=f"chatcmpl-{call.id}",
+        created=call.created_s,
+        model=generation.model.name,
+        choices=choices,
+        usage=usage,
+    )
+
+
+async def _events(call: Call, body: ChatRequest, generation: Generation) -> AsyncIterator[bytes]:
+    """Role first, then what comes, then the counts where asked for, then [DONE]."""
+    model = generation.model
+    usage = None if body.wants_usage else UNSET
+
+    def frame(index: int, delta: ChatDelta, **rest: Any) -> bytes:
+        choice = ChunkChoice(index=index, delta=delta, **rest)
+        return sse.data(chunk(choices=[choice], usage=usage))
+
+    def chunk(**rest: Any) -> ChatChunk:
+        return ChatChunk(id=f"chatcmpl-{call.id}", created=call.created_s, model=model.name, **rest)
+
+    count = len(generation.answers)
+    yield b"".join(frame(i, ChatDelta(role="assistant", content="")) for i in range(count))
+    async for steps in generation.steps():
+        frames = [frame(step.index, **fields) for step in steps for fields in _deltas(model, step)]
+        if frames or not steps:
+            yield b"".join(frames) or sse.KEEP_ALIVE
+    counts = usage_of(generation, choices_a_prompt=count)
+    reasons = [chat_finish_reason(a.result) for a in generation.answers if a.result is not None]
+    call.log.update(usage_log(counts, reasons), stream=True)
+    if body.wants_usage:
+        yield sse.data(chunk(choices=[], usage=counts))
+    yield sse.DONE
+
+
+def _deltas(model: ServedModel, step: Step) -> list[dict[str, Any]]:
+    """What a step becomes: nothing where its text is held back, two chunks where it ends."""
+    delta = step.delta
+    logprobs = chat_logprobs(model, step.event)
+    calls = chat_tool_pieces(delta.tool_calls)
+    found: list[dict[str, Any]] = []
+    if delta.text or delta.reasoning or calls or logprobs is not None:
+        fields = ChatDelta()
+        if delta.reasoning:
+            fields.reasoning_content = delta.reasoning
+        if calls:
+            fields.tool_calls = calls
+        if delta.text or not (delta.reasoning or calls):
+            fields.content = delta.text
+        found.append({"delta": fields, "logprobs": logprobs})
+    if delta.result is not None:
+        reason = chat_finish_reason(delta.result)
+        found.append({"delta": ChatDelta(), "finish_reason": reason})
+    return found

@@ -1,0 +1,212 @@
+"""POST /v1/responses: OpenAI's responses API, without anything kept between requests."""
+
+import logging
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from ...core import FinishReason, SamplingParams
+from ...errors import MlxinferError, TemplateError
+from ...grammar import response_format
+from ...text import ToolUse, encode_chat
+from ..calls.call import Call
+from ..calls.endpoint import Endpoint
+from ..calls.generation import Generation
+from ..fields.context import check_messages, check_room
+from ..fields.guidance import start_grammars
+from ..fields.template import effort_variables
+from ..fields.tools import tool_use
+from ..http import sse
+from ..http.replies import Events, Reply, encode, json_body
+from ..http.styles import ErrorStyle, openai_error, public
+from ..registry.served import ServedModel
+from .responses_input import conversation, openai_choice, openai_tools
+from .responses_output import Items, Numbered
+from .responses_types import (
+    InputDetails,
+    OutputDetails,
+    Response,
+    ResponsesRequest,
+    ResponseUsage,
+    Status,
+)
+from .types import usage_log, usage_of
+
+log = logging.getLogger("mlxinfer.server")
+
+
+async def responses(call: Call, body: ResponsesRequest) -> Reply:
+    """Answer a conversation, as OpenAI's responses API does."""
+    body.refuse()
+    model = await call.model(body.model)
+    asked = response_format(body.text.format if body.text else None, place="text.format")
+    use = tool_use(
+        model,
+        openai_tools(body.tools),
+        openai_choice(body.tool_choice),
+        parallel=body.parallel_tool_calls,
+    )
+    prompt_ids = await call.in_worker(_encode, model, body, use)
+    check_room(model, len(prompt_ids), body.max_output_tokens, param="input")
+    params = _params(body, model)
+    (grammar,) = await call.in_worker(
+        start_grammars, model, asked, use, prompt_ids, 1, reasons=True
+    )
+    answer = model.answer(prompt_ids, params, continues=False, use=use, grammar=grammar)
+    generation = call.generate(model, [answer])
+    run = _Run(call, generation, _begun(call, body, model, params), _wraps(body))
+    if body.stream:
+        return Events(run.events())
+    return json_body(await run.response())
+
+
+def _error_event(error: MlxinferError) -> bytes:
+    shown = openai_error(error)["error"]
+    assert isinstance(shown, dict)
+    kept = {key: shown[key] for key in ("code", "message", "param")}
+    return sse.named("error", {"type": "error", "sequence_number": 0, **kept})
+
+
+RESPONSES = ErrorStyle(body=lambda error: encode(openai_error(error)), event=_error_event)
+ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/v1/responses",
+        handler=responses,
+        summary="Answer a conversation (the responses API), without keeping it.",
+        body=ResponsesRequest,
+        answer=Response,
+        style=RESPONSES,
+    ),
+)
+
+
+class _Run:
+    """One answer from its first token to its Response."""
+
+    def __init__(self, call: Call, generation: Generation, begun: Response, wrap: bool) -> None:
+        self._call, self._generation, self._begun = call, generation, begun
+        self._frame = Numbered()
+        self._items = Items(self._item_id, self._frame, wrap=wrap)
+        self._num_items = 0
+
+    async def response(self) -> Response:
+        """The whole answer."""
+        async for steps in self._generation.steps():
+            for step in steps:
+                for _ in self._items.push(step.delta.parts):
+                    pass  # nobody listens to the events
+        for _ in self._end():
+            pass
+        return self._ended()
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Created, what comes, and how it ended; there is no [DONE]."""
+        self._call.log["stream"] = True
+        yield self._frame("response.created", response=self._begun)
+        yield self._frame("response.in_progress", response=self._begun)
+        try:
+            async for steps in self._generation.steps():
+                frames = [f for step in steps for f in self._items.push(step.delta.parts)]
+                if frames or not steps:
+                    yield b"".join(frames) or sse.KEEP_ALIVE
+            last = b"".join(self._end())
+            ended = self._ended()
+            yield last + self._frame(f"response.{ended.status}", response=ended)
+        except MlxinferError as error:  # told in this API's own words
+            yield self._failed(error)
+
+    def _end(self) -> Iterator[bytes]:
+        status: Status = "incomplete" if self._cut_off else "completed"
+        yield from self._items.close(status)
+
+    @property
+    def _cut_off(self) -> bool:
+        result = self._generation.answers[0].result
+        assert result is not None
+        return result.finish_reason is FinishReason.LENGTH
+
+    def _ended(self) -> Response:
+        counts = usage_of(self._generation)
+        status = "incomplete" if self._cut_off else "completed"
+        self._call.log.update(usage_log(counts, [status]))
+        prompt, answer = counts.prompt_tokens_details, counts.completion_tokens_details
+        return replace(
+            self._begun,
+            status=status,
+            incomplete_details={"reason": "max_output_tokens"} if self._cut_off else None,
+            output=self._items.done,
+            usage=ResponseUsage(
+                input_tokens=counts.prompt_tokens,
+                input_tokens_details=InputDetails(cached_tokens=prompt.cached_tokens),
+                output_tokens=counts.completion_tokens,
+                output_tokens_details=OutputDetails(reasoning_tokens=answer.reasoning_tokens),
+                total_tokens=counts.total_tokens,
+            ),
+        )
+
+    def _failed(self, error: MlxinferError) -> bytes:
+        self._call.log["error"] = type(error).__name__
+        shown = public(error)
+        if shown is not error:
+            log.error("stream failed", exc_info=error, extra={"request_id": self._call.request_id})
+        told = {"code": "server_error", "message": str(shown)}
+        failed = replace(self._begun, status="failed", error=told, output=self._items.done)
+        return self._frame("response.failed", response=failed)
+
+    def _item_id(self, prefix: str) -> str:
+        self._num_items += 1
+        return f"{prefix}_{self._call.id}_{self._num_items}"
+
+
+def _encode(model: ServedModel, body: ResponsesRequest, use: ToolUse | None) -> list[int]:
+    template = model.tokenizer.template
+    if template is None:
+        raise TemplateError(f"The model {model.name!r} has no chat template; use /v1/completions.")
+    tools = None if use is None else use.shown
+    source = template.source_for(tools)
+    effort = body.reasoning.effort if body.reasoning else None
+    messages = conversation(body, source=source)
+    check_messages(model, messages, param="input")
+    return encode_chat(model.tokenizer, messages, tools=tools, **effort_variables(effort, source))
+
+
+def _params(body: ResponsesRequest, model: ServedModel) -> SamplingParams:
+    defaults = model.defaults
+    return SamplingParams(
+        max_tokens=body.max_output_tokens,
+        temperature=defaults.temperature if body.temperature is None else body.temperature,
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        top_k=defaults.top_k,
+        min_p=defaults.min_p,
+        repetition_penalty=defaults.repetition_penalty,
+    )
+
+
+def _begun(
+    call: Call, body: ResponsesRequest, model: ServedModel, params: SamplingParams
+) -> Response:
+    """The Response before its first token: mostly what it was asked with."""
+    form: dict[str, Any] = (body.text and body.text.format) or {"type": "text"}
+    effort = body.reasoning.effort if body.reasoning else None
+    return Response(
+        id=f"resp_{call.id}",
+        created_at=call.created_s,
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
+        model=model.name,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        reasoning={"effort": effort, "summary": None},
+        temperature=params.temperature,
+        text={"format": form},
+        tool_choice="auto" if body.tool_choice is None else body.tool_choice,
+        tools=[{"parameters": None, "strict": False, **tool} for tool in body.tools or ()],
+        top_p=params.top_p,
+        user=body.user,
+    )
+
+
+def _wraps(body: ResponsesRequest) -> bool:
+    return "reasoning.encrypted_content" in (body.include or ())

@@ -1,0 +1,155 @@
+"""Input items of the responses API as chat templates read them. Knows items; no tokens."""
+
+import base64
+import binascii
+from typing import Any
+
+import msgspec
+
+from ...errors import InvalidRequestError
+from ..errors import UnsupportedFieldError
+from .responses_types import InputItem, InputPart, ResponsesRequest
+
+Plain = dict[str, Any]
+_TEXTS = frozenset(("input_text", "output_text", "text", "summary_text", "reasoning_text"))
+
+
+def conversation(body: ResponsesRequest, *, source: str) -> list[Plain]:
+    """Instructions and items as messages; reasoning, text and calls of one turn are one message.
+
+    Args:
+        body: the request.
+        source: of the chat template: a developer's message is a system message for one that does
+            not know the role.
+
+    Raises:
+        InvalidRequestError: no input, or an incomplete item.
+        UnsupportedFieldError: an item or a part of a kind that is not supported.
+    """
+    found: list[Plain] = []
+    if body.instructions:
+        found.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*found, {"role": "user", "content": body.input}]
+    if not body.input:
+        raise InvalidRequestError("input is empty; send a text or an item.", param="input")
+    for number, item in enumerate(body.input):
+        _add(found, item, f"input[{number}]", source)
+    for message in found:
+        message.setdefault("content", "")
+    return found
+
+
+def openai_tools(tools: list[dict[str, Any]] | None) -> list[Plain]:
+    """The tools in the form of chat completions; raises UnsupportedFieldError for hosted ones."""
+    found = []
+    for number, tool in enumerate(tools or ()):
+        kind = tool.get("type")
+        if kind != "function":
+            raise UnsupportedFieldError(
+                f"tools[{number}] is of type {str(kind)[:50]!r}; only functions are supported.",
+                param=f"tools[{number}].type",
+            )
+        function = {k: v for k, v in tool.items() if k in _FUNCTION_KEYS and v is not None}
+        found.append({"type": "function", "function": function})
+    return found
+
+
+_FUNCTION_KEYS = ("name", "description", "parameters", "strict")
+
+
+def openai_choice(choice: str | dict[str, Any] | None) -> str | Plain:
+    """The tool_choice in the form of chat completions."""
+    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return "auto" if choice is None else choice
+
+
+def _add(found: list[Plain], item: InputItem, path: str, source: str) -> None:
+    if item.type == "message":
+        _add_message(found, item, path, source)
+    elif item.type == "function_call":
+        _turn(found, "tool_calls").setdefault("tool_calls", []).append(_call(item, path))
+    elif item.type == "function_call_output":
+        if item.call_id is None or item.output is None:
+            raise InvalidRequestError(f"{path} has no call_id or no output.", param=path)
+        text = _text(item.output, f"{path}.output")
+        found.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+    elif item.type == "reasoning":
+        _turn(found, "reasoning_content")["reasoning_content"] = _thoughts(item, path)
+    else:
+        raise UnsupportedFieldError(
+            f"{path} is of type {item.type[:50]!r}, which is not supported.", param=f"{path}.type"
+        )
+
+
+def _add_message(found: list[Plain], item: InputItem, path: str, source: str) -> None:
+    if item.role is None or item.content is None:
+        raise InvalidRequestError(f"{path} has no role or no content.", param=path)
+    text = _text(item.content, f"{path}.content")
+    if item.role == "assistant":
+        _turn(found, "content")["content"] = text
+        return
+    role = "system" if item.role == "developer" and "developer" not in source else item.role
+    found.append({"role": role, "content": text})
+
+
+def _turn(found: list[Plain], key: str) -> Plain:
+    """The assistant's message that an item with this key belongs to: the last one or a new one."""
+    last = found[-1] if found else {}
+    follows = {"reasoning_content": (), "content": ("reasoning_content",)}
+    before = follows.get(key, ("reasoning_content", "content", "tool_calls"))
+    if last.get("role") == "assistant" and set(last) - {"role"} <= set(before):
+        return last
+    found.append({"role": "assistant"})
+    return found[-1]
+
+
+def _call(item: InputItem, path: str) -> Plain:
+    if item.call_id is None or item.name is None:
+        raise InvalidRequestError(f"{path} has no call_id or no name.", param=path)
+    try:
+        arguments = msgspec.json.decode(item.arguments or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        raise InvalidRequestError(
+            f"{path}.arguments is not a JSON object in a string.", param=f"{path}.arguments"
+        ) from None
+    function = {"name": item.name, "arguments": arguments}
+    return {"id": item.call_id, "type": "function", "function": function}
+
+
+def _thoughts(item: InputItem, path: str) -> str:
+    """The reasoning of an earlier answer: as text, or as we have wrapped it."""
+    if item.content:
+        return _text(item.content, f"{path}.content")
+    if item.encrypted_content is None:
+        return _text(item.summary or "", f"{path}.summary")
+    try:
+        return base64.b64decode(item.encrypted_content, validate=True).decode()
+    except (binascii.Error, UnicodeError, ValueError):
+        raise InvalidRequestError(
+            f"{path}.encrypted_content is not of this server; leave the item out.", param=path
+        ) from None
+
+
+def wrapped(text: str) -> str:
+    """Reasoning as clients keep it without looking: nothing about it is secret."""
+    return base64.b64encode(text.encode()).decode()
+
+
+def _text(content: str | list[InputPart], path: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join([_part(part, f"{path}[{i}]") for i, part in enumerate(content)])
+
+
+def _part(part: InputPart, path: str) -> str:
+    text = part.refusal if part.type == "refusal" else part.text
+    if part.type not in _TEXTS and part.type != "refusal":
+        raise UnsupportedFieldError(
+            f"{path} is of type {part.type[:50]!r}; this model reads text only.",
+            param=f"{path}.type",
+        )
+    if text is None:
+        raise InvalidRequestError(f"{path}.text is missing.", param=f"{path}.text")
+    return text

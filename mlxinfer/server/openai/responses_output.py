@@ -1,0 +1,138 @@
+"""Parts of an answer -> items of the responses API and the events that build them up."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from ...parts import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta
+from ..http import sse
+from .responses_input import wrapped
+from .responses_types import (
+    CallItem,
+    Item,
+    MessageItem,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+    Status,
+)
+
+
+class Numbered:
+    """Frames of named events, numbered as they come."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def __call__(self, kind: str, **fields: Any) -> bytes:
+        """The frame of one event."""
+        event = {"type": kind, "sequence_number": self._next, **fields}
+        self._next += 1
+        return sse.named(kind, event)
+
+
+class Items:
+    """The items of one answer as they grow, one open at a time.
+
+    `push` gives the events; an answer without a stream drops them. `done` has the complete items: a
+    call that broke off is not among them, its text is.
+
+    Args:
+        make_id: a prefix -> the id of an item.
+        frame: makes an event.
+        wrap: whether reasoning also comes wrapped, for clients that send it back unread.
+    """
+
+    def __init__(
+        self, make_id: Callable[[str], str], frame: Callable[..., bytes], *, wrap: bool
+    ) -> None:
+        self.done: list[Item] = []
+        self._make_id, self._frame, self._wrap = make_id, frame, wrap
+        self._open: Item | None = None
+        self._texts: list[str] = []
+        self._index = -1
+        self._item_id = ""
+
+    def push(self, parts: Iterable[Part]) -> Iterator[bytes]:
+        """Take in parts; yield their events."""
+        for part in parts:
+            if isinstance(part, TextPart):
+                yield from self._text(part.text)
+            elif isinstance(part, ReasoningPart):
+                yield from self._reasoning(part.text)
+            else:
+                yield from self._call(part)
+
+    def close(self, status: Status) -> Iterator[bytes]:
+        """End the open item, if there is one."""
+        item = self._open
+        if item is None:
+            return
+        self._open = None
+        whole = "".join(self._texts)
+        if isinstance(item, CallItem):
+            item = replace(item, arguments=whole, status=status)
+            yield self._event("function_call_arguments.done", arguments=whole)
+        else:
+            content: Any = _content(item, whole)
+            item = replace(item, content=[content], status=status)
+            if isinstance(item, ReasoningItem) and self._wrap:
+                item.encrypted_content = wrapped(whole)
+            rest: dict[str, Any] = {"logprobs": []} if isinstance(item, MessageItem) else {}
+            yield self._event(f"{_NAMES[type(item)]}.done", content_index=0, text=whole, **rest)
+            yield self._event("content_part.done", content_index=0, part=content)
+        yield self._frame("response.output_item.done", output_index=self._index, item=item)
+        if not (isinstance(item, CallItem) and status == "incomplete"):
+            self.done.append(item)
+
+    def _text(self, text: str) -> Iterator[bytes]:
+        if not isinstance(self._open, MessageItem):
+            empty = MessageItem(id=self._make_id("msg"), status="in_progress", content=[])
+            yield from self._begin(empty)
+        self._texts.append(text)
+        yield self._event("output_text.delta", content_index=0, delta=text, logprobs=[])
+
+    def _reasoning(self, text: str) -> Iterator[bytes]:
+        if not isinstance(self._open, ReasoningItem):
+            empty = ReasoningItem(id=self._make_id("rs"), status="in_progress", content=[])
+            yield from self._begin(empty)
+        self._texts.append(text)
+        yield self._event("reasoning_text.delta", content_index=0, delta=text)
+
+    def _call(self, piece: ToolCallDelta) -> Iterator[bytes]:
+        if piece.id is not None and piece.name is not None:
+            item = CallItem(
+                id=self._make_id("fc"),
+                status="in_progress",
+                call_id=piece.id,
+                name=piece.name,
+                arguments="",
+            )
+            yield from self._begin(item)
+        if piece.arguments:
+            self._texts.append(piece.arguments)
+            yield self._event("function_call_arguments.delta", delta=piece.arguments)
+        if piece.status is not CallStatus.OPEN:
+            whole = piece.status is CallStatus.DONE
+            yield from self.close("completed" if whole else "incomplete")
+
+    def _begin(self, item: Item) -> Iterator[bytes]:
+        yield from self.close("completed")
+        self._open, self._texts, self._item_id = item, [], item.id
+        self._index += 1
+        yield self._frame("response.output_item.added", output_index=self._index, item=item)
+        if not isinstance(item, CallItem):
+            yield self._event("content_part.added", content_index=0, part=_content(item, ""))
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        """An event about the item that is open, or was a moment ago."""
+        place = {"output_index": self._index, "item_id": self._item_id}
+        return self._frame(f"response.{kind}", **place, **fields)
+
+
+_NAMES: dict[type, str] = {MessageItem: "output_text", ReasoningItem: "reasoning_text"}
+
+
+def _content(item: Item, text: str) -> OutputText | ReasoningText:
+    return OutputText(text=text) if isinstance(item, MessageItem) else ReasoningText(text=text)

@@ -1,0 +1,211 @@
+"""Requests and answers of OpenAI's responses API. Knows fields; converts nothing."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from ..fields.refused import refuse
+from ..fields.template import Effort
+
+Status = Literal["in_progress", "completed", "incomplete"]
+_NOT_OF_THIS_API = (
+    *("stop", "seed", "n", "logprobs", "logit_bias", "frequency_penalty", "presence_penalty"),
+    *("messages", "max_tokens", "max_completion_tokens", "response_format"),
+)
+
+
+class InputPart(msgspec.Struct, kw_only=True):
+    """A part of a message or of a tool's output."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class InputItem(msgspec.Struct, kw_only=True):
+    """A message, a call, its output or reasoning; which of them, `type` says."""
+
+    type: str = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+    encrypted_content: str | None = None
+
+
+class TextConfig(msgspec.Struct, kw_only=True):
+    """How the visible text shall be."""
+
+    format: dict[str, Any] | None = None
+    verbosity: Any = None
+
+
+class ReasoningConfig(msgspec.Struct, kw_only=True):
+    """How much the model shall reason. Its reasoning is in the answer itself, not as a summary."""
+
+    effort: Effort | None = None
+    summary: Any = None
+    generate_summary: Any = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    """A conversation to go on with; nothing of it is kept."""
+
+    input: str | list[InputItem]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    stream: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    include: list[str] | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    store: bool | None = None
+    truncation: Any = None
+    previous_response_id: Any = None
+    conversation: Any = None
+    background: Any = None
+    prompt: Any = None
+    top_logprobs: Any = None
+    max_tool_calls: Any = None
+    moderation: Any = None
+    context_management: Any = None
+    stop: Any = None
+    seed: Any = None
+    n: Any = None
+    logprobs: Any = None
+    logit_bias: Any = None
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    messages: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    response_format: Any = None
+
+    def refuse(self) -> None:
+        """Raise UnsupportedFieldError for what would change the answer and is not there."""
+        for name in ("previous_response_id", "conversation", "prompt", "max_tool_calls"):
+            refuse(name, getattr(self, name))
+        refuse("store", self.store, (False,))
+        refuse("background", self.background, (False,))
+        refuse("truncation", self.truncation, ("disabled",))
+        refuse("top_logprobs", self.top_logprobs, (0,))
+        refuse("moderation", self.moderation)
+        refuse("context_management", self.context_management, ([],))
+        for name in self.include or ():
+            refuse("include", name, ("reasoning.encrypted_content",))
+        if self.text is not None:
+            refuse("text.verbosity", self.text.verbosity, ("medium",))
+        if self.reasoning is not None:
+            refuse("reasoning.summary", self.reasoning.summary, ("auto",))
+            refuse("reasoning.generate_summary", self.reasoning.generate_summary, ("auto",))
+        for name in _NOT_OF_THIS_API:
+            refuse(name, getattr(self, name))
+
+
+class OutputText(msgspec.Struct, kw_only=True, tag="output_text"):
+    """Visible text."""
+
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class ReasoningText(msgspec.Struct, kw_only=True, tag="reasoning_text"):
+    """What the model thought."""
+
+    text: str
+
+
+class MessageItem(msgspec.Struct, kw_only=True, tag="message"):
+    """Visible text as an item."""
+
+    id: str
+    status: Status
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class ReasoningItem(msgspec.Struct, kw_only=True, tag="reasoning"):
+    """Reasoning as an item."""
+
+    id: str
+    status: Status
+    summary: list[Any] = []
+    content: list[ReasoningText]
+    encrypted_content: str | UnsetType = UNSET
+
+
+class CallItem(msgspec.Struct, kw_only=True, tag="function_call"):
+    """A call as an item."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+
+
+Item = MessageItem | ReasoningItem | CallItem
+
+
+class InputDetails(msgspec.Struct, kw_only=True):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(msgspec.Struct, kw_only=True):
+    """Of the answer's tokens."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct, kw_only=True):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Response(msgspec.Struct, kw_only=True):
+    """The answer, and what it was asked with."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
+    background: bool = False
+    error: dict[str, Any] | None = None
+    incomplete_details: dict[str, Any] | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[Item] = []
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    reasoning: dict[str, Any]
+    store: bool = False
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    user: str | None = None

@@ -1,0 +1,1 @@
+"""Paths for those who run a server: health, metrics, models by hand, the documentation."""

@@ -1,0 +1,131 @@
+"""/admin/models: what is loaded, and loading and unloading by hand. Behind the same keys."""
+
+import asyncio
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from ..calls.call import Call
+from ..calls.endpoint import Endpoint
+from ..calls.service import Service
+from ..http.replies import Reply, json_body
+from ..registry.slots import Slot
+
+MAX_DRAIN_S = 3600.0
+
+
+class ModelState(msgspec.Struct, kw_only=True):
+    """One model. Bytes are what it takes, or would take when loaded."""
+
+    name: str
+    aliases: list[str]
+    state: str
+    pinned: bool
+    weights_bytes: int
+    kv_bytes: int
+    max_model_len: int | None
+    calls: int  # that use it, or wait for it to be loaded
+    requests_running: int
+    requests_waiting: int
+    ttl_left_s: float | None  # until it is unloaded, if nobody asks; null: that does not happen
+    failure: str | None  # why the last try to load it failed
+
+
+class ServerState(msgspec.Struct, kw_only=True):
+    """All models, and the memory that they share."""
+
+    models: list[ModelState]
+    memory_reserved_bytes: int
+    memory_limit_bytes: int
+    draining: bool
+
+
+class LoadRequest(msgspec.Struct, kw_only=True):
+    """A model by name or alias."""
+
+    model: str
+
+
+class UnloadRequest(msgspec.Struct, kw_only=True):
+    """A model by name or alias, and how long it may go on with what it answers."""
+
+    model: str
+    drain_s: Annotated[float, Meta(ge=0, le=MAX_DRAIN_S)] = 0.0
+
+
+async def list_states(call: Call, _: None) -> Reply:
+    """Every model with its state."""
+    service = call.service
+    return json_body(
+        ServerState(
+            models=[_state(service, slot) for slot in service.models.slots()],
+            memory_reserved_bytes=service.models.held_bytes,
+            memory_limit_bytes=service.models.limit_bytes,
+            draining=service.draining,
+        )
+    )
+
+
+async def load_model(call: Call, body: LoadRequest) -> Reply:
+    """Load a model; answers when it is loaded, and goes on where the client leaves."""
+    call.refuse_while_draining()
+    await call.service.models.load(body.model)
+    return _answer(call, body.model)
+
+
+async def unload_model(call: Call, body: UnloadRequest) -> Reply:
+    """Unload a model; 409 where it is in use after `drain_s`, and then it stays."""
+    work = call.service.models.unload(body.model, body.drain_s)
+    await asyncio.shield(asyncio.ensure_future(work))
+    return _answer(call, body.model)
+
+
+ENDPOINTS = (
+    Endpoint(
+        method="GET",
+        path="/admin/models",
+        handler=list_states,
+        summary="The models with their state, size, requests and time left.",
+        answer=ServerState,
+    ),
+    Endpoint(
+        method="POST",
+        path="/admin/models/load",
+        handler=load_model,
+        summary="Load a model.",
+        body=LoadRequest,
+        answer=ModelState,
+    ),
+    Endpoint(
+        method="POST",
+        path="/admin/models/unload",
+        handler=unload_model,
+        summary="Unload a model.",
+        body=UnloadRequest,
+        answer=ModelState,
+    ),
+)
+
+
+def _answer(call: Call, name: str) -> Reply:
+    return json_body(_state(call.service, call.service.models.find(name)))
+
+
+def _state(service: Service, slot: Slot) -> ModelState:
+    tally = service.tallies[slot.entry.name]
+    why = slot.failure.__cause__ if slot.failure is not None else None
+    return ModelState(
+        name=slot.entry.name,
+        aliases=list(slot.entry.aliases),
+        state=slot.state,
+        pinned=slot.entry.pinned,
+        weights_bytes=slot.weights_bytes,
+        kv_bytes=slot.kv_bytes,
+        max_model_len=slot.max_context,
+        calls=slot.users,
+        requests_running=tally.num_running,
+        requests_waiting=tally.num_waiting,
+        ttl_left_s=service.models.ttl_left_s(slot),
+        failure=None if why is None else str(why),
+    )

@@ -1,0 +1,161 @@
+"""Models on their way into memory and out of it, within a limit. Knows slots; no names, no calls.
+
+Changes happen one after the other, off the event loop: loads do not share the disk and the memory
+for a moment, and sums of memory hold.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from ...errors import MlxinferError, OverloadedError
+from ...memory import human_bytes
+from ..background import in_background
+from ..errors import ModelLoadError
+from .served import ServedModel
+from .slots import Slot, State
+
+BUSY_RETRY_S = 10.0  # after which a model in the way may be idle
+FAILED_RETRY_S = 10.0  # that a failed load is not tried again
+UNLOAD_S = 60.0  # that a model may take to end; one that is stuck holds its memory
+log = logging.getLogger("mlxinfer.server")
+
+
+class Loader:
+    """Loads and unloads models.
+
+    Args:
+        slots: all models; those in the way of another are unloaded.
+        limit_bytes: of weights and KV caches of all loaded models together.
+        clock: monotonic seconds.
+
+    Attributes:
+        changing: held during a change.
+        quiet: nothing is logged: at the start whoever starts the server is told.
+    """
+
+    def __init__(self, slots: Sequence[Slot], limit_bytes: int, clock: Callable[[], float]) -> None:
+        self.limit_bytes = limit_bytes
+        self.changing = asyncio.Lock()
+        self.quiet = True
+        self._slots = slots
+        self._clock = clock
+
+    @property
+    def held_bytes(self) -> int:
+        """What loaded models take, and what is being loaded or unloaded."""
+        return sum(slot.held_bytes for slot in self._slots)
+
+    async def bring_in(self, slot: Slot) -> ServedModel:
+        """Load a model.
+
+        Raises:
+            ModelLoadError: it cannot be; the same error for some time.
+            OverloadedError: the models in its way are in use, or stuck.
+        """
+        try:
+            async with self.changing:
+                if slot.state is State.UNLOADING:
+                    raise OverloadedError(
+                        f"The model {slot.entry.name} is stuck while it is unloaded.",
+                        retry_after_s=BUSY_RETRY_S,
+                    )
+                await self._make_room(slot, slot.need_bytes)
+                began_s = time.monotonic()
+                served = await self._open(slot)
+            if not self.quiet:
+                took_s = round(time.monotonic() - began_s, 2)
+                log.info("model loaded", extra={"model": slot.entry.name, "seconds": took_s})
+            return served
+        finally:
+            slot.loading = None
+
+    async def _open(self, slot: Slot) -> ServedModel:
+        """Load it, now that there is room."""
+        slot.state = State.LOADING
+        served: ServedModel | None = None
+        try:
+            room = slot.need_bytes
+            slot.opening = in_background(lambda: slot.entry.load(room), "mlxinfer-load")
+            served = await asyncio.wrap_future(slot.opening)
+            slot.opening = None
+            slot.weights_bytes = served.info.weights_bytes
+            if slot.entry.kv_bytes is None:
+                slot.kv_bytes = max(room - slot.weights_bytes, 0)
+            await self._make_room(slot, 0)
+        except BaseException as error:
+            if served is not None:
+                await asyncio.wrap_future(in_background(served.close, "mlxinfer-unload"))
+            slot.state = State.UNLOADED
+            if not isinstance(error, Exception):
+                raise
+            raise self._failed(slot, error) from error
+        self.take_in(slot, served)
+        return served
+
+    def take_in(self, slot: Slot, served: ServedModel) -> None:
+        """Note that a model is there."""
+        slot.weights_bytes = served.info.weights_bytes
+        slot.max_context = served.max_context
+        slot.served = served
+        slot.state = State.LOADED
+        slot.used_s = self._clock()
+        slot.failure = None
+        slot.num_loads += 1
+
+    def _failed(self, slot: Slot, error: Exception) -> ModelLoadError:
+        """What the waiters are told; the reason is for the log, as it may name paths."""
+        name = slot.entry.name
+        failure = ModelLoadError(
+            f"The model {name} could not be loaded; the server's log says why.",
+            retry_after_s=FAILED_RETRY_S,
+        )
+        failure.__cause__ = error
+        slot.failure, slot.failed_s = failure, self._clock()
+        slot.num_failures += 1
+        if not self.quiet:
+            known = isinstance(error, MlxinferError)
+            log.error("model not loaded: %s", error, exc_info=not known, extra={"model": name})
+        return failure
+
+    async def _make_room(self, slot: Slot, num_bytes: int) -> None:
+        """Unload idle models, the longest unused first, until so many bytes more fit.
+
+        Raises:
+            OverloadedError: they would not be enough; then none is unloaded.
+        """
+        while (over := self.held_bytes + num_bytes - self.limit_bytes) > 0:
+            idle = sorted((s for s in self._slots if s.idle), key=lambda s: s.used_s)
+            if sum(s.held_bytes for s in idle) < over:
+                raise OverloadedError(
+                    f"There is no room for the model {slot.entry.name}: {human_bytes(over)} are "
+                    "missing, and the other models are in use; try again later.",
+                    retry_after_s=BUSY_RETRY_S,
+                )
+            await self.put_out(idle[0], "memory")
+
+    async def put_out(self, slot: Slot, reason: str) -> None:
+        """Unload an idle model; the caller holds `changing`.
+
+        Raises:
+            OverloadedError: it does not end; its memory stays taken until it does.
+        """
+        assert slot.idle
+        assert slot.served is not None
+        closing = asyncio.wrap_future(in_background(slot.served.close, "mlxinfer-unload"))
+        slot.served, slot.state = None, State.UNLOADING
+        slot.unloads[reason] = slot.unloads.get(reason, 0) + 1
+        closing.add_done_callback(lambda done: self._gone(slot, reason, done.exception()))
+        await asyncio.wait({closing}, timeout=UNLOAD_S)
+        if not closing.done():
+            raise OverloadedError(
+                f"The model {slot.entry.name} is stuck while it is unloaded.",
+                retry_after_s=BUSY_RETRY_S,
+            )
+
+    def _gone(self, slot: Slot, reason: str, error: BaseException | None) -> None:
+        slot.state = State.UNLOADED
+        log.info("model unloaded", extra={"model": slot.entry.name, "reason": reason})
+        if error is not None:
+            log.error("model ended badly", exc_info=error, extra={"model": slot.entry.name})

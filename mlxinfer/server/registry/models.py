@@ -1,0 +1,236 @@
+"""The models that a server has, by name: loaded when asked for, unloaded when idle or in the way.
+
+Knows names and who uses what; no memory, no requests.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import wait
+from contextlib import asynccontextmanager
+from functools import partial
+
+from ...errors import InvalidRequestError, ModelNotFoundError, OverloadedError
+from ..background import in_background
+from ..errors import ModelBusyError, ModelLoadError
+from .budget import Need, kv_budgets
+from .entries import Entry
+from .loader import FAILED_RETRY_S, Loader
+from .served import ServedModel
+from .slots import Slot, State
+
+CLOSE_S = 30.0  # that all may take at the end of the server
+POLL_S = 0.02
+
+
+class Models:
+    """Models by name; the first one answers requests that name none.
+
+    Lives on one event loop, `close` apart.
+
+    Args:
+        entries: at least one.
+        limit_bytes: of weights and KV caches of all loaded models together.
+        clock: monotonic seconds.
+
+    Raises:
+        InvalidRequestError: two have one name, or one does not fit.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        *,
+        limit_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert entries
+        self.started = False  # what is to be there from the start is there
+        self._clock = clock
+        needs = [Need(e.name, e.weights_bytes, e.kv_bytes, e.pinned) for e in entries]
+        budgets = kv_budgets(needs, limit_bytes)
+        self._slots = [Slot(e, budgets[e.name], e.weights_bytes) for e in entries]
+        self._loader = Loader(self._slots, limit_bytes, clock)
+        self._by_name: dict[str, Slot] = {}
+        for slot in self._slots:
+            for name in (slot.entry.name, *slot.entry.aliases):
+                if name in self._by_name:
+                    raise InvalidRequestError(f"Two models are called {name}; rename one of them.")
+                self._by_name[name] = slot
+
+    @classmethod
+    def of(cls, served: Sequence[ServedModel]) -> "Models":
+        """Of models that are loaded already, and stay."""
+        entries = [
+            Entry(
+                name=model.name,
+                load=lambda _, model=model: model,  # type: ignore[misc]  # bound in its round
+                kv_bytes=0,
+                pinned=True,
+                created_s=model.created_s,
+            )
+            for model in served
+        ]
+        models = cls(entries, limit_bytes=sum(model.info.weights_bytes for model in served))
+        for slot, model in zip(models._slots, served, strict=True):
+            models._loader.take_in(slot, model)
+        models._begin()
+        return models
+
+    # -- what there is --------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """In the order in which they were given, without aliases."""
+        return [slot.entry.name for slot in self._slots]
+
+    def slots(self) -> list[Slot]:
+        """All of them, to be looked at."""
+        return list(self._slots)
+
+    def running(self) -> list[ServedModel]:
+        """Those that are loaded."""
+        return [slot.served for slot in self._slots if slot.served is not None]
+
+    @property
+    def limit_bytes(self) -> int:
+        """Of weights and KV caches of all loaded models together."""
+        return self._loader.limit_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """What loaded models take, and what is being loaded or unloaded."""
+        return self._loader.held_bytes
+
+    def find(self, name: str | None) -> Slot:
+        """The model of a name or alias, the first one where there is none.
+
+        Raises:
+            ModelNotFoundError: no model is called so. Requests never load by path.
+        """
+        if name is None:
+            return self._slots[0]
+        if name not in self._by_name:
+            names = ", ".join(self.names())
+            raise ModelNotFoundError(f"There is no model {name[:100]!r} here; there is: {names}.")
+        return self._by_name[name]
+
+    def ttl_left_s(self, slot: Slot) -> float | None:
+        """Seconds until a model may be unloaded for idleness; None: that does not happen."""
+        return slot.ttl_left_s(self._clock())
+
+    # -- use ------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def use(self, name: str | None) -> AsyncIterator[ServedModel]:
+        """The model of a name, loaded if it is not, and kept until the block ends.
+
+        Raises:
+            ModelNotFoundError: no model is called so.
+            ModelLoadError: it could not be loaded.
+            OverloadedError: the models in its way are in use, or it is being unloaded.
+        """
+        slot = self.find(name)
+        if slot.leaving:
+            raise OverloadedError(
+                f"The model {slot.entry.name} is being unloaded; try again.", retry_after_s=1.0
+            )
+        slot.users += 1
+        try:
+            yield slot.served if slot.served is not None else await self._loaded(slot)
+        finally:
+            slot.users -= 1
+            slot.used_s = self._clock()
+
+    async def _loaded(self, slot: Slot) -> ServedModel:
+        """One load, however many wait for it; it goes on where all of them leave."""
+        if slot.loading is None:
+            failed = slot.failure
+            if failed is not None and self._clock() < slot.failed_s + FAILED_RETRY_S:
+                raise failed
+            slot.loading = asyncio.create_task(self._loader.bring_in(slot))
+            slot.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(slot.loading)
+
+    # -- changes --------------------------------------------------------------------------------
+
+    async def load_first(self) -> None:
+        """Load what is to be there from the start; raises why one of them cannot be."""
+        first = [slot for slot in self._slots if slot.entry.pinned]
+        first += [slot for slot in self._slots if slot.entry.preload and not slot.entry.pinned]
+        for slot in first:
+            fits = self.held_bytes + slot.need_bytes <= self.limit_bytes
+            if fits or slot.entry.pinned:
+                await self.load(slot.entry.name)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.started = True
+        self._loader.quiet = False
+
+    async def load(self, name: str) -> None:
+        """Load a model if it is not; raises as `use`, but with the reason of a failure."""
+        slot = self.find(name)
+        slot.failure = None  # somebody who asks wants it tried
+        try:
+            async with self.use(name):
+                pass
+        except ModelLoadError as error:
+            if isinstance(error.__cause__, Exception):
+                raise error.__cause__ from None
+            raise
+
+    async def unload(self, name: str, drain_s: float = 0.0) -> None:
+        """Unload a model; it may end what it answers within `drain_s`, and begins nothing new.
+
+        Raises:
+            InvalidRequestError: it is pinned.
+            ModelBusyError: it still answered then, and goes on.
+        """
+        slot = self.find(name)
+        if slot.entry.pinned:
+            raise InvalidRequestError(f"The model {slot.entry.name} is pinned, and so it stays.")
+        slot.leaving = True
+        try:
+            await self._until_unused(slot, drain_s)
+            async with self._loader.changing:
+                if slot.users:
+                    raise ModelBusyError(
+                        f"The model {slot.entry.name} answers {slot.users} requests; wait for "
+                        "them, or give them some seconds with drain_s."
+                    )
+                if slot.state is State.LOADED:
+                    await self._loader.put_out(slot, "asked")
+        finally:
+            slot.leaving = False
+
+    async def unload_idle(self) -> None:
+        """Unload what nobody has used for as long as its ttl."""
+        for slot in self._slots:
+            if slot.idle and self.ttl_left_s(slot) == 0.0:
+                async with self._loader.changing:
+                    if slot.idle and self.ttl_left_s(slot) == 0.0:
+                        with contextlib.suppress(OverloadedError):  # it is stuck, which shows
+                            await self._loader.put_out(slot, "idle")
+
+    def close(self) -> None:
+        """End all of them, those too that are being loaded; what is stuck is left behind.
+
+        Called when the event loop has ended.
+        """
+        ends = [in_background(partial(_end, slot), "mlxinfer-close") for slot in self._slots]
+        wait(ends, timeout=CLOSE_S)
+
+    async def _until_unused(self, slot: Slot, limit_s: float) -> None:
+        until_s = time.monotonic() + limit_s
+        while slot.users and time.monotonic() < until_s:
+            await asyncio.sleep(POLL_S)
+
+
+def _end(slot: Slot) -> None:
+    """Close a model; one that is on its way is there first."""
+    served = slot.served
+    if slot.opening is not None:
+        served = slot.opening.result()
+    if served is not None:
+        served.close()

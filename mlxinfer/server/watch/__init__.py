@@ -1,0 +1,1 @@
+"""What is observed of a running server: counts, whether models make progress, the log."""

@@ -1,0 +1,214 @@
+"""Tallies and vitals as Prometheus's families: vLLM's names, and mlxinfer's own. Knows no HTTP."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from ..registry.slots import Slot, State
+from .tally import Histogram, Tally
+
+MODEL = ["model_name"]
+COUNTERS: dict[str, tuple[Callable[[Tally], int], str]] = {  # vLLM's name -> value, help
+    "vllm:prompt_tokens": (lambda t: t.prompt_tokens, "Prompt tokens, cached ones included."),
+    "vllm:prompt_tokens_cached": (
+        lambda t: t.cached_tokens,
+        "Prompt tokens found in the prefix cache.",
+    ),
+    "vllm:prefix_cache_queries": (
+        lambda t: t.prompt_tokens,
+        "Prompt tokens looked for in the prefix cache.",
+    ),
+    "vllm:prefix_cache_hits": (
+        lambda t: t.cached_tokens,
+        "Prompt tokens found in the prefix cache.",
+    ),
+    "vllm:generation_tokens": (lambda t: t.generation_tokens, "Answer tokens."),
+    "vllm:admission_rejections": (lambda t: t.num_rejected, "Calls that found the queue full."),
+}
+HISTOGRAMS: dict[str, tuple[Callable[[Tally], Histogram], str]] = {
+    "vllm:time_to_first_token_seconds": (
+        lambda t: t.first_token_s,
+        "From the request to its first token.",
+    ),
+    "vllm:inter_token_latency_seconds": (
+        lambda t: t.inter_token_s,
+        "Between two tokens of an answer.",
+    ),
+    "vllm:request_time_per_output_token_seconds": (
+        lambda t: t.per_token_s,
+        "Of a request, on average.",
+    ),
+    "vllm:e2e_request_latency_seconds": (lambda t: t.e2e_s, "From the request to its last token."),
+    "vllm:request_queue_time_seconds": (lambda t: t.queue_s, "Before the first step."),
+    "vllm:request_prefill_time_seconds": (lambda t: t.prefill_s, "First step to first token."),
+    "vllm:request_decode_time_seconds": (lambda t: t.decode_s, "First token to last."),
+    "vllm:request_inference_time_seconds": (lambda t: t.inference_s, "First step to last token."),
+    "vllm:request_prompt_tokens": (
+        lambda t: t.request_prompt_tokens,
+        "Prompt tokens of a request.",
+    ),
+    "vllm:request_generation_tokens": (lambda t: t.request_tokens, "Answer tokens of a request."),
+    "vllm:request_max_num_generation_tokens": (
+        lambda t: t.longest_tokens,
+        "Of the answers of a call.",
+    ),
+    "vllm:request_params_max_tokens": (lambda t: t.max_tokens, "max_tokens, as asked."),
+    "vllm:request_params_n": (lambda t: t.choices, "Answers of a call."),
+}
+ENGINE_COUNTERS = {  # name -> key of Engine.stats, help
+    "vllm:num_preemptions": ("preemptions", "Requests that had to make room for others."),
+    "mlxinfer:step_failures": ("step_failures", "Steps that ended with an error."),
+    "mlxinfer:prompt_tokens_computed": ("prompt_tokens_computed", "Not found in any cache."),
+    "mlxinfer:kv_bytes_copied": ("bytes_copied", "Tails copied because a step was in flight."),
+}
+ENGINE_GAUGES = {
+    "mlxinfer:kv_bytes_held": ("kv_bytes_held", "KV cache of running requests."),
+    "mlxinfer:kv_bytes_cached": ("kv_bytes_cached", "KV cache kept for requests to come."),
+    "mlxinfer:kv_bytes_allocated": ("kv_bytes_allocated", "KV cache, all arrays."),
+}
+MEMORY_GAUGES = {  # of the process: every engine says the same
+    "mlxinfer:memory_active_bytes": ("active_memory_bytes", "Arrays of MLX now."),
+    "mlxinfer:memory_peak_bytes": ("peak_memory_bytes", "Arrays of MLX at most."),
+}
+DISK_COUNTERS = ("hits", "misses", "written", "dropped", "evicted", "corrupt", "errors")
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot(Collector):
+    """All numbers of one moment.
+
+    Attributes:
+        slots: the models.
+        tallies: by model name.
+        vitals: Engine.stats by model name, of models that are loaded and answered in time.
+        limit_bytes: of the server's memory.
+    """
+
+    slots: Sequence[Slot]
+    tallies: Mapping[str, Tally]
+    vitals: Mapping[str, Mapping[str, Any]]
+    limit_bytes: int
+
+    def text(self) -> bytes:
+        """In Prometheus's text format."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return generate_latest(registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family."""
+        yield from self._requests()
+        yield from self._engines()
+        yield from self._models()
+        yield from self._disk()
+
+    def _requests(self) -> Iterator[Metric]:
+        for name, (value, text) in COUNTERS.items():
+            counter = CounterMetricFamily(name, text, labels=MODEL)
+            for model, tally in self.tallies.items():
+                counter.add_metric([model], value(tally))
+            yield counter
+        for name, (values, text) in HISTOGRAMS.items():
+            histogram = HistogramMetricFamily(name, text, labels=MODEL)
+            for model, tally in self.tallies.items():
+                _add(histogram, model, values(tally))
+            yield histogram
+        labels = [*MODEL, "finished_reason"]
+        ended = CounterMetricFamily("vllm:request_success", "Requests that ended.", labels=labels)
+        for model, tally in self.tallies.items():
+            for reason, count in tally.finished.items():
+                ended.add_metric([model, reason], count)
+        yield ended
+
+    def _engines(self) -> Iterator[Metric]:
+        running = GaugeMetricFamily("vllm:num_requests_running", "In the batch.", labels=MODEL)
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "In the queue.", labels=MODEL)
+        usage = GaugeMetricFamily(
+            "vllm:kv_cache_usage_perc", "Of the KV cache in use; 1 is all.", labels=MODEL
+        )
+        for model, tally in self.tallies.items():
+            vitals = self.vitals.get(model, {})
+            running.add_metric([model], vitals.get("running", tally.num_running))
+            waiting.add_metric([model], vitals.get("waiting", tally.num_waiting))
+            usage.add_metric([model], _usage(vitals))
+        yield from (running, waiting, usage)
+        for name, (key, text) in ENGINE_COUNTERS.items():
+            yield self._of_vitals(CounterMetricFamily(name, text, labels=MODEL), key)
+        for name, (key, text) in ENGINE_GAUGES.items():
+            yield self._of_vitals(GaugeMetricFamily(name, text, labels=MODEL), key)
+        steps = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Tokens of a step; no buckets.", labels=MODEL
+        )
+        for model, vitals in self.vitals.items():
+            steps.add_metric([model], [("+Inf", vitals["steps"])], vitals["tokens_computed"])
+        yield steps
+        for name, (key, text) in MEMORY_GAUGES.items():
+            values = [vitals[key] for vitals in self.vitals.values()]
+            yield GaugeMetricFamily(name, text, value=max(values, default=0))
+
+    def _models(self) -> Iterator[Metric]:
+        loaded = sum(slot.state is State.LOADED for slot in self.slots)
+        held = sum(slot.held_bytes for slot in self.slots)
+        yield GaugeMetricFamily("mlxinfer:models_loaded", "Models in memory.", value=loaded)
+        yield GaugeMetricFamily("mlxinfer:memory_reserved_bytes", "By loaded models.", value=held)
+        yield GaugeMetricFamily(
+            "mlxinfer:memory_limit_bytes", "Of all models.", value=self.limit_bytes
+        )
+        state = GaugeMetricFamily("mlxinfer:model_loaded", "1: it is in memory.", labels=MODEL)
+        weights = GaugeMetricFamily("mlxinfer:weights_bytes", "When loaded.", labels=MODEL)
+        budget = GaugeMetricFamily("mlxinfer:kv_budget_bytes", "When loaded.", labels=MODEL)
+        loads = CounterMetricFamily("mlxinfer:model_loads", "That worked.", labels=MODEL)
+        failures = CounterMetricFamily("mlxinfer:model_load_failures", "Loads.", labels=MODEL)
+        unloads = CounterMetricFamily(
+            "mlxinfer:model_unloads", "By reason: idle, memory, asked.", labels=[*MODEL, "reason"]
+        )
+        for slot in self.slots:
+            name = slot.entry.name
+            state.add_metric([name], slot.state is State.LOADED)
+            weights.add_metric([name], slot.weights_bytes)
+            budget.add_metric([name], slot.kv_bytes)
+            loads.add_metric([name], slot.num_loads)
+            failures.add_metric([name], slot.num_failures)
+            for reason, count in slot.unloads.items():
+                unloads.add_metric([name, reason], count)
+        yield from (state, weights, budget, loads, failures, unloads)
+
+    def _disk(self) -> Iterator[Metric]:
+        with_disk = {m: v["disk"] for m, v in self.vitals.items() if "disk" in v}
+        for key in DISK_COUNTERS:
+            counter = CounterMetricFamily(f"mlxinfer:disk_cache_{key}", "Pages.", labels=MODEL)
+            for model, disk in with_disk.items():
+                counter.add_metric([model], disk[key])
+            yield counter
+        size = GaugeMetricFamily("mlxinfer:disk_cache_bytes", "Of all models.", labels=MODEL)
+        for model, disk in with_disk.items():
+            size.add_metric([model], disk["num_bytes"])
+        yield size
+
+    def _of_vitals(
+        self, family: CounterMetricFamily | GaugeMetricFamily, key: str
+    ) -> CounterMetricFamily | GaugeMetricFamily:
+        for model, vitals in self.vitals.items():
+            family.add_metric([model], vitals[key])
+        return family
+
+
+def _add(family: HistogramMetricFamily, model: str, histogram: Histogram) -> None:
+    family.add_metric([model], list(histogram.cumulative()), histogram.sum)
+
+
+def _usage(vitals: Mapping[str, Any]) -> float:
+    """Of the KV cache that running requests hold, by bytes."""
+    groups = vitals.get("groups", ())
+    total = sum(group["pages"] * group["page_bytes"] for group in groups)
+    held = sum(group["pages_held"] * group["page_bytes"] for group in groups)
+    return held / total if total else 0.0

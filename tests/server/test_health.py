@@ -19,16 +19,14 @@ from mlxinfer.server.watch.readiness import FRESH_S
 @contextmanager
 def hanging(server: LiveServer) -> Iterator[None]:
     """The next step does not end before the block does, as when a GPU has hung."""
-    loop = server.model.engine._loop
-    launch, go_on, hangs = loop.runner.launch, threading.Event(), threading.Event()
+    runner, go_on = server.model.engine._loop.runner, threading.Event()
 
     def hang(*args: Any) -> Any:
-        hangs.set()
         go_on.wait(20)
-        loop.runner.launch = launch
-        return launch(*args)
+        del vars(runner)["launch"]
+        return runner.launch(*args)
 
-    server.model.engine.call(lambda: setattr(loop.runner, "launch", hang))
+    server.model.engine.call(lambda: setattr(runner, "launch", hang))
     try:
         yield
     finally:

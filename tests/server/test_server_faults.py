@@ -13,14 +13,13 @@ SECRET = "/Users/somebody/secret"
 
 def break_next_step(server: LiveServer) -> None:
     """Let one launch of the engine fail, on its own thread, as an exception in MLX would."""
-    loop = server.model.engine._loop
-    launch = loop.runner.launch
+    runner = server.model.engine._loop.runner
 
     def fail(*args: Any) -> Any:
-        loop.runner.launch = launch
+        del vars(runner)["launch"]  # the class's is seen again, whatever a later test makes of it
         raise RuntimeError(f"[metal] out of memory at 0x7ffe in {SECRET}")
 
-    server.model.engine.call(lambda: setattr(loop.runner, "launch", fail))
+    server.model.engine.call(lambda: setattr(runner, "launch", fail))
 
 
 def test_a_failed_step_is_a_500_without_details(server: LiveServer) -> None:

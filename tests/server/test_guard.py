@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import socket
 from collections.abc import Iterator
 
@@ -23,7 +24,7 @@ def locked() -> Iterator[LiveServer]:
         yield server
 
 
-PATHS = ("/v1/models", "/openapi.json", "/docs", "/tokenizer_info", "/nothing", "/v1/models/x")
+PATHS = ("/v1/models", "/tokenizer_info", "/nothing", "/v1/models/x", "/docs/x", "/openapi.json/")
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -32,6 +33,17 @@ def test_nothing_is_told_without_a_key(locked: LiveServer, path: str) -> None:
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
     assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
+def test_the_documentation_needs_no_key_but_a_host(locked: LiveServer, path: str) -> None:
+    answer = locked.get(path)
+    assert answer.status_code == 200
+    assert KEY not in answer.text
+    assert not {model.name for model in locked.service.models.running()} & set(
+        re.findall(r"\w+", answer.text)
+    )
+    assert locked.get(path, headers={"host": "evil.example"}).status_code == 403
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,12 @@ def test_every_endpoint_is_described(server: LiveServer) -> None:
     assert len(set(identifiers)) == len(identifiers)
 
 
+def test_what_needs_no_key_is_said_to_need_none(server: LiveServer) -> None:
+    paths = server.get("/openapi.json").json()["paths"]
+    open_to_all = {p for p, ops in paths.items() for o in ops.values() if o.get("security") == []}
+    assert open_to_all == {"/health", "/ready"}
+
+
 def test_streams_are_mentioned_where_there_are_some(server: LiveServer) -> None:
     paths = server.get("/openapi.json").json()["paths"]
     kinds = {p: o["post"]["responses"]["200"]["content"] for p, o in paths.items() if "post" in o}

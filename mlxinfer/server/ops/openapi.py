@@ -1,6 +1,7 @@
 """GET /openapi.json and /docs: the endpoints described from their own types. Knows no handlers.
 
-The page is written here, without scripts and without anything from elsewhere.
+The page is written here, without scripts and without anything from elsewhere. Neither needs a key:
+both say what the project says of itself, and nothing of the models, settings or users of a server.
 """
 
 from collections.abc import Iterable, Sequence
@@ -60,6 +61,8 @@ def _operation(endpoint: Endpoint, schema_of: dict[type, Any]) -> dict[str, Any]
             "default": {"description": "An error, with a message, a type and a code."},
         },
     }
+    if not endpoint.needs_key:
+        operation["security"] = []
     if endpoint.body is not None:
         body = {"application/json": {"schema": schema_of[endpoint.body]}}
         operation["requestBody"] = {"required": True, "content": body}
@@ -143,6 +146,14 @@ def documentation(endpoints: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
         return page
 
     return (
-        Endpoint(method="GET", path="/openapi.json", handler=openapi, summary="This, for programs"),
-        Endpoint(method="GET", path="/docs", handler=docs, summary="This, for people"),
+        Endpoint(
+            method="GET",
+            path="/openapi.json",
+            handler=openapi,
+            summary="This, for programs",
+            needs_key=False,
+        ),
+        Endpoint(
+            method="GET", path="/docs", handler=docs, summary="This, for people", needs_key=False
+        ),
     )

@@ -17,6 +17,7 @@ import mlx.core as mx
 from ..cache.kv import KVCache
 from ..cache.layout import lay_out
 from ..cache.pages import PageTable
+from ..cache.spans import StepSpans
 from ..config import KVOptions
 from ..engine.kernels import choose_kernels
 from ..models import load
@@ -125,7 +126,7 @@ def _trace_ours(folder: Path, bits: int | None) -> "Counter[str]":
 
         def step(ids: mx.array) -> mx.array:
             positions = mx.array([CONTEXT], mx.int32)
-            return model.logits(model(ids, positions, cache.begin_step([span], [])))
+            return model.logits(model(ids, positions, cache.begin_step(StepSpans.of([span], []))))
 
         return traced(step, mx.array([7], mx.int32))
 

@@ -13,7 +13,7 @@ from .pages import PageAllocator, PageTable
 from .plan import Planner, make_planner, padded_positions, plan_group
 from .pool import Bits, LayerPool, Plane, token_bytes
 from .reach import Reach
-from .spans import Span, by_width
+from .spans import StepSpans
 from .step import StepKV
 
 FIRST_PAGES = 128  # a pool starts small: a short chat takes little memory
@@ -242,14 +242,12 @@ class KVCache:
     def _planes_of(self, group: LayerGroup) -> list[Plane]:
         return [plane for i in group.layers for plane in (self.pools[i].keys, self.pools[i].values)]
 
-    def begin_step(self, short: Sequence[Span], long: Sequence[Span]) -> list[StepKV]:
+    def begin_step(self, spans: StepSpans) -> list[StepKV]:
         """What each layer attends through, for a step of these spans."""
-        spans = by_width(short)
-        positions = padded_positions(spans, long) if self._heads else None
+        positions = padded_positions(spans.positions) if self._heads else None
         plans = [
             plan_group(
                 spans,
-                long,
                 group=g,
                 reach=group.reach,
                 page_size=self.page_size,

@@ -16,7 +16,7 @@ from .kernel_attention import plan_kernel
 from .pool import LayerPool, TailPlace, tail_place
 from .reach import Reach
 from .run_attention import plan_runs
-from .spans import Ints, ShortSpans, Span
+from .spans import Ints, ShortSpans, Span, StepSpans
 
 
 class ShortPlan(Protocol):
@@ -60,8 +60,7 @@ class GroupPlan:
 
 
 def plan_group(
-    short: Sequence[ShortSpans],
-    long: Sequence[Span],
+    spans: StepSpans,
     *,
     group: int,
     reach: Reach,
@@ -71,26 +70,21 @@ def plan_group(
 ) -> GroupPlan:
     """Plan one step of layer group `group`; `positions` as `padded_positions` gives them."""
     ring = 2 * page_size
-    rows, slots, places = _tail_writes(short, long, page_size)
-    num_rows = sum([int(spans.counts.sum()) for spans in short])
-    num_rows += sum([span.num_tokens for span in long])
+    rows, slots, places = _tail_writes(spans.short, spans.long, page_size)
+    num_rows = len(spans.positions)
     return GroupPlan(
-        short=[planner(spans, num_rows) for spans in short],
-        long=[plan_chunk(span, group, reach) for span in long],
+        short=[planner(some, num_rows) for some in spans.short],
+        long=[plan_chunk(span, group, reach) for span in spans.long],
         tail_rows=None if len(rows) == num_rows else mx.array(rows),
         tail_place=tail_place(slots, places % ring) if len(rows) else None,
         positions=positions,
     )
 
 
-def padded_positions(short: Sequence[ShortSpans], long: Sequence[Span]) -> mx.array:
-    """(max(T, 8),) int32 of the tokens in flat order, and zeros: fewer would be another variant."""
-    parts = [spans.tokens()[2] for spans in short]
-    parts += [np.arange(span.start, span.stop, dtype=np.int32) for span in long]
-    missing = MIN_POSITIONS - sum([len(part) for part in parts])
-    if missing > 0:
-        parts.append(np.zeros(missing, np.int32))
-    return mx.array(parts[0] if len(parts) == 1 else np.concatenate(parts))
+def padded_positions(positions: Ints) -> mx.array:
+    """(T,) -> (max(T, 8),), zeros at the end: fewer would be another variant of the kernel."""
+    missing = MIN_POSITIONS - len(positions)
+    return mx.array(np.pad(positions, (0, missing)) if missing > 0 else positions)
 
 
 def _tail_writes(

@@ -62,7 +62,24 @@ class ShortSpans:
         return rows + step, slots, starts + step
 
 
-def by_width(short: Sequence[Span]) -> list[ShortSpans]:
+@dataclass(frozen=True, slots=True)
+class StepSpans:
+    """All new tokens of one step."""
+
+    short: list[ShortSpans]  # first in the flat list: what goes to tails
+    long: Sequence[Span]  # prefill chunks, which go to pages
+    positions: Ints  # (T,) each token's place in its own sequence, in flat order
+
+    @staticmethod
+    def of(short: Sequence[Span], long: Sequence[Span]) -> "StepSpans":
+        """Read the spans."""
+        together = _by_width(short)
+        parts = [spans.tokens()[2] for spans in together]
+        parts += [np.arange(span.start, span.stop, dtype=np.int32) for span in long]
+        return StepSpans(together, long, parts[0] if len(parts) == 1 else np.concatenate(parts))
+
+
+def _by_width(short: Sequence[Span]) -> list[ShortSpans]:
     """Single tokens together, and the few wider spans together: padding stays small."""
     single = [span for span in short if span.num_tokens == 1]
     wide = [span for span in short if span.num_tokens > 1] if len(single) < len(short) else []

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cache.kv import KVCache
+from ..cache.spans import StepSpans
 from ..cache.transfer import read_pages, write_pages
 from ..core import TokenLogprobs
 from ..models.decoder import Model
@@ -77,8 +78,8 @@ class Runner:
             [(r.sequence.tables, r.sequence.slot, r.start, r.stop, r.pages) for r in batch.restore]
         )
         ids, pending = _input_ids(batch, previous)
-        positions = mx.array(_positions(batch))
-        hidden = self.model(ids, positions, self.cache.begin_step(batch.short, batch.long))
+        spans = StepSpans.of(batch.short, batch.long)
+        hidden = self.model(ids, mx.array(spans.positions), self.cache.begin_step(spans))
         launched = self._heads(batch, hidden, ids, pending)
         launched.spilled = spilled
         mx.async_eval(launched.outputs)
@@ -194,41 +195,40 @@ def _input_ids(batch: Batch, previous: Launched | None) -> tuple[mx.array, Bools
 
     A decode row's token may have been sampled by the step in flight: then it is taken from there.
     """
-    known: list[int] = []
-    source: list[int] = []  # row in the previous step's tokens; -1: known here
-    for segment in batch.segments:
-        sequence = segment.sequence
-        if segment.start >= len(sequence.token_ids):
-            known.append(0)
-            source.append(sequence.pending_row)
-        elif segment.num_tokens == 1:
-            known.append(sequence.token_ids[segment.start])
-            source.append(-1)
-        else:
-            known += sequence.token_ids[segment.start : segment.stop]
-            source += [-1] * segment.num_tokens
-    rows = np.array(source, dtype=np.int32)
+    rows = _pending_rows(batch)
     pending = rows >= 0
     if not pending.any():
-        return mx.array(known, dtype=mx.int32), pending
+        return _known_ids(batch.segments), pending
     assert previous is not None
     assert previous.sampled is not None
     tokens = previous.sampled.tokens
     if pending.all():
-        same = source == list(range(tokens.shape[0]))
+        same = np.array_equal(rows, np.arange(tokens.shape[0]))
         return tokens if same else tokens[mx.array(rows)], pending
     taken = tokens[mx.array(np.maximum(rows, 0))]
-    return mx.where(mx.array(pending), taken, mx.array(known, dtype=mx.int32)), pending
+    return mx.where(mx.array(pending), taken, _known_ids(batch.segments)), pending
+
+
+def _pending_rows(batch: Batch) -> NDArray[np.int32]:
+    """(T,) where in the previous step's tokens each token is; -1: the host knows it."""
+    segments = batch.segments
+    rows = [
+        s.sequence.pending_row if s.start >= len(s.sequence.token_ids) else -1 for s in segments
+    ]
+    if batch.num_tokens == len(segments):
+        return np.array(rows, np.int32)
+    return np.repeat(np.array(rows, np.int32), [s.num_tokens for s in segments])
+
+
+def _known_ids(segments: Seq[Segment]) -> mx.array:
+    """(T,) token ids as far as the host knows them, else 0."""
+    known: list[int] = []
+    for segment in segments:
+        known += segment.sequence.token_ids[segment.start : segment.stop] or [0]
+    return mx.array(known, dtype=mx.int32)
 
 
 def _slots_and_counts(segments: Seq[Segment]) -> tuple[tuple[int, ...], NDArray[np.int64]]:
     """(R,) slots, and which token of its answer each row is about to get."""
     counts = np.array([s.output_index for s in segments], dtype=np.int64)
     return tuple([s.slot for s in segments]), counts
-
-
-def _positions(batch: Batch) -> NDArray[np.int32]:
-    """(T,) each token's place in its own sequence."""
-    if batch.num_tokens == len(batch.short):
-        return np.array([segment.start for segment in batch.short], dtype=np.int32)
-    return np.concatenate([np.arange(s.start, s.stop, dtype=np.int32) for s in batch.segments])

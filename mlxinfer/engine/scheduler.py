@@ -132,21 +132,21 @@ class Scheduler:
         self.holdings.settle(self.running)
         segments: dict[Sequence, Segment] = {}
         self._add_decodes(segments)
-        num_decodes = len(segments)
-        self._add_prefills(segments)
+        prefills = self._add_prefills(segments)
         if not segments:
             assert self.idle or any(s.num_pending for s in self.unfinished()), "stuck"
             return None
-        ordered = list(segments.values())
-        if len(ordered) > num_decodes:
-            ordered.sort(key=_segment_class)
-        short = [s for s in ordered if not s.seals]
-        batch = Batch(short, [s for s in ordered if s.seals], self.holdings.take_closing())
+        short, long = list(segments.values()), []
+        if prefills:
+            ordered = sorted(short, key=_segment_class)
+            short = [s for s in ordered if not s.seals]
+            long = [s for s in ordered if s.seals]
+        batch = Batch(short, long, self.holdings.take_closing())
         batch.admitted, self._admitted = self._admitted, []
         batch.spill, batch.load = self.holdings.take_transfers()
         batch.restore, self._restores = self._restores, []
-        batch.seal += self._seal_tails(ordered, batch.writes_pages)
-        self._launch(batch, ordered)
+        batch.seal += self._seal_tails(batch)
+        self._launch(batch, prefills)
         return batch
 
     def commit(
@@ -191,9 +191,10 @@ class Scheduler:
                     output,
                 )
 
-    def _add_prefills(self, segments: dict[Sequence, Segment]) -> None:
+    def _add_prefills(self, segments: dict[Sequence, Segment]) -> bool:
+        """Prompts in work, and from the queue those for which there is room; False: none is."""
         if len(segments) == len(self.running) and not self.waiting:
-            return
+            return False
         prefilling = [s for s in self.running if s.num_left > 0 and not s.decoding]
         max_prefilling = self.prefill_chunk // self.page_size  # each gets a page at least
         while len(prefilling) < max_prefilling and (admitted := self._admit(prefilling)):
@@ -204,6 +205,7 @@ class Scheduler:
         for sequence, count in prefill_shares(prefilling, budget, self.page_size):
             if sequence.slot >= 0 and self._hold(sequence, sequence.num_computed + count, segments):
                 segments[sequence] = self._prefill(sequence, count)
+        return bool(prefilling)
 
     def _prefill(self, sequence: Sequence, count: int) -> Segment:
         return Segment(
@@ -218,10 +220,10 @@ class Scheduler:
             seals=count > self._max_short,
         )
 
-    def _launch(self, batch: Batch, ordered: list[Segment]) -> None:
+    def _launch(self, batch: Batch, prefills: bool) -> None:
         """Count the step as computed: it will be by the time that anything depends on it."""
-        row = 0
-        for segment in ordered:
+        row, segments = 0, batch.segments
+        for segment in segments:
             sequence = segment.sequence
             segment.row = row
             row += segment.num_tokens
@@ -233,40 +235,31 @@ class Scheduler:
             self.holdings.wrote(segment.sequence)
         for restore in batch.restore:
             self.holdings.tree.release_cut(restore.sequence.lease_of)
-        batch.sampling = [s for s in ordered if s.samples]
+        batch.sampling = [s for s in segments if s.samples] if prefills else segments
         guided = [s for s in batch.sampling if s.sequence.request.grammar is not None]
         if guided:
             free = [s for s in batch.sampling if s.sequence.request.grammar is None]
             batch.sampling = free + guided
             batch.num_guided = len(guided)
         batch.num_tokens = row
-        self._count(batch, ordered)
-
-    def _count(self, batch: Batch, ordered: list[Segment]) -> None:
-        counters = self.counters
-        counters.steps += 1
-        counters.tokens_computed += batch.num_tokens
-        counters.prompt_tokens_computed += sum(
-            [
-                min(s.sequence.num_prompt, s.stop) - s.start
-                for s in ordered
-                if s.start < s.sequence.num_prompt
-            ]
-        )
+        self.counters.steps += 1
+        self.counters.tokens_computed += row
+        if prefills:
+            self.counters.prompt_tokens_computed += _num_prompt_tokens(segments)
 
     # -- tails ----------------------------------------------------------------------------------
 
-    def _seal_tails(self, ordered: list[Segment], barrier: bool) -> list[Move]:
+    def _seal_tails(self, batch: Batch) -> list[Move]:
         """Tail pages to move into the pool before the step: every full one, if any tail is full.
 
         All at once, because the barrier that it takes costs the same for one as for all. A step
         that writes pages anyhow has its barrier, so it seals too.
         """
-        fullest = max([s.start + s.num_tokens - s.sealed for s in ordered if not s.seals] or [0])
-        if not barrier and fullest <= 2 * self.page_size:
+        fullest = max([s.start + s.num_tokens - s.sealed for s in batch.short], default=0)
+        if fullest <= 2 * self.page_size and not batch.writes_pages:
             return []
         moves = []
-        for segment in ordered:
+        for segment in batch.segments:
             stop = segment.start - segment.start % self.page_size
             if stop > segment.sealed:
                 sequence = segment.sequence
@@ -326,6 +319,12 @@ class Scheduler:
 def _segment_class(segment: Segment) -> int:
     """Flat order of a step: single tokens, short segments, prefill chunks."""
     return 2 if segment.seals else int(segment.num_tokens > 1)
+
+
+def _num_prompt_tokens(segments: Seq[Segment]) -> int:
+    """How many tokens of prompts a step computes; the rest are of answers."""
+    ends = [(s.start, min(s.stop, s.sequence.num_prompt)) for s in segments]
+    return sum([stop - start for start, stop in ends if start < stop])
 
 
 def _finish_reason(sequence: Sequence, token_id: int) -> FinishReason | None:

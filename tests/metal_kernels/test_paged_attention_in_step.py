@@ -14,7 +14,7 @@ from mlxinfer.cache.pages import PageTable
 from mlxinfer.cache.plan import make_planner, padded_positions, plan_group
 from mlxinfer.cache.pool import Bits, LayerPool
 from mlxinfer.cache.reach import Reach
-from mlxinfer.cache.spans import Span, by_width
+from mlxinfer.cache.spans import Span, StepSpans
 from mlxinfer.cache.step import StepKV
 from mlxinfer.core import KVSpec
 
@@ -74,7 +74,7 @@ def test_same_as_the_step(bits: Bits, reach: Reach) -> None:
     machine = MetalCPU()
     found = []
     with running_on(machine):
-        for short in by_width(spans):
+        for short in StepSpans.of(spans, []).short:
             first, count = int(short.rows[0]), int(short.counts.sum())
             plan = plan_attention(
                 starts=short.starts,
@@ -101,14 +101,14 @@ def attend(
     """Queries of a step, and what its attention gives."""
     count = sum(span.num_tokens for span in (*short, *long))
     planner = make_planner(0, reach, PAGE, kv_heads=HEADS, decodes=True, kernels=False)
+    spans = StepSpans.of(short, long)
     plan = plan_group(
-        by_width(short),
-        long,
+        spans,
         group=0,
         reach=reach,
         page_size=PAGE,
         planner=planner,
-        positions=padded_positions(by_width(short), long),
+        positions=padded_positions(spans.positions),
     )
     queries = vectors(count, HEADS * GROUP, seed)
     keys, values = vectors(count, HEADS, seed + 20), vectors(count, HEADS, seed + 40)

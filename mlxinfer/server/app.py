@@ -1,6 +1,6 @@
 """The ASGI app: every endpoint behind the guard. Knows neither sockets nor APIs by name."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -17,9 +17,12 @@ def build_app(service: Service, endpoints: Iterable[Endpoint] = ENDPOINTS) -> AS
     """The app of a service."""
     listed = tuple(endpoints)
     listed += documentation(listed)
+    places: dict[tuple[str, str], list[Served]] = {}
+    for endpoint in listed:
+        places.setdefault((endpoint.method, endpoint.path), []).append(Served(endpoint, service))
     routes = [
-        Route(e.path, Served(e, service), methods=[e.method], name=f"{e.method} {e.path}")
-        for e in listed
+        Route(path, ByHeader(served), methods=[method], name=f"{method} {path}")
+        for (method, path), served in places.items()
     ]
     router = Router(routes, redirect_slashes=False, default=_nothing_here)
 
@@ -28,6 +31,20 @@ def build_app(service: Service, endpoints: Iterable[Endpoint] = ENDPOINTS) -> AS
         await router(scope, receive, send)
 
     return Guard(routed, service.config, listed)
+
+
+class ByHeader:
+    """What is served at one path: by the endpoint whose header came, else by the one without."""
+
+    def __init__(self, served: Sequence[Served]) -> None:
+        (self._plain,) = [each for each in served if each.endpoint.if_header is None]
+        self._named = [each for each in served if each.endpoint.if_header is not None]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        came = {name for name, _ in scope["headers"]}
+        found = [each for each in self._named if each.endpoint.if_header in came]
+        await (found[0] if found else self._plain)(scope, receive, send)
 
 
 async def _nothing_here(scope: Scope, receive: Receive, send: Send) -> None:

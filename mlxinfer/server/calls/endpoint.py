@@ -35,6 +35,7 @@ class Endpoint:
         answer: msgspec Struct of the JSON answer.
         style: how its errors look.
         needs_key: False: anybody is answered; for paths that say nothing about anybody.
+        if_header: of two endpoints with one path, this one answers requests with that header.
     """
 
     method: str
@@ -45,6 +46,7 @@ class Endpoint:
     answer: type | None = None
     style: ErrorStyle = OPENAI
     needs_key: bool = True
+    if_header: bytes | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -52,6 +52,10 @@ class Listed(Protocol):
     def needs_key(self) -> bool:
         """False: anybody is answered."""
 
+    @property
+    def if_header(self) -> bytes | None:
+        """Of two with one path this one answers requests that carry the header."""
+
 
 class Guard:
     """Checks a request, runs the app, and answers for whatever it raises.
@@ -68,14 +72,14 @@ class Guard:
         self._app = app
         self._config = config
         self._public = frozenset(e.path for e in endpoints if not e.needs_key and "{" not in e.path)
-        self._styles = [(e.path.partition("{")[0], e.style) for e in endpoints]
+        self._styles = [(e.path.partition("{")[0], e.if_header, e.style) for e in endpoints]
         self._hosts = HostRules(config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; the access log gets one line of it."""
         if scope["type"] != "http":
             return
-        exchange = Exchange(scope, send, self._style_of(scope["path"]))
+        exchange = Exchange(scope, send, self._style_of(scope))
         try:
             _check_framing(exchange, scope, self._config.max_connections)
             if not await self._hosts.answer_preflight(scope, exchange.send):
@@ -89,10 +93,15 @@ class Guard:
         finally:
             exchange.write_log()
 
-    def _style_of(self, path: str) -> ErrorStyle:
-        """Of the endpoint whose path is the longest beginning of this one."""
-        fitting = [(len(start), style) for start, style in self._styles if path.startswith(start)]
-        return max(fitting, key=lambda pair: pair[0])[1] if fitting else OPENAI
+    def _style_of(self, scope: Scope) -> ErrorStyle:
+        """Of the endpoint whose path is the longest beginning of this one, and its header here."""
+        path, headers = scope["path"], {name for name, _ in scope["headers"]}
+        fitting = [
+            (len(start), header is not None, style)
+            for start, header, style in self._styles
+            if path.startswith(start) and (header is None or header in headers)
+        ]
+        return max(fitting, key=lambda found: found[:2])[2] if fitting else OPENAI
 
     def _check(self, scope: Scope) -> None:
         headers = scope["headers"]

@@ -36,8 +36,11 @@ def describe(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for endpoint in listed:
         path = endpoint.path.replace(":path}", "}")
-        operation = paths.setdefault(path, {})
-        operation[endpoint.method.lower()] = _operation(endpoint, schema_of)
+        operations, method = paths.setdefault(path, {}), endpoint.method.lower()
+        operation = _operation(endpoint, schema_of)
+        plain = operations.setdefault(method, operation)
+        if plain is not operation:
+            _also(plain, operation, endpoint)
     keys = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -71,6 +74,16 @@ def _operation(endpoint: Endpoint, schema_of: dict[type, Any]) -> dict[str, Any]
         where = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         operation["parameters"] = [where]
     return operation
+
+
+def _also(plain: dict[str, Any], other: dict[str, Any], endpoint: Endpoint) -> None:
+    """Add to an operation what answers in its place where a header comes."""
+    assert endpoint.if_header is not None
+    told = {"in": "header", "name": endpoint.if_header.decode(), "schema": {"type": "string"}}
+    plain.setdefault("parameters", []).append({**told, "description": other["summary"]})
+    here = plain["responses"]["200"]["content"]["application/json"]
+    there = other["responses"]["200"]["content"]["application/json"]
+    here["schema"] = {"anyOf": [here["schema"], there["schema"]]}
 
 
 def _contents(endpoint: Endpoint, answer: Any) -> dict[str, Any]:

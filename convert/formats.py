@@ -60,14 +60,6 @@ def name_of(form: MLXFormat | None) -> str:
     return f"{form.bits}bit-g{form.group_size}" if form.mode == "affine" else form.mode
 
 
-def bits_per_weight(form: MLXFormat | None, dtype: str) -> float:
-    """With scales and biases; affine ones are held in `dtype`."""
-    if form is None:
-        return 8.0 * ITEM_BYTES[dtype]
-    scale_bits = 16.0 * ITEM_BYTES[dtype] if form.mode == "affine" else 8.0
-    return form.bits + scale_bits / form.group_size
-
-
 def fits(form: MLXFormat, shape: tuple[int, ...]) -> bool:
     """Whether whole groups fill a row."""
     return len(shape) >= 2 and shape[-1] % form.group_size == 0

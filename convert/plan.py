@@ -54,6 +54,11 @@ class Planned:
         return weight, Stored(f"{path}.scales", *of), Stored(f"{path}.biases", *of)
 
     @property
+    def format(self) -> str:
+        """For people: `4bit-g64`, `mxfp4`, or the dtype of dense values."""
+        return name_of(self.form) if self.form else self.dtype
+
+    @property
     def num_bytes(self) -> int:
         """On disk."""
         return sum(array.num_bytes for array in self.arrays)
@@ -109,10 +114,6 @@ class Plan:
             base = Counter(formats.values()).most_common(1)[0][0]
         exceptions = {path: as_json(form) for path, form in formats.items() if form != base}
         return {**as_json(base), **exceptions}
-
-    def formats(self) -> dict[str, str]:
-        """Name of each tensor -> name of its format."""
-        return {tensor.output.name: name_of(tensor.form) for tensor in self.tensors}
 
 
 def as_json(form: MLXFormat) -> dict[str, object]:

@@ -3,6 +3,7 @@
 4bit, 8bit, 6bit-g32, mxfp4 …   one format everywhere, but see rules.py
 mixed                           4 bits; 6 where they tell most (as llama.cpp's Q4_K_M)
 bf16, fp16, fp32                nothing quantised
+dense                           nothing quantised, each number in the dtype that it has
 keep                            what is quantised stays so, bit for bit; the rest as it is
 """
 
@@ -11,12 +12,13 @@ from dataclasses import dataclass
 
 from ..errors import InvalidRequestError
 from .arrange import Output
-from .formats import DENSE, GROUP, affine, parse_format
+from .formats import BITS, DENSE, FLOATS, GROUP, GROUPS, affine, parse_format
 from .read import MLXFormat
 from .rules import matches, quantisable, raised
 
 MIXED_HIGH_BITS = 6
 _LAYER = re.compile(r"layers\.(\d+)\.")
+_BITS = re.compile(r"\dbit")
 _TELLING = re.compile(r"(v_proj|down_proj)$")
 
 
@@ -90,13 +92,14 @@ def make_recipe(
         keep_format: leave alone what the source has in a format of MLX's, or an equal one.
 
     Raises:
-        InvalidRequestError: an unknown recipe, format or dtype.
+        InvalidRequestError: an unknown recipe, format or dtype, or a group size for nothing.
     """
     group = group_size or GROUP
     if dtype is not None and dtype not in DENSE.values():
         raise InvalidRequestError(
             f"dtype is {dtype!r}; expected {', '.join(DENSE.values())}.", param="dtype"
         )
+    _check_group(group_size, [name, *(text.partition("=")[2] for text in overrides)])
     base: MLXFormat | None = None
     if name in DENSE:
         if dtype not in (None, DENSE[name]):
@@ -116,13 +119,24 @@ def make_recipe(
     )
 
 
+def _check_group(group_size: int | None, forms: list[str]) -> None:
+    if group_size is not None and not any(
+        form == "mixed" or _BITS.fullmatch(form) for form in forms
+    ):
+        raise InvalidRequestError(
+            f"group_size is {group_size}, but {forms[0]} has groups of its own, or none.",
+            param="group_size",
+        )
+
+
 def _base(name: str, group: int) -> MLXFormat | None:
     try:
         return parse_format(name, group_size=group)
     except InvalidRequestError as error:
         raise InvalidRequestError(
-            f"There is no recipe {name[:60]!r}; expected keep, mixed, {', '.join(DENSE)}, or a "
-            f"format. {error}",
+            f"There is no recipe {name[:60]!r}. Expected {', '.join(f'{n}bit' for n in BITS)} "
+            f"(perhaps with a group size of {', '.join(map(str, GROUPS))}, such as 4bit-g32), "
+            f"mixed, {', '.join([*FLOATS, *DENSE])}, dense or keep.",
             param="recipe",
         ) from error
 

@@ -37,8 +37,10 @@ def read_text(path: Path | None) -> str:
         return files(__package__).joinpath(DEFAULT).read_text(encoding="utf-8")
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"{path} cannot be read as text: {error}.") from error
+    except OSError as error:
+        raise InvalidRequestError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"{path} is no text in UTF-8: {error}.") from error
 
 
 def make_texts(calibration: str, check: str | None, encode: Encode, *, max_context: int) -> Texts:

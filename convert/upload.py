@@ -5,20 +5,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import DownloadError, InvalidRequestError
+from ..errors import DownloadError, InvalidRequestError, ModelNotFoundError
 from ..hub.errors import LOGIN
-from ..hub.names import parse_repo_name
+from ..hub.names import offline, parse_repo_name
 from .report import read_report
 
 
 def check_repo(repo: str) -> None:
-    """Before hours of work: whether `repo` can be the name of a repository.
+    """Before hours of work: whether `repo` can be the name of a repository, and there is a token.
 
     Raises:
         InvalidRequestError: it cannot.
+        DownloadError: there is none, or the network is forbidden.
     """
-    if parse_repo_name(repo).revision != "main":
-        raise InvalidRequestError(f"{repo!r} names a revision; give org/name.", param="upload")
+    from huggingface_hub import get_token
+
+    try:
+        revision = parse_repo_name(repo).revision
+    except ModelNotFoundError:
+        revision = ""
+    if revision != "main":
+        raise InvalidRequestError(
+            f"upload is {repo[:100]!r}; expected the name of a repository, org/name.",
+            param="upload",
+        )
+    if offline():
+        raise DownloadError("HF_HUB_OFFLINE forbids to upload; unset it, or leave out --upload.")
+    if get_token() is None:
+        raise DownloadError(f"Uploading needs a token of the hub: {LOGIN}.")
 
 
 def upload(folder: Path, repo: str, *, private: bool = False, bars: bool = False) -> str:
@@ -42,12 +56,10 @@ def upload(folder: Path, repo: str, *, private: bool = False, bars: bool = False
 
 @contextmanager
 def _failures(folder: Path, repo: str) -> Iterator[None]:
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
     try:
         yield
-    except LocalTokenNotFoundError as error:
-        raise DownloadError(f"Uploading needs a token of the hub: {LOGIN}.") from error
     except HfHubHTTPError as error:
         status = error.response.status_code
         if status in (401, 403):

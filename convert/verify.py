@@ -19,7 +19,6 @@ from ..errors import CheckpointError, ConversionError
 from ..models.safetensors import TensorInfo, read_header
 from .arrange import Arranged
 from .arrays import as_numpy, mx_dtype
-from .formats import name_of
 from .numbers import widen
 from .plan import Planned
 from .quantise import Error, compare, total
@@ -140,7 +139,7 @@ def _checked(tensor: Planned, status: str, error: Error, checksums: list[int]) -
     output = tensor.output
     return Checked(
         output.name,
-        name_of(tensor.form) if tensor.form else tensor.dtype,
+        tensor.format,
         output.stored,
         status,
         output.num_weights,

@@ -1,30 +1,53 @@
 """Options of `mlxinfer convert`, and what they mean together. Converts nothing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from ..errors import InvalidRequestError
 from ..memory import parse_bytes
+from ._options import Size
 
 if TYPE_CHECKING:
     from ..convert.options import Options
 
+BITS = ("2", "3", "4", "5", "6", "8")  # as convert/formats.py has them, which is slow to import
+GROUPS = ("32", "64", "128")
+
+
+class Above(click.FloatRange):
+    """A number above `low`, at most `high`; no NaN."""
+
+    def __init__(self, low: float, high: float | None = None) -> None:
+        super().__init__(low, high, min_open=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number."""
+        if str(value).strip().lower() == "nan":
+            self.fail(f"{value!r} is no number.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 FORMAT_OPTIONS = (
     click.option("--recipe", metavar="NAME", help="4bit, 8bit, 6bit-g32, mixed, mxfp4, mxfp8, "
                  "nvfp4, bf16, fp16, keep.  [default: 4bit]"),
-    click.option("--bits", type=int, help="Short for --recipe Nbit."),
-    click.option("--group-size", type=int, help="Weights that share a scale: 32, 64 or 128."),
+    click.option("--bits", type=click.Choice(BITS), help="Short for --recipe Nbit."),
+    click.option("--group-size", type=click.Choice(GROUPS),
+                 help="Weights that share a scale.  [default: 64]"),
     click.option("--set", "overrides", multiple=True, metavar="PATTERN=FORMAT",
                  help="An exception, such as lm_head=8bit or 'layers.0=dense'; repeatable."),
     click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]),
                  help="Of what is not quantised.  [default: as it is]"),
     click.option("--keep-format", is_flag=True, help="What the source has quantised stays so."),
-    click.option("--target-bpw", type=float, metavar="X", help="Bits per weight to stay below: "
-                 "formats are chosen by what each costs, as measured."),
-    click.option("--target-size", metavar="SIZE", help="The same as bytes, such as 4GB."),
+    click.option("--target-bpw", type=Above(1, 32), metavar="X",
+                 help="Bits per weight to stay below: formats are chosen by what each costs, as "
+                 "measured."),
+    click.option("--target-size", type=Size(), metavar="SIZE",
+                 help="The same as bytes, such as 4GB."),
     click.option("--scales", type=click.Choice(["searched", "minmax"]),
                  help="By squared error, or by each group's extremes.  [default: searched]"),
     click.option("--calibration", metavar="FILE", help="Text that shows which weights matter; "
@@ -35,7 +58,7 @@ CHECK_OPTIONS = (
                  help="Compare tensors with the source, and logits.  [default: full]"),
     click.option("--check-text", type=click.Path(path_type=Path), metavar="FILE",
                  help="What logits are compared on.  [default: a part of the calibration text]"),
-    click.option("--max-kl", type=float, metavar="X",
+    click.option("--max-kl", type=Above(0), metavar="X",
                  help="Fail above this mean KL divergence.  [default: by bits per weight]"),
     click.option("--fast", is_flag=True,
                  help="Same as --scales minmax --calibration none --check none; no figures."),
@@ -47,8 +70,17 @@ RUN_OPTIONS = (
         metavar="FOLDER",
         help="For a .gguf file: whose tokenizer to take instead of its own.",
     ),
-    click.option("--max-memory", metavar="SIZE", help="Such as 2GB.  [default: what is useful]"),
-    click.option("--shard-size", default="5GB", show_default=True, metavar="SIZE"),
+    click.option(
+        "--max-memory", type=Size(), metavar="SIZE", help="Such as 2GB.  [default: what is useful]"
+    ),
+    click.option(
+        "--shard-size",
+        type=Size(),
+        default="5GB",
+        show_default=True,
+        metavar="SIZE",
+        help="Of a file of weights, at most.",
+    ),
     click.option("--resume", is_flag=True, help="Go on with what was interrupted."),
     click.option("--restart", is_flag=True, help="Throw away what was interrupted."),
     click.option("--dry-run", is_flag=True, help="Only say what would be done."),
@@ -67,62 +99,104 @@ def convert_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def shape(given: dict[str, Any]) -> "Options":
-    """What was given on the command line."""
+    """What was given on the command line; what makes no sense is wrong usage."""
+    with wrong_usage():
+        return _shape(given)
+
+
+def _shape(given: dict[str, Any]) -> "Options":
     from ..convert.options import Options
     from ..convert.recipes import make_recipe
-    from ..convert.texts import read_text
 
-    fast = given["fast"]
-    given["check"] = given["check"] or ("none" if fast else "full")
-    scales = given["scales"] or ("minmax" if fast else "searched")
-    calibration = given["calibration"] or ("none" if fast else None)
-    text = None if calibration == "none" else read_text(Path(calibration) if calibration else None)
-    check_text = None
-    if given["check_text"] is not None or (text is None and given["check"] == "full"):
-        check_text = read_text(given["check_text"])
+    text, check_text = _texts(given)
+    group, size, memory = given["group_size"], given["target_size"], given["max_memory"]
     recipe = make_recipe(
         given["recipe"] or f"{given['bits'] or 4}bit",
-        group_size=given["group_size"],
+        group_size=None if group is None else int(group),
         dtype=given["dtype"],
         overrides=given["overrides"],
         keep_format=given["keep_format"],
     )
-    size, memory = given["target_size"], given["max_memory"]
     return Options(
         recipe=recipe,
         target_bpw=given["target_bpw"],
-        target_bytes=None if size is None else parse_bytes(size, param="target_size"),
-        searched=scales == "searched",
+        target_bytes=None if size is None else parse_bytes(size),
+        searched=(given["scales"] or ("minmax" if given["fast"] else "searched")) == "searched",
         calibration=text,
         check_text=check_text,
-        check_tensors=given["check"] != "none",
+        check_tensors=checks(given) != "none",
         max_kl=given["max_kl"],
         max_memory=None if memory is None else parse_bytes(memory),
-        figures=not fast,
-        shard_bytes=parse_bytes(given["shard_size"], param="shard_size"),
+        figures=not given["fast"],
+        shard_bytes=parse_bytes(given["shard_size"]),
     )
+
+
+def _texts(given: dict[str, Any]) -> tuple[str | None, str | None]:
+    """For calibration, and for comparing logits; None: none, and a part of the other."""
+    from ..convert.texts import read_text
+
+    name = given["calibration"] or ("none" if given["fast"] else None)
+    text = None if name == "none" else read_text(Path(name) if name else None)
+    if given["check_text"] is not None or (text is None and checks(given) == "full"):
+        return text, read_text(given["check_text"])
+    return text, None
+
+
+def checks(given: dict[str, Any]) -> str:
+    """What is checked: "full", "tensors" or "none"."""
+    return str(given["check"] or ("none" if given["fast"] else "full"))
+
+
+@contextmanager
+def wrong_usage() -> Iterator[None]:
+    """What options alone make impossible is wrong usage, status 2."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise click.UsageError(str(error)) from error
+
+
+_EXCLUSIVE = (
+    ("recipe", "bits"),
+    ("target_bpw", "target_size"),
+    ("resume", "restart"),
+    ("check_only", "upload_only"),
+)
+_ENOUGH = {  # what these go with
+    "check_only": {"as_json"},
+    "upload_only": {"upload", "private", "as_json"},
+}
 
 
 def check_usage(given: dict[str, Any]) -> None:
-    """Options that contradict each other are wrong usage."""
-    pairs = (
-        ("recipe", "bits"),
-        ("target_bpw", "target_size"),
-        ("resume", "restart"),
-        ("check_only", "upload_only"),
-        ("check_only", "dry_run"),
-    )
-    for one, other in pairs:
+    """Options that contradict each other, or would be ignored, are wrong usage."""
+    for one, other in _EXCLUSIVE:
         if given[one] and given[other]:
-            raise click.UsageError(f"--{one} and --{other} exclude each other.".replace("_", "-"))
+            raise click.UsageError(f"{_flag(one)} and {_flag(other)} exclude each other.")
+    for alone, company in _ENOUGH.items():
+        for name in sorted(_stated(given) - company - {alone}) if given[alone] else ():
+            raise click.UsageError(f"{_flag(alone)} converts nothing: leave out {_flag(name)}.")
     targeted = given["target_bpw"] is not None or given["target_size"] is not None
     if targeted and (given["fast"] or given["calibration"] == "none"):
         raise click.UsageError("A target needs calibration: leave out --fast, --calibration none.")
-    if targeted and (given["recipe"] or given["bits"]):
-        raise click.UsageError("A target chooses the formats: leave out --recipe and --bits.")
+    for name in ("recipe", "bits", "group_size") if targeted else ():
+        if given[name]:
+            raise click.UsageError(f"A target chooses the formats: leave out {_flag(name)}.")
     if given["upload_only"] and not given["upload"]:
         raise click.UsageError("--upload-only needs --upload REPO.")
     if given["private"] and not given["upload"]:
         raise click.UsageError("--private goes with --upload.")
-    if given["target_bpw"] is not None and not 1 < given["target_bpw"] <= 32:
-        raise InvalidRequestError("--target-bpw is out of range; expected 1 to 32.")
+    for name in ("check_text", "max_kl"):
+        if given[name] is not None and checks(given) != "full":
+            raise click.UsageError(f"{_flag(name)} is for comparing logits: give --check full.")
+
+
+def _stated(given: dict[str, Any]) -> set[str]:
+    """The options that the user wrote."""
+    source = click.get_current_context().get_parameter_source
+    return {name for name in given if source(name) is ParameterSource.COMMANDLINE}
+
+
+def _flag(name: str) -> str:
+    return "--set" if name == "overrides" else f"--{name.replace('_', '-')}"

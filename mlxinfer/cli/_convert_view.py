@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 def plan_as_dict(
     plan: "Plan", *, peak_bytes: int, disk_bytes: int, measured: bool
 ) -> dict[str, Any]:
-    """For --dry-run --json; `measured`: formats will follow from measuring."""
+    """For --dry-run --json; `measured`: formats will follow from measuring.
+
+    Tensors are in the order in which a model uses them, not that of the files.
+    """
     return {
         "recipe": plan.recipe.name,
         "formats_follow_from_measuring": measured,
@@ -35,13 +38,24 @@ def plan_as_dict(
                 "name": tensor.output.name,
                 "shape": list(tensor.output.shape),
                 "stored": tensor.output.stored,
-                "format": plan.formats()[tensor.output.name],
+                "format": tensor.format,
                 "kept": tensor.packed,
                 "num_bytes": tensor.num_bytes,
             }
-            for tensor in plan.tensors
+            for tensor in sorted(plan.tensors, key=lambda t: model_order(t.output.path))
         ],
     }
+
+
+def model_order(path: str) -> tuple[int, list[tuple[int, str]]]:
+    """Embeddings, layers by number, what follows them, the output projection."""
+    if path.endswith("embed_tokens"):
+        stage = 0
+    elif path.endswith("lm_head"):
+        stage = 3
+    else:
+        stage = 1 if ".layers." in path else 2
+    return stage, [(int(p), "") if p.isdigit() else (0, p) for p in path.split(".")]
 
 
 def show_plan(plan: dict[str, Any]) -> None:

@@ -11,12 +11,13 @@ import click
 from .. import hub
 from ..backend import require_mlx
 from ..errors import ConversionError
-from ._convert_options import check_usage, convert_options, shape
+from ._convert_options import check_usage, checks, convert_options, shape, wrong_usage
 from ._convert_view import Downloads, plan_as_dict, progress_bars, show_plan, show_report
 from ._options import json_option
 from ._output import emit_json, note
 
 if TYPE_CHECKING:
+    from ..convert.options import Options
     from ..convert.read import Source
     from ..convert.run import Conversion
 
@@ -29,18 +30,20 @@ if TYPE_CHECKING:
 def command(source: str, out: Path, as_json: bool, **given: Any) -> int:
     """Convert a checkpoint to MLX: quantised, and checked.
 
-    SOURCE is a folder, a .gguf file, or org/name of the hub. The folder OUT appears when it is
-    complete; until then the work is in OUT.partial, and --resume goes on with it after an
+    SOURCE is a folder, a .gguf file, org/name of the hub, or demo. The folder OUT appears when
+    it is complete; until then the work is in OUT.partial, and --resume goes on with it after an
     interruption. The exit status is 1 where a check fails.
     """
     check_usage(given)
     if given["upload"]:
         from ..convert.upload import check_repo
 
-        check_repo(given["upload"])
+        with wrong_usage():
+            check_repo(given["upload"])
     if given["upload_only"]:
         return _upload(out, given, as_json)
     require_mlx()
+    options = None if given["check_only"] else shape(given)
     from ..convert.read import open_source
     from ..convert.workplace import downloads_folder
 
@@ -51,10 +54,10 @@ def command(source: str, out: Path, as_json: bool, **given: Any) -> int:
     arrived = Downloads()
     opened = open_source(source, tokenizer=tokenizer, downloads=downloads, report=arrived.add)
     try:
-        if given["check_only"]:
+        if options is None:
             code = _check(opened, out, as_json)
         else:
-            code = _convert(opened, source, out, given, arrived, as_json)
+            code = _convert(opened, source, out, options, given, arrived, as_json)
     except BaseException:
         if downloads is None:
             opened.close()  # else what is downloaded is kept for --resume
@@ -67,6 +70,7 @@ def _convert(
     opened: "Source",
     source: str,
     out: Path,
+    options: "Options",
     given: dict[str, Any],
     arrived: Downloads,
     as_json: bool,
@@ -74,8 +78,7 @@ def _convert(
     from ..convert.read import open_source
     from ..convert.run import Conversion
 
-    options = shape(given)
-    full = given["check"] == "full"
+    full = checks(given) == "full"
     with progress_bars() as progress:
         arrived.watch(progress, sum(info.stored_bytes for info in opened.tensors.values()))
         conversion = Conversion(

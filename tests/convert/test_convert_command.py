@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 from convert_cases import TEXT, contents, write_source
+from mlxinfer.convert import formats
 from upload_standin import UploadHub, upload_hub
 
-from mlxinfer.cli import main
+from mlxinfer.cli import _convert_options, _convert_view, main
 
 PLAIN = ("--calibration", "none", "--check", "tensors")
 Outcome = Callable[..., SimpleNamespace]
@@ -58,9 +59,22 @@ def test_a_dry_run_writes_nothing_and_is_right(
     assert {t["name"]: t["format"] for t in report["tensors"] if "bit" in t["format"]} == {
         t["name"]: t["format"] for t in plan["tensors"] if "bit" in t["format"]
     }
+    names = [t["name"] for t in plan["tensors"]]
+    layers = [int(name.split(".")[2]) for name in names if ".layers." in name]
+    assert layers == sorted(layers)
+    assert names[0] == "model.embed_tokens.weight"
+    assert names[-2:] == ["model.norm.weight", "lm_head.weight"]
+    assert {t["format"] for t in plan["tensors"] if "norm" in t["name"]} == {"bfloat16"}
     table = outcome(source, tmp_path / "other", "--dry-run")
     assert "bits per weight" in table.out
     assert "peak memory" in table.out
+
+
+def test_layers_are_in_the_order_of_numbers() -> None:
+    names = ["lm_head", "m.norm", "m.layers.10.a", "m.layers.2.b", "m.layers.2.a", "m.embed_tokens"]
+    assert sorted(names, key=_convert_view.model_order) == [
+        *("m.embed_tokens", "m.layers.2.a", "m.layers.2.b", "m.layers.10.a", "m.norm", "lm_head")
+    ]
 
 
 def test_everything_at_once(source: Path, tmp_path: Path, outcome: Outcome) -> None:
@@ -111,28 +125,63 @@ def test_failing_the_limit_is_exit_status_one(
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "words"),
+    ("options", "words"),
     [
-        (["--bits", "4", "--recipe", "8bit"], 2, "exclude each other"),
-        (["--resume", "--restart"], 2, "exclude each other"),
-        (["--target-bpw", "4", "--fast"], 2, "needs calibration"),
-        (["--target-bpw", "4", "--bits", "4"], 2, "leave out --recipe"),
-        (["--upload-only"], 2, "needs --upload"),
-        (["--private"], 2, "goes with --upload"),
-        (["--target-bpw", "77"], 1, "1 to 32"),
-        (["--recipe", "4bits"], 1, "no recipe '4bits'"),
-        (["--bits", "7"], 1, "MLX has 2, 3, 4, 5, 6, 8 bits"),
-        (["--group-size", "48"], 1, "groups of 32, 64, 128"),
-        (["--upload", "no repo"], 1, "not a model name"),
-        (["--calibration", "/no/such.txt"], 1, "cannot be read"),
+        (["--bits", "4", "--recipe", "8bit"], "exclude each other"),
+        (["--resume", "--restart"], "exclude each other"),
+        (["--target-bpw", "4", "--fast"], "needs calibration"),
+        (["--target-bpw", "4", "--bits", "4"], "leave out --bits"),
+        (["--target-size", "4GB", "--group-size", "32"], "leave out --group-size"),
+        (["--upload-only"], "needs --upload"),
+        (["--private"], "goes with --upload"),
+        (["--target-bpw", "77"], "1<x<=32"),
+        (["--target-bpw", "0.5"], "1<x<=32"),
+        (["--target-bpw", "nan"], "no number"),
+        (["--target-size", "much"], "such as '8GB'"),
+        (["--max-kl", "-1"], "x>0"),
+        (["--max-kl", "1", "--fast"], "give --check full"),
+        (["--check-text", "x", "--check", "tensors"], "give --check full"),
+        (["--shard-size", "0"], "expected a number of bytes"),
+        (["--max-memory", "lots"], "expected a number of bytes"),
+        (["--recipe", "4bits"], "no recipe '4bits'. Expected 2bit, 3bit, 4bit, 5bit"),
+        (["--recipe", "7bit"], "mxfp4, mxfp8, nvfp4, bf16, fp16, fp32, dense or keep"),
+        (["--bits", "7"], "'2', '3', '4', '5', '6', '8'"),
+        (["--group-size", "48"], "'32', '64', '128'"),
+        (["--recipe", "mxfp4", "--group-size", "64"], "mxfp4 has groups of its own"),
+        (["--recipe", "bf16", "--dtype", "float16"], "disagree"),
+        (["--set", "lm_head"], "expected PATTERN=FORMAT"),
+        (["--set", "lm_head=9bit"], "no format"),
+        (["--upload", "no repo"], "expected the name of a repository, org/name"),
+        (["--upload", "org/name@other"], "expected the name of a repository, org/name"),
+        (["--calibration", "/no/such.txt"], "/no/such.txt cannot be read: No such file"),
+        (["--check-only", "--bits", "4"], "leave out --bits"),
+        (["--check-only", "--shard-size", "5GB"], "leave out --shard-size"),
+        (["--upload-only", "--upload", "o/n", "--set", "a=4bit"], "leave out --set"),
     ],
 )
 def test_wrong_usage(
-    source: Path, tmp_path: Path, outcome: Outcome, options: list[str], code: int, words: str
+    source: Path, tmp_path: Path, outcome: Outcome, options: list[str], words: str
 ) -> None:
     seen = outcome(source, tmp_path / "out", *options)
-    assert seen.code == code, seen.err
+    assert seen.code == 2, seen.err
     assert words in seen.err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+
+
+def test_options_name_what_mlx_has() -> None:
+    assert tuple(map(int, _convert_options.BITS)) == formats.BITS
+    assert tuple(map(int, _convert_options.GROUPS)) == formats.GROUPS
+
+
+def test_no_upload_without_a_token_and_that_at_once(
+    source: Path, tmp_path: Path, outcome: Outcome, monkeypatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    seen = outcome(source, tmp_path / "out", "--fast", "--upload", "org/out")
+    assert seen.code == 1
+    assert "needs a token of the hub" in seen.err
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "HF_HUB_OFFLINE" in outcome(source, tmp_path / "out", "--upload", "org/out").err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 

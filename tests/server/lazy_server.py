@@ -1,9 +1,9 @@
 """A live server of the two bundled models, which are loaded when somebody asks for them."""
 
-import time
+import threading
 from typing import Any
 
-from live_server import LiveServer
+from live_server import LiveServer, in_no_hurry
 
 from mlxinfer import hub
 from mlxinfer.opening import EngineOptions
@@ -21,6 +21,10 @@ class LazyServer(LiveServer):
         limit_bytes: of both together.
         fields: of the entries, by name.
         config: of ServerConfig.
+
+    Attributes:
+        clock_s: the time by which models are idle; it stands unless a test moves it.
+        go_on: cleared, it holds up loads.
     """
 
     def __init__(
@@ -30,24 +34,27 @@ class LazyServer(LiveServer):
         **config: Any,
     ) -> None:
         self.loads: list[str] = []
-        self.slow_s = 0.0  # that a load takes on top
+        self.clock_s = 0.0
+        self.go_on = threading.Event()
+        self.go_on.set()
         given = fields or {}
         entries = [
             self.entry("big", "demo", given.get("big", {})),
             self.entry("small", "demo-draft", given.get("small", {})),
         ]
-        self.listen(Models(entries, limit_bytes=limit_bytes), **config)
+        models = Models(entries, limit_bytes=limit_bytes, clock=lambda: self.clock_s)
+        self.listen(models, **config)
 
     def entry(self, name: str, source: str, fields: dict[str, Any]) -> Entry:
         folder = hub.resolve(source)
 
         def load(room_bytes: int) -> ServedModel:
             self.loads.append(name)
-            time.sleep(self.slow_s)
+            assert self.go_on.wait(30)
             options = EngineOptions(
                 max_batch=4, max_memory=fields.get("kv_bytes"), room_bytes=room_bytes
             )
-            return ServedModel.open(name, folder, options, created_s=1)
+            return in_no_hurry(ServedModel.open(name, folder, options, created_s=1))
 
         return Entry(
             **{"name": name, "load": load, "weights_bytes": weights_bytes(folder), **fields}

@@ -11,6 +11,7 @@ from typing import Any, Self
 import httpx2 as httpx
 
 from mlxinfer import hub
+from mlxinfer.core import TokenEvent
 from mlxinfer.opening import EngineOptions
 from mlxinfer.server.calls.service import Service
 from mlxinfer.server.registry.models import Models
@@ -19,6 +20,8 @@ from mlxinfer.server.running import Server, bind, url_of
 from mlxinfer.server.settings import ServerConfig
 
 CHAT = "/v1/chat/completions"
+LONG_TOKENS = 1800
+LONG_TOKEN_S = 0.01  # the least that each of so many tokens takes
 
 
 def chat(text: str = "Hello", **fields: Any) -> dict[str, Any]:
@@ -28,8 +31,23 @@ def chat(text: str = "Hello", **fields: Any) -> dict[str, Any]:
 
 
 def long_chat(**fields: Any) -> dict[str, Any]:
-    """One that goes on until somebody ends it (well over a second here)."""
-    return chat("Count", ignore_eos=True, max_tokens=1800, **fields)
+    """One that goes on until somebody ends it: longer than any test waits, on any machine."""
+    return chat("Count", ignore_eos=True, max_tokens=LONG_TOKENS, **fields)
+
+
+def in_no_hurry(model: ServedModel) -> ServedModel:
+    """The same model, which takes its time where an answer may be long."""
+    loop = model.engine._loop
+    emit = loop._emit
+
+    def emit_slowly(event: TokenEvent) -> None:
+        emit(event)
+        sequence = loop.scheduler.find(event.request_id)
+        if sequence is not None and sequence.max_output >= LONG_TOKENS:
+            time.sleep(LONG_TOKEN_S)
+
+    loop._emit = emit_slowly
+    return model
 
 
 class LiveServer:
@@ -45,7 +63,8 @@ class LiveServer:
         self, engine: dict[str, Any] | None = None, send_buffer: int | None = None, **config: Any
     ) -> None:
         options = EngineOptions(**{"max_batch": 16, **(engine or {})})
-        self.model = ServedModel.open("demo", hub.resolve("demo"), options, created_s=1)
+        model = ServedModel.open("demo", hub.resolve("demo"), options, created_s=1)
+        self.model = in_no_hurry(model)
         self.listen(Models.of([self.model]), send_buffer, **config)
 
     def listen(self, models: Models, send_buffer: int | None = None, **config: Any) -> None:

@@ -11,6 +11,7 @@ import httpx2 as httpx
 import pytest
 from live_server import CHAT, LiveServer, chat, events_of, long_chat, wait_until
 from raw_http import post, status_of
+from steps import hanging
 
 COMPLETIONS = "/v1/completions"
 
@@ -86,13 +87,29 @@ def test_a_client_may_set_a_deadline(server: LiveServer) -> None:
         assert refused.json()["error"]["param"] == "x-request-timeout"
 
 
-def test_a_deadline_ends_a_stream_with_an_error_event(server: LiveServer) -> None:
-    headers = {"x-request-timeout": "1"}
+def move_clock(server: LiveServer, seconds: float) -> None:
+    """Let so much time pass for the server's event loop; it never goes back."""
+    loop = server.server._loop
+    assert loop is not None
+    right = loop.time
+    vars(loop)["time"] = lambda: right() + seconds
+    loop.call_soon_threadsafe(lambda: None)  # it looks at its clock
+
+
+def test_a_deadline_ends_a_stream_with_an_error_event() -> None:
     request = {**long_chat(n=8), "stream": True}
-    with server.client.stream("POST", CHAT, json=request, headers=headers) as response:
-        *_, last = events_of(response)
-    assert last["error"]["code"] == "deadline_exceeded"
-    assert set(last["error"]) == {"message", "type", "param", "code"}
+    headers = {"x-request-timeout": "1000"}
+    with (
+        LiveServer() as server,
+        server.client.stream("POST", CHAT, json=request, headers=headers) as response,
+    ):
+        events = events_of(response)
+        next(events)
+        move_clock(server, 1000)
+        *_, last = events
+        assert last["error"]["code"] == "deadline_exceeded"
+        assert set(last["error"]) == {"message", "type", "param", "code"}
+        wait_until(server.is_idle)
 
 
 def test_a_full_queue_says_when_to_come_back(tight: LiveServer) -> None:
@@ -132,7 +149,12 @@ def test_a_client_that_does_not_read_is_left() -> None:
 
 
 def test_the_end_lets_requests_finish() -> None:
-    with LiveServer(drain_s=20) as server, server.stream(CHAT, chat(max_tokens=300)) as response:
+    request = chat(max_tokens=300, ignore_eos=True)
+    with (
+        LiveServer(drain_s=20) as server,
+        hanging(server, behind=5) as go_on,
+        server.stream(CHAT, request) as response,
+    ):
         events = events_of(response)
         next(events)
         server.server.stop()
@@ -141,6 +163,7 @@ def test_the_end_lets_requests_finish() -> None:
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "shutting_down"
         assert "retry-after" in refused.headers
+        go_on.set()
         assert list(events)[-1] == "[DONE]"
         wait_until(lambda: server.ended)
 

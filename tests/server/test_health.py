@@ -2,41 +2,21 @@
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
 from lazy_server import LazyServer
 from live_server import CHAT, LiveServer, chat, long_chat, wait_until
-from test_server_faults import break_next_step
+from steps import break_next_step, hanging
 
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.watch.readiness import FRESH_S
 
 
-@contextmanager
-def hanging(server: LiveServer) -> Iterator[None]:
-    """The next step does not end before the block does, as when a GPU has hung."""
-    runner, go_on = server.model.engine._loop.runner, threading.Event()
-
-    def hang(*args: Any) -> Any:
-        go_on.wait(20)
-        del vars(runner)["launch"]
-        return runner.launch(*args)
-
-    server.model.engine.call(lambda: setattr(runner, "launch", hang))
-    try:
-        yield
-    finally:
-        go_on.set()
-
-
 @pytest.fixture(scope="module")
 def quick() -> Iterator[LiveServer]:
-    """A server that loses patience after a moment."""
-    with LiveServer(ready_deadline_s=0.8) as server:
+    """A server that loses patience after a moment: for engines that hang."""
+    with LiveServer(ready_deadline_s=0.4) as server:
         yield server
         server.check_idle()
 
@@ -47,26 +27,24 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxinfer.server.watch.readiness.FRESH_S", -1.0)
 
 
-def test_an_idle_engine_makes_a_token(quick: LiveServer) -> None:
-    before = quick.stats()["tokens_sampled"]
-    answer = quick.get("/ready")
+def test_an_idle_engine_makes_a_token(server: LiveServer) -> None:
+    before = server.stats()["tokens_sampled"]
+    answer = server.get("/ready")
     assert (answer.status_code, answer.json()) == (200, {"status": "ready"})
-    assert quick.stats()["tokens_sampled"] == before + 1
+    assert server.stats()["tokens_sampled"] == before + 1
 
 
-def test_a_busy_engine_is_asked_for_steps_not_for_tokens(quick: LiveServer) -> None:
-    with quick.stream(CHAT, long_chat(n=3)):
-        wait_until(lambda: quick.stats()["running"] == 3)
-        requests = quick.stats()["requests"]
-        assert quick.get("/ready").status_code == 200
-        assert quick.stats()["requests"] == requests
+def test_a_busy_engine_is_asked_for_steps_not_for_tokens(server: LiveServer) -> None:
+    with server.stream(CHAT, long_chat(n=3)):
+        wait_until(lambda: server.stats()["running"] == 3)
+        requests = server.stats()["requests"]
+        assert server.get("/ready").status_code == 200
+        assert server.stats()["requests"] == requests
 
 
 def test_an_idle_engine_that_hangs_is_found_out(quick: LiveServer) -> None:
     with hanging(quick):
-        began = time.monotonic()
         answer = quick.get("/ready")
-        assert time.monotonic() - began < 3
         assert (answer.status_code, answer.json()) == (503, {"status": "stuck"})
         assert int(answer.headers["retry-after"]) > 0
         assert quick.get("/health").status_code == 200
@@ -84,20 +62,20 @@ def test_a_busy_engine_that_hangs_is_found_out(quick: LiveServer) -> None:
         wait_until(lambda: quick.get("/ready").status_code == 200)
 
 
-def test_an_engine_that_fails_is_not_ready(quick: LiveServer) -> None:
-    break_next_step(quick)
-    answer = quick.get("/ready")
+def test_an_engine_that_fails_is_not_ready(server: LiveServer) -> None:
+    break_next_step(server)
+    answer = server.get("/ready")
     assert (answer.status_code, answer.json()) == (503, {"status": "failing"})
-    assert quick.get("/ready").status_code == 200
+    assert server.get("/ready").status_code == 200
 
 
-def test_to_ask_often_costs_one_token(quick: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_ask_often_costs_one_token(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxinfer.server.watch.readiness.FRESH_S", 60.0)
     assert FRESH_S < 5
-    quick.service.readiness._trial = None
-    before = quick.stats()["requests"]
-    assert [quick.get("/ready").status_code for _ in range(5)] == [200] * 5
-    assert quick.stats()["requests"] == before + 1
+    server.service.readiness._trial = None
+    before = server.stats()["requests"]
+    assert [server.get("/ready").status_code for _ in range(5)] == [200] * 5
+    assert server.stats()["requests"] == before + 1
 
 
 def test_no_key_is_needed_and_nothing_is_told() -> None:
@@ -107,31 +85,23 @@ def test_no_key_is_needed_and_nothing_is_told() -> None:
         assert server.get("/metrics").status_code == 401
 
 
-def test_small_answers_are_sent_at_once(quick: LiveServer) -> None:
+def test_small_answers_are_sent_at_once(server: LiveServer) -> None:
     """Not after the client's delayed acknowledgement, 40 ms later."""
-    quick.get("/health")
-    for connection in quick.server.server_state.connections:
+    server.get("/health")
+    for connection in server.server.server_state.connections:
         transport = connection.transport  # type: ignore[union-attr]  # H11Protocol's
         connected = transport.get_extra_info("socket")
         assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_loading_is_not_ready_and_nothing_is_loaded_by_asking() -> None:
-    gate = threading.Event()
     server = LazyServer(fields={"big": {"pinned": True}})
-    (slot, _) = server.service.models.slots()
-    load = slot.entry.load
-
-    def slowly(room: int) -> Any:
-        gate.wait(10)
-        return load(room)
-
-    object.__setattr__(slot.entry, "load", slowly)
+    server.go_on.clear()
     with server:
         answer = server.get("/ready")
         assert (answer.status_code, answer.json()) == (503, {"status": "loading"})
         assert int(answer.headers["retry-after"]) > 0
-        gate.set()
+        server.go_on.set()
         wait_until(lambda: server.get("/ready").status_code == 200)
         assert server.loads == ["big"]
         assert server.states()["small"] == "unloaded"

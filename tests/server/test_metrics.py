@@ -6,7 +6,7 @@ import pytest
 from lazy_server import LazyServer
 from live_server import CHAT, LiveServer, chat, long_chat, wait_until
 from prometheus_client.parser import text_string_to_metric_families
-from test_server_faults import break_next_step
+from steps import break_next_step
 
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.watch.tally import Histogram

@@ -62,13 +62,12 @@ def test_a_model_that_answers_is_not_unloaded(two: LazyServer) -> None:
         assert (busy.status_code, busy.json()["error"]["code"]) == (409, "model_busy")
 
 
-def test_nobody_has_to_wait_for_a_load_and_it_goes_on(
-    two: LazyServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(two, "slow_s", 0.5)
+def test_nobody_has_to_wait_for_a_load_and_it_goes_on(two: LazyServer) -> None:
+    two.go_on.clear()
     late = two.post(CHAT, chat(model="small"), headers={"x-request-timeout": "0.1"})
     assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
     assert two.states()["small"] == "loading"
+    two.go_on.set()
     wait_until(lambda: two.states()["small"] == "loaded")
     assert two.loads == ["small"]
 
@@ -83,10 +82,11 @@ def test_loading_and_unloading_by_hand(two: LazyServer) -> None:
 
 
 def test_an_idle_model_goes_by_itself() -> None:
-    with LazyServer(fields={"small": {"ttl_s": 0.2}}) as server:
+    with LazyServer(fields={"small": {"ttl_s": 60.0}}) as server:
         assert server.post(CHAT, chat(model="small")).status_code == 200
         (state,) = [m for m in server.get("/admin/models").json()["models"] if m["name"] == "small"]
-        assert 0 <= state["ttl_left_s"] <= 0.2
+        assert state["ttl_left_s"] == 60.0
+        server.clock_s = 60.0
         wait_until(lambda: server.states()["small"] == "unloaded")
         assert server.post(CHAT, chat(model="small")).status_code == 200
     assert server.loads == ["small", "small"]

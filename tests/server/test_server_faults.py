@@ -1,25 +1,11 @@
 """When a step of the engine, a template or a handler goes wrong."""
 
-from typing import Any
-
 import pytest
 from live_server import CHAT, LiveServer, chat, events_of, long_chat
+from steps import SECRET, break_next_step
 
 from mlxinfer.server.calls.endpoint import Endpoint
 from mlxinfer.server.http.styles import HIDDEN
-
-SECRET = "/Users/somebody/secret"
-
-
-def break_next_step(server: LiveServer) -> None:
-    """Let one launch of the engine fail, on its own thread, as an exception in MLX would."""
-    runner = server.model.engine._loop.runner
-
-    def fail(*args: Any) -> Any:
-        del vars(runner)["launch"]  # the class's is seen again, whatever a later test makes of it
-        raise RuntimeError(f"[metal] out of memory at 0x7ffe in {SECRET}")
-
-    server.model.engine.call(lambda: setattr(runner, "launch", fail))
 
 
 def test_a_failed_step_is_a_500_without_details(server: LiveServer) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from bad_input import COMPLETIONS, MESSAGES, RESPONSES, unharmed
-from live_server import CHAT, LiveServer, chat, events_of, wait_until
+from live_server import CHAT, LONG_TOKENS, LiveServer, chat, events_of, wait_until
 
 from mlxinfer.answer import Answer
 from mlxinfer.engine.guides import Guides
@@ -215,7 +215,7 @@ def test_in_a_step(single: LiveServer, name: str) -> None:
     """Whoever waits while a step fails is answered as ever."""
     model = type(single.model.engine._loop.model)
     owner, attribute = {**STEPS, "forward": (model, "__call__"), "mask": (Guides, "fill")}[name]
-    request = chat(f"A {VICTIM}", guided_json=FORM, max_tokens=1500)
+    request = chat(f"A {VICTIM}", guided_json=FORM, max_tokens=LONG_TOKENS)
     with single.stream(CHAT, request) as response:
         events = events_of(response)
         next(events), next(events)

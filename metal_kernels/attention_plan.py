@@ -157,8 +157,8 @@ def guess_cores() -> int:
 
 def _padded_tables(tables: Sequence[Ints]) -> Ints:
     """(B, max_pages) with at least 8 entries."""
-    width = max(8, *(len(table) for table in tables))
+    lengths = np.array([len(table) for table in tables])
+    width = max(8, int(lengths.max()))
     pages = np.full((len(tables), width), -1, np.int32)
-    for row, table in zip(pages, tables, strict=True):
-        row[: len(table)] = table
+    pages[np.arange(width) < lengths[:, None]] = np.concatenate(tables)
     return pages

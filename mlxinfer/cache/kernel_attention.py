@@ -49,10 +49,7 @@ def plan_kernel(
         stops=short.starts + short.counts,
         sealed=short.sealed,
         slots=short.slots,
-        tables=[
-            np.array(span.tables[group].numbers_before(span.sealed), np.int32)
-            for span in short.spans
-        ],
+        tables=[np.asarray(span.tables[group].numbers_before(span.sealed)) for span in short.spans],
         page_size=page_size,
         kv_heads=kv_heads,
         window=reach.window,

@@ -5,6 +5,7 @@ allocator hands out consecutive ids while it can: a run of pages is a view of th
 gather.
 """
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -115,6 +116,7 @@ class PageTable:
     pages: list[int] = field(default_factory=list)
     _runs: list[tuple[int, int]] | None = field(default=None, repr=False)
     _before: tuple[int, list[tuple[int, int]]] | None = field(default=None, repr=False)
+    _numbers: tuple[int, "array[int]"] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.first = max(self.first, self.num_kept)
@@ -145,7 +147,7 @@ class PageTable:
             self.kept[page_number] = page
         else:
             self.pages[page_number - self.first] = page
-        self._runs = self._before = None
+        self._forget()
 
     def pages_from(self, page_number: int) -> list[int]:
         """Pages held whose number is at least `page_number`."""
@@ -156,20 +158,23 @@ class PageTable:
         missing = self.num_kept - len(self.kept)
         self.kept += pages[:missing]
         self.pages += pages[missing:]
-        self._runs = self._before = None
+        self._forget()
 
     def drop_before(self, page_number: int) -> list[int]:
         """Let go of the pages before `page_number` that are not kept; returns them."""
         count = min(max(page_number - self.first, 0), len(self.pages))
         dropped, self.pages = self.pages[:count], self.pages[count:]
         self.first += count
-        self._runs = self._before = None
+        self._forget()
         return dropped
 
-    def numbers_before(self, stop: int) -> list[int]:
-        """The page of every page number of positions [0, stop); -1: let go of."""
-        gone = [-1] * (self.first - self.num_kept)
-        return [*self.kept, *gone, *self.pages][: stop // self.page_size]
+    def numbers_before(self, stop: int) -> "array[int]":
+        """The page of every page number of positions [0, stop); -1: let go of. Remembered."""
+        if self._numbers is None or self._numbers[0] != stop:
+            gone = [-1] * (self.first - self.num_kept)
+            pages = [*self.kept, *gone, *self.pages][: stop // self.page_size]
+            self._numbers = stop, array("i", pages)
+        return self._numbers[1]
 
     def runs_before(self, stop: int) -> list[tuple[int, int]]:
         """The pool slots of positions [0, stop) of a table that keeps everything; remembered."""
@@ -197,6 +202,10 @@ class PageTable:
             if not wanted:
                 break
         return ranges
+
+    def _forget(self) -> None:
+        """The table changed."""
+        self._runs = self._before = self._numbers = None
 
     def _page_runs(self) -> list[tuple[int, int]]:
         """Runs of consecutive pages as (first slot, slots); found once per change of the table."""

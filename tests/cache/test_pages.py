@@ -91,3 +91,26 @@ def test_kept_pages_stay_while_a_window_moves_on() -> None:
     assert table.runs(13, 20) == [(13, 20)]
     assert table.all_pages == [9, 3, 4]
     assert table.end == 20
+
+
+@given(st.data())
+def test_what_a_table_remembers_is_what_it_holds(data: st.DataObject) -> None:
+    """Whatever happens between two questions, the second is answered as by a new table."""
+    table = PageTable(4, num_kept=data.draw(st.integers(0, 2)))
+    fresh = iter(range(1000))
+    table.append([next(fresh) for _ in range(4)])
+    for _ in range(data.draw(st.integers(1, 12))):
+        stop = data.draw(st.integers(0, table.end))
+        new = PageTable(4, table.num_kept, table.first, list(table.kept), list(table.pages))
+        assert table.numbers_before(stop) == new.numbers_before(stop)
+        if not table.first > table.num_kept:
+            assert table.runs_before(stop) == new.runs_before(stop)
+        match data.draw(st.sampled_from(["append", "drop", "replace", "ask"])):
+            case "append":
+                table.append([next(fresh) for _ in range(data.draw(st.integers(1, 3)))])
+            case "drop":
+                table.drop_before(data.draw(st.integers(0, table.end // 4)))
+            case "replace":
+                held = [*range(table.num_kept), *range(table.first, table.end // 4)]
+                if held:
+                    table.replace(data.draw(st.sampled_from(held)), next(fresh))

@@ -226,6 +226,11 @@ def check_batch(scheduler: Scheduler, batch: Batch, chunk: int) -> None:
     slots = [s.sequence.slot for s in batch.segments]
     assert len(set(slots)) == len(slots)
     assert -1 not in slots
+    widths = [s.num_tokens for s in batch.segments]
+    assert [s.row for s in batch.segments] == [sum(widths[:i]) for i in range(len(widths))]
+    assert batch.num_tokens == sum(widths)
+    singles = [w for w in widths if w == 1]
+    assert widths[: len(singles)] == singles, "single tokens come first"
     for segment in batch.segments:
         assert segment.seals == (segment.num_tokens > min(MAX_SHORT, PAGE))
         if segment.seals:

@@ -75,12 +75,15 @@ def entry_of(wanted: Wanted, server: Mapping[str, Any], ttl_s: float | None) -> 
     """
     from ..memory import parse_bytes
     from ..server.registry.entries import Entry, weights_bytes
+    from ..text.tools import tool_format as find_tool_format
 
     own = {**{name: server.get(name) for name in OWN_NAMES}, **own_settings(wanted)}
     if wanted.said.pin and wanted.said.ttl_s is not None:
         raise click.UsageError(f"{wanted.place}: a pinned model is never unloaded; drop ttl or pin")
     try:
         tool_format = own.pop("tool_format") or "auto"
+        if tool_format != "auto":
+            find_tool_format(tool_format)
         options = options_of(engine_arguments(own))
         kv_bytes = None if options.max_memory is None else parse_bytes(options.max_memory)
     except InvalidRequestError as error:

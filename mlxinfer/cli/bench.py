@@ -45,8 +45,20 @@ def command() -> None:
 
 
 @command.command()
-@click.option("--requests", type=Counts(), default="1,8,64,256", show_default=True)
-@click.option("--blocks", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option(
+    "--requests",
+    type=Counts(),
+    default="1,8,64,256",
+    show_default=True,
+    help="Requests at once; several, with commas.",
+)
+@click.option(
+    "--blocks",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    help="Blocks of steps; the median counts.",
+)
 @skip_peer
 @json_option
 def host(requests: list[int], blocks: int, skip_peer: bool, as_json: bool) -> None:
@@ -58,10 +70,28 @@ def host(requests: list[int], blocks: int, skip_peer: bool, as_json: bool) -> No
 
 
 @command.command()
-@click.option("--long", type=click.IntRange(min=64), default=2048, show_default=True)
+@click.option(
+    "--long",
+    type=click.IntRange(min=64),
+    default=2048,
+    show_default=True,
+    help="Tokens of the long prompt.",
+)
 @click.option("--small", is_flag=True, help="A model of seconds instead of minutes.")
-@click.option("--runs", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option("--prefill-chunk", type=click.IntRange(min=16), default=256, show_default=True)
+@click.option(
+    "--runs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Scenarios of each side; the median counts.",
+)
+@click.option(
+    "--prefill-chunk",
+    type=click.IntRange(min=16),
+    default=256,
+    show_default=True,
+    help="Prompt tokens a step, at most.",
+)
 @click.option("--cpu-time", is_flag=True, help="CPU seconds, for a machine that others use.")
 @skip_peer
 @json_option
@@ -77,8 +107,21 @@ def latency(skip_peer: bool, as_json: bool, **options: Any) -> None:
 
 
 @command.command()
-@click.option("-m", "--model", default="demo", show_default=True, metavar="MODEL")
-@click.option("--runs", type=click.IntRange(min=1), default=7, show_default=True)
+@click.option(
+    "-m",
+    "--model",
+    default="demo",
+    show_default=True,
+    metavar="MODEL",
+    help="Bundled model, folder, or org/name.",
+)
+@click.option(
+    "--runs",
+    type=click.IntRange(min=1),
+    default=7,
+    show_default=True,
+    help="Processes of each; the median counts.",
+)
 @skip_peer
 @json_option
 def start(model: str, runs: int, skip_peer: bool, as_json: bool) -> None:
@@ -106,8 +149,21 @@ def prefix(skip_peer: bool, as_json: bool, as_markdown: bool, **options: Any) ->
 
 
 @command.command()
-@click.option("-m", "--model", default="demo", show_default=True, metavar="MODEL")
-@click.option("--long", type=click.IntRange(min=64, max=32_000), default=16_384, show_default=True)
+@click.option(
+    "-m",
+    "--model",
+    default="demo",
+    show_default=True,
+    metavar="MODEL",
+    help="Bundled model, folder, or org/name.",
+)
+@click.option(
+    "--long",
+    type=click.IntRange(min=64, max=32_000),
+    default=16_384,
+    show_default=True,
+    help="Tokens of the longest context.",
+)
 @click.option("--small", is_flag=True, help="Models and counts of seconds instead of minutes.")
 @skip_peer
 @markdown_option
@@ -121,9 +177,26 @@ def kv(skip_peer: bool, as_json: bool, as_markdown: bool, **options: Any) -> Non
 
 
 @command.command()
-@click.option("--context", type=click.IntRange(min=512), default=16_384, show_default=True)
-@click.option("--layers", type=click.IntRange(min=1), default=36, show_default=True)
-@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16")
+@click.option(
+    "--context",
+    type=click.IntRange(min=512),
+    default=16_384,
+    show_default=True,
+    help="Tokens of the context.",
+)
+@click.option(
+    "--layers",
+    type=click.IntRange(min=1),
+    default=36,
+    show_default=True,
+    help="Layers of the model.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float32"]),
+    default="bfloat16",
+    help="Of weights and activations.",
+)
 @markdown_option
 @json_option
 def peak(as_json: bool, as_markdown: bool, **options: Any) -> None:
@@ -151,8 +224,20 @@ def memory(skip_peer: bool, as_json: bool, as_markdown: bool, **options: Any) ->
 
 
 @command.command()
-@click.option("--head-dims", type=Counts(), default="64,128,256", show_default=True)
-@click.option("--tokens", type=click.IntRange(min=8), default=500, show_default=True)
+@click.option(
+    "--head-dims",
+    type=Counts(),
+    default="64,128,256",
+    show_default=True,
+    help="Sizes of a head; several, with commas.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=8),
+    default=500,
+    show_default=True,
+    help="Tokens of the context.",
+)
 @markdown_option
 @json_option
 def kernels(as_json: bool, as_markdown: bool, **options: Any) -> None:
@@ -183,7 +268,13 @@ def dispatches(skip_peer: bool, as_json: bool, as_markdown: bool) -> None:
 @click.option("--model", type=click.Path(path_type=Path), help="A folder of unquantised weights.")
 @click.option("--synthetic", metavar="SIZE", help="Time and memory of random weights, say 3GB.")
 @click.option("--plot", type=click.Path(path_type=Path), help="An SVG of size against divergence.")
-@click.option("--runs", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option(
+    "--runs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="With --synthetic: of each converter; the quickest counts.",
+)
 @click.option("--small", is_flag=True, help="Few recipes on few tokens.")
 @skip_peer
 @markdown_option
@@ -214,8 +305,20 @@ def serve(skip_peer: bool, as_json: bool, as_markdown: bool, **options: Any) -> 
 
 @command.command()
 @click.option("--small", is_flag=True, help="A model and a vocabulary of seconds, not minutes.")
-@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True)
-@click.option("--blocks", type=click.IntRange(min=1), default=9, show_default=True)
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Rounds of masks.",
+)
+@click.option(
+    "--blocks",
+    type=click.IntRange(min=1),
+    default=9,
+    show_default=True,
+    help="Blocks of steps; the median counts.",
+)
 @markdown_option
 @json_option
 def grammar(as_json: bool, as_markdown: bool, **options: Any) -> None:

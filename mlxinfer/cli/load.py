@@ -15,7 +15,10 @@ LOAD_S = 1800.0  # that a model of hundreds of gigabytes may take from a slow di
 @url_option
 @json_option
 def command(name: str, url: str | None, as_json: bool) -> None:
-    """Load the model NAME of a running server, and wait until it is there."""
+    """Let a running server load its model NAME.
+
+    Waits until it is there. A model that could not be loaded before is tried again.
+    """
     told = ask(url, "/admin/models/load", {"model": name}, timeout_s=LOAD_S)
     if as_json:
         emit_json(told)

@@ -31,7 +31,13 @@ if TYPE_CHECKING:
     help="Bundled model, folder, or org/name; repeatable. NAME=MODEL serves it as NAME.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8080, show_default=True, type=click.IntRange(0, 65535))
+@click.option(
+    "--port",
+    default=8080,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    help="Port to listen on; 0 takes a free one.",
+)
 @click.option(
     "--api-key",
     "api_keys",
@@ -40,8 +46,20 @@ if TYPE_CHECKING:
     help=f"Answer only who sends KEY; repeatable. Better: {API_KEY}, which `ps` does not show.",
 )
 @click.option("--insecure", is_flag=True, help="Let other machines in without a key.")
-@click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME")
-@click.option("--allowed-origin", "allowed_origins", multiple=True, metavar="URL")
+@click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Answer to this name in the Host header too, such as that of a proxy; repeatable.",
+)
+@click.option(
+    "--allowed-origin",
+    "allowed_origins",
+    multiple=True,
+    metavar="URL",
+    help="Let web pages from here ask, such as https://chat.example; repeatable.",
+)
 @click.option(
     "--deadline", "deadline_s", type=click.FloatRange(min=0.001), help="Seconds a request may take."
 )
@@ -71,10 +89,26 @@ if TYPE_CHECKING:
     type=click.FloatRange(min=0.1),
     help="Seconds without a step after which /ready says 503.",
 )
-@click.option("--max-waiting", default=256, show_default=True, type=click.IntRange(1))
-@click.option("--log-format", default="text", type=click.Choice(["text", "json"]))
 @click.option(
-    "--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"])
+    "--max-waiting",
+    default=256,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Requests that may wait for their first token; more get a 503.",
+)
+@click.option(
+    "--log-format",
+    default="text",
+    show_default=True,
+    type=click.Choice(["text", "json"]),
+    help="How a line of the log is written.",
+)
+@click.option(
+    "--log-level",
+    default="info",
+    show_default=True,
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="The least that is logged.",
 )
 @click.option(
     "--max-memory",

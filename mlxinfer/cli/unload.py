@@ -22,7 +22,10 @@ UNLOAD_S = 120.0  # beside the time to drain
 @url_option
 @json_option
 def command(name: str, drain_s: float, url: str | None, as_json: bool) -> None:
-    """Unload the model NAME of a running server; one that answers requests stays."""
+    """Let a running server unload its model NAME.
+
+    One that answers requests stays.
+    """
     body = {"model": name, "drain_s": drain_s}
     told = ask(url, "/admin/models/unload", body, timeout_s=drain_s + UNLOAD_S)
     if as_json:

@@ -1,6 +1,7 @@
 """How a server is set up: frozen, checked when built. Knows no sockets and no models."""
 
 import ipaddress
+import re
 from dataclasses import dataclass, field
 
 from ..errors import InvalidRequestError
@@ -9,6 +10,9 @@ from .keys import ApiKeys
 TEMPLATE_KWARGS = frozenset(
     {"enable_thinking", "thinking", "reasoning_effort", "preserve_thinking", "thinking_budget"}
 )
+HOST_NAME = r"(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)"  # of a Host header in lower case, without its port
+_NAME = re.compile(HOST_NAME)
+_ORIGIN = re.compile(rf"[a-z][a-z0-9+.-]*://{HOST_NAME}(?::\d{{1,5}})?/?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,8 +20,8 @@ class ServerConfig:
     """Addresses, keys and limits. Seconds are seconds, bytes are bytes.
 
     Raises:
-        InvalidRequestError: a value out of range, or an address that others can reach without a
-            key.
+        InvalidRequestError: a value out of range, a host or origin that is none, or an address
+            that others can reach without a key.
     """
 
     host: str = "127.0.0.1"
@@ -46,6 +50,20 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise InvalidRequestError(f"port is {self.port}; expected 0 to 65535.", param="port")
+        for host in self.allowed_hosts:
+            if not _NAME.fullmatch(host.lower()):
+                raise InvalidRequestError(
+                    f"--allowed-host is {host!r}; expected a name or address alone, "
+                    "such as 'chat.example'.",
+                    param="allowed_hosts",
+                )
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin.lower()):
+                raise InvalidRequestError(
+                    f"--allowed-origin is {origin!r}; expected scheme, name and port if there is "
+                    "one, such as 'https://chat.example'.",
+                    param="allowed_origins",
+                )
         if not (self.loopback or self.keys or self.insecure):
             raise InvalidRequestError(
                 f"{self.host} can be reached from other machines, and no API key is set. "

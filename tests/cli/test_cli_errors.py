@@ -1,11 +1,15 @@
 """What goes wrong becomes one line and an exit code, never a traceback."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from fake_llm import FakeLLM
 
 from mlxinfer import __version__
+from mlxinfer.cli import cli
 from mlxinfer.cli._errors import guarded
 
 
@@ -57,8 +61,54 @@ def test_a_command_that_is_nearly_right_is_suggested(outcome: Any) -> None:
 def test_every_command_is_listed_in_a_whole_sentence(outcome: Any) -> None:
     for command in ((), ("bench",), ("cache",), ("config",), ("service",)):
         listed = outcome(*command, "--help").out.partition("Commands:")[2].splitlines()
-        cut = [line for line in listed if line.endswith("...")]
-        assert [line for line in cut if line.split()[0] not in ("load", "unload")] == []
+        assert [line for line in listed if line.endswith("...")] == []
+
+
+def options_of(
+    command: click.Command, path: str = "mlxinfer"
+) -> Iterator[tuple[str, click.Option]]:
+    """(command, option) of a command and all below it."""
+    yield from ((path, each) for each in command.params if isinstance(each, click.Option))
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            yield from options_of(below, f"{path} {name}")
+
+
+def test_every_option_says_what_it_does() -> None:
+    silent = [f"{path} {each.opts[0]}" for path, each in options_of(cli) if not each.help]
+    assert silent == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--tool-format", "morse"), "hermes"),
+        (("--allowed-host", "http://chat.example"), "--allowed-host"),
+        (("--allowed-origin", "chat.example"), "--allowed-origin"),
+        (("--ttl", "soon"), "30m"),
+        (("--max-memory", "8XB"), "8GB"),
+        (("--max-memory", "1KB"), "--max-memory"),
+        (("--kv-bits", "5"), "8/4"),
+        (("--kv-window", "0"), "kv_window"),
+        (("--disk-cache", "much"), "8GB"),
+        (("--api-key", ""), "API key"),
+        (("--host", "0.0.0.0"), "--insecure"),
+        (("--deadline", "0"), "--deadline"),
+        (("--log-level", "loud"), "warning"),
+    ],
+)
+def test_a_value_that_serve_cannot_take_is_wrong_usage(
+    outcome: Any, tmp_path: Path, arguments: tuple[str, str], named: str
+) -> None:
+    empty = tmp_path / "empty.toml"
+    empty.touch()
+    seen = outcome("serve", "--config", str(empty), "--port", "0", *arguments)
+    assert seen.code == 2
+    assert named in seen.err
+    assert "Traceback" not in seen.err
 
 
 @pytest.mark.parametrize("option", ["--max-memory", "--disk-cache"])

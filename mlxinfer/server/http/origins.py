@@ -11,11 +11,11 @@ import socket
 from starlette.types import Scope, Send
 
 from ..errors import ForbiddenError
-from ..settings import ServerConfig
+from ..settings import HOST_NAME, ServerConfig
 from .replies import Headers
 
 LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
-_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::\d{1,5})?")
+_HOST = re.compile(rf"({HOST_NAME})(?::\d{{1,5}})?")
 _PREFLIGHT = (
     (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
     (b"access-control-allow-headers", b"authorization, content-type, x-api-key, x-request-id"),

@@ -18,9 +18,9 @@ Size = tuple[int, int, int]
 TemplateValue = int | bool | mx.Dtype
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class MetalKernel:
-    """What MLX needs to compile a kernel.
+    """What MLX needs to compile a kernel. Equal to itself alone: its text is long.
 
     Args:
         name: of the kernel, and of `name.metal`, whose text comes before the body.
@@ -71,7 +71,7 @@ class MetalKernel:
         return _devices[-1].run(launch)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Launch:
     """One call of a kernel."""
 

@@ -4,6 +4,8 @@ T = query tokens of all sequences, H = KV heads, G = query heads per KV head, D 
 V = value dim.
 """
 
+from functools import cache
+
 import mlx.core as mx
 
 from .attention_plan import AttentionPlan
@@ -110,7 +112,7 @@ def paged_attention_on_metal(
             *plane_arrays(values),
             queries if sink_logits is None else sink_logits,
             *(plan.spans, plan.pages, plan.work, plan.sizes),
-            mx.array([scale, soft_cap or 0.0], dtype=mx.float32),
+            _numbers(scale, soft_cap or 0.0),
         ],
         template=[
             ("T", queries.dtype),
@@ -128,6 +130,12 @@ def paged_attention_on_metal(
         output_dtypes=dtypes,
     )
     return finished(results, queries, plan, sink_logits)
+
+
+@cache
+def _numbers(scale: float, soft_cap: float) -> mx.array:
+    """The same for every step of a layer."""
+    return mx.array([scale, soft_cap], mx.float32)
 
 
 def check_sizes(queries: mx.array, dims: tuple[int, int], num_rows: int) -> None:

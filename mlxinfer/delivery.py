@@ -51,8 +51,8 @@ class Delivery:
         unfinished: set[str] = set()
         try:
             for request in requests:
+                unfinished.add(request.id)  # first: Ctrl-C may come between the two
                 self._engine.submit(request, events.put)
-                unfinished.add(request.id)
             while unfinished:
                 event = events.get()
                 if event.finish_reason is not None:

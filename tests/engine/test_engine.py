@@ -110,6 +110,6 @@ def test_call_returns_and_raises(engine: Engine) -> None:
 
 
 def test_an_idle_engine_uses_no_cpu(engine: Engine) -> None:
-    before = time.process_time()
+    before = engine.call(time.thread_time)
     time.sleep(0.3)
-    assert time.process_time() - before < 0.1
+    assert engine.call(time.thread_time) - before < 0.1

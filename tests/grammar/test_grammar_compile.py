@@ -222,10 +222,10 @@ def test_the_cache_keeps_to_its_bytes_and_to_what_was_used_last() -> None:
 def test_a_cached_grammar_costs_next_to_nothing() -> None:
     compiler, spec = compiler_of(), json_schema(PERSON)
     compiler.start(spec)
-    started = time.perf_counter()
+    started = time.thread_time()
     for _ in range(50):
         compiler.start(spec)
-    assert (time.perf_counter() - started) / 50 < 0.002
+    assert (time.thread_time() - started) / 50 < 0.002
 
 
 def test_threads_may_compile_at_once() -> None:

@@ -133,10 +133,10 @@ def test_compatibility_characters_do_not_become_a_token():
 def test_hostile_contents_take_no_time(kind):
     tokenizer = load_tokenizer(kind, "chatml_plain")
     control = ControlTokens.of(tokenizer, tokenizer.template.source_for())
-    began = time.monotonic()
+    began = time.process_time()
     for text in ("<" * 200_000, "<|im_" * 50_000, "< " * 100_000, "<|im_end|" * 20_000):
         control.marks_for({"content": [text, text]})
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_errors():

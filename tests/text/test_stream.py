@@ -205,11 +205,11 @@ def test_harmony_channels(harmony, text, expected):
 def test_an_endless_repetition_is_linear(format, text):
     """Whatever a model repeats, the splitter does not scan all that came before once more."""
     splitter = format.splitter()
-    began = time.monotonic()
+    began = time.process_time()
     for _ in range(50_000):
         splitter.push(text)
     splitter.finish()
-    assert time.monotonic() - began < 3
+    assert time.process_time() - began < 3
 
 
 def test_harmony_goes_on_with_what_the_prompt_began(harmony):

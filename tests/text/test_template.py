@@ -201,10 +201,10 @@ HOSTILE = {
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_template_is_stopped(source):
     template = ChatTemplate(source, deadline_s=0.3)
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(TemplateError, match=r"was stopped|larger than MAX_RANGE"):
         template.render(HI)
-    assert time.monotonic() - began < 5  # the deadline and a generous step beyond it
+    assert time.process_time() - began < 5  # the deadline and a generous step beyond it
 
 
 def test_limits_grow_with_the_messages():

@@ -222,14 +222,14 @@ HOSTILE = ["<", " ", "\n", "[", "{", "a", '"', "\\", "call:", "<tool_call>", "[T
 @pytest.mark.parametrize("name", NAMES)
 def test_an_endless_repetition_is_linear(name):
     known = tool_format(name)
-    began = time.monotonic()
+    began = time.process_time()
     for unit in [*HOSTILE, *known.begins, known.begins[0] + "x"]:
         parser = ToolParser(known, BOX)
         parser.push((*known.begins, "")[0] + '{"name": "now", "arguments": {"a": "')
         for _ in range(3_000):
             parser.push(unit)
         parser.finish()
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize("open_", ["[", '{"a": ', "(", "{'a': ", "{a:"])

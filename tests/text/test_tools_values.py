@@ -172,9 +172,9 @@ def test_types_of_a_schema(schema, types):
 
 def test_a_schema_that_refers_to_itself_many_times():
     root = {"properties": {"p": {"$ref": "#"}}, "anyOf": [{"$ref": "#"}] * 50}
-    began = time.monotonic()
+    began = time.process_time()
     assert tool(root).types_of("p") == set()
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 """From what a user asks of a model to a request for its engine. Knows text; runs nothing."""
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypedDict, TypeVar
 
 from .answer import Answer
 from .core import Request, SamplingParams, check_token_ids
+from .errors import InvalidRequestError
 from .grammar import GrammarSpec
 from .grammar.guidance import Guidance
 from .info import ModelInfo
@@ -22,6 +23,19 @@ Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 ResponseFormat = Mapping[str, Any]  # {"type": ...}, see LLM.generate
 Asked = tuple[Answer, GrammarSpec | None]  # whose grammar, if any, is still to be compiled
+T = TypeVar("T")
+
+_ENDS = ("add_generation_prompt", "continue_final_message")  # of every template, see encode_chat
+
+
+class ChatOptions(TypedDict, total=False):
+    """What LLM.chat takes beside messages and params, and says of each."""
+
+    tools: Sequence[Message] | None
+    tool_choice: str | Message
+    parallel_tool_calls: bool
+    response_format: ResponseFormat | None
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 class Asking:
@@ -52,28 +66,47 @@ class Asking:
         spec = self._guidance.plan(request.prompt_ids, response_format)
         return self._answer(request, continues=True), spec
 
+    def batch(
+        self,
+        prompts: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        response_format: ResponseFormat | Sequence[ResponseFormat | None] | None,
+    ) -> list[Asked]:
+        """One prompt or many to be continued, with settings for all or for each."""
+        every = [prompts] if is_one_prompt(prompts) else prompts
+        settings = zip(
+            every,
+            _one_each(params, len(every), SamplingParams, "params"),
+            _one_each(response_format, len(every), Mapping, "response_format"),
+            strict=True,
+        )
+        return [self.plain(*each) for each in settings]
+
     def chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None,
         *,
-        tools: Sequence[Message] | None,
-        tool_choice: str | Message,
-        parallel_tool_calls: bool,
-        response_format: ResponseFormat | None,
-        template_kwargs: Mapping[str, Any],
+        tools: Sequence[Message] | None = None,
+        tool_choice: str | Message = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: ResponseFormat | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Asked:
         """A conversation to be answered; arguments and errors as of LLM.chat."""
         use = ToolUse.plan(
             self.tokenizer, self._tool_format, tools, tool_choice, parallel=parallel_tool_calls
         )
         shown = None if use is None else use.shown
-        ids = encode_chat(self.tokenizer, messages, tools=shown, **template_kwargs)
+        variables = dict(chat_template_kwargs or {})
+        ids = encode_chat(self.tokenizer, messages, tools=shown, **variables)
+        self._check_variables(variables)
         spec = self._guidance.plan(ids, response_format, use)
         return self._answer(self.request(ids, params), continues=False, use=use), spec
 
     def beginning(self, prompt: Prompt | Sequence[Message]) -> list[int]:
         """The tokens of a prompt, or of a conversation that goes on."""
+        _check_sequence(prompt)
         messages = [part for part in prompt if isinstance(part, Mapping)]
         if messages:
             return encode_chat(self.tokenizer, messages, add_generation_prompt=False)
@@ -83,12 +116,17 @@ class Asking:
         """Text, or token ids, which are checked."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, parse_special=True)
+        _check_sequence(prompt)
         check_token_ids(prompt, self._vocab_size, param="prompt")
         return list(prompt)
 
     def request(self, ids: list[int], params: SamplingParams | None) -> Request:
         """A request of these prompt tokens."""
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"params is {params!r}; expected SamplingParams(...).", param="params"
+            )
         ends: frozenset[int] = frozenset() if params.ignore_eos else self.end_ids
         return Request(str(next(self._ids)), ids, params, ends.union(params.stop_token_ids))
 
@@ -102,6 +140,18 @@ class Asking:
         """End what compiles grammars."""
         self._guidance.close()
 
+    def _check_variables(self, names: Iterable[str]) -> None:
+        """Raise InvalidRequestError for a variable that the template never reads."""
+        template = self.tokenizer.template
+        assert template is not None  # it has rendered
+        for name in names:
+            if name not in _ENDS and not template.reads(name):
+                raise InvalidRequestError(
+                    f"This model's chat template reads no {name!r}; leave it out of "
+                    "chat_template_kwargs.",
+                    param="chat_template_kwargs",
+                )
+
     def _answer(self, request: Request, *, continues: bool, use: ToolUse | None = None) -> Answer:
         stream = TextStream(
             self.tokenizer,
@@ -114,3 +164,39 @@ class Asking:
             continues=continues,
         )
         return Answer(request, stream)
+
+
+def is_one_prompt(prompts: Any) -> bool:
+    """Whether this is a text or a flat list of token ids, and not a list of such prompts."""
+    if isinstance(prompts, str):
+        return True
+    _check_sequence(prompts)
+    return all(isinstance(item, int) for item in prompts)
+
+
+def _check_sequence(prompt: object) -> None:
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise InvalidRequestError(
+            f"A prompt is a text or a list of token ids, not {type(prompt).__name__}.",
+            param="prompt",
+        )
+
+
+def _one_each(
+    given: T | Sequence[T | None] | None, count: int, kind: type, name: str
+) -> list[T | None]:
+    """One for each of `count` prompts, from one for all or a list."""
+    if given is None or isinstance(given, kind):
+        return [given] * count  # type: ignore[list-item]  # a T, as its kind says
+    if not isinstance(given, (list, tuple)):
+        raise InvalidRequestError(
+            f"{name} is {given!r}; expected a {kind.__name__} for all prompts, or a list with one "
+            "for each.",
+            param=name,
+        )
+    if len(given) != count:
+        raise InvalidRequestError(
+            f"There are {count} prompts and {len(given)} in {name}; give one, or one each.",
+            param=name,
+        )
+    return list(given)

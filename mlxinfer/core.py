@@ -1,7 +1,7 @@
 """The vocabulary that every part shares. Knows no mlx, no text, no files."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -64,6 +64,9 @@ class SamplingParams:
         _check_int("min_tokens", self.min_tokens, low=0)
         _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, optional=True)
         object.__setattr__(self, "stop", _as_stop_strings(self.stop))
+        _check_kind("ignore_eos", self.ignore_eos, bool, "True or False")
+        _check_kind("stop_token_ids", self.stop_token_ids, Collection, "a list of token ids")
+        _check_kind("logit_bias", self.logit_bias, Mapping, "{token id: bias}")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         for token_id in self.stop_token_ids:
@@ -206,6 +209,11 @@ def _as_stop_strings(stop: object) -> tuple[str, ...]:
     raise InvalidRequestError(f"stop is {stop!r}; expected non-empty strings.", param="stop")
 
 
+def _check_kind(name: str, value: object, kind: type, wanted: str) -> None:
+    if not isinstance(value, kind) or isinstance(value, str | bytes):
+        raise InvalidRequestError(f"{name} is {value!r}; expected {wanted}.", param=name)
+
+
 def _check_int(
     name: str, value: object, *, low: int, high: int | None = None, optional: bool = False
 ) -> None:
@@ -222,8 +230,9 @@ def _check_number(
     sound = type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
     above = sound and (value > low if open_low else value >= low)  # type: ignore[operator]
     if not above or value > high:  # type: ignore[operator]
-        bracket = "(" if open_low else "["
+        bounds = f"in {'(' if open_low else '['}{low:g}, {high:g}]"
+        if high == math.inf:
+            bounds = f"{'above' if open_low else 'from'} {low:g}"
         raise InvalidRequestError(
-            f"{name} is {value!r}; expected a finite number in {bracket}{low:g}, {high:g}].",
-            param=name,
+            f"{name} is {value!r}; expected a finite number {bounds}.", param=name
         )

@@ -2,19 +2,26 @@
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from . import hub
-from .asking import Asked, Asking, Message, Prompt, ResponseFormat
+from .asking import (
+    Asked,
+    Asking,
+    ChatOptions,
+    Message,
+    Prompt,
+    ResponseFormat,
+    is_one_prompt,
+)
 from .backend import require_mlx
 from .config import KVOptions
 from .core import SamplingParams
 from .delivery import Delivery, last
-from .errors import InvalidRequestError
 from .opening import PAGE_SIZE, EngineOptions, open_engine
 from .results import Delta, Result
 from .text import Tokenizer
@@ -23,8 +30,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from .engine.engine import Engine
-
-T = TypeVar("T")
 
 
 class LLM:
@@ -147,17 +152,9 @@ class LLM:
         Returns:
             A Result, or a list of them in the order of the prompts.
         """
-        one = _is_one_prompt(prompts)
-        every = [prompts] if one else prompts
-        settings = zip(
-            every,
-            _one_each(params, len(every), SamplingParams, "params"),
-            _one_each(response_format, len(every), Mapping, "response_format"),
-            strict=True,
-        )
-        asked = [self._asking.plain(*each) for each in settings]
+        asked = self._asking.batch(prompts, params, response_format)
         results = self._delivery.run([self._asking.ready(*each) for each in asked])
-        return results[0] if one else results
+        return results[0] if is_one_prompt(prompts) else results
 
     def stream(
         self,
@@ -196,12 +193,7 @@ class LLM:
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Message] | None = None,
-        tool_choice: str | Message = "auto",
-        parallel_tool_calls: bool = True,
-        response_format: ResponseFormat | None = None,
-        **template_kwargs: Any,
+        **options: Unpack[ChatOptions],
     ) -> Result:
         """Answer a conversation, rendered by the model's own chat template.
 
@@ -212,82 +204,50 @@ class LLM:
             tools: what the model may call: {"type": "function", "function": {"name": ...,
                 "parameters": JSON schema}}. Calls are in `tool_calls` of the result, not in its
                 text.
-            tool_choice: "auto", "none", "required", or {"type": "function", "function":
-                {"name": ...}}; the last two make the model call.
-            parallel_tool_calls: whether an answer may have several calls.
+            tool_choice: "auto" (the default), "none", "required", or {"type": "function",
+                "function": {"name": ...}}; the last two make the model call.
+            parallel_tool_calls: whether an answer may have several calls; it may unless told
+                otherwise.
             response_format: what the answer must look like, as of `generate`.
-            **template_kwargs: variables of the chat template, such as enable_thinking.
+            chat_template_kwargs: variables of the chat template, such as
+                {"enable_thinking": False}.
 
         Raises:
             TemplateError: the model has no chat template, it refused these messages, or it knows
                 no tools.
-            InvalidRequestError: a tool or the choice is wrong, or a grammar cannot be compiled.
+            InvalidRequestError: a tool or the choice is wrong, a grammar cannot be compiled, or
+                the template has no such variable.
         """
-        asked = self._asking.chat(
-            messages,
-            params,
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            response_format=response_format,
-            template_kwargs=template_kwargs,
-        )
+        asked = self._asking.chat(messages, params, **options)
         return self._delivery.run([self._asking.ready(*asked)])[0]
 
     def stream_chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Message] | None = None,
-        tool_choice: str | Message = "auto",
-        parallel_tool_calls: bool = True,
-        response_format: ResponseFormat | None = None,
-        **template_kwargs: Any,
+        **options: Unpack[ChatOptions],
     ) -> Iterator[Delta]:
         """Answer a conversation and yield what each step adds; arguments as of `chat`."""
-        asked = self._asking.chat(
-            messages,
-            params,
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            response_format=response_format,
-            template_kwargs=template_kwargs,
-        )
+        asked = self._asking.chat(messages, params, **options)
         return self._delivery.stream(self._asking.ready(*asked))
 
     async def achat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
-        **kwargs: Any,
+        **options: Unpack[ChatOptions],
     ) -> Result:
-        """`chat` for asyncio."""
-        return await last(self.astream_chat(messages, params, **kwargs))
+        """`chat` for asyncio; cancelling the task ends the request."""
+        return await last(self.astream_chat(messages, params, **options))
 
     def astream_chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Message] | None = None,
-        tool_choice: str | Message = "auto",
-        parallel_tool_calls: bool = True,
-        response_format: ResponseFormat | None = None,
-        **template_kwargs: Any,
+        **options: Unpack[ChatOptions],
     ) -> AsyncIterator[Delta]:
         """`stream_chat` for asyncio."""
-        asked = self._asking.chat(
-            messages,
-            params,
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            response_format=response_format,
-            template_kwargs=template_kwargs,
-        )
-        return self._astream(asked)
+        return self._astream(self._asking.chat(messages, params, **options))
 
     def pin(self, prompt: Prompt | Sequence[Message]) -> int:
         """Compute the KV cache of a prompt or a conversation's beginning, and keep it the longest.
@@ -355,31 +315,3 @@ class LLM:
 def _close(engine: "Engine", asking: Asking) -> None:
     engine.close()
     asking.close()
-
-
-def _is_one_prompt(prompts: Any) -> bool:
-    """A text, or a flat list of integers; a list of prompts is many."""
-    if isinstance(prompts, str):
-        return True
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise InvalidRequestError(
-            f"A prompt is a text or a list of token ids, not {type(prompts).__name__}.",
-            param="prompt",
-        )
-    return all(isinstance(item, int) for item in prompts)
-
-
-def _one_each(
-    given: T | Sequence[T | None] | None, count: int, kind: type, name: str
-) -> list[T | None]:
-    """One for each of `count` prompts, from one for all or a list."""
-    if given is None or isinstance(given, kind):
-        return [given] * count  # type: ignore[list-item]  # a T, as its kind says
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise InvalidRequestError(f"{name} is {given!r}; give one, or one each.", param=name)
-    if len(given) != count:
-        raise InvalidRequestError(
-            f"There are {count} prompts and {len(given)} in {name}; give one, or one each.",
-            param=name,
-        )
-    return list(given)

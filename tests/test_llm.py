@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -179,11 +180,44 @@ def test_ctrl_c_ends_the_requests_of_a_cell(llm: LLM) -> None:
         (b"bytes", "bytes"),
         (None, "NoneType"),
         (7, "int"),
+        ([1.5], "float"),
+        ([1, "a"], "not int"),
     ],
 )
 def test_bad_prompts(llm: LLM, prompt: object, message: str) -> None:
     with pytest.raises(mlxinfer.InvalidRequestError, match=message):
         llm.generate(prompt, SamplingParams(max_tokens=2))  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("prompt", [None, 7, b"bytes"])
+def test_bad_prompts_of_streams_and_pins(llm: LLM, prompt: Any) -> None:
+    for ask in (llm.stream, llm.pin, llm.logits):
+        with pytest.raises(mlxinfer.InvalidRequestError, match="A prompt is a text or a list"):
+            ask(prompt)
+
+
+def test_params_are_sampling_params(llm: LLM) -> None:
+    wrong: Any = {"max_tokens": 3}
+    for ask in (llm.stream, llm.generate):
+        with pytest.raises(mlxinfer.InvalidRequestError, match="SamplingParams") as caught:
+            ask("A", wrong)
+        assert caught.value.param == "params"
+    with pytest.raises(mlxinfer.InvalidRequestError, match="SamplingParams"):
+        llm.chat(QUESTION, wrong)
+    with pytest.raises(mlxinfer.InvalidRequestError, match="SamplingParams"):
+        llm.generate(["A"], [wrong])
+
+
+def test_chat_takes_no_option_that_it_would_ignore(llm: LLM) -> None:
+    misplaced: Any = {"max_tokens": 3}
+    with pytest.raises(TypeError, match="max_tokens"):
+        llm.chat(QUESTION, **misplaced)
+    with pytest.raises(mlxinfer.InvalidRequestError, match="reads no 'enable_thinking'"):
+        llm.chat(QUESTION, chat_template_kwargs={"enable_thinking": False})
+    going_on = [*QUESTION, {"role": "assistant", "content": "I am the demo"}]
+    ends = {"add_generation_prompt": False, "continue_final_message": True}
+    result = llm.chat(going_on, SamplingParams(max_tokens=2), chat_template_kwargs=ends)
+    assert result.text == " model of"
 
 
 @pytest.mark.parametrize(
@@ -202,9 +236,13 @@ def test_bad_prompts(llm: LLM, prompt: object, message: str) -> None:
         ({"stop": [1]}, "stop"),
         ({"logprobs": 21}, "logprobs"),
         ({"logit_bias": {"a": 1.0}}, "logit_bias"),
+        ({"logit_bias": "a"}, "logit_bias is 'a'"),
+        ({"ignore_eos": "off"}, "ignore_eos is 'off'"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5"),
+        ({"stop_token_ids": "a"}, "stop_token_ids is 'a'"),
         ({"logit_bias": {1: float("nan")}}, "logit_bias"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
-        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 0}, r"expected a finite number above 0\."),
     ],
 )
 def test_bad_settings_name_themselves(values: dict[str, object], message: str) -> None:

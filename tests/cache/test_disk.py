@@ -343,10 +343,11 @@ import sys
 from mlxinfer.cache.disk import DiskTier, namespace_key, page_key
 model = namespace_key("model", "bf16")
 tier = DiskTier(sys.argv[1], model, max_bytes=2**20)
-print("ready", flush=True)
 for n in range(10**9):
     tier.put(page_key(model, [n]), model, [n], n.to_bytes(4, "little") * 5000)
     tier.flush()
+    if n == 3:
+        print("under way", flush=True)
 """
 
 
@@ -354,7 +355,7 @@ def test_a_killed_process_leaves_whole_entries(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WRITE_FOR_EVER, str(tmp_path)]
     for delay_s in (0.02, 0.05):
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-            assert process.stdout.readline() == b"ready\n"
+            assert process.stdout.readline() == b"under way\n"
             time.sleep(delay_s)
             process.send_signal(signal.SIGKILL)
     tier = DiskTier(str(tmp_path), MODEL, max_bytes=2**20)

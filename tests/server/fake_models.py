@@ -43,6 +43,7 @@ class Machine:
     clock: float = 0.0
     failing: set[str] = field(default_factory=set)  # models that cannot be loaded
     slow: dict[str, float] = field(default_factory=dict)  # seconds of a load or an end
+    held: dict[str, threading.Event] = field(default_factory=dict)  # ... until it may go on
     loads: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     there: dict[str, FakeModel] = field(default_factory=dict)
@@ -50,6 +51,13 @@ class Machine:
 
     def wait(self, name: str) -> None:
         time.sleep(self.slow.get(name, 0.0))
+        if name in self.held:
+            assert self.held[name].wait(10)
+
+    def hold(self, name: str) -> threading.Event:
+        """Loads and ends of a model wait for the event from now on."""
+        self.held[name] = threading.Event()
+        return self.held[name]
 
     def load(self, name: str, num_bytes: int, kv_bytes: int) -> FakeModel:
         model = FakeModel(name, num_bytes, self)

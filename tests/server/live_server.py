@@ -78,6 +78,7 @@ class LiveServer:
         self.port: int = listener.getsockname()[1]
         self.server = Server(self.service, listener)
         self._thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+        self._ahead_s = 0.0  # of the event loop's clock
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -111,6 +112,14 @@ class LiveServer:
         with self.stream(path, body) as response:
             assert response.status_code == 200, response.read()
             return list(events_of(response))
+
+    def move_clock(self, seconds: float) -> None:
+        """Let so much time pass for the server's event loop; it never goes back."""
+        loop = self.server._loop
+        assert loop is not None
+        self._ahead_s += seconds
+        vars(loop)["time"] = lambda: time.monotonic() + self._ahead_s
+        loop.call_soon_threadsafe(lambda: None)  # it looks at its clock
 
     def connections(self) -> int:
         """How many are open, those of our own client included."""

@@ -87,15 +87,6 @@ def test_a_client_may_set_a_deadline(server: LiveServer) -> None:
         assert refused.json()["error"]["param"] == "x-request-timeout"
 
 
-def move_clock(server: LiveServer, seconds: float) -> None:
-    """Let so much time pass for the server's event loop; it never goes back."""
-    loop = server.server._loop
-    assert loop is not None
-    right = loop.time
-    vars(loop)["time"] = lambda: right() + seconds
-    loop.call_soon_threadsafe(lambda: None)  # it looks at its clock
-
-
 def test_a_deadline_ends_a_stream_with_an_error_event() -> None:
     request = {**long_chat(n=8), "stream": True}
     headers = {"x-request-timeout": "1000"}
@@ -105,7 +96,7 @@ def test_a_deadline_ends_a_stream_with_an_error_event() -> None:
     ):
         events = events_of(response)
         next(events)
-        move_clock(server, 1000)
+        server.move_clock(1000)
         *_, last = events
         assert last["error"]["code"] == "deadline_exceeded"
         assert set(last["error"]) == {"message", "type", "param", "code"}

@@ -1,12 +1,12 @@
 """The registry with models that take no time: who is loaded, who goes, and who is told what."""
 
 import asyncio
-import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 from fake_models import MB, Machine
+from live_server import wait_until
 
 from mlxinfer.errors import (
     CheckpointError,
@@ -43,6 +43,11 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 10))
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
 async def touch(models: Models, *names: str | None) -> None:
     for name in names:
         async with models.use(name):
@@ -73,12 +78,13 @@ def test_an_unknown_name_is_a_404_that_says_what_there_is(models: Models) -> Non
 def test_many_waiters_cause_one_load_and_one_that_leaves_does_not_stop_it(
     machine: Machine, models: Models
 ) -> None:
-    machine.slow["a"] = 0.05
+    go_on = machine.hold("a")
 
     async def work() -> None:
         waiting = [asyncio.create_task(touch(models, "a")) for _ in range(20)]
-        await asyncio.sleep(0.01)
+        await until(lambda: models.find("a").users == 20)
         waiting[0].cancel()
+        go_on.set()
         await asyncio.gather(*waiting[1:])
         assert waiting[0].cancelled()
 
@@ -124,7 +130,6 @@ def test_a_failed_load_is_told_to_all_and_tried_again_later(
     machine: Machine, models: Models
 ) -> None:
     machine.failing.add("a")
-    machine.slow["a"] = 0.02
 
     async def work() -> None:
         waiting = [asyncio.create_task(touch(models, "a")) for _ in range(3)]
@@ -207,8 +212,8 @@ def test_unloading_by_hand(machine: Machine, models: Models) -> None:
         async with models.use("a"):
             with pytest.raises(ModelBusyError):
                 await models.unload("a")
-            going = asyncio.create_task(models.unload("a", 5.0))
-            await asyncio.sleep(0.03)
+            going = asyncio.create_task(models.unload("a", 10.0))
+            await until(lambda: models.find("a").leaving)
             with pytest.raises(OverloadedError, match="being unloaded"):
                 await touch(models, "a")
             assert not going.done()
@@ -224,7 +229,7 @@ def test_a_model_whose_unload_did_not_work_goes_on(models: Models) -> None:
     async def work() -> None:
         async with models.use("a"):
             with pytest.raises(ModelBusyError, match="answers 1 requests"):
-                await models.unload("gpt", 0.03)
+                await models.unload("gpt", 0.01)
             await touch(models, "a")
 
     run(work())
@@ -233,13 +238,14 @@ def test_a_model_whose_unload_did_not_work_goes_on(models: Models) -> None:
 def test_who_comes_while_a_model_goes_gets_it_again(machine: Machine, models: Models) -> None:
     async def work() -> None:
         await touch(models, "a")
-        machine.slow["a"] = 0.03
+        go_on = machine.hold("a")
         going = asyncio.create_task(models.unload("a"))
-        while models.find("a").state is not State.UNLOADING:
-            await asyncio.sleep(0)
+        await until(lambda: models.find("a").state is State.UNLOADING)
         models.find("a").leaving = False  # as for one that is unloaded for its memory
-        await touch(models, "a")
-        await going
+        coming = asyncio.create_task(touch(models, "a"))
+        await until(lambda: models.find("a").users == 1)
+        go_on.set()
+        await asyncio.gather(coming, going)
 
     run(work())
     assert machine.loads == ["a", "a"]
@@ -277,14 +283,14 @@ def test_a_model_that_does_not_end_keeps_its_memory(
 
     async def work() -> None:
         await touch(models, "a")
-        machine.slow["a"] = 0.2
+        go_on = machine.hold("a")
         for name in ("big", "big", "a"):
             with pytest.raises(OverloadedError, match=r"stuck|no room"):
                 await touch(models, name)
             assert models.held_bytes == 11 * MB
         await touch(models, "b")
-        while models.find("a").state is not State.UNLOADED:
-            await asyncio.sleep(0.01)
+        go_on.set()
+        await until(lambda: models.find("a").state is State.UNLOADED)
         await touch(models, "a")
 
     run(work())
@@ -294,21 +300,21 @@ def test_a_model_that_does_not_end_keeps_its_memory(
 def test_the_end_takes_along_what_is_being_loaded_and_leaves_what_is_stuck(
     machine: Machine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxinfer.server.registry.models.CLOSE_S", 0.4)
+    monkeypatch.setattr("mlxinfer.server.registry.models.CLOSE_S", 0.1)
+    loads, ends = machine.hold("a"), machine.hold("b")
 
     async def work() -> None:
+        ends.set()
         await touch(models, "b")
-        machine.slow.update(a=0.1, b=2.0)
-        asyncio.get_running_loop().call_later(0.03, asyncio.current_task().cancel)  # type: ignore[union-attr]
-        await touch(models, "a")
+        ends.clear()
+        asyncio.create_task(touch(models, "a"))  # noqa: RUF006  # cancelled as the loop ends
+        await until(lambda: models.find("a").state is State.LOADING)
 
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(work())
-    machine.slow["a"] = 0.0
-    began = time.monotonic()
-    models.close()
-    assert time.monotonic() - began < 1
-    assert set(machine.there) == {"b"}
+    asyncio.run(work())
+    loads.set()
+    models.close()  # though the end of b waits
+    wait_until(lambda: set(machine.there) == {"b"})
+    ends.set()
 
 
 @pytest.mark.parametrize("other", [{"name": "a"}, {"name": "x", "aliases": ("a",)}])

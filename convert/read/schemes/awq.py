@@ -6,6 +6,7 @@ GEMM: qweight (in, out / 8) int32, packed along the outputs, output 8c + ORDER[p
 Source: github.com/casper-hansen/AutoAWQ, awq/utils/packing_utils.py and awq/modules/linear.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator
 
 import numpy as np
@@ -55,7 +56,11 @@ class AWQ:
             yield kind(path, *arrays, group_size=self._group_size)
 
 
-class _Gemm(AffineReader):
+class _Module(AffineReader):
+    """What the layouts share: three arrays, read in the same groups."""
+
+    layout: str  # of qweight
+
     def __init__(
         self,
         path: str,
@@ -66,20 +71,42 @@ class _Gemm(AffineReader):
         group_size: int,
     ) -> None:
         if len(qweight.expect(["I32"]).shape) != 2 or 0 in qweight.shape:
-            raise qweight.fail(f"has shape {qweight.shape}; expected (in, out / 8)")
-        in_dims, words = qweight.shape
-        group_size = _checked_group(qweight, in_dims, group_size)
-        groups = in_dims // group_size
-        qzeros.expect(["I32"], (groups, words))
-        scales.expect(["F16", "BF16"], (groups, words * _PER_WORD))
+            raise qweight.fail(f"has shape {qweight.shape}; expected {self.layout}")
         self._arrays = (qweight, qzeros, scales)
+        shape = self.shape_of(qweight)
+        group_size = _checked_group(qweight, shape[1], group_size)
+        self.expect_groups(shape[1] // group_size)
         super().__init__(
-            _info(path, (words * _PER_WORD, in_dims), self._arrays, group_size),
+            _info(path, shape, self._arrays, group_size),
             self._arrays,
             bits=4,
             group_size=group_size,
             scale_dtype="float32",
         )
+
+    @staticmethod
+    @abstractmethod
+    def shape_of(qweight: StoredArray) -> tuple[int, int]:
+        """(out, in) of the matrix."""
+
+    @abstractmethod
+    def expect_groups(self, groups: int) -> None:
+        """Whether qzeros and scales have room for so many."""
+
+
+class _Gemm(_Module):
+    layout = "(in, out / 8)"
+
+    @staticmethod
+    def shape_of(qweight: StoredArray) -> tuple[int, int]:
+        """Packed along the outputs."""
+        return qweight.shape[1] * _PER_WORD, qweight.shape[0]
+
+    def expect_groups(self, groups: int) -> None:
+        """As many rows."""
+        qweight, qzeros, scales = self._arrays
+        qzeros.expect(["I32"], (groups, qweight.shape[1]))
+        scales.expect(["F16", "BF16"], (groups, qweight.shape[1] * _PER_WORD))
 
     def triple(self, rows: slice) -> tuple[Words, Array, Array]:
         """Words repacked along the inputs; bias = -zero * scale."""
@@ -92,42 +119,29 @@ class _Gemm(AffineReader):
         return pack(np.ascontiguousarray(codes.T), 4), steps, -zeros * steps
 
 
-class _Gemv(AffineReader):
-    def __init__(
-        self,
-        path: str,
-        qweight: StoredArray,
-        qzeros: StoredArray,
-        scales: StoredArray,
-        *,
-        group_size: int,
-    ) -> None:
-        if len(qweight.expect(["I32"]).shape) != 2 or 0 in qweight.shape:
-            raise qweight.fail(f"has shape {qweight.shape}; expected (out, in / 8)")
-        out_dims, words = qweight.shape
-        in_dims = words * _PER_WORD
-        group_size = _checked_group(qweight, in_dims, group_size)
-        groups = in_dims // group_size
-        padded = qzeros.expect(["I32"]).shape[-1] if qzeros.shape else 0
+class _Gemv(_Module):
+    layout = "(out, in / 8)"
+
+    @staticmethod
+    def shape_of(qweight: StoredArray) -> tuple[int, int]:
+        """Packed along the inputs."""
+        return qweight.shape[0], qweight.shape[1] * _PER_WORD
+
+    def expect_groups(self, groups: int) -> None:
+        """As many columns, perhaps padded."""
+        qweight, qzeros, scales = self._arrays
+        padded = qzeros.shape[-1] if qzeros.shape else 0
         if padded * _PER_WORD < groups:
             raise qzeros.fail(f"has shape {qzeros.shape}; expected room for {groups} groups")
-        qzeros.expect(["I32"], (out_dims, padded))
-        scales.expect(["F16", "BF16"], (out_dims, padded * _PER_WORD))
-        self._arrays = (qweight, qzeros, scales)
-        self._groups = groups
-        super().__init__(
-            _info(path, (out_dims, in_dims), self._arrays, group_size),
-            self._arrays,
-            bits=4,
-            group_size=group_size,
-            scale_dtype="float32",
-        )
+        qzeros.expect(["I32"], (qweight.shape[0], padded))
+        scales.expect(["F16", "BF16"], (qweight.shape[0], padded * _PER_WORD))
 
     def triple(self, rows: slice) -> tuple[Words, Array, Array]:
         """Words as they are; what pads the groups is left out."""
         qweight, qzeros, scales = self._arrays
-        steps = scales.floats(rows)[:, : self._groups]
-        zeros = unpack(qzeros.view(rows).view(np.uint32), 4, self._groups).astype(np.float32)
+        groups = self.info.shape[1] // self.group_size
+        steps = scales.floats(rows)[:, :groups]
+        zeros = unpack(qzeros.view(rows).view(np.uint32), 4, groups).astype(np.float32)
         return np.ascontiguousarray(qweight.view(rows)).view(np.uint32), steps, -zeros * steps
 
 

@@ -27,7 +27,7 @@ from .plan import Plan, Planned, dumped, make_plan
 from .read import MLXFormat, Source
 from .report import Report, make_report
 from .shards import Progress, Told, checked_entries, entries_of, write_shard
-from .sidefiles import config_json, index_json, write_json, write_side_files
+from .sidefiles import config_json, has_tokenizer, index_json, write_json, write_side_files
 from .texts import Texts, make_texts
 from .workplace import Workplace, check_target, disk_failures, working
 from .write import Budget, TensorWriter, little_cached
@@ -66,6 +66,7 @@ class Conversion:
         """
         place = Workplace(self.out)
         self._check_room(place)
+        self._check_tokenizer()
         with (
             working(place, resume=resume, restart=restart),
             little_cached(),
@@ -112,6 +113,19 @@ class Conversion:
                 param="max_memory",
             )
 
+    @property
+    def _needs_texts(self) -> bool:
+        return self.options.calibration is not None or self._comparing
+
+    def _check_tokenizer(self) -> None:
+        """Raise where texts are needed that nobody can read."""
+        if self._needs_texts and not has_tokenizer(self.source.side_files()):
+            raise ConversionError(
+                f"{self.source.label} has no tokenizer, which calibration and comparing logits "
+                "need. Name a folder that has the model's tokenizer.json with --tokenizer FOLDER, "
+                "or do without both: --calibration none --check tensors."
+            )
+
     def _run(self, place: Workplace) -> Report:
         journal = Journal(place.journal)
         journal.begin(
@@ -138,7 +152,7 @@ class Conversion:
     def _measure(self, place: Workplace) -> tuple[Texts | None, Measured]:
         """The pass over the model, unless nothing needs it or an earlier run has done it."""
         options = self.options
-        if options.calibration is None and not self._comparing:
+        if not self._needs_texts:
             return None, Measured()
         texts = self._texts(place)
         references = reference_paths(place) if self._comparing else ()

@@ -7,7 +7,7 @@ its defaults and answers nonsense.
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from .plan import Plan
 from .read import Source
 
 _LEFT_OUT = ("_name_or_path", "vision_config", "auto_map")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json")
 _NEVER = (".py", ".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
 
@@ -61,6 +62,11 @@ def write_side_files(folder: Path, source: Source) -> None:
             write_file(target, content)
         else:
             shutil.copyfile(content, target)
+
+
+def has_tokenizer(names: Iterable[str]) -> bool:
+    """Whether one of these side files is a tokenizer."""
+    return any(name in _TOKENIZERS or name.endswith(".tiktoken") for name in names)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -1,12 +1,12 @@
 """A finished folder onto the hub, through huggingface_hub. Knows no tensors."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import DownloadError, InvalidRequestError, ModelNotFoundError
 from ..hub.errors import LOGIN
+from ..hub.listing import endpoint
 from ..hub.names import offline, parse_repo_name
 from .report import read_report
 
@@ -47,7 +47,7 @@ def upload(folder: Path, repo: str, *, private: bool = False, bars: bool = False
     read_report(folder)
     from huggingface_hub import HfApi
 
-    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="mlxinfer")
+    api = HfApi(endpoint=endpoint(), library_name="mlxinfer")
     with _failures(folder, repo), _bars(bars):
         url = api.create_repo(repo, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Converted by mlxinfer")

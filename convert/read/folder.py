@@ -21,10 +21,20 @@ SIDE_FILES = (
     *("chat_template.jinja", "chat_template.json", "preprocessor_config.json"),
     *("processor_config.json", "*.tiktoken", "additional_chat_templates/*.jinja"),
 )
+_NOT_THE_TOKENIZERS = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+
+SideFiles = Callable[[], Mapping[str, bytes | Path]]
 
 
-def open_folder(folder: Path) -> ReaderSource:
+def open_folder(folder: Path, tokenizer: SideFiles | None = None) -> ReaderSource:
     """The checkpoint in a folder, in any of the formats that methods.py knows.
+
+    Args:
+        tokenizer: files from elsewhere, instead of those in the folder.
 
     Raises:
         CheckpointError: a file that is broken or disagrees with another.
@@ -46,7 +56,7 @@ def open_folder(folder: Path) -> ReaderSource:
         beside=beside,
         arrays=stored_arrays(headers, starts, files),
         files=files,
-        side_files=lambda: local_side_files(folder),
+        side_files=lambda: exchanged(local_side_files(folder), tokenizer),
         fingerprint=digest.hexdigest(),
         is_here=True,
     )
@@ -59,7 +69,7 @@ def assemble(
     beside: Mapping[str, Mapping[str, Any]],
     arrays: Mapping[str, StoredArray],
     files: DroppableFiles,
-    side_files: Callable[[], Mapping[str, bytes | Path]],
+    side_files: SideFiles,
     fingerprint: str,
     is_here: bool,
 ) -> ReaderSource:
@@ -107,6 +117,15 @@ def local_side_files(folder: Path) -> dict[str, bytes | Path]:
         for path in sorted(folder.glob(pattern))
         if path.is_file()
     }
+
+
+def exchanged(
+    own: Mapping[str, bytes | Path], tokenizer: SideFiles | None
+) -> Mapping[str, bytes | Path]:
+    """A checkpoint's own side files, but for another tokenizer where one is given."""
+    if tokenizer is None:
+        return own
+    return {name: own[name] for name in _NOT_THE_TOKENIZERS if name in own} | dict(tokenizer())
 
 
 def data_start(path: Path) -> int:

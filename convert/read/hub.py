@@ -6,15 +6,16 @@ take no room on the disk; so the same checks read them that read a folder.
 
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ...errors import CheckpointError, DownloadError, ModelNotFoundError
 from ...hub.cache import find_snapshot, missing_files
+from ...hub.listing import list_files
 from ...hub.names import RepoName, parse_repo_name
-from ...hub.remote import fetch_small, list_files, read_range
+from ...hub.remote import fetch_small, read_range
 from ...models.files import INDEX, read_headers
 from ...models.jsonfields import read_json
 from ...models.safetensors import MAX_HEADER_BYTES
@@ -22,8 +23,10 @@ from .base import ReaderSource
 from .folder import (
     QUANT_FILES,
     SIDE_FILES,
+    SideFiles,
     assemble,
     data_start,
+    exchanged,
     open_folder,
     stored_arrays,
 )
@@ -37,7 +40,7 @@ def open_repo(
     *,
     downloads: Path | None = None,
     report: Report = lambda count: None,
-    side_files: Callable[[], Mapping[str, bytes | Path]] | None = None,
+    tokenizer: SideFiles | None = None,
 ) -> ReaderSource:
     """`org/name[@revision]`, or that and the path of one of its GGUF files.
 
@@ -45,7 +48,7 @@ def open_repo(
         downloads: where shards are kept until they were read; a later call with the same folder
             goes on with what is there. By default a temporary folder.
         report: told how many bytes arrived.
-        side_files: for GGUF: tokenizer and templates from elsewhere.
+        tokenizer: files from elsewhere, instead of those in the repository.
 
     Raises:
         CheckpointError, UnsupportedModelError: as open_folder() and open_gguf().
@@ -54,14 +57,14 @@ def open_repo(
     repo, wanted = _parse(name)
     snapshot = find_snapshot(repo)
     if wanted is None and snapshot is not None and not missing_files(snapshot):
-        return open_folder(snapshot)
+        return open_folder(snapshot, tokenizer)
     listing = list_files(repo)
     folder = downloads or Path(tempfile.mkdtemp(prefix="mlxinfer-"))
     files = HubFiles(listing, folder, report)
     try:
         if wanted is None and any(_is_weights(file.path) for file in listing.files):
-            return _open_safetensors(files)
-        return _open_gguf(files, wanted, side_files)
+            return _open_safetensors(files, tokenizer)
+        return _open_gguf(files, wanted, tokenizer)
     except BaseException:
         if downloads is None:
             files.close()
@@ -79,7 +82,7 @@ def _is_weights(path: str) -> bool:
     return path.endswith(".safetensors") and "/" not in path
 
 
-def _open_safetensors(files: HubFiles) -> ReaderSource:
+def _open_safetensors(files: HubFiles, tokenizer: SideFiles | None) -> ReaderSource:
     names = set(files.remote)
     if "config.json" not in names:
         raise CheckpointError(f"{files.listing.repo} has no config.json.")
@@ -100,7 +103,7 @@ def _open_safetensors(files: HubFiles) -> ReaderSource:
         beside=beside,
         arrays=stored_arrays(headers, starts, files),
         files=files,
-        side_files=lambda: _side_files(files),
+        side_files=lambda: exchanged(_side_files(files), tokenizer),
         fingerprint=_fingerprint(files, list(headers)),
         is_here=False,
     )
@@ -133,7 +136,7 @@ def _lay_out(files: HubFiles, shard: str, target: Path) -> None:
 def _open_gguf(
     files: HubFiles,
     wanted: str | None,
-    side_files: Callable[[], Mapping[str, bytes | Path]] | None,
+    tokenizer: SideFiles | None,
 ) -> ReaderSource:
     first = wanted or _only_gguf(files)
     if ".." in first or "\\" in first or first.startswith("/"):
@@ -155,7 +158,7 @@ def _open_gguf(
         label=f"{files.listing.repo}/{first}",
         headers=headers,
         files=files,
-        side_files=side_files,
+        side_files=tokenizer,
         fingerprint=_fingerprint(files, parts),
         read_small=files.small,
     )

@@ -26,7 +26,7 @@ def open_source(
     Args:
         source: a folder of safetensors, a GGUF file, a folder with one GGUF file, a bundled model,
             or a hub repository as org/name[@revision] or org/name[@revision]/file.gguf.
-        tokenizer: for GGUF: a folder whose tokenizer is taken instead of the one in the file.
+        tokenizer: a folder whose tokenizer is taken instead of the source's own.
         downloads: where shards from the hub are kept until forget() was told of all their tensors;
             by default a temporary folder, which close() deletes.
         report: told how many bytes arrived from the hub.
@@ -37,19 +37,20 @@ def open_source(
         ModelNotFoundError: nothing is there.
         UnsupportedModelError: a format or an architecture that is not known.
     """
-    others = None if tokenizer is None else lambda: _tokenizer_of(tokenizer)
+    found = None if tokenizer is None else _tokenizer_of(tokenizer)
+    others = None if found is None else lambda: found
     path = resolve(str(source)) if is_bundled(str(source)) else Path(source).expanduser()
     if path.is_dir() and not any(path.glob("*.safetensors")):
         path = _only_gguf(path) or path
     if path.is_dir():
-        return open_folder(path)
+        return open_folder(path, others)
     if path.suffix == ".gguf" and path.is_file():
         return open_gguf(path, others)
     if path.is_file():
         raise _unreadable(path)
     if isinstance(source, Path) or source.startswith(("/", "./", "../", "~")):
         raise ModelNotFoundError(f"There is no {str(source)!r}.")
-    return open_repo(source, downloads=downloads, report=report, side_files=others)
+    return open_repo(source, downloads=downloads, report=report, tokenizer=others)
 
 
 def _only_gguf(folder: Path) -> Path | None:
@@ -64,7 +65,7 @@ def _only_gguf(folder: Path) -> Path | None:
 def _tokenizer_of(folder: Path) -> Mapping[str, bytes | Path]:
     found = local_side_files(folder)
     if "tokenizer.json" not in found and "tokenizer.model" not in found:
-        raise ModelNotFoundError(f"{folder} has no tokenizer.json.")
+        raise ModelNotFoundError(f"The folder for the tokenizer, {folder}, has no tokenizer.json.")
     return found
 
 

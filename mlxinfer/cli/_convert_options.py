@@ -68,7 +68,7 @@ RUN_OPTIONS = (
         "--tokenizer",
         type=click.Path(path_type=Path),
         metavar="FOLDER",
-        help="For a .gguf file: whose tokenizer to take instead of its own.",
+        help="Whose tokenizer to take instead of the source's own.",
     ),
     click.option(
         "--max-memory", type=Size(), metavar="SIZE", help="Such as 2GB.  [default: what is useful]"

@@ -6,7 +6,6 @@ at the new commit only when every file is there, so an old version stays usable 
 """
 
 import fnmatch
-import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -18,15 +17,15 @@ from typing import Any
 from ..errors import DownloadError
 from ..memory import human_bytes
 from .errors import hub_failures
-from .fetch import Source, fetch, partial_path, patiently
-from .names import RepoName, cache_folder, offline
+from .fetch import Source, fetch, partial_path
+from .listing import Listing, RemoteFile, endpoint, list_files
+from .names import RepoName, cache_folder
 
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "tokenizer*", "*.tiktoken")
 NEVER = ("*.bin", "*.pt", "*.pth", "*.py", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.pkl")
 TEMPLATES = "additional_chat_templates/"
 SPARE_BYTES = 64 << 20  # what a download leaves free on the disk
 WORKERS = 4
-METADATA_TIMEOUT_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,23 +85,10 @@ def plan_download(repo: RepoName) -> Plan:
         ModelNotFoundError, DownloadError: as hub_failures() words them; and a DownloadError for a
             repository without safetensors.
     """
-    if offline():
-        raise DownloadError(f"HF_HUB_OFFLINE forbids to ask the hub for {repo}.")
-    with hub_failures(repo):
-        from huggingface_hub import HfApi
-
-        api = HfApi(endpoint=_endpoint(), library_name="mlxinfer")
-        info = patiently(
-            lambda: api.model_info(
-                repo.repo_id,
-                revision=repo.revision,
-                files_metadata=True,
-                timeout=METADATA_TIMEOUT_S,
-            )
-        )
-    names = _needed([sibling.rfilename for sibling in info.siblings or ()], repo)
-    files = [_planned(repo, info.sha, s) for s in info.siblings if s.rfilename in names]
-    return Plan(repo, info.sha, tuple(files), _free_bytes())
+    listing = list_files(repo)
+    names = _needed([file.path for file in listing.files], repo)
+    files = [_planned(listing, file) for file in listing.files if file.path in names]
+    return Plan(repo, listing.commit, tuple(files), _free_bytes())
 
 
 def download(repo: RepoName, *, progress: Progress | None = None) -> Path:
@@ -166,16 +152,17 @@ def _is_wanted(name: str) -> bool:
     return matches and not any(fnmatch.fnmatchcase(lower, pattern) for pattern in NEVER)
 
 
-def _planned(repo: RepoName, commit: str, sibling: Any) -> PlannedFile:
-    size = sibling.size or 0
-    sha256 = sibling.lfs.sha256 if sibling.lfs else None
-    pointer = repo.folder / "snapshots" / commit / sibling.rfilename
-    present = size if pointer.is_file() else 0
-    if not present and sha256:
-        blob = repo.folder / "blobs" / sha256
+def _planned(listing: Listing, file: RemoteFile) -> PlannedFile:
+    folder = listing.repo.folder
+    present = file.size if (folder / "snapshots" / listing.commit / file.path).is_file() else 0
+    if not present and file.sha256:
+        blob = folder / "blobs" / file.sha256
         partial = partial_path(blob)
-        present = size if blob.is_file() else partial.stat().st_size if partial.is_file() else 0
-    return PlannedFile(sibling.rfilename, size, sha256, min(present, size))
+        if blob.is_file():
+            present = file.size
+        elif partial.is_file():
+            present = partial.stat().st_size
+    return PlannedFile(file.path, file.size, file.sha256, min(present, file.size))
 
 
 def _fetch_weights(plan: Plan, tally: _Tally) -> None:
@@ -195,7 +182,7 @@ def _fetch_weights(plan: Plan, tally: _Tally) -> None:
             if (blobs / file.sha256).is_file() or file.present_bytes == file.size == 0:
                 continue
             url = hf_hub_url(
-                plan.repo.repo_id, file.path, revision=plan.commit, endpoint=_endpoint()
+                plan.repo.repo_id, file.path, revision=plan.commit, endpoint=endpoint()
             )
             source = Source(url, file.size, file.sha256, file.path)
             jobs.append(pool.submit(fetch, source, blobs / file.sha256, tally.add, stop))
@@ -219,18 +206,13 @@ def _complete_snapshot(plan: Plan, revision: str) -> Path:
         plan.repo.repo_id,
         revision=revision,
         cache_dir=cache_folder(),
-        endpoint=_endpoint(),
+        endpoint=endpoint(),
         allow_patterns=[file.path.replace("[", "[[]") for file in plan.files],
         library_name="mlxinfer",
         max_workers=WORKERS,
         tqdm_class=Silent,
     )
     return Path(folder)
-
-
-def _endpoint() -> str | None:
-    endpoint = os.environ.get("HF_ENDPOINT")
-    return endpoint.rstrip("/") if endpoint else None
 
 
 def _free_bytes() -> int:

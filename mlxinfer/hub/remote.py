@@ -1,4 +1,4 @@
-"""Files of a hub repository one by one: list, read a part of one, fetch one. No mlx.
+"""Files of a hub repository one by one: read a part of one, fetch one. No mlx.
 
 For whoever works through a repository without keeping it: nothing here moves a branch of the
 cache, and large files go where the caller wants them.
@@ -6,60 +6,14 @@ cache, and large files go where the caller wants them.
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import DownloadError
 from .cache import find_snapshot
-from .download import METADATA_TIMEOUT_S, _endpoint
 from .errors import hub_failures
 from .fetch import Source, fetch, patiently
-from .names import RepoName, cache_folder, offline
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
-    """One file of a repository."""
-
-    path: str
-    size: int  # bytes
-    sha256: str | None  # None: small enough to be kept in git
-
-
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """What a repository holds at one commit."""
-
-    repo: RepoName
-    commit: str
-    files: tuple[RemoteFile, ...]
-
-
-def list_files(repo: RepoName) -> Listing:
-    """Ask the hub what `repo` holds.
-
-    Raises:
-        ModelNotFoundError, DownloadError: as hub_failures() words them.
-    """
-    if offline():
-        raise DownloadError(f"HF_HUB_OFFLINE forbids to ask the hub for {repo}.")
-    with hub_failures(repo):
-        from huggingface_hub import HfApi
-
-        api = HfApi(endpoint=_endpoint(), library_name="mlxinfer")
-        info = patiently(
-            lambda: api.model_info(
-                repo.repo_id,
-                revision=repo.revision,
-                files_metadata=True,
-                timeout=METADATA_TIMEOUT_S,
-            )
-        )
-    files = (
-        RemoteFile(s.rfilename, s.size or 0, s.lfs.sha256 if s.lfs else None)
-        for s in info.siblings or ()
-    )
-    return Listing(repo, info.sha, tuple(files))
+from .listing import Listing, RemoteFile, endpoint
+from .names import RepoName, cache_folder
 
 
 def cached_file(listing: Listing, path: str) -> Path | None:
@@ -123,7 +77,7 @@ def fetch_small(listing: Listing, path: str) -> Path:
                 path,
                 revision=listing.commit,
                 cache_dir=cache_folder(),
-                endpoint=_endpoint(),
+                endpoint=endpoint(),
                 library_name="mlxinfer",
             )
         )
@@ -155,6 +109,4 @@ def _range(url: str, start: int, count: int) -> bytes:
 def _url(listing: Listing, path: str) -> str:
     from huggingface_hub import hf_hub_url
 
-    return str(
-        hf_hub_url(listing.repo.repo_id, path, revision=listing.commit, endpoint=_endpoint())
-    )
+    return str(hf_hub_url(listing.repo.repo_id, path, revision=listing.commit, endpoint=endpoint()))

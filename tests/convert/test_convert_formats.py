@@ -6,14 +6,18 @@ import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
-from convert_cases import convert, write_source
+from convert_cases import TEXT, convert, write_source
+from mlxinfer.convert.options import Options
 from mlxinfer.convert.read import open_source
+from mlxinfer.convert.recipes import make_recipe
+from mlxinfer.convert.run import Conversion
 from mlxinfer.convert.verify import ShardReader
 from models.dense_kv import DenseCache
 from models.random_weights import tiny_tensors
 from models.tiny import tiny_config
 from oracles.gguf_files import write_model
 
+from mlxinfer.errors import ConversionError
 from mlxinfer.models import load
 
 Kind = gguf.GGMLQuantizationType
@@ -56,6 +60,17 @@ def test_gguf_codes_are_kept_and_norms_do_not_widen_the_model(tmp_path: Path) ->
     assert plain.bits_per_weight == 32
     expected = logits(tmp_path / "plain")
     assert np.abs(logits(tmp_path / "out") - expected).max() < 5e-3 * max(1, expected.std())
+
+
+def test_without_a_tokenizer_it_is_said_what_to_do(tmp_path: Path) -> None:
+    source, out = write_gguf(tmp_path / "m.gguf", KINDS), tmp_path / "out"
+    with pytest.raises(ConversionError, match=r"no tokenizer.*--tokenizer FOLDER.*--check tensors"):
+        convert(source, out, "keep", calibration=TEXT)
+    assert not list(tmp_path.glob("out*"))
+    options = Options(recipe=make_recipe("keep"), calibration=TEXT)
+    opened = open_source(source, tokenizer=write_source(tmp_path / "hf"))
+    assert Conversion(opened, out, options).run().passed
+    assert (out / "tokenizer.json").is_file()
 
 
 def test_a_format_that_is_asked_for_is_copied_and_others_are_not(tmp_path: Path) -> None:

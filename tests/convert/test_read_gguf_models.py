@@ -213,9 +213,20 @@ def test_a_tokenizer_from_elsewhere(tmp_path: Path) -> None:
     write_model(tmp_path / "model.gguf", config, tensors)
     without = open_source(tmp_path / "model.gguf")
     assert without.side_files() == {}
-    assert "no tokenizer" in without.notes[0]
-    with pytest.raises(ModelNotFoundError, match=r"tokenizer\.json"):
-        open_source(tmp_path / "model.gguf", tokenizer=folder).side_files()
+    assert "no tokenizer; --tokenizer FOLDER" in without.notes[0]
+    with pytest.raises(ModelNotFoundError, match=r"hf, has no tokenizer\.json"):
+        open_source(tmp_path / "model.gguf", tokenizer=folder)
     (folder / "tokenizer.json").write_text("{}")
     source = open_source(tmp_path / "model.gguf", tokenizer=folder)
     assert source.side_files() == {"tokenizer.json": folder / "tokenizer.json"}
+
+
+def test_of_a_folder_only_the_tokenizer_is_exchanged(tmp_path: Path) -> None:
+    own, other = (tiny_checkpoint(tmp_path / name, "qwen3-v4") for name in ("own", "other"))
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        (own / name).write_text("{}")
+    (other / "tokenizer.json").write_text("{}")
+    assert open_source(own, tokenizer=other).side_files() == {
+        "tokenizer.json": other / "tokenizer.json",
+        "generation_config.json": own / "generation_config.json",
+    }

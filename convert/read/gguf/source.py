@@ -10,7 +10,6 @@ from typing import Any
 from ....errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from ....models.jsonfields import Fields
 from ..base import DroppableFiles, LocalFiles, ReaderSource
-from ..reader import Reader
 from ..stored import FLOATS, Array, StoredArray
 from .config import make_config
 from .header import Header, TensorEntry, read_growing
@@ -22,6 +21,7 @@ _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _WIDE = ("gemma3", "gpt-oss")  # whose activations do not fit float16
 
 SideFiles = Callable[[], Mapping[str, bytes | Path]]
+Entry = tuple[str, TensorEntry, int]  # file, tensor, where the file's data start
 
 
 def open_gguf(path: Path, side_files: SideFiles | None = None) -> ReaderSource:
@@ -87,13 +87,46 @@ def assemble_gguf(
         CheckpointError, UnsupportedModelError: as open_gguf().
     """
     metadata = next(iter(headers.values())).metadata
+    architecture = _architecture(metadata, label)
+    _check_parts(headers, label)
+    entries = _entries(headers, label)
+    factors = _rope_factors(entries, files, read_small)
+    names = {name: _named(architecture, name, label) for name in entries if name != ROPE_FACTORS}
+    shapes = {ours: entries[name][1].shape for name, ours in names.items()}
+    config = make_config(metadata, shapes, factors, label)
+    notes: tuple[str, ...] = ()
+    if side_files is None and check_tokenizer(metadata, label):
+        side_files = lambda: tokenizer_files(metadata, label)  # noqa: E731
+    elif side_files is None:
+        side_files, notes = dict, (f"{label} has no tokenizer; --tokenizer FOLDER names one.",)
+    return ReaderSource(
+        label=label,
+        format="GGUF",
+        config=config,
+        dtype="bfloat16" if architecture in _WIDE else "float16",
+        readers={
+            ours: reader_of(_place(architecture, ours, entries[name], config, files))
+            for name, ours in names.items()
+        },
+        files=files,
+        side_files=side_files,
+        fingerprint=fingerprint,
+        notes=notes,
+    )
+
+
+def _architecture(metadata: Mapping[str, Any], label: str) -> str:
     architecture = Fields(metadata, label).text("general.architecture")
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{label} has the architecture {architecture[:60]!r}; supported are "
             f"{', '.join(ARCHITECTURES)}."
         )
-    _check_parts(headers, label)
+    return architecture
+
+
+def _entries(headers: Mapping[str, Header], label: str) -> dict[str, Entry]:
+    """The tensors of all parts."""
     entries = {
         entry.name: (file, entry, header.data_start)
         for file, header in headers.items()
@@ -101,31 +134,17 @@ def assemble_gguf(
     }
     if len(entries) != sum(len(header.tensors) for header in headers.values()):
         raise CheckpointError(f"{label} has a tensor in two of its parts.")
-    factors = _rope_factors(entries, files, read_small)
-    names = {name: _named(architecture, name, label) for name in entries if name != ROPE_FACTORS}
-    shapes = {ours: entries[name][1].shape for name, ours in names.items()}
-    config = make_config(metadata, shapes, factors, label)
-    readers: dict[str, Reader] = {}
-    for name, ours in names.items():
-        array = _stored(*entries[name], files)
-        block, shape = entries[name][1].type, shapes[ours]
-        heads = _heads(architecture, ours, config)
-        offset = -1.0 if architecture == "gemma3" and ours.endswith("norm.weight") else 0.0
-        readers[ours] = reader_of(Place(ours, array, shape, block, heads, offset))
-    has_tokenizer = side_files is not None or check_tokenizer(metadata, label)
-    notes = () if has_tokenizer else (f"{label} has no tokenizer.",)
-    made = (lambda: tokenizer_files(metadata, label)) if has_tokenizer else dict
-    return ReaderSource(
-        label=label,
-        format="GGUF",
-        config=config,
-        dtype="bfloat16" if architecture in _WIDE else "float16",
-        readers=readers,
-        files=files,
-        side_files=side_files or made,
-        fingerprint=fingerprint,
-        notes=notes,
-    )
+    return entries
+
+
+def _place(
+    architecture: str, name: str, entry: Entry, config: Mapping[str, Any], files: DroppableFiles
+) -> Place:
+    """Gemma's norms are stored with the one that its layers add."""
+    offset = -1.0 if architecture == "gemma3" and name.endswith("norm.weight") else 0.0
+    found = entry[1]
+    heads = _heads(architecture, name, config)
+    return Place(name, _stored(*entry, files), found.shape, found.type, heads, offset)
 
 
 def _read_local(path: Path) -> tuple[Header, int]:
@@ -172,7 +191,7 @@ def _stored(file: str, entry: TensorEntry, data_start: int, files: DroppableFile
 
 
 def _rope_factors(
-    entries: Mapping[str, tuple[str, TensorEntry, int]],
+    entries: Mapping[str, Entry],
     files: DroppableFiles,
     read_small: Callable[[StoredArray], Array],
 ) -> Array | None:

@@ -69,9 +69,34 @@ def normalise(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = Non
     fields = text_fields(raw)
     model_type = fields.text("model_type")
     registry.check(model_type)
+    _check_features(fields)
     vocab_size = fields.integer("vocab_size", high=2**24)
-    hidden_size = fields.integer("hidden_size", high=2**20)
     num_layers = fields.integer("num_hidden_layers", high=2000)
+    heads = _heads(fields)
+    return ModelConfig(
+        model_type=model_type,
+        vocab_size=vocab_size,
+        hidden_size=fields.integer("hidden_size", high=2**20),
+        intermediate_size=fields.integer("intermediate_size", high=2**22),
+        num_layers=num_layers,
+        eos_token_ids=_eos_token_ids(raw, fields, generation or {}, vocab_size),
+        rms_norm_eps=fields.number("rms_norm_eps", low=0.0, high=1.0),
+        activation=fields.text("hidden_activation", "hidden_act"),
+        tie_word_embeddings=_tied(raw, fields),
+        mlp_bias=fields.boolean("mlp_bias", default=False),
+        final_softcap=fields.number("final_logit_softcapping", above=0.0, default=None),
+        quantization=read_quantization(Fields(raw, "config.json")),
+        dtype=fields.text("dtype", "torch_dtype", default=None),
+        fields=fields,
+        **heads,
+        **_positions(fields, num_layers, heads["head_dim"]),
+        **_biases(fields, model_type),
+        **_experts(fields, num_layers),
+    )
+
+
+def _heads(fields: Fields) -> dict[str, Any]:
+    """Of attention, and what their scores are scaled by."""
     num_heads = fields.integer("num_attention_heads", high=2**14)
     num_kv_heads = fields.integer("num_key_value_heads", high=2**14, default=num_heads)
     if num_heads % num_kv_heads:
@@ -79,40 +104,34 @@ def normalise(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = Non
             f"num_attention_heads is {num_heads}, which num_key_value_heads, {num_kv_heads}, "
             "does not divide."
         )
-    head_dim = fields.integer("head_dim", high=2**14, default=None) or hidden_size // num_heads
+    stated = fields.integer("head_dim", high=2**14, default=None)
+    head_dim = stated or fields.integer("hidden_size", high=2**20) // num_heads
+    query_scalar = fields.number("query_pre_attn_scalar", above=0.0, default=float(head_dim))
+    return {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "attention_scale": query_scalar**-0.5,
+    }
+
+
+def _positions(fields: Fields, num_layers: int, head_dim: int) -> dict[str, Any]:
+    """What each layer sees, and how it knows where a token stands."""
     layer_types = read_layer_types(fields, num_layers)
     window = fields.integer("sliding_window", default=None) if SLIDING in layer_types else None
     ropes = {kind: read_rope(fields, kind, head_dim=head_dim) for kind in set(layer_types)}
-    query_scalar = fields.number("query_pre_attn_scalar", above=0.0, default=float(head_dim))
+    return {
+        "windows": tuple(window if kind == SLIDING else None for kind in layer_types),
+        "ropes": tuple(ropes[kind] for kind in layer_types),
+        "max_context": _max_context(fields, ropes[layer_types[-1]]),
+    }
+
+
+def _biases(fields: Fields, model_type: str) -> dict[str, Any]:
+    """Of the attention's projections."""
     bias = fields.boolean("attention_bias", default=False)
     biased = model_type in ("llama", "qwen3", "qwen3_moe", "gpt_oss") and bias
-    _check_features(fields)
-    return ModelConfig(
-        model_type=model_type,
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size", high=2**22),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_context=_max_context(fields, ropes[layer_types[-1]]),
-        eos_token_ids=_eos_token_ids(raw, fields, generation or {}, vocab_size),
-        rms_norm_eps=fields.number("rms_norm_eps", low=0.0, high=1.0),
-        activation=fields.text("hidden_activation", "hidden_act"),
-        tie_word_embeddings=_tied(raw, fields),
-        windows=tuple(window if kind == SLIDING else None for kind in layer_types),
-        ropes=tuple(ropes[kind] for kind in layer_types),
-        attention_scale=query_scalar**-0.5,
-        qkv_bias=biased or model_type == "qwen2",
-        o_bias=biased,
-        mlp_bias=fields.boolean("mlp_bias", default=False),
-        final_softcap=fields.number("final_logit_softcapping", above=0.0, default=None),
-        quantization=read_quantization(Fields(raw, "config.json")),
-        dtype=fields.text("dtype", "torch_dtype", default=None),
-        fields=fields,
-        **_experts(fields, num_layers),
-    )
+    return {"qkv_bias": biased or model_type == "qwen2", "o_bias": biased}
 
 
 def _tied(raw: Mapping[str, Any], fields: Fields) -> bool:

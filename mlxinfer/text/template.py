@@ -1,6 +1,7 @@
 """Messages to prompt text through a checkpoint's chat template. Knows no tokens and no requests."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
@@ -72,7 +73,7 @@ class ChatTemplate:
         Raises:
             TemplateError: the template refuses the messages, is broken, or goes past a limit.
         """
-        try:
+        with _template_failures():
             data = plain_data(
                 {"tools": tools, "documents": documents, "kwargs": kwargs, "messages": messages}
             )
@@ -89,16 +90,6 @@ class ChatTemplate:
                 "add_generation_prompt": add_generation_prompt,
             }
             text = self._run(source, variables, Budget(size, self._deadline_s))
-        except TemplateError:
-            raise
-        except LimitError as error:
-            raise TemplateError(f"The chat template was stopped: {error}.") from None
-        except MemoryError:
-            raise TemplateError("The chat template was stopped: it ran out of memory.") from None
-        except RecursionError:
-            raise TemplateError("The chat template was stopped: it nests too deeply.") from None
-        except Exception as error:  # a template is foreign code: it raises whatever it likes
-            raise TemplateError(f"The chat template failed: {error}") from error
         return text if tail is None else cut_at_mark(text, tail)
 
     def source_for(self, tools: object = None) -> str:
@@ -147,6 +138,23 @@ class ChatTemplate:
                 budget.check_size(size)
                 chunks.append(chunk)
         return "".join(chunks)
+
+
+@contextmanager
+def _template_failures() -> Iterator[None]:
+    """Whatever a template raises as a TemplateError: it is foreign code over foreign data."""
+    try:
+        yield
+    except TemplateError:
+        raise
+    except LimitError as error:
+        raise TemplateError(f"The chat template was stopped: {error}.") from None
+    except MemoryError:
+        raise TemplateError("The chat template was stopped: it ran out of memory.") from None
+    except RecursionError:
+        raise TemplateError("The chat template was stopped: it nests too deeply.") from None
+    except Exception as error:  # it raises whatever it likes
+        raise TemplateError(f"The chat template failed: {error}") from error
 
 
 def _size_of_input(data: object) -> int:

@@ -44,7 +44,8 @@ class ServerConfig:
     ready_deadline_s: float = 10.0  # for a token or a step, or the server is not ready
     open_metrics: bool = False  # this machine may read /metrics without a key
     drain_s: float = 30.0  # that running requests get at the end
-    text_workers: int = 4  # threads that render templates and encode long prompts
+    text_workers: int = 4  # threads that render templates and encode prompts
+    long_text_workers: int = 2  # the same, for large bodies: others do not wait for their texts
     template_kwargs: frozenset[str] = TEMPLATE_KWARGS  # chat_template_kwargs that clients may set
 
     def __post_init__(self) -> None:

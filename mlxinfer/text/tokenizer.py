@@ -25,7 +25,10 @@ TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 
 
 class Tokenizer:
-    """A model's tokenizer; safe to use from several threads.
+    """A model's tokenizer; several threads use it at once, and none waits for another's text.
+
+    Whether special tokens are read is state of the library's tokenizer, and so is set once, never
+    while somebody encodes: texts that spell such tokens and do not mean them have a second one.
 
     `eos_token_ids` end an answer: the ids of generation_config.json (or config.json), the
     tokenizer's own eos_token, and the usual ends of a turn that the chat template writes, which
@@ -42,10 +45,16 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles | None = None) -> None:
         files = files or TokenizerFiles()
         self._backend = backend
-        self._lock = threading.Lock()  # over `encode_special_tokens`, which is state of the backend
+        self._literal: tokenizers.Tokenizer | None = None  # reads no special tokens; made on demand
+        self._lock = threading.Lock()  # over the making of it
         _add_missing_tokens(backend, files)
+        backend.encode_special_tokens = False
         self.added_tokens: dict[int, tokenizers.AddedToken] = backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(i for i, t in self.added_tokens.items() if t.special)
+        special = {i: token for i, token in self.added_tokens.items() if token.special}
+        self.special_ids = frozenset(special)
+        self._special_texts = tuple(token.content for token in special.values())
+        # looked for in normalised text, where other characters may have become theirs
+        self._special_anywhere = any(token.normalized for token in special.values())
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
         self.named_tokens = dict(files.named)
         self.decoder_spec: dict[str, Any] | None = part_spec(backend, "decoder")
@@ -80,11 +89,20 @@ class Tokenizer:
             InvalidRequestError: the text is too long, not valid Unicode, or the tokenizer fails.
         """
         _check_text(text)
-        with self._lock:
-            self._backend.encode_special_tokens = not parse_special
-            ids = encode_guarded(self._backend, text, special=add_special_tokens)
+        backend = self._backend if parse_special else self._without_special(text)
+        ids = encode_guarded(backend, text, special=add_special_tokens)
         doubled = self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2
         return ids[1:] if doubled and add_special_tokens and parse_special else ids
+
+    def _without_special(self, text: str) -> tokenizers.Tokenizer:
+        """A backend that reads no special tokens in this text: a copy, if there may be any."""
+        if not self._special_anywhere and not any(s in text for s in self._special_texts):
+            return self._backend
+        with self._lock:
+            if self._literal is None:
+                self._literal = tokenizers.Tokenizer.from_str(self.to_json())
+                self._literal.encode_special_tokens = True
+            return self._literal
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the ids of `text` as text only: no added token is matched, special or not."""

@@ -1,9 +1,10 @@
 """Tokenizing over HTTP."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from live_server import CHAT, LiveServer, chat
+from live_server import CHAT, LiveServer, chat, wait_until
 
 
 @pytest.mark.parametrize("text", ["Hello, world", "é→ø 漢字 🙂", "<|im_end|>", " "])
@@ -50,3 +51,20 @@ def test_a_bad_field_is_named(live: LiveServer, path: str, body: Any, param: str
     answer = live.post(path, body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
+def test_nobody_waits_for_texts_that_are_only_counted(server: LiveServer, path: str) -> None:
+    """More long texts than there are threads of any kind, and others are answered meanwhile."""
+    text = "paged attention of a KV cache " * 12_000
+    asked = {"prompt": text, "messages": [{"role": "user", "content": text}], "model": "demo"}
+    del asked["messages" if path == "/tokenize" else "prompt"]
+    with ThreadPoolExecutor(5) as pool:
+        jobs = [pool.submit(server.post, path, asked) for _ in range(5)]
+        wait_until(lambda: len(server.service.calls) >= 2)
+        done = 0
+        while not any(job.done() for job in jobs):
+            assert server.post("/tokenize", chat("Hello")).status_code == 200
+            done += 1
+        assert {job.result().status_code for job in jobs} == {200}
+    assert done > 2

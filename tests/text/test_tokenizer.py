@@ -3,6 +3,8 @@
 import json
 import shutil
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tokenizers
@@ -63,6 +65,34 @@ def test_special_text_is_text_unless_asked_for(tokenizer):
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
     assert tokenizer.decode([end]) == ""
     assert tokenizer.decode([end], skip_special_tokens=False) == "<|im_end|>"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(pieces=st.lists(st.sampled_from(["<|im_end|>", "<|im_", "end|>", "</s>", " ", "a", "é"])))
+def test_what_is_read_of_special_text_does_not_depend_on_what_was_asked_before(kind, pieces):
+    text = "".join(pieces)
+    tokenizer = load_tokenizer(kind)
+    backend = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    for parse_special in (False, True, False):
+        backend.encode_special_tokens = not parse_special
+        expected = backend.encode(text, add_special_tokens=False).ids
+        found = tokenizer.encode(text, add_special_tokens=False, parse_special=parse_special)
+        assert found == expected
+
+
+def test_nobody_waits_for_a_long_text(tokenizer):
+    """A short text is encoded many times while one long text is; neither changes the other."""
+    long, short = "A café, 日本 🙂 " * 20_000, "Hello <|im_end|>"
+    alone = [tokenizer.encode(short, parse_special=p) for p in (False, True)]
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(tokenizer.encode, long)
+        done = 0
+        while not job.done():
+            assert [tokenizer.encode(short, parse_special=p) for p in (False, True)] == alone
+            done += 1
+            time.sleep(0.001)
+        assert job.result() == tokenizer.encode(long)
+    assert done > 10
 
 
 def test_plain_encoding_matches_no_added_token(tokenizer):

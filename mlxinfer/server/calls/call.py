@@ -78,7 +78,7 @@ class Call:
 
     async def in_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function that takes long, off the event loop."""
-        return await self.service.workers.run(function, *args, **kwargs)
+        return await self.service.workers_for(self.scope).run(function, *args, **kwargs)
 
     def generate(
         self,

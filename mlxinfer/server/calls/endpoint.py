@@ -15,10 +15,9 @@ from ..http.replies import NO_STORE, Body, Events, Reply, send_body
 from ..http.stall import StallWatch
 from ..http.styles import OPENAI, ErrorStyle, public
 from .call import Call
-from .service import Service
+from .service import BODY_BYTES, LARGE_BODY, Service
 
 Handler = Callable[[Call, Any], Awaitable[Reply]]
-LARGE_BODY = 256 << 10  # bytes, from which on decoding goes to a thread
 log = logging.getLogger("mlxinfer.server")
 
 
@@ -70,8 +69,9 @@ class Served:
         raw = await read_body(
             scope, receive, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s
         )
+        scope[BODY_BYTES] = len(raw)
         if len(raw) > LARGE_BODY:
-            return await self.service.workers.run(decode, raw, self.endpoint.body)
+            return await self.service.workers_for(scope).run(decode, raw, self.endpoint.body)
         return decode(raw, self.endpoint.body)
 
     async def _answer(self, call: Call, body: Any, send: Send) -> None:

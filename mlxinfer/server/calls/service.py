@@ -5,6 +5,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from starlette.types import Scope
+
 from ..errors import ShuttingDownError
 from ..registry.models import Models
 from ..settings import ServerConfig
@@ -15,6 +17,8 @@ from .admission import Admission
 from .workers import Workers
 
 POLL_S = 0.02
+BODY_BYTES = "mlxinfer.body_bytes"  # in the scope of a request whose body was read
+LARGE_BODY = 256 << 10  # bytes
 ENDING_S = 2.0  # that interrupted calls get to say so
 
 
@@ -35,6 +39,7 @@ class Service:
     calls: set[Running] = field(default_factory=set)  # that generate, or are about to
     admission: Admission = field(init=False)
     workers: Workers = field(init=False)
+    long_workers: Workers = field(init=False)
     tallies: dict[str, Tally] = field(init=False)  # by model name
     vitals: Vitals = field(default_factory=Vitals)
     readiness: Readiness = field(init=False)
@@ -42,8 +47,17 @@ class Service:
     def __post_init__(self) -> None:
         self.admission = Admission(self.config.max_waiting, self.config.max_waiting_tokens)
         self.workers = Workers(self.config.text_workers)
+        self.long_workers = Workers(self.config.long_text_workers)
         self.tallies = {name: Tally() for name in self.models.names()}
         self.readiness = Readiness(self.models, self.vitals, self.config.ready_deadline_s)
+
+    def workers_for(self, scope: Scope) -> Workers:
+        """Threads for the texts of a request: large bodies have their own, and wait for each other.
+
+        A million characters take about a second to encode, and no thread can be interrupted.
+        """
+        large = scope.get(BODY_BYTES, 0) > LARGE_BODY
+        return self.long_workers if large else self.workers
 
     async def drain(self) -> None:
         """Admit nothing more, let what runs end within `drain_s`, then end it with an error."""
@@ -61,4 +75,5 @@ class Service:
     def close(self) -> None:
         """End the threads and the models."""
         self.workers.close()
+        self.long_workers.close()
         self.models.close()

@@ -62,13 +62,7 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Reply:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Send either prompt or messages.", param="prompt")
     model = await call.model(body.model)
-    ids = await call.in_worker(_encode, model, body, call.service.config.template_kwargs)
-    strings = (
-        [model.tokenizer.id_to_piece(i) or "" for i in ids] if body.return_token_strs else UNSET
-    )
-    return json_body(
-        Tokenized(count=len(ids), max_model_len=model.max_context, tokens=ids, token_strs=strings)
-    )
+    return await call.in_worker(_tokenized, model, body, call.service.config.template_kwargs)
 
 
 async def detokenize(call: Call, body: DetokenizeRequest) -> Reply:
@@ -116,6 +110,16 @@ ENDPOINTS = (
 def _decode(model: ServedModel, tokens: list[int]) -> str:
     return model.tokenizer.decode(
         model.check_ids(tokens, param="tokens"), skip_special_tokens=False
+    )
+
+
+def _tokenized(model: ServedModel, body: TokenizeRequest, allowed: frozenset[str]) -> Reply:
+    ids = _encode(model, body, allowed)
+    strings = (
+        [model.tokenizer.id_to_piece(i) or "" for i in ids] if body.return_token_strs else UNSET
+    )
+    return json_body(
+        Tokenized(count=len(ids), max_model_len=model.max_context, tokens=ids, token_strs=strings)
     )
 
 

@@ -1,6 +1,7 @@
 """Grammars that force calls: llguidance takes them, and they allow calls and nothing else."""
 
 import json
+import re
 
 import llguidance
 import pytest
@@ -13,6 +14,7 @@ from mlxinfer.text.backend import load_backend
 from mlxinfer.text.tools import FORMATS, Toolbox, forced_grammar, tool_format
 from mlxinfer.text.tools.deepseek import DeepSeek
 from mlxinfer.text.tools.forced import offered_grammar
+from mlxinfer.text.tools.lark import MAX_CALLS
 from mlxinfer.text.tools.mistral import Mistral
 
 BOX = Toolbox.of(TOOLS)
@@ -100,6 +102,15 @@ def test_one_tool_and_one_call(name, writer):
     single = forced_grammar(tokenizer, known, BOX, parallel=False)
     assert allowed("special", single, without_ids(written(name, writer, ALL)))
     assert not allowed("special", single, without_ids(written(name, writer, [*ALL, *ALL])))
+
+
+@every_format
+def test_forced_calls_come_to_an_end(name, writer):
+    """A model that repeats itself may do so MAX_CALLS times, and then it is at its end."""
+    grammar = forced_grammar(TOKENIZERS["special"], tool_format(name), BOX)
+    for count, fits in ((MAX_CALLS, True), (MAX_CALLS + 1, False)):
+        text = re.sub(', "id": "abcdefgh\\d+"', "", written(name, writer, ALL * count))
+        assert allowed("special", grammar, text) is fits
 
 
 @pytest.mark.parametrize(

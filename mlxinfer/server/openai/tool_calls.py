@@ -20,6 +20,8 @@ class ToolFields(ConstraintFields, kw_only=True):
     A call that tool_choice demands always keeps to the schema of its tool. So does one that the
     model makes by itself, if a tool is `strict` and the model marks its calls by tokens of their
     own, as nearly all do; where it writes them as plain text (Llama 3), `strict` changes nothing.
+    Calls under such a grammar are at most 32 (`text/tools/lark.py`), or one where
+    parallel_tool_calls is false, so that an answer ends whatever the model does.
     """
 
     tools: list[dict[str, Any]] | None = None

@@ -12,6 +12,7 @@ from typing import Any
 
 from .schema import Tool
 
+MAX_CALLS = 32  # in one answer: where calls are forced some models repeat one until max_tokens
 _STYLE = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -82,11 +83,12 @@ class Lark:
         return self.rule(" | ".join(options) or '""')
 
     def repeated(self, item: str, separator: str, *, parallel: bool) -> str:
-        """Return what matches an item, and more after separators if `parallel`."""
+        """Return what matches an item, and more after separators if `parallel`, up to MAX_CALLS."""
         if not parallel:
             return item
         between = f"{self.text(separator)} " if separator else ""
-        return self.rule(f"{item} ({between}{item})*")
+        more = self.rule(f"{between}{item}")
+        return self.rule(f"{item} {more}{{0,{MAX_CALLS - 1}}}")
 
     def arguments(self, tool: Tool, item: Callable[[str], str], separator: str = "") -> str:
         """Return what matches the parameters of a tool: required ones first, each at most once.

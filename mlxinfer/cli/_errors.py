@@ -42,6 +42,9 @@ def report(error: Exception) -> int:
     """Write `error: …` and a hint to stderr, and return the exit code that fits."""
     if isinstance(error, click.ClickException):
         context = error.ctx if isinstance(error, click.UsageError) else None
+        if context is not None and error.message == context.get_help():
+            click.echo(error.message, err=True)  # a group without a command: no mistake to name
+            return error.exit_code
         _write("error", error.format_message())
         if context is not None:
             _write("hint", f"`{context.command_path} --help` shows what it takes")

@@ -64,7 +64,8 @@ def progress_bar(label: str) -> Iterator[Callable[[hub.DownloadProgress], None]]
     try:
         yield show
     finally:
-        bar.stop()
+        if bar.live.is_started:  # stopping one that never was leaves an empty line where TERM=dumb
+            bar.stop()
 
 
 def size_of(folder: Path) -> str:

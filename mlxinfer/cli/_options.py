@@ -5,14 +5,15 @@ from typing import Any, TypeVar
 
 import click
 
+from ..config import KVOptions
 from ..core import SamplingParams
 from ..errors import InvalidRequestError
-from ..memory import parse_bytes
+from ..memory import KV_SHARE, parse_bytes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class Size(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2 on  # type: ignore[type-arg]  # generic from click 8.2 on
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2 on
     """A number of bytes or such as 8GB, kept as it was written."""
 
     name = "size"
@@ -53,7 +54,12 @@ _ENGINE = (
     ),
     click.option("--kv-window", type=int, metavar="N", help="Attend to the last N tokens only."),
     click.option("--kv-sinks", type=int, metavar="N", help="With a window: and to the first N."),
-    click.option("--max-memory", type=Size(), metavar="SIZE", help="Hard limit, for example 8GB."),
+    click.option(
+        "--max-memory",
+        type=Size(),
+        metavar="SIZE",
+        help=f"Limit of the KV cache, such as 8GB.  [default: {KV_SHARE} of what weights leave]",
+    ),
     click.option(
         "--disk-cache",
         type=Size(),
@@ -87,8 +93,18 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
     try:
         return SamplingParams(**given)
     except InvalidRequestError as error:
-        flag = f"--{error.param.replace('_', '-')}" if error.param else "option"
-        raise click.BadParameter(str(error), param_hint=flag) from error
+        raise _wrong_usage(error) from error
+
+
+def llm_arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """engine_arguments() before a model is looked for: a value out of range is wrong usage."""
+    given = engine_arguments(options)
+    bits, window = given.get("kv_bits"), given.get("kv_window")
+    try:
+        KVOptions.build(bits=bits, window=window, sinks=given.get("kv_sinks", 0))
+    except InvalidRequestError as error:
+        raise _wrong_usage(error) from error
+    return given
 
 
 def engine_arguments(options: dict[str, Any]) -> dict[str, Any]:
@@ -98,6 +114,11 @@ def engine_arguments(options: dict[str, Any]) -> dict[str, Any]:
         bits = {"16": None, "8": 8, "4": 4, "8/4": (8, 4)}
         given["kv_bits"] = bits[given["kv_bits"]]
     return given
+
+
+def _wrong_usage(error: InvalidRequestError) -> click.BadParameter:
+    flag = f"--{error.param.replace('_', '-')}" if error.param else "option"
+    return click.BadParameter(str(error), param_hint=flag)
 
 
 def _apply(options: tuple[Callable[[Any], Any], ...], function: Function) -> Function:

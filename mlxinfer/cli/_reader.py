@@ -3,7 +3,14 @@
 import os
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ._output import note
+
+if TYPE_CHECKING:
+    from prompt_toolkit.history import History
 
 Reader = Callable[[str], str]  # default text -> what was typed; EOFError, KeyboardInterrupt
 
@@ -31,7 +38,6 @@ def terminal_reader(commands: Iterable[str]) -> Reader:
     """Enter sends, unless the line ends with a backslash; Alt-Enter starts a new line."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
-    from prompt_toolkit.history import FileHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
     keys = KeyBindings()
@@ -51,7 +57,7 @@ def terminal_reader(commands: Iterable[str]) -> Reader:
 
     words = WordCompleter([f"/{name}" for name in commands], sentence=True)
     session: PromptSession[str] = PromptSession(
-        history=FileHistory(str(history_file())),
+        history=_open_history(),
         key_bindings=keys,
         completer=words,
         complete_while_typing=False,
@@ -59,6 +65,24 @@ def terminal_reader(commands: Iterable[str]) -> Reader:
         prompt_continuation=CONTINUED,
     )
     return lambda default: session.prompt(PROMPT, default=default)
+
+
+def _open_history() -> "History":
+    """What was typed before, kept in a file; in memory only where none can be written."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    class Forgiving(FileHistory):
+        """A full disk is no reason to lose the conversation."""
+
+        def store_string(self, string: str) -> None:
+            with suppress(OSError):
+                super().store_string(string)
+
+    try:
+        return Forgiving(str(history_file()))
+    except OSError as error:
+        note(f"what you type is not remembered for the next time: {error}")
+        return InMemoryHistory()
 
 
 def history_file() -> Path:

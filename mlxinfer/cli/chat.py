@@ -13,8 +13,8 @@ from ._chat_session import ChatSession
 from ._errors import report
 from ._model import open_llm
 from ._options import (
-    engine_arguments,
     engine_options,
+    llm_arguments,
     model_option,
     sampling_options,
     sampling_params,
@@ -39,7 +39,7 @@ def command(model: str, **options: Any) -> None:
     """
     from rich.console import Console
 
-    arguments = engine_arguments(options)
+    arguments = llm_arguments(options)
     session = ChatSession(
         model,
         lambda name: open_llm(name, **arguments),

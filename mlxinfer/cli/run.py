@@ -11,9 +11,9 @@ from ..results import Delta, Result
 from ._errors import INTERRUPTED
 from ._model import open_llm
 from ._options import (
-    engine_arguments,
     engine_options,
     json_option,
+    llm_arguments,
     model_option,
     sampling_options,
     sampling_params,
@@ -35,13 +35,13 @@ def command(prompt: str | None, model: str, **options: Any) -> None:
 
     PROMPT is read from stdin where it is "-", or where it is left out and something is piped in.
     """
-    params = sampling_params(options)
+    params, arguments = sampling_params(options), llm_arguments(options)
     if options["raw"] and options["system"] is not None:
         raise click.UsageError("--system needs a chat template; it does not go with --raw.")
     text = read_prompt(prompt)
     from ._inspect import has_chat_template
 
-    with open_llm(model, **engine_arguments(options)) as llm:
+    with open_llm(model, **arguments) as llm:
         raw = options["raw"] or not has_chat_template(llm.model_info.path)
         deltas = start(llm, text, options["system"], params, raw=raw)
         result, interrupted = show(deltas, quiet=options["as_json"])
@@ -60,6 +60,8 @@ def read_prompt(prompt: str | None) -> str:
         click.UsageError: there is none, or it is not text.
     """
     if prompt is not None and prompt != "-":
+        if not prompt.strip():
+            raise click.UsageError("PROMPT is empty.")
         return prompt
     if prompt is None and sys.stdin.isatty():
         raise click.UsageError('Missing PROMPT: mlxinfer run "…", or pipe one in.')

@@ -68,9 +68,10 @@ def describe(name: str, summary: "Summary", context: int | None) -> dict[str, An
 
 def render(facts: dict[str, Any]) -> str:
     """describe()'s data for people."""
-    rows = [
-        ("model", facts["name"]),
-        ("path", facts["path"]),
+    rows = [("model", facts["name"]), ("path", facts["path"])]
+    if facts["problem"]:
+        rows.append(("cannot run", facts["problem"]))
+    rows += [
         ("architecture", _architecture(facts)),
         ("parameters", _parameters(facts)),
         ("context", f"{facts['context']:,} tokens" if facts["context"] else "?"),
@@ -88,8 +89,6 @@ def render(facts: dict[str, Any]) -> str:
         for step in facts["memory"]
     ]
     rows += [("file", f"{f['name']}  {human_bytes(f['size_bytes'])}") for f in facts["files"]]
-    if facts["problem"]:
-        rows.append(("cannot run", facts["problem"]))
     return table(rows)
 
 

@@ -171,6 +171,25 @@ def test_history_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert path.stat().st_mode & 0o077 == 0
 
 
+def test_a_chat_needs_no_place_for_its_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    history = _reader._open_history()
+    assert "what you type is not remembered" in capsys.readouterr().err
+    history.append_string("one")
+    assert history.get_strings() == ["one"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no device that is always full")
+def test_a_full_disk_ends_no_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_reader, "history_file", lambda: Path("/dev/full"))
+    history = _reader._open_history()
+    history.append_string("one")
+    assert history.get_strings() == ["one"]
+
+
 def test_keys_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Enter sends; a backslash before it, or Alt, makes a new line; the default can be edited."""
     from prompt_toolkit.application import create_app_session

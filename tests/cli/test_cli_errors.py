@@ -44,6 +44,13 @@ def test_version_and_help(outcome: Any) -> None:
         assert outcome(name, "--help").code == 0
 
 
+@pytest.mark.parametrize("group", [(), ("bench",), ("cache",), ("config",), ("service",)])
+def test_a_group_without_a_command_shows_its_help(group: tuple[str, ...], outcome: Any) -> None:
+    seen = outcome(*group)
+    assert (seen.code, seen.out) == (2, "")
+    assert seen.err == outcome(*group, "--help").out
+
+
 def test_interrupted_while_loading_is_130() -> None:
     import click
 

@@ -75,6 +75,16 @@ def test_a_bar_only_on_a_terminal(
     assert "262.3/262.3 kB" in shown
 
 
+def test_a_bar_that_was_not_needed_leaves_no_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    sys.stderr.isatty = lambda: True  # type: ignore[method-assign]
+    with progress_bar("org/tiny"):
+        pass
+    assert capsys.readouterr().err == ""
+
+
 def test_dry_run_fetches_nothing(standin: StandIn, outcome: Any) -> None:
     seen = outcome("pull", "--dry-run", "org/tiny")
     assert "262 kB in 4 files, 262 kB to download" in seen.out

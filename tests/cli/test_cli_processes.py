@@ -76,6 +76,17 @@ def test_a_listing_into_a_closed_pipe_is_quiet(model: str) -> None:
     assert (done.stdout, done.stderr) == ("", "")
 
 
+def test_closed_streams_are_taken_for_nothing() -> None:
+    """Each of them, as `<&-`, `>&-` and `2>&-` leave it: no file may get its number."""
+    command = f"{' '.join(COMMAND)} run --max-tokens 4 hi"
+    for closed, answered in (("<&-", True), ("2>&-", True), (">&-", False), ("<&- >&-", False)):
+        done = subprocess.run(
+            f"{command} {closed}", shell=True, capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stderr) == (0, ""), closed
+        assert bool(done.stdout) == answered, closed
+
+
 def test_ctrl_c_prints_what_came(model: str) -> None:
     with subprocess.Popen(
         [*ANNOUNCING, "run", "-m", model, "--json", "--max-tokens", FOREVER, "--stats", "hi"],

@@ -113,6 +113,7 @@ def test_a_broken_file_is_named_and_the_rest_is_shown(
 ) -> None:
     folder = write_model(tmp_path / "m", CONFIG)
     (folder / broken).write_bytes(b"\x00")
+    assert outcome("show", str(folder)).out.splitlines()[2].startswith("cannot run ")
     facts = json.loads(outcome("show", "--json", str(folder)).out)
     assert facts["supported"] is False
     assert broken in facts["problem"]

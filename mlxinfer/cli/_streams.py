@@ -1,0 +1,28 @@
+"""The standard streams of a process. Knows nothing of what goes through them."""
+
+import os
+import sys
+
+
+def open_missing_streams() -> None:
+    """Put the null device where whoever started us left a standard stream closed (`>&-`).
+
+    Otherwise the next file that is opened gets its number, and is what others take for a stream.
+    """
+    if not _is_open(0):
+        os.open(os.devnull, os.O_RDONLY)  # gets the lowest number that is free
+        sys.stdin = os.fdopen(0, closefd=False)
+    if not _is_open(1):
+        os.open(os.devnull, os.O_WRONLY)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+    if not _is_open(2):
+        os.open(os.devnull, os.O_WRONLY)
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True

@@ -21,6 +21,9 @@ def lines(server: LiveServer) -> Iterator[list[logging.LogRecord]]:
     logger = logging.getLogger("mlxinfer.access")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    server.get("/first")
+    wait_until(lambda: any("/first" in TextLines().format(record) for record in found))
+    found.clear()  # with it came the lines of requests before the test
     yield found
     logger.removeHandler(handler)
     logger.setLevel(logging.NOTSET)
@@ -30,6 +33,7 @@ def test_a_request_is_a_line_without_its_text(
     server: LiveServer, lines: list[logging.LogRecord]
 ) -> None:
     server.events(CHAT, chat(SECRET, max_tokens=3))
+    wait_until(lambda: lines)  # a line is written after its answer
     server.post(CHAT, chat(SECRET, n=0), headers={"x-request-id": "abc"})
     wait_until(lambda: len(lines) == 2)
     good, bad = (json.loads(JsonLines().format(record)) for record in lines)

@@ -64,7 +64,12 @@ def test_a_model_that_answers_is_not_unloaded(two: LazyServer) -> None:
 
 def test_nobody_has_to_wait_for_a_load_and_it_goes_on(two: LazyServer) -> None:
     two.go_on.clear()
-    late = two.post(CHAT, chat(model="small"), headers={"x-request-timeout": "0.1"})
+    headers = {"x-request-timeout": "1000"}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(two.post, CHAT, chat(model="small"), headers=headers)
+        wait_until(lambda: two.states()["small"] == "loading")
+        two.move_clock(1000)
+        late = asked.result()
     assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
     assert two.states()["small"] == "loading"
     two.go_on.set()

@@ -79,7 +79,7 @@ def test_a_second_signal_ends_it_at_once(process: Process) -> None:
             if process.poll() is not None:
                 break
             process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=5) == 128 + signal.SIGINT
+    assert process.wait(timeout=15) == 128 + signal.SIGINT
     assert process.stderr is not None
     assert "a second signal ends at once" in process.stderr.read()
 

@@ -91,7 +91,7 @@ def read_config_file(path: Path | None) -> ConfigFile:
     document = _parse(path)
     for name in document:
         if name not in ("serve", "models"):
-            raise _wrong(path, name, "there are two tables: [serve] and [models.NAME]")
+            raise _wrong(path, name, "a file has a table [serve] and tables [models.NAME], no more")
     serve = _table(path, "serve", document.get("serve", {}))
     models = _table(path, "models", document.get("models", {}))
     return ConfigFile(
@@ -149,7 +149,7 @@ def _model(path: Path, name: str, entry: object) -> ModelEntry:
     try:
         ttl_s = None if ttl is None else parse_duration(ttl)
     except InvalidRequestError as error:
-        raise _wrong(path, f"{place}.ttl", str(error)) from error
+        raise _wrong(path, f"{place}.ttl", str(error).rstrip(".")) from error
     options = {key.replace("-", "_"): value for key, value in given.items()}
     return ModelEntry(source=source, aliases=tuple(aliases), pin=pin, ttl_s=ttl_s, options=options)
 

@@ -91,6 +91,11 @@ def _check_names(command: click.Command, config: ConfigFile) -> None:
             )
 
 
+def _as_typed(value: object) -> Any:
+    """A TOML value as one would type it: 80.5 is no port then, and `true` no number."""
+    return [str(each) for each in value] if isinstance(value, list) else str(value)
+
+
 def _check_values(ctx: click.Context, config: ConfigFile) -> None:
     """Read every value as the command line would, to name the file where it is wrong."""
     names = _names(ctx.command)
@@ -101,6 +106,6 @@ def _check_values(ctx: click.Context, config: ConfigFile) -> None:
         if parameter.multiple and not isinstance(value, list):
             raise InvalidRequestError(f"{place}: expected a list, such as [{value!r}].")
         try:
-            parameter.type_cast_value(ctx, value)
+            parameter.type_cast_value(ctx, _as_typed(value))
         except click.BadParameter as error:
             raise InvalidRequestError(f"{place}: {error.message}") from error

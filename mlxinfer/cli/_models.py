@@ -75,19 +75,9 @@ def entry_of(wanted: Wanted, server: Mapping[str, Any], ttl_s: float | None) -> 
     """
     from ..memory import parse_bytes
     from ..server.registry.entries import Entry, weights_bytes
-    from ..text.tools import tool_format as find_tool_format
 
-    own = {**{name: server.get(name) for name in OWN_NAMES}, **own_settings(wanted)}
-    if wanted.said.pin and wanted.said.ttl_s is not None:
-        raise click.UsageError(f"{wanted.place}: a pinned model is never unloaded; drop ttl or pin")
-    try:
-        tool_format = own.pop("tool_format") or "auto"
-        if tool_format != "auto":
-            find_tool_format(tool_format)
-        options = options_of(engine_arguments(own))
-        kv_bytes = None if options.max_memory is None else parse_bytes(options.max_memory)
-    except InvalidRequestError as error:
-        raise click.UsageError(f"{wanted.place}: {error}") from error
+    options, tool_format = checked_settings(wanted, server)
+    kv_bytes = None if options.max_memory is None else parse_bytes(options.max_memory)
     folder = fetch(wanted.said.source)
     created_s = int(time.time())
     return Entry(
@@ -101,6 +91,22 @@ def entry_of(wanted: Wanted, server: Mapping[str, Any], ttl_s: float | None) -> 
         ttl_s=ttl_s if wanted.said.ttl_s is None else wanted.said.ttl_s,
         created_s=created_s,
     )
+
+
+def checked_settings(wanted: Wanted, server: Mapping[str, Any]) -> "tuple[EngineOptions, str]":
+    """Engine options and tool format of a model; what is wrong with them is wrong usage."""
+    from ..text.tools import tool_format as find_tool_format
+
+    own = {**{name: server.get(name) for name in OWN_NAMES}, **own_settings(wanted)}
+    if wanted.said.pin and wanted.said.ttl_s is not None:
+        raise click.UsageError(f"{wanted.place}: a pinned model is never unloaded; drop ttl or pin")
+    try:
+        tool_format = own.pop("tool_format") or "auto"
+        if tool_format != "auto":
+            find_tool_format(tool_format)
+        return options_of(engine_arguments(own)), tool_format
+    except InvalidRequestError as error:
+        raise click.UsageError(f"{wanted.place}: {error}") from error
 
 
 def open_model(

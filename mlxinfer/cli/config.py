@@ -3,6 +3,7 @@
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ..configfile import ConfigFile, find_config_file, standard_places
 from ._configuration import PREFIX, config_of, origin_of
@@ -68,10 +69,18 @@ def show(config_path: str | None, origin: bool, as_json: bool) -> None:
 
 
 def serve_context(arguments: list[str]) -> click.Context:
-    """`mlxinfer serve` with these arguments, parsed and not run."""
+    """`mlxinfer serve` with these arguments, parsed and not run; all that is wrong is wrong usage.
+
+    Models are not looked for: they may be downloaded later.
+    """
+    from ._models import checked_settings, wanted_models
     from .serve import command as serve
 
-    return serve.make_context("mlxinfer serve", arguments, auto_envvar_prefix=PREFIX)
+    ctx = serve.make_context("mlxinfer serve", arguments, auto_envvar_prefix=PREFIX)
+    by_default = ctx.get_parameter_source("models") is ParameterSource.DEFAULT
+    for wanted in wanted_models(ctx.params["models"], config_of(ctx), by_default=by_default):
+        checked_settings(wanted, {**ctx.params, "max_memory": None})  # which is the server's own
+    return ctx
 
 
 def _shown(name: str, values: dict[str, Any]) -> Any:

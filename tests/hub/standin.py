@@ -222,12 +222,14 @@ class _Handler(BaseHTTPRequestHandler):
         for start in range(0, len(data), 1024):
             if large and faults.on_chunk:
                 faults.on_chunk()
+            piece = data[start : start + 1024]
+            self.hub.sent[self.path] += len(piece)  # first: who has the last one may ask at once
             try:
-                self.wfile.write(data[start : start + 1024])
+                self.wfile.write(piece)
             except (BrokenPipeError, ConnectionResetError):
+                self.hub.sent[self.path] -= len(piece)
                 self.close_connection = True
                 return
-            self.hub.sent[self.path] += len(data[start : start + 1024])
 
 
 def _sizes(name: str, body: bytes) -> dict[str, object]:

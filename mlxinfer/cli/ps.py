@@ -28,16 +28,23 @@ def command(url: str | None, as_json: bool) -> None:
 
 def row_of(model: dict[str, Any]) -> list[str]:
     """A line of the table."""
-    state = "failed" if model["failure"] and model["state"] == "unloaded" else model["state"]
     return [
         model["name"],
-        state,
+        state_of(model),
         human_bytes(model["weights_bytes"]),
         human_bytes(model["kv_bytes"]),
         str(model["requests_running"]),
         str(model["requests_waiting"]),
         "pinned" if model["pinned"] else duration(model["ttl_left_s"]),
     ]
+
+
+def state_of(model: dict[str, Any]) -> str:
+    """Its state; of one that could not be loaded also when it is tried again."""
+    if not model["failure"] or model["state"] != "unloaded":
+        return str(model["state"])
+    left_s = model["retry_left_s"]
+    return f"failed, again in {duration(left_s)}" if left_s else "failed"
 
 
 def duration(seconds: float | None) -> str:

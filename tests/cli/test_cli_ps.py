@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "server"))
 
 from lazy_server import LazyServer
 
-from mlxinfer.cli.ps import duration
+from mlxinfer.cli.ps import duration, state_of
 from mlxinfer.server.keys import ApiKeys
 
 
@@ -130,3 +130,11 @@ def test_another_program_is_told_apart(outcome: Any, says: tuple[int, str, str])
 )
 def test_durations(seconds: float | None, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_model_that_cannot_be_loaded_says_when_it_is_tried_again() -> None:
+    model = {"state": "unloaded", "failure": "broken", "retry_left_s": 75.0}
+    assert state_of(model) == "failed, again in 1m 15s"
+    assert state_of({**model, "retry_left_s": 0.0}) == "failed"
+    assert state_of({**model, "state": "loading"}) == "loading"
+    assert state_of({**model, "failure": None}) == "unloaded"

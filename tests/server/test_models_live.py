@@ -2,10 +2,14 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from lazy_server import MB, LazyServer
 from live_server import CHAT, chat, long_chat, wait_until
+
+from mlxinfer.errors import CheckpointError
+from mlxinfer.server.registry.served import ServedModel
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +114,21 @@ def test_admin_needs_the_key_and_json() -> None:
         refused = server.client.post("/admin/models/load", content=b"{}", headers=plain)
         assert refused.status_code == 415
     assert server.loads == []
+
+
+def test_a_model_that_cannot_be_loaded_is_a_503_that_says_when(tmp_path: Path) -> None:
+    def broken(_: int) -> ServedModel:
+        raise CheckpointError(f"{tmp_path} is broken")
+
+    with LazyServer(fields={"big": {"load": broken}}) as server:
+        first, second = (server.post(CHAT, chat(model="big")) for _ in range(2))
+        assert [first.status_code, second.status_code] == [503, 503]
+        assert 1 <= int(second.headers["retry-after"]) <= int(first.headers["retry-after"]) == 10
+        error = second.json()["error"]
+        assert error["code"] == "model_load_failed"
+        assert "is tried again in 10 seconds" in error["message"]
+        assert str(tmp_path) not in second.text
+        told = server.get("/admin/models").json()["models"][0]
+        assert (told["failures_in_a_row"], 0 < told["retry_left_s"] <= 10) == (1, True)
+        assert server.post(CHAT, chat(model="small")).status_code == 200
+        assert server.post("/admin/models/load", {"model": "big"}).status_code == 400

@@ -15,8 +15,8 @@ from mlxinfer.errors import (
     OverloadedError,
 )
 from mlxinfer.server.errors import ModelBusyError, ModelLoadError
+from mlxinfer.server.registry.brake import FIRST_PAUSE_S, MAX_PAUSE_S
 from mlxinfer.server.registry.entries import Entry
-from mlxinfer.server.registry.loader import FAILED_RETRY_S
 from mlxinfer.server.registry.models import Models
 from mlxinfer.server.registry.slots import State
 
@@ -136,19 +136,47 @@ def test_a_failed_load_is_told_to_all_and_tried_again_later(
         told = await asyncio.gather(*waiting, return_exceptions=True)
         assert [type(error) for error in told] == [ModelLoadError] * 3
         assert "secret" not in str(told[0])
-        with pytest.raises(ModelLoadError):
+        with pytest.raises(ModelLoadError, match="again in 10 seconds") as caught:
             await touch(models, "a")
+        assert caught.value.retry_after_s == FIRST_PAUSE_S
         assert machine.loads == ["a"]
         with pytest.raises(CheckpointError, match="secret"):  # who asks for it is told why
             await models.load("a")
         machine.failing.clear()
-        machine.clock += FAILED_RETRY_S
+        machine.clock += FIRST_PAUSE_S
         await touch(models, "a")
 
     run(work())
     assert machine.loads == ["a", "a", "a"]
     assert (models.slots()[0].num_failures, models.slots()[0].failure) == (2, None)
     assert models.held_bytes == 11 * MB
+
+
+def test_a_model_that_fails_again_and_again_is_left_alone_for_longer(
+    machine: Machine, models: Models
+) -> None:
+    """A request every second, for an hour: few loads, at growing distances, and then at once."""
+    machine.failing.add("a")
+
+    tried = []
+
+    async def work() -> None:
+        for _ in range(3600):
+            before = len(machine.loads)
+            with pytest.raises(ModelLoadError) as caught:
+                await touch(models, "a")
+            assert 0 < caught.value.retry_after_s <= MAX_PAUSE_S
+            if len(machine.loads) > before:
+                tried.append(machine.clock)
+            machine.clock += 1.0
+        await touch(models, "b")  # others are not concerned
+        machine.failing.clear()
+        await models.load("a")
+
+    run(work())
+    assert tried == [0, 10, 30, 70, 150, 310, 630, 1230, 1830, 2430, 3030]
+    slot = models.find("a")
+    assert (slot.state, slot.brake.num_failures, slot.failure) == (State.LOADED, 0, None)
 
 
 def test_idle_models_go_after_their_ttl(machine: Machine, models: Models) -> None:

@@ -1,5 +1,6 @@
 """How errors look in an API: body and stream event of each style. Knows no handlers."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ def error_reply(error: Exception, style: ErrorStyle) -> Body:
     shown = public(error)
     reply = Body(style.body(shown), shown.status)
     if isinstance(shown, OverloadedError):
-        reply.headers.append((b"retry-after", str(max(1, round(shown.retry_after_s))).encode()))
+        reply.headers.append((b"retry-after", str(max(1, math.ceil(shown.retry_after_s))).encode()))
     if shown.status == 401:
         reply.headers.append((b"www-authenticate", b"Bearer"))
     if shown.status in (408, 504):  # to try again would cost as much and end the same way

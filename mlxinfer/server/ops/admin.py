@@ -30,6 +30,8 @@ class ModelState(msgspec.Struct, kw_only=True):
     requests_waiting: int
     ttl_left_s: float | None  # until it is unloaded, if nobody asks; null: that does not happen
     failure: str | None  # why the last try to load it failed
+    failures_in_a_row: int
+    retry_left_s: float  # until requests may try it again; 0: now
 
 
 class ServerState(msgspec.Struct, kw_only=True):
@@ -114,7 +116,6 @@ def _answer(call: Call, name: str) -> Reply:
 
 def _state(service: Service, slot: Slot) -> ModelState:
     tally = service.tallies[slot.entry.name]
-    why = slot.failure.__cause__ if slot.failure is not None else None
     return ModelState(
         name=slot.entry.name,
         aliases=list(slot.entry.aliases),
@@ -127,5 +128,7 @@ def _state(service: Service, slot: Slot) -> ModelState:
         requests_running=tally.num_running,
         requests_waiting=tally.num_waiting,
         ttl_left_s=service.models.ttl_left_s(slot),
-        failure=None if why is None else str(why),
+        failure=None if slot.failure is None else str(slot.failure),
+        failures_in_a_row=slot.brake.num_failures,
+        retry_left_s=service.models.retry_left_s(slot),
     )

@@ -6,6 +6,7 @@ for a moment, and sums of memory hold.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -17,9 +18,19 @@ from .served import ServedModel
 from .slots import Slot, State
 
 BUSY_RETRY_S = 10.0  # after which a model in the way may be idle
-FAILED_RETRY_S = 10.0  # that a failed load is not tried again
 UNLOAD_S = 60.0  # that a model may take to end; one that is stuck holds its memory
 log = logging.getLogger("mlxinfer.server")
+
+
+def not_loaded(slot: Slot, left_s: float) -> ModelLoadError:
+    """What clients are told of a model that failed to load, and is tried again in `left_s`."""
+    count = slot.brake.num_failures
+    times = "" if count == 1 else f" {count} times in a row"
+    return ModelLoadError(
+        f"The model {slot.entry.name} could not be loaded{times}; the server's log says why. "
+        f"It is tried again in {math.ceil(left_s)} seconds, or by `mlxinfer load`.",
+        retry_after_s=left_s,
+    )
 
 
 class Loader:
@@ -51,7 +62,7 @@ class Loader:
         """Load a model.
 
         Raises:
-            ModelLoadError: it cannot be; the same error for some time.
+            ModelLoadError: it cannot be.
             OverloadedError: the models in its way are in use, or stuck.
         """
         try:
@@ -102,22 +113,20 @@ class Loader:
         slot.state = State.LOADED
         slot.used_s = self._clock()
         slot.failure = None
+        slot.brake.release()
         slot.num_loads += 1
 
     def _failed(self, slot: Slot, error: Exception) -> ModelLoadError:
         """What the waiters are told; the reason is for the log, as it may name paths."""
         name = slot.entry.name
-        failure = ModelLoadError(
-            f"The model {name} could not be loaded; the server's log says why.",
-            retry_after_s=FAILED_RETRY_S,
-        )
-        failure.__cause__ = error
-        slot.failure, slot.failed_s = failure, self._clock()
+        slot.failure = error
         slot.num_failures += 1
+        pause_s = slot.brake.fail(self._clock())
         if not self.quiet:
             known = isinstance(error, MlxinferError)
-            log.error("model not loaded: %s", error, exc_info=not known, extra={"model": name})
-        return failure
+            extra = {"model": name, "failures": slot.brake.num_failures, "pause_s": pause_s}
+            log.error("model not loaded: %s", error, exc_info=not known, extra=extra)
+        return not_loaded(slot, pause_s)
 
     async def _make_room(self, slot: Slot, num_bytes: int) -> None:
         """Unload idle models, the longest unused first, until so many bytes more fit.

@@ -16,7 +16,7 @@ from ..background import in_background
 from ..errors import ModelBusyError, ModelLoadError
 from .budget import Need, kv_budgets
 from .entries import Entry
-from .loader import FAILED_RETRY_S, Loader
+from .loader import Loader, not_loaded
 from .served import ServedModel
 from .slots import Slot, State
 
@@ -119,6 +119,10 @@ class Models:
         """Seconds until a model may be unloaded for idleness; None: that does not happen."""
         return slot.ttl_left_s(self._clock())
 
+    def retry_left_s(self, slot: Slot) -> float:
+        """Seconds until a model that failed to load may be tried again; 0: it may be loaded."""
+        return slot.brake.left_s(self._clock())
+
     # -- use ------------------------------------------------------------------------------------
 
     @asynccontextmanager
@@ -127,7 +131,7 @@ class Models:
 
         Raises:
             ModelNotFoundError: no model is called so.
-            ModelLoadError: it could not be loaded.
+            ModelLoadError: it could not be loaded, or not lately.
             OverloadedError: the models in its way are in use, or it is being unloaded.
         """
         slot = self.find(name)
@@ -145,9 +149,8 @@ class Models:
     async def _loaded(self, slot: Slot) -> ServedModel:
         """One load, however many wait for it; it goes on where all of them leave."""
         if slot.loading is None:
-            failed = slot.failure
-            if failed is not None and self._clock() < slot.failed_s + FAILED_RETRY_S:
-                raise failed
+            if left_s := self.retry_left_s(slot):
+                raise not_loaded(slot, left_s)
             slot.loading = asyncio.create_task(self._loader.bring_in(slot))
             slot.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(slot.loading)
@@ -171,7 +174,7 @@ class Models:
     async def load(self, name: str) -> None:
         """Load a model if it is not; raises as `use`, but with the reason of a failure."""
         slot = self.find(name)
-        slot.failure = None  # somebody who asks wants it tried
+        slot.brake.release()  # somebody who asks wants it tried
         try:
             async with self.use(name):
                 pass

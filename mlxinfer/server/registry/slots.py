@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from .brake import Brake
 from .entries import Entry
 from .served import ServedModel
 
@@ -38,8 +39,8 @@ class Slot:
     leaving: bool = False
     loading: "asyncio.Task[ServedModel] | None" = None
     opening: "Future[ServedModel] | None" = None  # the work of `loading`, in its thread
-    failure: Exception | None = None  # of the last try to load it
-    failed_s: float = 0.0
+    failure: Exception | None = None  # why the last try to load it failed
+    brake: Brake = field(default_factory=Brake)
     max_context: int | None = None  # known once it was loaded
     num_loads: int = 0
     num_failures: int = 0  # loads that failed

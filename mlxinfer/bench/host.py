@@ -196,14 +196,14 @@ def slope(points: Sequence[tuple[int, float]]) -> float:
 
 def run(
     *,
-    sizes: Sequence[int] = (1, 8, 64, 256),
+    requests: Sequence[int] = (1, 8, 64, 256),
     build_sizes: Sequence[int] = (1, 8),
     blocks: int = 8,
     peer: bool = True,
 ) -> Report:
     """Both parts."""
     with TemporaryDirectory() as scratch:
-        decode = decode_costs(sizes, blocks=blocks, peer=peer, folder=Path(scratch) / "two")
+        decode = decode_costs(requests, blocks=blocks, peer=peer, folder=Path(scratch) / "two")
         build = build_costs(build_sizes, blocks=blocks, peer=peer, folder=Path(scratch) / "many")
     data = {
         "decode": [

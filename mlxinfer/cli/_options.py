@@ -1,6 +1,6 @@
 """Options that several commands share, and how they become SamplingParams and LLM arguments."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -11,6 +11,7 @@ from ..errors import InvalidRequestError
 from ..memory import KV_SHARE, parse_bytes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Option = Callable[[Any], Any]  # what click.option returns
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2 on
@@ -73,18 +74,20 @@ ENGINE_NAMES = ("kv_bits", "kv_window", "kv_sinks", "max_memory", "disk_cache")
 
 def sampling_options(function: Function) -> Function:
     """Add --max-tokens … --stop."""
-    return _apply(_SAMPLING, function)
+    return apply_options(_SAMPLING, function)
 
 
 def engine_options(function: Function) -> Function:
     """Add --kv-bits … --disk-cache."""
-    return _apply(_ENGINE, function)
+    return apply_options(_ENGINE, function)
 
 
 def model_options(function: Function) -> Function:
     """Add --kv-bits … --disk-cache without --max-memory, which servers divide among models."""
     options = zip(ENGINE_NAMES, _ENGINE, strict=True)
-    return _apply(tuple(option for name, option in options if name != "max_memory"), function)
+    return apply_options(
+        tuple(option for name, option in options if name != "max_memory"), function
+    )
 
 
 def sampling_params(options: dict[str, Any]) -> SamplingParams:
@@ -121,7 +124,8 @@ def _wrong_usage(error: InvalidRequestError) -> click.BadParameter:
     return click.BadParameter(str(error), param_hint=flag)
 
 
-def _apply(options: tuple[Callable[[Any], Any], ...], function: Function) -> Function:
+def apply_options(options: Sequence[Option], function: Function) -> Function:
+    """Add options, the first on top of the help."""
     for option in reversed(options):
         function = option(function)
     return function

@@ -48,7 +48,7 @@ def test_without_mlx_lm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_host_alone() -> None:
-    report = host.run(sizes=(1, 3), build_sizes=(1,), blocks=1, peer=False)
+    report = host.run(requests=(1, 3), build_sizes=(1,), blocks=1, peer=False)
     decode = report.data["decode"]
     assert [entry["requests"] for entry in decode] == [1, 3]
     assert all(set(entry["whole"]) == {"mlxinfer"} for entry in decode)

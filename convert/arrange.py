@@ -12,6 +12,7 @@ import mlx.core as mx
 from ..errors import CheckpointError
 from ..models.config import ModelConfig, normalise
 from ..models.registry import family
+from .complete import check_complete
 from .read import MLXFormat, Source, TensorInfo, expert_groups
 
 _PREFIX = {"gemma3": "language_model."}  # where mlx-lm looks for the language model
@@ -82,7 +83,7 @@ def arrange(source: Source) -> Arranged:
     Raises:
         UnsupportedModelError: an architecture that mlxinfer cannot run, so that nothing could be
             checked.
-        CheckpointError: experts are missing or differ in shape, or two tensors get one name.
+        CheckpointError: tensors are missing, misshapen, left over or get one name.
     """
     config = normalise(source.config)
     rename = family(config.model_type).rename
@@ -106,6 +107,7 @@ def arrange(source: Source) -> Arranged:
         outputs[made.name] = made
     if not outputs:
         raise CheckpointError(f"{source.label} has no tensors of a language model.")
+    check_complete(config, {name: out.shape for name, out in outputs.items()}, source.label)
     return Arranged(source, config, tuple(outputs.values()), tuple(dropped))
 
 

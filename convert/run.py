@@ -32,6 +32,9 @@ from .texts import Texts, make_texts
 from .workplace import Workplace, check_target, disk_failures, working
 from .write import Budget, TensorWriter, little_cached
 
+NO_TOKENIZER = (
+    "There is no tokenizer: add the model's tokenizer.json, or convert with --tokenizer FOLDER."
+)
 OpenModel = Callable[[Path], AbstractContextManager[LogitsOf]]
 
 
@@ -140,6 +143,8 @@ class Conversion:
         self._write(place, plan, journal, found)
         tensors = [entry for name, _ in plan.shards() for entry in journal.shards[name]]
         report = make_report(self.source, plan, tensors, compared=self.options.check_tensors)
+        if not has_tokenizer(self.source.side_files()):
+            report.notes.append(NO_TOKENIZER)
         if self.open_model is not None and texts is not None:
             report = replace(report, logits=self._compare(place, plan, texts))
         write_json(place.model / "report.json", report.as_dict())

@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import CheckpointError
 from .arrange import Arranged
 from .arrays import as_numpy, dtype_name, mx_dtype
 from .files import ShardFile
@@ -105,16 +106,18 @@ class TensorWriter:
     def _block(self, tensor: Planned, raw: NDArray[np.generic], dtype: str) -> tuple[Arrays, Error]:
         """What a block (R, in_dims) becomes. Runs in the threads."""
         values = widen(raw, dtype)
+        _check_finite(values, tensor, "holds NaN or infinity: the checkpoint is damaged")
         if tensor.form is not None:
             importance = self.importance.get(tensor.output.path)
             method = Method(tensor.form, tensor.dtype, self.searched, importance, self.sampled)
-            rows, error = quantise(values, method)
-            parts = [rows.weight, rows.scales]
-            return (parts if rows.biases is None else [*parts, rows.biases]), error
+            return _quantised(values, tensor, method)
         if dtype == tensor.dtype:
             return [raw], Error(energy=squares_of(values))
-        narrowed = narrow(values, tensor.dtype)
-        return [narrowed], compare(widen(narrowed, tensor.dtype), values)
+        with np.errstate(over="ignore"):
+            narrowed = narrow(values, tensor.dtype)
+        found = widen(narrowed, tensor.dtype)
+        _check_fits(found, tensor)
+        return [narrowed], compare(found, values)
 
     def _copy(self, tensor: Planned, target: "_Target") -> None:
         """The source's own codes; scales are rounded where float32 alone holds them."""
@@ -124,8 +127,29 @@ class TensorWriter:
             if packed.biases is not None:
                 rounded = (a.astype(mx_dtype(tensor.dtype)) for a in (packed.scales, packed.biases))
                 parts = [packed.weight, *rounded]
+                for part in parts[1:]:
+                    _check_fits(widen(as_numpy(part), tensor.dtype), tensor)
             target.take([as_numpy(part) for part in parts], Error())
             self.wrote(tensor.output.num_weights // len(tensor.output.sources))
+
+
+def _quantised(values: Floats, tensor: Planned, method: Method) -> tuple[Arrays, Error]:
+    with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is looked at below
+        rows, error = quantise(values, method)
+    if rows.biases is None:
+        return [rows.weight, rows.scales], error
+    for part in (rows.scales, rows.biases):
+        _check_fits(widen(part, tensor.dtype), tensor)
+    return [rows.weight, rows.scales, rows.biases], error
+
+
+def _check_fits(values: Floats, tensor: Planned) -> None:
+    _check_finite(values, tensor, f"is too large for {tensor.dtype}: choose bfloat16")
+
+
+def _check_finite(values: Floats, tensor: Planned, what: str) -> None:
+    if not np.isfinite(values).all():
+        raise CheckpointError(f"{tensor.output.name} {what}.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,10 @@ import errno
 import os
 import resource
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from convert_cases import contents, convert, write_source
 from mlxinfer.convert.files import ShardFile
@@ -181,6 +183,63 @@ def test_unknown_architectures_and_broken_sources(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(CheckpointError, match="truncated"):
         convert(source, tmp_path / "out")
+
+
+def changed(source: Path, change: Callable[[dict[str, mx.array]], None]) -> Path:
+    path = source / "model.safetensors"
+    arrays = mx.load(str(path))
+    assert isinstance(arrays, dict)
+    mx.eval(arrays)
+    change(arrays)
+    mx.save_safetensors(str(path), arrays)
+    return source
+
+
+UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
+
+
+@pytest.mark.parametrize("recipe", ["4bit-g32", "mxfp4", "fp16", "bf16"])
+@pytest.mark.parametrize(("name", "value"), [(UP, "nan"), (UP, "-inf"), (NORM, "nan")])
+@pytest.mark.parametrize("check_tensors", [True, False])
+def test_numbers_that_are_none_end_a_conversion(
+    source: Path, tmp_path: Path, recipe: str, name: str, value: str, check_tensors: bool
+) -> None:
+    def spoil(arrays: dict[str, mx.array]) -> None:
+        arrays[name][-1] = float(value)
+
+    with pytest.raises(CheckpointError, match=rf"{name} holds NaN or infinity"):
+        convert(changed(source, spoil), tmp_path / "out", recipe, check_tensors=check_tensors)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("recipe", "dtype"), [("fp16", None), ("4bit-g32", "float16")])
+def test_numbers_that_16_bits_do_not_hold(
+    source: Path, tmp_path: Path, recipe: str, dtype: str | None
+) -> None:
+    def enlarge(arrays: dict[str, mx.array]) -> None:
+        arrays[UP][0, 0] = 1e6
+
+    opened = open_source(changed(source, enlarge))
+    options = Options(recipe=make_recipe(recipe, dtype=dtype))
+    with pytest.raises(CheckpointError, match=r"up_proj.*too large for float16: choose bfl"):
+        Conversion(opened, tmp_path / "out", options).run()
+    convert(source, tmp_path / "other", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda a: a.pop(UP), r"source has no tensor 'model.layers.1.mlp.up_proj.weight', \(96"),
+        (lambda a: a.update({UP: a[UP][:32]}), r"has shape \(32, 64\); expected \(96, 64\)"),
+        (lambda a: a.update({"model.vision.weight": a[UP]}), "does not: 'model.vision.weight'"),
+    ],
+)
+def test_tensors_are_those_of_the_architecture(
+    source: Path, tmp_path: Path, change: Callable[[dict[str, mx.array]], None], words: str
+) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        convert(changed(source, change), tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_a_target_needs_calibration_and_room(source: Path, tmp_path: Path) -> None:

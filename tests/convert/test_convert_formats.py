@@ -67,6 +67,7 @@ def test_without_a_tokenizer_it_is_said_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=r"no tokenizer.*--tokenizer FOLDER.*--check tensors"):
         convert(source, out, "keep", calibration=TEXT)
     assert not list(tmp_path.glob("out*"))
+    assert "--tokenizer FOLDER" in convert(source, tmp_path / "without", "keep").notes[0]
     options = Options(recipe=make_recipe("keep"), calibration=TEXT)
     opened = open_source(source, tokenizer=write_source(tmp_path / "hf"))
     assert Conversion(opened, out, options).run().passed

@@ -94,11 +94,8 @@ def assemble_gguf(
     names = {name: _named(architecture, name, label) for name in entries if name != ROPE_FACTORS}
     shapes = {ours: entries[name][1].shape for name, ours in names.items()}
     config = make_config(metadata, shapes, factors, label)
-    notes: tuple[str, ...] = ()
-    if side_files is None and check_tokenizer(metadata, label):
-        side_files = lambda: tokenizer_files(metadata, label)  # noqa: E731
-    elif side_files is None:
-        side_files, notes = dict, (f"{label} has no tokenizer; --tokenizer FOLDER names one.",)
+    has_tokenizer = side_files is None and check_tokenizer(metadata, label)
+    own = (lambda: tokenizer_files(metadata, label)) if has_tokenizer else dict
     return ReaderSource(
         label=label,
         format="GGUF",
@@ -109,9 +106,8 @@ def assemble_gguf(
             for name, ours in names.items()
         },
         files=files,
-        side_files=side_files,
+        side_files=side_files or own,
         fingerprint=fingerprint,
-        notes=notes,
     )
 
 

@@ -71,6 +71,7 @@ def cpu_s(*arguments: str, runs: int = 5) -> float:
 
 
 def test_import_and_help_are_quick() -> None:
+    """Measured by an interpreter that does nothing: machines differ, and so do their moments."""
     bare_s = cpu_s("-c", "pass")
-    assert cpu_s("-c", "import mlxinfer") - bare_s < 0.05
-    assert cpu_s("-m", "mlxinfer.cli", "--help") - bare_s < 0.2
+    assert cpu_s("-c", "import mlxinfer") < 3 * bare_s
+    assert cpu_s("-m", "mlxinfer.cli", "--help") < 10 * bare_s

@@ -148,6 +148,11 @@ class LiveServer:
         wait_until(self.is_idle)
 
 
+def num_threads() -> int:
+    """Of this process, but for those that render and encode: they are made as they are needed."""
+    return sum(not t.name.startswith("mlxinfer-text") for t in threading.enumerate())
+
+
 def events_of(response: httpx.Response) -> Iterator[Any]:
     for line in response.iter_lines():
         if line.startswith("data: "):

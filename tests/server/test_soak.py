@@ -4,12 +4,11 @@ import asyncio
 import contextlib
 import os
 import random
-import threading
 from typing import Any
 
 import httpx2 as httpx
 import pytest
-from live_server import CHAT, LiveServer, chat
+from live_server import CHAT, LiveServer, chat, num_threads
 
 ROUNDS = 6
 REQUESTS = 60  # a round, 16 of them at once
@@ -60,7 +59,7 @@ def measured(server: LiveServer) -> dict[str, int]:
     """What must not grow with traffic."""
     return {
         "files": len(os.listdir("/dev/fd")),
-        "threads": threading.active_count(),
+        "threads": num_threads(),
         "connections": server.connections(),
     }
 

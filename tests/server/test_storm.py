@@ -10,7 +10,6 @@ import os
 import random
 import resource
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 from bad_input import tokens
-from live_server import LiveServer, chat, wait_until
+from live_server import LiveServer, chat, num_threads, wait_until
 from storm_client import Plan, draw_leaver, draw_visitor, perform
 
 AT_ONCE = 16
@@ -52,7 +51,7 @@ def held(server: LiveServer) -> dict[str, int]:
     gc.collect()
     return {
         "files": len(os.listdir("/dev/fd")),
-        "threads": threading.active_count(),
+        "threads": num_threads(),
         "calls": len(server.service.calls),
         "pages": sum(group["pages_held"] for group in server.stats()["groups"]),
     }

@@ -53,7 +53,7 @@ class Asking:
         self._vocab_size = info.vocab_size
         self._reasoning = detect_reasoning(tokenizer)
         self._tool_format = detect_tools(tokenizer, tool_format)
-        self._guidance = Guidance(
+        self.guidance = Guidance(
             tokenizer, self._reasoning, vocab_size=info.vocab_size, end_ids=self.end_ids
         )
         self._ids = itertools.count()
@@ -62,9 +62,9 @@ class Asking:
         self, prompt: Prompt, params: SamplingParams | None, response_format: ResponseFormat | None
     ) -> Asked:
         """A prompt to be continued."""
-        request = self.request(self.encode(prompt), params)
-        spec = self._guidance.plan(request.prompt_ids, response_format)
-        return self._answer(request, continues=True), spec
+        ids = self.encode(prompt)
+        answer = self.answer(ids, params, continues=True)
+        return answer, self.guidance.plan(ids, response_format)
 
     def batch(
         self,
@@ -94,15 +94,13 @@ class Asking:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Asked:
         """A conversation to be answered; arguments and errors as of LLM.chat."""
-        use = ToolUse.plan(
-            self.tokenizer, self._tool_format, tools, tool_choice, parallel=parallel_tool_calls
-        )
+        use = self.tool_use(tools, tool_choice, parallel=parallel_tool_calls)
         shown = None if use is None else use.shown
         variables = dict(chat_template_kwargs or {})
         ids = encode_chat(self.tokenizer, messages, tools=shown, **variables)
         self._check_variables(variables)
-        spec = self._guidance.plan(ids, response_format, use)
-        return self._answer(self.request(ids, params), continues=False, use=use), spec
+        spec = self.guidance.plan(ids, response_format, use)
+        return self.answer(ids, params, continues=False, use=use), spec
 
     def beginning(self, prompt: Prompt | Sequence[Message]) -> list[int]:
         """The tokens of a prompt, or of a conversation that goes on."""
@@ -117,8 +115,22 @@ class Asking:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, parse_special=True)
         _check_sequence(prompt)
-        check_token_ids(prompt, self._vocab_size, param="prompt")
-        return list(prompt)
+        return self.check_ids(prompt, param="prompt")
+
+    def check_ids(self, ids: Sequence[object], *, param: str) -> list[int]:
+        """The ids, if they are tokens of this model; raises InvalidRequestError."""
+        check_token_ids(ids, self._vocab_size, param=param)
+        return list(ids)  # type: ignore[arg-type]  # checked
+
+    def tool_use(
+        self,
+        tools: Sequence[Message] | None,
+        choice: str | Message | None,
+        *,
+        parallel: bool,
+    ) -> ToolUse | None:
+        """How an answer uses tools; arguments and errors as of ToolUse.plan."""
+        return ToolUse.plan(self.tokenizer, self._tool_format, tools, choice, parallel=parallel)
 
     def request(self, ids: list[int], params: SamplingParams | None) -> Request:
         """A request of these prompt tokens."""
@@ -130,15 +142,46 @@ class Asking:
         ends: frozenset[int] = frozenset() if params.ignore_eos else self.end_ids
         return Request(str(next(self._ids)), ids, params, ends.union(params.stop_token_ids))
 
+    def answer(
+        self,
+        ids: list[int],
+        params: SamplingParams | None,
+        *,
+        continues: bool,
+        reasons: bool = True,
+        use: ToolUse | None = None,
+    ) -> Answer:
+        """A request for the engine, and what turns its tokens into text.
+
+        Args:
+            ids: the whole prompt.
+            params: how to sample.
+            continues: the answer goes on within the prompt's text, as in a plain completion.
+            reasons: what the model marks as its reasoning is split off, if it reasons at all.
+            use: tools that the answer may call.
+        """
+        request = self.request(ids, params)
+        stream = TextStream(
+            self.tokenizer,
+            stop=request.params.stop,
+            min_tokens=request.params.min_tokens,
+            reasoning=self._reasoning if reasons else None,
+            tools=None if use is None else use.parser(),
+            single_call=use is not None and not use.parallel,
+            prompt_ids=ids,
+            continues=continues,
+        )
+        return Answer(request, stream)
+
     def ready(self, answer: Answer, spec: GrammarSpec | None) -> Answer:
         """The answer with its grammar compiled, which may take its time."""
         if spec is not None:
-            answer.request.grammar = self._guidance.start(spec)
+            answer.request.grammar = self.guidance.start(spec)
         return answer
 
     def close(self) -> None:
         """End what compiles grammars."""
-        self._guidance.close()
+        self.guidance.close()
 
     def _check_variables(self, names: Iterable[str]) -> None:
         """Raise InvalidRequestError for a variable that the template never reads."""
@@ -151,19 +194,6 @@ class Asking:
                     "chat_template_kwargs.",
                     param="chat_template_kwargs",
                 )
-
-    def _answer(self, request: Request, *, continues: bool, use: ToolUse | None = None) -> Answer:
-        stream = TextStream(
-            self.tokenizer,
-            stop=request.params.stop,
-            min_tokens=request.params.min_tokens,
-            reasoning=self._reasoning,
-            tools=None if use is None else use.parser(),
-            single_call=use is not None and not use.parallel,
-            prompt_ids=request.prompt_ids,
-            continues=continues,
-        )
-        return Answer(request, stream)
 
 
 def is_one_prompt(prompts: Any) -> bool:

@@ -41,7 +41,18 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "info": LEAVES | {"models"},
     "convert": LEAVES | {"backend", "hub", "layers", "memory", "models", "text"},
     "server": LEAVES
-    | {"answer", "backend", "engine", "grammar", "hub", "info", "mailbox", "memory", "opening"}
+    | {
+        "answer",
+        "asking",
+        "backend",
+        "engine",
+        "grammar",
+        "hub",
+        "info",
+        "mailbox",
+        "memory",
+        "opening",
+    }
     | {"results", "text"},
 }
 SERVER_LEAVES = {"errors", "keys", "settings", "background"}

@@ -51,12 +51,22 @@ class Guidance:
         Raises:
             InvalidRequestError: no such response_format, or a schema is too large.
         """
-        spec = response_format(format)
+        return self.rule(prompt_ids, response_format(format), use)
+
+    def rule(
+        self,
+        prompt_ids: Sequence[int],
+        spec: GrammarSpec | None,
+        use: ToolUse | None = None,
+        *,
+        reasons: bool = True,
+    ) -> GrammarSpec | None:
+        """The same of a form that has been read; with `reasons` the model may reason before it."""
         if use is not None and (spec is None or use.must_call):
             return self.forced(use, prompt_ids)
         if spec is not None and use is not None:
             return calls_or(spec, use, self._tokenizer, self._reasoning, prompt_ids)
-        return None if spec is None else self.after_reasoning(spec, prompt_ids)
+        return self.after_reasoning(spec, prompt_ids) if spec is not None and reasons else spec
 
     def forced(self, use: ToolUse, prompt_ids: Sequence[int]) -> GrammarSpec | None:
         """The grammar of calls that must be made, None where the model has the choice."""

@@ -6,18 +6,28 @@ from typing import Any
 
 from live_server import LiveServer, wait_until
 
+from mlxinfer.asking import Asking
 from mlxinfer.core import FinishReason, Request, TokenEvent
-from mlxinfer.text import ChatTemplate, detect_reasoning, detect_tools
+from mlxinfer.server.registry.served import ServedModel
+from mlxinfer.text import ChatTemplate
 
+THOUGHT = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
 TEMPLATE = (  # Hermes's way of calling, in a few words of our own
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}"
     "<tool_call>{name, arguments}</tool_call><|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{ m.content }}"
+    f"{THOUGHT}{{{{ m.content }}}}"
     "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
+
+
+def teach(model: ServedModel, template: str) -> None:
+    """Give a model another chat template, and with it tools and reasoning as that shows them."""
+    tokenizer = model.tokenizer
+    tokenizer.template = ChatTemplate(template, variables=tokenizer.named_tokens)
+    model.asking.close()
+    model.asking = Asking(tokenizer, model.info, "auto")
 
 
 class Script:
@@ -61,9 +71,7 @@ class ScriptedServer(LiveServer):
         super().__init__(**config)
         self.model.engine.close()
         tokenizer = self.model.tokenizer
-        tokenizer.template = ChatTemplate(template, variables=tokenizer.named_tokens)
-        self.model.tools = detect_tools(tokenizer)
-        self.model.reasoning = detect_reasoning(tokenizer)
+        teach(self.model, template)
         self.script = Script(lambda text: tokenizer.encode(text, parse_special=True))
         self.model.engine = self.script  # type: ignore[assignment]  # it does what is asked here
 

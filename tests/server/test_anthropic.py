@@ -10,7 +10,7 @@ import pytest
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from live_server import LiveServer, chat, wait_until
 from pydantic import TypeAdapter
-from scripted import TEMPLATE, ScriptedServer
+from scripted import TEMPLATE, THOUGHT, ScriptedServer, teach
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 TOOLS: Any = [
@@ -285,11 +285,7 @@ class ToolServer(LiveServer):
 
     def __init__(self) -> None:
         super().__init__()
-        from mlxinfer.text import ChatTemplate, detect_tools
-
-        tokenizer = self.model.tokenizer
-        tokenizer.template = ChatTemplate(TEMPLATE, variables=tokenizer.named_tokens)
-        self.model.tools = detect_tools(tokenizer)
+        teach(self.model, TEMPLATE.replace(THOUGHT, ""))
 
     def check_idle(self) -> None:
         wait_until(self.is_idle)

@@ -30,4 +30,4 @@ def tool_use(
             f"{len(tools)} tools; at most {MAX_TOOLS} are accepted.", param="tools"
         )
     check_depth(tools, param="tools", max_depth=MAX_DEPTH)
-    return ToolUse.plan(model.tokenizer, model.tools, tools, choice, parallel=parallel is not False)
+    return model.asking.tool_use(tools, choice, parallel=parallel is not False)

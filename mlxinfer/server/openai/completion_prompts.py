@@ -58,7 +58,7 @@ def _of_text(model: ServedModel, text: str, path: str) -> Prompt:
 
 def _of_ids(model: ServedModel, given: Sequence[object], path: str) -> Prompt:
     check_room(model, len(given), None, param=path)  # before millions are looked at
-    ids = model.check_ids(given, param=path)
+    ids = model.asking.check_ids(given, param=path)
     return _checked(Prompt(ids, model.tokenizer.decode(ids)), path)
 
 

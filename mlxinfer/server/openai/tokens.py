@@ -109,7 +109,7 @@ ENDPOINTS = (
 
 def _decode(model: ServedModel, tokens: list[int]) -> str:
     return model.tokenizer.decode(
-        model.check_ids(tokens, param="tokens"), skip_special_tokens=False
+        model.asking.check_ids(tokens, param="tokens"), skip_special_tokens=False
     )
 
 

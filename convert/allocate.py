@@ -8,7 +8,6 @@ step that buys the most for its bytes is taken, as long as it fits.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import InvalidRequestError
 from .read import MLXFormat
 
 
@@ -30,20 +29,11 @@ class Unit:
 
 
 def allocate(units: Sequence[Unit], max_bytes: int) -> list[Choice]:
-    """One choice for each unit, together at most `max_bytes`.
-
-    Raises:
-        InvalidRequestError: even the smallest choices are larger.
-    """
+    """One choice for each unit, together at most `max_bytes`, which the smallest meet."""
     hulls = [lower_hull(unit.choices) for unit in units]
     taken = [0] * len(units)
     left = max_bytes - sum(hull[0].num_bytes for hull in hulls)
-    if left < 0:
-        raise InvalidRequestError(
-            f"The smallest formats take {-left / 1e6:,.1f} MB more than the target; the least is "
-            f"{(max_bytes - left) / 1e6:,.1f} MB for what may be quantised.",
-            param="target",
-        )
+    assert left >= 0, "a target that nothing meets is refused before measuring"
     steps = [
         (_gain(hull[i], hull[i + 1]), unit, i + 1)
         for unit, hull in enumerate(hulls)

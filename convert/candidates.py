@@ -1,12 +1,12 @@
 """Units that get one format together, and the formats each may get. Knows no values."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .allocate import Choice, Unit
 from .arrange import Arranged, Output
 from .formats import BITS, GROUPS, affine, fits
-from .plan import Planned, dense_dtype
+from .plan import Plan, Planned, dense_dtype
 from .read import MLXFormat
 from .recipes import Recipe
 from .rules import ROUTERS, fitting, floor_bits, quantisable
@@ -59,6 +59,20 @@ def candidates_of(output: Output, unit: MeasuredUnit) -> list[MLXFormat]:
     formats = [affine(bits, group) for bits in BITS for group in GROUPS]
     found = [form for form in formats if form.bits >= least and fits(form, output.shape)]
     return found if unit.probe in found else [*found, unit.probe]
+
+
+def least_bytes(arranged: Arranged, recipe: Recipe, plan: Plan) -> int:
+    """Of the whole output, where all that may be chosen is as small as it may be."""
+    size = plan.num_bytes
+    planned = {tensor.output.name: tensor.num_bytes for tensor in plan.tensors}
+    for unit in units_of(arranged, recipe):
+        forms = candidates_of(unit.outputs[0], unit)
+        priced = choices(
+            replace(unit, errors=dict.fromkeys(forms, 0.0)), recipe, arranged.source.dtype
+        )
+        size += min(choice.num_bytes for choice in priced.choices)
+        size -= sum(planned[name] for name in priced.names)
+    return size
 
 
 def choices(unit: MeasuredUnit, recipe: Recipe, model_dtype: str) -> Unit:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConversionError, InvalidRequestError
+from ..memory import human_bytes
 from ..text import Tokenizer
 from . import estimate
 from . import measured as kept
 from .allocate import allocate
 from .arrange import Arranged, arrange
-from .candidates import choices
+from .candidates import choices, least_bytes
 from .card import write_card
 from .files import partial_path, write_file
 from .journal import Journal
@@ -51,7 +52,19 @@ class Conversion:
     arranged: Arranged = field(init=False)
 
     def __post_init__(self) -> None:
+        """Raise InvalidRequestError for a target that no formats meet."""
         self.arranged = arrange(self.source)
+        plan = self.plan()
+        limit = self.options.limit_bytes(plan.num_weights)
+        if limit is None:
+            return
+        least = least_bytes(self.arranged, self.options.recipe, plan)
+        if least > limit:
+            raise InvalidRequestError(
+                f"The target is {human_bytes(limit)}; the smallest formats make "
+                f"{human_bytes(least)}, {least * 8 / plan.num_weights:.2f} bits per weight.",
+                param="target",
+            )
 
     def plan(self, formats: dict[str, MLXFormat | None] | None = None) -> Plan:
         """The plan as far as it is known: a target's formats follow from measuring."""

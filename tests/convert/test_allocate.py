@@ -2,13 +2,10 @@
 
 from itertools import pairwise, product
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlxinfer.convert.allocate import Choice, Unit, allocate, lower_hull
 from mlxinfer.convert.formats import affine
-
-from mlxinfer.errors import InvalidRequestError
 
 FORMS = [affine(bits) for bits in (2, 3, 4)]
 choices = st.lists(st.tuples(st.integers(1, 60), st.floats(0, 10)), min_size=1, max_size=3).map(
@@ -39,9 +36,3 @@ def test_hull_is_convex(found: tuple[Choice, ...]) -> None:
     gains = [(a.cost - b.cost) / max(1, b.num_bytes - a.num_bytes) for a, b in pairwise(hull)]
     assert all(gain > 0 for gain in gains)
     assert gains == sorted(gains, reverse=True)
-
-
-def test_too_small_a_target_says_the_least() -> None:
-    unit = Unit(("a",), (Choice(FORMS[0], 5_000_000, 1.0),))
-    with pytest.raises(InvalidRequestError, match=r"the least is\s+5\.0 MB"):
-        allocate([unit], 1_000_000)

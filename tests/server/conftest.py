@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from live_server import LiveServer
+from scripted import ScriptedServer
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +19,10 @@ def server(live: LiveServer) -> Iterator[LiveServer]:
     """The live server; afterwards it must be idle, whole and still able to answer."""
     yield live
     live.check_idle()
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[ScriptedServer]:
+    """A server whose model says what a test tells it to."""
+    with ScriptedServer() as server:
+        yield server

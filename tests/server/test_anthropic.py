@@ -2,17 +2,15 @@
 
 import json
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import anthropic
 import pytest
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from live_server import LiveServer, chat, wait_until
-from pydantic import TypeAdapter
 from scripted import TEMPLATE, THOUGHT, ScriptedServer, teach
+from sdk_clients import CALLS, HELLO, NOW, WEATHER, anthropic_client, strictly
 
-HELLO: Any = [{"role": "user", "content": "Hello"}]
 TOOLS: Any = [
     {
         "name": "get_weather",
@@ -25,37 +23,18 @@ TOOLS: Any = [
     },
     {"name": "now", "input_schema": {"type": "object", "properties": {}}},
 ]
-WEATHER = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 🙂"}}\n</tool_call>'
-NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-CALLS = [("get_weather", {"city": "Zürich 🙂"}), ("now", {})]
 SAMPLING = ("temperature", "top_p", "top_k")
-
-
-def client_of(server: LiveServer) -> anthropic.Anthropic:
-    return anthropic.Anthropic(
-        base_url=server.url,
-        api_key="none",
-        max_retries=0,
-        timeout=30,
-        _strict_response_validation=True,
-    )
 
 
 @pytest.fixture
 def demo(server: LiveServer) -> Iterator[anthropic.Anthropic]:
-    with client_of(server) as client:
+    with anthropic_client(server) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def scripted() -> Iterator[ScriptedServer]:
-    with ScriptedServer() as server:
-        yield server
 
 
 @pytest.fixture
 def client(scripted: ScriptedServer) -> Iterator[anthropic.Anthropic]:
-    with client_of(scripted) as client:
+    with anthropic_client(scripted) as client:
         yield client
     scripted.check_idle()
 
@@ -66,13 +45,6 @@ def ask(client: Any, **fields: Any) -> Any:
     given = {"model": "demo", "max_tokens": 100, "messages": HELLO, **fields}
     extra.update(given.pop("extra_body", {}))
     return client.messages.create(**given, extra_body=extra)
-
-
-adapter = cache(TypeAdapter)
-
-
-def strictly(kind: Any, value: Any) -> None:
-    adapter(kind).validate_json(value.to_json(exclude_unset=True), strict=True)
 
 
 def calls_of(message: Any) -> list[tuple[str, Any]]:
@@ -254,7 +226,10 @@ def test_tool_choices(
     ("kind", "seen"), [("enabled", "True"), ("disabled", "False"), ("adaptive", "True")]
 )
 def test_thinking_is_switched_in_the_template(kind: str, seen: str) -> None:
-    with ScriptedServer(TEMPLATE + "{{ enable_thinking }}") as server, client_of(server) as client:
+    with (
+        ScriptedServer(TEMPLATE + "{{ enable_thinking }}") as server,
+        anthropic_client(server) as client,
+    ):
         thinking = {"type": kind} | ({"budget_tokens": 1024} if kind == "enabled" else {})
         with server.says("x"):
             ask(client, max_tokens=2000, thinking=thinking)
@@ -269,7 +244,7 @@ def test_a_call_can_be_forced(choice: Any, names: set[str]) -> None:
     """The demo model knows nothing of tools: a grammar makes it call them."""
     city = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}}
     tools = [{"name": "get_weather", "input_schema": city}, TOOLS[1]]
-    with ToolServer() as server, client_of(server) as client:
+    with ToolServer() as server, anthropic_client(server) as client:
         choice = {**choice, "disable_parallel_tool_use": True}
         answer = ask(client, tools=tools, tool_choice=choice)
         events = list(ask(client, tools=tools, tool_choice=choice, stream=True))
@@ -368,7 +343,7 @@ LONG: Any = {"type": "array", "items": {"type": "integer"}, "minItems": 500}
 
 def test_an_interrupted_stream_ends_with_an_error_event() -> None:
     form = {"output_config": {"format": {"type": "json_schema", "schema": LONG}}}
-    with LiveServer() as server, client_of(server) as client:
+    with LiveServer() as server, anthropic_client(server) as client:
         events = iter(ask(client, max_tokens=1800, stream=True, extra_body=form))
         while next(events).type != "content_block_delta":
             pass

@@ -6,7 +6,7 @@ import anthropic
 import openai
 import pytest
 from live_server import LiveServer
-from test_anthropic import client_of
+from sdk_clients import anthropic_client
 
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.registry.entries import Entry
@@ -36,7 +36,7 @@ def lazy() -> Iterator[LiveServer]:
 
 @pytest.fixture
 def client(lazy: LiveServer) -> Iterator[anthropic.Anthropic]:
-    with client_of(lazy) as client:
+    with anthropic_client(lazy) as client:
         yield client
 
 
@@ -50,7 +50,7 @@ def test_models_are_listed(client: anthropic.Anthropic) -> None:
 
 
 def test_a_model_is_shown(live: LiveServer) -> None:
-    with client_of(live) as client:
+    with anthropic_client(live) as client:
         model = client.models.retrieve("demo")
     assert model.created_at.timestamp() == 1
     assert (model.max_input_tokens, model.max_tokens) == (live.model.max_context,) * 2
@@ -104,7 +104,7 @@ def test_without_a_key_the_error_is_theirs_too() -> None:
         answer = server.get("/v1/models", headers=VERSION)
         assert (answer.status_code, answer.json()["type"]) == (401, "error")
         assert "type" not in server.get("/v1/models").json()
-        with client_of(server).with_options(api_key="sk-test-1") as client:
+        with anthropic_client(server).with_options(api_key="sk-test-1") as client:
             assert client.models.retrieve("demo").id == "demo"
 
 

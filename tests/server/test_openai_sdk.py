@@ -9,32 +9,21 @@ import pytest
 from live_server import LiveServer, wait_until
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from sdk_clients import HELLO, openai_client, strictly
 
-HELLO: Any = [{"role": "user", "content": "Hello"}]
 GREETING = "Hello! I am the demo model of mlxinfer."
 LONG = {"max_tokens": 1800, "extra_body": {"ignore_eos": True}}
 
 
 @pytest.fixture
 def client(server: LiveServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{server.url}/v1",
-        api_key="none",
-        max_retries=0,
-        timeout=30,
-        _strict_response_validation=True,
-    ) as client:
+    with openai_client(server) as client:
         yield client
 
 
 def ask(client: Any, **fields: Any) -> Any:
     given = {"model": "demo", "messages": HELLO, "temperature": 0, "max_tokens": 12, **fields}
     return client.chat.completions.create(**given)
-
-
-def strictly(kind: Any, value: Any) -> None:
-    """The JSON behind `value` has exactly the types that the library's model declares."""
-    kind.model_validate_json(value.to_json(exclude_unset=True), strict=True)
 
 
 def test_an_answer(client: openai.OpenAI) -> None:

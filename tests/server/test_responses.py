@@ -3,15 +3,15 @@
 import base64
 import json
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import openai
 import pytest
 from live_server import LiveServer
 from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
 from scripted import ScriptedServer
+from sdk_clients import CALLS, NOW, WEATHER, openai_client, strictly
 
 TOOLS: Any = [
     {
@@ -27,49 +27,23 @@ TOOLS: Any = [
     },
     {"type": "function", "name": "now", "parameters": None, "strict": True},
 ]
-WEATHER = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 🙂"}}\n</tool_call>'
-NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-CALLS = [("get_weather", {"city": "Zürich 🙂"}), ("now", {})]
-
-
-def client_of(server: LiveServer) -> openai.OpenAI:
-    return openai.OpenAI(
-        base_url=f"{server.url}/v1",
-        api_key="none",
-        max_retries=0,
-        timeout=30,
-        _strict_response_validation=True,
-    )
 
 
 @pytest.fixture
 def demo(server: LiveServer) -> Iterator[openai.OpenAI]:
-    with client_of(server) as client:
+    with openai_client(server) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def scripted() -> Iterator[ScriptedServer]:
-    with ScriptedServer() as server:
-        yield server
 
 
 @pytest.fixture
 def client(scripted: ScriptedServer) -> Iterator[openai.OpenAI]:
-    with client_of(scripted) as client:
+    with openai_client(scripted) as client:
         yield client
     scripted.check_idle()
 
 
 def ask(client: Any, **fields: Any) -> Any:
     return client.responses.create(**{"model": "demo", "input": "Hello", **fields})
-
-
-adapter = cache(TypeAdapter)
-
-
-def strictly(kind: Any, value: Any) -> None:
-    adapter(kind).validate_json(value.to_json(exclude_unset=True), strict=True)
 
 
 def calls_of(response: Any) -> list[tuple[str, Any]]:
@@ -242,7 +216,7 @@ LONG: Any = {"type": "array", "items": {"type": "integer"}, "minItems": 500}
 
 def test_an_interrupted_stream_fails() -> None:
     form: Any = {"format": {"type": "json_schema", "name": "x", "schema": LONG}}
-    with LiveServer() as server, client_of(server) as client:
+    with LiveServer() as server, openai_client(server) as client:
         events = iter(ask(client, text=form, stream=True))
         while next(events).type != "response.output_text.delta":
             pass

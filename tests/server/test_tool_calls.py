@@ -9,6 +9,7 @@ import pytest
 from live_server import CHAT, LiveServer, chat
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from scripted import ScriptedServer
+from sdk_clients import CALLS, NOW, WEATHER, openai_client, strictly
 
 HI: Any = [{"role": "user", "content": "hi"}]
 TOOLS: Any = [
@@ -26,25 +27,11 @@ TOOLS: Any = [
     },
     {"type": "function", "function": {"name": "now"}},
 ]
-WEATHER = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 🙂"}}\n</tool_call>'
-NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def scripted() -> Iterator[ScriptedServer]:
-    with ScriptedServer() as server:
-        yield server
 
 
 @pytest.fixture
 def client(scripted: ScriptedServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{scripted.url}/v1",
-        api_key="none",
-        max_retries=0,
-        timeout=30,
-        _strict_response_validation=True,
-    ) as client:
+    with openai_client(scripted) as client:
         yield client
     scripted.check_idle()
 
@@ -55,15 +42,8 @@ def ask(client: Any, **fields: Any) -> Any:
     )
 
 
-def strictly(kind: Any, value: Any) -> None:
-    kind.model_validate_json(value.to_json(exclude_unset=True), strict=True)
-
-
 def called(message: Any) -> list[tuple[str, Any]]:
     return [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls or []]
-
-
-CALLS = [("get_weather", {"city": "Zürich 🙂"}), ("now", {})]
 
 
 def test_calls_in_an_answer(client: openai.OpenAI, scripted: ScriptedServer) -> None:

@@ -1,0 +1,38 @@
+"""The makers' own client libraries, strict about types; and what a scripted model says.
+
+`strictly` checks more than they do: no value of the JSON has another type than its model declares.
+"""
+
+from functools import cache
+from typing import Any
+
+import anthropic
+import openai
+from live_server import LiveServer
+from pydantic import TypeAdapter
+
+WEATHER = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 🙂"}}\n</tool_call>'
+NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+CALLS = [("get_weather", {"city": "Zürich 🙂"}), ("now", {})]
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+
+_STRICT: Any = {
+    "api_key": "none",
+    "max_retries": 0,
+    "timeout": 30,
+    "_strict_response_validation": True,
+}
+_adapter = cache(TypeAdapter)
+
+
+def openai_client(server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", **_STRICT)
+
+
+def anthropic_client(server: LiveServer) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url, **_STRICT)
+
+
+def strictly(kind: Any, value: Any) -> None:
+    """The JSON behind `value` has exactly the types that the library's model declares."""
+    _adapter(kind).validate_json(value.to_json(exclude_unset=True), strict=True)

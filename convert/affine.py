@@ -21,7 +21,7 @@ CUTS = {
     4: (1.0, 0.96, 0.92, 0.88, 0.84),
     5: (1.0, 0.97, 0.94),
 }
-STRETCH = (1.0, 1.0 + 2**-8, 1.0 + 2**-7)  # from 6 bits on rounding the scale costs the most
+STRETCH = (1.0, 1.0 + 2**-8, 1.0 + 2**-7)  # from 6 bits on rounding scale and bias costs most
 TINY = np.float32(1e-7)  # the smallest scale, as in MLX; float16 holds it
 
 
@@ -117,7 +117,8 @@ def _candidates(
     for factor in STRETCH:
         scale = rounded(step * np.float32(factor), dtype)
         spare = np.maximum(scale * np.float32(2**bits - 1) - span, 0)
-        yield scale, rounded(low - spare / 2, dtype)
+        yield scale, rounded(low, dtype)
+        yield scale, rounded(low - spare / 2, dtype)  # what is to spare at both ends
 
 
 def _regressed(

@@ -83,4 +83,5 @@ def _choices(largest: Floats, form: MLXFormat) -> list[NDArray[np.uint8]]:
     if form.mode == "nvfp4":
         return [np.searchsorted(E4M3_EDGES, largest * share).astype(np.uint8) for share in SHARES]
     exponent = np.ceil(np.log2(np.maximum(largest, np.float32(2.0**-127))))
-    return [np.clip(exponent + offset + 127, 0, 254).astype(np.uint8) for offset in NEIGHBOURS]
+    offsets = NEIGHBOURS if form.bits == 4 else (0,)  # E4M3 is as precise at any scale
+    return [np.clip(exponent + offset + 127, 0, 254).astype(np.uint8) for offset in offsets]

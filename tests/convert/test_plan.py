@@ -1,14 +1,16 @@
 """Names, formats and bytes of the output, from headers alone."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from convert_cases import write_source
-from mlxinfer.convert.arrange import arrange
-from mlxinfer.convert.formats import name_of
-from mlxinfer.convert.plan import Plan, make_plan
+from mlxinfer.convert.arrange import Output, arrange
+from mlxinfer.convert.formats import affine, name_of
+from mlxinfer.convert.plan import Plan, dense_dtype, make_plan
 from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import make_recipe
+from mlxinfer.convert.rules import floor_bits, raised
 
 from mlxinfer.errors import InvalidRequestError
 
@@ -105,3 +107,43 @@ def test_shards_hold_every_tensor_once(tmp_path: Path) -> None:
     assert [t for _, part in shards for t in part] == list(made.tensors)
     assert shards[0][0] == f"model-00001-of-{len(shards):05d}.safetensors"
     assert all(sum(t.num_bytes for t in part) <= 20_000 or len(part) == 1 for _, part in shards)
+
+
+@pytest.mark.parametrize(
+    ("path", "bits"),
+    [
+        ("model.layers.0.mlp.gate", 8),
+        ("model.layers.0.mlp.router", 8),
+        ("model.layers.0.mlp.gate_proj", 0),
+        ("model.layers.0.linear_attn.out_proj", 8),
+        ("model.layers.0.linear_attn.in_proj_qkv", 6),
+        ("model.layers.0.mlp.shared_expert.up_proj", 5),
+        ("model.layers.0.mlp.shared_expert_gate", 8),
+        ("model.embed_tokens", 4),
+        ("lm_head", 4),
+        ("model.layers.0.self_attn.o_proj", 0),
+    ],
+)
+def test_the_least_bits_of_a_layer(path: str, bits: int) -> None:
+    assert floor_bits(path) == bits
+    assert raised(affine(2, 32), path).bits == max(2, bits)
+
+
+def output(name: str, dtype: str = "float32", **more: object) -> Output:
+    return Output(name, (name,), (64, 64), dtype, "f32", 1, **more)  # type: ignore[arg-type]
+
+
+def test_what_is_small_and_sensitive_stays_float32() -> None:
+    recipe = make_recipe("4bit")
+    assert dense_dtype(output("m.layers.0.linear_attn.A_log"), recipe, "bfloat16") == "float32"
+    assert dense_dtype(output("m.layers.0.input_layernorm.weight"), recipe, "float16") == "float16"
+    assert dense_dtype(output("m.norm.weight"), make_recipe("bf16"), "float16") == "bfloat16"
+
+
+def test_copied_codes_keep_scales_that_16_bits_hold(tmp_path: Path) -> None:
+    arranged = arrange(open_source(write_source(tmp_path / "m")))
+    for dtype, stored in (("float32", "F16"), ("float16", "F16"), ("bfloat16", "BF16")):
+        made = output("a.weight", lossless=affine(4), scales_dtype=dtype)
+        [tensor] = make_plan(replace(arranged, outputs=(made,)), make_recipe("keep")).tensors
+        assert tensor.packed
+        assert [array.dtype for array in tensor.arrays] == ["U32", stored, stored]

@@ -50,6 +50,26 @@ def test_error_is_what_mlx_reads_back_and_less_than_mlx_makes(form) -> None:
         assert error.squares < 0.97 * theirs.squares
 
 
+GAINED = {  # squared error of searched scales, as a share of that of the extremes
+    "2bit-g64": 0.68,
+    "3bit-g64": 0.775,
+    "4bit-g64": 0.86,
+    "5bit-g64": 0.89,
+    "6bit-g64": 0.905,
+    "8bit-g64": 0.885,
+    "mxfp4": 0.87,
+    "nvfp4": 0.85,
+}
+
+
+@pytest.mark.parametrize("name", GAINED)
+def test_what_searching_gains(name: str) -> None:
+    values, form = matrix(256, 512), parse_format(name)
+    assert form is not None
+    searched, plain = (quantise(values, Method(form, "bfloat16", how))[1] for how in (True, False))
+    assert searched.squares < GAINED[name] * plain.squares
+
+
 @pytest.mark.parametrize("form", FORMATS, ids=name_of)
 def test_minmax_is_what_mlx_does(form) -> None:
     values = matrix()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidRequestError
-from ._chat_session import ChatSession
+from ._chat_session import ChatSession, check_setting
 from ._output import table
 
 
@@ -61,10 +61,10 @@ def _system(session: ChatSession, text: str) -> Reply:
 
 def _set(session: ChatSession, argument: str) -> Reply:
     key, _, value = argument.partition(" ")
-    if key and not value:
-        raise InvalidRequestError("Usage: /set KEY VALUE, for example /set temperature 0.7")
-    if key:
+    if value:
         session.set(key, value.strip())
+    elif key:
+        check_setting(key)
     settings = [(f.name, str(getattr(session.params, f.name))) for f in fields(session.params)]
     return Reply(table([row for row in settings if not key or row[0] == key]))
 
@@ -120,7 +120,7 @@ COMMANDS: dict[str, tuple[str, Run, str]] = {
     "help": ("", _help, "this list"),
     "model": ("[NAME]", _model, "show the model, or go on with another"),
     "system": ("[TEXT|off]", _system, "show or change the system message"),
-    "set": ("[KEY VALUE]", _set, "show or change how tokens are chosen"),
+    "set": ("[KEY [VALUE]]", _set, "show or change how tokens are chosen"),
     "clear": ("", _clear, "forget the conversation"),
     "regen": ("", _regen, "answer the last message again"),
     "edit": ("[TEXT]", _edit, "change the last message and send it again"),

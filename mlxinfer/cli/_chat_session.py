@@ -4,12 +4,14 @@ import json
 import os
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from ..core import SamplingParams
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, TemplateError
 from ..results import Delta, Result
+from ._inspect import has_chat_template
 
 Message = dict[str, str]
 FORMAT = 1  # of saved conversations
@@ -31,7 +33,7 @@ class ChatSession:
     def llm(self) -> Any:
         """The model, loaded when it is first needed."""
         if self._llm is None:
-            self._llm = self.open_model(self.model)
+            self._llm = self._opened(self.model)
         return self._llm
 
     def close(self) -> None:
@@ -46,7 +48,7 @@ class ChatSession:
         The old one goes first: two large models at once may not fit.
         """
         self.close()
-        self._llm = self.open_model(model)
+        self._llm = self._opened(model)
         self.model = model
 
     def ask(self, text: str) -> Generator[Delta, None, None]:
@@ -85,15 +87,13 @@ class ChatSession:
         Raises:
             InvalidRequestError: no such parameter, or out of range.
         """
-        known = [f.name for f in fields(SamplingParams)]
-        if key not in known:
-            raise InvalidRequestError(f"{key!r} cannot be set; there are: {', '.join(known)}.")
+        check_setting(key)
         try:
             parsed = json.loads(value)
         except ValueError:
             parsed = value
-        if key == "logit_bias" and isinstance(parsed, dict):
-            parsed = {int(token_id): bias for token_id, bias in parsed.items()}
+        if key == "logit_bias" and isinstance(parsed, dict):  # keys of JSON objects are texts
+            parsed = {int(k) if k.isdecimal() else k: bias for k, bias in parsed.items()}
         self.params = replace(self.params, **{key: parsed})
 
     def save(self, path: Path) -> None:
@@ -124,8 +124,28 @@ class ChatSession:
             raise InvalidRequestError(f"{path} is not a saved conversation: {error}") from error
         self.messages, self.system = messages, None if system is None else str(system)
 
+    def _opened(self, model: str) -> Any:
+        """A model, if it is one that can hold a conversation."""
+        llm = self.open_model(model)
+        if has_chat_template(llm.model_info.path):
+            return llm
+        llm.close()
+        raise TemplateError(
+            f"{model} has no chat template: it was not made for conversations. "
+            "`mlxinfer run` has it continue a text."
+        )
+
     def _add_answer(self, text: str) -> None:
         self.messages.append({"role": "assistant", "content": text})
+
+
+def check_setting(key: str) -> None:
+    """Raise InvalidRequestError unless SamplingParams has such a field."""
+    known = [f.name for f in fields(SamplingParams)]
+    if key not in known:
+        near = get_close_matches(key, known, n=1)
+        hint = f"did you mean {near[0]}" if near else f"there are: {', '.join(known)}"
+        raise InvalidRequestError(f"{key!r} cannot be set; {hint}{'?' if near else '.'}")
 
 
 def _role(value: object) -> str:

@@ -239,10 +239,12 @@ CHECKS: tuple[Callable[[], Check], ...] = (
 
 def examine(check: Callable[[], Check]) -> Check:
     """Run a check. One that breaks is itself a finding, so every exception becomes a line."""
+    name = check.__name__.replace("_", " ")
     try:
         return check()
+    except OSError as error:
+        return Check(name, FAIL, str(error), "see to the file that it names")
     except Exception as error:
-        name = check.__name__.replace("_", " ")
         return Check(name, FAIL, f"{type(error).__name__}: {error}", "please report this")
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import MlxinferError
+from ..errors import ContextLengthError, MlxinferError
 from ..results import Delta
 from ._chat_commands import COMMANDS, Reply, is_command, run_command
 from ._chat_session import ChatSession
@@ -74,6 +74,8 @@ def converse(session: ChatSession, read: Reader, console: "Console") -> None:
             reply = take_turn(session, line, console)
         except (MlxinferError, OSError) as error:
             report(error)
+            if isinstance(error, ContextLengthError):
+                note("/clear forgets the conversation, and makes room")
         except KeyboardInterrupt:
             note("stopped")
         else:

@@ -43,6 +43,8 @@ def command(prompt: str | None, model: str, **options: Any) -> None:
 
     with open_llm(model, **arguments) as llm:
         raw = options["raw"] or not has_chat_template(llm.model_info.path)
+        if raw and options["system"] is not None:
+            raise click.UsageError(f"--system needs a chat template, and {model} has none.")
         deltas = start(llm, text, options["system"], params, raw=raw)
         result, interrupted = show(deltas, quiet=options["as_json"])
     if options["as_json"]:

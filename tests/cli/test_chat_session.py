@@ -90,7 +90,15 @@ def test_settings(session: ChatSession, key: str, value: str, expected: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("temperature", "hot"), ("temperature", "-1"), ("colour", "3")]
+    ("key", "value"),
+    [
+        ("temperature", "hot"),
+        ("temperature", "-1"),
+        ("colour", "3"),
+        ("logit_bias", '{"a": 1}'),
+        ("logit_bias", '{"-1": 1}'),
+        ("logit_bias", "3"),
+    ],
 )
 def test_settings_that_are_refused_change_nothing(
     session: ChatSession, key: str, value: str

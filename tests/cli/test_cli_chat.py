@@ -12,7 +12,7 @@ from mlxinfer.cli import _reader
 from mlxinfer.cli._chat_commands import COMMANDS
 from mlxinfer.cli._chat_session import ChatSession
 from mlxinfer.cli.chat import converse
-from mlxinfer.errors import OverloadedError
+from mlxinfer.errors import ContextLengthError, OverloadedError
 
 
 class Typist:
@@ -119,11 +119,36 @@ def test_help_lists_every_command(session: ChatSession) -> None:
 def test_settings_and_system_and_model(session: ChatSession) -> None:
     assert "temperature  0.5" in talk(session, "/set temperature 0.5")
     assert "top_k" in talk(session, "/set")
+    assert talk(session, "/set top_k") == "top_k  0\n"
     assert talk(session, "/system Be brief.") == "system: Be brief.\n"
     assert talk(session, "/system off") == "system: none\n"
     assert session.system is None
     assert talk(session, "/model") == "model: fake\n"
     assert talk(session, "/model other") == "model: other\n"
+
+
+def test_a_setting_that_is_nearly_right_is_suggested(
+    session: ChatSession, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk(session, "/set temprature 1", "/set temprature")
+    assert capsys.readouterr().err.count("did you mean temperature?") == 2
+
+
+def test_a_model_without_a_chat_template_is_refused_at_once(
+    fake: FakeLLM, tmp_path: Path, outcome: Any
+) -> None:
+    fake.model_info = FakeLLM(tmp_path / "base", template=False).model_info
+    seen = outcome("chat", "-m", "base")
+    assert (seen.code, fake.asked, fake.closed) == (1, [], 1)
+    assert seen.err.startswith("error: base has no chat template")
+
+
+def test_a_full_context_says_how_to_go_on(
+    session: ChatSession, llm: FakeLLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm.fail_after, llm.error = 0, ContextLengthError("too long")
+    talk(session, "hi")
+    assert capsys.readouterr().err.startswith("error: too long\n/clear forgets")
 
 
 def test_stats_save_load_clear(session: ChatSession, tmp_path: Path) -> None:

@@ -38,6 +38,15 @@ def test_a_check_that_breaks_is_a_finding() -> None:
     assert "RuntimeError: boom" in found.detail
 
 
+def test_a_file_that_cannot_be_read_is_no_bug() -> None:
+    def token() -> Check:
+        raise NotADirectoryError(20, "Not a directory", "/x/token")
+
+    found = examine(token)
+    assert (found.status, found.detail) == (FAIL, "[Errno 20] Not a directory: '/x/token'")
+    assert "report" not in found.advice
+
+
 def test_this_machine_can_be_examined(fake: FakeLLM, cache: Any) -> None:
     for check in _checks.CHECKS:
         found = check()

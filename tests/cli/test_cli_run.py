@@ -60,6 +60,9 @@ def test_raw_and_base_models_get_the_text_as_it_is(
     fake.model_info = FakeLLM(tmp_path / "base", template=False).model_info
     outcome("run", "a time")
     assert [prompt for prompt, _ in fake.asked] == ["Once upon", "a time"]
+    seen = outcome("run", "--system", "Be brief.", "a time")
+    assert (seen.code, len(fake.asked)) == (2, 2)
+    assert "--system needs a chat template, and demo has none" in seen.err
 
 
 @pytest.mark.parametrize("arguments", [(), ("-",)])

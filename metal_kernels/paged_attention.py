@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import mlx.core as mx
 
-Run = tuple[mx.array, mx.array]  # keys and values (H, N, D) of consecutive pages
+Run = tuple[mx.array, mx.array]  # keys (H, D, N) and values (H, N, D) of consecutive pages
 
 
 def paged_attention(
@@ -45,11 +45,10 @@ def paged_attention(
     tail_scores = by_head @ tail_keys.swapaxes(-1, -2) + tail_mask  # (B, H, G * Q, R)
     sink_column = None if sinks is None else _sink_column(sinks, kv_heads, num_queries)
     if any(runs):
-        rows = zip(
-            _rows(by_head), runs, run_masks, _rows(tail_scores), _rows(tail_values), strict=True
-        )
-        parts = [_one_sequence(*row, sink_column) for row in rows]
-        outputs = parts[0] if num_seqs == 1 else mx.concatenate(parts)
+        rows = zip(_rows(by_head), runs, run_masks, _rows(tail_scores), strict=True)
+        found = [_one_sequence(*row, sink_column, value_dim=dim) for row in rows]
+        weights, seen = zip(*found, strict=True)
+        outputs = _joined(weights) @ tail_values + _joined(seen)
     else:
         outputs = _softmax(tail_scores, sink_column) @ tail_values
     if num_queries == 1:
@@ -73,27 +72,38 @@ def _rows(array: mx.array) -> list[mx.array]:
     return [array] if len(array) == 1 else list(mx.split(array, len(array)))
 
 
+def _joined(rows: Sequence[mx.array]) -> mx.array:
+    """B times (1, ...) -> (B, ...)."""
+    return rows[0] if len(rows) == 1 else mx.concatenate(list(rows))
+
+
 def _one_sequence(
     queries: mx.array,
     runs: Sequence[Run],
     run_mask: mx.array | None,
     tail_scores: mx.array,
-    tail_values: mx.array,
     sink_column: mx.array | None,
-) -> mx.array:
-    """(1, H, G * Q, D) over the pages and the tail of one sequence."""
-    scores = [queries @ keys.swapaxes(-1, -2) for keys, _ in runs]  # (1, H, G * Q, N)
-    values = [value for _, value in runs]
+    *,
+    value_dim: int,
+) -> tuple[mx.array, mx.array]:
+    """Weights of the tail (1, H, G * Q, R) of one sequence, and what it sees of its pages.
+
+    The latter is (1, H, G * Q, D). What the tails give is a product for all sequences together.
+    """
+    if not runs:
+        nothing = mx.zeros((*queries.shape[:-1], value_dim), queries.dtype)
+        return _softmax(tail_scores, sink_column), nothing
+    scores = [queries @ keys for keys, _ in runs]  # (1, H, G * Q, N)
     if run_mask is not None:
         group = queries.shape[2] // run_mask.shape[0]
         scores = [mx.concatenate(scores, axis=-1) + mx.tile(run_mask, (group, 1))]
     weights = _softmax(mx.concatenate([*scores, tail_scores], axis=-1), sink_column)
-    ends = list(accumulate(value.shape[1] for value in values))
+    ends = list(accumulate(values.shape[1] for _, values in runs))
     *run_weights, tail_weights = mx.split(weights, ends, axis=-1)
-    output = tail_weights @ tail_values
-    for weight, value in zip(run_weights, values, strict=True):
-        output = output + weight @ value
-    return output
+    seen, *others = [weight @ values for weight, (_, values) in zip(run_weights, runs, strict=True)]
+    for more in others:
+        seen = seen + more
+    return tail_weights, seen
 
 
 def _sink_column(sinks: mx.array, kv_heads: int, num_queries: int) -> mx.array:

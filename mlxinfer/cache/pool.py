@@ -98,31 +98,45 @@ class Plane:
         return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
 
     def read_each(
-        self, runs: Sequence[Runs], covers: Runs, after: mx.array | None = None
+        self,
+        runs: Sequence[Runs],
+        covers: Runs,
+        after: mx.array | None = None,
+        *,
+        transposed: bool = False,
     ) -> list[list[mx.array]]:
-        """(H, N, D) of every run of several sequences.
+        """(H, N, D) of every run of several sequences, or (H, D, N).
 
         Args:
             runs: of each sequence.
             covers: ranges that hold all of them: each is decoded once, and runs are views of it.
             after: where there is more than one range, none is decoded before this is there.
+            transposed: once for all, which is cheaper than for each run.
         """
         if self.fmt.as_stored:
-            (pages,) = self.pages
-            return [[pages[:, start:stop] for start, stop in some] for some in runs]
-        begins = [begin for begin, _ in covers]
-        decoded: list[mx.array] = []
-        for cover in covers:
-            decoded.append(self.read_runs([cover], after))
-            after = decoded[-1] if len(covers) > 1 else None  # one is on its way at a time
+            begins, sources = [0], self.pages
+        else:
+            begins, sources = [begin for begin, _ in covers], self._read_covers(covers, after)
+        before: tuple[slice, ...] = (slice(None),)
+        if transposed:
+            sources = [source.swapaxes(1, 2) for source in sources]
+            before = slice(None), slice(None)
         found: list[list[mx.array]] = []
         for some in runs:
             views = []
             for start, stop in some:
                 place = bisect_right(begins, start) - 1
-                views.append(decoded[place][:, start - begins[place] : stop - begins[place]])
+                view = slice(start - begins[place], stop - begins[place])
+                views.append(sources[place][*before, view])
             found.append(views)
         return found
+
+    def _read_covers(self, covers: Runs, after: mx.array | None) -> list[mx.array]:
+        decoded: list[mx.array] = []
+        for cover in covers:
+            decoded.append(self.read_runs([cover], after))
+            after = decoded[-1] if len(covers) > 1 else None  # one is on its way at a time
+        return decoded
 
     def read_runs(self, runs: Runs, after: mx.array | None = None) -> mx.array:
         """(H, N, D) of several runs, one after the other, decoded not before `after` is there."""

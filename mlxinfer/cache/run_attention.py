@@ -42,7 +42,9 @@ class RunPlan:
         rows = queries if self.rows is None else queries[self.rows]
         several = len(self.covers) > 1
         # Else MLX may decode the first ranges of all layers before it computes the first layer.
-        keys = pool.keys.read_each(self.runs, self.covers, after=rows if several else None)
+        keys = pool.keys.read_each(
+            self.runs, self.covers, after=rows if several else None, transposed=True
+        )
         last = keys[-1][-1] if several and keys[-1] else None
         values = pool.values.read_each(self.runs, self.covers, after=last)
         outputs = paged_attention(

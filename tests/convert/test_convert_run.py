@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,8 +12,13 @@ import pytest
 from convert_cases import TEXT, contents, convert, write_source
 from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.check import check_folder
-from mlxinfer.convert.read import open_source
-from mlxinfer.convert.verify import ShardReader
+from mlxinfer.convert.files import ShardFile
+from mlxinfer.convert.plan import make_plan
+from mlxinfer.convert.quantise import Error
+from mlxinfer.convert.read import Packed, open_source
+from mlxinfer.convert.read.base import ReaderSource
+from mlxinfer.convert.recipes import make_recipe
+from mlxinfer.convert.verify import EXACT, REQUANTISED, Checked, ShardReader, _check_copy, confirm
 
 from mlxinfer import LLM
 from mlxinfer.errors import CheckpointError, ConversionError
@@ -169,6 +175,49 @@ def test_a_flipped_bit_in_the_output_is_found(tmp_path: Path, where: float) -> N
         check_folder(arranged, out, lambda *_: None)
 
 
+def test_what_was_written_must_be_what_is_read() -> None:
+    """Each of the two comparisons finds what only it can: other bytes, or other numbers."""
+    checked = Checked("a.weight", "4bit-g64", "bf16", REQUANTISED, 64, 36, [1, 2], 0.05, 0.1)
+    right = Error(squares=0.0025, energy=1.0)
+    confirm(checked, right, [1, 2])
+    with pytest.raises(ConversionError, match="not on the disk as it was written"):
+        confirm(checked, right, [1, 3])
+    with pytest.raises(ConversionError, match=r"error of 0\.04, but what the disk holds has 0\.05"):
+        confirm(checked, Error(squares=0.0016, energy=1.0), [1, 2])
+
+
+def test_a_bit_that_flips_before_it_is_read_again(tmp_path: Path, monkeypatch) -> None:
+    right = ShardFile.finish
+
+    def finish(self: ShardFile) -> None:
+        right(self)
+        flip(self.path, self.path.stat().st_size - 100)
+
+    monkeypatch.setattr(ShardFile, "finish", finish)
+    with pytest.raises(ConversionError, match="not on the disk as it was written"):
+        convert(write_source(tmp_path / "source"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("part", ["weight", "scales"])
+def test_copied_codes_that_are_others_are_found(tmp_path: Path, monkeypatch, part: str) -> None:
+    """Codes are compared with the source's own, not with what writing noted."""
+    convert(write_source(tmp_path / "dense"), tmp_path / "source")
+    arranged = arrange(open_source(tmp_path / "source"))
+    tensor = next(t for t in make_plan(arranged, make_recipe("keep")).tensors if t.packed)
+    reader = ShardReader(tmp_path / "source" / "model.safetensors")
+    assert _check_copy(reader, tensor, arranged)[0] == EXACT
+    right = ReaderSource.read_packed
+
+    def other(self: ReaderSource, name: str) -> Packed:
+        packed = right(self, name)
+        return replace(packed, **{part: getattr(packed, part) + 1})
+
+    monkeypatch.setattr(ReaderSource, "read_packed", other)
+    with pytest.raises(ConversionError, match="is not what the source holds"):
+        _check_copy(reader, tensor, arranged)
+
+
 def test_a_header_that_lies_is_found(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source")
     out = tmp_path / "out"
@@ -181,8 +230,6 @@ def test_a_header_that_lies_is_found(tmp_path: Path) -> None:
 
 def test_rows_written_to_the_wrong_place_are_found(tmp_path: Path, monkeypatch) -> None:
     """The comparison reads the file anew: a writer that is wrong does not get away with it."""
-    from mlxinfer.convert.files import ShardFile
-
     right = ShardFile.write
     monkeypatch.setattr(
         ShardFile, "write", lambda self, name, offset, data: right(self, name, 0, data[::-1])

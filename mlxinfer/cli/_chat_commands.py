@@ -37,14 +37,17 @@ def run_command(session: ChatSession, line: str) -> Reply:
     """
     name, _, argument = line[1:].partition(" ")
     if name not in COMMANDS:
-        raise InvalidRequestError(f"There is no /{name}. /help lists what there is.")
+        raise InvalidRequestError(
+            f"There is no /{name}; /help lists what there is, and // sends a text that begins so."
+        )
     return COMMANDS[name][1](session, argument.strip())
 
 
 def _help(_: ChatSession, __: str) -> Reply:
     rows = [(f"/{name} {usage}".rstrip(), text) for name, (usage, _, text) in COMMANDS.items()]
     keys = "End a line with \\ (or press Alt-Enter) to go on in the next. Ctrl-C stops an answer."
-    return Reply(f"{table(rows)}\n\n{keys}")
+    texts = "A message that begins with / is written with two: //tmp is a folder."
+    return Reply(f"{table(rows)}\n\n{keys}\n{texts}")
 
 
 def _model(session: ChatSession, name: str) -> Reply:

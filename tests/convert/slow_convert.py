@@ -1,5 +1,10 @@
-"""A conversion whose writes take their time, to be killed: python slow_convert.py SOURCE OUT."""
+"""A conversion to be killed: python slow_convert.py SOURCE OUT [WRITES].
 
+It kills itself before the write of that number; without a number its writes take their time.
+"""
+
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -15,16 +20,22 @@ SHARD_BYTES = 20_000
 
 
 def main() -> None:
-    right = ShardFile.write
+    right, calls = ShardFile.write, 0
+    source, out = map(Path, sys.argv[1:3])
+    last = int(sys.argv[3]) if len(sys.argv) > 3 else None
 
-    def slow(self, name, offset, data):
-        time.sleep(DELAY_S)
+    def write(self, name, offset, data):
+        nonlocal calls
+        calls += 1
+        if calls == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if last is None:
+            time.sleep(DELAY_S)
         return right(self, name, offset, data)
 
-    ShardFile.write = slow
+    ShardFile.write = write
     shards.CHECKPOINT_BYTES = 2_000
     card.available = lambda: False
-    source, out = map(Path, sys.argv[1:])
     print("started", flush=True)
     convert(source, out, shard_bytes=SHARD_BYTES, run={"resume": True})
 

@@ -96,7 +96,7 @@ class Asking:
         """A conversation to be answered; arguments and errors as of LLM.chat."""
         use = self.tool_use(tools, tool_choice, parallel=parallel_tool_calls)
         shown = None if use is None else use.shown
-        variables = dict(chat_template_kwargs or {})
+        variables = _checked_variables(chat_template_kwargs)
         ids = encode_chat(self.tokenizer, messages, tools=shown, **variables)
         self._check_variables(variables)
         spec = self.guidance.plan(ids, response_format, use)
@@ -194,6 +194,21 @@ class Asking:
                     "chat_template_kwargs.",
                     param="chat_template_kwargs",
                 )
+
+
+def _checked_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    variables = {} if given is None else given
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise InvalidRequestError(
+            f"chat_template_kwargs is {given!r}; expected {{name: value}}.",
+            param="chat_template_kwargs",
+        )
+    if taken := {"messages", "tools"}.intersection(variables):
+        raise InvalidRequestError(
+            f"chat_template_kwargs holds {taken.pop()!r}, which is an argument of its own.",
+            param="chat_template_kwargs",
+        )
+    return dict(variables)
 
 
 def is_one_prompt(prompts: Any) -> bool:

@@ -227,6 +227,9 @@ def test_chat_takes_no_option_that_it_would_ignore(llm: LLM) -> None:
         llm.chat(QUESTION, **misplaced)
     with pytest.raises(mlxinfer.InvalidRequestError, match="reads no 'enable_thinking'"):
         llm.chat(QUESTION, chat_template_kwargs={"enable_thinking": False})
+    for wrong in (["x"], {5: 1}, {"tools": []}, {"messages": []}):
+        with pytest.raises(mlxinfer.InvalidRequestError, match="chat_template_kwargs"):
+            llm.chat(QUESTION, chat_template_kwargs=wrong)  # type: ignore[arg-type]
     going_on = [*QUESTION, {"role": "assistant", "content": "I am the demo"}]
     ends = {"add_generation_prompt": False, "continue_final_message": True}
     result = llm.chat(going_on, SamplingParams(max_tokens=2), chat_template_kwargs=ends)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import httpx2 as httpx
 import pytest
 from bad_input import CHAT, GOOD, MESSAGES, error_of, expect_refusal, unharmed
-from live_server import LiveServer, chat
+from live_server import LiveServer, chat, wait_until
 from raw_http import exchange, status_of
 
 from mlxinfer.server.keys import ApiKeys
@@ -25,7 +25,7 @@ def locked() -> Iterator[LiveServer]:
         yield server
         good = server.post(CHAT, chat(), headers={"authorization": f"Bearer {KEY}"})
         assert good.status_code == 200
-        assert server.is_idle()
+        wait_until(server.is_idle)
 
 
 PAGES = ["https://evil.example", "null", "http://localhost.evil.example", "file://", "", "*"]

@@ -152,6 +152,7 @@ def test_an_allowed_page_gets_cors_headers() -> None:
         preflight = server.client.options(CHAT, headers=asking)
         assert preflight.status_code == 204
         assert preflight.headers["access-control-allow-origin"] == page
+        assert preflight.headers["access-control-allow-headers"] == "authorization, *"
         answer = server.get("/v1/models", headers={"origin": page, "host": "box.example"})
         assert answer.headers["access-control-allow-origin"] == page
 

@@ -87,6 +87,12 @@ class Plan:
         """Over all tensors, as mlx-lm counts them."""
         return self.num_bytes * 8 / self.num_weights
 
+    @property
+    def quantised_anew(self) -> list[Planned]:
+        """Tensors that the source has quantised in one format and the output in another."""
+        plain = {name.lower() for name in SAFETENSORS.values()}
+        return [t for t in self.tensors if t.form and not t.packed and t.output.stored not in plain]
+
     def shards(self) -> list[tuple[str, list[Planned]]]:
         """File names and what goes into each, at most `shard_bytes` unless one tensor is larger."""
         groups: list[list[Planned]] = [[]]

@@ -158,6 +158,12 @@ class Conversion:
         report = make_report(self.source, plan, tensors, compared=self.options.check_tensors)
         if not has_tokenizer(self.source.side_files()):
             report.notes.append(NO_TOKENIZER)
+        if anew := plan.quantised_anew:
+            formats = ", ".join(dict.fromkeys(tensor.output.stored for tensor in anew))
+            report.notes.append(
+                f"{len(anew)} of {len(plan.tensors)} tensors were quantised already ({formats}) "
+                "and now are anew: from weights that never were, the result would be better."
+            )
         if self.open_model is not None and texts is not None:
             report = replace(report, logits=self._compare(place, plan, texts))
         write_json(place.model / "report.json", report.as_dict())

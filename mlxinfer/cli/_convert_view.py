@@ -70,12 +70,16 @@ def show_plan(plan: dict[str, Any]) -> None:
     click.echo(table(rows, header=["tensor", "shape", "source", "format", "count", "bytes"]))
     click.echo(
         f"\n{human_count(plan['num_weights'])} weights, {human_bytes(plan['num_bytes'])} in "
-        f"{len(plan['shards'])} file(s), {plan['bits_per_weight']:.3f} bits per weight\n"
+        f"{_files(len(plan['shards']))}, {plan['bits_per_weight']:.3f} bits per weight\n"
         f"peak memory about {human_bytes(plan['peak_memory_bytes'])}, "
         f"disk {human_bytes(plan['disk_bytes'])}"
     )
     if plan["formats_follow_from_measuring"]:
         click.echo("Formats above are the recipe's; the target's follow from measuring.")
+
+
+def _files(count: int) -> str:
+    return "1 file" if count == 1 else f"{count} files"
 
 
 def show_report(report: "Report", out: str) -> None:
@@ -89,12 +93,14 @@ def show_report(report: "Report", out: str) -> None:
         click.echo(f"largest relative error {worst['relative']:.4f}, {worst['name']}")
     for check in report.logits:
         click.echo(
-            f"{check.context} tokens: KL {check.kl_mean:.5f} (limit {check.max_kl:g}), same top-1 "
-            f"{check.top1:.2%}, perplexity {check.perplexity:.3f} "
+            f"in contexts of {check.context} tokens: KL divergence {check.kl_mean:.5f} (limit "
+            f"{check.max_kl:g}), same top-1 {check.top1:.2%}, perplexity {check.perplexity:.3f} "
             f"(source {check.source_perplexity:.3f})"
         )
     for line in report.notes:
         click.echo(line)
+    if report.passed:
+        click.echo(f'try it: mlxinfer run -m {out} "Hello"')
 
 
 class Downloads:

@@ -79,6 +79,8 @@ def test_a_format_that_is_asked_for_is_copied_and_others_are_not(tmp_path: Path)
     found = {t["name"]: t["status"] for t in convert(source, tmp_path / "out", "4bit-g32").tensors}
     assert found["model.layers.0.self_attn.q_proj.weight"] == "exact"  # Q4_0 is 4bit-g32
     assert found["model.layers.0.mlp.up_proj.weight"] == "requantised"
+    noted = convert(source, tmp_path / "again", "mxfp4").notes
+    assert any("already (Q4_0, Q8_0, Q5_1)" in note for note in noted)
     kept = convert(source, tmp_path / "kept", "keep", overrides=("up_proj=4bit-g32",))
     found = {t["name"]: t["format"] for t in kept.tensors}
     assert found["model.layers.0.mlp.up_proj.weight"] == "4bit-g32"

@@ -1,5 +1,6 @@
 """Killed at random moments and resumed: the same bytes as without any of that."""
 
+import os
 import random
 import shutil
 import signal
@@ -114,3 +115,44 @@ def test_killed_before_tidying_up_and_the_output_deleted(tmp_path: Path, monkeyp
     shutil.rmtree(out)
     convert(source, out, run={"resume": True})
     assert contents(out) == expected
+
+
+def test_lines_after_one_that_was_cut_short_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.begin({"source": "a"})
+    journal.add_tensors({"one": {"error": {}}})
+    path.write_bytes(path.read_bytes()[:-3])
+    Journal(path).add_tensors({"two": {"error": {}}})
+    assert list(Journal(path).tensors) == ["two"]
+
+
+def test_the_journal_speaks_of_what_is_on_the_disk(tmp_path: Path, monkeypatch) -> None:
+    """A power cut takes what was not synced: data first, then the line, each of them synced."""
+    monkeypatch.setattr("mlxinfer.convert.shards.CHECKPOINT_BYTES", 1)
+    events: list[tuple[str, str]] = []
+    pwrite, fsync, append = os.pwrite, os.fsync, Journal._append
+    names = {}
+
+    def name_of(handle: int) -> str:
+        for path in (tmp_path / "out.partial").rglob("*"):
+            names[path.stat().st_ino] = path.name.removesuffix(".partial")
+        return names.get(os.fstat(handle).st_ino, "")
+
+    def appended(self: Journal, lines: list[dict]) -> None:
+        events.extend(("line", kind) for line in lines for kind in line)
+        append(self, lines)
+
+    monkeypatch.setattr(
+        os, "pwrite", lambda *a: events.append(("write", name_of(a[0]))) or pwrite(*a)
+    )
+    monkeypatch.setattr(os, "fsync", lambda h: events.append(("sync", name_of(h))) or fsync(h))
+    monkeypatch.setattr(Journal, "_append", appended)
+    convert(write_source(tmp_path / "source"), tmp_path / "out")
+    file, lines = "model.safetensors", [i for i, e in enumerate(events) if e == ("line", "tensor")]
+    assert len(lines) > 10
+    for index in lines:
+        before = [event for event in events[:index] if event[1] == file]
+        assert before[-1] == ("sync", file)
+        after = [event for event in events[index:] if event[0] != "line"]
+        assert after[0] == ("sync", "journal.jsonl")

@@ -18,7 +18,15 @@ from mlxinfer.convert.quantise import Error
 from mlxinfer.convert.read import Packed, open_source
 from mlxinfer.convert.read.base import ReaderSource
 from mlxinfer.convert.recipes import make_recipe
-from mlxinfer.convert.verify import EXACT, REQUANTISED, Checked, ShardReader, _check_copy, confirm
+from mlxinfer.convert.verify import (
+    EXACT,
+    REQUANTISED,
+    Checked,
+    ShardReader,
+    _check_copy,
+    check_shard,
+    confirm,
+)
 
 from mlxinfer import LLM
 from mlxinfer.errors import CheckpointError, ConversionError
@@ -216,6 +224,29 @@ def test_copied_codes_that_are_others_are_found(tmp_path: Path, monkeypatch, par
     monkeypatch.setattr(ReaderSource, "read_packed", other)
     with pytest.raises(ConversionError, match="is not what the source holds"):
         _check_copy(reader, tensor, arranged)
+
+
+def test_another_source_is_told_from_damage(tmp_path: Path) -> None:
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    convert(source, out)
+    path = source / "model.safetensors"
+    arrays = mx.load(str(path))
+    mx.eval(arrays)
+    mx.save_safetensors(str(path), {name: array * 1.5 for name, array in arrays.items()})
+    with pytest.raises(ConversionError, match="the source is another one"):
+        check_folder(arrange(open_source(source)), out, lambda *_: None)
+
+
+def test_a_file_of_another_plan_is_not_taken(tmp_path: Path) -> None:
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    convert(source, out)
+    arranged = arrange(open_source(source))
+    right = make_plan(arranged, make_recipe("4bit-g32")).tensors
+    assert len(list(check_shard(out / "model.safetensors", right, arranged, 1000))) == len(right)
+    others = make_plan(arranged, make_recipe("8bit-g32")).tensors
+    for planned in (right[:-1], others):
+        with pytest.raises(ConversionError, match=r"does not hold .* as it was planned"):
+            list(check_shard(out / "model.safetensors", planned, arranged, 1000))
 
 
 def test_a_header_that_lies_is_found(tmp_path: Path) -> None:

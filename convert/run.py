@@ -238,6 +238,7 @@ class Conversion:
             told.add,
             sampled=not self.options.check_tensors,
         )
+        self.source.forget(self.arranged.dropped)
         with ExitStack() as stack:
             stack.callback(writer.close)
             for name, tensors in plan.shards():

@@ -10,9 +10,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from convert_cases import TEXT, contents, convert, write_source
+from hypothesis import given
+from hypothesis import strategies as st
 from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.check import check_folder
 from mlxinfer.convert.files import ShardFile
+from mlxinfer.convert.logitcheck import LogitCheck
 from mlxinfer.convert.plan import make_plan
 from mlxinfer.convert.quantise import Error
 from mlxinfer.convert.read import Packed, open_source
@@ -27,6 +30,7 @@ from mlxinfer.convert.verify import (
     check_shard,
     confirm,
 )
+from mlxinfer.convert.write import BASE_BYTES, BYTES_PER_WEIGHT, CACHED_BYTES, MIN_BLOCK, Budget
 
 from mlxinfer import LLM
 from mlxinfer.errors import CheckpointError, ConversionError
@@ -247,6 +251,33 @@ def test_a_file_of_another_plan_is_not_taken(tmp_path: Path) -> None:
     for planned in (right[:-1], others):
         with pytest.raises(ConversionError, match=r"does not hold .* as it was planned"):
             list(check_shard(out / "model.safetensors", planned, arranged, 1000))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_all_tensors_are_forgotten_when_they_were_written(
+    tmp_path: Path, monkeypatch, tied: bool
+) -> None:
+    """Else a hub's shards would pile up on the disk; those that are left out count, too."""
+    forgotten: list[str] = []
+    monkeypatch.setattr(ReaderSource, "forget", lambda self, names: forgotten.extend(names))
+    source = write_source(tmp_path / "source", "qwen3_moe-v4")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
+    assert bool(arrange(open_source(source)).dropped) == tied
+    convert(source, tmp_path / "out", shard_bytes=50_000)
+    assert sorted(forgotten) == sorted(open_source(source).tensors)
+
+
+@given(st.integers(BASE_BYTES + CACHED_BYTES + 4 * MIN_BLOCK * BYTES_PER_WEIGHT, 1 << 34))
+def test_a_budget_is_kept(limit: int) -> None:
+    assert Budget.of(limit).peak_bytes <= limit
+
+
+def test_a_divergence_that_is_no_number_does_not_pass() -> None:
+    check = LogitCheck(64, 512, 0.1, 0.2, 1.0, 2.0, 2.0, max_kl=0.2)
+    assert check.passed
+    assert not replace(check, kl_mean=0.3).passed
+    assert not replace(check, kl_mean=float("nan")).passed
 
 
 def test_a_header_that_lies_is_found(tmp_path: Path) -> None:

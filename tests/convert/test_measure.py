@@ -9,6 +9,7 @@ from convert_cases import TEXT, contents, convert, write_source
 from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.formats import affine
 from mlxinfer.convert.measure import Measured, Pass
+from mlxinfer.convert.observe import normalised
 from mlxinfer.convert.quantise import Method
 from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import make_recipe
@@ -124,3 +125,11 @@ def test_texts_are_cut_to_what_the_model_takes() -> None:
     assert {len(s) for s in texts.long} == {99}
     with pytest.raises(InvalidRequestError, match="empty"):
         make_texts("", None, lambda text: [], max_context=100)
+
+
+def test_inputs_that_the_text_never_had_still_count() -> None:
+    weights = normalised(np.array([0.0, 1.0, 3.0, 4.0], np.float32))
+    assert weights.min() > 0
+    assert weights.mean() == pytest.approx(1.0)
+    assert weights[3] == pytest.approx(2.0, rel=1e-3)
+    assert (normalised(np.zeros(3, np.float32)) == 1).all()

@@ -2,15 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from convert_cases import write_source
 from mlxinfer.convert.arrange import Output, arrange
+from mlxinfer.convert.candidates import units_of
 from mlxinfer.convert.formats import affine, name_of
+from mlxinfer.convert.options import Options, identity
 from mlxinfer.convert.plan import Plan, dense_dtype, make_plan
 from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import make_recipe
 from mlxinfer.convert.rules import floor_bits, raised
+from mlxinfer.convert.sidefiles import write_side_files
 
 from mlxinfer.errors import InvalidRequestError
 
@@ -147,3 +151,48 @@ def test_copied_codes_keep_scales_that_16_bits_hold(tmp_path: Path) -> None:
         [tensor] = make_plan(replace(arranged, outputs=(made,)), make_recipe("keep")).tensors
         assert tensor.packed
         assert [array.dtype for array in tensor.arrays] == ["U32", stored, stored]
+
+
+def test_a_target_chooses_neither_for_routers_nor_for_what_was_said(tmp_path: Path) -> None:
+    arranged = arrange(open_source(write_source(tmp_path / "m", "qwen3_moe-v4")))
+    recipe = make_recipe("4bit", overrides=("layers.0.self_attn=8bit-g32",))
+    free = {output.path for unit in units_of(arranged, recipe) for output in unit.outputs}
+    assert not [path for path in free if path.endswith("mlp.gate")]
+    assert {path for path in free if ".self_attn.q_proj" in path} == {
+        output.path
+        for output in arranged.outputs
+        if output.path.endswith("self_attn.q_proj") and "layers.0." not in output.path
+    }
+
+
+SAID = Options(recipe=make_recipe("4bit"), calibration="text")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(SAID, recipe=make_recipe("8bit")),
+        replace(SAID, recipe=make_recipe("4bit", group_size=32)),
+        replace(SAID, recipe=make_recipe("4bit", dtype="float16")),
+        replace(SAID, recipe=make_recipe("4bit", overrides=("lm_head=8bit",))),
+        replace(SAID, recipe=make_recipe("4bit", keep_format=True)),
+        replace(SAID, target_bpw=4.5),
+        replace(SAID, target_bytes=1000),
+        replace(SAID, searched=False),
+        replace(SAID, calibration="another"),
+        replace(SAID, check_text="another"),
+        replace(SAID, shard_bytes=1000),
+        replace(SAID, figures=False),
+        replace(SAID, check_tensors=False),
+    ],
+)
+def test_whatever_shapes_the_output_is_part_of_what_is_resumed(other: Options) -> None:
+    assert identity(other, comparing=True) != identity(SAID, comparing=True)
+    assert identity(other, comparing=True) != identity(other, comparing=False)
+
+
+def test_code_is_never_carried_along(tmp_path: Path) -> None:
+    files = {"modeling.py": b"evil", "config.json": b"{}", "x.bin": b"", "tokenizer.json": b"{}"}
+    source = SimpleNamespace(side_files=lambda: files)
+    write_side_files(tmp_path, source)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]

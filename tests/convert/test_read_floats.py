@@ -307,7 +307,7 @@ def test_mlx_folders(tmp_path: Path, how: dict[str, Any]) -> None:
 
 
 def test_each_mlx_layer_has_its_own_format(tmp_path: Path) -> None:
-    weight = mx.random.normal((64, 128))
+    weight = mx.random.normal((64, 128), key=mx.random.key(0))
     four, eight = mx.quantize(weight, 64, 4), mx.quantize(weight, 32, 8)
     names = ("weight", "scales", "biases")
     arrays = {f"a.{n}": part for n, part in zip(names, four, strict=True)}

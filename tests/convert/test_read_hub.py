@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hub import standin as standin_module
 from hub.standin import Repo, StandIn
+from mlxinfer.convert.read import hub as hub_source
 from mlxinfer.convert.read import open_source
 from models.random_weights import tiny_tensors
 from models.tiny import tiny_config
@@ -18,6 +19,7 @@ from oracles.integers import gptq
 from mlxinfer import hub as hub_package
 from mlxinfer.errors import CheckpointError, DownloadError, ModelNotFoundError
 from mlxinfer.hub import fetch as hub_fetch
+from mlxinfer.hub.listing import Listing
 
 VALUES = {name: np.full((64, 64), place, np.float32) for place, name in enumerate("abcd")}
 
@@ -133,12 +135,22 @@ def test_a_damaged_shard_is_not_read(served: StandIn, tmp_path: Path) -> None:
     assert np.array_equal(np.array(source.read("a.weight")), VALUES["a"])
 
 
-def test_a_header_that_lies_is_refused(served: StandIn) -> None:
+def test_a_header_that_lies_is_refused(served: StandIn, monkeypatch) -> None:
+    """And nothing like as much as it says is fetched or held."""
+    asked: list[int] = []
+    right = hub_source.read_range
+
+    def counting(listing: Listing, path: str, start: int, count: int) -> bytes:
+        asked.append(count)
+        return right(listing, path, start, count)
+
+    monkeypatch.setattr(hub_source, "read_range", counting)
     files = served.repos["org/model"].files
     name = "model-00001-of-00002.safetensors"
     files[name] = (1 << 60).to_bytes(8, "little") + files[name][8:]
     with pytest.raises(CheckpointError, match="header"):
         open_source("org/model")
+    assert max(asked) == 8
 
 
 def test_act_order_is_taken_from_the_config_where_the_index_is_far(

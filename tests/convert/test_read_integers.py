@@ -86,6 +86,21 @@ def test_awq_arrays_must_fit_each_other(tmp_path: Path) -> None:
             opened(tmp_path, {**leaves, name: wrong}, awq_config())
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong", "words"),
+    [
+        ("qzeros", i32(np.zeros((OUT, 0))), "room for"),
+        ("scales", f16(np.zeros((OUT, 4))), "expected"),
+        ("qweight", f16(np.zeros((OUT, IN // 8))), "is F16"),
+        ("qweight", i32(np.zeros((1, OUT, IN // 8))), r"expected \(out, in / 8\)"),
+    ],
+)
+def test_awq_arrays_of_gemv_must_fit_too(tmp_path: Path, name: str, wrong: Any, words: str) -> None:
+    leaves = {**awq_gemv(*numbers(4, 128)), name: wrong}
+    with pytest.raises(CheckpointError, match=words):
+        opened(tmp_path, leaves, awq_config(version="gemv"))
+
+
 def gptq_config(bits: int, group_size: int, version: int = 1, **more: Any) -> dict[str, Any]:
     form = "gptq" if version == 1 else "gptq_v2"
     sizes = {"bits": bits, "group_size": group_size}

@@ -11,7 +11,6 @@ from typing import Any
 from ..core import SamplingParams
 from ..errors import InvalidRequestError, TemplateError
 from ..results import Delta, Result
-from ._inspect import has_chat_template
 
 Message = dict[str, str]
 FORMAT = 1  # of saved conversations
@@ -126,6 +125,8 @@ class ChatSession:
 
     def _opened(self, model: str) -> Any:
         """A model, if it is one that can hold a conversation."""
+        from ._inspect import has_chat_template
+
         llm = self.open_model(model)
         if has_chat_template(llm.model_info.path):
             return llm

@@ -1,5 +1,6 @@
 """From what a user asks for to a running engine: options checked, memory found, model loaded."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -94,10 +95,26 @@ class EngineOptions:
 
         where = self.disk_cache_dir
         return DiskOptions(
-            folder=default_disk_folder() if where is None else Path(where).expanduser(),
+            folder=_writable(default_disk_folder() if where is None else Path(where).expanduser()),
             max_bytes=parse_bytes(self.disk_cache, param="disk_cache"),
             identity=content_id(folder),
         )
+
+
+def _writable(folder: Path) -> Path:
+    """The folder, which is made if need be: a cache that could never hold anything is refused."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        problem = "" if os.access(folder, os.W_OK) else "it is not writable"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem:
+        raise InvalidRequestError(
+            f"The disk cache cannot lie in {folder}: {problem}. Choose another folder with "
+            "disk_cache_dir or XDG_CACHE_HOME, or leave disk_cache out.",
+            param="disk_cache_dir",
+        )
+    return folder
 
 
 def open_engine(name: str, folder: Path, options: EngineOptions) -> "tuple[Engine, ModelInfo]":

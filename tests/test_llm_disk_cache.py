@@ -41,3 +41,10 @@ def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], param: str) -
     with pytest.raises(InvalidRequestError, match=param) as caught:
         LLM("demo", **arguments)
     assert caught.value.param == param
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidRequestError, match=r"cannot lie in .*file/kv: Not a dir") as caught:
+        LLM("demo", disk_cache="1MB", disk_cache_dir=tmp_path / "file" / "kv")
+    assert caught.value.param == "disk_cache_dir"

@@ -37,6 +37,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, Listener] = {}
         self._stopping = False
+        self._gate = threading.Lock()  # who passed it before the end is in the inbox, and answered
         ready: Future[Loop] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(load, ready), name="mlxinfer-engine", daemon=True
@@ -51,11 +52,11 @@ class Engine:
             InvalidRequestError, ContextLengthError, InsufficientMemoryError: it can never run.
             EngineClosedError: the engine was closed.
         """
-        if self._stopping:
-            raise EngineClosedError("The engine is closed; build a new LLM.")
-        max_output = self._loop.check(request)
-        request.arrived_s = time.monotonic()
-        self._inbox.put(lambda: self._add(request, max_output, listener))
+        with self._gate:
+            self._check_open()
+            max_output = self._loop.check(request)
+            request.arrived_s = time.monotonic()
+            self._inbox.put(lambda: self._add(request, max_output, listener))
 
     def abort(self, request_id: str) -> None:
         """End a request if it has not ended; its last event says FinishReason.ABORT."""
@@ -87,22 +88,27 @@ class Engine:
             except BaseException as error:  # it belongs to the caller, who gets it
                 future.set_exception(error)
 
-        if self._stopping:
-            raise EngineClosedError("The engine is closed; build a new LLM.")
-        self._inbox.put(work)
+        with self._gate:
+            self._check_open()
+            self._inbox.put(work)
         return future.result()
 
     def close(self) -> None:
         """Abort what runs, stop the thread and free the memory. Closing twice is fine."""
-        self._stopping = True
+        with self._gate:
+            self._stopping = True
         self._inbox.put(lambda: None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     @property
     def closed(self) -> bool:
-        """Whether close() was called."""
+        """Whether close() was called, or a fault left nothing to go on with."""
         return self._stopping
+
+    def _check_open(self) -> None:
+        if self._stopping:
+            raise EngineClosedError("The engine is closed; build a new LLM.")
 
     # -- on the engine's thread -----------------------------------------------------------------
 
@@ -116,19 +122,35 @@ class Engine:
         self._loop = loop
         ready.set_result(loop)
         del model, ready
+        sound = True
         while not self._stopping:
             try:
                 self._drain_inbox(block=loop.idle)
                 loop.turn()
-            except BaseException as error:  # a fault of ours, or a panic of a library: start afresh
-                loop.fail_all(error)
-        self._finish(loop)
+            except BaseException as error:  # a fault of ours, or a panic of a library
+                sound = self._start_afresh(loop, error)
+        self._finish(loop, sound)
 
-    def _finish(self, loop: Loop) -> None:
+    def _start_afresh(self, loop: Loop, error: BaseException) -> bool:
+        """Fail all requests and go on; where not even that works (False), the engine ends."""
+        try:
+            loop.fail_all(error)
+            return True
+        except BaseException as worse:  # say, no memory for a new cache
+            with self._gate:
+                self._stopping = True
+            for request_id in list(self._listeners):
+                failure = EngineClosedError(f"The engine has ended after a fault: {worse}")
+                failure.__cause__ = worse
+                self._emit(TokenEvent(request_id, None, FinishReason.ERROR, error=failure))
+            return False
+
+    def _finish(self, loop: Loop, sound: bool) -> None:
         """Answer what is left in the inbox, end what runs, and let go of the arrays."""
         self._drain_inbox(block=False)
-        loop.abort_all()
-        loop.close()
+        if self._listeners:
+            loop.abort_all()
+        loop.close(save=sound)
         mx.clear_cache()
 
     def _drain_inbox(self, *, block: bool) -> None:

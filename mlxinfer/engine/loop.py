@@ -281,11 +281,16 @@ class Loop:
         self.assemble()
         self.scheduler.counters = counters
 
-    def close(self) -> None:
-        """Save what is cached, let go of the model and every array; nothing works afterwards."""
+    def close(self, *, save: bool = True) -> None:
+        """Let go of the model and every array; nothing works afterwards.
+
+        Args:
+            save: what is cached, where there is a disk for it; not where it cannot be trusted.
+        """
         if self.store is not None:
             with contextlib.suppress(Exception):  # what is not saved is computed again
-                self._save(self.store)
+                if save:
+                    self._save(self.store)
             self.store.close()
         del self.model, self.cache, self.runner, self._in_flight
 

@@ -1,5 +1,6 @@
 """The engine's thread: submit, abort, call and close from any other."""
 
+import contextlib
 import queue
 import threading
 import time
@@ -9,6 +10,7 @@ from engine.harness import PAGE, alone, config, prompt, tiny_model
 
 from mlxinfer.core import FinishReason, Request, SamplingParams, TokenEvent
 from mlxinfer.engine.engine import Engine
+from mlxinfer.engine.loop import Loop
 from mlxinfer.errors import EngineClosedError, InvalidRequestError
 
 
@@ -101,6 +103,49 @@ def test_a_fault_in_the_books_does_not_kill_the_engine(engine: Engine) -> None:
     assert collect(events, 1)["a"][-1].finish_reason is FinishReason.ERROR
     engine.submit(Request("b", prompt(30), SamplingParams(max_tokens=3)), events.put)
     assert len(tokens(collect(events, 1)["b"])) == 3
+
+
+def test_an_engine_that_cannot_start_afresh_ends_and_says_so(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for ever: not who runs, not who comes while it ends, not who comes later."""
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    engine.submit(Request("a", prompt(30), SamplingParams(max_tokens=3000)), events.put)
+    events.get(timeout=60)
+
+    def no_memory(self: Loop) -> None:
+        raise MemoryError("no room for a new cache")
+
+    monkeypatch.setattr(Loop, "assemble", no_memory)
+
+    def corrupt() -> None:
+        engine._loop.scheduler.running.clear()
+
+    engine.call(corrupt)
+    last = collect(events, 1)["a"][-1]
+    assert last.finish_reason is FinishReason.ERROR
+    engine._thread.join(10)
+    assert engine.closed
+    with pytest.raises(EngineClosedError):
+        engine.submit(Request("b", prompt(30), SamplingParams(max_tokens=3)), events.put)
+    with pytest.raises(EngineClosedError):
+        engine.stats()
+
+
+@pytest.mark.parametrize("times", range(20))
+def test_whoever_comes_while_it_closes_is_answered(times: int) -> None:
+    engine = Engine(lambda: (tiny_model("qwen3-v4", quantized=True), config(num_pages=40)))
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    accepted = 0
+    closing = threading.Timer(0.001 * times, engine.close)
+    closing.start()
+    with contextlib.suppress(EngineClosedError):
+        while True:
+            params = SamplingParams(max_tokens=2)
+            engine.submit(Request(str(accepted), prompt(5), params), events.put)
+            accepted += 1
+    closing.join()
+    assert len(collect(events, accepted)) == accepted
 
 
 def test_call_returns_and_raises(engine: Engine) -> None:

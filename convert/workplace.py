@@ -83,8 +83,9 @@ def check_target(out: Path, source: Path | None, needed_bytes: int) -> None:
     free = shutil.disk_usage(parent).free
     if needed_bytes + SPARE_BYTES > free:
         raise ConversionError(
-            f"{out} needs {human_bytes(needed_bytes)} more, but the disk has {human_bytes(free)} "
-            "free. Make room or choose another disk."
+            f"{out} needs {human_bytes(needed_bytes)} more, and {human_bytes(SPARE_BYTES)} are to "
+            f"stay free, but the disk has {human_bytes(free)} free. Make room or choose another "
+            "disk."
         )
 
 

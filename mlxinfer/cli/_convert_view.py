@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -75,7 +76,10 @@ def show_plan(plan: dict[str, Any]) -> None:
         f"disk {human_bytes(plan['disk_bytes'])}"
     )
     if plan["formats_follow_from_measuring"]:
-        click.echo("Formats above are the recipe's; the target's follow from measuring.")
+        click.echo(
+            f"Formats and sizes above are those of {plan['recipe']}; what meets the target follows "
+            "from measuring."
+        )
 
 
 def _files(count: int) -> str:
@@ -99,7 +103,7 @@ def show_report(report: "Report", out: str) -> None:
         )
     for line in report.notes:
         click.echo(line)
-    if report.passed:
+    if report.passed and any(Path(out).glob("tokenizer.*")):
         click.echo(f'try it: mlxinfer run -m {out} "Hello"')
 
 

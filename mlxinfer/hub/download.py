@@ -72,7 +72,8 @@ class Plan:
         """Raise DownloadError where the disk is too full."""
         if self.missing_bytes and self.missing_bytes + SPARE_BYTES > self.free_bytes:
             raise DownloadError(
-                f"{self.repo} needs {human_bytes(self.missing_bytes)} more, but "
+                f"{self.repo} needs {human_bytes(self.missing_bytes)} more, and "
+                f"{human_bytes(SPARE_BYTES)} are to stay free, but "
                 f"{cache_folder()} has {human_bytes(self.free_bytes)} free. Make room "
                 "(mlxinfer list, mlxinfer rm) or set HF_HOME to a larger disk."
             )

@@ -69,6 +69,8 @@ def test_a_dry_run_writes_nothing_and_is_right(
     table = outcome(source, tmp_path / "other", "--dry-run")
     assert "bits per weight" in table.out
     assert "peak memory" in table.out
+    aimed = outcome(source, tmp_path / "other", "--dry-run", "--target-bpw", 5)
+    assert "sizes above are those of 4bit; what meets the target follows" in aimed.out
 
 
 def test_layers_are_in_the_order_of_numbers() -> None:
@@ -84,7 +86,8 @@ def test_everything_at_once(source: Path, tmp_path: Path, outcome: Outcome) -> N
     seen = outcome(source, tmp_path / "out", "--recipe", "8bit-g32", "--calibration", text)
     assert seen.code == 0, seen.err
     assert seen.err == ""  # no bars where there is no terminal
-    assert "KL" in seen.out
+    assert "in contexts of 64 tokens: KL divergence" in seen.out
+    assert seen.out.endswith(f'try it: mlxinfer run -m {tmp_path / "out"} "Hello"\n')
     assert outcome(source, tmp_path / "out", "--check-only").code == 0
     path = tmp_path / "out" / "model.safetensors"
     data = bytearray(path.read_bytes())

@@ -8,6 +8,8 @@ import pytest
 from lazy_server import MB, LazyServer
 from live_server import CHAT, chat, long_chat, wait_until
 
+from mlxinfer.engine.loop import Loop
+from mlxinfer.engine.scheduler import Scheduler
 from mlxinfer.errors import CheckpointError
 from mlxinfer.server.registry.served import ServedModel
 
@@ -114,6 +116,27 @@ def test_admin_needs_the_key_and_json() -> None:
         refused = server.client.post("/admin/models/load", content=b"{}", headers=plain)
         assert refused.status_code == 415
     assert server.loads == []
+
+
+def test_a_model_whose_engine_ended_after_a_fault_is_loaded_anew() -> None:
+    """Not even a fresh start worked: the server says so, and helps itself after a pause."""
+
+    def no_memory(_: Loop) -> None:
+        raise MemoryError("no room for a new cache")
+
+    with LazyServer() as server:
+        alone = server.post(CHAT, chat(model="small")).json()["choices"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Scheduler, "next_batch", no_memory)
+            patch.setattr(Loop, "assemble", no_memory)
+            assert server.post(CHAT, chat(model="small")).status_code == 500
+        wait_until(lambda: server.states()["small"] == "unloaded")
+        assert server.get("/ready").status_code == 200, "others are answered"
+        refused = server.post(CHAT, chat(model="small"))
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "10")
+        server.clock_s += 10
+        assert server.post(CHAT, chat(model="small")).json()["choices"] == alone
+        assert server.loads == ["small", "small"]
 
 
 def test_a_model_that_cannot_be_loaded_is_a_503_that_says_when(tmp_path: Path) -> None:

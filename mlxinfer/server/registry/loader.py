@@ -163,6 +163,18 @@ class Loader:
                 retry_after_s=BUSY_RETRY_S,
             )
 
+    def lose(self, slot: Slot) -> None:
+        """Note that a model has ended by itself: it gave back its memory, and is loaded anew.
+
+        Not at once: it may have been too large for this machine.
+        """
+        assert slot.served is not None
+        in_background(slot.served.close, "mlxinfer-unload")
+        slot.served, slot.state = None, State.UNLOADED
+        slot.unloads["fault"] = slot.unloads.get("fault", 0) + 1
+        pause_s = slot.brake.fail(self._clock())
+        log.error("model ended by itself", extra={"model": slot.entry.name, "pause_s": pause_s})
+
     def _gone(self, slot: Slot, reason: str, error: BaseException | None) -> None:
         slot.state = State.UNLOADED
         log.info("model unloaded", extra={"model": slot.entry.name, "reason": reason})

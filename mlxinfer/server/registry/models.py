@@ -139,6 +139,7 @@ class Models:
             raise OverloadedError(
                 f"The model {slot.entry.name} is being unloaded; try again.", retry_after_s=1.0
             )
+        self._notice_end(slot)
         slot.users += 1
         try:
             yield slot.served if slot.served is not None else await self._loaded(slot)
@@ -207,9 +208,15 @@ class Models:
         finally:
             slot.leaving = False
 
+    def _notice_end(self, slot: Slot) -> None:
+        """A model whose engine ended after a fault is not there any more."""
+        if slot.served is not None and slot.served.closed:
+            self._loader.lose(slot)
+
     async def unload_idle(self) -> None:
-        """Unload what nobody has used for as long as its ttl."""
+        """Unload what nobody has used for as long as its ttl; what ended by itself is forgotten."""
         for slot in self._slots:
+            self._notice_end(slot)
             if slot.idle and self.ttl_left_s(slot) == 0.0:
                 async with self._loader.changing:
                     if slot.idle and self.ttl_left_s(slot) == 0.0:

@@ -114,6 +114,11 @@ class ServedModel:
         request.prompt_logits = scores is not None
         self.engine.submit(request, deliver)
 
+    @property
+    def closed(self) -> bool:
+        """It answers nothing any more: close() was called, or its engine ended after a fault."""
+        return self.engine.closed
+
     def close(self) -> None:
         """End what runs and free the memory."""
         self.asking.close()

@@ -44,7 +44,7 @@ class Slot:
     max_context: int | None = None  # known once it was loaded
     num_loads: int = 0
     num_failures: int = 0  # loads that failed
-    unloads: dict[str, int] = field(default_factory=dict)  # by reason: idle, memory, asked
+    unloads: dict[str, int] = field(default_factory=dict)  # by reason: idle, memory, asked, fault
 
     @property
     def need_bytes(self) -> int:

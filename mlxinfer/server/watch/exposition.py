@@ -169,7 +169,9 @@ class Snapshot(Collector):
         loads = CounterMetricFamily("mlxinfer:model_loads", "That worked.", labels=MODEL)
         failures = CounterMetricFamily("mlxinfer:model_load_failures", "Loads.", labels=MODEL)
         unloads = CounterMetricFamily(
-            "mlxinfer:model_unloads", "By reason: idle, memory, asked.", labels=[*MODEL, "reason"]
+            "mlxinfer:model_unloads",
+            "By reason: idle, memory, asked, fault.",
+            labels=[*MODEL, "reason"],
         )
         for slot in self.slots:
             name = slot.entry.name

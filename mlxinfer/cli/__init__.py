@@ -16,7 +16,7 @@ import click
 
 from .. import __version__
 from ._errors import guarded
-from ._streams import open_missing_streams
+from ._surroundings import open_missing_streams, settle_home
 
 ORDER = (
     *("run", "chat", "serve", "ps", "load", "unload"),
@@ -66,5 +66,6 @@ def cli() -> None:
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     open_missing_streams()
+    settle_home()
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # retries are our business, and quiet
     sys.exit(guarded(lambda: cli.main(args, prog_name="mlxinfer", standalone_mode=False)))

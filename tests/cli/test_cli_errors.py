@@ -51,6 +51,20 @@ def test_a_group_without_a_command_shows_its_help(group: tuple[str, ...], outcom
     assert seen.err == outcome(*group, "--help").out
 
 
+def test_a_user_without_a_home_lives_in_the_root(
+    outcome: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nobody(user: int) -> None:
+        raise KeyError(user)
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    monkeypatch.setenv("HOME", "/")  # so that it is put back afterwards
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    seen = outcome("cache", "info")
+    assert (seen.code, seen.out) == (0, "/.cache/mlxinfer/kv: 0 B\n")
+
+
 def test_interrupted_while_loading_is_130() -> None:
     import click
 

@@ -1,7 +1,8 @@
-"""The standard streams of a process. Knows nothing of what goes through them."""
+"""What every command counts on: standard streams and a home. Knows no command."""
 
 import os
 import sys
+from pathlib import Path
 
 
 def open_missing_streams() -> None:
@@ -18,6 +19,14 @@ def open_missing_streams() -> None:
     if not _is_open(2):
         os.open(os.devnull, os.O_WRONLY)
         sys.stderr = os.fdopen(2, "w", closefd=False)
+
+
+def settle_home() -> None:
+    """Let a user who has no home, as in a container, live in `/`: nothing of theirs is there."""
+    try:
+        Path.home()
+    except RuntimeError:  # no HOME, and no entry in the system's list of users
+        os.environ["HOME"] = "/"
 
 
 def _is_open(number: int) -> bool:

@@ -6,7 +6,8 @@ from urllib.parse import urlsplit
 
 import click
 
-API_KEY = "MLXINFER_API_KEY"
+from ._options import API_KEY
+
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}
 url_option = click.option(
     "--url",

@@ -11,8 +11,7 @@ from ..configfile import parse_duration
 from ..errors import InvalidRequestError
 from ._configuration import PREFIX, config_of, config_option
 from ._models import Wanted, entry_of, wanted_models
-from ._options import model_options
-from ._remote import API_KEY
+from ._options import API_KEY, model_options
 
 if TYPE_CHECKING:
     from ..server.registry.models import Models

@@ -12,7 +12,7 @@ from ..memory import KV_SHARE, parse_bytes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Option = Callable[[Any], Any]  # what click.option returns
-API_KEY = "MLXINFER_API_KEY"  # of a server; in the environment it is not seen in a list of processes
+API_KEY = "MLXINFER_API_KEY"  # the environment variable with the key of a server
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2 on

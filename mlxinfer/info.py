@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .memory import human_bytes
+
 if TYPE_CHECKING:
     from .models.decoder import Model
 
@@ -27,7 +29,7 @@ class ModelInfo:
     def summary(self) -> str:
         """One short line."""
         bits = f", {self.quantization}" if self.quantization else ""
-        return f"{self.architecture}, {self.weights_bytes / 1e6:.1f} MB{bits}"
+        return f"{self.architecture}, {human_bytes(self.weights_bytes)}{bits}"
 
 
 def describe(name: str, path: Path, model: "Model") -> ModelInfo:

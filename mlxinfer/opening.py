@@ -9,7 +9,7 @@ from .backend import require_mlx
 from .config import DiskOptions, EngineConfig, KVOptions, default_disk_folder
 from .errors import InsufficientMemoryError, InvalidRequestError
 from .info import ModelInfo, describe
-from .memory import default_kv_bytes, parse_bytes, total_memory_bytes
+from .memory import default_kv_bytes, human_bytes, parse_bytes, total_memory_bytes
 
 if TYPE_CHECKING:
     from .engine.engine import Engine
@@ -82,8 +82,8 @@ class EngineOptions:
             return default_kv_bytes(total_memory_bytes(), weights_bytes)
         if weights_bytes >= self.room_bytes:
             raise InsufficientMemoryError(
-                f"The weights take {weights_bytes / 1e6:.1f} MB, and the model may have "
-                f"{self.room_bytes / 1e6:.1f} MB with its KV cache; raise --max-memory.",
+                f"The weights take {human_bytes(weights_bytes)}, and the model may have "
+                f"{human_bytes(self.room_bytes)} with its KV cache; raise --max-memory.",
                 param="max_memory",
             )
         return self.room_bytes - weights_bytes

@@ -24,11 +24,11 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "metal_kernels": set(),
     "layers": LEAVES | {"metal_kernels"},
     "models": LEAVES | {"layers", "metal_kernels"},
-    "cache": LEAVES | {"metal_kernels"},
+    "cache": LEAVES | {"memory", "metal_kernels"},
     "sampling": LEAVES | {"metal_kernels"},
     "text": LEAVES,
     "grammar": LEAVES | {"text"},
-    "engine": LEAVES | {"cache", "layers", "metal_kernels", "models", "sampling"},
+    "engine": LEAVES | {"cache", "layers", "memory", "metal_kernels", "models", "sampling"},
     "hub": LEAVES | {"backend", "memory"},
     "launchd": set(),
     "backend": LEAVES,
@@ -38,7 +38,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "asking": LEAVES | {"answer", "grammar", "info", "text"},
     "delivery": LEAVES | {"answer", "engine", "mailbox", "results"},
     "answer": LEAVES | {"results", "text"},
-    "info": LEAVES | {"models"},
+    "info": LEAVES | {"memory", "models"},
     "convert": LEAVES | {"backend", "hub", "layers", "memory", "models", "text"},
     "server": LEAVES
     | {

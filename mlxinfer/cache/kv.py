@@ -8,6 +8,7 @@ import numpy as np
 
 from ..core import KVSpec
 from ..errors import InsufficientMemoryError
+from ..memory import human_bytes
 from ..metal_kernels.heads import Heads
 from .pages import PageAllocator, PageTable
 from .plan import Planner, make_planner, padded_positions, plan_group
@@ -300,9 +301,9 @@ def _page_counts(
             high = middle - 1
     if low < 2:
         raise InsufficientMemoryError(
-            f"Two pages of the KV cache take {2 * sum(costs) / 1e6:.1f} MB, and "
-            f"{max(0, budget_bytes) / 1e6:.1f} MB are left for them; raise max_memory or lower "
-            "max_batch.",
+            f"Two pages of the KV cache take {human_bytes(2 * sum(costs))}, and "
+            f"{human_bytes(max(0, budget_bytes))} are left for them beside what each request "
+            "takes; raise max_memory or lower max_batch.",
             param="max_memory",
         )
     return counts(low)

@@ -1,10 +1,12 @@
 """The engine: the one thread that touches MLX, and how to talk to it. Knows no text, no HTTP."""
 
+import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -37,7 +39,8 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, Listener] = {}
         self._stopping = False
-        self._gate = threading.Lock()  # who passed it before the end is in the inbox, and answered
+        self._pid = os.getpid()
+        self._gate = threading.Lock()
         ready: Future[Loop] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(load, ready), name="mlxinfer-engine", daemon=True
@@ -52,8 +55,7 @@ class Engine:
             InvalidRequestError, ContextLengthError, InsufficientMemoryError: it can never run.
             EngineClosedError: the engine was closed.
         """
-        with self._gate:
-            self._check_open()
+        with self._while_open():
             max_output = self._loop.check(request)
             request.arrived_s = time.monotonic()
             self._inbox.put(lambda: self._add(request, max_output, listener))
@@ -88,8 +90,7 @@ class Engine:
             except BaseException as error:  # it belongs to the caller, who gets it
                 future.set_exception(error)
 
-        with self._gate:
-            self._check_open()
+        with self._while_open():
             self._inbox.put(work)
         return future.result()
 
@@ -106,9 +107,18 @@ class Engine:
         """Whether close() was called, or a fault left nothing to go on with."""
         return self._stopping
 
-    def _check_open(self) -> None:
-        if self._stopping:
-            raise EngineClosedError("The engine is closed; build a new LLM.")
+    @contextmanager
+    def _while_open(self) -> Iterator[None]:
+        """What is put into the inbox meanwhile is answered."""
+        if os.getpid() != self._pid:
+            raise EngineClosedError(
+                "The engine runs in the process that this one was forked from; build an LLM after "
+                "the fork, or start processes with multiprocessing's 'spawn'."
+            )
+        with self._gate:
+            if self._stopping:
+                raise EngineClosedError("The engine is closed; build a new LLM.")
+            yield
 
     # -- on the engine's thread -----------------------------------------------------------------
 

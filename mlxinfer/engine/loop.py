@@ -23,6 +23,7 @@ from ..errors import (
     InvalidRequestError,
     RequestFailedError,
 )
+from ..memory import human_bytes
 from ..models.decoder import Model
 from ..sampling.sampler import Sampler
 from .batch import Batch
@@ -150,7 +151,7 @@ class Loop:
             if needed > group.allocator.num_pages:
                 raise InsufficientMemoryError(
                     f"The prompt has {num_prompt} tokens and needs {needed} pages of KV cache "
-                    f"({needed * group.page_bytes / 1e6:.1f} MB), and there are only "
+                    f"({human_bytes(needed * group.page_bytes)}), and there are only "
                     f"{group.allocator.num_pages}; shorten it or raise max_memory.",
                     param="prompt",
                 )

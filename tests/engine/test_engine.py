@@ -1,6 +1,7 @@
 """The engine's thread: submit, abort, call and close from any other."""
 
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -146,6 +147,18 @@ def test_whoever_comes_while_it_closes_is_answered(times: int) -> None:
             accepted += 1
     closing.join()
     assert len(collect(events, accepted)) == accepted
+
+
+def test_a_forked_process_is_told_that_it_has_no_engine(engine: Engine) -> None:
+    child = os.fork()
+    if not child:  # in the child no thread but this one lives on: nothing of pytest may run
+        try:
+            engine.submit(Request("a", [1], SamplingParams()), lambda _: None)
+        except EngineClosedError as error:
+            os._exit("forked" not in str(error))
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_call_returns_and_raises(engine: Engine) -> None:

@@ -17,6 +17,7 @@ from .text import (
     detect_reasoning,
     detect_tools,
     encode_chat,
+    text_messages,
 )
 
 Prompt = str | Sequence[int]
@@ -97,7 +98,7 @@ class Asking:
         use = self.tool_use(tools, tool_choice, parallel=parallel_tool_calls)
         shown = None if use is None else use.shown
         variables = _checked_variables(chat_template_kwargs)
-        ids = encode_chat(self.tokenizer, messages, tools=shown, **variables)
+        ids = encode_chat(self.tokenizer, text_messages(messages), tools=shown, **variables)
         self._check_variables(variables)
         spec = self.guidance.plan(ids, response_format, use)
         return self.answer(ids, params, continues=False, use=use), spec
@@ -107,7 +108,7 @@ class Asking:
         _check_sequence(prompt)
         messages = [part for part in prompt if isinstance(part, Mapping)]
         if messages:
-            return encode_chat(self.tokenizer, messages, add_generation_prompt=False)
+            return encode_chat(self.tokenizer, text_messages(prompt), add_generation_prompt=False)
         return self.encode(prompt)  # type: ignore[arg-type]  # no messages: text or ids
 
     def encode(self, prompt: Prompt) -> list[int]:

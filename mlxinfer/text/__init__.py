@@ -1,6 +1,7 @@
 """Strings into token ids and back: tokenizer, chat template, detokenizer, streams. No mlx."""
 
 from .chat import encode_chat
+from .conversation import text_messages
 from .detokenizer import Detokenizer
 from .reasoning import ReasoningFormat, detect_reasoning
 from .stops import StopMatcher
@@ -22,5 +23,6 @@ __all__ = [
     "detect_reasoning",
     "detect_tools",
     "encode_chat",
+    "text_messages",
     "tool_format",
 ]

@@ -1,0 +1,52 @@
+"""What LLM.chat takes for a conversation: text in one piece or in parts, and nothing else."""
+
+from typing import Any
+
+import pytest
+
+from mlxinfer.errors import InvalidRequestError
+from mlxinfer.text import text_messages
+
+HELLO = {"role": "user", "content": "Hello"}
+
+
+def part(text: Any, kind: str = "text") -> dict[str, Any]:
+    return {"type": kind, "text": text}
+
+
+def test_parts_of_a_text_are_joined() -> None:
+    parts = [part("Hello"), part("you", "input_text")]
+    assert text_messages([{"role": "user", "content": parts}]) == [
+        {"role": "user", "content": "Hello\nyou"}
+    ]
+
+
+def test_what_is_text_already_stays_as_it_is() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+    said = [HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert text_messages(tuple(said)) == said
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ("Hello", r"messages is 'Hello'; expected a list such as \[\{"),
+        (HELLO, r"messages is \{'role'"),
+        ([], r"messages is \[\]"),
+        (["Hello"], r"messages\[0\] is 'Hello'; expected one such as"),
+        ([{"content": "Hello"}], r"messages\[0\] is \{'content'"),
+        ([HELLO, {"role": "user"}], r"messages\[1\] has no content"),
+        ([{"role": "user", "content": 3}], r"messages\[0\].content is 3; expected a text"),
+        ([{"role": "user", "content": ["Hello"]}], r"content\[0\] is 'Hello'; expected \{\"type\""),
+        (
+            [{"role": "user", "content": [part("see"), {"type": "image_url", "image_url": "x"}]}],
+            r"messages\[0\].content\[1\] is of type 'image_url'; models here read text only",
+        ),
+        ([{"role": "user", "content": [part(None)]}], r"content\[0\].text is None"),
+        ([{"role": "user", "content": b"x" * 100}], r"content is b'x+\.\.\.; expected a text"),
+    ],
+)
+def test_anything_else_is_named(messages: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequestError, match=problem) as caught:
+        text_messages(messages)
+    assert caught.value.param == "messages"

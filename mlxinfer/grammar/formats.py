@@ -62,7 +62,11 @@ def _json_schema(value: Mapping[str, Any], place: str) -> GrammarSpec:
     if inner.get("strict") not in (None, True, False):
         raise InvalidRequestError(f"{place}.strict has to be true or false.", param=place)
     if inner.get("schema") is None:
-        raise InvalidRequestError(f"{place}.schema is missing.", param=f"{place}.schema")
+        raise InvalidRequestError(
+            f"{place}.schema is missing; expected "
+            '{"type": "json_schema", "json_schema": {"schema": ...}}.',
+            param=f"{place}.schema",
+        )
     return spec.json_schema(inner["schema"], place=f"{place}.schema")
 
 

@@ -56,8 +56,9 @@ def translate(error: BaseException, repo: RepoName) -> MlxinferError:
         return _answered(error.response.status_code, repo)
     if isinstance(error, HTTPError):
         return DownloadError(
-            f"The hub cannot be reached ({_first_line(error)}). Check the network; `mlxinfer list` "
-            "shows the models that are already here."
+            f"The hub cannot be reached ({_first_line(error)}), and there is no folder "
+            f"{repo.repo_id!r} here. Check the network; `mlxinfer list` shows the models that are "
+            "already here."
         )
     return _disk(error, repo)
 

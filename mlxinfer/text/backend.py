@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,6 +87,7 @@ def _from_transformers(folder: Path) -> tokenizers.Tokenizer:
     if not any(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)):
         # transformers would make one without tokens
         raise CheckpointError(f"{folder} has no tokenizer; add the model's tokenizer.json.")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses PyTorch, we do not
     try:
         from transformers import AutoTokenizer
     except ImportError:
@@ -97,7 +99,10 @@ def _from_transformers(folder: Path) -> tokenizers.Tokenizer:
         with panic_guard():
             wrapper = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # foreign code over foreign files: it raises nearly anything
-        raise CheckpointError(f"{folder}: transformers finds no tokenizer here: {error}") from error
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"{folder}: transformers finds no tokenizer here: {reason}"
+        ) from error
     backend = getattr(wrapper, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
         raise UnsupportedModelError(

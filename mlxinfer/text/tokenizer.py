@@ -73,6 +73,9 @@ class Tokenizer:
         """
         return cls(load_backend(folder), read_tokenizer_files(folder))
 
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.vocab_size} tokens)"
+
     def encode(
         self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False
     ) -> list[int]:

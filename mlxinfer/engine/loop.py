@@ -4,7 +4,6 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -16,23 +15,19 @@ from ..cache.kv import KVCache
 from ..cache.layout import lay_out
 from ..cache.transfer import payload_bytes
 from ..config import DiskOptions, EngineConfig
-from ..core import FinishReason, Request, TokenEvent, check_token_ids
-from ..errors import (
-    ContextLengthError,
-    InsufficientMemoryError,
-    InvalidRequestError,
-    RequestFailedError,
-)
-from ..memory import human_bytes
+from ..core import FinishReason, Request, TokenEvent
+from ..errors import RequestFailedError
 from ..models.decoder import Model
 from ..sampling.sampler import Sampler
 from .batch import Batch
 from .guides import Guides, follow
 from .kernels import Chooser, choose_kernels, choose_none
+from .limits import check_request
 from .pagestore import PageStore
 from .runner import Launched, Runner
 from .scheduler import Scheduler
 from .sequence import Sequence
+from .stats import stats_of
 
 
 class Loop:
@@ -121,40 +116,10 @@ class Loop:
     # -- requests -------------------------------------------------------------------------------
 
     def check(self, request: Request) -> int:
-        """How many tokens the answer may have at most, of a request that can run.
-
-        Raises:
-            InvalidRequestError, ContextLengthError, InsufficientMemoryError: it can never run.
-        """
-        vocab_size = self.model.config.vocab_size
-        num_prompt = len(request.prompt_ids)
-        if not num_prompt:
-            raise InvalidRequestError(
-                "The prompt is empty; give at least one token.", param="prompt"
-            )
-        check_token_ids(request.prompt_ids, vocab_size, param="prompt")
-        request.params.check_vocabulary(vocab_size)
-        room = self.config.max_context - num_prompt
-        if room < 1:
-            raise ContextLengthError(
-                f"The prompt has {num_prompt} tokens, and the context holds "
-                f"{self.config.max_context} with the answer; shorten the prompt.",
-                param="prompt",
-            )
-        self._check_memory(num_prompt)
-        max_tokens = request.params.max_tokens or room
-        return min(max_tokens, room, self.cache.max_tokens - num_prompt)
-
-    def _check_memory(self, num_prompt: int) -> None:
-        for index, group in enumerate(self.cache.groups):
-            needed = self.scheduler.holdings.pages_needed(index, num_prompt + 1)
-            if needed > group.allocator.num_pages:
-                raise InsufficientMemoryError(
-                    f"The prompt has {num_prompt} tokens and needs {needed} pages of KV cache "
-                    f"({human_bytes(needed * group.page_bytes)}), and there are only "
-                    f"{group.allocator.num_pages}; shorten it or raise max_memory.",
-                    param="prompt",
-                )
+        """How many tokens the answer may have at most; errors as of `check_request`."""
+        return check_request(
+            request, self.model.config.vocab_size, self.config, self.cache, self.scheduler.holdings
+        )
 
     def add(self, request: Request, max_output: int) -> None:
         """Queue a request that `check` passed."""
@@ -307,35 +272,7 @@ class Loop:
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers of what was done and what is held."""
-        tree = self.scheduler.holdings.tree
-        groups: list[dict[str, Any]] = [
-            {
-                "window": group.reach.window,
-                "sinks": group.reach.sinks,
-                "layers": len(group.layers),
-                "page_bytes": group.page_bytes,
-                "pages": group.allocator.num_pages,
-                "pages_cached": tree.num_evictable(g),
-                "pages_held": group.allocator.num_held - tree.num_evictable(g),
-            }
-            for g, group in enumerate(self.cache.groups)
-        ]
-        return {
-            **asdict(self.scheduler.counters),
-            "running": len(self.scheduler.running),
-            "waiting": len(self.scheduler.waiting),
-            "page_size": self.config.page_size,
-            "groups": groups,
-            "kv_bytes_held": sum(g["pages_held"] * g["page_bytes"] for g in groups),
-            "kv_bytes_cached": sum(g["pages_cached"] * g["page_bytes"] for g in groups),
-            "kv_bytes_allocated": self.cache.bytes_allocated,
-            "prompt_tokens_reused": tree.counters.tokens_reused,
-            "bytes_copied": self.cache.bytes_copied,
-            "bytes_grown": self.cache.bytes_grown,
-            "peak_memory_bytes": mx.get_peak_memory(),
-            "active_memory_bytes": mx.get_active_memory(),
-            **({"disk": self.store.stats()} if self.store is not None else {}),
-        }
+        return stats_of(self.scheduler, self.cache, self.store)
 
 
 def _open_store(options: DiskOptions, cache: KVCache) -> PageStore:

@@ -1,0 +1,47 @@
+"""What an engine has done and what it holds, as plain numbers. Changes nothing."""
+
+from dataclasses import asdict
+from typing import Any
+
+import mlx.core as mx
+
+from ..cache.kv import KVCache
+from .pagestore import PageStore
+from .scheduler import Scheduler
+
+
+def stats_of(scheduler: Scheduler, cache: KVCache, store: PageStore | None) -> dict[str, Any]:
+    """Counters, queues, and bytes of the KV cache by layer group."""
+    groups = _groups(scheduler, cache)
+    return {
+        **asdict(scheduler.counters),
+        "running": len(scheduler.running),
+        "waiting": len(scheduler.waiting),
+        "page_size": cache.page_size,
+        "groups": groups,
+        "kv_bytes_held": sum(g["pages_held"] * g["page_bytes"] for g in groups),
+        "kv_bytes_cached": sum(g["pages_cached"] * g["page_bytes"] for g in groups),
+        "kv_bytes_allocated": cache.bytes_allocated,
+        "prompt_tokens_reused": scheduler.holdings.tree.counters.tokens_reused,
+        "bytes_copied": cache.bytes_copied,
+        "bytes_grown": cache.bytes_grown,
+        "peak_memory_bytes": mx.get_peak_memory(),
+        "active_memory_bytes": mx.get_active_memory(),
+        **({} if store is None else {"disk": store.stats()}),
+    }
+
+
+def _groups(scheduler: Scheduler, cache: KVCache) -> list[dict[str, Any]]:
+    tree = scheduler.holdings.tree
+    return [
+        {
+            "window": group.reach.window,
+            "sinks": group.reach.sinks,
+            "layers": len(group.layers),
+            "page_bytes": group.page_bytes,
+            "pages": group.allocator.num_pages,
+            "pages_cached": tree.num_evictable(index),
+            "pages_held": group.allocator.num_held - tree.num_evictable(index),
+        }
+        for index, group in enumerate(cache.groups)
+    ]

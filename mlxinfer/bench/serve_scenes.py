@@ -7,6 +7,7 @@ import asyncio
 import random
 import statistics
 import time
+import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,12 +84,15 @@ async def behind_a_prefill(port: int, *, long: int, stream: int) -> list[Found]:
 async def together(
     port: int, *, count: int, tokens: int, label: str, settings: Callable[[int], dict[str, Any]]
 ) -> list[Found]:
-    """Tokens a second of `count` requests that come at once: the median of some rounds."""
-    rates = []
+    """Tokens a second of `count` requests that come at once: the median of some rounds.
+
+    Nobody has heard these prompts before, not in a scene with other settings either.
+    """
+    rates, seed = [], zlib.crc32(f"{count} {label}".encode())
     for number in range(ROUNDS + 1):
         began = time.monotonic()
         asks = [
-            chat(port, [user(words(30, 1000 * count + 100 * number + i))], tokens, **settings(i))
+            chat(port, [user(words(30, seed + 100 * number + i))], tokens, **settings(i))
             for i in range(count)
         ]
         heard = await gather(asks)

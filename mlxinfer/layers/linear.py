@@ -1,11 +1,13 @@
 """Matrix products with dense weights, and what a projection is. Knows no checkpoint names."""
 
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
 import mlx.core as mx
 
 TILE = 32  # outputs a tile
+UNPACKED = 1_000_000  # multiplications of a product that OpenBLAS does without packing it first
 
 
 class Projection(Protocol):
@@ -63,19 +65,34 @@ class Linear:
 
 
 class TiledLinear:
-    """A dense matrix in tiles of outputs, each a small product of its own."""
+    """A dense matrix in tiles of outputs, each a small product of its own.
 
-    __slots__ = ("bias", "shape", "tiles")
+    Many rows are multiplied in blocks, small enough to be quick (measured: 20 to 35 % faster from
+    64 rows on); where a tile is too large for that, all at once.
+    """
+
+    __slots__ = ("bias", "block_rows", "shape", "tiles")
 
     def __init__(self, tiles: mx.array, bias: mx.array | None = None) -> None:
         self.tiles = tiles  # (out_dims / TILE, in_dims, TILE)
         self.bias = bias
         self.shape = (-1, tiles.shape[0] * TILE)
+        self.block_rows = min(32, UNPACKED // (TILE * tiles.shape[1]) // 16 * 16) or sys.maxsize
 
     def __call__(self, x: mx.array) -> mx.array:
         """x (T, in_dims) -> (T, out_dims)."""
-        y = (x @ self.tiles).swapaxes(0, 1).reshape(self.shape)
+        rows = x.shape[0]
+        missing = -rows % self.block_rows  # from the last block
+        if rows >= 2 * self.block_rows and 8 * missing <= rows:
+            y = self._in_blocks(x, missing)
+        else:
+            y = (x @ self.tiles).swapaxes(0, 1).reshape(self.shape)
         return y if self.bias is None else y + self.bias
+
+    def _in_blocks(self, x: mx.array, missing: int) -> mx.array:
+        padded = mx.pad(x, [(0, missing), (0, 0)]) if missing else x
+        blocks = padded.reshape(-1, 1, self.block_rows, x.shape[1])
+        return (blocks @ self.tiles).swapaxes(1, 2).reshape(self.shape)[: len(x)]
 
     def onto(self, residual: mx.array, x: mx.array) -> mx.array:
         """residual + self(x)."""

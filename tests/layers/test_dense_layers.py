@@ -8,7 +8,7 @@ import pytest
 
 from mlxinfer.layers.activations import ACTIVATIONS, _halves, clamped_swiglu, gated
 from mlxinfer.layers.embedding import QuantizedEmbedding, dense_embedding
-from mlxinfer.layers.linear import Joined, Linear, TiledLinear, dense
+from mlxinfer.layers.linear import Joined, Linear, TiledLinear, dense, tiled
 from mlxinfer.layers.norm import LeanRMSNorm, RMSNorm, ScaledRMSNorm, rms_norm
 from mlxinfer.layers.quantized import UNPACK_FROM, QuantizedLinear
 from mlxinfer.models.quantization import QuantFormat
@@ -77,7 +77,7 @@ def test_a_fused_activation_takes_any_number_of_tokens():
         np.testing.assert_allclose(np.array(activation(x)), gate * sigmoid(gate) * up, rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, UNPACK_FROM])
+@pytest.mark.parametrize("num_tokens", [1, 5, UNPACK_FROM, 64, 93, 100])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     ("rows", "bits", "kind"),
@@ -158,3 +158,17 @@ def test_embeddings_and_their_use_as_output():
         np.testing.assert_allclose(found, table[known], rtol=1e-6, atol=1e-6)
         logits = np.array(embedding.as_linear()(mx.array(x)))
         np.testing.assert_allclose(logits, x @ table[:rows].T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("in_dims", "block_rows"), [(64, 32), (1536, 16), (4096, None)])
+def test_many_rows_are_multiplied_in_blocks_that_fit(in_dims: int, block_rows: int | None) -> None:
+    """Of whole blocks, or nearly: 62 rows of 64 are worth two of padding, 50 are not."""
+    weight = mx.array(normal(64, in_dims, seed=1))
+    layer = TiledLinear(tiled(weight))
+    assert (layer.block_rows < 1000) == (block_rows is not None)
+    assert block_rows in (None, layer.block_rows)
+    for num_tokens in (64, 62, 50, 33):
+        x = mx.array(normal(num_tokens, in_dims, seed=2))
+        found, expected = layer(x), x @ weight.T
+        assert found.shape == expected.shape
+        np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-4, atol=1e-3)

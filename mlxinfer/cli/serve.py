@@ -11,7 +11,7 @@ from ..configfile import parse_duration
 from ..errors import InvalidRequestError
 from ._configuration import PREFIX, config_of, config_option
 from ._models import Wanted, entry_of, wanted_models
-from ._options import API_KEY, model_options
+from ._options import API_KEY, Size, model_options
 
 if TYPE_CHECKING:
     from ..server.registry.models import Models
@@ -111,6 +111,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--max-memory",
+    type=Size(),
     metavar="SIZE",
     help="Weights and KV caches of all loaded models.  [default: 0.7 of this machine's]",
 )

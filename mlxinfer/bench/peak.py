@@ -78,7 +78,16 @@ def measure(model: Model, label: str, kv: KVOptions, context: int) -> Peak:
 
 def run(*, context: int = 16_384, layers: int = 36, dtype: str = "bfloat16") -> Report:
     """Every format over a model with one KV head of 64."""
-    dense = Dense(hidden=64, inner=128, layers=layers, heads=1, kv_heads=1, head_dim=64, vocab=256)
+    dense = Dense(
+        hidden=64,
+        inner=128,
+        layers=layers,
+        heads=1,
+        kv_heads=1,
+        head_dim=64,
+        vocab=256,
+        max_context=context + ANSWER,
+    )
     with TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), dense)
         model = load(Path(folder), dtype=dtype)

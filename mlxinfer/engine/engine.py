@@ -158,7 +158,7 @@ class Engine:
     def _finish(self, loop: Loop, sound: bool) -> None:
         """Answer what is left in the inbox, end what runs, and let go of the arrays."""
         self._drain_inbox(block=False)
-        if self._listeners:
+        if sound:  # else all were told already
             loop.abort_all()
         loop.close(save=sound)
         mx.clear_cache()

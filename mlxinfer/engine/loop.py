@@ -147,9 +147,7 @@ class Loop:
             launched = self.runner.launch(batch, previous)
             launched.began_s = began_s
             return launched
-        except (
-            BaseException
-        ) as error:  # the fault boundary of a step: its requests fail, others go on
+        except BaseException as error:  # the fault boundary of a step: others go on
             if previous is None or self._commit(previous):
                 self._fail_step(batch, error)
             return None

@@ -12,7 +12,7 @@ from ..metal_kernels.attention_plan import AttentionPlan, plan_attention
 from ..metal_kernels.paged_attention_kernel import paged_attention_on_metal
 from .pool import LayerPool
 from .reach import Reach
-from .spans import ShortSpans
+from .spans import Ints, ShortSpans
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,20 @@ def plan_kernel(
         stops=short.starts + short.counts,
         sealed=short.sealed,
         slots=short.slots,
-        tables=[np.asarray(span.tables[group].numbers_before(span.sealed)) for span in short.spans],
+        tables=short.lasting(("pages", group), lambda: _pages(short, group))
+        if reach.window is None
+        else _pages(short, group),
         page_size=page_size,
         kv_heads=kv_heads,
         window=reach.window,
         sinks=reach.sinks,
     )
     return KernelPlan(slice(first, first + plan.num_queries), plan)
+
+
+def _pages(short: ShortSpans, group: int) -> list[Ints]:
+    """For each span the page of every page number that is sealed; -1: let go of."""
+    return [
+        np.asarray(tables[group].numbers_before(stop))
+        for tables, stop in zip(short.tables, short.sealed.tolist(), strict=True)
+    ]

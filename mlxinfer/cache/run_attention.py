@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..metal_kernels.paged_attention import paged_attention
 from .pool import LayerPool
 from .reach import Reach
-from .spans import Ints, ShortSpans, Span
+from .spans import Ints, ShortSpans
 
 HIDDEN = float(np.finfo(np.float32).min)  # additive mask of what must not be seen
 COVER_GAP = 64  # tokens decoded for nobody, at most, to decode those around them in one go
@@ -65,26 +65,47 @@ def plan_runs(
     short: ShortSpans, group: int, reach: Reach, page_size: int, num_rows: int, decodes: bool
 ) -> RunPlan:
     """Plan spans of one step; `decodes`: a layer stores something else than vectors."""
-    width = int(short.counts.max())
-    step = np.minimum(np.arange(width, dtype=np.int32), short.counts[:, None] - 1)  # (B, Q)
-    real = np.arange(width) < short.counts[:, None]  # (B, Q)
-    padded = not real.all()
-    positions = short.starts[:, None] + step  # (B, Q)
-    runs = _visible_runs(short.spans, group, reach)
-    if decodes:
-        runs = [split_long(some, COVER_TOKENS) for some in runs]
+    step, unpad = short.lasting("padding", lambda: _padding(short))  # (B, Q)
+    runs, covers = _runs(short, group, reach, decodes)
     return RunPlan(
         rows=None
-        if step.size == num_rows and not padded
+        if step.size == num_rows and unpad is None
         else _as_index((short.rows[:, None] + step).ravel()),
-        shape=(len(short.spans), width),
-        unpad=mx.array(np.flatnonzero(real)) if padded else None,
-        slots=_as_index(short.slots),
+        shape=(len(short), short.width),
+        unpad=unpad,
+        slots=short.lasting("slots", lambda: _as_index(short.slots)),
         runs=runs,
-        covers=cover(runs, gap=COVER_GAP, most=COVER_TOKENS) if decodes else [],
-        run_masks=_run_masks(short.spans, step, reach),
-        tail_mask=mx.array(_tail_mask(positions, short.sealed, reach, page_size)),
+        covers=covers,
+        run_masks=_run_masks(short, step, reach),
+        tail_mask=mx.array(
+            _tail_mask(short.starts[:, None] + step, short.sealed, reach, page_size)
+        ),
     )
+
+
+def _padding(short: ShortSpans) -> tuple[Ints, mx.array | None]:
+    """(B, Q) which token of its span stands where, its last one repeated; and how to undo that."""
+    step = np.minimum(np.arange(short.width, dtype=np.int32), short.counts[:, None] - 1)
+    real = np.arange(short.width) < short.counts[:, None]  # (B, Q)
+    return step, None if real.all() else mx.array(np.flatnonzero(real))
+
+
+Runs = list[list[tuple[int, int]]]  # of each span
+
+
+def _runs(
+    short: ShortSpans, group: int, reach: Reach, decodes: bool
+) -> tuple[Runs, list[tuple[int, int]]]:
+    """What each span sees in pages, and the ranges to decode for it."""
+
+    def work_out() -> tuple[Runs, list[tuple[int, int]]]:
+        runs = _visible_runs(short, group, reach)
+        if not decodes:
+            return runs, []
+        runs = [split_long(some, COVER_TOKENS) for some in runs]
+        return runs, cover(runs, gap=COVER_GAP, most=COVER_TOKENS)
+
+    return short.lasting(("runs", group), work_out) if reach.window is None else work_out()
 
 
 def _as_index(rows: Ints) -> mx.array | slice:
@@ -95,17 +116,14 @@ def _as_index(rows: Ints) -> mx.array | slice:
     return mx.array(rows)
 
 
-def _visible_runs(spans: list[Span], group: int, reach: Reach) -> list[list[tuple[int, int]]]:
+def _visible_runs(short: ShortSpans, group: int, reach: Reach) -> Runs:
     """For each span the pool slots of the sealed positions that it sees."""
+    tables, sealed = [some[group] for some in short.tables], short.sealed.tolist()
     if reach.window is None:
-        return [span.tables[group].runs_before(span.sealed) for span in spans]
+        return [table.runs_before(stop) for table, stop in zip(tables, sealed, strict=True)]
     return [
-        [
-            run
-            for part in reach.ranges(span.start, span.sealed)
-            for run in span.tables[group].runs(*part)
-        ]
-        for span in spans
+        [run for part in reach.ranges(start, stop) for run in table.runs(*part)]
+        for table, start, stop in zip(tables, short.starts.tolist(), sealed, strict=True)
     ]
 
 
@@ -138,17 +156,18 @@ def cover(
     return covers
 
 
-def _run_masks(spans: list[Span], step: Ints, reach: Reach) -> list[mx.array | None]:
+def _run_masks(short: ShortSpans, step: Ints, reach: Reach) -> list[mx.array | None]:
     """Additive (Q, tokens in runs): later queries of a span see less of a window's old end."""
-    if reach.window is None or step.shape[1] == 1:
-        return [None] * len(spans)
+    if reach.window is None or short.width == 1:
+        return [None] * len(short)
     masks: list[mx.array | None] = []
-    for span, steps in zip(spans, step, strict=True):
-        ranges = reach.ranges(span.start, span.sealed)
+    places = zip(short.starts.tolist(), short.sealed.tolist(), step, strict=True)
+    for start, sealed, steps in places:
+        ranges = reach.ranges(start, sealed)
         keys = np.concatenate(
             [np.arange(*part, dtype=np.int32) for part in ranges] or [step[0, :0]]
         )
-        seen = reach.sees(span.start + steps[:, None], keys[None])
+        seen = reach.sees(start + steps[:, None], keys[None])
         masks.append(mx.array(_additive(seen)) if len(keys) else None)
     return masks
 

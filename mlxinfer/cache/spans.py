@@ -1,8 +1,8 @@
 """New tokens of sequences, as the KV cache sees them. Knows positions and slots, no MLX."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from .pages import PageTable
 
 Ints = NDArray[np.int32]
+T = TypeVar("T")
 
 
 class Span(Protocol):
@@ -32,28 +33,64 @@ class Span(Protocol):
 class ShortSpans:
     """B short spans that attend together, as arrays: worked out once for all layer groups."""
 
-    spans: list[Span]
+    tables: list[list[PageTable]]  # (B,) of each span one per layer group
     rows: Ints  # (B,) of the first tokens in the flat list
     starts: Ints  # (B,) their positions
     counts: Ints  # (B,)
     sealed: Ints  # (B,)
     slots: Ints  # (B,)
+    _lasting: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
-    def of(spans: list[Span]) -> "ShortSpans":
+    def of(spans: Sequence[Span]) -> "ShortSpans":
         """Read the spans."""
         return ShortSpans(
-            spans,
-            _ints([span.row for span in spans]),
-            _ints([span.start for span in spans]),
-            _ints([span.num_tokens for span in spans]),
-            _ints([span.sealed for span in spans]),
-            _ints([span.slot for span in spans]),
+            [span.tables for span in spans],
+            ints([span.row for span in spans]),
+            ints([span.start for span in spans]),
+            ints([span.num_tokens for span in spans]),
+            ints([span.sealed for span in spans]),
+            ints([span.slot for span in spans]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.tables)
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest."""
+        return self.lasting("width", lambda: int(self.counts.max()))
+
+    def lasting(self, what: Hashable, work_out: Callable[[], T]) -> T:
+        """What follows from all but `starts` is worked out once, and lasts over `moved_on`."""
+        if what not in self._lasting:
+            self._lasting[what] = work_out()
+        found: T = self._lasting[what]
+        return found
+
+    def moved_on(self) -> "ShortSpans":
+        """The next tokens of the same sequences, whose pages hold what they held."""
+        return replace(self, starts=self.starts + 1)
+
+    def joined(self, other: "ShortSpans") -> "ShortSpans":
+        """These and others that come right after them in the flat list."""
+        return ShortSpans(
+            self.tables + other.tables,
+            *(
+                np.concatenate(pair)
+                for pair in (
+                    (self.rows, other.rows),
+                    (self.starts, other.starts),
+                    (self.counts, other.counts),
+                    (self.sealed, other.sealed),
+                    (self.slots, other.slots),
+                )
+            ),
         )
 
     def tokens(self) -> tuple[Ints, Ints, Ints]:
         """Flat rows, slots and positions (N,) of all tokens."""
-        if self.counts.max() == 1:
+        if self.width == 1:
             return self.rows, self.slots, self.starts
         step = np.concatenate([np.arange(count, dtype=np.int32) for count in self.counts])
         rows, slots, starts = (
@@ -71,20 +108,34 @@ class StepSpans:
     positions: Ints  # (T,) each token's place in its own sequence, in flat order
 
     @staticmethod
-    def of(short: Sequence[Span], long: Sequence[Span]) -> "StepSpans":
-        """Read the spans."""
-        together = _by_width(short)
+    def of(
+        short: Sequence[Span], long: Sequence[Span], single: ShortSpans | None = None
+    ) -> "StepSpans":
+        """Read the spans of a step.
+
+        Args:
+            short: those of few tokens, single ones first.
+            long: prefill chunks, which come last in the flat list.
+            single: spans of one token that come first of all.
+        """
+        together = _by_width(short, single)
         parts = [spans.tokens()[2] for spans in together]
         parts += [np.arange(span.start, span.stop, dtype=np.int32) for span in long]
         return StepSpans(together, long, parts[0] if len(parts) == 1 else np.concatenate(parts))
 
 
-def _by_width(short: Sequence[Span]) -> list[ShortSpans]:
+def _by_width(short: Sequence[Span], single: ShortSpans | None) -> list[ShortSpans]:
     """Single tokens together, and the few wider spans together: padding stays small."""
-    single = [span for span in short if span.num_tokens == 1]
-    wide = [span for span in short if span.num_tokens > 1] if len(single) < len(short) else []
-    return [ShortSpans.of(spans) for spans in (single, wide) if spans]
+    if not short:
+        return [] if single is None else [single]
+    ones = [span for span in short if span.num_tokens == 1]
+    wide = [span for span in short if span.num_tokens > 1]
+    together = [ShortSpans.of(spans) for spans in (ones, wide) if spans]
+    if single is None:
+        return together
+    return [single.joined(together[0]), *together[1:]] if ones else [single, *together]
 
 
-def _ints(values: list[int]) -> Ints:
+def ints(values: list[int]) -> Ints:
+    """(N,) int32."""
     return np.array(values, dtype=np.int32)

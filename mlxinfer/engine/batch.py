@@ -2,7 +2,12 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..cache.pages import PageTable
+from ..cache.spans import Ints, StepSpans, ints
+from .decodes import Decodes
 from .sequence import Sequence
 
 MAX_SHORT = 8  # query tokens that the decode path takes; longer segments are prefill
@@ -69,30 +74,111 @@ class Load:
     payload: memoryview
 
 
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Who gets a token in a step: first those that are free to take any, then those guided."""
+
+    sequences: list[Sequence]  # (R,)
+    slots: tuple[int, ...]  # (R,)
+    output_index: NDArray[np.int64]  # (R,) which token of each answer it is, from 0
+    rows: Ints | None  # (R,) flat rows whose logits give it; None: all of the step's, in order
+    num_guided: int = 0  # the last so many are under a grammar
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def num_free(self) -> int:
+        """How many are not under a grammar."""
+        return len(self.sequences) - self.num_guided
+
+    @property
+    def guided(self) -> list[Sequence]:
+        """Those under a grammar."""
+        return self.sequences[self.num_free :]
+
+
+NOBODY = Sampling([], (), np.zeros(0, dtype=np.int64), None)
+
+
+def sampling_of(decodes: Decodes, prefills: list[Segment]) -> Sampling:
+    """Who gets a token: all that decode, and the prompts that end in this step."""
+    ends = [segment for segment in prefills if segment.samples]
+    sequences = decodes.sequences + [s.sequence for s in ends] if ends else decodes.sequences
+    rows, slots, output_index = None, decodes.slots, decodes.output_index
+    if prefills:
+        last = [s.row + s.num_tokens - 1 for s in ends]
+        rows = np.concatenate([decodes.spans.rows, ints(last)])
+        slots += tuple([s.slot for s in ends])
+        output_index = np.concatenate([output_index, [s.output_index for s in ends]])
+    num_guided = decodes.num_guided + sum([s.sequence.request.grammar is not None for s in ends])
+    if not num_guided:
+        return Sampling(sequences, slots, output_index, rows)
+    order = np.argsort([s.request.grammar is not None for s in sequences], kind="stable")
+    return Sampling(
+        [sequences[place] for place in order],
+        tuple([slots[place] for place in order]),
+        output_index[order],
+        order.astype(np.int32) if rows is None else rows[order],
+        num_guided,
+    )
+
+
 @dataclass(slots=True)
 class Batch:
-    """One step: short segments first, single tokens before others, then prefill chunks."""
+    """One step. The flat order of its tokens: decodes, short segments, prefill chunks."""
 
-    short: list[Segment]
-    long: list[Segment] = field(default_factory=list)
+    decodes: Decodes
+    short: list[Segment]  # single tokens before others
+    long: list[Segment]
     seal: list[Move] = field(default_factory=list)
     spill: list[Spill] = field(default_factory=list)
     load: list[Load] = field(default_factory=list)
     restore: list[Restore] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)  # took their slot for this step
-    sampling: list[Segment] = field(default_factory=list)  # those that get a token: flat order, but
-    num_guided: int = 0  # ... that many, which are under a grammar, come last
+    sampling: Sampling = NOBODY
     num_tokens: int = 0  # rows of the forward pass
 
     @property
-    def segments(self) -> list[Segment]:
-        """All, in flat order."""
-        return self.short + self.long if self.long else self.short
+    def prefills(self) -> list[Segment]:
+        """What is not decode, in flat order."""
+        return self.short + self.long
 
     @property
-    def guided(self) -> list[Segment]:
-        """Those that get a token under a grammar."""
-        return self.sampling[len(self.sampling) - self.num_guided :]
+    def sequences(self) -> list[Sequence]:
+        """All, in flat order."""
+        return self.decodes.sequences + [segment.sequence for segment in self.prefills]
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Every sequence of the step spelled out, in flat order; a step's own work does without."""
+        return [self._decode(row) for row in range(len(self.decodes))] + self.prefills
+
+    def _decode(self, row: int) -> Segment:
+        decodes = self.decodes
+        return Segment(
+            decodes.sequences[row],
+            start=int(decodes.spans.starts[row]),
+            num_tokens=1,
+            sealed=int(decodes.spans.sealed[row]),
+            slot=decodes.slots[row],
+            tables=decodes.spans.tables[row],
+            samples=True,
+            output_index=int(decodes.output_index[row]),
+            row=row,
+        )
+
+    @property
+    def spans(self) -> StepSpans:
+        """As the KV cache sees them."""
+        single = self.decodes.spans if len(self.decodes) else None
+        return StepSpans.of(self.short, self.long, single)
+
+    @property
+    def num_slots(self) -> int:
+        """Tails that the step needs."""
+        slots = [segment.slot for segment in self.prefills]
+        return 1 + max(max(slots, default=0), max(self.decodes.slots, default=0))
 
     @property
     def writes_pages(self) -> bool:

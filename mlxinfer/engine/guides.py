@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from ..core import Grammar, Request
 from ..sampling.bitmask import WORD_BITS, num_words
-from .batch import Segment
+from .sequence import Sequence
 
 Masks = NDArray[np.uint32]
 ALL = np.uint32(0xFFFFFFFF)
@@ -23,24 +23,24 @@ class Guides:
     def __init__(self, vocab_size: int) -> None:
         self._masks = np.zeros((0, num_words(vocab_size)), dtype=np.uint32)
 
-    def fill(self, segments: Seq[Segment]) -> tuple[Masks, list[tuple[Segment, str]]]:
+    def fill(self, sequences: Seq[Sequence]) -> tuple[Masks, list[tuple[Sequence, str]]]:
         """The masks of these rows, (G, ceil(V / 32)), and which of them cannot go on, and why.
 
         The masks are written over by the next call. A row that cannot go on, or whose request has
         ended, allows everything: its token is thrown away.
         """
-        masks = self._room(len(segments))
-        alive = [row for row, s in enumerate(segments) if not s.sequence.finished]
-        _fill_by_kind([(_grammar(segments[row]), row) for row in alive], masks)
+        masks = self._room(len(sequences))
+        alive = [row for row, sequence in enumerate(sequences) if not sequence.finished]
+        _fill_by_kind([(_grammar(sequences[row]), row) for row in alive], masks)
         stuck = []
         for row in alive:
-            reason = self._end_tokens(segments[row], masks[row])
+            reason = self._end_tokens(sequences[row], masks[row])
             if reason is not None:
-                stuck.append((segments[row], reason))
+                stuck.append((sequences[row], reason))
                 masks[row] = ALL
-        if len(alive) < len(segments):
-            for row, segment in enumerate(segments):
-                if segment.sequence.finished:
+        if len(alive) < len(sequences):
+            for row, sequence in enumerate(sequences):
+                if sequence.finished:
                     masks[row] = ALL
         return masks, stuck
 
@@ -49,18 +49,18 @@ class Guides:
             self._masks = np.zeros((2 * num_rows, self._masks.shape[1]), dtype=np.uint32)
         return self._masks[:num_rows]
 
-    def _end_tokens(self, segment: Segment, mask: Masks) -> str | None:
+    def _end_tokens(self, sequence: Sequence, mask: Masks) -> str | None:
         """Allow the end tokens where the answer may end; why there is nothing to choose from."""
-        request = segment.sequence.request
-        grammar = _grammar(segment)
+        request = sequence.request
+        grammar = _grammar(sequence)
+        early = sequence.num_known - sequence.num_prompt < request.params.min_tokens
         if grammar.problem is not None:
             return grammar.problem
-        if grammar.accepting and segment.output_index >= request.params.min_tokens:
+        if grammar.accepting and not early:
             _allow(mask, request.stop_ids)
         if not mask.any():
             return "no token of this vocabulary continues what the grammar wants"
-        early = segment.output_index < request.params.min_tokens  # the sampler forbids end tokens
-        if early and not _any_but(mask, request.stop_ids):
+        if early and not _any_but(mask, request.stop_ids):  # the sampler forbids end tokens
             return (
                 f"nothing but end tokens may come now, and min_tokens is "
                 f"{request.params.min_tokens}"
@@ -80,8 +80,8 @@ def follow(request: Request, token_id: int) -> bool:
     return request.grammar.finished
 
 
-def _grammar(segment: Segment) -> Grammar:
-    grammar = segment.sequence.request.grammar
+def _grammar(sequence: Sequence) -> Grammar:
+    grammar = sequence.request.grammar
     assert grammar is not None
     return grammar
 

@@ -245,15 +245,21 @@ class Holdings:
         """A step that is being launched writes whole pages of this sequence."""
         self._written.append(sequence)
 
-    def settle(self, running: Seq[Sequence]) -> None:
-        """Between two launches: publish what the last one writes, let go of what windows passed."""
+    def settle(self, running: Seq[Sequence]) -> bool:
+        """Between two launches: publish what the last one writes, let go of what windows passed.
+
+        Returns:
+            Whether a page was replaced by an equal one that was there before.
+        """
+        replaced = False
         for sequence in self._written if self.reuse else ():
             if sequence.lease is not None:
-                self._hand_over(sequence, sequence.num_sealed)
+                replaced |= self._hand_over(sequence, sequence.num_sealed)
         self._written = []
         if self._windowed:
             for sequence in running:
                 self.trim(sequence)
+        return replaced
 
     def trim(self, sequence: Sequence) -> None:
         """Let go of pages that no later token can see."""
@@ -302,13 +308,15 @@ class Holdings:
         self._loads.clear()
         self.tree.clear()
 
-    def _hand_over(self, sequence: Sequence, num_tokens: int) -> None:
+    def _hand_over(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Give whole pages to the tree; whether it had one of them, which replaces one's own."""
         duplicates = self.tree.extend(
             sequence.lease_of, sequence.token_ids, sequence.tables, num_tokens=num_tokens
         )
         for duplicate in duplicates:
             sequence.tables[duplicate.group].replace(duplicate.page_number, duplicate.tree)
             self.allocators[duplicate.group].release([duplicate.own])
+        return bool(duplicates)
 
 
 def _common_prefix(a: list[int], b: list[int], stop: int) -> int:

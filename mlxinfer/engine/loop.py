@@ -155,14 +155,14 @@ class Loop:
     def _guide(self, launched: Launched) -> bool:
         """Sample the rows under a grammar, all tokens before known; False: the step failed."""
         try:
-            masks, stuck = self.guides.fill(launched.batch.guided)
+            masks, stuck = self.guides.fill(launched.batch.sampling.guided)
             self.runner.guide(launched, masks)
         except BaseException as error:  # the fault boundary of a step, as in _launch
             self._fail_step(launched.batch, error)
             return False
-        for segment, problem in stuck:
-            self.scheduler.finish(segment.sequence)
-            self._emit(_dead_end(segment.sequence, problem))
+        for sequence, problem in stuck:
+            self.scheduler.finish(sequence)
+            self._emit(_dead_end(sequence, problem))
         return True
 
     def _commit(self, launched: Launched) -> bool:
@@ -184,21 +184,18 @@ class Loop:
             if len(new) and not sequence.finished:
                 sequence.num_logits = start + len(logits)
                 self._emit(TokenEvent(sequence.request.id, None, prompt_logits=new))
-        sampling = launched.batch.sampling
-        asked = {sampling[row].sequence: found for row, found in logprobs.items()}
+        sequences = launched.batch.sampling.sequences
+        asked = {sequences[row]: found for row, found in logprobs.items()}
         taken = self.scheduler.commit(launched.batch, token_ids)
         self.runner.observe([s for s, _, _ in taken], [token for _, token, _ in taken])
         for sequence, token_id, reason in taken:
-            whole = sequence.request.grammar is not None and follow(sequence.request, token_id)
-            self._emit(
-                TokenEvent(
-                    sequence.request.id,
-                    token_id,
-                    None if whole else reason,
-                    asked.get(sequence),
-                    cached_tokens=sequence.num_cached,
-                )
-            )
+            request = sequence.request
+            whole = request.grammar is not None and follow(request, token_id)
+            if whole:
+                reason = None
+            found = asked.get(sequence) if asked else None
+            # by position: this is done for every token of everybody
+            self._emit(TokenEvent(request.id, token_id, reason, found, None, sequence.num_cached))
             if whole:
                 self._end_whole(sequence)
         return True
@@ -224,10 +221,10 @@ class Loop:
         """Fail the requests of a step; the others start over on fresh arrays and lose nothing."""
         _let_go(error)
         self.scheduler.counters.step_failures += 1
-        for segment in batch.segments:
-            if not segment.sequence.finished:
-                self.scheduler.finish(segment.sequence, keep=False)
-                self._emit(_failure(segment.sequence, error))
+        for sequence in batch.sequences:
+            if not sequence.finished:
+                self.scheduler.finish(sequence, keep=False)
+                self._emit(_failure(sequence, error))
         for sequence in reversed(list(self.scheduler.running)):
             self.scheduler.preempt(sequence, keep=False)
         for sequence in self.scheduler.unfinished():

@@ -8,13 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cache.kv import KVCache
-from ..cache.spans import StepSpans
 from ..cache.transfer import read_pages, write_pages
 from ..core import TokenLogprobs
 from ..models.decoder import Model
 from ..sampling.logprobs import read_logprobs
 from ..sampling.sampler import Sampled, Sampler
-from .batch import Batch, Load, Segment, Spill
+from .batch import Batch, Load, Sampling, Segment, Spill
 from .sequence import Sequence
 
 Bools = NDArray[np.bool_]
@@ -49,7 +48,7 @@ class Launched:
         if self.sampled is not None and self.sampled.logprobs is not None:
             found = read_logprobs(self.sampled.logprobs)
         if self.guided is not None and self.guided.logprobs is not None:
-            first = len(self.batch.sampling) - self.batch.num_guided
+            first = self.batch.sampling.num_free
             guided = read_logprobs(self.guided.logprobs)
             found.update({first + row: logprobs for row, logprobs in guided.items()})
         return found
@@ -66,7 +65,7 @@ class Runner:
 
     def launch(self, batch: Batch, previous: Launched | None) -> Launched:
         """Start a step; `previous` is in flight, and its tokens are inputs that no one has read."""
-        num_slots = 1 + max([segment.slot for segment in batch.segments])
+        num_slots = batch.num_slots
         if previous is not None and (batch.writes_pages or self.cache.must_grow(num_slots)):
             previous.wait()
         self._admit(batch)
@@ -78,15 +77,13 @@ class Runner:
             [(r.sequence.tables, r.sequence.slot, r.start, r.stop, r.pages) for r in batch.restore]
         )
         ids, pending = _input_ids(batch, previous)
-        spans = StepSpans.of(batch.short, batch.long)
+        spans = batch.spans
         hidden = self.model(ids, mx.array(spans.positions), self.cache.begin_step(spans))
         launched = self._heads(batch, hidden, ids, pending)
         launched.spilled = spilled
         mx.async_eval(launched.outputs)
         if previous is not None:
             self.cache.count_copies()
-        for row, segment in enumerate(batch.sampling):
-            segment.sequence.pending_row = row
         return launched
 
     def guide(self, launched: Launched, masks: NDArray[np.uint32]) -> None:
@@ -97,9 +94,12 @@ class Runner:
             masks: (G, ceil(V / 32)) what their grammars allow.
         """
         assert launched.guided_logits is not None
-        segments = launched.batch.guided
+        sampling = launched.batch.sampling
         guided = self.sampler.sample(
-            launched.guided_logits, *_slots_and_counts(segments), mask=mx.array(masks)
+            launched.guided_logits,
+            sampling.slots[sampling.num_free :],
+            sampling.output_index[sampling.num_free :],
+            mask=mx.array(masks),
         )
         free = launched.sampled
         tokens = guided.tokens if free is None else mx.concatenate([free.tokens, guided.tokens])
@@ -152,13 +152,13 @@ class Runner:
         """Logits and tokens of the rows that need them."""
         prompt_logits = [
             (s.sequence, s.start, self._prompt_logits(s, hidden))
-            for s in batch.segments
+            for s in batch.prefills
             if s.sequence.request.prompt_logits and s.start < s.sequence.num_prompt
         ]
         outputs = [logits for *_, logits in prompt_logits]
         if not batch.sampling:
             return Launched(batch, None, prompt_logits, [*outputs, hidden])
-        sampled, guided_logits = self._sample(batch, hidden, ids, pending)
+        sampled, guided_logits = self._sample(batch.sampling, hidden, ids, pending)
         outputs += [] if sampled is None else sampled.arrays()
         outputs += [] if guided_logits is None else [guided_logits]
         return Launched(batch, sampled, prompt_logits, outputs, guided_logits)
@@ -169,16 +169,15 @@ class Runner:
         return self.model.logits(hidden[segment.row : segment.row + count]).astype(mx.float32)
 
     def _sample(
-        self, batch: Batch, hidden: mx.array, ids: mx.array, pending: Bools
+        self, sampling: Sampling, hidden: mx.array, ids: mx.array, pending: Bools
     ) -> tuple[Sampled | None, mx.array | None]:
         """The tokens of rows without a grammar, and the logits (G, vocab) of the others."""
-        num_free = len(batch.sampling) - batch.num_guided
-        if len(batch.sampling) < batch.num_tokens or batch.num_guided:  # else the rows are in order
-            rows = np.array([s.row + s.num_tokens - 1 for s in batch.sampling], np.int32)
-            chosen = mx.array(rows)
-            hidden, ids, pending = hidden[chosen], ids[chosen], pending[rows]
+        num_free = sampling.num_free
+        if sampling.rows is not None:
+            chosen = mx.array(sampling.rows)
+            hidden, ids, pending = hidden[chosen], ids[chosen], pending[sampling.rows]
         logits, guided_logits = self.model.logits(hidden), None
-        if batch.num_guided:
+        if sampling.num_guided:
             logits, guided_logits = logits[:num_free], logits[num_free:]
             ids, pending = ids[:num_free], pending[:num_free]
         if not num_free:
@@ -186,8 +185,8 @@ class Runner:
         before = ids if pending.all() else None
         if before is None and pending.any():
             before = mx.where(mx.array(pending), ids, -1)
-        slots, counts = _slots_and_counts(batch.sampling[:num_free])
-        return self.sampler.sample(logits, slots, counts, before), guided_logits
+        slots, output_index = sampling.slots[:num_free], sampling.output_index[:num_free]
+        return self.sampler.sample(logits, slots, output_index, before), guided_logits
 
 
 def _input_ids(batch: Batch, previous: Launched | None) -> tuple[mx.array, Bools]:
@@ -195,40 +194,25 @@ def _input_ids(batch: Batch, previous: Launched | None) -> tuple[mx.array, Bools
 
     A decode row's token may have been sampled by the step in flight: then it is taken from there.
     """
-    rows = _pending_rows(batch)
-    pending = rows >= 0
-    if not pending.any():
-        return _known_ids(batch.segments), pending
-    assert previous is not None
-    assert previous.sampled is not None
+    decodes, num_rows = batch.decodes.sequences, batch.num_tokens
+    if previous is None or previous.sampled is None:
+        return _known_ids(batch), np.zeros(num_rows, dtype=np.bool_)
     tokens = previous.sampled.tokens
+    if decodes is previous.batch.sampling.sequences and num_rows == len(decodes):
+        return tokens, np.ones(num_rows, dtype=np.bool_)
+    rows = np.full(num_rows, -1, dtype=np.int32)  # in the step in flight; -1: the host knows it
+    place = {sequence: row for row, sequence in enumerate(previous.batch.sampling.sequences)}
+    rows[: len(decodes)] = [place.get(sequence, -1) for sequence in decodes]
+    pending = rows >= 0
     if pending.all():
-        same = np.array_equal(rows, np.arange(tokens.shape[0]))
-        return tokens if same else tokens[mx.array(rows)], pending
+        return tokens[mx.array(rows)], pending
     taken = tokens[mx.array(np.maximum(rows, 0))]
-    return mx.where(mx.array(pending), taken, _known_ids(batch.segments)), pending
+    return mx.where(mx.array(pending), taken, _known_ids(batch)), pending
 
 
-def _pending_rows(batch: Batch) -> NDArray[np.int32]:
-    """(T,) where in the previous step's tokens each token is; -1: the host knows it."""
-    segments = batch.segments
-    rows = [
-        s.sequence.pending_row if s.start >= len(s.sequence.token_ids) else -1 for s in segments
-    ]
-    if batch.num_tokens == len(segments):
-        return np.array(rows, np.int32)
-    return np.repeat(np.array(rows, np.int32), [s.num_tokens for s in segments])
-
-
-def _known_ids(segments: Seq[Segment]) -> mx.array:
-    """(T,) token ids as far as the host knows them, else 0."""
-    known: list[int] = []
-    for segment in segments:
-        known += segment.sequence.token_ids[segment.start : segment.stop] or [0]
+def _known_ids(batch: Batch) -> mx.array:
+    """(T,) token ids as far as the host knows them, else anything."""
+    known = [sequence.token_ids[-1] for sequence in batch.decodes.sequences]
+    for segment in batch.prefills:
+        known += segment.sequence.token_ids[segment.start : segment.stop]
     return mx.array(known, dtype=mx.int32)
-
-
-def _slots_and_counts(segments: Seq[Segment]) -> tuple[tuple[int, ...], NDArray[np.int64]]:
-    """(R,) slots, and which token of its answer each row is about to get."""
-    counts = np.array([s.output_index for s in segments], dtype=np.int64)
-    return tuple([s.slot for s in segments]), counts

@@ -11,11 +11,14 @@ import heapq
 from collections import deque
 from collections.abc import Sequence as Seq
 
+import numpy as np
+
 from ..cache.pages import OutOfPages, PageAllocator
 from ..cache.reach import Reach
 from ..core import FinishReason, Request
-from .batch import MAX_SHORT, Batch, Move, Restore, Segment
+from .batch import MAX_SHORT, Batch, Move, Restore, Segment, sampling_of
 from .counters import Counters
+from .decodes import Decodes
 from .holdings import Holdings
 from .pagestore import PageStore
 from .sequence import Sequence
@@ -66,6 +69,7 @@ class Scheduler:
         self._free_slots = list(range(max_batch))  # a heap: low slots first keeps tails small
         self._admitted: list[Sequence] = []
         self._restores: list[Restore] = []
+        self._last: Decodes | None = None  # of the last step, while nobody joined or left
 
     @property
     def idle(self) -> bool:
@@ -119,6 +123,7 @@ class Scheduler:
         self.counters.preemptions += 1
 
     def _release(self, sequence: Sequence, keep: bool) -> None:
+        self._last = None
         self.holdings.end(sequence, keep=keep)
         self._restores = [r for r in self._restores if r.sequence is not sequence]
         heapq.heappush(self._free_slots, sequence.slot)
@@ -129,24 +134,24 @@ class Scheduler:
 
     def next_batch(self) -> Batch | None:
         """What to compute next; None where nothing can be done now."""
-        self.holdings.settle(self.running)
-        segments: dict[Sequence, Segment] = {}
-        self._add_decodes(segments)
-        prefills = self._add_prefills(segments)
-        if not segments:
+        if self.holdings.settle(self.running):
+            self._last = None
+        decodes = self._next_decodes()
+        segments, decodes = self._next_prefills(decodes)
+        if not segments and not decodes:
             assert self.idle or any(s.num_pending for s in self.unfinished()), "stuck"
             return None
-        short, long = list(segments.values()), []
-        if prefills:
-            ordered = sorted(short, key=_segment_class)
-            short = [s for s in ordered if not s.seals]
-            long = [s for s in ordered if s.seals]
-        batch = Batch(short, long, self.holdings.take_closing())
+        batch = Batch(
+            decodes,
+            short=sorted([s for s in segments if not s.seals], key=lambda s: s.num_tokens > 1),
+            long=[s for s in segments if s.seals],
+            seal=self.holdings.take_closing(),
+        )
         batch.admitted, self._admitted = self._admitted, []
         batch.spill, batch.load = self.holdings.take_transfers()
         batch.restore, self._restores = self._restores, []
-        batch.seal += self._seal_tails(batch)
-        self._launch(batch, prefills)
+        self._seal_tails(batch)
+        self._launch(batch)
         return batch
 
     def commit(
@@ -154,8 +159,7 @@ class Scheduler:
     ) -> list[tuple[Sequence, int, FinishReason | None]]:
         """Take in the tokens that a step sampled: (sequence, token id, why it ended or None)."""
         taken: list[tuple[Sequence, int, FinishReason | None]] = []
-        for segment, token_id in zip(batch.sampling, token_ids, strict=True):
-            sequence = segment.sequence
+        for sequence, token_id in zip(batch.sampling.sequences, token_ids, strict=True):
             sequence.num_pending -= 1
             if sequence.finished:
                 continue
@@ -167,34 +171,31 @@ class Scheduler:
         self.counters.tokens_sampled += len(taken)
         return taken
 
-    def _add_decodes(self, segments: dict[Sequence, Segment]) -> None:
-        """The newest token of every sequence whose prompt is computed. Plain arithmetic: hot."""
-        for sequence in list(self.running):
-            start = sequence.num_computed
-            output = len(sequence.token_ids) + sequence.num_pending - sequence.num_prompt
-            if (
-                output < 1  # nothing was sampled yet
-                or start + 1 != output + sequence.num_prompt  # more than the newest token is left
-                or output >= sequence.max_output  # the last one is in flight
-                or sequence.slot < 0  # it just had to make room
-            ):
-                continue
-            if start < sequence.num_slots or self._hold(sequence, start + 1, segments):
-                segments[sequence] = Segment(
-                    sequence,
-                    start,
-                    1,
-                    sequence.num_sealed,
-                    sequence.slot,
-                    sequence.tables,
-                    True,
-                    output,
-                )
+    def _next_decodes(self) -> Decodes:
+        """The newest token of every sequence whose prompt is computed, where there is room."""
+        last = self._last
+        if last is not None and last.num_steps > 1:
+            decodes = last.moved_on()
+        else:
+            decodes = Decodes.of(self.running)
+        crowded = decodes.without_room()
+        if not crowded:
+            return decodes
+        for sequence in crowded:
+            if sequence.slot >= 0:  # else it just had to make room
+                self._hold(sequence, sequence.num_computed + 1)
+        return self._still_there(decodes.with_room())
 
-    def _add_prefills(self, segments: dict[Sequence, Segment]) -> bool:
-        """Prompts in work, and from the queue those for which there is room; False: none is."""
-        if len(segments) == len(self.running) and not self.waiting:
-            return False
+    def _still_there(self, decodes: Decodes) -> Decodes:
+        """Without those who had to make room for others."""
+        if all(sequence.slot >= 0 for sequence in decodes.sequences):
+            return decodes
+        return decodes.still_running()
+
+    def _next_prefills(self, decodes: Decodes) -> tuple[list[Segment], Decodes]:
+        """Prompts in work, and from the queue those for which there is room; who decodes still."""
+        if len(decodes) == len(self.running) and not self.waiting:
+            return [], decodes
         prefilling = [s for s in self.running if s.num_left > 0 and not s.decoding]
         max_prefilling = self.prefill_chunk // self.page_size  # each gets a page at least
         while len(prefilling) < max_prefilling and (admitted := self._admit(prefilling)):
@@ -202,10 +203,13 @@ class Scheduler:
         budget = self.prefill_chunk
         if len(self.running) > 1:  # the budget is what the others wait for
             budget = max(budget // 2, self.page_size)
-        for sequence, count in prefill_shares(prefilling, budget, self.page_size):
-            if sequence.slot >= 0 and self._hold(sequence, sequence.num_computed + count, segments):
-                segments[sequence] = self._prefill(sequence, count)
-        return bool(prefilling)
+        shares = [
+            (sequence, count)
+            for sequence, count in prefill_shares(prefilling, budget, self.page_size)
+            if sequence.slot >= 0 and self._hold(sequence, sequence.num_computed + count)
+        ]
+        segments = [self._prefill(s, count) for s, count in shares if s.slot >= 0]
+        return segments, self._still_there(decodes)
 
     def _prefill(self, sequence: Sequence, count: int) -> Segment:
         return Segment(
@@ -220,10 +224,13 @@ class Scheduler:
             seals=count > self._max_short,
         )
 
-    def _launch(self, batch: Batch, prefills: bool) -> None:
+    def _launch(self, batch: Batch) -> None:
         """Count the step as computed: it will be by the time that anything depends on it."""
-        row, segments = 0, batch.segments
-        for segment in segments:
+        for sequence in batch.decodes.sequences:
+            sequence.num_computed += 1
+            sequence.num_pending += 1
+        row = len(batch.decodes)
+        for segment in batch.prefills:
             sequence = segment.sequence
             segment.row = row
             row += segment.num_tokens
@@ -235,39 +242,43 @@ class Scheduler:
             self.holdings.wrote(segment.sequence)
         for restore in batch.restore:
             self.holdings.tree.release_cut(restore.sequence.lease_of)
-        batch.sampling = [s for s in segments if s.samples] if prefills else segments
-        guided = [s for s in batch.sampling if s.sequence.request.grammar is not None]
-        if guided:
-            free = [s for s in batch.sampling if s.sequence.request.grammar is None]
-            batch.sampling = free + guided
-            batch.num_guided = len(guided)
+        batch.sampling = sampling_of(batch.decodes, batch.prefills)
         batch.num_tokens = row
+        self._last = None if batch.prefills or batch.admitted else batch.decodes  # they may join
         self.counters.steps += 1
         self.counters.tokens_computed += row
-        if prefills:
-            self.counters.prompt_tokens_computed += _num_prompt_tokens(segments)
+        self.counters.prompt_tokens_computed += _num_prompt_tokens(batch.prefills)
 
     # -- tails ----------------------------------------------------------------------------------
 
-    def _seal_tails(self, batch: Batch) -> list[Move]:
-        """Tail pages to move into the pool before the step: every full one, if any tail is full.
+    def _seal_tails(self, batch: Batch) -> None:
+        """Move tail pages into the pool before the step: every full one, if any tail is full.
 
         All at once, because the barrier that it takes costs the same for one as for all. A step
         that writes pages anyhow has its barrier, so it seals too.
         """
-        fullest = max([s.start + s.num_tokens - s.sealed for s in batch.short], default=0)
+        spans = batch.decodes.spans
+        fullest = max([s.stop - s.sealed for s in batch.short], default=0)
+        if len(spans):
+            fullest = max(fullest, int((spans.starts - spans.sealed).max()) + 1)
         if fullest <= 2 * self.page_size and not batch.writes_pages:
-            return []
-        moves = []
-        for segment in batch.segments:
+            return
+        stops = np.maximum(spans.starts - spans.starts % self.page_size, spans.sealed)
+        for row in np.flatnonzero(stops > spans.sealed).tolist():
+            batch.seal.append(self._seal(batch.decodes.sequences[row], int(stops[row])))
+        batch.decodes = batch.decodes.sealed_to(stops)
+        for segment in batch.prefills:
             stop = segment.start - segment.start % self.page_size
             if stop > segment.sealed:
-                sequence = segment.sequence
-                moves.append(Move(sequence.tables, sequence.slot, segment.sealed, stop))
-                self.counters.pages_sealed += (stop - segment.sealed) // self.page_size
-                segment.sealed = sequence.num_sealed = stop
-                self.holdings.wrote(sequence)
-        return moves
+                batch.seal.append(self._seal(segment.sequence, stop))
+                segment.sealed = stop
+
+    def _seal(self, sequence: Sequence, stop: int) -> Move:
+        move = Move(sequence.tables, sequence.slot, sequence.num_sealed, stop)
+        self.counters.pages_sealed += (stop - sequence.num_sealed) // self.page_size
+        sequence.num_sealed = stop
+        self.holdings.wrote(sequence)
+        return move
 
     # -- pages ----------------------------------------------------------------------------------
 
@@ -295,7 +306,7 @@ class Scheduler:
             return sequence
         return None
 
-    def _hold(self, sequence: Sequence, num_tokens: int, segments: dict[Sequence, Segment]) -> bool:
+    def _hold(self, sequence: Sequence, num_tokens: int) -> bool:
         """Take the pages for `num_tokens` positions, from the youngest others if need be.
 
         False: the sequence itself is the youngest and went back to the queue.
@@ -308,17 +319,11 @@ class Scheduler:
                 except OutOfPages:
                     youngest = self.running[-1]
                     assert len(self.running) > 1, "a request that fits alone was admitted"
-                    segments.pop(youngest, None)
                     self.preempt(youngest)
                     if youngest is sequence:
                         return False
         sequence.num_slots = min([table.end for table in sequence.tables])
         return True
-
-
-def _segment_class(segment: Segment) -> int:
-    """Flat order of a step: single tokens, short segments, prefill chunks."""
-    return 2 if segment.seals else int(segment.num_tokens > 1)
 
 
 def _num_prompt_tokens(segments: Seq[Segment]) -> int:
@@ -328,7 +333,7 @@ def _num_prompt_tokens(segments: Seq[Segment]) -> int:
 
 
 def _finish_reason(sequence: Sequence, token_id: int) -> FinishReason | None:
-    """Why a sequence ends with this token; None: it goes on."""
+    """Why a sequence ends with this token, where it may; None: it goes on."""
     num_output = len(sequence.token_ids) - sequence.num_prompt
     request = sequence.request
     if token_id in request.stop_ids and num_output > request.params.min_tokens:

@@ -25,7 +25,6 @@ class Sequence:
     num_pending: int = 0  # sampled in a launched step, not yet read: 0 or 1
     slot: int = -1  # row in the tails and in the sampler; -1: not running
     tables: list[PageTable] = field(default_factory=list)  # one per layer group
-    pending_row: int = -1  # of its pending token in the launched step's tokens
     lease: Lease | None = None  # on what it shares with the prefix tree; None: not running
     started: bool = False  # its first step since it runs was launched
     num_logits: int = 0  # positions whose logits were given out, where they were asked for
@@ -58,3 +57,12 @@ class Sequence:
     def decoding(self) -> bool:
         """Whether only the newest token is left to compute, and it was sampled (not a prompt's)."""
         return self.num_left == 1 and self.num_computed >= self.num_prompt
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the next step computes that token: not if the last one is in flight."""
+        num_tokens = len(self.token_ids) + self.num_pending
+        return (
+            self.num_computed + 1 == num_tokens
+            and self.num_prompt < num_tokens < self.num_prompt + self.max_output
+        )

@@ -98,7 +98,9 @@ def test_a_fault_in_the_books_does_not_kill_the_engine(engine: Engine) -> None:
     events.get(timeout=60)
 
     def corrupt() -> None:
-        engine._loop.scheduler.running.clear()
+        scheduler = engine._loop.scheduler
+        scheduler.preempt(scheduler.running[0])
+        scheduler.waiting.clear()
 
     engine.call(corrupt)
     assert collect(events, 1)["a"][-1].finish_reason is FinishReason.ERROR
@@ -120,7 +122,9 @@ def test_an_engine_that_cannot_start_afresh_ends_and_says_so(
     monkeypatch.setattr(Loop, "assemble", no_memory)
 
     def corrupt() -> None:
-        engine._loop.scheduler.running.clear()
+        scheduler = engine._loop.scheduler
+        scheduler.preempt(scheduler.running[0])
+        scheduler.waiting.clear()
 
     engine.call(corrupt)
     last = collect(events, 1)["a"][-1]

@@ -81,7 +81,10 @@ def test_same_as_the_step(bits: Bits, reach: Reach) -> None:
                 stops=short.starts + short.counts,
                 sealed=short.sealed,
                 slots=short.slots,
-                tables=[numbers(s.tables[0], s.sealed) for s in short.spans],
+                tables=[
+                    numbers(tables[0], sealed)
+                    for tables, sealed in zip(short.tables, short.sealed.tolist(), strict=True)
+                ],
                 page_size=PAGE,
                 kv_heads=HEADS,
                 window=reach.window,

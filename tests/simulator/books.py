@@ -7,6 +7,7 @@ from itertools import pairwise
 from mlxinfer.cache.prefix.match import Lease
 from mlxinfer.cache.prefix.node import Node
 from mlxinfer.engine.batch import MAX_SHORT, Batch
+from mlxinfer.engine.decodes import Decodes
 from mlxinfer.engine.scheduler import Scheduler
 
 
@@ -27,6 +28,24 @@ def check_batch(scheduler: Scheduler, batch: Batch) -> None:
             assert segment.stop - segment.sealed <= 2 * page, "the tail is too short"
         for table in segment.tables:
             assert table.end >= segment.stop, "a token without a slot"
+    check_decodes(scheduler, batch.decodes)
+
+
+def check_decodes(scheduler: Scheduler, decodes: Decodes) -> None:
+    """Rows that moved on say what their sequences say, and so does what they remember."""
+    sequences, spans = decodes.sequences, decodes.spans
+    assert list(decodes.slots) == spans.slots.tolist() == [s.slot for s in sequences]
+    assert spans.rows.tolist() == list(range(len(sequences)))
+    assert spans.starts.tolist() == [s.num_computed - 1 for s in sequences]  # it is launched
+    assert spans.sealed.tolist() == [s.num_sealed for s in sequences]
+    assert decodes.output_index.tolist() == [s.num_output - 1 for s in sequences]
+    assert decodes.room.tolist() == [s.num_slots for s in sequences]
+    assert decodes.num_guided == sum(s.request.grammar is not None for s in sequences)
+    assert all(a is b.tables for a, b in zip(spans.tables, sequences, strict=True))
+    for group, reach in enumerate(scheduler.holdings.reaches):
+        if reach.window is None:
+            found = [s.tables[group].numbers_before(s.num_sealed).tolist() for s in sequences]
+            assert spans.lasting(("books", group), list(found).copy) == found
 
 
 def check_books(scheduler: Scheduler, pins: Seq[Lease]) -> None:

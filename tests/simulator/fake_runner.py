@@ -10,7 +10,7 @@ from typing import cast
 from simulator.fake_kv import FakeKV
 from simulator.oracle import Rules, embed, key, mix, sample
 
-from mlxinfer.engine.batch import Batch, Segment, Spill
+from mlxinfer.engine.batch import Batch, Sampling, Segment, Spill
 from mlxinfer.engine.sequence import Sequence as EngineSequence
 
 
@@ -26,6 +26,7 @@ class Launched:
     tokens: list[int] = field(default_factory=list)
     spilled: list[tuple[Spill, bytes]] = field(default_factory=list)
     unguided: list[tuple[Segment, int]] = field(default_factory=list)  # rows yet to be sampled
+    rows: dict[EngineSequence, int] = field(default_factory=dict)  # of who gets a token
     fault: str | None = None
     unreadable: bool = False  # a fault: whoever wants its results gets an error
     done: bool = False  # it was waited for
@@ -84,11 +85,13 @@ class FakeRunner:
         launched = Launched(batch, spilled=spilled, fault=fault, unreadable=fault == "read")
         ids = _input_ids(batch, previous)
         hidden = self._forward(batch, ids)
-        free = batch.sampling[: len(batch.sampling) - batch.num_guided]
-        launched.tokens = [self._sample(segment, ids, hidden) for segment in free]
-        launched.unguided = [(s, hidden[s.row + s.num_tokens - 1]) for s in batch.guided]
-        for row, segment in enumerate(batch.sampling):
-            segment.sequence.pending_row = row
+        sampling, segments = batch.sampling, {s.sequence: s for s in batch.segments}
+        check_sampling(sampling, segments, batch.num_tokens)
+        drawn = [segments[sequence] for sequence in sampling.sequences]
+        launched.tokens = [self._sample(s, ids, hidden) for s in drawn[: sampling.num_free]]
+        guided = drawn[sampling.num_free :]
+        launched.unguided = [(s, hidden[s.row + s.num_tokens - 1]) for s in guided]
+        launched.rows = {sequence: row for row, sequence in enumerate(sampling.sequences)}
         self._fail(fault, "end")
         return launched
 
@@ -160,9 +163,23 @@ def _input_ids(batch: Batch, previous: Launched | None) -> list[int]:
             assert segment.num_tokens == 1
             assert previous is not None
             assert not previous.unguided
-            known = [previous.tokens[segment.sequence.pending_row]]
+            known = [previous.tokens[previous.rows[segment.sequence]]]
         ids += known
     return ids
+
+
+def check_sampling(
+    sampling: Sampling, segments: dict[EngineSequence, Segment], num_tokens: int
+) -> None:
+    """Its arrays say what the segments say."""
+    drawn = [segments[sequence] for sequence in sampling.sequences]
+    assert set(sampling.sequences) == {s.sequence for s in segments.values() if s.samples}
+    assert list(sampling.slots) == [s.slot for s in drawn]
+    assert sampling.output_index.tolist() == [s.output_index for s in drawn]
+    rows = range(num_tokens) if sampling.rows is None else sampling.rows.tolist()
+    assert list(rows) == [s.row + s.num_tokens - 1 for s in drawn]
+    guided = [s.sequence for s in drawn if s.sequence.request.grammar is not None]
+    assert sampling.guided == guided == sampling.sequences[sampling.num_free :]
 
 
 def rules_of(sequence: EngineSequence) -> Rules:

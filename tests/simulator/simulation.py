@@ -158,10 +158,10 @@ class Simulation:
         return True
 
     def _fail_step(self, batch: Batch) -> None:
-        for segment in batch.segments:
-            if not segment.sequence.finished:
-                self.scheduler.finish(segment.sequence, keep=False)
-                self.asked[segment.sequence.request.id].end(FinishReason.ERROR)
+        for sequence in batch.sequences:
+            if not sequence.finished:
+                self.scheduler.finish(sequence, keep=False)
+                self.asked[sequence.request.id].end(FinishReason.ERROR)
         for sequence in reversed(list(self.scheduler.running)):
             self.scheduler.preempt(sequence, keep=False)
         for sequence in self.scheduler.unfinished():

@@ -10,6 +10,7 @@ from ..core import KVSpec
 from ..errors import InsufficientMemoryError
 from ..memory import human_bytes
 from ..metal_kernels.heads import Heads
+from .growth import FIRST_PAGES, calm_pages, layers_to_grow
 from .pages import PageAllocator, PageTable
 from .plan import Planner, make_planner, padded_positions, plan_group
 from .pool import Bits, LayerPool, Plane, token_bytes
@@ -17,8 +18,6 @@ from .reach import Reach
 from .spans import StepSpans
 from .step import StepKV
 
-FIRST_PAGES = 128  # a pool starts small: a short chat takes little memory
-GROWTH = 4  # and grows by one part in so many: copying stays rare, and little is taken unused
 FIRST_SLOTS = 4
 MAX_TAIL_SHARE = 4  # tails may take one part in so many of the budget
 
@@ -32,6 +31,7 @@ class LayerGroup:
     page_bytes: int  # of all its layers
     allocator: PageAllocator
     planner: Planner  # of short spans
+    calm_pages: int = 0  # that may be handed out before the pools begin to grow
 
 
 class KVCache:
@@ -80,6 +80,7 @@ class KVCache:
             token_bytes(spec, dtype, b) * page_size
             for spec, b in zip(specs, self.bits, strict=True)
         ]
+        self._page_bytes = per_page  # of each layer
         tail_bytes = 2 * sum(per_page)  # of one sequence
         self.max_batch = max(1, min(max_batch, budget_bytes // MAX_TAIL_SHARE // tail_bytes))
         reaches = sorted({_reach(s) for s in specs}, key=lambda r: (r.window or 0, r.sinks))
@@ -136,6 +137,8 @@ class KVCache:
             for i, spec in enumerate(self.specs)
         ]
         mx.eval([pool.arrays() for pool in self.pools])
+        for group in self.groups:
+            self._note_size(group)
 
     def _first_pages(self, group: LayerGroup) -> int:
         total = group.allocator.num_pages
@@ -163,28 +166,41 @@ class KVCache:
         return sum(array.nbytes for pool in self.pools for array in pool.arrays())
 
     def must_grow(self, num_slots: int) -> bool:
-        """Whether a step needs more pages or tails than the arrays have."""
+        """Whether a step needs more pages or tails than the arrays have, or will before long."""
         return any(
             num_slots > self.pools[group.layers[0]].num_slots
-            or group.allocator.extent > self.pools[group.layers[0]].num_pages
+            or group.allocator.extent > group.calm_pages
             for group in self.groups
         )
 
     def make_room(self, num_slots: int) -> None:
-        """Grow the arrays until all pages handed out and `num_slots` tails are there."""
+        """Grow the arrays until all pages handed out and `num_slots` tails are there.
+
+        Pages that are soon wanted come a layer a step, see `growth.py`.
+        """
         for group in self.groups:
-            first = self.pools[group.layers[0]]
-            pages, slots = first.num_pages, first.num_slots
-            if group.allocator.extent > pages:
-                wanted = max(pages + max(pages // GROWTH, FIRST_PAGES), group.allocator.extent)
-                wanted = min(wanted, group.allocator.num_pages)
-                self.bytes_grown += pages * group.page_bytes
-                for layer in group.layers:
-                    self.pools[layer].grow_pages(wanted)
+            if group.allocator.extent > group.calm_pages:
+                self._grow_pages(group)
+            slots = self.pools[group.layers[0]].num_slots
             if num_slots > slots:
                 self.bytes_grown += slots * 2 * group.page_bytes
                 for layer in group.layers:
                     self.pools[layer].grow_tails(min(max(2 * slots, num_slots), self.max_batch))
+
+    def _grow_pages(self, group: LayerGroup) -> None:
+        sizes = [self.pools[layer].num_pages for layer in group.layers]
+        places, wanted = layers_to_grow(sizes, group.allocator.extent, group.allocator.num_pages)
+        for place in places:
+            layer = group.layers[place]
+            self.bytes_grown += sizes[place] * self._page_bytes[layer]
+            self.pools[layer].grow_pages(wanted)
+        self._note_size(group)
+
+    def _note_size(self, group: LayerGroup) -> None:
+        """The last layer is the last to grow: what it has all have."""
+        pages = self.pools[group.layers[-1]].num_pages
+        group.calm_pages = calm_pages(pages, group.allocator.num_pages)
+        group.allocator.near = group.calm_pages
 
     def count_copies(self) -> None:
         """A step was launched while another held the tails: they are copied as they are written."""

@@ -19,12 +19,17 @@ class PageAllocator:
 
     `headroom` pages are left after the last owner where a new run is placed, so that both can grow
     without breaking their runs; they stay free, and are used when nothing else is left.
+
+    Attributes:
+        near: pages that are there already: a new run is placed among them, without headroom if need
+            be, before one is begun further on.
     """
 
     def __init__(self, num_pages: int, *, headroom: int = 8) -> None:
         assert num_pages > 0
         self.num_pages = num_pages
         self.num_free = num_pages
+        self.near = num_pages
         self.extent = 0  # one more than the highest page id ever handed out
         self._headroom = headroom
         self._length_from: dict[int, int] = {0: num_pages}  # first page of a free run -> its length
@@ -61,12 +66,32 @@ class PageAllocator:
             self.num_free += 1
 
     def _place(self, count: int) -> int:
-        """First page for a new run: the lowest place with headroom, else the longest free run."""
+        """First page for a new run: the lowest place with headroom that is near.
+
+        Where there is none: the longest free run that is near, if that is long enough; the lowest
+        place with headroom anywhere; the longest free run.
+        """
+        roomy = self._with_headroom(count)
+        if roomy is not None and sum(roomy) + count <= self.near:
+            return self._split(*roomy)
+        longest, length = self._longest(self.near)
+        if length >= count:
+            return longest
+        return self._longest(self.num_pages)[0] if roomy is None else self._split(*roomy)
+
+    def _with_headroom(self, count: int) -> tuple[int, int] | None:
+        """The first free run with place for `count` pages, and how many to leave free before."""
         for start in sorted(self._length_from):
             gap = self._headroom if start else 0
             if self._length_from[start] >= gap + count:
-                return self._split(start, gap)
-        return max(self._length_from, key=lambda start: (self._length_from[start], -start))
+                return start, gap
+        return None
+
+    def _longest(self, stop: int) -> tuple[int, int]:
+        """The longest of the free runs below page `stop`, as far as they are below it."""
+        lengths = {s: min(length, stop - s) for s, length in self._length_from.items()}
+        start = max(lengths, key=lambda start: (lengths[start], -start))
+        return start, lengths[start]
 
     def _split(self, start: int, offset: int) -> int:
         """Cut a free run in two, `offset` pages in; the second part's first page."""

@@ -242,6 +242,5 @@ def token_bytes(spec: KVSpec, dtype: mx.Dtype, bits: Bits) -> int:
 
 
 def _extended(array: mx.array, *, axis: int, extra: int) -> mx.array:
-    shape = list(array.shape)
-    shape[axis] = extra
-    return mx.concatenate([array, mx.zeros(shape, array.dtype)], axis=axis)
+    """With zeros behind it; padding writes the new array alone, where joining makes them first."""
+    return mx.pad(array, [(0, extra if i == axis else 0) for i in range(array.ndim)])

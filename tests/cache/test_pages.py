@@ -26,10 +26,21 @@ def test_fills_the_headroom_when_nothing_else_is_left() -> None:
         allocator.allocate(1)
 
 
+def test_fills_what_is_near_before_it_goes_further() -> None:
+    allocator = PageAllocator(100, headroom=8)
+    allocator.near = 24
+    assert allocator.allocate(3) == [0, 1, 2]
+    assert allocator.allocate(3) == [11, 12, 13]
+    assert allocator.allocate(4) == [14, 15, 16, 17]  # with headroom it would end in page 25
+    assert allocator.allocate(9) == [26, 27, 28, 29, 30, 31, 32, 33, 34]  # nowhere nearer
+    assert allocator.allocate(8) == [3, 4, 5, 6, 7, 8, 9, 10]
+
+
 @given(st.data())
 def test_allocator_equals_a_naive_set(data: st.DataObject) -> None:
     total = data.draw(st.integers(1, 40))
     allocator = PageAllocator(total, headroom=data.draw(st.integers(0, 4)))
+    allocator.near = data.draw(st.integers(0, total))
     held: list[list[int]] = []
     for _ in range(data.draw(st.integers(0, 40))):
         free = set(range(total)) - {page for pages in held for page in pages}

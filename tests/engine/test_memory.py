@@ -4,6 +4,7 @@ import mlx.core as mx
 import pytest
 from engine.harness import PAGE, Harness, prompt, tiny_model
 
+from mlxinfer.cache.growth import FIRST_PAGES
 from mlxinfer.cache.kv import KVCache
 from mlxinfer.core import KVSpec, SamplingParams
 from mlxinfer.errors import InsufficientMemoryError
@@ -163,6 +164,28 @@ def test_pools_start_small_and_grow() -> None:
     kv.make_room(1)
     assert kv.pools[0].num_pages == 256
     assert not kv.must_grow(1)
+
+
+def test_a_request_that_needs_more_pages_copies_few_layers_at_a_time() -> None:
+    """Prompts that are kept fill the first pages: then each step copies a part of the cache."""
+    model = tiny_model("qwen3-v4")
+    grows, fixed = Harness(model, kv_budget_bytes=1 << 30), Harness(model, num_pages=1000)
+    cache, most, mixed = grows.loop.cache, 0, 0
+    whole = FIRST_PAGES * cache.groups[0].page_bytes
+    for i in range(60):
+        for harness in (grows, fixed):
+            harness.add(str(i), prompt(40, i), SamplingParams(max_tokens=2))
+        while not grows.loop.idle:
+            before = cache.bytes_grown
+            grows.turn()
+            most = max(most, cache.bytes_grown - before)
+            mixed += len({pool.num_pages for pool in cache.pools}) > 1
+        fixed.drain()
+    assert mixed > 0
+    assert 0 < most <= whole // len(cache.pools) * 2, most
+    assert [o.token_ids for o in grows.outcomes.values()] == [
+        o.token_ids for o in fixed.outcomes.values()
+    ]
 
 
 def test_windows_get_no_more_than_can_be_held() -> None:

@@ -76,16 +76,11 @@ class ShortSpans:
         """These and others that come right after them in the flat list."""
         return ShortSpans(
             self.tables + other.tables,
-            *(
-                np.concatenate(pair)
-                for pair in (
-                    (self.rows, other.rows),
-                    (self.starts, other.starts),
-                    (self.counts, other.counts),
-                    (self.sealed, other.sealed),
-                    (self.slots, other.slots),
-                )
-            ),
+            np.concatenate([self.rows, other.rows]),
+            np.concatenate([self.starts, other.starts]),
+            np.concatenate([self.counts, other.counts]),
+            np.concatenate([self.sealed, other.sealed]),
+            np.concatenate([self.slots, other.slots]),
         )
 
     def tokens(self) -> tuple[Ints, Ints, Ints]:

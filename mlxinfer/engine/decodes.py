@@ -39,16 +39,14 @@ class Decodes:
             ints([s.num_sealed for s in found]),
             ints(slots),
         )
-        output_index = [s.num_output for s in found]
-        left = [s.max_output - count for s, count in zip(found, output_index, strict=True)]
         return Decodes(
             found,
             tuple(slots),
             spans,
-            np.array(output_index, dtype=np.int64),
+            np.array([s.num_output for s in found], dtype=np.int64),
             ints([s.num_slots for s in found]),
             sum([s.request.grammar is not None for s in found]),
-            min(left, default=0),
+            min([s.max_known - s.num_known - s.num_pending for s in found], default=0),
         )
 
     def __len__(self) -> int:

@@ -82,7 +82,7 @@ class Scheduler:
         """Queue a request that was found valid."""
         sequence = Sequence(
             request=request,
-            max_output=max_output,
+            max_known=len(request.prompt_ids) + max_output,
             token_ids=list(request.prompt_ids),
             num_prompt=len(request.prompt_ids),
         )
@@ -163,8 +163,11 @@ class Scheduler:
             sequence.num_pending -= 1
             if sequence.finished:
                 continue
-            sequence.token_ids.append(token_id)
-            reason = _finish_reason(sequence, token_id)
+            known = sequence.token_ids
+            known.append(token_id)
+            reason = None
+            if token_id in sequence.request.stop_ids or len(known) >= sequence.max_known:
+                reason = _finish_reason(sequence, token_id)
             if reason is not None:
                 self.finish(sequence)
             taken.append((sequence, token_id, reason))
@@ -334,8 +337,8 @@ def _num_prompt_tokens(segments: Seq[Segment]) -> int:
 
 def _finish_reason(sequence: Sequence, token_id: int) -> FinishReason | None:
     """Why a sequence ends with this token, where it may; None: it goes on."""
-    num_output = len(sequence.token_ids) - sequence.num_prompt
+    num_output = sequence.num_known - sequence.num_prompt
     request = sequence.request
     if token_id in request.stop_ids and num_output > request.params.min_tokens:
         return FinishReason.STOP
-    return FinishReason.LENGTH if num_output >= sequence.max_output else None
+    return FinishReason.LENGTH if sequence.num_known >= sequence.max_known else None

@@ -16,7 +16,7 @@ class Sequence:
     """
 
     request: Request
-    max_output: int  # tokens of answer, whatever stops it first: max_tokens, context or pool
+    max_known: int  # tokens of prompt and answer, whatever ends it: max_tokens, context or pool
     token_ids: list[int]  # prompt and answer, as far as known
     num_prompt: int
     num_computed: int = 0  # positions whose KV is there, or in a launched step
@@ -62,7 +62,4 @@ class Sequence:
     def decodes(self) -> bool:
         """Whether the next step computes that token: not if the last one is in flight."""
         num_tokens = len(self.token_ids) + self.num_pending
-        return (
-            self.num_computed + 1 == num_tokens
-            and self.num_prompt < num_tokens < self.num_prompt + self.max_output
-        )
+        return self.num_computed + 1 == num_tokens and self.num_prompt < num_tokens < self.max_known

@@ -43,7 +43,7 @@ def in_no_hurry(model: ServedModel) -> ServedModel:
     def emit_slowly(event: TokenEvent) -> None:
         emit(event)
         sequence = loop.scheduler.find(event.request_id)
-        if sequence is not None and sequence.max_output >= LONG_TOKENS:
+        if sequence is not None and sequence.max_known - sequence.num_prompt >= LONG_TOKENS:
             time.sleep(LONG_TOKEN_S)
 
     loop._emit = emit_slowly

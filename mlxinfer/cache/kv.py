@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
-import numpy as np
 
 from ..core import KVSpec
 from ..errors import InsufficientMemoryError
@@ -15,6 +14,7 @@ from .pages import PageAllocator, PageTable
 from .plan import Planner, make_planner, padded_positions, plan_group
 from .pool import Bits, LayerPool, Plane, token_bytes
 from .reach import Reach
+from .sealing import Moves, seal_index
 from .spans import StepSpans
 from .step import StepKV
 
@@ -208,26 +208,17 @@ class KVCache:
 
     # -- one step -------------------------------------------------------------------------------
 
-    def seal(self, moves: Sequence[tuple[list[PageTable], int, int, int]]) -> None:
+    def seal(self, moves: Moves) -> None:
         """Move tail pages into the pools: (tables, tail slot, from position, to position) each.
 
         Only behind a barrier. Pages that a window let go of already are left out.
         """
         for g, group in enumerate(self.groups) if moves else ():
-            slots: list[np.ndarray] = []
-            positions: list[np.ndarray] = []
-            targets: list[np.ndarray] = []
-            for tables, slot, start, stop in moves:
-                for low, high in _held(tables[g], start, stop):
-                    runs = tables[g].runs(low, high)
-                    targets += [np.arange(*run, dtype=np.int32) for run in runs]
-                    positions.append(np.arange(low, high, dtype=np.int32))
-                    slots.append(np.full(high - low, slot, dtype=np.int32))
-            if targets:
-                offsets = mx.array(np.concatenate(positions) % (2 * self.page_size))
-                index = mx.array(np.concatenate(slots)), offsets, mx.array(np.concatenate(targets))
+            found = seal_index(moves, g, self.page_size)
+            if found is not None:
+                slots, offsets, targets = (mx.array(part) for part in found)
                 for layer in group.layers:
-                    self.pools[layer].seal(*index)
+                    self.pools[layer].seal(slots, offsets, targets)
 
     def restore(
         self, copies: Sequence[tuple[list[PageTable], int, int, int, list[int | None]]]
@@ -281,13 +272,6 @@ class KVCache:
 
 def _reach(spec: KVSpec) -> Reach:
     return Reach(spec.window, spec.sinks)
-
-
-def _held(table: PageTable, start: int, stop: int) -> list[tuple[int, int]]:
-    """The parts of positions [start, stop) whose pages a table still holds."""
-    edge, first = table.num_kept * table.page_size, table.first * table.page_size
-    parts = [(start, min(stop, edge)), (max(start, first), stop)]
-    return [(low, high) for low, high in parts if low < high]
 
 
 def _page_counts(

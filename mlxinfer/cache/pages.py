@@ -162,6 +162,13 @@ class PageTable:
         """Every page held, in order."""
         return self.kept + self.pages
 
+    def page_at(self, page_number: int) -> int | None:
+        """The page of a page number; None: it was let go of."""
+        if page_number < self.num_kept:
+            return self.kept[page_number]
+        place = page_number - self.first
+        return self.pages[place] if place >= 0 else None
+
     def copy(self) -> "PageTable":
         """The same pages, whatever becomes of this table."""
         return replace(self, kept=list(self.kept), pages=list(self.pages))

@@ -234,7 +234,7 @@ class PrefixTree:
         size = self.page_size
         for number in range(lease.num_pages, num_tokens // size):
             tokens = tuple(token_ids[number * size : (number + 1) * size])
-            own = [_page_at(table, number) for table in tables]
+            own = [table.page_at(number) for table in tables]
             node = lease.tip.children.get(tokens)
             if node is None:
                 node = self._store.add(lease.tip, tokens, own, lease.priority)
@@ -269,7 +269,7 @@ class PrefixTree:
         tokens = tuple(token_ids[start:num_tokens])
         if lease.epoch != self._epoch or not tokens or lease.tip.covers(tokens):
             return False
-        own = [_page_at(table, lease.num_pages) for table in tables]
+        own = [table.page_at(lease.num_pages) for table in tables]
         node = self._store.add(lease.tip, tokens, own, lease.priority)
         self.counters.nodes_inserted += 1
         node.anchored = [True] * len(own)
@@ -334,10 +334,3 @@ class PrefixTree:
         """
         self._store.clear()
         self._epoch += 1
-
-
-def _page_at(table: PageTable, number: int) -> int | None:
-    """The page of a page number; None: the table let go of it."""
-    if number < table.num_kept:
-        return table.kept[number]
-    return table.pages[number - table.first] if number >= table.first else None

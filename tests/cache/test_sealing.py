@@ -1,0 +1,35 @@
+"""Where tail tokens go: each to the slot that its page table names, none to a page let go of."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxinfer.cache.pages import PageTable
+from mlxinfer.cache.sealing import seal_index
+
+PAGE = 4
+
+
+@given(st.data())
+def test_every_token_goes_where_its_table_says(data: st.DataObject) -> None:
+    free = data.draw(st.permutations(range(60)))
+    moves, expected = [], []
+    for slot in range(data.draw(st.integers(0, 4))):
+        num_pages = data.draw(st.integers(3, 12))
+        pages, free = free[:num_pages], free[num_pages:]
+        kept = data.draw(st.integers(0, 2))
+        table = PageTable(PAGE, num_kept=kept, kept=pages[:kept], pages=pages[kept:])
+        table.drop_before(data.draw(st.integers(0, num_pages - 1)))
+        start = data.draw(st.integers(0, num_pages * PAGE - 1))
+        stop = data.draw(st.integers(start, min(start + 2 * PAGE, num_pages * PAGE)))
+        moves.append(([PageTable(PAGE), table], slot, start, stop))
+        for position in range(start, stop):
+            page = table.page_at(position // PAGE)
+            assert (page is None) == (kept <= position // PAGE < table.first)
+            if page is not None:
+                assert page == pages[position // PAGE]
+                place = page * PAGE + position % PAGE
+                expected.append((slot, position % (2 * PAGE), place))
+    found = seal_index(moves, 1, PAGE)
+    assert (found is None) == (not expected)
+    if found is not None:
+        assert list(zip(*(part.tolist() for part in found), strict=True)) == expected

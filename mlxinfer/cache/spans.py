@@ -1,7 +1,7 @@
 """New tokens of sequences, as the KV cache sees them. Knows positions and slots, no MLX."""
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -70,7 +70,19 @@ class ShortSpans:
 
     def moved_on(self) -> "ShortSpans":
         """The next tokens of the same sequences, whose pages hold what they held."""
-        return replace(self, starts=self.starts + 1)
+        return ShortSpans(
+            self.tables,
+            self.rows,
+            self.starts + 1,
+            self.counts,
+            self.sealed,
+            self.slots,
+            self._lasting,
+        )
+
+    def sealed_to(self, stops: Ints) -> "ShortSpans":
+        """The same tokens, with pages up to (B,) these positions before the tails."""
+        return ShortSpans(self.tables, self.rows, self.starts, self.counts, stops, self.slots)
 
     def joined(self, other: "ShortSpans") -> "ShortSpans":
         """These and others that come right after them in the flat list."""

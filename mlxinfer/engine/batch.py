@@ -142,7 +142,7 @@ class Batch:
     @property
     def prefills(self) -> list[Segment]:
         """What is not decode, in flat order."""
-        return self.short + self.long
+        return self.short + self.long if self.long else self.short
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -177,8 +177,7 @@ class Batch:
     @property
     def num_slots(self) -> int:
         """Tails that the step needs."""
-        slots = [segment.slot for segment in self.prefills]
-        return 1 + max(max(slots, default=0), max(self.decodes.slots, default=0))
+        return max([self.decodes.num_slots, *[segment.slot + 1 for segment in self.prefills]])
 
     @property
     def writes_pages(self) -> bool:

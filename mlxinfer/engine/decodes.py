@@ -22,21 +22,25 @@ class Decodes:
     slots: tuple[int, ...]  # (B,) of their tails and in the sampler
     spans: ShortSpans  # the same order; flat rows 0 to B - 1
     output_index: NDArray[np.int64]  # (B,) which token of each answer is sampled, from 0
-    room: Ints  # (B,) positions that their tables have room for
     num_guided: int  # under a grammar
-    num_steps: int  # in how many, with this one, nobody has the last token there is room for
+    num_slots: int  # tails up to the last of theirs
+    fullest: int  # tokens in the fullest tail, with the new one
+    steps_left: int  # with this one, before the first of them has its last token in flight
+    steps_with_room: int  # with this one, before the first of them needs a page
 
     @staticmethod
     def of(running: Iterable[Sequence]) -> "Decodes":
         """Those of which the newest token of the answer is all that is left to compute."""
         found = [s for s in running if s.decodes]
         slots = [s.slot for s in found]
+        starts = [s.num_computed for s in found]
+        sealed = [s.num_sealed for s in found]
         spans = ShortSpans(
             [s.tables for s in found],
             np.arange(len(found), dtype=np.int32),
-            ints([s.num_computed for s in found]),
+            ints(starts),
             np.ones(len(found), dtype=np.int32),
-            ints([s.num_sealed for s in found]),
+            ints(sealed),
             ints(slots),
         )
         return Decodes(
@@ -44,9 +48,11 @@ class Decodes:
             tuple(slots),
             spans,
             np.array([s.num_output for s in found], dtype=np.int64),
-            ints([s.num_slots for s in found]),
             sum([s.request.grammar is not None for s in found]),
+            max(slots, default=-1) + 1,
+            max([s.num_computed + 1 - s.num_sealed for s in found], default=0),
             min([s.max_known - s.num_known - s.num_pending for s in found], default=0),
+            min([s.num_slots - s.num_computed for s in found], default=1),
         )
 
     def __len__(self) -> int:
@@ -54,12 +60,17 @@ class Decodes:
 
     def moved_on(self) -> "Decodes":
         """The next token of each."""
-        assert self.num_steps > 1
-        return replace(
-            self,
-            spans=self.spans.moved_on(),
-            output_index=self.output_index + 1,
-            num_steps=self.num_steps - 1,
+        assert self.steps_left > 1
+        return Decodes(
+            self.sequences,
+            self.slots,
+            self.spans.moved_on(),
+            self.output_index + 1,
+            self.num_guided,
+            self.num_slots,
+            self.fullest + 1,
+            self.steps_left - 1,
+            self.steps_with_room - 1,
         )
 
     def still_running(self) -> "Decodes":
@@ -68,16 +79,16 @@ class Decodes:
 
     def without_room(self) -> list[Sequence]:
         """Those whose tables have no slot for the token."""
-        return [self.sequences[row] for row in np.flatnonzero(self.spans.starts >= self.room)]
+        if self.steps_with_room > 0:
+            return []
+        return [s for s in self.sequences if s.num_computed >= s.num_slots]
 
     def with_room(self) -> "Decodes":
         """After tables have grown."""
-        return replace(self, room=ints([s.num_slots for s in self.sequences]))
+        steps = min([s.num_slots - s.num_computed for s in self.sequences])
+        return replace(self, steps_with_room=steps)
 
     def sealed_to(self, stops: Ints) -> "Decodes":
         """After tails were sealed up to (B,) these positions."""
-        spans = self.spans
-        sealed = ShortSpans(
-            spans.tables, spans.rows, spans.starts, spans.counts, stops, spans.slots
-        )
-        return replace(self, spans=sealed)
+        fullest = int((self.spans.starts - stops).max(initial=-1)) + 1
+        return replace(self, spans=self.spans.sealed_to(stops), fullest=fullest)

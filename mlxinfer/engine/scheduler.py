@@ -177,7 +177,7 @@ class Scheduler:
     def _next_decodes(self) -> Decodes:
         """The newest token of every sequence whose prompt is computed, where there is room."""
         last = self._last
-        if last is not None and last.num_steps > 1:
+        if last is not None and last.steps_left > 1:
             decodes = last.moved_on()
         else:
             decodes = Decodes.of(self.running)
@@ -260,12 +260,11 @@ class Scheduler:
         All at once, because the barrier that it takes costs the same for one as for all. A step
         that writes pages anyhow has its barrier, so it seals too.
         """
-        spans = batch.decodes.spans
         fullest = max([s.stop - s.sealed for s in batch.short], default=0)
-        if len(spans):
-            fullest = max(fullest, int((spans.starts - spans.sealed).max()) + 1)
+        fullest = max(fullest, batch.decodes.fullest)
         if fullest <= 2 * self.page_size and not batch.writes_pages:
             return
+        spans = batch.decodes.spans
         stops = np.maximum(spans.starts - spans.starts % self.page_size, spans.sealed)
         for row in np.flatnonzero(stops > spans.sealed).tolist():
             batch.seal.append(self._seal(batch.decodes.sequences[row], int(stops[row])))

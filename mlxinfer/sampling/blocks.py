@@ -16,10 +16,18 @@ def padded_width(vocab_size: int) -> int:
     return (vocab_size // BLOCK + 1) * BLOCK
 
 
-def pad_rows(logits: mx.array) -> mx.array:
-    """(R, V) of any float dtype -> (R, padded_width(V)) float32, -inf beyond the vocabulary."""
-    num_rows, vocab_size = logits.shape
-    padding = mx.full((num_rows, padded_width(vocab_size) - vocab_size), -mx.inf, mx.float32)
+def row_padding(num_rows: int, vocab_size: int) -> mx.array:
+    """(R, padded_width(V) - V) float32, all -inf: what pad_rows adds."""
+    return mx.full((num_rows, padded_width(vocab_size) - vocab_size), -mx.inf, mx.float32)
+
+
+def pad_rows(logits: mx.array, padding: mx.array | None = None) -> mx.array:
+    """(R, V) of any float dtype -> (R, padded_width(V)) float32, -inf beyond the vocabulary.
+
+    `padding` is a row_padding of the same shape that was kept.
+    """
+    if padding is None:
+        padding = row_padding(*logits.shape)
     return mx.concatenate([logits.astype(mx.float32), padding], axis=-1)
 
 
@@ -29,10 +37,10 @@ def in_blocks(rows: mx.array) -> mx.array:
 
 
 def largest_values(rows: mx.array, k: int) -> mx.array:
-    """The k largest values of each row, largest first: (R, width) -> (R, k)."""
+    """The k largest values of each row, largest last: (R, width) -> (R, k)."""
     if _through_blocks(rows, k):
         rows = _gather_blocks(rows, _leading_blocks(rows, k))
-    return -mx.sort(-mx.topk(rows, k, axis=-1), axis=-1)
+    return mx.sort(mx.topk(rows, k, axis=-1), axis=-1)
 
 
 def largest_entries(rows: mx.array, k: int) -> tuple[mx.array, mx.array]:

@@ -13,8 +13,8 @@ from ..metal_kernels.bitmask import bitmask
 from ..metal_kernels.sample import sample, settings_array
 from .bitmask import apply_bitmask
 from .blocks import pad_rows
-from .draw import draw
-from .plan import Plan
+from .draw import DrawRanks, draw
+from .plan import Drawn, Plan
 from .randomness import uniforms
 from .truncation import kept_weights
 
@@ -50,6 +50,7 @@ class PlainChoice:
 
     def __init__(self, *, mask_kernel: bool = False) -> None:
         self._mask = bitmask if mask_kernel else apply_bitmask
+        self._ranks: dict[tuple[int, ...], DrawRanks] = {}  # by shape: one for each number of rows
 
     def masked(self, logits: mx.array, mask: mx.array) -> mx.array:
         """(R, V) without the tokens that a mask forbids."""
@@ -63,16 +64,27 @@ class PlainChoice:
             logits = self._mask(logits, mask)
         if plan.all_greedy:
             return mx.argmax(logits, axis=-1).astype(mx.int32)
-        rows = logits if logits.shape[-1] == plan.width else pad_rows(logits)
+        rows = logits if logits.shape[-1] == plan.width else pad_rows(logits, plan.padding)
+        if plan.order is not None:
+            rows = rows[plan.order]
         tokens = []
-        if plan.greedy is not None:
-            tokens.append(mx.argmax(_take(rows, plan.greedy), axis=-1).astype(mx.int32))
-        if plan.drawn:
-            weights = [kept_weights(_take(rows, group.rows), group.cuts) for group in plan.drawn]
-            joined = weights[0] if len(weights) == 1 else mx.concatenate(weights)
-            random = uniforms(plan.streams, counts[plan.drawn_places])[:, None]
-            tokens.append(draw(joined, mx.array(random)))
-        return tokens[0] if plan.order is None else mx.concatenate(tokens)[plan.order]
+        if plan.num_greedy:
+            tokens.append(mx.argmax(rows[: plan.num_greedy], axis=-1))
+        if plan.drawn is not None:
+            tokens.append(self._drawn(plan.drawn, rows[plan.num_greedy :], counts))
+        chosen = mx.concatenate(tokens)
+        if plan.places is not None:
+            chosen = chosen[plan.places]
+        return chosen.astype(mx.int32)
+
+    def _drawn(self, drawn: Drawn, rows: mx.array, counts: NDArray[np.int64]) -> mx.array:
+        """(D,) uint32 tokens of padded rows (D, width); counts (R,) of the whole batch."""
+        weights = kept_weights(rows, drawn.temperature, drawn.groups)
+        random = uniforms(drawn.streams, counts[drawn.places])
+        ranks = self._ranks.get(rows.shape)
+        if ranks is None:
+            ranks = self._ranks[rows.shape] = DrawRanks.of(*rows.shape)
+        return draw(weights, mx.array(random[:, None, None]), ranks)
 
 
 class KernelChoice(PlainChoice):
@@ -87,8 +99,3 @@ class KernelChoice(PlainChoice):
         settings = plan.settings.copy()
         settings["count"] = counts
         return sample(logits, settings_array(settings), mask)
-
-
-def _take(rows: mx.array, places: mx.array | slice) -> mx.array:
-    """The rows of a group; all of them cost nothing."""
-    return rows if isinstance(places, slice) else rows[places]

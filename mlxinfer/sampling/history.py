@@ -10,42 +10,60 @@ Floats = NDArray[np.float32]
 
 
 class TokenHistory:
-    """Distinct tokens of the answer of each slot, and how often each of them is there.
+    """Distinct tokens of the answer of each slot it follows, and how often each of them is there.
 
     A row of `ids` holds `sizes` tokens, then `spare`: the column of a padded row of logits that
-    stands for no token.
+    stands for no token. `columns` finds a token in it, at a cost that does not grow with answers.
     """
 
     def __init__(self, spare: int) -> None:
         self.spare = spare
-        self._sizes = np.zeros(0, dtype=np.int64)
+        self._columns: dict[int, dict[int, int]] = {}  # slot -> token -> column
+        self._sizes: dict[int, int] = {}  # of the same slots
+        self._longest = 0  # of these
         self._ids = np.zeros((0, 64), dtype=np.int32)
         self._counts = np.zeros((0, 64), dtype=np.float32)
 
     def start(self, slot: int, output_ids: Sequence[int]) -> None:
-        """Take up a request, with what it has said so far."""
+        """Follow a slot, whose request has said this so far."""
         ids, times = np.unique(np.asarray(output_ids, dtype=np.int32), return_counts=True)
-        self._reserve(num_slots=slot + 1, num_ids=len(ids))
+        num_ids = len(ids)
+        self._reserve(num_slots=slot + 1, num_ids=num_ids)
         self._ids[slot] = self.spare
         self._counts[slot] = 0
-        self._ids[slot, : len(ids)] = ids
-        self._counts[slot, : len(ids)] = times
-        self._sizes[slot] = len(ids)
+        self._ids[slot, :num_ids] = ids
+        self._counts[slot, :num_ids] = times
+        self._columns[slot] = dict(zip(ids.tolist(), range(num_ids), strict=True))
+        self._sizes[slot] = num_ids
+        self._longest = max(self._sizes.values())
 
-    def observe(self, slots: NDArray[np.int64], token_ids: Ints) -> None:
-        """Add one token to each of these slots, which are distinct."""
-        num_ids = int(self._sizes[slots].max()) + 1
-        self._reserve(num_slots=0, num_ids=num_ids)
-        found = self._ids[slots, :num_ids] == token_ids[:, None]
-        is_new = ~found.any(axis=1)
-        columns = np.where(is_new, self._sizes[slots], found.argmax(axis=1))
-        self._ids[slots, columns] = token_ids
-        self._counts[slots, columns] += 1
-        self._sizes[slots] += is_new
+    def stop(self, slot: int) -> None:
+        """Follow a slot no longer, if it was followed."""
+        self._columns.pop(slot, None)
+        self._sizes.pop(slot, None)
+        self._longest = max(self._sizes.values(), default=0)
+
+    def observe(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Add one token to each of these slots that is followed."""
+        followed, sizes = self._columns, self._sizes
+        if not followed:
+            return
+        for slot, token in zip(slots, token_ids, strict=True):
+            if slot not in followed:
+                continue
+            columns = followed[slot]
+            if token not in columns:
+                column = columns[token] = sizes[slot]
+                sizes[slot] = column + 1
+                if column == self._longest:
+                    self._longest += 1
+                    self._reserve(num_slots=0, num_ids=self._longest)
+                self._ids[slot, column] = token
+            self._counts[slot, columns[token]] += 1
 
     def tables(self, slots: NDArray[np.int64]) -> tuple[Ints, Floats]:
-        """(P, N) distinct ids and their counts, as wide as the longest of these histories."""
-        num_ids = max(1, int(self._sizes[slots].max()))
+        """(P, N) distinct ids and their counts, as wide as the longest history of any slot."""
+        num_ids = max(1, self._longest)
         return self._ids[slots, :num_ids], self._counts[slots, :num_ids]
 
     def _reserve(self, *, num_slots: int, num_ids: int) -> None:
@@ -55,6 +73,5 @@ class TokenHistory:
         more_rows = max(num_slots, 2 * rows) - rows if num_slots > rows else 0
         more_columns = max(num_ids, 2 * columns) - columns if num_ids > columns else 0
         more = ((0, more_rows), (0, more_columns))
-        self._sizes = np.pad(self._sizes, more[0])
         self._ids = np.pad(self._ids, more, constant_values=self.spare)
         self._counts = np.pad(self._counts, more)

@@ -16,15 +16,22 @@ from .history import TokenHistory
 
 
 @dataclass(frozen=True, slots=True)
+class Repetition:
+    """The repetition penalties of P rows, some of which may be 1."""
+
+    strength: mx.array  # (P, width) float32
+    prompts: mx.array  # (P, width) bool, see prompt_mask
+
+
+@dataclass(frozen=True, slots=True)
 class Penalties:
     """The P rows of a batch that have penalties, and how strong these are."""
 
     slots: NDArray[np.int64]  # (P,)
     places: mx.array | None  # (P,) int32 in the batch; None: all of it, in order
-    repetition: mx.array  # (P, 1) float32
-    presence: mx.array  # (P, 1) float32
-    frequency: mx.array  # (P, 1) float32
-    prompts: mx.array | None  # (P, width) bool, see prompt_mask; None: no prompt counts
+    repetition: Repetition | None  # None: no row has it, and so with the others
+    presence: mx.array | None  # (P, 1) float32
+    frequency: mx.array | None  # (P, 1) float32
 
 
 def prompt_mask(prompt_ids: Sequence[int], vocab_size: int) -> mx.array:
@@ -56,37 +63,60 @@ def penalise(
         (R, width) float32
     """
     places = penalties.places
+    if pending is not None and places is not None:
+        pending = pending[places]
+    ids, subtracted = _answers(penalties, history, pending)
     rows = logits if places is None else logits[places]  # (P, width)
-    if penalties.prompts is not None:
-        rows = mx.where(penalties.prompts, _repeated(rows, penalties.repetition), rows)
-    ids, counts = (mx.array(table) for table in history.tables(penalties.slots))  # (P, N)
-    if pending is not None:
-        newest = (pending if places is None else pending[places])[:, None]
-        ids, counts = _with_newest(ids, counts, newest, history.spare)
-    old = mx.take_along_axis(rows, ids, axis=-1)
-    new = _repeated(old, penalties.repetition)
-    if penalties.prompts is not None:
-        new = mx.where(mx.take_along_axis(penalties.prompts, ids, axis=-1), old, new)
-    new = new - penalties.frequency * counts - penalties.presence * (counts > 0)
-    rows = mx.put_along_axis(rows, ids, new, axis=-1)  # what comes twice is `spare`, still -inf
+    repeated = rows  # as if every token came before
+    if penalties.repetition is not None:
+        repeated = _repeated(rows, penalties.repetition.strength)
+        rows = mx.where(penalties.repetition.prompts, repeated, rows)
+    new = mx.take_along_axis(repeated, ids, axis=-1)
+    for amount in subtracted:
+        new = new - amount
+    rows = mx.put_along_axis(rows, ids, new, axis=-1)
     if places is None:
         return rows
     logits[places] = rows
     return logits
 
 
-def _repeated(logits: mx.array, penalty: mx.array) -> mx.array:
-    return mx.where(logits > 0, logits / penalty, logits * penalty)
+def _repeated(logits: mx.array, strength: mx.array) -> mx.array:
+    return mx.where(logits > 0, logits / strength, logits * strength)
 
 
-def _with_newest(
+def _answers(
+    penalties: Penalties, history: TokenHistory, pending: mx.array | None
+) -> tuple[mx.array, list[mx.array]]:
+    """The tokens (P, N) of the answers and what is subtracted from their logits.
+
+    A token may come twice, and then the same is subtracted both times. What stands for no token is
+    a column that is -inf, whatever is subtracted: `spare`, or -1, the last one.
+    """
+    known_ids, known_counts = history.tables(penalties.slots)
+    ids, counts = mx.array(known_ids), None
+    if penalties.frequency is not None:
+        counts = mx.array(known_counts)
+    if pending is not None:
+        newest = pending[:, None]
+        if counts is not None:
+            counts, newest = _counted(ids, counts, newest, history.spare)
+        ids = mx.concatenate([ids, newest], axis=-1)
+    subtracted = []
+    if penalties.frequency is not None and counts is not None:
+        subtracted.append(penalties.frequency * counts)
+    if penalties.presence is not None:
+        subtracted.append(penalties.presence)
+    return ids, subtracted
+
+
+def _counted(
     ids: mx.array, counts: mx.array, newest: mx.array, spare: int
 ) -> tuple[mx.array, mx.array]:
-    """Tables (P, N + 1) with one more token a row, (P, 1): counted where it is, or in a new column.
+    """Counts (P, N + 1) with one more token a row, and this (P, 1), or `spare` where it is known.
 
-    Where no new column is needed it stands for no token.
+    A token that is known is counted in its own column.
     """
     known = ids == newest
-    place = mx.where(known.any(axis=-1, keepdims=True) | (newest < 0), spare, newest)
     counts = mx.concatenate([counts + known, mx.ones(newest.shape)], axis=-1)
-    return mx.concatenate([ids, place], axis=-1), counts
+    return counts, mx.where(known.any(axis=-1, keepdims=True), spare, newest)

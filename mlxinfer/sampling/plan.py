@@ -1,7 +1,8 @@
 """What a batch needs done, worked out once and kept while its rows stay the same.
 
 Rows fall into groups by the work they need, so that nobody pays for what another row asked: greedy,
-drawn from all tokens, drawn after top-p alone (a sort of the row), drawn after top-k.
+drawn from all tokens, drawn after top-p alone (a sort of the row), drawn after top-k. A batch is
+sorted by group before its tokens are chosen, and they are put back in order afterwards.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,68 +12,25 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core import SamplingParams
 from ..metal_kernels.sample import SETTINGS
 from .biases import Biases, SparseBias
-from .blocks import padded_width
+from .blocks import padded_width, row_padding
 from .logprobs import LogprobRows, logprob_rows
-from .penalties import Penalties
-from .randomness import stream_of
+from .penalties import Penalties, Repetition
+from .settings import GREEDY, PLAIN, TOP_K, TOP_P
 from .truncation import Cuts
 
-GREEDY, PLAIN, TOP_P, TOP_K = range(4)
-KEEP_ALL = 2.0  # a top_p that no mass reaches, whatever the rounding
-TINY = 1e-30  # stands for what is above 0 and would be 0 in float32
 K_STEP = 64  # top_k is rounded up to this: whole vectors, and few shapes
-
-ROW = np.dtype(
-    [
-        ("kind", np.int8),
-        ("stream", np.uint64),
-        ("temperature", np.float32),
-        ("top_k", np.int32),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-        ("penalised", np.bool_),
-        ("repetition", np.float32),
-        ("presence", np.float32),
-        ("frequency", np.float32),
-        ("logprobs", np.int32),  # -1: none asked for
-    ]
-)
-
-
-def row_of(params: SamplingParams, vocab_size: int) -> tuple[object, ...]:
-    """The settings of a request as one ROW."""
-    top_k = params.top_k if params.top_k < vocab_size else 0
-    top_p = float(np.float32(params.top_p))  # 1 - 1e-12 is 1, and so off
-    if params.greedy:
-        kind = GREEDY
-    elif top_k > 0:
-        kind = TOP_K
-    else:
-        kind = TOP_P if top_p < 1 else PLAIN
-    return (
-        kind,
-        stream_of(params.seed),
-        max(params.temperature, TINY),
-        top_k,
-        top_p if top_p < 1 else KEEP_ALL,
-        params.min_p,
-        params.penalised,
-        min(max(params.repetition_penalty, TINY), 1 / TINY),
-        params.presence_penalty,
-        params.frequency_penalty,
-        -1 if params.logprobs is None else params.logprobs,
-    )
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """S rows that are drawn after the same kind of cut."""
+class Drawn:
+    """The D rows that are drawn, group after group."""
 
-    rows: mx.array | slice  # (S,) in the batch; a slice: the whole batch
-    cuts: Cuts
+    places: NDArray[np.int64]  # (D,) in the batch
+    streams: NDArray[np.uint64]  # (D,)
+    temperature: mx.array  # (D, width) float32
+    groups: tuple[Cuts, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +38,16 @@ class Plan:
     """All that does not change from step to step while the batch stays the same."""
 
     slots: tuple[int, ...]
-    greedy: mx.array | slice | None  # rows whose most probable token is taken; None: no row
-    drawn: tuple[Group, ...]
-    drawn_places: NDArray[np.int64]  # (D,) rows of all groups, one after the other
-    streams: NDArray[np.uint64]  # (D,) of these
-    order: mx.array | None  # (R,) where each row is once greedy and drawn stand one after another
+    order: mx.array | None  # (R,) int32 rows by group; None: they stand so already
+    places: mx.array | None  # (R,) int32 where each row is in that order
+    num_greedy: int  # the first rows by group: their most probable token is taken
+    drawn: Drawn | None  # the others; None: there are none
     penalties: Penalties | None
     biases: Biases | None
     logprobs: LogprobRows | None
     settings: NDArray[np.void]  # (R,) SETTINGS for the Metal kernel, counts left out
     width: int  # of padded rows
+    padding: mx.array  # see row_padding
 
     @property
     def adjusts(self) -> bool:
@@ -99,7 +57,7 @@ class Plan:
     @property
     def all_greedy(self) -> bool:
         """Whether the token of every row is the most probable one."""
-        return not self.drawn
+        return self.drawn is None
 
 
 def make_plan(
@@ -120,28 +78,24 @@ def make_plan(
     """
     rows = table[list(slots)]
     places = [np.flatnonzero(rows["kind"] == kind) for kind in (GREEDY, PLAIN, TOP_P, TOP_K)]
-    drawn_places = np.concatenate(places[1:])
-    order = np.argsort(np.concatenate(places))
+    order = np.concatenate(places)
+    in_order = bool((order[1:] > order[:-1]).all())
     asked = np.flatnonzero(rows["logprobs"] >= 0).tolist()
     biased = [place for place, slot in enumerate(slots) if slot in biases]
     return Plan(
         slots=slots,
-        greedy=_index(places[0], len(rows)) if len(places[0]) else None,
-        drawn=tuple(
-            Group(_index(some, len(rows)), _cuts(rows[some], vocab_size))
-            for some in places[1:]
-            if len(some)
-        ),
-        drawn_places=drawn_places,
-        streams=rows["stream"][drawn_places],
-        order=None if max(map(len, places)) == len(rows) else mx.array(order.astype(np.int32)),
-        penalties=_penalties(rows, np.array(slots), prompts),
+        order=None if in_order else _ints(order),
+        places=None if in_order else _ints(np.argsort(order)),
+        num_greedy=len(places[0]),
+        drawn=_drawn(rows, places[1:], vocab_size) if len(places[0]) < len(rows) else None,
+        penalties=_penalties(rows, np.array(slots), prompts, vocab_size),
         biases=Biases(biased, [biases[slots[place]] for place in biased], vocab_size)
         if biased
         else None,
         logprobs=logprob_rows(asked, rows["logprobs"][asked].tolist()) if asked else None,
         settings=_settings(rows),
         width=padded_width(vocab_size),
+        padding=row_padding(len(rows), vocab_size),
     )
 
 
@@ -153,47 +107,73 @@ def _settings(rows: NDArray[np.void]) -> NDArray[np.void]:
     return settings
 
 
-def _index(places: NDArray[np.int64], num_rows: int) -> mx.array | slice:
-    return slice(None) if len(places) == num_rows else mx.array(places.astype(np.int32))
+def _drawn(rows: NDArray[np.void], groups: Sequence[NDArray[np.int64]], vocab_size: int) -> Drawn:
+    places = np.concatenate(groups)
+    cuts, start = [], 0
+    for group in groups:
+        if len(group):
+            cuts.append(_cuts(rows[group], start, vocab_size))
+            start += len(group)
+    temperature = _across(rows["temperature"][places], vocab_size)
+    return Drawn(places, rows["stream"][places], temperature, tuple(cuts))
 
 
-def _cuts(rows: NDArray[np.void], vocab_size: int) -> Cuts:
-    max_k = -(-int(rows["top_k"].max()) // K_STEP) * K_STEP
+def _cuts(rows: NDArray[np.void], start: int, vocab_size: int) -> Cuts:
+    max_k = min(-(-int(rows["top_k"].max()) // K_STEP) * K_STEP, padded_width(vocab_size))
     return Cuts(
+        rows=slice(start, start + len(rows)),
         temperature=_column(rows["temperature"]),
         min_p=_column(rows["min_p"]) if rows["min_p"].any() else None,
         top_p=_column(rows["top_p"]) if (rows["top_p"] < 1).any() else None,
-        top_k=_column(rows["top_k"]) if max_k else None,
-        max_k=min(max_k, padded_width(vocab_size)),
+        kth=_column(max_k - rows["top_k"]) if max_k else None,
+        max_k=max_k,
     )
 
 
 def _penalties(
-    rows: NDArray[np.void], slots: NDArray[np.int64], prompts: Mapping[int, mx.array]
+    rows: NDArray[np.void],
+    slots: NDArray[np.int64],
+    prompts: Mapping[int, mx.array],
+    vocab_size: int,
 ) -> Penalties | None:
     places = np.flatnonzero(rows["penalised"])
     if not len(places):
         return None
     penalised = rows[places]
+    presence, frequency = penalised["presence"], penalised["frequency"]
     return Penalties(
         slots=slots[places],
-        places=None if len(places) == len(rows) else mx.array(places.astype(np.int32)),
-        repetition=_column(penalised["repetition"]),
-        presence=_column(penalised["presence"]),
-        frequency=_column(penalised["frequency"]),
-        prompts=_stack([prompts.get(slot) for slot in slots[places].tolist()]),
+        places=None if len(places) == len(rows) else _ints(places),
+        repetition=_repetition(
+            penalised, [prompts.get(slot) for slot in slots[places].tolist()], vocab_size
+        ),
+        presence=_column(presence) if presence.any() else None,
+        frequency=_column(frequency) if frequency.any() else None,
     )
 
 
-def _stack(masks: Sequence[mx.array | None]) -> mx.array | None:
-    """(P, width) masks one above the other, None as an empty one; None if there is no other."""
-    given = [mask for mask in masks if mask is not None]
+def _repetition(
+    rows: NDArray[np.void], prompts: Sequence[mx.array | None], vocab_size: int
+) -> Repetition | None:
+    given = [mask for mask in prompts if mask is not None]
     if not given:
         return None
     empty = mx.zeros_like(given[0])
-    return mx.stack([empty if mask is None else mask for mask in masks])
+    return Repetition(
+        strength=_across(rows["repetition"], vocab_size),
+        prompts=mx.stack([empty if mask is None else mask for mask in prompts]),
+    )
 
 
-def _column(values: Sequence[float] | NDArray[np.generic]) -> mx.array:
+def _ints(places: NDArray[np.int64]) -> mx.array:
+    return mx.array(places.astype(np.int32))
+
+
+def _column(values: NDArray[np.generic]) -> mx.array:
     """(S,) -> (S, 1) on the device."""
     return mx.array(np.ascontiguousarray(values)[:, None])
+
+
+def _across(values: NDArray[np.generic], vocab_size: int) -> mx.array:
+    """(S,) -> (S, width) on the device, of S values in memory."""
+    return mx.broadcast_to(_column(values), (len(values), padded_width(vocab_size)))

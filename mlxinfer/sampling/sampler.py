@@ -14,7 +14,8 @@ from .choice import Choice, KernelChoice, PlainChoice
 from .history import TokenHistory
 from .logprobs import LogprobArrays, compute_logprobs
 from .penalties import penalise, prompt_mask
-from .plan import ROW, Plan, make_plan, row_of
+from .plan import Plan, make_plan
+from .settings import ROW, row_of
 
 MAX_PLANS = 2
 
@@ -81,15 +82,12 @@ class Sampler:
         self._table[slot] = np.zeros((), dtype=ROW)
         self._biases.pop(slot, None)
         self._prompts.pop(slot, None)
+        self._history.stop(slot)
         self._plans.clear()
 
     def observe(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
         """Take note of tokens read back: one for each of these slots, which are distinct."""
-        places = np.asarray(slots)
-        counted = self._table["penalised"][places]
-        if counted.any():
-            tokens = np.asarray(token_ids, dtype=np.int32)
-            self._history.observe(places[counted], tokens[counted])
+        self._history.observe(slots, token_ids)
 
     def sample(
         self,
@@ -113,7 +111,7 @@ class Sampler:
         if plan.adjusts:
             if mask is not None:
                 rows, mask = self._choice.masked(rows, mask), None
-            rows = self._adjusted(plan, pad_rows(rows), counts, pending)
+            rows = self._adjusted(plan, pad_rows(rows, plan.padding), counts, pending)
         tokens = self._choice.choose(plan, rows, counts, mask)
         if plan.logprobs is None:
             return Sampled(tokens, None)

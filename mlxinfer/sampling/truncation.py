@@ -4,6 +4,7 @@ Every cut is a threshold on a value, so equal values stay or go together, and wh
 depend on the order in which a sort puts ties.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -12,63 +13,80 @@ from .blocks import largest_values
 from .draw import total_weight
 
 SORTED = 256  # where halving costs more than it saves
+LOWEST = mx.finfo(mx.float32).min
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """The settings of S rows that are drawn; None where no row of them asks for it."""
+    """The settings of S neighbouring rows; None where no row of them asks for it."""
 
+    rows: slice  # among all that are drawn
     temperature: mx.array  # (S, 1) float32, above 0
     min_p: mx.array | None  # (S, 1) float32
     top_p: mx.array | None  # (S, 1) float32, above 1: keeps all
-    top_k: mx.array | None  # (S, 1) int32, from 1 to max_k; where given, every row has one
-    max_k: int = 0
+    kth: mx.array | None  # (S, 1) int32 column, of max_k values that rise, from which top-k keeps
+    max_k: int = 0  # 0: no row has a top-k, else every row has one
 
 
-def kept_weights(rows: mx.array, cuts: Cuts) -> mx.array:
+def kept_weights(rows: mx.array, temperature: mx.array, groups: Sequence[Cuts]) -> mx.array:
     """Unnormalised probabilities of the tokens that are kept, 0 for the others.
 
     Args:
-        rows: (S, width) float32 logits, padded with -inf.
-        cuts: settings of these rows.
+        rows: (D, width) float32 logits, padded with -inf.
+        temperature: (D, 1) or (D, width) float32, above 0.
+        groups: settings of these rows, group after group; only the last may have a top-k.
 
     Returns:
-        (S, width) float32; the most probable token has exactly 1.
+        (D, width) float32; the most probable token has exactly 1.
     """
-    if cuts.top_k is not None:
-        weights = _top_k_weights(rows, cuts, cuts.top_k)
-    else:
-        weights = _weights(rows, rows.max(axis=-1, keepdims=True), cuts.temperature)
-        if cuts.top_p is not None:
-            weights = _at_least(_top_p_floor(weights, cuts.top_p), weights)
-    return weights if cuts.min_p is None else _at_least(cuts.min_p, weights)
+    last = groups[-1]
+    leading = largest_values(rows[last.rows], last.max_k) if last.max_k else None
+    weights = _weights(rows, _highest(rows, leading), temperature)
+    return mx.concatenate([_cut(rows, weights, leading, cuts) for cuts in groups])
+
+
+def _highest(rows: mx.array, leading: mx.array | None) -> mx.array:
+    """(D, 1) the largest value of each row; of the last rows the `leading` ones are known."""
+    if leading is None:
+        return rows.max(axis=-1, keepdims=True)
+    num_unknown = len(rows) - len(leading)
+    known = leading[:, -1:]
+    if not num_unknown:
+        return known
+    return mx.concatenate([rows[:num_unknown].max(axis=-1, keepdims=True), known])
 
 
 def _weights(rows: mx.array, highest: mx.array, temperature: mx.array) -> mx.array:
     """exp((row - highest) / temperature); a row that is all -inf gives zeros, not NaN."""
-    return mx.exp((rows - mx.maximum(highest, mx.finfo(mx.float32).min)) / temperature)
+    return mx.exp((rows - mx.maximum(highest, LOWEST)) / temperature)
 
 
-def _at_least(floor: mx.array, weights: mx.array) -> mx.array:
-    return mx.where(weights >= floor, weights, 0.0)
+def _cut(rows: mx.array, weights: mx.array, leading: mx.array | None, cuts: Cuts) -> mx.array:
+    """(S, width) weights of one group, 0 where they are cut off."""
+    weights, floor = weights[cuts.rows], cuts.min_p
+    if leading is not None and cuts.kth is not None:
+        weights = _top_k_weights(rows[cuts.rows], weights, leading, cuts, cuts.kth)
+    elif cuts.top_p is not None:
+        floor = _top_p_floor(weights, cuts.top_p)
+        floor = floor if cuts.min_p is None else mx.maximum(floor, cuts.min_p)
+    return weights if floor is None else mx.where(weights >= floor, weights, 0.0)
 
 
-def _top_k_weights(rows: mx.array, cuts: Cuts, top_k: mx.array) -> mx.array:
+def _top_k_weights(
+    rows: mx.array, weights: mx.array, leading: mx.array, cuts: Cuts, kth: mx.array
+) -> mx.array:
     """Weights after top-k and, of what that leaves, top-p.
 
-    The k largest values are all that is ever sorted. They are compared as logits: two of them may
-    have one weight.
+    The `leading` values (S, max_k), the largest last, are all that is ever sorted. They are
+    compared as logits: two of them may have one weight.
     """
-    leading = largest_values(rows, cuts.max_k)  # (S, max_k)
-    highest = leading[:, :1]
-    kept = rows >= mx.take_along_axis(leading, top_k - 1, axis=-1)
-    weights = _weights(mx.where(kept, rows, -mx.inf), highest, cuts.temperature)
+    weights = mx.where(rows >= mx.take_along_axis(leading, kth, axis=-1), weights, 0.0)
     if cuts.top_p is None:
         return weights
     goal = cuts.top_p * total_weight(weights)  # ties with the k-th value have their share in it
-    mass = mx.cumsum(_weights(leading, highest, cuts.temperature), axis=-1)  # (S, max_k)
-    last = mx.minimum((mass < goal).sum(axis=-1, keepdims=True), top_k - 1)
-    return mx.where(rows >= mx.take_along_axis(leading, last, axis=-1), weights, 0.0)
+    mass = _mass_above(_weights(leading, leading[:, -1:], cuts.temperature))
+    lowest = mx.maximum(_lowest_enough(mass, goal), kth)
+    return mx.where(rows >= mx.take_along_axis(leading, lowest, axis=-1), weights, 0.0)
 
 
 def _top_p_floor(weights: mx.array, top_p: mx.array) -> mx.array:
@@ -77,20 +95,30 @@ def _top_p_floor(weights: mx.array, top_p: mx.array) -> mx.array:
     Floats that are at least 0 order as the integers of the same bits do, and integers sort faster.
     """
     goal = top_p * total_weight(weights)
-    bits = weights.view(mx.int32)
-    above = mx.zeros_like(goal)  # mass of the values that are larger than those in `bits`
+    bits, above = weights.view(mx.int32), None
     # MLX partitions in linear time on the CPU; on a GPU its partition is a sort of the whole row.
     if mx.default_device() == mx.cpu:
-        bits, above = _half_that_decides(bits, above, goal)
+        bits, above = _half_that_decides(bits, goal)
     rising = mx.sort(bits, axis=-1).view(mx.float32)
-    mass = above + mx.cumsum(rising, axis=-1, reverse=True)  # of this value and all larger ones
-    num_enough = (mass >= goal).sum(axis=-1, keepdims=True)
-    return mx.take_along_axis(rising, mx.maximum(num_enough, 1) - 1, axis=-1)
+    mass = _mass_above(rising)
+    mass = mass if above is None else above + mass
+    return mx.take_along_axis(rising, _lowest_enough(mass, goal), axis=-1)
 
 
-def _half_that_decides(
-    bits: mx.array, above: mx.array, goal: mx.array
-) -> tuple[mx.array, mx.array]:
+def _mass_above(rising: mx.array) -> mx.array:
+    """(S, n) values that rise -> (S, n - 1) mass of each but the first and of all behind it."""
+    return mx.cumsum(rising, axis=-1, reverse=True)[:, 1:]
+
+
+def _lowest_enough(mass: mx.array, goal: mx.array) -> mx.array:
+    """(S, 1) column of the lowest value whose mass, of _mass_above, is at least `goal`.
+
+    Column 0 where even the second is enough, or where none is: it needs no mass of its own.
+    """
+    return (mass >= goal).sum(axis=-1, keepdims=True)
+
+
+def _half_that_decides(bits: mx.array, goal: mx.array) -> tuple[mx.array, mx.array | None]:
     """Halve the values, again and again, to the half in which the mass from the top meets `goal`.
 
     What quickselect does, but for a mass and with the same shapes for all rows: each row goes on
@@ -98,21 +126,21 @@ def _half_that_decides(
 
     Args:
         bits: (S, width) int32, bits of floats that are at least 0.
-        above: (S, 1) float32 mass of larger values.
         goal: (S, 1) float32
 
     Returns:
-        (S, at most SORTED) bits and their (S, 1) `above`.
+        (S, at most SORTED) bits and the (S, 1) float32 mass of larger values; None: there are none.
     """
-    width = bits.shape[-1]
+    width, above = bits.shape[-1], None
     halvings = max(0, (width - 1) // SORTED).bit_length()
-    bits = mx.pad(bits, [(0, 0), (0, -width % (1 << halvings))])  # weights of 0 change no mass
+    padding = -width % (1 << halvings)
+    if padding:
+        bits = mx.pad(bits, [(0, 0), (0, padding)])  # weights of 0 change no mass
     for _ in range(halvings):
-        half = bits.shape[-1] // 2
-        parted = mx.partition(bits, half, axis=-1)
-        lower, upper = parted[:, :half], parted[:, half:]
-        mass = above + mx.cumsum(upper.view(mx.float32), axis=-1)[:, -1:]
+        lower, upper = mx.split(mx.partition(bits, bits.shape[-1] // 2, axis=-1), 2, axis=-1)
+        mass = mx.cumsum(upper.view(mx.float32), axis=-1)[:, -1:]
+        mass = mass if above is None else above + mass
         enough = mass >= goal
         bits = mx.where(enough, upper, lower)
-        above = mx.where(enough, above, mass)
+        above = mx.where(enough, 0.0 if above is None else above, mass)
     return bits, above

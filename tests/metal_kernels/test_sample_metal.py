@@ -23,7 +23,7 @@ from mlxinfer.metal_kernels.sampling_cases import (
 from sample_reference import kept_tokens, possible_tokens
 
 from mlxinfer.sampling.blocks import pad_rows
-from mlxinfer.sampling.draw import draw
+from mlxinfer.sampling.draw import DrawRanks, draw
 from mlxinfer.sampling.randomness import stream_of, uniforms
 from mlxinfer.sampling.truncation import Cuts, kept_weights
 
@@ -83,14 +83,17 @@ def test_twin_and_the_sampler_in_use_choose_the_same(kind: str) -> None:
     for place, row in enumerate(rows):
         top_k = int(row["top_k"]) if row["top_k"] < 300 else 0
         cuts = Cuts(
+            rows=slice(0, 1),
             temperature=mx.array([[float(row["temperature"])]]),
             min_p=mx.array([[float(row["min_p"])]]),
             top_p=mx.array([[float(row["top_p"]) if row["top_p"] < 1 else 2.0]]),
-            top_k=mx.array([[top_k]]) if top_k else None,
+            kth=mx.array([[0]]) if top_k else None,
             max_k=top_k,
         )
-        weights = kept_weights(pad_rows(mx.array(logits[place : place + 1])), cuts)
-        plain = draw(weights, mx.array(random[place : place + 1, None])).item()
+        padded = pad_rows(mx.array(logits[place : place + 1]))
+        weights = kept_weights(padded, cuts.temperature, [cuts])
+        number = mx.array(random[place : place + 1, None, None])
+        plain = draw(weights, number, DrawRanks.of(*padded.shape)).item()
         possible = possible_tokens(logits[place], row)
         assert {int(twin[place]), plain} <= possible
         assert twin[place] == plain or len(possible) > 1

@@ -17,7 +17,6 @@ def as_dicts(history: TokenHistory, slots: np.ndarray) -> list[dict[int, float]]
         for row in zip(ids, counts, strict=True)
     ]
     assert all(len(dict(pairs)) == len(pairs) for pairs in found)  # each token once
-    assert ids.shape[1] == max(1, *map(len, found))
     return [dict(pairs) for pairs in found]
 
 
@@ -31,9 +30,23 @@ def test_counts_each_token_of_each_slot(before: list[int], output: list[int]):
     history.start(1, [])
     slots = np.array([3, 1])
     for token in output:
-        history.observe(slots, np.array([token, 200 - token], np.int32))
+        history.observe([3, 2, 1], [token, 7, 200 - token])  # nobody follows 2
     expected = [Counter(before + output), Counter(200 - token for token in output)]
     assert as_dicts(history, slots) == [dict(counter) for counter in expected]
+
+
+def test_tables_are_as_wide_as_the_longest_history_that_is_followed():
+    history = TokenHistory(SPARE)
+    history.start(0, range(5))
+    history.start(1, [9])
+    history.observe([1], [8])
+    assert history.tables(np.array([1]))[0].tolist() == [[9, 8, SPARE, SPARE, SPARE]]
+    history.stop(0)
+    assert history.tables(np.array([1]))[0].tolist() == [[9, 8]]
+    history.observe([0], [1])
+    history.stop(1)
+    history.start(0, [])
+    assert as_dicts(history, np.array([0])) == [{}]
 
 
 def test_a_slot_used_again_starts_empty():

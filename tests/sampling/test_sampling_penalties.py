@@ -10,7 +10,8 @@ from mlxinfer.core import SamplingParams
 from mlxinfer.sampling.blocks import pad_rows
 from mlxinfer.sampling.history import TokenHistory
 from mlxinfer.sampling.penalties import penalise, prompt_mask
-from mlxinfer.sampling.plan import ROW, make_plan, row_of
+from mlxinfer.sampling.plan import make_plan
+from mlxinfer.sampling.settings import ROW, row_of
 
 STRENGTHS = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 

@@ -11,7 +11,8 @@ from sampling_reference import Row, kept_tokens
 from mlxinfer.core import SamplingParams
 from mlxinfer.sampling import truncation
 from mlxinfer.sampling.blocks import pad_rows
-from mlxinfer.sampling.plan import ROW, make_plan, row_of
+from mlxinfer.sampling.plan import make_plan
+from mlxinfer.sampling.settings import ROW, row_of
 from mlxinfer.sampling.truncation import kept_weights
 
 DRAWN = PARAMS.filter(lambda params: not params.greedy)
@@ -21,13 +22,11 @@ def weights(x: np.ndarray, *params: SamplingParams) -> np.ndarray:
     """(V,) or (R, V) what is kept of the same logits under each of these settings."""
     table = np.array([row_of(p, len(x)) for p in params], dtype=ROW)
     plan = make_plan(tuple(range(len(params))), table, {}, {}, len(x))
+    assert plan.drawn is not None
+    rows = pad_rows(mx.array(np.broadcast_to(x, (len(params), len(x)))))
     kept = np.zeros((len(params), len(x)), np.float32)
-    for group in plan.drawn:
-        places = np.arange(len(params))[
-            group.rows if isinstance(group.rows, slice) else np.array(group.rows)
-        ]
-        rows = pad_rows(mx.array(np.broadcast_to(x, (len(places), len(x)))))
-        kept[places] = np.array(kept_weights(rows, group.cuts))[:, : len(x)]
+    by_group = kept_weights(rows, plan.drawn.temperature, plan.drawn.groups)
+    kept[plan.drawn.places] = np.array(by_group)[:, : len(x)]
     return kept if len(params) > 1 else kept[0]
 
 

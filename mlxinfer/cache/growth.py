@@ -2,7 +2,8 @@
 
 A pool that grows is copied. Were all layers to grow in the step that needs the page, whoever has a
 token in that step would wait until the whole cache is copied. So growth begins ahead of need: once
-few pages are left each step copies one layer, or as many as the pages taken meanwhile ask for.
+few pages are left each step copies one layer, or as many as the pages taken meanwhile ask for: few
+at first, as most steps take no page, and all of them at the last page.
 """
 
 from collections.abc import Sequence
@@ -50,5 +51,6 @@ def layers_to_grow(sizes: Sequence[int], extent: int, limit: int) -> tuple[range
         return range(0), pages
     num_grown = sum([size >= wanted for size in sizes])
     calm = calm_pages(pages, limit)
-    asked = -(-len(sizes) * (extent - calm) // (pages - calm))  # all of them at the last page
+    taken, lead = extent - calm, pages - calm
+    asked = -(-len(sizes) * taken * taken // (lead * lead))
     return range(num_grown, min(max(asked, num_grown + 1), len(sizes))), wanted

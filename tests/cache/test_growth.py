@@ -49,13 +49,22 @@ def test_a_layer_a_step_though_no_page_is_taken() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 100))
 def test_a_step_that_takes_few_pages_copies_few_layers(num_layers: int, pages: int) -> None:
-    """A part of the layers as large as the part of the pages left that it takes, and one."""
+    """At most twice the part of the layers that the step takes of the pages left, and one."""
     sizes = [1000] * num_layers
     lead = 1000 - calm_pages(1000, 10_000)
     extent = 1000 - lead
     while extent + pages <= 1000:
         extent += pages
-        assert len(grow(sizes, extent, 10_000)) <= -(-num_layers * pages // lead)
+        assert len(grow(sizes, extent, 10_000)) <= -(-num_layers * pages * 2 // lead)
+
+
+def test_a_short_prompt_among_decode_steps_copies_two_layers_of_sixteen() -> None:
+    """It takes 3 of the last 32 pages, and leaves 8 before them; then 8 tokens are sampled."""
+    sizes = [128] * 16
+    for extent in (107, 118):
+        assert 1 <= len(grow(sizes, extent, 10_000)) <= 2
+        assert all(len(grow(sizes, extent, 10_000)) <= 1 for _ in range(8))
+    assert sizes == [256] * 16
 
 
 def test_whoever_takes_all_at_once_gets_it() -> None:

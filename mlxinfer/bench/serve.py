@@ -69,7 +69,7 @@ def scenes(small: bool) -> list[Scene]:
         for n in counts[1:]
     ]
     return [
-        partial(beside_a_stream, stream=24 if small else 400, shorts=3 if small else 9),
+        partial(beside_a_stream, stream=24 if small else 400, shorts=3 if small else 16),
         partial(behind_a_prefill, long=long, stream=24 if small else 400),
         *greedy,
         *mixed,

@@ -62,20 +62,20 @@ class PlainChoice:
         """Rows that need the same work together, then in order again."""
         if mask is not None:
             logits = self._mask(logits, mask)
-        if plan.all_greedy:
+        if plan.drawn is None:
             return mx.argmax(logits, axis=-1).astype(mx.int32)
         rows = logits if logits.shape[-1] == plan.width else pad_rows(logits, plan.padding)
         if plan.order is not None:
             rows = rows[plan.order]
-        tokens = []
         if plan.num_greedy:
-            tokens.append(mx.argmax(rows[: plan.num_greedy], axis=-1))
-        if plan.drawn is not None:
-            tokens.append(self._drawn(plan.drawn, rows[plan.num_greedy :], counts))
-        chosen = mx.concatenate(tokens)
+            greedy, rows = mx.split(rows, [plan.num_greedy])
+            tokens = [mx.argmax(greedy, axis=-1), self._drawn(plan.drawn, rows, counts)]
+            chosen = mx.concatenate(tokens)
+        else:
+            chosen = self._drawn(plan.drawn, rows, counts)
         if plan.places is not None:
-            chosen = chosen[plan.places]
-        return chosen.astype(mx.int32)
+            chosen = mx.take_along_axis(chosen, plan.places, axis=0)
+        return chosen.view(mx.int32)
 
     def _drawn(self, drawn: Drawn, rows: mx.array, counts: NDArray[np.int64]) -> mx.array:
         """(D,) uint32 tokens of padded rows (D, width); counts (R,) of the whole batch."""
@@ -94,7 +94,7 @@ class KernelChoice(PlainChoice):
         self, plan: Plan, logits: mx.array, counts: NDArray[np.int64], mask: mx.array | None
     ) -> mx.array:
         """Through `metal_kernels.sample`; a batch that is all greedy is one operation anyway."""
-        if mask is None and plan.all_greedy:
+        if mask is None and plan.drawn is None:
             return mx.argmax(logits, axis=-1).astype(mx.int32)
         settings = plan.settings.copy()
         settings["count"] = counts

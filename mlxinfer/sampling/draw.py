@@ -32,12 +32,14 @@ class DrawRanks:
 
     blocks: Ranks  # (R, B, 1)
     tokens: Ranks  # (R, 1, 128)
+    block: mx.array  # (R, 1, 1) uint32 128
 
     @classmethod
     def of(cls, num_rows: int, width: int) -> "DrawRanks":
         """Those of weights (R, width)."""
         shape = (num_rows, width // BLOCK, 1)
-        return cls(Ranks.along(1, shape), Ranks.along(2, (num_rows, 1, BLOCK)))
+        block = mx.full((num_rows, 1, 1), BLOCK, mx.uint32)
+        return cls(Ranks.along(1, shape), Ranks.along(2, (num_rows, 1, BLOCK)), block)
 
 
 def draw(weights: mx.array, uniforms: mx.array, ranks: DrawRanks) -> mx.array:
@@ -66,7 +68,7 @@ def draw(weights: mx.array, uniforms: mx.array, ranks: DrawRanks) -> mx.array:
     inside = mx.take_along_axis(within, chosen, axis=1)  # (R, 1, 128)
     weights = mx.take_along_axis(blocks, chosen, axis=1)
     token = _first_beyond(rest, inside, weights, 2, ranks.tokens)  # (R, 1, 1)
-    return (block * BLOCK + token).reshape(-1)
+    return (block * ranks.block + token).reshape(-1)
 
 
 def total_weight(weights: mx.array) -> mx.array:

@@ -61,10 +61,13 @@ class TokenHistory:
                 self._ids[slot, column] = token
             self._counts[slot, columns[token]] += 1
 
-    def tables(self, slots: NDArray[np.int64]) -> tuple[Ints, Floats]:
-        """(P, N) distinct ids and their counts, as wide as the longest history of any slot."""
-        num_ids = max(1, self._longest)
-        return self._ids[slots, :num_ids], self._counts[slots, :num_ids]
+    def ids(self, slots: NDArray[np.int64]) -> Ints:
+        """(P, N) distinct ids, as wide as the longest history of any slot."""
+        return self._ids[slots, : max(1, self._longest)]
+
+    def counts(self, slots: NDArray[np.int64]) -> Floats:
+        """(P, N) how often each of the `ids` is there."""
+        return self._counts[slots, : max(1, self._longest)]
 
     def _reserve(self, *, num_slots: int, num_ids: int) -> None:
         rows, columns = self._ids.shape

@@ -64,7 +64,7 @@ def penalise(
     """
     places = penalties.places
     if pending is not None and places is not None:
-        pending = pending[places]
+        pending = mx.take_along_axis(pending, places, axis=0)
     ids, subtracted = _answers(penalties, history, pending)
     rows = logits if places is None else logits[places]  # (P, width)
     repeated = rows  # as if every token came before
@@ -93,21 +93,17 @@ def _answers(
     A token may come twice, and then the same is subtracted both times. What stands for no token is
     a column that is -inf, whatever is subtracted: `spare`, or -1, the last one.
     """
-    known_ids, known_counts = history.tables(penalties.slots)
-    ids, counts = mx.array(known_ids), None
-    if penalties.frequency is not None:
-        counts = mx.array(known_counts)
-    if pending is not None:
-        newest = pending[:, None]
-        if counts is not None:
-            counts, newest = _counted(ids, counts, newest, history.spare)
-        ids = mx.concatenate([ids, newest], axis=-1)
+    ids = mx.array(history.ids(penalties.slots))
+    newest = None if pending is None else pending[:, None]  # (P, 1)
     subtracted = []
-    if penalties.frequency is not None and counts is not None:
+    if penalties.frequency is not None:
+        counts = mx.array(history.counts(penalties.slots))
+        if newest is not None:
+            counts, newest = _counted(ids, counts, newest, history.spare)
         subtracted.append(penalties.frequency * counts)
     if penalties.presence is not None:
         subtracted.append(penalties.presence)
-    return ids, subtracted
+    return ids if newest is None else mx.concatenate([ids, newest], axis=-1), subtracted
 
 
 def _counted(

@@ -41,7 +41,7 @@ class Plan:
     order: mx.array | None  # (R,) int32 rows by group; None: they stand so already
     places: mx.array | None  # (R,) int32 where each row is in that order
     num_greedy: int  # the first rows by group: their most probable token is taken
-    drawn: Drawn | None  # the others; None: there are none
+    drawn: Drawn | None  # the others; None: all are greedy
     penalties: Penalties | None
     biases: Biases | None
     logprobs: LogprobRows | None
@@ -53,11 +53,6 @@ class Plan:
     def adjusts(self) -> bool:
         """Whether any row has penalties or biases."""
         return self.penalties is not None or self.biases is not None
-
-    @property
-    def all_greedy(self) -> bool:
-        """Whether the token of every row is the most probable one."""
-        return self.drawn is None
 
 
 def make_plan(

@@ -27,6 +27,11 @@ class Cuts:
     kth: mx.array | None  # (S, 1) int32 column, of max_k values that rise, from which top-k keeps
     max_k: int = 0  # 0: no row has a top-k, else every row has one
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no row is cut."""
+        return self.min_p is None and self.top_p is None and self.kth is None
+
 
 def kept_weights(rows: mx.array, temperature: mx.array, groups: Sequence[Cuts]) -> mx.array:
     """Unnormalised probabilities of the tokens that are kept, 0 for the others.
@@ -42,7 +47,15 @@ def kept_weights(rows: mx.array, temperature: mx.array, groups: Sequence[Cuts]) 
     last = groups[-1]
     leading = largest_values(rows[last.rows], last.max_k) if last.max_k else None
     weights = _weights(rows, _highest(rows, leading), temperature)
-    return mx.concatenate([_cut(rows, weights, leading, cuts) for cuts in groups])
+    if all(cuts.keeps_all for cuts in groups):
+        return weights
+    kept = [
+        _kept_by_weight(weights[cuts.rows], cuts)
+        if leading is None or cuts.kth is None
+        else _kept_by_rank(rows[cuts.rows], weights, leading, cuts, cuts.kth)
+        for cuts in groups
+    ]
+    return mx.where(mx.concatenate(kept), weights, 0.0)
 
 
 def _highest(rows: mx.array, leading: mx.array | None) -> mx.array:
@@ -61,32 +74,33 @@ def _weights(rows: mx.array, highest: mx.array, temperature: mx.array) -> mx.arr
     return mx.exp((rows - mx.maximum(highest, LOWEST)) / temperature)
 
 
-def _cut(rows: mx.array, weights: mx.array, leading: mx.array | None, cuts: Cuts) -> mx.array:
-    """(S, width) weights of one group, 0 where they are cut off."""
-    weights, floor = weights[cuts.rows], cuts.min_p
-    if leading is not None and cuts.kth is not None:
-        weights = _top_k_weights(rows[cuts.rows], weights, leading, cuts, cuts.kth)
-    elif cuts.top_p is not None:
-        floor = _top_p_floor(weights, cuts.top_p)
-        floor = floor if cuts.min_p is None else mx.maximum(floor, cuts.min_p)
-    return weights if floor is None else mx.where(weights >= floor, weights, 0.0)
+def _kept_by_weight(weights: mx.array, cuts: Cuts) -> mx.array:
+    """(S, width) bool of a group without top-k, from its weights."""
+    floor: mx.array | float = 0.0 if cuts.min_p is None else cuts.min_p
+    if cuts.top_p is not None:
+        least = _top_p_floor(weights, cuts.top_p)
+        floor = least if cuts.min_p is None else mx.maximum(least, floor)
+    return weights >= floor
 
 
-def _top_k_weights(
+def _kept_by_rank(
     rows: mx.array, weights: mx.array, leading: mx.array, cuts: Cuts, kth: mx.array
 ) -> mx.array:
-    """Weights after top-k and, of what that leaves, top-p.
+    """(S, width) bool of a group with top-k and, of what that leaves, top-p.
 
     The `leading` values (S, max_k), the largest last, are all that is ever sorted. They are
-    compared as logits: two of them may have one weight.
+    compared as logits: two of them may have one weight. The weights are those of all groups.
     """
-    weights = mx.where(rows >= mx.take_along_axis(leading, kth, axis=-1), weights, 0.0)
-    if cuts.top_p is None:
-        return weights
-    goal = cuts.top_p * total_weight(weights)  # ties with the k-th value have their share in it
-    mass = _mass_above(_weights(leading, leading[:, -1:], cuts.temperature))
-    lowest = mx.maximum(_lowest_enough(mass, goal), kth)
-    return mx.where(rows >= mx.take_along_axis(leading, lowest, axis=-1), weights, 0.0)
+    kept = rows >= mx.take_along_axis(leading, kth, axis=-1)
+    if cuts.top_p is None and cuts.min_p is None:
+        return kept
+    weights = weights[cuts.rows]
+    if cuts.top_p is not None:
+        total = total_weight(mx.where(kept, weights, 0.0))  # with ties with the k-th value
+        mass = _mass_above(_weights(leading, leading[:, -1:], cuts.temperature))
+        lowest = mx.maximum(_lowest_enough(mass, cuts.top_p * total), kth)
+        kept = rows >= mx.take_along_axis(leading, lowest, axis=-1)
+    return kept if cuts.min_p is None else kept & (weights >= cuts.min_p)
 
 
 def _top_p_floor(weights: mx.array, top_p: mx.array) -> mx.array:

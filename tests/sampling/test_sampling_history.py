@@ -10,7 +10,7 @@ SPARE = 300
 
 
 def as_dicts(history: TokenHistory, slots: np.ndarray) -> list[dict[int, float]]:
-    ids, counts = history.tables(slots)
+    ids, counts = history.ids(slots), history.counts(slots)
     assert (counts[ids == SPARE] == 0).all()
     found = [
         [(int(token), float(times)) for token, times in zip(*row, strict=True) if token != SPARE]
@@ -35,14 +35,14 @@ def test_counts_each_token_of_each_slot(before: list[int], output: list[int]):
     assert as_dicts(history, slots) == [dict(counter) for counter in expected]
 
 
-def test_tables_are_as_wide_as_the_longest_history_that_is_followed():
+def test_ids_are_as_wide_as_the_longest_history_that_is_followed():
     history = TokenHistory(SPARE)
     history.start(0, range(5))
     history.start(1, [9])
     history.observe([1], [8])
-    assert history.tables(np.array([1]))[0].tolist() == [[9, 8, SPARE, SPARE, SPARE]]
+    assert history.ids(np.array([1])).tolist() == [[9, 8, SPARE, SPARE, SPARE]]
     history.stop(0)
-    assert history.tables(np.array([1]))[0].tolist() == [[9, 8]]
+    assert history.ids(np.array([1])).tolist() == [[9, 8]]
     history.observe([0], [1])
     history.stop(1)
     history.start(0, [])

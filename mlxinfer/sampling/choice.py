@@ -79,7 +79,7 @@ class PlainChoice:
 
     def _drawn(self, drawn: Drawn, rows: mx.array, counts: NDArray[np.int64]) -> mx.array:
         """(D,) uint32 tokens of padded rows (D, width); counts (R,) of the whole batch."""
-        weights = kept_weights(rows, drawn.temperature, drawn.groups)
+        weights = kept_weights(rows, drawn.by_weight, drawn.by_rank)
         random = uniforms(drawn.streams, counts[drawn.places])
         ranks = self._ranks.get(rows.shape)
         if ranks is None:

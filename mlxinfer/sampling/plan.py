@@ -18,7 +18,7 @@ from .blocks import padded_width, row_padding
 from .logprobs import LogprobRows, logprob_rows
 from .penalties import Penalties, Repetition
 from .settings import GREEDY, PLAIN, TOP_K, TOP_P
-from .truncation import Cuts
+from .truncation import RankCuts, WeightCuts
 
 K_STEP = 64  # top_k is rounded up to this: whole vectors, and few shapes
 
@@ -29,8 +29,8 @@ class Drawn:
 
     places: NDArray[np.int64]  # (D,) in the batch
     streams: NDArray[np.uint64]  # (D,)
-    temperature: mx.array  # (D, width) float32
-    groups: tuple[Cuts, ...]
+    by_weight: WeightCuts | None
+    by_rank: RankCuts | None  # of the last group
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,24 +104,34 @@ def _settings(rows: NDArray[np.void]) -> NDArray[np.void]:
 
 def _drawn(rows: NDArray[np.void], groups: Sequence[NDArray[np.int64]], vocab_size: int) -> Drawn:
     places = np.concatenate(groups)
-    cuts, start = [], 0
-    for group in groups:
-        if len(group):
-            cuts.append(_cuts(rows[group], start, vocab_size))
-            start += len(group)
-    temperature = _across(rows["temperature"][places], vocab_size)
-    return Drawn(places, rows["stream"][places], temperature, tuple(cuts))
+    plain, top_p, top_k = (rows[group] for group in groups)
+    return Drawn(
+        places=places,
+        streams=rows["stream"][places],
+        by_weight=_weight_cuts(plain, top_p, vocab_size) if len(plain) + len(top_p) else None,
+        by_rank=_rank_cuts(top_k, vocab_size) if len(top_k) else None,
+    )
 
 
-def _cuts(rows: NDArray[np.void], start: int, vocab_size: int) -> Cuts:
+def _weight_cuts(plain: NDArray[np.void], top_p: NDArray[np.void], vocab_size: int) -> WeightCuts:
+    temperature = np.concatenate([plain["temperature"], top_p["temperature"]])
+    cuts_plain = len(plain) > 0 and (len(top_p) > 0 or plain["min_p"].any())
+    return WeightCuts(
+        temperature=_across(temperature, vocab_size),
+        floor=_column(plain["min_p"]) if cuts_plain else None,
+        top_p=_column(top_p["top_p"]) if len(top_p) else None,
+        min_p=_column(top_p["min_p"]) if top_p["min_p"].any() else None,
+    )
+
+
+def _rank_cuts(rows: NDArray[np.void], vocab_size: int) -> RankCuts:
     max_k = min(-(-int(rows["top_k"].max()) // K_STEP) * K_STEP, padded_width(vocab_size))
-    return Cuts(
-        rows=slice(start, start + len(rows)),
-        temperature=_column(rows["temperature"]),
-        min_p=_column(rows["min_p"]) if rows["min_p"].any() else None,
-        top_p=_column(rows["top_p"]) if (rows["top_p"] < 1).any() else None,
-        kth=_column(max_k - rows["top_k"]) if max_k else None,
+    return RankCuts(
+        temperature=_across(rows["temperature"], vocab_size),
         max_k=max_k,
+        kth=_column(max_k - rows["top_k"]),
+        top_p=_column(rows["top_p"]) if (rows["top_p"] < 1).any() else None,
+        min_p=_column(rows["min_p"]) if rows["min_p"].any() else None,
     )
 
 

@@ -4,7 +4,6 @@ Every cut is a threshold on a value, so equal values stay or go together, and wh
 depend on the order in which a sort puts ties.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -17,56 +16,46 @@ LOWEST = mx.finfo(mx.float32).min
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
-    """The settings of S neighbouring rows; None where no row of them asks for it."""
+class WeightCuts:
+    """The settings of W rows without top-k: first N that have no top-p, then T that have."""
 
-    rows: slice  # among all that are drawn
-    temperature: mx.array  # (S, 1) float32, above 0
-    min_p: mx.array | None  # (S, 1) float32
-    top_p: mx.array | None  # (S, 1) float32, above 1: keeps all
-    kth: mx.array | None  # (S, 1) int32 column, of max_k values that rise, from which top-k keeps
-    max_k: int = 0  # 0: no row has a top-k, else every row has one
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether no row is cut."""
-        return self.min_p is None and self.top_p is None and self.kth is None
+    temperature: mx.array  # (W, width) float32, above 0
+    floor: mx.array | None  # (N, 1) float32 min-p of the former; None: N is 0, or nothing is cut
+    top_p: mx.array | None  # (T, 1) float32
+    min_p: mx.array | None  # (T, 1) float32 of the latter; None: no row of them asks for it
 
 
-def kept_weights(rows: mx.array, temperature: mx.array, groups: Sequence[Cuts]) -> mx.array:
+@dataclass(frozen=True, slots=True)
+class RankCuts:
+    """The settings of K rows with top-k."""
+
+    temperature: mx.array  # (K, width) float32, above 0
+    max_k: int
+    kth: mx.array  # (K, 1) int32 column, of max_k values that rise, from which top-k keeps
+    top_p: mx.array | None  # (K, 1) float32, above 1: keeps all; None: no row asks for it
+    min_p: mx.array | None  # (K, 1) float32
+
+
+def kept_weights(
+    rows: mx.array, by_weight: WeightCuts | None, by_rank: RankCuts | None
+) -> mx.array:
     """Unnormalised probabilities of the tokens that are kept, 0 for the others.
 
     Args:
-        rows: (D, width) float32 logits, padded with -inf.
-        temperature: (D, 1) or (D, width) float32, above 0.
-        groups: settings of these rows, group after group; only the last may have a top-k.
+        rows: (W + K, width) float32 logits, padded with -inf.
+        by_weight: settings of the first W rows; None: W is 0.
+        by_rank: settings of the last K rows; None: K is 0.
 
     Returns:
-        (D, width) float32; the most probable token has exactly 1.
+        (W + K, width) float32; the most probable token has exactly 1.
     """
-    last = groups[-1]
-    leading = largest_values(rows[last.rows], last.max_k) if last.max_k else None
-    weights = _weights(rows, _highest(rows, leading), temperature)
-    if all(cuts.keeps_all for cuts in groups):
-        return weights
-    kept = [
-        _kept_by_weight(weights[cuts.rows], cuts)
-        if leading is None or cuts.kth is None
-        else _kept_by_rank(rows[cuts.rows], weights, leading, cuts, cuts.kth)
-        for cuts in groups
-    ]
-    return mx.where(mx.concatenate(kept), weights, 0.0)
-
-
-def _highest(rows: mx.array, leading: mx.array | None) -> mx.array:
-    """(D, 1) the largest value of each row; of the last rows the `leading` ones are known."""
-    if leading is None:
-        return rows.max(axis=-1, keepdims=True)
-    num_unknown = len(rows) - len(leading)
-    known = leading[:, -1:]
-    if not num_unknown:
-        return known
-    return mx.concatenate([rows[:num_unknown].max(axis=-1, keepdims=True), known])
+    if by_weight is None:
+        assert by_rank is not None
+        return _kept_by_rank(rows, by_rank)
+    if by_rank is None:
+        return _kept_by_weight(rows, by_weight)
+    first, last = mx.split(rows, [len(rows) - len(by_rank.kth)])
+    return mx.concatenate([_kept_by_weight(first, by_weight), _kept_by_rank(last, by_rank)])
 
 
 def _weights(rows: mx.array, highest: mx.array, temperature: mx.array) -> mx.array:
@@ -74,33 +63,37 @@ def _weights(rows: mx.array, highest: mx.array, temperature: mx.array) -> mx.arr
     return mx.exp((rows - mx.maximum(highest, LOWEST)) / temperature)
 
 
-def _kept_by_weight(weights: mx.array, cuts: Cuts) -> mx.array:
-    """(S, width) bool of a group without top-k, from its weights."""
-    floor: mx.array | float = 0.0 if cuts.min_p is None else cuts.min_p
+def _at_least(floor: mx.array, weights: mx.array) -> mx.array:
+    return mx.where(weights >= floor, weights, 0.0)
+
+
+def _kept_by_weight(rows: mx.array, cuts: WeightCuts) -> mx.array:
+    """(W, width) weights after top-p and min-p: both are one floor."""
+    weights = _weights(rows, rows.max(axis=-1, keepdims=True), cuts.temperature)
+    floors = [] if cuts.floor is None else [cuts.floor]
     if cuts.top_p is not None:
-        least = _top_p_floor(weights, cuts.top_p)
-        floor = least if cuts.min_p is None else mx.maximum(least, floor)
-    return weights >= floor
+        floor = _top_p_floor(weights[len(rows) - len(cuts.top_p) :], cuts.top_p)
+        floors.append(floor if cuts.min_p is None else mx.maximum(floor, cuts.min_p))
+    return _at_least(mx.concatenate(floors), weights) if floors else weights
 
 
-def _kept_by_rank(
-    rows: mx.array, weights: mx.array, leading: mx.array, cuts: Cuts, kth: mx.array
-) -> mx.array:
-    """(S, width) bool of a group with top-k and, of what that leaves, top-p.
+def _kept_by_rank(rows: mx.array, cuts: RankCuts) -> mx.array:
+    """(K, width) weights after top-k and, of what that leaves, top-p, and then min-p.
 
-    The `leading` values (S, max_k), the largest last, are all that is ever sorted. They are
-    compared as logits: two of them may have one weight. The weights are those of all groups.
+    The k largest values are all that is ever sorted. They are compared as logits: two of them may
+    have one weight.
     """
-    kept = rows >= mx.take_along_axis(leading, kth, axis=-1)
-    if cuts.top_p is None and cuts.min_p is None:
-        return kept
-    weights = weights[cuts.rows]
+    leading = largest_values(rows, cuts.max_k)  # (K, max_k)
+    highest = leading[:, -1:]
+    kept = rows >= mx.take_along_axis(leading, cuts.kth, axis=-1)
+    weights = _weights(mx.where(kept, rows, -mx.inf), highest, cuts.temperature)
     if cuts.top_p is not None:
-        total = total_weight(mx.where(kept, weights, 0.0))  # with ties with the k-th value
-        mass = _mass_above(_weights(leading, leading[:, -1:], cuts.temperature))
-        lowest = mx.maximum(_lowest_enough(mass, cuts.top_p * total), kth)
+        goal = cuts.top_p * total_weight(weights)  # ties with the k-th value have a share in it
+        mass = _mass_above(_weights(leading, highest, cuts.temperature[:, : cuts.max_k]))
+        lowest = mx.maximum(_lowest_enough(mass, goal), cuts.kth)
         kept = rows >= mx.take_along_axis(leading, lowest, axis=-1)
-    return kept if cuts.min_p is None else kept & (weights >= cuts.min_p)
+        weights = mx.where(kept, weights, 0.0)
+    return weights if cuts.min_p is None else _at_least(cuts.min_p, weights)
 
 
 def _top_p_floor(weights: mx.array, top_p: mx.array) -> mx.array:
@@ -127,7 +120,7 @@ def _mass_above(rising: mx.array) -> mx.array:
 def _lowest_enough(mass: mx.array, goal: mx.array) -> mx.array:
     """(S, 1) column of the lowest value whose mass, of _mass_above, is at least `goal`.
 
-    Column 0 where even the second is enough, or where none is: it needs no mass of its own.
+    Column 0 where no mass is: the lowest value comes when no other is left, whatever its own.
     """
     return (mass >= goal).sum(axis=-1, keepdims=True)
 

@@ -25,7 +25,7 @@ from sample_reference import kept_tokens, possible_tokens
 from mlxinfer.sampling.blocks import pad_rows
 from mlxinfer.sampling.draw import DrawRanks, draw
 from mlxinfer.sampling.randomness import stream_of, uniforms
-from mlxinfer.sampling.truncation import Cuts, kept_weights
+from mlxinfer.sampling.truncation import RankCuts, WeightCuts, kept_weights
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 PASSES = {"greedy": 1, "temperature": 2.1, "top_k": 6.1, "top_p": 6.1, "all": 11.1}  # over the row
@@ -82,16 +82,13 @@ def test_twin_and_the_sampler_in_use_choose_the_same(kind: str) -> None:
     random = uniforms(rows["stream"], rows["count"].astype(np.int64))
     for place, row in enumerate(rows):
         top_k = int(row["top_k"]) if row["top_k"] < 300 else 0
-        cuts = Cuts(
-            rows=slice(0, 1),
-            temperature=mx.array([[float(row["temperature"])]]),
-            min_p=mx.array([[float(row["min_p"])]]),
-            top_p=mx.array([[float(row["top_p"]) if row["top_p"] < 1 else 2.0]]),
-            kth=mx.array([[0]]) if top_k else None,
-            max_k=top_k,
-        )
+        temperature = mx.array([[float(row["temperature"])]])
+        min_p = mx.array([[float(row["min_p"])]])
+        top_p = mx.array([[float(row["top_p"]) if row["top_p"] < 1 else 2.0]])
+        by_weight = None if top_k else WeightCuts(temperature, None, top_p, min_p)
+        by_rank = RankCuts(temperature, top_k, mx.array([[0]]), top_p, min_p) if top_k else None
         padded = pad_rows(mx.array(logits[place : place + 1]))
-        weights = kept_weights(padded, cuts.temperature, [cuts])
+        weights = kept_weights(padded, by_weight, by_rank)
         number = mx.array(random[place : place + 1, None, None])
         plain = draw(weights, number, DrawRanks.of(*padded.shape)).item()
         possible = possible_tokens(logits[place], row)

@@ -25,7 +25,7 @@ def weights(x: np.ndarray, *params: SamplingParams) -> np.ndarray:
     assert plan.drawn is not None
     rows = pad_rows(mx.array(np.broadcast_to(x, (len(params), len(x)))))
     kept = np.zeros((len(params), len(x)), np.float32)
-    by_group = kept_weights(rows, plan.drawn.temperature, plan.drawn.groups)
+    by_group = kept_weights(rows, plan.drawn.by_weight, plan.drawn.by_rank)
     kept[plan.drawn.places] = np.array(by_group)[:, : len(x)]
     return kept if len(params) > 1 else kept[0]
 

@@ -37,20 +37,63 @@ def paged_attention(
     Returns:
         (B, Q, H * G, D)
     """
-    num_seqs, num_queries, num_heads, _ = queries.shape
-    kv_heads, dim = tail_values.shape[1], tail_values.shape[-1]
-    by_head = _by_kv_head(queries * scale, kv_heads)  # (B, H, G * Q, D)
-    if num_queries > 1:
-        tail_mask = mx.tile(tail_mask, (1, 1, num_heads // kv_heads, 1))
-    tail_scores = by_head @ tail_keys.swapaxes(-1, -2) + tail_mask  # (B, H, G * Q, R)
-    sink_column = None if sinks is None else _sink_column(sinks, kv_heads, num_queries)
+    by_head, tail_scores = _tail_scores(queries, tail_keys, tail_mask, scale)
+    sink_column = _sink_column(sinks, tail_keys.shape[1], queries.shape[1])
     if any(runs):
         rows = zip(_rows(by_head), runs, run_masks, _rows(tail_scores), strict=True)
-        found = [_one_sequence(*row, sink_column, value_dim=dim) for row in rows]
+        dim = tail_values.shape[-1]
+        found = [_over_runs(*row, sink_column, value_dim=dim) for row in rows]
         weights, seen = zip(*found, strict=True)
         outputs = _joined(weights) @ tail_values + _joined(seen)
     else:
         outputs = _softmax(tail_scores, sink_column) @ tail_values
+    return _by_token(outputs, queries.shape)
+
+
+def gathered_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    mask: mx.array | None,
+    tail_keys: mx.array,
+    tail_values: mx.array,
+    tail_mask: mx.array,
+    *,
+    scale: float,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """The same where the pages of all sequences were gathered into one array, padded.
+
+    Args:
+        keys, values: (B, H, D, N) and (B, H, N, D).
+        mask: additive (B, 1, 1 or Q, N), or None: all visible.
+
+    Returns:
+        (B, Q, H * G, D)
+    """
+    by_head, tail_scores = _tail_scores(queries, tail_keys, tail_mask, scale)
+    sink_column = _sink_column(sinks, tail_keys.shape[1], queries.shape[1])
+    weights, seen = _over_runs(
+        by_head, [(keys, values)], mask, tail_scores, sink_column, value_dim=values.shape[-1]
+    )
+    return _by_token(weights @ tail_values + seen, queries.shape)
+
+
+def _tail_scores(
+    queries: mx.array, tail_keys: mx.array, tail_mask: mx.array, scale: float
+) -> tuple[mx.array, mx.array]:
+    """Scaled queries (B, H, G * Q, D), and what they give with the tails (B, H, G * Q, R)."""
+    kv_heads = tail_keys.shape[1]
+    by_head = _by_kv_head(queries * scale, kv_heads)
+    if queries.shape[1] > 1:
+        tail_mask = mx.tile(tail_mask, (1, 1, queries.shape[2] // kv_heads, 1))
+    return by_head, by_head @ tail_keys.swapaxes(-1, -2) + tail_mask
+
+
+def _by_token(outputs: mx.array, shape: Sequence[int]) -> mx.array:
+    """(B, H, G * Q, D) -> (B, Q, H * G, D), the `shape` of queries but for D."""
+    num_seqs, num_queries, num_heads, _ = shape
+    kv_heads, dim = outputs.shape[1], outputs.shape[-1]
     if num_queries == 1:
         return outputs.reshape(num_seqs, 1, num_heads, dim)
     outputs = outputs.reshape(num_seqs, kv_heads, -1, num_queries, dim)
@@ -77,7 +120,7 @@ def _joined(rows: Sequence[mx.array]) -> mx.array:
     return rows[0] if len(rows) == 1 else mx.concatenate(list(rows))
 
 
-def _one_sequence(
+def _over_runs(
     queries: mx.array,
     runs: Sequence[Run],
     run_mask: mx.array | None,
@@ -89,16 +132,18 @@ def _one_sequence(
     """Weights of the tail (1, H, G * Q, R) of one sequence, and what it sees of its pages.
 
     The latter is (1, H, G * Q, D). What the tails give is a product for all sequences together.
+    So it is with sequences whose pages were gathered: B in place of 1, and one run for all.
     """
     if not runs:
         nothing = mx.zeros((*queries.shape[:-1], value_dim), queries.dtype)
         return _softmax(tail_scores, sink_column), nothing
     scores = [queries @ keys for keys, _ in runs]  # (1, H, G * Q, N)
     if run_mask is not None:
-        group = queries.shape[2] // run_mask.shape[0]
-        scores = [mx.concatenate(scores, axis=-1) + mx.tile(run_mask, (group, 1))]
+        group = queries.shape[2] // run_mask.shape[-2]
+        tiled = run_mask if run_mask.shape[-2] == 1 else mx.tile(run_mask, (group, 1))
+        scores = [(scores[0] if len(scores) == 1 else mx.concatenate(scores, axis=-1)) + tiled]
     weights = _softmax(mx.concatenate([*scores, tail_scores], axis=-1), sink_column)
-    ends = list(accumulate(values.shape[1] for _, values in runs))
+    ends = list(accumulate(values.shape[-2] for _, values in runs))
     *run_weights, tail_weights = mx.split(weights, ends, axis=-1)
     seen, *others = [weight @ values for weight, (_, values) in zip(run_weights, runs, strict=True)]
     for more in others:
@@ -106,8 +151,10 @@ def _one_sequence(
     return tail_weights, seen
 
 
-def _sink_column(sinks: mx.array, kv_heads: int, num_queries: int) -> mx.array:
+def _sink_column(sinks: mx.array | None, kv_heads: int, num_queries: int) -> mx.array | None:
     """(H * G,) -> (H, G * Q, 1)."""
+    if sinks is None:
+        return None
     return mx.repeat(sinks.reshape(kv_heads, -1, 1), num_queries, axis=1)
 
 

@@ -12,6 +12,7 @@ from ..metal_kernels.attention_plan import AttentionPlan, plan_attention
 from ..metal_kernels.paged_attention_kernel import paged_attention_on_metal
 from .pool import LayerPool
 from .reach import Reach
+from .short_plan import Part
 from .spans import Ints, ShortSpans
 
 
@@ -39,25 +40,43 @@ class KernelPlan:
         return outputs
 
 
-def plan_kernel(
-    short: ShortSpans, group: int, reach: Reach, page_size: int, kv_heads: int
-) -> KernelPlan:
-    """Plan spans of one step, whose tokens stand one after another in the flat list."""
-    first = int(short.rows[0])
-    plan = plan_attention(
-        starts=short.starts,
-        stops=short.starts + short.counts,
-        sealed=short.sealed,
-        slots=short.slots,
-        tables=short.lasting(("pages", group), lambda: _pages(short, group))
-        if reach.window is None
-        else _pages(short, group),
-        page_size=page_size,
-        kv_heads=kv_heads,
-        window=reach.window,
-        sinks=reach.sinks,
-    )
-    return KernelPlan(slice(first, first + plan.num_queries), plan)
+class KernelPlanner:
+    """Plans the short spans of a layer group.
+
+    Args:
+        group: the layer group.
+        reach: what its layers keep.
+        page_size: tokens a page.
+        kv_heads: of its layers.
+    """
+
+    def __init__(self, group: int, reach: Reach, page_size: int, *, kv_heads: int) -> None:
+        self._group = group
+        self._reach = reach
+        self._page_size = page_size
+        self._kv_heads = kv_heads
+
+    def __call__(self, short: ShortSpans, num_rows: int) -> list[Part]:
+        """Spans of a step whose tokens stand one after another in the flat list."""
+        first = int(short.rows[0])
+        plan = plan_attention(
+            starts=short.starts,
+            stops=short.starts + short.counts,
+            sealed=short.sealed,
+            slots=short.slots,
+            tables=self._tables(short),
+            page_size=self._page_size,
+            kv_heads=self._kv_heads,
+            window=self._reach.window,
+            sinks=self._reach.sinks,
+        )
+        rows = slice(first, first + plan.num_queries)
+        return [(np.arange(first, rows.stop, dtype=np.int32), KernelPlan(rows, plan))]
+
+    def _tables(self, short: ShortSpans) -> list[Ints]:
+        if self._reach.window is None:
+            return short.lasting(("pages", self._group), lambda: _pages(short, self._group))
+        return _pages(short, self._group)
 
 
 def _pages(short: ShortSpans, group: int) -> list[Ints]:

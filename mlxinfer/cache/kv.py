@@ -10,11 +10,14 @@ from ..errors import InsufficientMemoryError
 from ..memory import human_bytes
 from ..metal_kernels.heads import Heads
 from .growth import FIRST_PAGES, calm_pages, layers_to_grow
+from .kernel_attention import KernelPlanner
 from .pages import PageAllocator, PageTable
-from .plan import Planner, make_planner, padded_positions, plan_group
-from .pool import Bits, LayerPool, Plane, token_bytes
+from .plain_attention import PlainPlanner
+from .plan import padded_positions, plan_group
+from .pool import PLAIN, Bits, LayerPool, Plane, token_bytes
 from .reach import Reach
 from .sealing import Moves, seal_index
+from .short_plan import Planner
 from .spans import StepSpans
 from .step import StepKV
 
@@ -73,7 +76,7 @@ class KVCache:
         self.dtype = dtype
         self.page_size = page_size
         self._prefill_chunk = prefill_chunk
-        self.bits = list(bits or [(None, None)] * len(specs))
+        self.bits = list(bits or [PLAIN] * len(specs))
         self.bytes_copied = 0  # tails copied because a step was in flight
         self.bytes_grown = 0  # copied while pools grew
         per_page = [
@@ -107,13 +110,16 @@ class KVCache:
         self.reset()
 
     def _planner(self, group: int, reach: Reach, layers: list[int]) -> Planner:
-        return make_planner(
+        """How short spans of a group attend: through kernels, or in plain MLX."""
+        if self._kernel_layers.issuperset(layers):
+            kv_heads = self.specs[layers[0]].num_kv_heads
+            return KernelPlanner(group, reach, self.page_size, kv_heads=kv_heads)
+        return PlainPlanner(
             group,
             reach,
             self.page_size,
-            kv_heads=self.specs[layers[0]].num_kv_heads,
-            decodes=any(self.bits[i] != (None, None) for i in layers),
-            kernels=self._kernel_layers.issuperset(layers),
+            token_bytes=max([token_bytes(self.specs[i], self.dtype, PLAIN) for i in layers]),
+            decodes=any(self.bits[i] != PLAIN for i in layers),
         )
 
     def _max_held(self, reach: Reach, prefill_chunk: int) -> int | None:

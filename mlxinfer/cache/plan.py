@@ -4,48 +4,19 @@ Once per step and layer group, for all layers of the group. Short segments (deco
 come first in the flat list of tokens and go to tails; long ones (prefill chunks) go to pages.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from .chunk_attention import ChunkPlan, plan_chunk
-from .kernel_attention import plan_kernel
-from .pool import LayerPool, TailPlace, tail_place
+from .pool import TailPlace, tail_place
 from .reach import Reach
-from .run_attention import plan_runs
+from .short_plan import Planner, ShortPlan
 from .spans import Ints, ShortSpans, Span, StepSpans
 
-
-class ShortPlan(Protocol):
-    """How some short spans attend, in every layer of a group."""
-
-    def attend(
-        self, pool: LayerPool, queries: mx.array, *, scale: float, sinks: mx.array | None
-    ) -> mx.array:
-        """Flat queries (T, heads, D) -> what those of these spans see, (T', heads, V)."""
-        ...
-
-
 MIN_POSITIONS = 8
-Planner = Callable[[ShortSpans, int], ShortPlan]  # of spans among so many rows of a step
-
-
-def make_planner(
-    group: int, reach: Reach, page_size: int, *, kv_heads: int, decodes: bool, kernels: bool
-) -> Planner:
-    """How short spans of layer group `group` attend: through kernels, or in plain MLX.
-
-    Args:
-        kv_heads: of its layers.
-        decodes: a layer of it stores something else than vectors.
-        kernels: of all its layers may be used.
-    """
-    if kernels:
-        return lambda spans, num_rows: plan_kernel(spans, group, reach, page_size, kv_heads)
-    return lambda spans, num_rows: plan_runs(spans, group, reach, page_size, num_rows, decodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +25,7 @@ class GroupPlan:
 
     short: list[ShortPlan]
     long: list[ChunkPlan]
+    order: mx.array | None  # (T,) from what these give, one after another, to flat order
     tail_rows: mx.array | None  # (N,) flat rows that go to tails; None: all of them, in order
     tail_place: TailPlace | None  # where the N tokens go; None: none does
     positions: mx.array | None  # see padded_positions; None: no layer writes through a kernel
@@ -72,13 +44,27 @@ def plan_group(
     ring = 2 * page_size
     rows, slots, places = _tail_writes(spans.short, spans.long, page_size)
     num_rows = len(spans.positions)
+    parts = [part for some in spans.short for part in planner(some, num_rows)]
     return GroupPlan(
-        short=[planner(some, num_rows) for some in spans.short],
+        short=[plan for _, plan in parts],
         long=[plan_chunk(span, group, reach) for span in spans.long],
+        order=_order([rows for rows, _ in parts], num_rows),
         tail_rows=None if len(rows) == num_rows else mx.array(rows),
         tail_place=tail_place(slots, places % ring) if len(rows) else None,
         positions=positions,
     )
+
+
+def _order(parts: Sequence[Ints], num_rows: int) -> mx.array | None:
+    """(T,) where each row of the step stands when those of `parts` come first; None: in place."""
+    if len(parts) < 2:
+        return None
+    rows = np.concatenate(parts)
+    if (np.diff(rows) > 0).all():
+        return None
+    order = np.arange(num_rows, dtype=np.int32)
+    order[rows] = np.arange(len(rows), dtype=np.int32)
+    return mx.array(order)
 
 
 def padded_positions(positions: Ints) -> mx.array:

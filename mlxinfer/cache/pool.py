@@ -25,7 +25,7 @@ PIECE = 2048  # tokens that are decoded together
 
 Runs = Sequence[tuple[int, int]]  # [from, to) ranges of pool slots
 Bits = tuple[int | None, int | None]  # of keys and values; None: the activation dtype
-
+PLAIN: Bits = (None, None)
 
 TailPlace = tuple[mx.array | slice, slice, mx.array | slice]  # index of N tokens in tails
 
@@ -149,6 +149,11 @@ class Plane:
         ]
         return self._decoded(joined, after)
 
+    def read_pages(self, ids: mx.array, page_size: int) -> mx.array:
+        """(B, H, n * P, D) of pages `ids` (B, n), gathered."""
+        parts = [mx.unflatten(pages, 1, (-1, page_size))[:, ids] for pages in self.pages]
+        return mx.flatten(self.fmt.decode(parts), 2, 3).swapaxes(0, 1)  # from (H, B, n, P, D)
+
     def read_tails(self, slots: mx.array | slice) -> mx.array:
         """(B, H, 2 * P, D)."""
         return self.fmt.decode([tails[slots] for tails in self.tails])
@@ -181,7 +186,7 @@ class LayerPool:
         num_pages: int,
         num_slots: int,
         dtype: mx.Dtype,
-        bits: Bits = (None, None),
+        bits: Bits = PLAIN,
     ) -> None:
         key_format, value_format = layer_formats(spec, dtype, bits)
         heads = spec.num_kv_heads

@@ -70,10 +70,14 @@ class ShortSpans:
 
     def moved_on(self) -> "ShortSpans":
         """The next tokens of the same sequences, whose pages hold what they held."""
+        return self.at(self.starts + 1)
+
+    def at(self, starts: Ints) -> "ShortSpans":
+        """The same sequences at other positions (B,); what lasts is known of these, too."""
         return ShortSpans(
             self.tables,
             self.rows,
-            self.starts + 1,
+            starts,
             self.counts,
             self.sealed,
             self.slots,
@@ -83,6 +87,17 @@ class ShortSpans:
     def sealed_to(self, stops: Ints) -> "ShortSpans":
         """The same tokens, with pages up to (B,) these positions before the tails."""
         return ShortSpans(self.tables, self.rows, self.starts, self.counts, stops, self.slots)
+
+    def some(self, places: Ints) -> "ShortSpans":
+        """Those at these places among the B."""
+        return ShortSpans(
+            [self.tables[place] for place in places.tolist()],
+            self.rows[places],
+            self.starts[places],
+            self.counts[places],
+            self.sealed[places],
+            self.slots[places],
+        )
 
     def joined(self, other: "ShortSpans") -> "ShortSpans":
         """These and others that come right after them in the flat list."""

@@ -66,7 +66,8 @@ class StepKV:
         self._write(self._pool.values, values)
         plans = [*self._plan.short, *self._plan.long]
         parts = [plan.attend(self._pool, queries, scale=scale, sinks=sinks) for plan in plans]
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        joined = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        return joined if self._plan.order is None else joined[self._plan.order]
 
     def _write(self, plane: Plane, encoded: list[mx.array]) -> None:
         plan = self._plan

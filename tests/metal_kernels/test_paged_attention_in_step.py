@@ -11,7 +11,8 @@ from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
 
 from mlxinfer.cache.pages import PageTable
-from mlxinfer.cache.plan import make_planner, padded_positions, plan_group
+from mlxinfer.cache.plain_attention import PlainPlanner
+from mlxinfer.cache.plan import padded_positions, plan_group
 from mlxinfer.cache.pool import Bits, LayerPool
 from mlxinfer.cache.reach import Reach
 from mlxinfer.cache.spans import Span, StepSpans
@@ -103,7 +104,7 @@ def attend(
 ) -> tuple[mx.array, mx.array]:
     """Queries of a step, and what its attention gives."""
     count = sum(span.num_tokens for span in (*short, *long))
-    planner = make_planner(0, reach, PAGE, kv_heads=HEADS, decodes=True, kernels=False)
+    planner = PlainPlanner(0, reach, PAGE, token_bytes=1 << 20, decodes=True)
     spans = StepSpans.of(short, long)
     plan = plan_group(
         spans,

@@ -1,0 +1,112 @@
+"""Short spans attend in plain MLX: over their pages, gathered into one padded array. No queue.
+
+Where sequences are many and short this takes a handful of operations for all of them, where views
+of runs take a handful for each; the copy is what it costs.
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from ..metal_kernels.paged_attention import gathered_attention
+from .pool import LayerPool
+from .queries import ShortQueries, additive, plan_queries
+from .reach import Reach
+from .spans import Ints, ShortSpans
+
+
+@dataclass(frozen=True, slots=True)
+class GatherPlan:
+    """B spans that see n pages each, padded."""
+
+    queries: ShortQueries
+    page_ids: mx.array  # (B, n)
+    mask: mx.array | None  # (B, 1, 1 or Q, n * page_size) additive; None: all is seen
+
+    def attend(
+        self, pool: LayerPool, queries: mx.array, *, scale: float, sinks: mx.array | None
+    ) -> mx.array:
+        """Flat queries (T, heads, D) -> what those of these spans see, (T', heads, V)."""
+        own, slots = self.queries.take(queries), self.queries.slots
+        ids = mx.depends([self.page_ids], [own])[0]  # else all layers might gather first
+        outputs = gathered_attention(
+            own,
+            pool.keys.read_pages(ids, pool.page_size).swapaxes(-1, -2),
+            pool.values.read_pages(ids, pool.page_size),
+            self.mask,
+            pool.keys.read_tails(slots),
+            pool.values.read_tails(slots),
+            self.queries.tail_mask,
+            scale=scale,
+            sinks=sinks,
+        )
+        return self.queries.flat(outputs)
+
+
+def plan_gather(
+    short: ShortSpans, group: int, reach: Reach, page_size: int, num_rows: int
+) -> GatherPlan:
+    """Plan spans of one step, each of which sees a page at least."""
+    queries, positions = plan_queries(short, reach, page_size, num_rows)
+    if reach.window is None:
+        ids, mask = short.lasting(("gather", group), lambda: _all_pages(short, group, page_size))
+    else:
+        ids, mask = _window_pages(short, group, reach, page_size, positions)
+    return GatherPlan(queries, ids, mask)
+
+
+def num_visible(short: ShortSpans, reach: Reach, page_size: int) -> Ints:
+    """(B,) sealed pages of which each span sees anything."""
+    pages = short.sealed // page_size
+    if reach.window is None:
+        return pages
+    first = np.maximum(short.starts - reach.window + 1, 0) // page_size
+    kept = np.minimum(reach.kept_pages(page_size), first)
+    return np.minimum(kept, pages) + np.maximum(pages - first, 0)
+
+
+def _all_pages(short: ShortSpans, group: int, page_size: int) -> tuple[mx.array, mx.array | None]:
+    """Ids (B, n) of all sealed pages, and the mask (B, 1, 1, n * page_size) of the padding."""
+    tables = [
+        np.asarray(tables[group].numbers_before(stop))
+        for tables, stop in zip(short.tables, short.sealed.tolist(), strict=True)
+    ]
+    ids, real = _padded(tables)
+    if real.all():
+        return mx.array(ids), None
+    mask = np.repeat(additive(real), page_size, axis=1)
+    return mx.array(ids), mx.array(mask[:, None, None])
+
+
+def _window_pages(
+    short: ShortSpans, group: int, reach: Reach, page_size: int, positions: Ints
+) -> tuple[mx.array, mx.array]:
+    """Ids (B, n) of the pages that anything is seen of, and the mask (B, 1, Q, n * page_size)."""
+    tables, numbers = [], []
+    for row, start, sealed in zip(
+        short.tables, short.starts.tolist(), short.sealed.tolist(), strict=True
+    ):
+        first = reach.first_page(start, page_size)
+        kept = np.arange(min(reach.kept_pages(page_size), first, sealed // page_size))
+        seen = np.concatenate([kept, np.arange(first, sealed // page_size)])
+        numbers.append(seen)
+        tables.append(np.asarray(row[group].numbers_before(sealed))[seen])
+    ids, real = _padded(tables)
+    keys = _padded(numbers)[0][:, :, None] * page_size + np.arange(page_size)  # (B, n, P)
+    visible = reach.sees(positions[:, :, None], keys.reshape(len(short), 1, -1))
+    visible &= np.repeat(real, page_size, axis=1)[:, None]
+    return mx.array(ids), mx.array(additive(visible)[:, None])
+
+
+def _padded(rows: list[Ints]) -> tuple[Ints, NDArray[np.bool_]]:
+    """(B, n) rows, each padded with its own last entry, and which entries are real.
+
+    Its own: what another sequence has computed must not reach this one, not even times zero.
+    """
+    lengths = np.array([len(row) for row in rows])
+    real = np.arange(lengths.max()) < lengths[:, None]
+    padded = np.repeat([row[-1] for row in rows], real.shape[1]).reshape(real.shape)
+    padded[real] = np.concatenate(rows)
+    return padded.astype(np.int32), real

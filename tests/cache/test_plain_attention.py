@@ -1,0 +1,154 @@
+"""Pages gathered or seen run by run, spans split or together: the same attention."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxinfer.cache import plain_attention
+from mlxinfer.cache.pages import PageTable
+from mlxinfer.cache.plain_attention import PlainPlanner
+from mlxinfer.cache.plan import plan_group
+from mlxinfer.cache.pool import Bits, LayerPool
+from mlxinfer.cache.reach import Reach
+from mlxinfer.cache.spans import ShortSpans, StepSpans
+from mlxinfer.cache.step import StepKV
+from mlxinfer.core import KVSpec
+
+PAGE, HEADS, GROUP, DIM = 16, 2, 3, 32
+NUM_PAGES = 80
+
+
+def filled_pool(reach: Reach, bits: Bits, num_slots: int) -> LayerPool:
+    """A pool whose pages and tails hold noise."""
+    rng = np.random.default_rng(5)
+    spec = KVSpec(HEADS, DIM, DIM, reach.window, reach.sinks)
+    pool = LayerPool(
+        spec,
+        page_size=PAGE,
+        num_pages=NUM_PAGES,
+        num_slots=num_slots,
+        dtype=mx.float32,
+        bits=bits,
+    )
+    for plane in (pool.keys, pool.values):
+        for arrays in (plane.pages, plane.tails):
+            noise = rng.standard_normal((*arrays[0].shape[:-1], DIM), dtype=np.float32)
+            arrays[:] = plane.fmt.encode(mx.array(noise))
+    return pool
+
+
+def spans_of(draws: list[tuple[int, int, int]], reach: Reach, *, scattered: bool) -> ShortSpans:
+    """Spans of (sealed pages, tokens in the tail before, new tokens) each, in flat order."""
+    free = list(range(NUM_PAGES))
+    if scattered:
+        free = [*free[::2], *free[1::2]]
+    tables, starts, sealed = [], [], []
+    for num_pages, in_tail, _ in draws:
+        kept = reach.kept_pages(PAGE)
+        pages, free = free[: num_pages + 3], free[num_pages + 3 :]
+        table = PageTable(PAGE, num_kept=kept, kept=pages[:kept], pages=pages[kept:])
+        start = num_pages * PAGE + in_tail
+        table.drop_before(min(reach.first_page(start, PAGE), num_pages))
+        tables.append([table])
+        starts.append(start)
+        sealed.append(num_pages * PAGE)
+    counts = np.array([count for *_, count in draws], np.int32)
+    return ShortSpans(
+        tables,
+        rows=(np.cumsum(counts) - counts).astype(np.int32),
+        starts=np.array(starts, np.int32),
+        counts=counts,
+        sealed=np.array(sealed, np.int32),
+        slots=np.arange(len(draws), dtype=np.int32),
+    )
+
+
+def attend(spans: ShortSpans, pool: LayerPool, reach: Reach, limit: int) -> mx.array:
+    """What one step's attention gives, in flat order, if `limit` bytes a span may be gathered."""
+    token_bytes = 2 * HEADS * DIM * 4
+    planner = PlainPlanner(0, reach, PAGE, token_bytes=token_bytes, decodes=True)
+    positions = spans.tokens()[2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain_attention, "SPAN_BYTES", limit * PAGE * token_bytes)
+        plan = plan_group(
+            StepSpans([spans], [], positions),
+            group=0,
+            reach=reach,
+            page_size=PAGE,
+            planner=planner,
+            positions=None,
+        )
+    rng = np.random.default_rng(9)
+    queries, keys, values = (
+        mx.array(rng.standard_normal((len(positions), heads, DIM), dtype=np.float32))
+        for heads in (HEADS * GROUP, HEADS, HEADS)
+    )
+    sinks = mx.array(rng.standard_normal(HEADS * GROUP, dtype=np.float32))
+    return StepKV(pool, plan).attend(queries, keys, values, scale=0.2, sinks=sinks)
+
+
+draws = st.lists(
+    st.tuples(st.integers(0, 5), st.integers(0, 15), st.integers(1, 4)), min_size=1, max_size=6
+)
+
+
+@given(
+    draws=draws,
+    single=st.booleans(),
+    reach=st.sampled_from([Reach(), Reach(window=20), Reach(window=40, sinks=3), Reach(window=7)]),
+    bits=st.sampled_from([(None, None), (8, 8), (8, 4)]),
+    limit=st.sampled_from([1, 2, 3, 100]),
+    scattered=st.booleans(),
+)
+@settings(max_examples=120)
+def test_gathered_as_run_by_run(
+    draws: list[tuple[int, int, int]],
+    single: bool,
+    reach: Reach,
+    bits: Bits,
+    limit: int,
+    scattered: bool,
+) -> None:
+    if single:
+        draws = [(pages, in_tail, 1) for pages, in_tail, _ in draws]
+    spans = spans_of(draws, reach, scattered=scattered)
+    expected = attend(spans, filled_pool(reach, bits, len(draws)), reach, limit=0)
+    found = attend(spans, filled_pool(reach, bits, len(draws)), reach, limit)
+    assert mx.allclose(found, expected, rtol=1e-5, atol=1e-6).item()
+
+
+def test_what_another_sequence_left_does_not_reach_through_the_padding() -> None:
+    """Not even what is no number: its weight is 0, but 0 times that is none either."""
+    reach, pool = Reach(), filled_pool(Reach(), (None, None), 3)
+    spans = spans_of([(4, 2, 1), (1, 5, 1), (2, 0, 1)], reach, scattered=False)
+    for plane in (pool.keys, pool.values):
+        (pages,) = plane.pages
+        held = [
+            run
+            for (table,), stop in zip(spans.tables[1:], (16, 32), strict=True)
+            for run in table.runs(0, stop)
+        ]
+        broken = np.full(pages.shape, np.nan, np.float32)
+        for start, stop in held:
+            broken[:, start:stop] = np.array(pages[:, start:stop])
+        plane.pages[0] = mx.array(broken)
+    found = attend(spans, pool, reach, limit=100)
+    assert mx.isnan(found[0]).all().item(), "the first sequence has nothing else"
+    assert not mx.isnan(found[1:]).any().item()
+
+
+def test_parts_are_found_again_while_only_tokens_join() -> None:
+    spans = spans_of([(4, 2, 1), (1, 5, 1), (2, 0, 1), (0, 3, 1)], Reach(), scattered=False)
+    for step in range(3):
+        for limit in (2, 100):
+            pool = filled_pool(Reach(), (None, None), 4)
+            fresh = spans_of(
+                [(4, 2 + step, 1), (1, 5 + step, 1), (2, step, 1), (0, 3 + step, 1)],
+                Reach(),
+                scattered=False,
+            )
+            expected = attend(fresh, filled_pool(Reach(), (None, None), 4), Reach(), limit=0)
+            assert mx.allclose(attend(spans, pool, Reach(), limit), expected, atol=1e-6).item()
+        spans = spans.moved_on()

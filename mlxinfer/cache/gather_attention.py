@@ -33,8 +33,8 @@ class GatherPlan:
         ids = mx.depends([self.page_ids], [own])[0]  # else all layers might gather first
         outputs = gathered_attention(
             own,
-            pool.keys.read_pages(ids, pool.page_size).swapaxes(-1, -2),
-            pool.values.read_pages(ids, pool.page_size),
+            pool.keys.read_pages(ids, pool.page_size).transpose(1, 0, 3, 2),
+            pool.values.read_pages(ids, pool.page_size).swapaxes(0, 1),
             self.mask,
             pool.keys.read_tails(slots),
             pool.values.read_tails(slots),

@@ -150,9 +150,9 @@ class Plane:
         return self._decoded(joined, after)
 
     def read_pages(self, ids: mx.array, page_size: int) -> mx.array:
-        """(B, H, n * P, D) of pages `ids` (B, n), gathered."""
+        """(H, B, n * P, D) of pages `ids` (B, n), gathered."""
         parts = [mx.unflatten(pages, 1, (-1, page_size))[:, ids] for pages in self.pages]
-        return mx.flatten(self.fmt.decode(parts), 2, 3).swapaxes(0, 1)  # from (H, B, n, P, D)
+        return mx.flatten(self.fmt.decode(parts), 2, 3)  # from (H, B, n, P, D)
 
     def read_tails(self, slots: mx.array | slice) -> mx.array:
         """(B, H, 2 * P, D)."""

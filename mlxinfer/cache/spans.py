@@ -88,7 +88,7 @@ class ShortSpans:
         """The same tokens, with pages up to (B,) these positions before the tails."""
         return ShortSpans(self.tables, self.rows, self.starts, self.counts, stops, self.slots)
 
-    def some(self, places: Ints) -> "ShortSpans":
+    def some(self, places: NDArray[np.int64]) -> "ShortSpans":
         """Those at these places among the B."""
         return ShortSpans(
             [self.tables[place] for place in places.tolist()],

@@ -180,6 +180,11 @@ class Batch:
         return max([self.decodes.num_slots, *[segment.slot + 1 for segment in self.prefills]])
 
     @property
+    def begins_answers(self) -> bool:
+        """Whether somebody gets the first token of an answer."""
+        return any([s.samples and not s.output_index for s in self.prefills])
+
+    @property
     def writes_pages(self) -> bool:
         """Whether the step writes the pool or reads it out, and so must wait for the one in flight.
 

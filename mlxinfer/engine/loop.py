@@ -99,9 +99,14 @@ class Loop:
         return self._in_flight is None and self.scheduler.idle
 
     def turn(self) -> None:
-        """Launch the next step, then read the one before it: Python works while MLX does."""
-        previous = self._in_flight
-        self._in_flight = None
+        """Launch the next step, then read the one before it: Python works while MLX does.
+
+        A step with somebody's first token is read at once: that is what he waits for.
+        """
+        previous, self._in_flight = self._in_flight, None
+        if previous is not None and previous.batch.begins_answers:
+            self._commit(previous)
+            previous = None
         batch = self.scheduler.next_batch()
         current = self._launch(batch, previous) if batch else None
         if previous is not None and not self._commit(previous):

@@ -110,6 +110,9 @@ class Simulation:
     def turn(self) -> None:
         self.turns += 1
         previous, self._in_flight = self._in_flight, None
+        if previous is not None and previous.batch.begins_answers:
+            self._commit(previous)
+            previous = None
         batch = self.scheduler.next_batch()
         current = self._launch(batch, previous) if batch else None
         if previous is not None and not self._commit(previous):

@@ -182,7 +182,7 @@ class Batch:
     @property
     def begins_answers(self) -> bool:
         """Whether somebody gets the first token of an answer."""
-        return any([s.samples and not s.output_index for s in self.prefills])
+        return any(s.samples and not s.output_index for s in self.prefills)
 
     @property
     def writes_pages(self) -> bool:

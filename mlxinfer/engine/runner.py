@@ -125,13 +125,8 @@ class Runner:
             write_pages(self.cache, group, [load.page for load in some], payloads)
 
     def observe(self, sequences: Seq[Sequence], token_ids: Seq[int]) -> None:
-        """Tell the sampler which tokens were read; only of sequences that still run."""
-        slots = [s.slot for s in sequences]
-        if -1 in slots:
-            token_ids = [t for t, slot in zip(token_ids, slots, strict=True) if slot >= 0]
-            slots = [slot for slot in slots if slot >= 0]
-        if slots:
-            self.sampler.observe(slots, token_ids)
+        """Tell the sampler which tokens were read."""
+        self.sampler.observe([s.slot for s in sequences], token_ids)
 
     def _admit(self, batch: Batch) -> None:
         for sequence in batch.admitted:

@@ -20,7 +20,6 @@ class TokenHistory:
         self.spare = spare
         self._columns: dict[int, dict[int, int]] = {}  # slot -> token -> column
         self._sizes: dict[int, int] = {}  # of the same slots
-        self._longest = 0  # of these
         self._ids = np.zeros((0, 64), dtype=np.int32)
         self._counts = np.zeros((0, 64), dtype=np.float32)
 
@@ -35,13 +34,11 @@ class TokenHistory:
         self._counts[slot, :num_ids] = times
         self._columns[slot] = dict(zip(ids.tolist(), range(num_ids), strict=True))
         self._sizes[slot] = num_ids
-        self._longest = max(self._sizes.values())
 
     def stop(self, slot: int) -> None:
         """Follow a slot no longer, if it was followed."""
         self._columns.pop(slot, None)
         self._sizes.pop(slot, None)
-        self._longest = max(self._sizes.values(), default=0)
 
     def observe(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
         """Add one token to each of these slots that is followed."""
@@ -55,19 +52,21 @@ class TokenHistory:
             if token not in columns:
                 column = columns[token] = sizes[slot]
                 sizes[slot] = column + 1
-                if column == self._longest:
-                    self._longest += 1
-                    self._reserve(num_slots=0, num_ids=self._longest)
+                if column == self._ids.shape[1]:
+                    self._reserve(num_slots=0, num_ids=column + 1)
                 self._ids[slot, column] = token
             self._counts[slot, columns[token]] += 1
 
     def ids(self, slots: NDArray[np.int64]) -> Ints:
-        """(P, N) distinct ids, as wide as the longest history of any slot."""
-        return self._ids[slots, : max(1, self._longest)]
+        """(P, N) distinct ids, as wide as the longest of these histories."""
+        return self._ids[slots, : self._width(slots)]
 
     def counts(self, slots: NDArray[np.int64]) -> Floats:
         """(P, N) how often each of the `ids` is there."""
-        return self._counts[slots, : max(1, self._longest)]
+        return self._counts[slots, : self._width(slots)]
+
+    def _width(self, slots: NDArray[np.int64]) -> int:
+        return max(1, max([self._sizes[slot] for slot in slots.tolist()]))
 
     def _reserve(self, *, num_slots: int, num_ids: int) -> None:
         rows, columns = self._ids.shape

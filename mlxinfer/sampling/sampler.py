@@ -86,7 +86,7 @@ class Sampler:
         self._plans.clear()
 
     def observe(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Take note of tokens read back: one for each of these slots, which are distinct."""
+        """Take note of tokens read back, one for each slot; -1: it is in use no longer."""
         self._history.observe(slots, token_ids)
 
     def sample(

@@ -35,14 +35,14 @@ def test_counts_each_token_of_each_slot(before: list[int], output: list[int]):
     assert as_dicts(history, slots) == [dict(counter) for counter in expected]
 
 
-def test_ids_are_as_wide_as_the_longest_history_that_is_followed():
+def test_ids_are_as_wide_as_the_longest_of_the_histories_asked_for():
     history = TokenHistory(SPARE)
     history.start(0, range(5))
     history.start(1, [9])
     history.observe([1], [8])
-    assert history.ids(np.array([1])).tolist() == [[9, 8, SPARE, SPARE, SPARE]]
-    history.stop(0)
+    assert history.ids(np.array([1, 0])).tolist() == [[9, 8, SPARE, SPARE, SPARE], [0, 1, 2, 3, 4]]
     assert history.ids(np.array([1])).tolist() == [[9, 8]]
+    history.stop(0)
     history.observe([0], [1])
     history.stop(1)
     history.start(0, [])

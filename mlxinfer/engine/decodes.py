@@ -1,7 +1,8 @@
 """The sequences that decode, as rows of arrays, one token each. Knows no pages and no queue.
 
 From one step to the next each position is one further and all else is as it was: then the rows
-move on, whoever they are. They are read anew when somebody joins or leaves, or a tail was sealed.
+move on, however many they are. They are read anew when somebody joins, leaves or has its last
+token in flight, or when a page was replaced by an equal one.
 """
 
 from collections.abc import Iterable
@@ -33,14 +34,12 @@ class Decodes:
         """Those of which the newest token of the answer is all that is left to compute."""
         found = [s for s in running if s.decodes]
         slots = [s.slot for s in found]
-        starts = [s.num_computed for s in found]
-        sealed = [s.num_sealed for s in found]
         spans = ShortSpans(
             [s.tables for s in found],
             np.arange(len(found), dtype=np.int32),
-            ints(starts),
+            ints([s.num_computed for s in found]),
             np.ones(len(found), dtype=np.int32),
-            ints(sealed),
+            ints([s.num_sealed for s in found]),
             ints(slots),
         )
         return Decodes(

@@ -56,13 +56,13 @@ def contests(folder: str) -> list[Contest]:
     ]
 
 
-def launch(command: Command) -> Cost:
-    """Run a process to its end.
+def launch(command: Command, **environment: str) -> Cost:
+    """Run a process to its end, with these variables beside those of this one.
 
     Raises:
         MlxinferError: it failed; the message has the end of what it wrote to stderr.
     """
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
     with tempfile.TemporaryFile() as errors:
         started = time.perf_counter()
         process = subprocess.Popen(
@@ -102,18 +102,25 @@ def run(*, model: str = "demo", runs: int = 7, peer: bool = True) -> Report:
     found: list[tuple[Contest, list[Cost]]] = []
     for contest in contests(folder):
         commands = [BARE, contest.ours, *([contest.theirs] if peer else [])]
-        bare, *costs = alternate(commands, runs)
+        with tempfile.TemporaryDirectory() as bytecode:
+            bare, *costs = alternate(commands, runs, bytecode)
         found.append((contest, [less(cost, bare) for cost in costs] if contest.bare else costs))
     return Report("start", [_table(model, runs, found)], _data(bare, found))
 
 
-def alternate(commands: list[Command], runs: int) -> list[Cost]:
-    """The median cost of each command over `runs` rounds of all of them."""
+def alternate(commands: list[Command], runs: int, bytecode: str) -> list[Cost]:
+    """The median cost of each command over `runs` rounds of all of them.
+
+    Args:
+        bytecode: a folder where Python keeps what it compiled in the first round, whose costs do
+            not count: both sides start as packages that were installed and run before.
+    """
+    kept = {"PYTHONPYCACHEPREFIX": bytecode, "PYTHONDONTWRITEBYTECODE": ""}
     costs: list[list[Cost]] = [[] for _ in commands]
     for turn in range(runs + 1):
         for command, cost in zip(commands, costs, strict=True):
-            measured = launch(command)
-            if turn:  # the first run of each fills the file caches
+            measured = launch(command, **kept)
+            if turn:  # the first run of each fills the caches
                 cost.append(measured)
     return [median(cost) for cost in costs]
 

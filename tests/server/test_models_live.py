@@ -1,5 +1,6 @@
 """Two models behind HTTP: loaded by requests, listed while they are not, unloaded by hand."""
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -121,15 +122,22 @@ def test_admin_needs_the_key_and_json() -> None:
 def test_a_model_whose_engine_ended_after_a_fault_is_loaded_anew() -> None:
     """Not even a fresh start worked: the server says so, and helps itself after a pause."""
 
+    tried_again = threading.Event()
+
     def no_memory(_: Loop) -> None:
         raise MemoryError("no room for a new cache")
+
+    def still_none(_: Loop) -> None:
+        tried_again.set()
+        no_memory(_)
 
     with LazyServer() as server:
         alone = server.post(CHAT, chat(model="small")).json()["choices"]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Scheduler, "next_batch", no_memory)
-            patch.setattr(Loop, "assemble", no_memory)
+            patch.setattr(Loop, "assemble", still_none)
             assert server.post(CHAT, chat(model="small")).status_code == 500
+            assert tried_again.wait(10)  # those who asked are told before
         wait_until(lambda: server.states()["small"] == "unloaded")
         assert server.get("/ready").status_code == 200, "others are answered"
         refused = server.post(CHAT, chat(model="small"))

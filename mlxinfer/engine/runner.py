@@ -27,7 +27,7 @@ class Launched:
     sampled: Sampled | None  # lazy; None: no row samples, or all wait for their masks
     prompt_logits: list[tuple[Sequence, int, mx.array]]  # of a position on: (n, vocab), lazy
     outputs: list[mx.array]  # evaluating these finishes the step
-    guided_logits: mx.array | None = None  # (G, vocab) of `batch.guided`, until they are sampled
+    guided_logits: mx.array | None = None  # (G, vocab) of those guided, until they are sampled
     guided: Sampled | None = None  # what came of them; their tokens are the last of `sampled`, too
     spilled: list[tuple[Spill, bytes]] = field(default_factory=list)  # read out before it
     began_s: float = 0.0  # when its launch began

@@ -204,7 +204,10 @@ def test_who_is_slow_is_left(hasty: LiveServer, name: str) -> None:
             return bool(select.select([connection], [], [], 0)[0])
 
         wait_until(left)
-        answer = read_answer(connection)
+        try:
+            answer = read_answer(connection)
+        except ConnectionResetError:  # closed before it read the last that came
+            answer = b""
     assert (status_of(answer) if answer else 0) == status
     wait_until(hasty.is_idle)
     wait_until(lambda: hasty.connections() <= 1)

@@ -62,7 +62,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request if it has not ended; its last event says FinishReason.ABORT."""
-        self._inbox.put(lambda: self._loop.abort(request_id))
+        self._inbox.put(lambda: self._abort(request_id))
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers of what was done and what is held.
@@ -178,6 +178,10 @@ class Engine:
             return
         self._listeners[request.id] = listener
         self._loop.add(request, max_output)
+
+    def _abort(self, request_id: str) -> None:
+        if request_id in self._listeners:  # else it has had its last event, whatever the loop knows
+            self._loop.abort(request_id)
 
     def _emit(self, event: TokenEvent) -> None:
         listener = self._listeners[event.request_id]

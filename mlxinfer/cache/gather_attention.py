@@ -29,16 +29,14 @@ class GatherPlan:
         self, pool: LayerPool, queries: mx.array, *, scale: float, sinks: mx.array | None
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of these spans see, (T', heads, V)."""
-        own, slots = self.queries.take(queries), self.queries.slots
+        own = self.queries.take(queries)
         ids = mx.depends([self.page_ids], [own])[0]  # else all layers might gather first
         outputs = gathered_attention(
             own,
             pool.keys.read_pages(ids, pool.page_size).transpose(1, 0, 3, 2),
             pool.values.read_pages(ids, pool.page_size).swapaxes(0, 1),
             self.mask,
-            pool.keys.read_tails(slots),
-            pool.values.read_tails(slots),
-            self.queries.tail_mask,
+            *self.queries.tails(pool),
             scale=scale,
             sinks=sinks,
         )

@@ -34,7 +34,6 @@ class LayerGroup:
     page_bytes: int  # of all its layers
     allocator: PageAllocator
     planner: Planner  # of short spans
-    calm_pages: int = 0  # that may be handed out before the pools begin to grow
 
 
 class KVCache:
@@ -175,7 +174,7 @@ class KVCache:
         """Whether a step needs more pages or tails than the arrays have, or will before long."""
         return any(
             num_slots > self.pools[group.layers[0]].num_slots
-            or group.allocator.extent > group.calm_pages
+            or group.allocator.extent > group.allocator.near
             for group in self.groups
         )
 
@@ -185,7 +184,7 @@ class KVCache:
         Pages that are soon wanted come a layer a step, see `growth.py`.
         """
         for group in self.groups:
-            if group.allocator.extent > group.calm_pages:
+            if group.allocator.extent > group.allocator.near:
                 self._grow_pages(group)
             slots = self.pools[group.layers[0]].num_slots
             if num_slots > slots:
@@ -203,10 +202,12 @@ class KVCache:
         self._note_size(group)
 
     def _note_size(self, group: LayerGroup) -> None:
-        """The last layer is the last to grow: what it has all have."""
+        """Up to where pages may be handed out before the pools begin to grow.
+
+        The last layer is the last to grow: what it has all have.
+        """
         pages = self.pools[group.layers[-1]].num_pages
-        group.calm_pages = calm_pages(pages, group.allocator.num_pages)
-        group.allocator.near = group.calm_pages
+        group.allocator.near = calm_pages(pages, group.allocator.num_pages)
 
     def count_copies(self) -> None:
         """A step was launched while another held the tails: they are copied as they are written."""

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from .pool import LayerPool
 from .reach import Reach
 from .spans import Ints, ShortSpans
 
@@ -30,6 +31,11 @@ class ShortQueries:
         """(T, heads, D) -> (B, Q, heads, D)."""
         own = queries if self.rows is None else queries[self.rows]
         return own.reshape(*self.shape, *queries.shape[1:])
+
+    def tails(self, pool: LayerPool) -> tuple[mx.array, mx.array, mx.array]:
+        """Keys and values (B, H, R, D) of the tails, and the mask (B, 1, Q, R)."""
+        keys, values = pool.keys.read_tails(self.slots), pool.values.read_tails(self.slots)
+        return keys, values, self.tail_mask
 
     def flat(self, outputs: mx.array) -> mx.array:
         """(B, Q, heads, D) -> (T', heads, D)."""

@@ -35,7 +35,7 @@ class RunPlan:
         self, pool: LayerPool, queries: mx.array, *, scale: float, sinks: mx.array | None
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of these spans see, (T', heads, V)."""
-        own, slots = self.queries.take(queries), self.queries.slots
+        own = self.queries.take(queries)
         several = len(self.covers) > 1
         # Else MLX may decode the first ranges of all layers before it computes the first layer.
         keys = pool.keys.read_each(
@@ -47,9 +47,7 @@ class RunPlan:
             own,
             [list(zip(*some, strict=True)) for some in zip(keys, values, strict=True)],
             self.run_masks,
-            pool.keys.read_tails(slots),
-            pool.values.read_tails(slots),
-            self.queries.tail_mask,
+            *self.queries.tails(pool),
             scale=scale,
             sinks=sinks,
         )

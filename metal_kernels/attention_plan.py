@@ -6,7 +6,7 @@ B = sequences, BLOCK = 16 tokens, which kernels handle together.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import mlx.core as mx
 import numpy as np
@@ -18,6 +18,8 @@ BLOCK = 16
 MAX_QUERIES = 8
 MIN_ITEM_BLOCKS = 16  # fewer tokens do not pay for the partials that they leave behind
 ITEMS_PER_CORE = 8
+MIN_NUMBERS = 8  # of an array for a kernel, see `AttentionPlan`
+SPAN_FIELDS = 8  # of `Span` in paged_spans.h
 ENDLESS = 2**30  # a window that hides nothing
 CORES = {"p": 6, "g": 10, "s": 32, "d": 64}  # by the last letter of MLX's architecture name
 
@@ -52,7 +54,7 @@ def plan_attention(
     stops: Ints,
     sealed: Ints,
     slots: Ints,
-    tables: Sequence[Ints],
+    pages: mx.array,
     page_size: int,
     kv_heads: int,
     window: int | None = None,
@@ -69,7 +71,7 @@ def plan_attention(
         stops: (B,) one past the position of the last, which is the last token there is.
         sealed: (B,) positions that lie in pages, whole pages; the rest lies in the tail.
         slots: (B,) of the tails.
-        tables: for each sequence the page of every page number up to `sealed`; -1: let go of.
+        pages: (B, max_pages) the page of every page number up to `sealed`, from `page_table`.
         page_size: tokens a page, a multiple of 16.
         kv_heads: of a layer.
         window: positions up to a query that it sees; None: all.
@@ -84,28 +86,61 @@ def plan_attention(
     assert counts.min() >= 1
     assert counts.max() <= MAX_QUERIES
     sink_blocks, gaps, num_blocks = visible_blocks(starts, stops, window, sinks)
-    if item_blocks is None:
-        item_blocks = blocks_per_item(num_blocks, kv_heads, cores or guess_cores())
-    first_items, work = share_blocks(num_blocks, item_blocks)
+    shares = shares_of(num_blocks.tobytes(), kv_heads, cores or guess_cores(), item_blocks)
+    spans = np.empty((len(starts) + 1, SPAN_FIELDS), np.int32)
     rows = np.cumsum(counts) - counts
-    fields = [rows, starts, stops, sealed, slots, sink_blocks, gaps, first_items]
-    spans = np.zeros((len(starts) + 1, len(fields)), np.int32)
-    spans[:-1] = np.stack(fields, axis=1)
-    spans[-1, -1] = len(work)
-    pages = _padded_tables(tables)
+    fields = (rows, starts, stops, sealed, slots, sink_blocks, gaps, shares.first_items)
+    for column, values in enumerate(fields):
+        spans[:-1, column] = values
+    spans[-1] = 0
+    spans[-1, -1] = shares.num_items
+    max_queries = int(counts.max())
     reach = (ENDLESS, 0) if window is None else (window, sinks)
-    sizes = [page_size, *reach, pages.shape[1], int(counts.max())]
     return AttentionPlan(
         spans=mx.array(spans),
-        pages=mx.array(pages),
-        work=mx.array(work if len(work) > 1 else np.repeat(work, 2, axis=0)),
-        sizes=mx.array(np.array(sizes, np.int32)),
+        pages=pages,
+        work=shares.work,
+        sizes=_as_array(page_size, *reach, pages.shape[1], max_queries),
         num_seqs=len(starts),
-        num_items=len(work),
-        max_queries=int(counts.max()),
+        num_items=shares.num_items,
+        max_queries=max_queries,
         num_queries=int(counts.sum()),
         page_size=page_size,
     )
+
+
+def page_table(tables: Sequence[Ints]) -> mx.array:
+    """(B, max_pages), at least 8 of them; the page of every page number, -1: let go of."""
+    lengths = np.array([len(table) for table in tables])
+    width = max(MIN_NUMBERS, int(lengths.max()))
+    pages = np.full((len(tables), width), -1, np.int32)
+    pages[np.arange(width) < lengths[:, None]] = np.concatenate(tables)
+    return mx.array(pages)
+
+
+@cache
+def _as_array(*sizes: int) -> mx.array:
+    return mx.array(np.array(sizes, np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Which blocks of which sequence a threadgroup takes."""
+
+    first_items: Ints  # (B,) of each sequence
+    work: mx.array  # see `AttentionPlan`
+    num_items: int
+
+
+@lru_cache(16)
+def shares_of(num_blocks: bytes, kv_heads: int, cores: int, item_blocks: int | None) -> Shares:
+    """Shares of (B,) int32 blocks; for 16 tokens of a lone sequence they are the same."""
+    blocks = np.frombuffer(num_blocks, np.int32)
+    if item_blocks is None:
+        item_blocks = blocks_per_item(blocks, kv_heads, cores)
+    first_items, work = share_blocks(blocks, item_blocks)
+    padded = work if len(work) > 1 else np.repeat(work, 2, axis=0)
+    return Shares(first_items, mx.array(padded), len(work))
 
 
 def visible_blocks(
@@ -153,12 +188,3 @@ def guess_cores() -> int:
     if not mx.metal.is_available():
         return CORES["g"]
     return CORES.get(str(mx.device_info()["architecture"])[-1:], CORES["g"])
-
-
-def _padded_tables(tables: Sequence[Ints]) -> Ints:
-    """(B, max_pages) with at least 8 entries."""
-    lengths = np.array([len(table) for table in tables])
-    width = max(8, int(lengths.max()))
-    pages = np.full((len(tables), width), -1, np.int32)
-    pages[np.arange(width) < lengths[:, None]] = np.concatenate(tables)
-    return pages

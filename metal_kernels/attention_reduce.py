@@ -3,13 +3,13 @@
 T = query tokens of all sequences, R = query rows of a sequence and KV head, V = value dim.
 """
 
-from collections.abc import Sequence
+from typing import TypedDict
 
 import mlx.core as mx
 
 from .attention_plan import AttentionPlan
 from .attention_shape import LANES
-from .launch import MetalKernel
+from .launch import Launch, MetalKernel
 
 INCLUDES = ("attention_fragments.h", "attention_softmax.h", "paged_spans.h", "attention_outputs.h")
 HEADS = 4  # query heads of a threadgroup
@@ -28,38 +28,46 @@ _reduce = MetalKernel(
 )
 
 
-def result_sizes(
-    queries: mx.array, plan: AttentionPlan, heads: int, dim: int
-) -> tuple[list[tuple[int, ...]], list[mx.Dtype]]:
-    """Shapes and dtypes of what the first pass puts down.
+class Sizes(TypedDict):
+    """What a launch puts down."""
+
+    output_shapes: list[tuple[int, ...]]
+    output_dtypes: list[mx.Dtype]
+
+
+def result_sizes(queries: mx.array, plan: AttentionPlan, heads: int, dim: int) -> Sizes:
+    """What the first pass puts down.
 
     Partials (items, H, R, V) and their peaks and totals (items, H, R, 2), float32; or outputs
     (T, heads, V) and log-sum-exps (T, heads) where no sequence is split.
     """
+    if not plan.is_split:
+        return _outputs(queries, dim)
+    rows = (plan.num_items, heads, plan.max_queries * queries.shape[1] // heads)
+    return Sizes(output_shapes=[(*rows, dim), (*rows, 2)], output_dtypes=[mx.float32, mx.float32])
+
+
+def reduction(queries: mx.array, plan: AttentionPlan, dim: int, *, sinks: bool) -> Launch | None:
+    """The second pass, of what `result_sizes` says; None where no sequence is split.
+
+    Its inputs are partials, peaks and totals, sink logits or what is not read, spans and sizes.
+    """
+    if not plan.is_split:
+        return None
+    num_heads = queries.shape[1]
+    return Launch(
+        _reduce,
+        template=[("DIM", dim), ("SINKS", sinks)],
+        grid=(LANES, num_heads, plan.num_seqs * plan.max_queries),
+        threadgroup=(LANES, min(num_heads, HEADS), 1),
+        **_outputs(queries, dim),
+    )
+
+
+def _outputs(queries: mx.array, dim: int) -> Sizes:
+    """Outputs (T, heads, V) and log-sum-exps (T, heads)."""
     num_tokens, num_heads, _ = queries.shape
-    if plan.is_split:
-        rows = (plan.num_items, heads, plan.max_queries * num_heads // heads)
-        return [(*rows, dim), (*rows, 2)], [mx.float32, mx.float32]
-    return [(num_tokens, num_heads, dim), (num_tokens, num_heads)], [queries.dtype, mx.float32]
-
-
-def finished(
-    results: Sequence[mx.array],
-    queries: mx.array,
-    plan: AttentionPlan,
-    sink_logits: mx.array | None = None,
-) -> tuple[mx.array, mx.array]:
-    """Outputs (T, heads, V) and log-sum-exps (T, heads) from what the first pass put down."""
-    if plan.is_split:
-        num_tokens, num_heads, _ = queries.shape
-        dim = results[0].shape[-1]
-        results = _reduce(
-            [*results, queries if sink_logits is None else sink_logits, plan.spans, plan.sizes],
-            template=[("DIM", dim), ("SINKS", sink_logits is not None)],
-            grid=(LANES, num_heads, plan.num_seqs * plan.max_queries),
-            threadgroup=(LANES, min(num_heads, HEADS), 1),
-            output_shapes=[(num_tokens, num_heads, dim), (num_tokens, num_heads)],
-            output_dtypes=[queries.dtype, mx.float32],
-        )
-    outputs, log_sum_exps = results
-    return outputs, log_sum_exps
+    return Sizes(
+        output_shapes=[(num_tokens, num_heads, dim), (num_tokens, num_heads)],
+        output_dtypes=[queries.dtype, mx.float32],
+    )

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from .attention_plan import AttentionPlan, plan_attention
+from .attention_plan import AttentionPlan, page_table, plan_attention
 from .kv_write import stored
 from .variants import Variant
 
@@ -42,7 +42,7 @@ class Scene:
             stops=self.starts + np.int32(count),
             sealed=self.sealed,
             slots=np.arange(len(self.starts), dtype=np.int32),
-            tables=self.tables,
+            pages=page_table(self.tables),
             page_size=PAGE,
             kv_heads=kv_heads,
             **how,  # type: ignore[arg-type]

@@ -3,12 +3,33 @@
 Knows no kernel. D = head_dim, H = query heads, K = KV heads.
 """
 
+from typing import NamedTuple
+
 import mlx.core as mx
 import numpy as np
 
 MAX_DIM = 256
 MAX_GROUP = 64
 HADAMARD_ORDERS = (28, 20, 12, 1)
+
+
+class Form(NamedTuple):
+    """What layers share whose heads one launch can serve: all but their arrays and scalars."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    key_bits: int | None
+    value_bits: int | None
+    has_norm: bool
+    num_turning: int  # leading dims of a head
+    traditional: bool
+    hadamard_order: int  # 0: not rotated
+
+    @property
+    def width(self) -> int:
+        """Of a token's fused projection."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
 class Heads:
@@ -52,6 +73,17 @@ class Heads:
         self.hadamard_order = hadamard_order(head_dim) if rotate else 0  # 0: not rotated
         assert self.num_turning <= head_dim
         assert self.hadamard_order or not rotate, head_dim
+        self.form = Form(
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            key_bits,
+            value_bits,
+            norm_weight is not None,
+            self.num_turning,
+            traditional,
+            self.hadamard_order,
+        )
         self.constants = self._constants()  # weight, frequencies, signs, scalars
         mx.eval(self.constants)
 

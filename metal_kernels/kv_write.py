@@ -12,17 +12,18 @@ nor spread. Others pass through sums, cosines and sines whose last bit a GPU dec
 then differ by one, a scale or a bias in its last bit.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import mlx.core as mx
 
-from .heads import Heads, group_size
-from .launch import MetalKernel
+from .heads import Form, Heads, group_size
+from .launch import Launch, MetalKernel
 
 LANES = 32
 HEADS_AT_ONCE = 8  # SIMD-groups of a threadgroup
+QUANTISED_PARTS = 3  # codes, scales and biases
+MAX_LAUNCHES = 64  # that are remembered: a decode step makes the same in every layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +51,9 @@ def kv_write(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
         heads: of the layer.
     """
     num_tokens = _checked(qkv, positions, heads)
-    num_vectors = num_tokens * (heads.num_heads + 2 * heads.num_kv_heads)
-    key_parts = _parts(heads, heads.key_bits, qkv.dtype)
-    value_parts = _parts(heads, heads.value_bits, qkv.dtype)
-    shape = (num_tokens, heads.num_kv_heads)
-    outputs = _kernel(heads.head_dim, heads.key_bits, heads.value_bits)(
-        [qkv, positions, *heads.constants],
-        template=_template(heads, qkv.dtype),
-        grid=(num_vectors * LANES, 1, 1),
-        threadgroup=(min(HEADS_AT_ONCE, num_vectors) * LANES, 1, 1),
-        output_shapes=[
-            (num_tokens, heads.num_heads, heads.head_dim),
-            *[(*shape, width) for width, _ in (*key_parts, *value_parts)],
-        ],
-        output_dtypes=[qkv.dtype, *[dtype for _, dtype in (*key_parts, *value_parts)]],
-    )
-    stop = 1 + len(key_parts)
+    launch = _launch(heads.form, num_tokens, qkv.dtype)
+    outputs = launch([qkv, positions, *heads.constants])
+    stop = 1 + (1 if heads.key_bits is None else QUANTISED_PARTS)
     return Written(outputs[0], outputs[1:stop], outputs[stop:])
 
 
@@ -122,12 +110,42 @@ def stored(vectors: mx.array, bits: int | None, dtype: mx.Dtype) -> list[mx.arra
     return [codes, scales.squeeze(-1), biases.squeeze(-1)]
 
 
-def _parts(heads: Heads, bits: int | None, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
+@lru_cache(MAX_LAUNCHES)
+def _launch(form: Form, num_tokens: int, dtype: mx.Dtype) -> Launch:
+    """Norm, rope and storing of some tokens in a layer of this form."""
+    num_vectors = num_tokens * (form.num_heads + 2 * form.num_kv_heads)
+    stored_parts = [
+        *_parts(form.head_dim, form.key_bits, dtype),
+        *_parts(form.head_dim, form.value_bits, dtype),
+    ]
+    return Launch(
+        _kernel(form.head_dim, form.key_bits, form.value_bits),
+        template=[
+            ("T", dtype),
+            ("D", form.head_dim),
+            ("QUERY_HEADS", form.num_heads),
+            ("KV_HEADS", form.num_kv_heads),
+            ("NORM", form.has_norm),
+            ("DIMS", form.num_turning),
+            ("TRADITIONAL", form.traditional),
+            ("ROTATE", form.hadamard_order > 0),
+            ("M", max(form.hadamard_order, 1)),
+        ],
+        grid=(num_vectors * LANES, 1, 1),
+        threadgroup=(min(HEADS_AT_ONCE, num_vectors) * LANES, 1, 1),
+        output_shapes=[
+            (num_tokens, form.num_heads, form.head_dim),
+            *[(num_tokens, form.num_kv_heads, width) for width, _ in stored_parts],
+        ],
+        output_dtypes=[dtype, *[dtype for _, dtype in stored_parts]],
+    )
+
+
+def _parts(dim: int, bits: int | None, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
     """(width, dtype) of what is stored of a vector."""
     if bits is None:
-        return [(heads.head_dim, dtype)]
-    num_groups = heads.head_dim // group_size(heads.head_dim)
-    return [(heads.head_dim * bits // 8, mx.uint8), *[(num_groups, mx.float16)] * 2]
+        return [(dim, dtype)]
+    return [(dim * bits // 8, mx.uint8), *[(dim // group_size(dim), mx.float16)] * 2]
 
 
 @cache
@@ -153,23 +171,9 @@ def _kernel(dim: int, key_bits: int | None, value_bits: int | None) -> MetalKern
     )
 
 
-def _template(heads: Heads, dtype: mx.Dtype) -> Sequence[tuple[str, int | bool | mx.Dtype]]:
-    return [
-        ("T", dtype),
-        ("D", heads.head_dim),
-        ("QUERY_HEADS", heads.num_heads),
-        ("KV_HEADS", heads.num_kv_heads),
-        ("NORM", heads.norm_weight is not None),
-        ("DIMS", heads.num_turning),
-        ("TRADITIONAL", heads.traditional),
-        ("ROTATE", heads.hadamard_order > 0),
-        ("M", max(heads.hadamard_order, 1)),
-    ]
-
-
 def _checked(qkv: mx.array, positions: mx.array, heads: Heads) -> int:
     num_tokens, width = qkv.shape
-    assert width == (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim, qkv.shape
+    assert width == heads.form.width, qkv.shape
     assert positions.ndim == 1
     assert len(positions) >= num_tokens, positions.shape
     assert positions.dtype == mx.int32

@@ -5,10 +5,10 @@ own around a body that calls that function. Every call goes through one `Device`
 in the tests a machine that executes the same source on the CPU.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any, Protocol
 
@@ -16,6 +16,8 @@ import mlx.core as mx
 
 Size = tuple[int, int, int]
 TemplateValue = int | bool | mx.Dtype
+
+TYPE_NAMES = {mx.float32: "float", mx.float16: "float16_t", mx.bfloat16: "bfloat16_t"}  # in Metal
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +41,7 @@ class MetalKernel:
     @property
     def header(self) -> str:
         """The text of the kernel's files, in order."""
-        return "\n".join(_source(name) for name in (*self.includes, f"{self.name}.metal"))
+        return "\n".join(source(name) for name in (*self.includes, f"{self.name}.metal"))
 
     def __call__(
         self,
@@ -51,54 +53,48 @@ class MetalKernel:
         output_shapes: Sequence[tuple[int, ...]],
         output_dtypes: Sequence[mx.Dtype],
     ) -> list[mx.array]:
-        """One dispatch; lazy on Metal.
-
-        Args:
-            inputs: row-contiguous; whatever is not is copied first.
-            template: values that are compiled in: each set of them is a variant of the kernel.
-            grid: in threads.
-            threadgroup: threads of one threadgroup.
-        """
-        launch = Launch(
-            self,
-            list(inputs),
-            tuple(template),
-            grid,
-            threadgroup,
-            list(output_shapes),
-            list(output_dtypes),
-        )
-        return _devices[-1].run(launch)
+        """One dispatch, as `Launch` says."""
+        launch = Launch(self, template, grid, threadgroup, output_shapes, output_dtypes)
+        return launch(inputs)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Launch:
-    """One call of a kernel."""
+    """A call of a kernel but for its inputs: worked out once for all layers that make the same.
+
+    Args:
+        template: values that are compiled in: each set of them is a variant of the kernel.
+        grid: in threads.
+        threadgroup: threads of one threadgroup.
+    """
 
     kernel: MetalKernel
-    inputs: list[mx.array]
-    template: tuple[tuple[str, TemplateValue], ...]
+    template: Sequence[tuple[str, TemplateValue]]
     grid: Size
     threadgroup: Size
-    output_shapes: list[tuple[int, ...]]
-    output_dtypes: list[mx.Dtype] = field(default_factory=list)
+    output_shapes: Sequence[tuple[int, ...]]
+    output_dtypes: Sequence[mx.Dtype]
+    function: Callable[..., list[mx.array]] = field(init=False, repr=False)  # MLX's, of `inputs`
 
-    def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of the function that `mx.fast.metal_kernel` returns."""
-        return {
-            "inputs": self.inputs,
-            "template": list(self.template),
-            "grid": self.grid,
-            "threadgroup": self.threadgroup,
-            "output_shapes": self.output_shapes,
-            "output_dtypes": self.output_dtypes,
-        }
+    def __post_init__(self) -> None:
+        function = partial(
+            compiled(self.kernel, tuple(self.template)),
+            grid=self.grid,
+            threadgroup=self.threadgroup,
+            output_shapes=self.output_shapes,
+            output_dtypes=self.output_dtypes,
+        )
+        object.__setattr__(self, "function", function)
+
+    def __call__(self, inputs: Sequence[mx.array]) -> list[mx.array]:
+        """The outputs; lazy on Metal. Inputs that are not row-contiguous are copied first."""
+        return _devices[-1].run(self, inputs)
 
 
 class Device(Protocol):
     """Who runs kernels."""
 
-    def run(self, launch: Launch) -> list[mx.array]:
+    def run(self, launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
         """The outputs, evaluated or not."""
         ...
 
@@ -106,25 +102,42 @@ class Device(Protocol):
 class Metal:
     """The GPU, through MLX."""
 
-    def run(self, launch: Launch) -> list[mx.array]:
+    def run(self, launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
         """Lazy outputs.
 
         Raises:
             RuntimeError: there is no Metal here.
         """
-        return list(compiled(launch.kernel)(**launch.arguments()))
+        return launch.function(inputs=inputs)
 
 
 @cache
-def compiled(kernel: MetalKernel) -> Any:
-    """MLX's callable of a kernel; nothing is compiled before its first call is evaluated."""
+def compiled(kernel: MetalKernel, template: tuple[tuple[str, TemplateValue], ...]) -> Any:
+    """MLX's callable of a variant; nothing is compiled before its first call is evaluated.
+
+    The values stand in the body: MLX would turn its own template arguments into text in every call.
+    """
+    values = [_metal_text(value) for _, value in template]
+    declared = [_declared(name, value) for name, value in template]
     return mx.fast.metal_kernel(
-        name=kernel.name,
+        name="_".join([kernel.name, *values]),
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
-        source=kernel.body,
+        source="\n".join([*declared, kernel.body]),
         header=kernel.header,
     )
+
+
+def _declared(name: str, value: TemplateValue) -> str:
+    if isinstance(value, mx.Dtype):
+        return f"using {name} = {_metal_text(value)};"
+    return (
+        f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {_metal_text(value)};"
+    )
+
+
+def _metal_text(value: TemplateValue) -> str:
+    return TYPE_NAMES[value] if isinstance(value, mx.Dtype) else str(value).lower()
 
 
 @contextmanager
@@ -141,5 +154,10 @@ _devices: list[Device] = [Metal()]
 
 
 @cache
-def _source(name: str) -> str:
-    return files(__package__).joinpath(name).read_text()
+def source(name: str) -> str:
+    """A file of this folder, line by line, without comments and indentation.
+
+    MLX copies the text of a kernel into every call of it.
+    """
+    text = files(__package__).joinpath(name).read_text()
+    return "\n".join(line.partition("//")[0].strip() for line in text.splitlines())

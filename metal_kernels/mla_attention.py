@@ -6,37 +6,45 @@ Source: DeepSeek-V2, arXiv:2405.04434, with the projections absorbed into querie
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import mlx.core as mx
 
 from .attention_plan import AttentionPlan
-from .attention_reduce import INCLUDES, finished, result_sizes
+from .attention_reduce import INCLUDES, reduction, result_sizes
 from .attention_shape import LANES
 from .launch import MetalKernel
 from .paged_attention_gather import paged_attention_gathered
 from .paged_attention_kernel import DTYPES
-from .stored import Stored, decoded, plane_arrays, plane_names, stored_bits
+from .stored import Stored, decoded, is_plain, plane_arrays, plane_names, plane_text, stored_bits
 
 DIMS = ((576, 512),)
 TEAM_ROWS = 16  # query rows of 8 SIMD groups
 TEAM_THREADS = 8 * LANES
 
-_kernel = MetalKernel(
-    name="mla_attention",
-    inputs=("queries", *plane_names("latent"), "spans", "pages", "work", "sizes", "scale"),
-    outputs=("outputs", "figures"),
-    includes=INCLUDES,
-    body=f"""
+
+@cache
+def _kernel(plain: bool) -> MetalKernel:
+    return MetalKernel(
+        name="mla_attention",
+        inputs=(
+            "queries",
+            *plane_names("latent", plain=plain),
+            *("spans", "pages", "work", "sizes", "scale"),
+        ),
+        outputs=("outputs", "figures"),
+        includes=INCLUDES,
+        body=f"""
   constexpr int SCRATCH = TEAMS * TEAM * SCORES;
   threadgroup float scratch[SCRATCH];
   mla_attention<KEY_DIM, VALUE_DIM, TEAMS, SPLIT>(
-      queries, plane_of<BITS, KEY_DIM>({", ".join(plane_names("latent"))}),
+      queries, plane_of<BITS, KEY_DIM>({plane_text("latent", plain=plain)}),
       spans, pages, work, sizes, scale, queries_shape[1], latent_codes_shape[1],
       outputs, figures, scratch,
       threadgroup_position_in_grid.x, threadgroup_position_in_grid.y,
       simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """,
-)
+    )
 
 
 def mla_attention_on_metal(
@@ -64,8 +72,7 @@ def mla_attention_on_metal(
     assert len(queries) == plan.num_queries, (queries.shape, plan.num_queries)
     teams = row_teams(plan.max_queries * num_heads)
     blocks = row_blocks(plan.max_queries * num_heads)
-    shapes, dtypes = result_sizes(queries, plan, 1, value_dim)
-    results = _kernel(
+    results = _kernel(is_plain(latents))(
         [
             queries,
             *plane_arrays(latents),
@@ -82,10 +89,13 @@ def mla_attention_on_metal(
         ],
         grid=(plan.num_items * teams * TEAM_THREADS, blocks, 1),
         threadgroup=(teams * TEAM_THREADS, 1, 1),
-        output_shapes=shapes,
-        output_dtypes=dtypes,
+        **result_sizes(queries, plan, 1, value_dim),
     )
-    return finished(results, queries, plan)
+    reduce = reduction(queries, plan, value_dim, sinks=False)
+    if reduce is not None:
+        results = reduce([*results, queries, plan.spans, plan.sizes])
+    outputs, log_sum_exps = results
+    return outputs, log_sum_exps
 
 
 def row_teams(num_rows: int) -> int:

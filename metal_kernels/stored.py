@@ -29,18 +29,32 @@ class Stored(Protocol):
 
 def stored_bits(stored: Stored, dim: int) -> int:
     """Bits of a number of vectors of `dim`; 0: plain."""
-    return 0 if len(stored.pages) == 1 else stored.pages[0].shape[-1] * 8 // dim
+    return 0 if is_plain(stored) else stored.pages[0].shape[-1] * 8 // dim
 
 
-def plane_names(kind: str) -> list[str]:
+def is_plain(stored: Stored) -> bool:
+    """Vectors are as they are: one part."""
+    return len(stored.pages) == 1
+
+
+def plane_names(kind: str, *, plain: bool) -> list[str]:
     """Names of a plane's arrays in a kernel, in the order of `plane_arrays`."""
-    return [f"{kind}_{where}{part}" for part in PARTS for where in ("tail_", "")]
+    parts = PARTS[:1] if plain else PARTS
+    return [f"{kind}_{where}{part}" for part in parts for where in ("tail_", "")]
+
+
+def plane_text(kind: str, *, plain: bool) -> str:
+    """What a kernel's body hands to `plane_of`; of plain vectors scales and biases are not read."""
+    names = plane_names(kind, plain=plain)
+    return ", ".join(names * (len(PARTS) if plain else 1))
 
 
 def plane_arrays(stored: Stored) -> list[mx.array]:
-    """Tail and pages of each part; plain vectors stand for scales and biases too, unread."""
-    pairs = list(zip(stored.tails, stored.pages, strict=True))
-    return [array for pair in (pairs if len(pairs) > 1 else pairs * 3) for array in pair]
+    """Tail and pages of each part."""
+    tails, pages = stored.tails, stored.pages
+    if len(pages) == 1:
+        return [tails[0], pages[0]]
+    return [array for pair in zip(tails, pages, strict=True) for array in pair]
 
 
 def decoded(parts: Sequence[mx.array], dim: int) -> mx.array:

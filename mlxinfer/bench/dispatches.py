@@ -2,55 +2,30 @@
 
 Counted in the traced graph of a decode step, as it would be on Metal: our kernels are in it, and
 each of MLX's fused operations stands as one. What only looks at memory another way is not counted.
+The same graph is built again and again for the second question: how long that keeps the host busy.
 """
 
+import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import mlx.core as mx
 
-from ..cache.kv import KVCache
-from ..cache.layout import lay_out
-from ..cache.pages import PageTable
-from ..cache.spans import StepSpans
-from ..config import KVOptions
-from ..engine.kernels import choose_kernels
-from ..models import load
 from .checkpoints import Dense, write_checkpoint
-from .peer import load_peer_model, peer_caches
+from .metal_graph import as_on_metal, build_times_us, our_steps, peer_steps, quick, traced
 from .report import Report, Table, ratio
 
-PAGE, CONTEXT = 16, 40  # tokens before the one that is traced: two pages and a tail
 FEW, MORE = 2, 3  # layers: what one costs is the difference
 MODEL = Dense(hidden=128, inner=256, layers=FEW, heads=8, kv_heads=2, head_dim=64, vocab=512)
+DEEP = replace(MODEL, layers=28)
 VIEWS = frozenset(
     """AsStrided Broadcast BroadcastAxes Contiguous Depends ExpandDims Flatten Full Reshape Slice
     Split Squeeze StopGradient Transpose Unflatten View""".split()  # noqa: SIM905
 )
-FUSED = ("rms_norm", "rope", "scaled_dot_product_attention")
 BITS: tuple[int | None, ...] = (None, 8)
-
-
-@dataclass(slots=True)
-class Step:
-    """One token of one sequence, as the KV cache sees it."""
-
-    tables: list[PageTable]
-    row: int = 0
-    start: int = CONTEXT
-    num_tokens: int = 1
-    sealed: int = CONTEXT - CONTEXT % PAGE
-    slot: int = 0
-
-    @property
-    def stop(self) -> int:
-        """One past its position."""
-        return self.start + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,116 +37,104 @@ class Count:
     kinds: dict[str, int] = field(default_factory=dict)  # of a layer
 
 
-def run(*, peer: bool = True) -> Report:
+def run(
+    *, peer: bool = True, requests: Sequence[int] = (1, 8), deep: Dense = DEEP, rounds: int = 5
+) -> Report:
     """Plain and quantised KV, ours and mlx-lm's."""
-    rows, data = [], []
     with TemporaryDirectory() as scratch:
-        folders = [
+        counted = [
             write_checkpoint(Path(scratch) / str(layers), replace(MODEL, layers=layers))
             for layers in (FEW, MORE)
         ]
-        for bits in BITS:
-            counts = [_count([_trace_ours(folder, bits) for folder in folders])]
-            if peer:
-                counts.append(_count([_trace_peer(folder, bits) for folder in folders]))
-            data.append({"kv_bits": bits, "counts": [asdict(count) for count in counts]})
-            rows += _rows("plain" if bits is None else str(bits), counts)
-    table = Table(
+        counts = {bits: _counts(counted, bits, peer=peer) for bits in BITS}
+        folder = write_checkpoint(Path(scratch) / "deep", deep)
+        built = {
+            (bits, n): _built(folder, bits, n, peer=peer, rounds=rounds)
+            for bits in BITS
+            for n in requests
+        }
+    return Report(
+        "dispatches",
+        [_count_table(counts), _build_table(built, deep.layers)],
+        {
+            "dispatches": [
+                {"kv_bits": bits, "counts": [asdict(count) for count in found]}
+                for bits, found in counts.items()
+            ],
+            "build": [
+                {"kv_bits": bits, "requests": n, "build_us": found}
+                for (bits, n), found in built.items()
+            ],
+        },
+    )
+
+
+def _counts(folders: Sequence[Path], bits: int | None, *, peer: bool) -> list[Count]:
+    """Ours, and mlx-lm's."""
+    found = []
+    for ours in (True, False) if peer else (True,):
+        few, more = [_operations(folder, bits, ours=ours) for folder in folders]
+        layer = more - few
+        per_layer = layer.total()
+        found.append(Count(per_layer, few.total() - FEW * per_layer, dict(layer)))
+    return found
+
+
+def _operations(folder: Path, bits: int | None, *, ours: bool) -> "Counter[str]":
+    """How often each is in the graph of a step."""
+    theirs = None if ours else peer_steps(folder, bits, 1)
+    with as_on_metal():
+        step = theirs or our_steps(folder, bits, 1)
+        return Counter(name for name in traced(step, mx.array([7])) if name not in VIEWS)
+
+
+def _built(
+    folder: Path, bits: int | None, requests: int, *, peer: bool, rounds: int
+) -> list[float]:
+    """Median microseconds of our graph, and of mlx-lm's, in turns."""
+    times: list[list[float]] = [[], []] if peer else [[]]
+    for _ in range(rounds):
+        theirs = [peer_steps(folder, bits, requests)] if peer else []
+        with as_on_metal(quick):
+            for found, step in zip(
+                times, [our_steps(folder, bits, requests), *theirs], strict=True
+            ):
+                found += build_times_us(step, requests)[1:]  # the first works out what lasts
+    return [statistics.median(found) for found in times]
+
+
+def _count_table(counts: dict[int | None, list[Count]]) -> Table:
+    rows = []
+    for bits, found in counts.items():
+        rows += [
+            [_named(bits), "a layer", *_row([count.per_layer for count in found])],
+            [_named(bits), "beside the layers", *_row([count.beside for count in found])],
+        ]
+    return Table(
         "Dispatches of one decode step",
         ["kv_bits", "", "mlxinfer", "mlx-lm", "ratio"],
         rows,
         "From the traced graph, with Metal kernels and MLX's fused operations; elementwise "
         "operations one by one, views not at all. Counted on this machine, not run on a GPU.",
     )
-    return Report("dispatches", [table], {"dispatches": data})
 
 
-def _rows(label: str, counts: Sequence[Count]) -> list[list[str]]:
-    rows = []
-    for what, values in (
-        ("a layer", [count.per_layer for count in counts]),
-        ("beside the layers", [count.beside for count in counts]),
-    ):
-        cells = [str(value) for value in values]
-        better = ratio(values[1], values[0]) if len(values) > 1 else "-"
-        rows.append([label, what, *cells, *["-"] * (2 - len(cells)), better])
-    return rows
+def _build_table(built: dict[tuple[int | None, int], list[float]], layers: int) -> Table:
+    return Table(
+        f"Main-thread CPU us to build that graph, {layers} layers",
+        ["kv_bits", "requests", "mlxinfer", "mlx-lm", "ratio"],
+        [[_named(bits), str(n), *_row(found)] for (bits, n), found in built.items()],
+        "With page tables, cache writes and logits. In a trace: each of MLX's fused operations "
+        "stands as the quickest there is, kernels are MLX's own calls. Not measured on a Mac.",
+    )
 
 
-def _count(graphs: Sequence["Counter[str]"]) -> Count:
-    few, more = graphs
-    layer = more - few
-    per_layer = layer.total()
-    return Count(per_layer, few.total() - FEW * per_layer, dict(layer))
+def _named(bits: int | None) -> str:
+    return "plain" if bits is None else str(bits)
 
 
-def _trace_ours(folder: Path, bits: int | None) -> "Counter[str]":
-    with _as_on_metal():
-        model = load(folder, dtype="bfloat16")
-        specs, stored = lay_out(model.kv_specs, KVOptions(bits=(bits, bits)), key_bias=False)
-        kernels = choose_kernels(model, specs, stored, frozenset)
-        cache = KVCache(
-            specs,
-            bits=stored,
-            dtype=model.activation_dtype,
-            page_size=PAGE,
-            max_batch=1,
-            prefill_chunk=64,
-            budget_bytes=1 << 26,
-            num_pages=4,
-            kernel_layers=kernels.attention,
-            heads=kernels.heads,
-        )
-        span = Step([PageTable(PAGE, pages=[2, 0, 1])])
-
-        def step(ids: mx.array) -> mx.array:
-            positions = mx.array([CONTEXT], mx.int32)
-            return model.logits(model(ids, positions, cache.begin_step(StepSpans.of([span], []))))
-
-        return traced(step, mx.array([7], mx.int32))
-
-
-def _trace_peer(folder: Path, bits: int | None) -> "Counter[str]":
-    model = load_peer_model(folder)
-    model.set_dtype(mx.bfloat16)
-    caches = peer_caches(model, bits)
-    mx.eval(model(mx.zeros((1, CONTEXT), mx.int32), cache=caches))
-    with _as_on_metal():
-        return traced(lambda ids: model(ids, cache=caches), mx.array([[7]], mx.int32))
-
-
-def traced(function: Callable[[mx.array], mx.array], argument: mx.array) -> "Counter[str]":
-    """The operations of a function's graph by name, views left out."""
-    found: Counter[str] = Counter()
-
-    def note(event: dict[str, Any]) -> None:
-        if event["type"] == "primitive" and event["name"] not in VIEWS:
-            found[event["name"]] += 1
-
-    mx.export_function(note, function, argument)
-    return found
-
-
-def _whole(x: mx.array, *rest: Any, **options: Any) -> mx.array:
-    """One operation that needs all its inputs."""
-    needed = [a for a in (*rest, *options.values()) if isinstance(a, mx.array)]
-    return mx.abs(mx.depends(x, needed) if needed else x)
-
-
-@contextmanager
-def _as_on_metal() -> Iterator[None]:
-    """Graphs as Metal would get them: MLX's fused operations whole, which elsewhere fall apart.
-
-    They stand as one operation each, of the same shape; nothing of it is ever run.
-    """
-    originals = {name: getattr(mx.fast, name) for name in FUSED}
-    is_available = mx.metal.is_available
-    for name in FUSED:
-        setattr(mx.fast, name, _whole)
-    mx.metal.is_available = lambda: True
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(mx.fast, name, original)
-        mx.metal.is_available = is_available
+def _row(values: Sequence[float]) -> list[str]:
+    """Ours, theirs and how many times less ours is."""
+    cells = [f"{value:,.0f}" for value in values]
+    better = ratio(values[1], values[0]) if len(values) > 1 else "-"
+    return [*cells, *["-"] * (2 - len(cells)), better]

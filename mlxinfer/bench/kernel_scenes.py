@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cache.formats import make_format
-from ..metal_kernels.attention_plan import AttentionPlan, plan_attention
+from ..metal_kernels.attention_plan import AttentionPlan, page_table, plan_attention
 
 Ints = NDArray[np.int32]
 
@@ -98,7 +98,7 @@ def build(scene: Scene) -> Inputs:
         stops=stops,
         sealed=sealed,
         slots=slots,
-        tables=tables,
+        pages=page_table(tables),
         page_size=scene.page_size,
         kv_heads=scene.kv_heads,
         window=scene.window,

@@ -22,12 +22,18 @@ def load_peer_model(folder: Path) -> Any:
     return _module("mlx_lm.utils").load_model(folder)[0]
 
 
-def peer_caches(model: Any, bits: int | None) -> list[Any]:
-    """A KV cache for each layer of mlx-lm's model, quantised from the first token on or plain."""
+def peer_caches(model: Any, bits: int | None, count: int = 1) -> list[Any]:
+    """A KV cache for each layer of mlx-lm's model, quantised from the first token on or plain.
+
+    That of `mlx_lm.generate` for one sequence, that of its batches for more; its batches are never
+    quantised, so that many equal prompts share one of the former.
+    """
     caches = _module("mlx_lm.models.cache")
-    if bits is None:
-        return list(caches.make_prompt_cache(model))
-    return [caches.QuantizedKVCache(group_size=64, bits=bits) for _ in model.layers]
+    if bits is not None:
+        return [caches.QuantizedKVCache(group_size=64, bits=bits) for _ in model.layers]
+    if count > 1:
+        return [caches.BatchKVCache([0] * count) for _ in model.layers]
+    return list(caches.make_prompt_cache(model))
 
 
 def _module(name: str) -> Any:
@@ -115,20 +121,13 @@ class PeerDriver:
 
 
 class PeerStream:
-    """One decode step of mlx-lm's model over B equal prompts, without sampling, again and again.
-
-    With B = 1 its cache is the one of `mlx_lm.generate`, else the one of its batches.
-    """
+    """One decode step of mlx-lm's model over B equal prompts, without sampling, again and again."""
 
     def __init__(self, model: Any, prompts: list[list[int]]) -> None:
-        caches = _module("mlx_lm.models.cache")
         self.meter = Meter()
         self._model = MeteredPeerModel(model, self.meter)
         count = len(prompts)
-        self._cache = [
-            caches.KVCache() if count == 1 else caches.BatchKVCache([0] * count)
-            for _ in model.layers
-        ]
+        self._cache = peer_caches(model, None, count)
         self._ids = mx.array([[1]] * count, dtype=mx.int32)
         mx.eval(self._model(mx.array(prompts), cache=self._cache))
 

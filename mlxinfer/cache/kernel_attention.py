@@ -3,17 +3,18 @@
 Knows page tables and tails; chooses nothing.
 """
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 
-from ..metal_kernels.attention_plan import AttentionPlan, plan_attention
-from ..metal_kernels.paged_attention_kernel import paged_attention_on_metal
+from ..metal_kernels.attention_plan import AttentionPlan, page_table, plan_attention
+from ..metal_kernels.paged_attention_kernel import PagedAttention
 from .pool import LayerPool
 from .reach import Reach
 from .short_plan import Part
-from .spans import Ints, ShortSpans
+from .spans import ShortSpans
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +23,34 @@ class KernelPlan:
 
     rows: slice  # of the step's flat list
     plan: AttentionPlan
+    _prepared: dict[Hashable, PagedAttention] = field(default_factory=dict)  # by sizes of a layer
 
     def attend(
         self, pool: LayerPool, queries: mx.array, *, scale: float, sinks: mx.array | None
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of these spans see, (T', heads, V)."""
         own = queries if self.rows.stop == len(queries) else queries[self.rows]
-        outputs, _ = paged_attention_on_metal(
-            own,
+        sizes = pool.form, own.shape[1], sinks is None
+        attention = self._prepared.get(sizes)
+        if attention is None:
+            attention = self._prepared[sizes] = self._prepare(pool, own, sinks)
+        outputs, _ = attention(
+            own, pool.keys, pool.values, self.plan, scale=scale, sink_logits=sinks
+        )
+        return outputs
+
+    def _prepare(
+        self, pool: LayerPool, queries: mx.array, sinks: mx.array | None
+    ) -> PagedAttention:
+        """For all layers of the group that are like this one."""
+        return PagedAttention.of(
+            queries,
             pool.keys,
             pool.values,
             self.plan,
-            scale=scale,
-            sink_logits=sinks,
+            sinks=sinks is not None,
             value_dim=pool.values.fmt.dim,
         )
-        return outputs
 
 
 class KernelPlanner:
@@ -64,7 +77,7 @@ class KernelPlanner:
             stops=short.starts + short.counts,
             sealed=short.sealed,
             slots=short.slots,
-            tables=self._tables(short),
+            pages=self._pages(short),
             page_size=self._page_size,
             kv_heads=self._kv_heads,
             window=self._reach.window,
@@ -73,15 +86,17 @@ class KernelPlanner:
         rows = slice(first, first + plan.num_queries)
         return [(np.arange(first, rows.stop, dtype=np.int32), KernelPlan(rows, plan))]
 
-    def _tables(self, short: ShortSpans) -> list[Ints]:
+    def _pages(self, short: ShortSpans) -> mx.array:
         if self._reach.window is None:
-            return short.lasting(("pages", self._group), lambda: _pages(short, self._group))
-        return _pages(short, self._group)
+            return short.lasting(("pages", self._group), lambda: _page_table(short, self._group))
+        return _page_table(short, self._group)
 
 
-def _pages(short: ShortSpans, group: int) -> list[Ints]:
-    """For each span the page of every page number that is sealed; -1: let go of."""
-    return [
-        np.asarray(tables[group].numbers_before(stop))
-        for tables, stop in zip(short.tables, short.sealed.tolist(), strict=True)
-    ]
+def _page_table(short: ShortSpans, group: int) -> mx.array:
+    """For each span the page of every page number that is sealed."""
+    return page_table(
+        [
+            np.asarray(tables[group].numbers_before(stop))
+            for tables, stop in zip(short.tables, short.sealed.tolist(), strict=True)
+        ]
+    )

@@ -69,8 +69,11 @@ def _order(parts: Sequence[Ints], num_rows: int) -> mx.array | None:
 
 def padded_positions(positions: Ints) -> mx.array:
     """(T,) -> (max(T, 8),), zeros at the end: fewer would be another variant of the kernel."""
-    missing = MIN_POSITIONS - len(positions)
-    return mx.array(np.pad(positions, (0, missing)) if missing > 0 else positions)
+    if len(positions) >= MIN_POSITIONS:
+        return mx.array(positions)
+    padded = np.zeros(MIN_POSITIONS, np.int32)
+    padded[: len(positions)] = positions
+    return mx.array(padded)
 
 
 def _tail_writes(

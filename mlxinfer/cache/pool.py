@@ -193,6 +193,7 @@ class LayerPool:
         self.page_size = page_size
         self.num_pages = num_pages
         self.num_slots = num_slots
+        self.form = (heads, spec.key_dim, spec.value_dim, bits)  # the same: kernels see no other
         self._rotates = bits[0] == 4
         self.keys, self.values = (
             Plane(fmt, heads, page_size=page_size, num_pages=num_pages, num_slots=num_slots)

@@ -3,12 +3,13 @@
 import mlx.core as mx
 from bench_reports import check
 
-from mlxinfer.bench.dispatches import run, traced
+from mlxinfer.bench.dispatches import MODEL, VIEWS, run
+from mlxinfer.bench.metal_graph import traced
 
 
 def test_kernels_and_fused_operations_count_once() -> None:
     fused = mx.fast.rms_norm
-    report = run(peer=False)
+    report = run(peer=False, requests=(1,), deep=MODEL, rounds=1)
     check(report)
     plain, eight = (entry["counts"][0] for entry in report.data["dispatches"])
     assert plain["kinds"]["CustomKernel"] == eight["kinds"]["CustomKernel"] == 2
@@ -20,4 +21,18 @@ def test_kernels_and_fused_operations_count_once() -> None:
 
 def test_views_are_not_counted() -> None:
     counted = traced(lambda x: x.reshape(2, 4)[:, ::2].T + 1, mx.arange(8))
-    assert counted == {"Add": 1}
+    assert [name for name in counted if name not in VIEWS] == ["Add"]
+
+
+def test_graphs_are_built_beside_mlx_lm() -> None:
+    is_available = mx.metal.is_available
+    report = run(requests=(1, 2), deep=MODEL, rounds=1)
+    check(report)
+    assert [(e["kv_bits"], e["requests"]) for e in report.data["build"]] == [
+        (None, 1),
+        (None, 2),
+        (8, 1),
+        (8, 2),
+    ]
+    assert all(time > 0 for entry in report.data["build"] for time in entry["build_us"])
+    assert mx.metal.is_available is is_available

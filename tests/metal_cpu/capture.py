@@ -4,9 +4,8 @@ MLX writes the signature of a custom kernel while it traces a graph, so exportin
 calls the kernel yields the text that it would compile, on a machine without Metal too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
 import mlx.core as mx
@@ -38,9 +37,11 @@ class Captured:
     threadgroup: Size
 
 
-def capture(launch: Launch, replacements: tuple[tuple[str, str], ...] = ()) -> Captured:
+def capture(
+    launch: Launch, inputs: Sequence[mx.array], replacements: tuple[tuple[str, str], ...] = ()
+) -> Captured:
     """Trace a launch; `replacements` are made in the source first."""
-    inputs = [mx.contiguous(array) for array in launch.inputs]
+    inputs = [mx.contiguous(array) for array in inputs]
     mx.eval(inputs)
     name, source, *rest = _traced(launch, inputs)
     grid, threadgroup, infos = tuple(rest[:3]), tuple(rest[3:6]), rest[6]
@@ -58,7 +59,7 @@ def capture(launch: Launch, replacements: tuple[tuple[str, str], ...] = ()) -> C
         for shape, dtype in zip(launch.output_shapes, launch.output_dtypes, strict=True)
     ]
     return Captured(
-        Kernel(name, (UTILITIES, *parts), instance=_instance(name, source)),
+        Kernel(name, (UTILITIES, *parts)),
         bound,
         list(zip(launch.kernel.outputs, sizes, strict=True)),
         grid,
@@ -66,14 +67,12 @@ def capture(launch: Launch, replacements: tuple[tuple[str, str], ...] = ()) -> C
     )
 
 
-def _traced(launch: Launch, inputs: list[mx.array]) -> list[Any]:
+def _traced(launch: Launch, inputs: Sequence[mx.array]) -> list[Any]:
     """The arguments of the primitive: name, source, grid, threadgroup, shape infos, and more."""
-    arguments = launch.arguments()
-    del arguments["inputs"]
     seen: list[dict[str, Any]] = []
 
     def call(*traced: mx.array) -> Any:
-        return launching.compiled(launch.kernel)(inputs=list(traced), **arguments)
+        return launch.function(inputs=list(traced))
 
     mx.export_function(seen.append, call, *inputs)
     (primitive,) = [record for record in seen if record.get("name") == "CustomKernel"]
@@ -85,21 +84,12 @@ def _parts(kernel: MetalKernel, source: str) -> Iterator[Part]:
     header = kernel.header
     assert source.startswith(header), "MLX puts something before the header"
     for name in kernel.includes:
-        text = files("mlxinfer.metal_kernels").joinpath(name).read_text() + "\n"
+        text = launching.source(name) + "\n"
         assert header.startswith(text)
         yield Part(name, text)
         header = header[len(text) :]
     yield Part(f"{kernel.name}.metal", header + "\n")
     yield Part("body", source[len(kernel.header) :])
-
-
-def _instance(name: str, source: str) -> str:
-    """Template arguments of the function that MLX instantiates, or nothing."""
-    start = source.find(f"decltype({name}<")
-    if start < 0:
-        return ""
-    start += len(f"decltype({name}<")
-    return source[start : source.index(f">) {name}<", start)]
 
 
 def _bound(

@@ -42,22 +42,22 @@ class MetalCPU:
         self._least_alignment = least_alignment
         self._partial: list[tuple[mx.array, arrays.Bytes]] = []  # outputs, and what is written
 
-    def run(self, launch: Launch) -> list[mx.array]:
+    def run(self, launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
         """The outputs of a launch, evaluated. In unwritten elements every bit is set.
 
         Raises:
             KernelStopped: unchecked only; a checked run reports it, and its outputs are partial.
             CompileError: the source is not valid; the message has the place.
         """
-        captured = capture(launch, self._replace)
-        inputs = self._inputs(launch, captured)
+        captured = capture(launch, inputs, self._replace)
+        buffers = self._inputs(launch, inputs, captured)
         outputs = [
             Buffer.of_output(name, size, may_stay_unwritten=name in self._may_stay_unwritten)
             for name, size in captured.outputs
         ]
         report = dispatch(
             captured.kernel,
-            [*inputs, *outputs],
+            [*buffers, *outputs],
             grid=captured.grid,
             threadgroup=captured.threadgroup,
             seed=self._seed,
@@ -82,11 +82,13 @@ class MetalCPU:
         ]
         return results
 
-    def _inputs(self, launch: Launch, captured: Captured) -> list[Buffer]:
+    def _inputs(
+        self, launch: Launch, inputs: Sequence[mx.array], captured: Captured
+    ) -> list[Buffer]:
         """Buffers; of an array that another kernel wrote in part, the rest holds no data."""
         written = {
             name: mask
-            for name, array in zip(launch.kernel.inputs, launch.inputs, strict=True)
+            for name, array in zip(launch.kernel.inputs, inputs, strict=True)
             for known, mask in self._partial
             if known is array
         }

@@ -40,12 +40,10 @@ class Example:
     template: Sequence[tuple[str, TemplateValue]] = ()
 
     def launch(self) -> Launch:
-        """The call."""
-        kernel = InlineKernel("example", tuple(self.inputs), ("out",), self.body, text=self.text)
+        """The call, but for its inputs."""
         return Launch(
-            kernel,
-            list(self.inputs.values()),
-            tuple(self.template),
+            InlineKernel("example", tuple(self.inputs), ("out",), self.body, text=self.text),
+            self.template,
             self.grid,
             self.threadgroup,
             [self.output_shape],
@@ -54,7 +52,7 @@ class Example:
 
     def run(self, machine: MetalCPU) -> mx.array:
         """The output."""
-        (out,) = machine.run(self.launch())
+        (out,) = machine.run(self.launch(), list(self.inputs.values()))
         return out
 
     def line_of(self, fragment: str, replaced: dict[str, str]) -> int:

@@ -43,7 +43,7 @@ def test_address_spaces_are_kept(name: str) -> None:
 
 
 def kernel_of(example: Example) -> Kernel:
-    return capture(example.launch()).kernel
+    return capture(example.launch(), list(example.inputs.values())).kernel
 
 
 def test_sound_kernels_pass() -> None:

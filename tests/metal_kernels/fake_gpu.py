@@ -1,7 +1,7 @@
 """GPUs that are none: a device that computes the twin, and ones that are at fault."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -25,11 +25,11 @@ class FakeDevice:
         self.launched: list[str] = []
         self._fault, self._faulty = fault, faulty
 
-    def run(self, launch: Launch) -> list[mx.array]:
+    def run(self, launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
         name = launch.kernel.name
         self.launched.append(name)
         twin = {"bitmask": bitmask_twin, "sample": sample_twin}[name]
-        outputs = [twin(*launch.inputs)]
+        outputs = [twin(*inputs)]
         return self._fault(outputs) if self._fault and name == self._faulty else outputs
 
 

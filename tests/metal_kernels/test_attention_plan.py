@@ -5,6 +5,7 @@ from mlxinfer.metal_kernels.attention_plan import (
     BLOCK,
     MIN_ITEM_BLOCKS,
     blocks_per_item,
+    page_table,
     plan_attention,
     share_blocks,
     visible_blocks,
@@ -75,7 +76,7 @@ def test_short_arrays_are_padded_to_one_address_space() -> None:
         stops=ones,
         sealed=0 * ones,
         slots=0 * ones,
-        tables=[np.zeros(0, np.int32)],
+        pages=page_table([np.zeros(0, np.int32)]),
         page_size=16,
         kv_heads=1,
     )

@@ -223,11 +223,11 @@ def test_mistakes_are_noticed(right: str, wrong: str) -> None:
 @pytest.mark.parametrize(
     "before",
     [
-        "float(qkv[ulong(vector) * D + i]);\n  }\n  ",
-        "weight[i]);\n  }\n  ",
-        "first * sine;\n  }\n  ",
-        "first - second;\n    }\n    ",
-        "sum * scale;\n  }\n  ",
+        "float(qkv[ulong(vector) * D + i]);\n}\n",
+        "weight[i]);\n}\n",
+        "first * sine;\n}\n",
+        "first - second;\n}\n",
+        "sum * scale;\n}\n",
     ],
 )
 def test_missing_barriers_are_noticed(before: str) -> None:

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from metal_cpu import MetalCPU, requires_compiler
-from mlxinfer.metal_kernels.attention_plan import plan_attention
+from mlxinfer.metal_kernels.attention_plan import page_table, plan_attention
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
 
@@ -82,10 +82,12 @@ def test_same_as_the_step(bits: Bits, reach: Reach) -> None:
                 stops=short.starts + short.counts,
                 sealed=short.sealed,
                 slots=short.slots,
-                tables=[
-                    numbers(tables[0], sealed)
-                    for tables, sealed in zip(short.tables, short.sealed.tolist(), strict=True)
-                ],
+                pages=page_table(
+                    [
+                        numbers(tables[0], sealed)
+                        for tables, sealed in zip(short.tables, short.sealed.tolist(), strict=True)
+                    ]
+                ),
                 page_size=PAGE,
                 kv_heads=HEADS,
                 window=reach.window,

@@ -97,7 +97,7 @@ MUTANTS = {
     "weights of another stream": ("slice[s * 8 * WIDTH + i]", "slice[i]", "batch of 9"),
     "no barrier": (
         "shared_queries, queries + first * KD, query_heads, group, num_rows, stream * 32 + lane);"
-        "\n  threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "\nthreadgroup_barrier(mem_flags::mem_threadgroup);",
         "shared_queries, queries + first * KD, query_heads, group, num_rows, stream * 32 + lane);",
         "one page",
     ),

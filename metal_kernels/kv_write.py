@@ -26,7 +26,7 @@ QUANTISED_PARTS = 3  # codes, scales and biases
 MAX_LAUNCHES = 64  # that are remembered: a decode step makes the same in every layer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Written:
     """What attention and the KV cache take of a step's tokens."""
 
@@ -50,8 +50,7 @@ def kv_write(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
             tokens another variant of the kernel (MLX passes shorter arrays in another way).
         heads: of the layer.
     """
-    num_tokens = _checked(qkv, positions, heads)
-    launch = _launch(heads.form, num_tokens, qkv.dtype)
+    launch = _launch(heads.form, qkv.shape, positions.shape, qkv.dtype)
     outputs = launch([qkv, positions, *heads.constants])
     stop = 1 + (1 if heads.key_bits is None else QUANTISED_PARTS)
     return Written(outputs[0], outputs[1:stop], outputs[stop:])
@@ -59,7 +58,7 @@ def kv_write(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
 
 def kv_write_twin(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
     """The same in plain MLX."""
-    num_tokens = _checked(qkv, positions, heads)
+    num_tokens = _checked(heads.form, qkv.shape, positions.shape)
     positions = positions[:num_tokens]
     split = qkv.astype(mx.float32).reshape(num_tokens, -1, heads.head_dim)
     x, values = mx.split(split, [heads.num_heads + heads.num_kv_heads], axis=1)
@@ -111,8 +110,11 @@ def stored(vectors: mx.array, bits: int | None, dtype: mx.Dtype) -> list[mx.arra
 
 
 @lru_cache(MAX_LAUNCHES)
-def _launch(form: Form, num_tokens: int, dtype: mx.Dtype) -> Launch:
-    """Norm, rope and storing of some tokens in a layer of this form."""
+def _launch(
+    form: Form, shape: tuple[int, ...], positions_shape: tuple[int, ...], dtype: mx.Dtype
+) -> Launch:
+    """Norm, rope and storing of projections (T, width) in a layer of this form."""
+    num_tokens = _checked(form, shape, positions_shape)
     num_vectors = num_tokens * (form.num_heads + 2 * form.num_kv_heads)
     stored_parts = [
         *_parts(form.head_dim, form.key_bits, dtype),
@@ -171,10 +173,9 @@ def _kernel(dim: int, key_bits: int | None, value_bits: int | None) -> MetalKern
     )
 
 
-def _checked(qkv: mx.array, positions: mx.array, heads: Heads) -> int:
-    num_tokens, width = qkv.shape
-    assert width == heads.form.width, qkv.shape
-    assert positions.ndim == 1
-    assert len(positions) >= num_tokens, positions.shape
-    assert positions.dtype == mx.int32
-    return int(num_tokens)
+def _checked(form: Form, shape: tuple[int, ...], positions_shape: tuple[int, ...]) -> int:
+    num_tokens, width = shape
+    (num_positions,) = positions_shape
+    assert width == form.width, shape
+    assert num_positions >= num_tokens, positions_shape
+    return num_tokens

@@ -23,9 +23,9 @@ MIN_POSITIONS = 8
 class GroupPlan:
     """All spans of one step for one layer group."""
 
-    short: list[ShortPlan]
-    long: list[ChunkPlan]
-    order: mx.array | None  # (T,) from what these give, one after another, to flat order
+    parts: Sequence[ShortPlan | ChunkPlan]  # of short spans, then `long`
+    long: Sequence[ChunkPlan]
+    order: mx.array | None  # (T,) from what the parts give, one after another, to flat order
     tail_rows: mx.array | None  # (N,) flat rows that go to tails; None: all of them, in order
     tail_place: TailPlace | None  # where the N tokens go; None: none does
     positions: mx.array | None  # see padded_positions; None: no layer writes through a kernel
@@ -45,9 +45,10 @@ def plan_group(
     rows, slots, places = _tail_writes(spans.short, spans.long, page_size)
     num_rows = len(spans.positions)
     parts = [part for some in spans.short for part in planner(some, num_rows)]
+    long = [plan_chunk(span, group, reach) for span in spans.long]
     return GroupPlan(
-        short=[plan for _, plan in parts],
-        long=[plan_chunk(span, group, reach) for span in spans.long],
+        parts=[*[plan for _, plan in parts], *long],
+        long=long,
         order=_order([rows for rows, _ in parts], num_rows),
         tail_rows=None if len(rows) == num_rows else mx.array(rows),
         tail_place=tail_place(slots, places % ring) if len(rows) else None,

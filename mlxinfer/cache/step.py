@@ -64,10 +64,10 @@ class StepKV:
         """The same of keys and values (T, kv_heads, W) as they are stored; queries are rotated."""
         self._write(self._pool.keys, keys)
         self._write(self._pool.values, values)
-        plans = [*self._plan.short, *self._plan.long]
-        parts = [plan.attend(self._pool, queries, scale=scale, sinks=sinks) for plan in plans]
+        plan, pool = self._plan, self._pool
+        parts = [part.attend(pool, queries, scale=scale, sinks=sinks) for part in plan.parts]
         joined = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-        return joined if self._plan.order is None else joined[self._plan.order]
+        return joined if plan.order is None else joined[plan.order]
 
     def _write(self, plane: Plane, encoded: list[mx.array]) -> None:
         plan = self._plan

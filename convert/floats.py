@@ -35,10 +35,10 @@ def search(
     groups: Floats, form: MLXFormat, importance: Floats | None, *, usual_only: bool = False
 ) -> NDArray[np.uint8]:
     """The scale of each group as its byte, (R, G, 1), for groups (R, G, group_size)."""
-    largest = np.abs(groups).max(axis=-1, keepdims=True) / LARGEST[form.bits]
+    largest: Floats = np.abs(groups).max(axis=-1, keepdims=True)
     best: NDArray[np.uint8] | None = None
     best_error = None
-    for byte in _choices(largest, form)[: 1 if usual_only else None]:
+    for byte in _choices(largest / LARGEST[form.bits], form)[: 1 if usual_only else None]:
         if usual_only:
             return byte
         found = decode(encode(groups, byte, form), byte, form) - groups

@@ -1,6 +1,6 @@
 """Sequences over pages and tails on which attention kernels check themselves. Knows no kernel."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -21,6 +21,12 @@ class Plane:
 
     pages: list[mx.array]
     tails: list[mx.array]
+    tail_head: int = 0
+
+    @property
+    def vector_bytes(self) -> int:
+        """Of one token and head."""
+        return sum(part.shape[-1] * part.dtype.size for part in self.pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,17 @@ class Scene:
         )
 
 
+def with_shared_tails(keys: Plane, values: Plane) -> tuple[Plane, Plane]:
+    """Keys and values as the cache has them: in the same tails where they are stored alike."""
+    widths = [[(part.shape[-1], part.dtype) for part in plane.tails] for plane in (keys, values)]
+    if widths[0] != widths[1]:
+        return keys, values
+    pairs = zip(keys.tails, values.tails, strict=True)
+    tails = [mx.concatenate([*pair], axis=1) for pair in pairs]
+    heads = keys.tails[0].shape[1]
+    return replace(keys, tails=tails), replace(values, tails=tails, tail_head=heads)
+
+
 def build_scene(variant: Variant, starts: Ints, kv_heads: int, *, shuffled: bool) -> Scene:
     """Random sequences, always the same.
 
@@ -71,12 +88,14 @@ def build_scene(variant: Variant, starts: Ints, kv_heads: int, *, shuffled: bool
     def plane(dim: int, bits: int) -> Plane:
         shapes = [(kv_heads, num_tokens, dim), (len(starts), kv_heads, 2 * PAGE, dim)]
         vectors = [mx.array(rng.uniform(-1, 1, shape).astype(np.float32)) for shape in shapes]
-        return Plane(*(stored(v, bits or None, dtype) for v in vectors))
+        pages, tails = (stored(v, bits or None, dtype) for v in vectors)
+        return Plane(pages, tails)
 
     shape = (len(starts) * variant.number("queries"), kv_heads * variant.number("group"), key_dim)
     keys = plane(key_dim, variant.number("key_bits"))
     values = keys
     if "value_bits" in dict(variant.values):
         values = plane(variant.number("value_dim"), variant.number("value_bits"))
+        keys, values = with_shared_tails(keys, values)
     queries = mx.array(rng.uniform(-1, 1, shape).astype(np.float32)).astype(dtype)
     return Scene(queries, keys, values, starts, sealed, tables)

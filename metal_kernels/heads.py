@@ -27,6 +27,11 @@ class Form(NamedTuple):
     hadamard_order: int  # 0: not rotated
 
     @property
+    def joined(self) -> bool:
+        """Keys and values are stored alike, side by side."""
+        return self.key_bits == self.value_bits
+
+    @property
     def width(self) -> int:
         """Of a token's fused projection."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim

@@ -119,10 +119,11 @@ struct Affine {
 };
 
 // One head of one token: vector `vector` of qkv, whose heads are queries, then keys, then values.
+// JOINED: keys and values go to the same place, a token's keys before its values.
 // scalars: (3,) epsilon of the norm, magnitude of what turns, scale of the Hadamard transform.
 template <
     typename T, uint D, uint QUERY_HEADS, uint KV_HEADS, bool NORM, uint DIMS, bool TRADITIONAL,
-    bool ROTATE, uint M, typename QKV, typename Positions, typename Weight, typename Frequencies,
+    bool ROTATE, uint M, bool JOINED, typename QKV, typename Positions, typename Weight, typename Frequencies,
     typename Signs, typename Scalars, typename Keys, typename Values>
 void kv_write(
     threadgroup float* x, QKV qkv, Positions positions, Weight weight, Frequencies frequencies,
@@ -130,12 +131,13 @@ void kv_write(
     uint lane) {
   const uint token = vector / (QUERY_HEADS + 2 * KV_HEADS);
   const uint head = vector % (QUERY_HEADS + 2 * KV_HEADS);
+  const uint stored = token * (JOINED ? 2 * KV_HEADS : KV_HEADS) + head - QUERY_HEADS;
   for (uint i = lane; i < D; i += 32) {
     x[i] = float(qkv[ulong(vector) * D + i]);
   }
   simdgroup_barrier(mem_flags::mem_threadgroup);
   if (head >= QUERY_HEADS + KV_HEADS) {
-    values.write(x, token * KV_HEADS + head - QUERY_HEADS - KV_HEADS, lane);
+    values.write(x, JOINED ? stored : stored - KV_HEADS, lane);
     return;
   }
   if (NORM) {
@@ -150,6 +152,6 @@ void kv_write(
   if (head < QUERY_HEADS) {
     Plain<D, T>{queries}.write(x, token * QUERY_HEADS + head, lane);
   } else {
-    keys.write(x, token * KV_HEADS + head - QUERY_HEADS, lane);
+    keys.write(x, stored, lane);
   }
 }

@@ -28,17 +28,40 @@ MAX_LAUNCHES = 64  # that are remembered: a decode step makes the same in every 
 
 @dataclass(slots=True)
 class Written:
-    """What attention and the KV cache take of a step's tokens."""
+    """What attention and the KV cache take of a step's tokens.
+
+    What is stored is one array (T, K, D), or three: codes (T, K, D * bits / 8), scales and biases
+    (T, K, groups). Where keys and values are stored alike they are side by side, (T, 2 K, ...).
+    """
 
     queries: mx.array  # (T, H, D) in the dtype of the projection
-    keys: list[
-        mx.array
-    ]  # (T, K, D); or codes (T, K, D * bits / 8), scales and biases (T, K, groups)
-    values: list[mx.array]  # the same of the values
+    stored: list[list[mx.array]]  # of keys and of values, or of both
 
     def arrays(self) -> list[mx.array]:
         """All of them, in order."""
-        return [self.queries, *self.keys, *self.values]
+        return [self.queries, *[part for parts in self.stored for part in parts]]
+
+    @property
+    def keys(self) -> list[mx.array]:
+        """Those of the keys alone."""
+        return (
+            [mx.split(part, 2, axis=1)[0] for part in self.stored[0]]
+            if self._joined
+            else self.stored[0]
+        )
+
+    @property
+    def values(self) -> list[mx.array]:
+        """Those of the values alone."""
+        return (
+            [mx.split(part, 2, axis=1)[1] for part in self.stored[0]]
+            if self._joined
+            else self.stored[1]
+        )
+
+    @property
+    def _joined(self) -> bool:
+        return len(self.stored) == 1
 
 
 def kv_write(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
@@ -52,8 +75,10 @@ def kv_write(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
     """
     launch = _launch(heads.form, qkv.shape, positions.shape, qkv.dtype)
     outputs = launch([qkv, positions, *heads.constants])
+    if heads.form.joined:
+        return Written(outputs[0], [outputs[1:]])
     stop = 1 + (1 if heads.key_bits is None else QUANTISED_PARTS)
-    return Written(outputs[0], outputs[1:stop], outputs[stop:])
+    return Written(outputs[0], [outputs[1:stop], outputs[stop:]])
 
 
 def kv_write_twin(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
@@ -70,11 +95,7 @@ def kv_write_twin(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
     if heads.hadamard_order:
         x = mx.hadamard_transform(x)
     queries, keys = mx.split(x, [heads.num_heads], axis=1)
-    return Written(
-        queries.astype(qkv.dtype),
-        stored(keys, heads.key_bits, qkv.dtype),
-        stored(values, heads.value_bits, qkv.dtype),
-    )
+    return Written(queries.astype(qkv.dtype), stored_pair(keys, values, heads, qkv.dtype))
 
 
 def _turned(x: mx.array, positions: mx.array, heads: Heads, frequencies: mx.array) -> mx.array:
@@ -92,6 +113,15 @@ def _turned(x: mx.array, positions: mx.array, heads: Heads, frequencies: mx.arra
         mx.stack(pair, axis=-1).flatten(-2) if heads.traditional else mx.concatenate(pair, axis=-1)
     )
     return mx.concatenate([joined, rest], axis=-1)
+
+
+def stored_pair(
+    keys: mx.array, values: mx.array, heads: Heads, dtype: mx.Dtype
+) -> list[list[mx.array]]:
+    """What is stored of keys and values (T, K, D), as in `Written`."""
+    if heads.form.joined:
+        return [stored(mx.concatenate([keys, values], axis=1), heads.key_bits, dtype)]
+    return [stored(keys, heads.key_bits, dtype), stored(values, heads.value_bits, dtype)]
 
 
 def stored(vectors: mx.array, bits: int | None, dtype: mx.Dtype) -> list[mx.array]:
@@ -116,10 +146,10 @@ def _launch(
     """Norm, rope and storing of projections (T, width) in a layer of this form."""
     num_tokens = _checked(form, shape, positions_shape)
     num_vectors = num_tokens * (form.num_heads + 2 * form.num_kv_heads)
-    stored_parts = [
-        *_parts(form.head_dim, form.key_bits, dtype),
-        *_parts(form.head_dim, form.value_bits, dtype),
-    ]
+    each = 2 * form.num_kv_heads if form.joined else form.num_kv_heads
+    parts = _parts(form.head_dim, form.key_bits, dtype)
+    if not form.joined:
+        parts += _parts(form.head_dim, form.value_bits, dtype)
     return Launch(
         _kernel(form.head_dim, form.key_bits, form.value_bits),
         template=[
@@ -132,14 +162,15 @@ def _launch(
             ("TRADITIONAL", form.traditional),
             ("ROTATE", form.hadamard_order > 0),
             ("M", max(form.hadamard_order, 1)),
+            ("JOINED", form.joined),
         ],
         grid=(num_vectors * LANES, 1, 1),
         threadgroup=(min(HEADS_AT_ONCE, num_vectors) * LANES, 1, 1),
         output_shapes=[
             (num_tokens, form.num_heads, form.head_dim),
-            *[(num_tokens, form.num_kv_heads, width) for width, _ in stored_parts],
+            *[(num_tokens, each, width) for width, _ in parts],
         ],
-        output_dtypes=[dtype, *[dtype for _, dtype in stored_parts]],
+        output_dtypes=[dtype, *[part_dtype for _, part_dtype in parts]],
     )
 
 
@@ -153,8 +184,10 @@ def _parts(dim: int, bits: int | None, dtype: mx.Dtype) -> list[tuple[int, mx.Dt
 @cache
 def _kernel(dim: int, key_bits: int | None, value_bits: int | None) -> MetalKernel:
     """The kernel with as many outputs as these formats have parts."""
+    joined = key_bits == value_bits
+    formats = [("stored", key_bits)] if joined else [("keys", key_bits), ("values", value_bits)]
     outputs, made = ["queries"], []
-    for name, bits in (("keys", key_bits), ("values", value_bits)):
+    for name, bits in formats:
         names = [name] if bits is None else [f"{name}_{p}" for p in ("codes", "scales", "biases")]
         kind = "Plain<D, T>" if bits is None else f"Affine<D, {group_size(dim)}, {bits}>"
         outputs += names
@@ -165,9 +198,9 @@ def _kernel(dim: int, key_bits: int | None, value_bits: int | None) -> MetalKern
         outputs=tuple(outputs),
         body=f"""
             threadgroup float heads[HEADS_AT_ONCE][D];
-            kv_write<T, D, QUERY_HEADS, KV_HEADS, NORM, DIMS, TRADITIONAL, ROTATE, M>(
+            kv_write<T, D, QUERY_HEADS, KV_HEADS, NORM, DIMS, TRADITIONAL, ROTATE, M, JOINED>(
                 heads[simdgroup_index_in_threadgroup], qkv, positions, weight, frequencies,
-                signs, scalars, queries, {made[0]}, {made[1]}, thread_position_in_grid.x / 32,
+                signs, scalars, queries, {made[0]}, {made[-1]}, thread_position_in_grid.x / 32,
                 thread_index_in_simdgroup);
         """,
     )

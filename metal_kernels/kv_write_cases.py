@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 
 from .heads import Heads, group_size
-from .kv_write import Written, kv_write, kv_write_twin, stored
+from .kv_write import Written, kv_write, kv_write_twin, stored_pair
 from .variants import Case, Kind, Variant, dtype_name
 
 ROUNDING = {"float32": 2e-5, "float16": 8e-3, "bfloat16": 0.0625}  # of numbers below 8
@@ -70,11 +70,7 @@ def _by_fused_operations(qkv: mx.array, positions: mx.array, heads: Heads) -> Wr
     if heads.hadamard_order:
         x = mx.hadamard_transform(x)
     queries, keys = mx.split(x, [heads.num_heads], axis=1)
-    return Written(
-        queries,
-        stored(keys, heads.key_bits, qkv.dtype),
-        stored(values, heads.value_bits, qkv.dtype),
-    )
+    return Written(queries, stored_pair(keys, values, heads, qkv.dtype))
 
 
 def _heads(variant: Variant) -> Heads:

@@ -112,6 +112,7 @@ def row_blocks(num_rows: int) -> int:
 class _Plain:
     pages: list[mx.array]
     tails: list[mx.array]
+    tail_head: int = 0
 
 
 def mla_attention_gathered(

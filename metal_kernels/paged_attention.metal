@@ -55,7 +55,7 @@ template <int KD, int VD, int ROWS, bool SPLIT, bool SINKS, typename T, typename
 inline void paged_attention(
     const device T* queries, Keys keys, Values values, P sink_logits,
     const device int* spans, const device int* pages, const device int* work, I sizes, N numbers,
-    int query_heads, int heads, long pool_tokens,
+    int query_heads, int heads, int tail_heads, long pool_tokens,
     device O* outputs, device float* figures_out,
     threadgroup T* shared_queries, threadgroup float* figures, threadgroup float* slice,
     uint item, uint head, uint stream, uint lane) {
@@ -81,14 +81,15 @@ inline void paged_attention(
   state.clear();
   const SharedQueries<T, KD> rows = {shared_queries, lane};
   const device int* table = pages + sequence * sizes[3];
+  const int to_values = (tail_heads - heads) * 2 * sizes[0];
   for (int i = work[item * WORK_FIELDS + 1] + int(stream); i < last; i += STREAMS) {
     const int position = span.block_start(i);
     const BlockPlace place =
-        find_block(span, table, position, sizes[0], head, heads, pool_tokens);
+        find_block(span, table, position, sizes[0], head, tail_heads, pool_tokens);
     if (!place.held) continue;
     attend_tokens<KD, VD, 2>(
-        state, rows, keys.at(place), values.at(place), span, reach, score_scale(numbers),
-        position, query_positions, at);
+        state, rows, keys.at(place), values.at(place.later(to_values)), span, reach,
+        score_scale(numbers), position, query_positions, at);
   }
 
   const int rows_per_item = sizes[4] * group;

@@ -73,8 +73,9 @@ def token_index(
 def gathered(stored: Stored, slot: int, index: tuple[mx.array, mx.array], dim: int) -> mx.array:
     """(H, tokens, dim) float32: of the pages, then of the tail."""
     tokens, ring = index
+    own = slice(stored.tail_head, stored.tail_head + len(stored.pages[0]))
     parts = [
-        mx.concatenate([pages[:, tokens], tails[slot][:, ring]], axis=1)
+        mx.concatenate([pages[:, tokens], tails[slot, own][:, ring]], axis=1)
         for pages, tails in zip(stored.pages, stored.tails, strict=True)
     ]
     return decoded(parts, dim)

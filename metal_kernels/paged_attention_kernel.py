@@ -48,7 +48,8 @@ def _kernel(shares: bool, plain_keys: bool, plain_values: bool) -> MetalKernel:
     arguments = f"""
       queries, plane_of<KEY_BITS, KEY_DIM>({plane_text("key", plain=plain_keys)}),
       plane_of<VALUE_BITS, VALUE_DIM>({plane_text("value", plain=plain_values)}), sink_logits,
-      spans, pages, work, sizes, numbers, queries_shape[1], key_codes_shape[0], key_codes_shape[1],
+      spans, pages, work, sizes, numbers, queries_shape[1], key_codes_shape[0],
+      key_tail_codes_shape[1], key_codes_shape[1],
       outputs, figures"""
     return MetalKernel(
         name="paged_attention_shared" if shares else "paged_attention",

@@ -71,7 +71,7 @@ template <int KD, int VD, int ROWS, int SIMD_GROUPS, int PARTNERS, bool SPLIT, b
 inline void paged_attention_shared(
     const device T* queries, Keys keys, Values values, P sink_logits,
     const device int* spans, const device int* pages, const device int* work, I sizes, N numbers,
-    int query_heads, int heads, long pool_tokens,
+    int query_heads, int heads, int tail_heads, long pool_tokens,
     device O* outputs, device float* figures_out,
     threadgroup float* scratch,
     uint item, uint head, uint simd_group, uint lane) {
@@ -103,17 +103,19 @@ inline void paged_attention_shared(
   const Tile<KD, T> own_keys = {key_tile + stream * GROUPS * 8 * KD};
   const Tile<VD, T> own_values = {value_tile + stream * GROUPS * 8 * VD};
   const device int* table = pages + sequence * sizes[3];
+  const int to_values = (tail_heads - heads) * 2 * sizes[0];
   const int thread_index = simd_group * 32 + lane;
   for (int i = work[item * WORK_FIELDS + 1]; i < last; i++) {
     const int block = span.block_start(i);
-    const BlockPlace place = find_block(span, table, block, sizes[0], head, heads, pool_tokens);
+    const BlockPlace place =
+        find_block(span, table, block, sizes[0], head, tail_heads, pool_tokens);
     if (!place.held) continue;
     for (int skipped = 0; skipped < BLOCK; skipped += TOKENS) {
       const int position = block + skipped;
       threadgroup_barrier(mem_flags::mem_threadgroup);
       fill_tile<KD, TOKENS>(key_tile, keys.at(place), skipped, span, reach, position,
                             thread_index, SIMD_GROUPS * 32);
-      fill_tile<VD, TOKENS>(value_tile, values.at(place), skipped, span, reach, position,
+      fill_tile<VD, TOKENS>(value_tile, values.at(place.later(to_values)), skipped, span, reach, position,
                             thread_index, SIMD_GROUPS * 32);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       attend_tokens<KD, VD, GROUPS>(

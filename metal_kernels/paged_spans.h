@@ -1,8 +1,9 @@
 // Where the tokens of a sequence lie, and which of them a query sees.
 //
 // Positions before `sealed` lie in pages, heads first: (heads, pool tokens, width). The rest lie in
-// the sequence's tail, a ring of two pages: (slots, heads, 2 * page_size, width). A block of 16
-// tokens never crosses a page, so that its vectors are consecutive in either.
+// the sequence's tail, a ring of two pages: (slots, tail heads, 2 * page_size, width); where keys and
+// values are stored alike they share tails, the heads of the keys first. A block of 16 tokens never
+// crosses a page, so that its vectors are consecutive in either.
 
 constant constexpr int SPAN_FIELDS = 8;
 constant constexpr int WORK_FIELDS = 4;
@@ -50,18 +51,23 @@ struct BlockPlace {
   bool held;
   bool in_pages;
   long vector;
+
+  // The same tokens of a head that comes so many vectors later in the tail.
+  BlockPlace later(int vectors) const {
+    return {held, in_pages, in_pages ? vector : vector + vectors};
+  }
 };
 
 template <typename P>
 inline BlockPlace find_block(
-    Span span, P pages, int position, int page_size, int head, int heads, long pool_tokens) {
+    Span span, P pages, int position, int page_size, int head, int tail_heads, long pool_tokens) {
   if (position < span.sealed) {
     const int page = pages[position / page_size];
     const long token = long(page) * page_size + position % page_size;
     return {page >= 0, true, head * pool_tokens + token};
   }
   const int ring = 2 * page_size;
-  return {true, false, (long(span.slot) * heads + head) * ring + position % ring};
+  return {true, false, (long(span.slot) * tail_heads + head) * ring + position % ring};
 }
 
 // The keys or the values of a layer: pages and tails of each part.

@@ -23,7 +23,12 @@ class Stored(Protocol):
 
     @property
     def tails(self) -> Sequence[mx.array]:
-        """(slots, heads, 2 * page_size, width) each."""
+        """(slots, tail heads, 2 * page_size, width) each, maybe the same for keys and values."""
+        ...
+
+    @property
+    def tail_head(self) -> int:
+        """The first of its heads among the tail heads; in shared tails keys come before values."""
         ...
 
 

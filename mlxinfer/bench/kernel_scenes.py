@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..cache.formats import make_format
 from ..metal_kernels.attention_plan import AttentionPlan, page_table, plan_attention
+from ..metal_kernels.attention_scene import Plane, with_shared_tails
 
 Ints = NDArray[np.int32]
 
@@ -46,15 +47,6 @@ class Scene:
     page_size: int = 16
     item_blocks: int | None = None
     seed: int = 0
-
-
-@dataclass(slots=True)
-class Plane:
-    """Keys or values: pages and tails of each part."""
-
-    pages: list[mx.array]
-    tails: list[mx.array]
-    vector_bytes: int  # of one token and head
 
 
 @dataclass(slots=True)
@@ -106,7 +98,8 @@ def build(scene: Scene) -> Inputs:
         cores=10,
         item_blocks=scene.item_blocks,
     )
-    return Inputs(queries, planes[0], planes[1], plan, int(in_pages.sum() + in_tails.sum()))
+    keys, values = with_shared_tails(*planes)
+    return Inputs(queries, keys, values, plan, int(in_pages.sum() + in_tails.sum()))
 
 
 def _sealed(rng: np.random.Generator, starts: Ints, stops: Ints, page_size: int) -> Ints:
@@ -177,4 +170,4 @@ def _plane(
     for parts, where in zip((pages, tails), hidden, strict=True):
         parts[-1] = mx.where(where, mx.array(float("nan"), parts[-1].dtype), parts[-1])
     mx.eval(pages, tails)
-    return Plane(pages, tails, sum(part.shape[-1] * part.dtype.size for part in pages))
+    return Plane(pages, tails)

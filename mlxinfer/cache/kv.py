@@ -14,7 +14,8 @@ from .kernel_attention import KernelPlanner
 from .pages import PageAllocator, PageTable
 from .plain_attention import PlainPlanner
 from .plan import padded_positions, plan_group
-from .pool import PLAIN, Bits, LayerPool, Plane, token_bytes
+from .plane import Plane
+from .pool import PLAIN, Bits, LayerPool, token_bytes
 from .reach import Reach
 from .sealing import Moves, seal_index
 from .short_plan import Planner

@@ -34,8 +34,7 @@ class ShortQueries:
 
     def tails(self, pool: LayerPool) -> tuple[mx.array, mx.array, mx.array]:
         """Keys and values (B, H, R, D) of the tails, and the mask (B, 1, Q, R)."""
-        keys, values = pool.keys.read_tails(self.slots), pool.values.read_tails(self.slots)
-        return keys, values, self.tail_mask
+        return *pool.read_tails(self.slots), self.tail_mask
 
     def flat(self, outputs: mx.array) -> mx.array:
         """(B, Q, heads, D) -> (T', heads, D)."""

@@ -8,7 +8,7 @@ import mlx.core as mx
 from ..metal_kernels.heads import Heads
 from ..metal_kernels.kv_write import kv_write
 from .plan import GroupPlan
-from .pool import LayerPool, Plane
+from .pool import LayerPool, Stored
 
 
 class StepKV:
@@ -29,9 +29,7 @@ class StepKV:
         assert self.heads is not None
         assert positions is not None
         written = kv_write(qkv, positions, self.heads)
-        return self.attend_stored(
-            written.queries, written.keys, written.values, scale=scale, sinks=sinks
-        )
+        return self._attend_stored(written.queries, written.stored, scale=scale, sinks=sinks)
 
     def attend(
         self,
@@ -44,36 +42,24 @@ class StepKV:
     ) -> mx.array:
         """Write first, then read: a view taken before a write would make the write a copy."""
         queries, keys = self._pool.rotate(queries, keys)
-        return self.attend_stored(
-            queries,
-            self._pool.keys.fmt.encode(keys),
-            self._pool.values.fmt.encode(values),
-            scale=scale,
-            sinks=sinks,
-        )
+        stored = self._pool.encode(keys, values)
+        return self._attend_stored(queries, stored, scale=scale, sinks=sinks)
 
-    def attend_stored(
-        self,
-        queries: mx.array,
-        keys: list[mx.array],
-        values: list[mx.array],
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
+    def _attend_stored(
+        self, queries: mx.array, stored: Stored, *, scale: float, sinks: mx.array | None
     ) -> mx.array:
-        """The same of keys and values (T, kv_heads, W) as they are stored; queries are rotated."""
-        self._write(self._pool.keys, keys)
-        self._write(self._pool.values, values)
+        """The same of keys and values (T, heads, W) as they are stored; queries are rotated."""
+        self._write(stored)
         plan, pool = self._plan, self._pool
         parts = [part.attend(pool, queries, scale=scale, sinks=sinks) for part in plan.parts]
         joined = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         return joined if plan.order is None else joined[plan.order]
 
-    def _write(self, plane: Plane, encoded: list[mx.array]) -> None:
+    def _write(self, stored: Stored) -> None:
         plan = self._plan
         for long in plan.long:
-            plane.write_pages(long.writes, long.rows.start, encoded)
+            self._pool.write_pages(long.writes, long.rows.start, stored)
         if plan.tail_place is not None:
             if plan.tail_rows is not None:
-                encoded = [part[plan.tail_rows] for part in encoded]
-            plane.write_tails(plan.tail_place, encoded)
+                stored = [[part[plan.tail_rows] for part in parts] for parts in stored]
+            self._pool.write_tails(plan.tail_place, stored)

@@ -65,7 +65,7 @@ CONVERSATIONS: dict[str, Any] = {
     "arguments as an object": [calling({}), *HELLO],
     "arguments with half a pair": [calling('{"a": "\\ud800"}'), *HELLO],
     "arguments that are huge": [calling('{"a": ' + "9" * 5000 + "}"), *HELLO],
-    "arguments that are deep": [calling('{"a":' * 900 + "1" + "}" * 900), *HELLO],
+    "arguments that are deep": [calling('{"a":' * 1_500 + "1" + "}" * 1_500), *HELLO],
     "arguments deeper than Python": [calling('{"a":' * 50_000 + "1" + "}" * 50_000), *HELLO],
     "the old call": [{"role": "assistant", "function_call": {"name": "f"}}, *HELLO],
     "sound": [{"role": "assistant", "audio": {"id": "a"}}, *HELLO],

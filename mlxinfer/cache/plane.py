@@ -1,0 +1,141 @@
+"""The keys or the values of one layer in pages, written and read. Knows slots; no sequences.
+
+H = KV heads, W = width of a stored part, P = page_size, N = tokens.
+
+Pages are (H, num_pages * P, W): heads first, so that a run of pages is a view that attention takes
+as it is. They are updated in place, which MLX does only while nobody else holds the buffer: write
+them behind a barrier, and never keep a view in a variable across steps.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from .formats import KVFormat
+
+PIECE = 2048  # tokens that are decoded together
+
+Runs = Sequence[tuple[int, int]]  # [from, to) ranges of pool slots
+Tails = list[mx.array]  # each part (num_slots, heads, 2 * P, W)
+
+
+class Plane:
+    """The keys or the values of one layer, in one format: one array for each part of it.
+
+    Args:
+        fmt: how vectors are stored.
+        tails: of the plane, or of keys and values together.
+        tail_head: the first of its heads among those of the tails.
+    """
+
+    __slots__ = ("fmt", "own", "pages", "tail_head", "tails")
+
+    def __init__(
+        self, fmt: KVFormat, heads: int, num_tokens: int, tails: Tails, tail_head: int
+    ) -> None:
+        self.fmt = fmt
+        self.tails = tails
+        self.tail_head = tail_head
+        self.own = slice(tail_head, tail_head + heads)
+        self.pages = [mx.zeros((heads, num_tokens, width), dtype) for width, dtype in fmt.parts]
+
+    def write_pages(self, runs: Runs, row: int, parts: list[mx.array]) -> None:
+        """Store rows `row`, `row + 1`, ... of encoded parts (T, H, W) in the slots of `runs`."""
+        for start, stop in runs:
+            end = row + stop - start
+            for pages, part in zip(self.pages, parts, strict=True):
+                pages[:, start:stop] = part[row:end, self.own].swapaxes(0, 1)  # (H, N, W)
+            row = end
+
+    def peek(self, start: int, stop: int) -> list[mx.array]:
+        """The stored parts (H, N, W) of one run of pages, as copies of their own."""
+        return [mx.contiguous(pages[:, start:stop]) for pages in self.pages]
+
+    def paste(self, parts: list[mx.array], start: int, slot: int, offset: int) -> None:
+        """Store parts (H, N, W) in the pages from pool slot `start` on, and in a tail."""
+        for pages, tails, part in zip(self.pages, self.tails, parts, strict=True):
+            count = part.shape[1]
+            pages[:, start : start + count] = part
+            tails[slot, self.own, offset : offset + count] = part
+
+    def _decoded(self, parts: list[mx.array], after: mx.array | None = None) -> mx.array:
+        """(H, N, D), a piece after the other: decoding takes several times what it gives."""
+        count = parts[0].shape[1]
+        if self.fmt.as_stored or (count <= PIECE and after is None):
+            return self.fmt.decode(parts)
+        pieces = []
+        for start in range(0, count, PIECE):
+            piece = [part[:, start : start + PIECE] for part in parts]
+            after = self.fmt.decode(piece if after is None else mx.depends(piece, [after]))
+            pieces.append(after)
+        return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
+
+    def read_each(
+        self,
+        runs: Sequence[Runs],
+        covers: Runs,
+        after: mx.array | None = None,
+        *,
+        transposed: bool = False,
+    ) -> list[list[mx.array]]:
+        """(H, N, D) of every run of several sequences, or (H, D, N).
+
+        Args:
+            runs: of each sequence.
+            covers: ranges that hold all of them: each is decoded once, and runs are views of it.
+            after: where there is more than one range, none is decoded before this is there.
+            transposed: once for all, which is cheaper than for each run.
+        """
+        if self.fmt.as_stored:
+            begins, sources = [0], self.pages
+        else:
+            begins, sources = [begin for begin, _ in covers], self._read_covers(covers, after)
+        before: tuple[slice, ...] = (slice(None),)
+        if transposed:
+            sources = [source.swapaxes(1, 2) for source in sources]
+            before = slice(None), slice(None)
+        found: list[list[mx.array]] = []
+        for some in runs:
+            views = []
+            for start, stop in some:
+                place = bisect_right(begins, start) - 1
+                view = slice(start - begins[place], stop - begins[place])
+                views.append(sources[place][*before, view])
+            found.append(views)
+        return found
+
+    def _read_covers(self, covers: Runs, after: mx.array | None) -> list[mx.array]:
+        decoded: list[mx.array] = []
+        for cover in covers:
+            decoded.append(self.read_runs([cover], after))
+            after = decoded[-1] if len(covers) > 1 else None  # one is on its way at a time
+        return decoded
+
+    def read_runs(self, runs: Runs, after: mx.array | None = None) -> mx.array:
+        """(H, N, D) of several runs, one after the other, decoded not before `after` is there."""
+        if len(runs) == 1:
+            start, stop = runs[0]
+            return self._decoded([pages[:, start:stop] for pages in self.pages], after)
+        joined = [
+            mx.concatenate([pages[:, start:stop] for start, stop in runs], axis=1)
+            for pages in self.pages
+        ]
+        return self._decoded(joined, after)
+
+    def read_pages(self, ids: mx.array, page_size: int) -> mx.array:
+        """(H, B, n * P, D) of pages `ids` (B, n), gathered."""
+        parts = [mx.unflatten(pages, 1, (-1, page_size))[:, ids] for pages in self.pages]
+        return mx.flatten(self.fmt.decode(parts), 2, 3)  # from (H, B, n, P, D)
+
+    def grow_pages(self, extra_tokens: int) -> None:
+        """Make room, one array at a time so that only one is ever there twice."""
+        for i, pages in enumerate(self.pages):
+            self.pages[i] = extended(pages, axis=1, extra=extra_tokens)
+            del pages
+            mx.eval(self.pages[i])
+
+
+def extended(array: mx.array, *, axis: int, extra: int) -> mx.array:
+    """With zeros behind it; padding writes the new array alone, where joining makes them first."""
+    return mx.pad(array, [(0, extra if i == axis else 0) for i in range(array.ndim)])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
+from hashlib import sha256
 from importlib.resources import files
 from typing import Any, Protocol
 
@@ -116,28 +117,25 @@ def compiled(kernel: MetalKernel, template: tuple[tuple[str, TemplateValue], ...
     """MLX's callable of a variant; nothing is compiled before its first call is evaluated.
 
     The values stand in the body: MLX would turn its own template arguments into text in every call.
+    What is compiled has a name of its own: some versions of MLX keep one library for each name.
     """
-    values = [_metal_text(value) for _, value in template]
-    declared = [_declared(name, value) for name, value in template]
+    body = "\n".join([*(_declared(name, value) for name, value in template), kernel.body])
+    compiled_text = "\n".join([*kernel.inputs, *kernel.outputs, body, kernel.header])
     return mx.fast.metal_kernel(
-        name="_".join([kernel.name, *values]),
+        name=f"{kernel.name}_{sha256(compiled_text.encode()).hexdigest()[:16]}",
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
-        source="\n".join([*declared, kernel.body]),
+        source=body,
         header=kernel.header,
     )
 
 
 def _declared(name: str, value: TemplateValue) -> str:
     if isinstance(value, mx.Dtype):
-        return f"using {name} = {_metal_text(value)};"
-    return (
-        f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {_metal_text(value)};"
-    )
-
-
-def _metal_text(value: TemplateValue) -> str:
-    return TYPE_NAMES[value] if isinstance(value, mx.Dtype) else str(value).lower()
+        return f"using {name} = {TYPE_NAMES[value]};"
+    if isinstance(value, bool):
+        return f"constexpr bool {name} = {'true' if value else 'false'};"
+    return f"constexpr int {name} = {value};"
 
 
 @contextmanager

@@ -165,5 +165,6 @@ def _numbers(array: mx.array) -> NDArray[np.float64]:
 def key_of(variant: Variant) -> str:
     """A variant and the text of its files: what is checked anew when either changes."""
     folder = files(__package__)
-    text = "\n".join(folder.joinpath(name).read_text() for name in KINDS[variant.kind].files)
+    names = "launch.py", *KINDS[variant.kind].files
+    text = "\n".join(folder.joinpath(name).read_text() for name in names)
     return f"{variant} #{hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -84,6 +84,21 @@ def test_templates_take_types_integers_and_booleans() -> None:
     assert plain.run(MetalCPU()).tolist() == list(range(10))
 
 
+def test_what_differs_in_its_text_has_another_name() -> None:
+    """Some versions of MLX keep one library for each name, and would compile in every step."""
+    kernel = MetalKernel("sample", ("x",), ("out",), "out[0] = x[0];")
+    other = replace(kernel, body="out[0] = N * x[0];")
+    values = [(), (("N", 3),), (("N", 4),), (("T", mx.float16),)]
+    launches = [
+        Launch(k, template, (1, 1, 1), (1, 1, 1), [(1,)], [mx.float32])
+        for k in (kernel, other)
+        for template in values
+    ]
+    names = [capture(launch, [mx.zeros((8,))]).kernel.function for launch in launches]
+    assert len(set(names)) == len(launches)
+    assert names[0] == capture(launches[0], [mx.ones((8,))]).kernel.function
+
+
 @pytest.mark.parametrize("dtype", [
     mx.float32, mx.float16, mx.bfloat16, mx.int8, mx.uint8, mx.int16, mx.uint16, mx.int32,
     mx.uint32, mx.int64, mx.uint64, mx.bool_,

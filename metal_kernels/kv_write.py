@@ -44,24 +44,17 @@ class Written:
     @property
     def keys(self) -> list[mx.array]:
         """Those of the keys alone."""
-        return (
-            [mx.split(part, 2, axis=1)[0] for part in self.stored[0]]
-            if self._joined
-            else self.stored[0]
-        )
+        return self._half(0)
 
     @property
     def values(self) -> list[mx.array]:
         """Those of the values alone."""
-        return (
-            [mx.split(part, 2, axis=1)[1] for part in self.stored[0]]
-            if self._joined
-            else self.stored[1]
-        )
+        return self._half(1)
 
-    @property
-    def _joined(self) -> bool:
-        return len(self.stored) == 1
+    def _half(self, which: int) -> list[mx.array]:
+        if len(self.stored) == 2:
+            return self.stored[which]
+        return [mx.split(part, 2, axis=1)[which] for part in self.stored[0]]
 
 
 def kv_write(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:

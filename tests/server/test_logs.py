@@ -38,7 +38,8 @@ def test_a_request_is_a_line_without_its_text(
     wait_until(lambda: len(lines) == 2)
     good, bad = (json.loads(JsonLines().format(record)) for record in lines)
     assert (good["status"], good["stream"], good["answer_tokens"]) == (200, True, 3)
-    assert (bad["status"], bad["request_id"], bad["error"]) == (400, "abc", "InvalidRequestError")
+    assert (bad["status"], bad["request_id"]) == (400, "abc")
+    assert (bad["error"], bad["param"]) == ("InvalidRequestError", "n")
     assert good["duration_ms"] > 0
     assert " info POST /v1/chat/completions 200 " in TextLines().format(lines[0])
     assert TextLines().format(lines[1]).endswith(" request_id=abc")

@@ -13,7 +13,7 @@ from ..http.body import ClientGoneError, decode, read_body
 from ..http.protocol import ABORT
 from ..http.replies import NO_STORE, Body, Events, Reply, send_body
 from ..http.stall import StallWatch
-from ..http.styles import OPENAI, ErrorStyle, public
+from ..http.styles import OPENAI, ErrorStyle, logged, public
 from .call import Call
 from .service import BODY_BYTES, LARGE_BODY, Service
 
@@ -95,7 +95,7 @@ class Served:
             await watch.send(_part(b"", more=False))
 
     def _event_of(self, error: Exception, call: Call) -> bytes:
-        call.log["error"] = type(error).__name__
+        call.log.update(logged(error))
         shown = public(error)
         if shown is not error:
             log.error("stream failed", exc_info=error, extra={"request_id": call.request_id})

@@ -27,7 +27,7 @@ from .body import ClientGoneError
 from .origins import HostRules
 from .protocol import CONNECTIONS
 from .replies import send_body
-from .styles import OPENAI, ErrorStyle, error_reply
+from .styles import OPENAI, ErrorStyle, error_reply, logged
 
 METRICS = "/metrics"
 POLLED = frozenset({"/health", "/ready", METRICS})  # again and again: the log shows what is odd
@@ -149,7 +149,7 @@ class Exchange:
     async def fail(self, error: Exception) -> None:
         """Answer with an error, if an answer has not begun."""
         error = _as_ours(error)
-        self._scope["mlxinfer.log"]["error"] = type(error).__name__
+        self._scope["mlxinfer.log"].update(logged(error))
         reply = error_reply(error, self._style)
         if reply.status == 500:
             log.error("request failed", exc_info=error, extra={"request_id": self.id})

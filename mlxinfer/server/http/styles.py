@@ -28,6 +28,12 @@ def public(error: Exception) -> MlxinferError:
     return MlxinferError(HIDDEN)
 
 
+def logged(error: Exception) -> dict[str, object]:
+    """What the log says of an error: its kind and which field; messages may quote a prompt."""
+    param = error.param if isinstance(error, InvalidRequestError) else None
+    return {"error": type(error).__name__, "param": param}
+
+
 def error_reply(error: Exception, style: ErrorStyle) -> Body:
     """The answer to a request that failed before its reply began."""
     shown = public(error)

@@ -19,7 +19,7 @@ from ..fields.template import effort_variables
 from ..fields.tools import tool_use
 from ..http import sse
 from ..http.replies import Events, Reply, encode, json_body
-from ..http.styles import ErrorStyle, openai_error, public
+from ..http.styles import ErrorStyle, logged, openai_error, public
 from ..registry.served import ServedModel
 from .responses_input import conversation, openai_choice, openai_tools
 from .responses_output import Items, Numbered
@@ -147,7 +147,7 @@ class _Run:
         )
 
     def _failed(self, error: MlxinferError) -> bytes:
-        self._call.log["error"] = type(error).__name__
+        self._call.log.update(logged(error))
         shown = public(error)
         if shown is not error:
             log.error("stream failed", exc_info=error, extra={"request_id": self._call.request_id})

@@ -86,7 +86,9 @@ def plan_attention(
     assert counts.min() >= 1
     assert counts.max() <= MAX_QUERIES
     sink_blocks, gaps, num_blocks = visible_blocks(starts, stops, window, sinks)
-    shares = shares_of(num_blocks.tobytes(), kv_heads, cores or guess_cores(), item_blocks)
+    shares = shares_of(
+        num_blocks.astype(np.int32).tobytes(), kv_heads, cores or guess_cores(), item_blocks
+    )
     spans = np.empty((len(starts) + 1, SPAN_FIELDS), np.int32)
     rows = np.cumsum(counts) - counts
     fields = (rows, starts, stops, sealed, slots, sink_blocks, gaps, shares.first_items)
@@ -118,7 +120,7 @@ def page_table(tables: Sequence[Ints]) -> mx.array:
     return mx.array(pages)
 
 
-@cache
+@lru_cache(16)
 def _as_array(*sizes: int) -> mx.array:
     return mx.array(np.array(sizes, np.int32))
 

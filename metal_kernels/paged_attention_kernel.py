@@ -100,15 +100,14 @@ def paged_attention_on_metal(
     prepared = PagedAttention.of(
         queries, keys, values, plan, sinks=sink_logits is not None, value_dim=value_dim
     )
-    return prepared(
-        queries, keys, values, plan, scale=scale, sink_logits=sink_logits, soft_cap=soft_cap
-    )
+    return prepared(queries, keys, values, scale, sink_logits, soft_cap)
 
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
     """The launches of one attention, the same for all layers of a step with the same sizes."""
 
+    plan: AttentionPlan
     attend: Launch
     reduce: Launch | None  # where a sequence is split
 
@@ -152,20 +151,19 @@ class PagedAttention:
             threadgroup=(shape.threads, 1, 1),
             **result_sizes(queries, plan, heads, value_dim),
         )
-        return PagedAttention(attend, reduction(queries, plan, value_dim, sinks=sinks))
+        return PagedAttention(plan, attend, reduction(queries, plan, value_dim, sinks=sinks))
 
     def __call__(
         self,
         queries: mx.array,
         keys: Stored,
         values: Stored,
-        plan: AttentionPlan,
-        *,
         scale: float,
-        sink_logits: mx.array | None = None,
+        sink_logits: mx.array | None,
         soft_cap: float | None = None,
     ) -> tuple[mx.array, mx.array]:
         """As `paged_attention_on_metal`."""
+        plan = self.plan
         logits = queries if sink_logits is None else sink_logits  # none are not read
         results = self.attend(
             [

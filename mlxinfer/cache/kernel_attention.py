@@ -34,9 +34,7 @@ class KernelPlan:
         attention = self._prepared.get(sizes)
         if attention is None:
             attention = self._prepared[sizes] = self._prepare(pool, own, sinks)
-        outputs, _ = attention(
-            own, pool.keys, pool.values, self.plan, scale=scale, sink_logits=sinks
-        )
+        outputs, _ = attention(own, pool.keys, pool.values, scale, sinks)
         return outputs
 
     def _prepare(

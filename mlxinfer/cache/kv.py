@@ -89,13 +89,13 @@ class KVCache:
         reaches = sorted({_reach(s) for s in specs}, key=lambda r: (r.window or 0, r.sinks))
         layers = [[i for i, s in enumerate(specs) if _reach(s) == reach] for reach in reaches]
         costs = [sum(per_page[i] for i in members) for members in layers]
-        # While a pool grows one of its arrays is there twice, and that counts too.
+        # While a pool grows its keys or values are there twice, or its tails; that counts too.
         counts = _page_counts(
             [
                 sum(per_page[i] for i in members) + max(per_page[i] for i in members)
                 for members in layers
             ],
-            budget_bytes - self.max_batch * (tail_bytes + max(per_page)),
+            budget_bytes - self.max_batch * (tail_bytes + 2 * max(per_page)),
             max_held=[self._max_held(reach, prefill_chunk) for reach in reaches],
             num_pages=num_pages,
         )

@@ -21,19 +21,20 @@ from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 
 KINDS = ("paged_attention", "kv_write", "sample", "bitmask")
-EIGHT, FOUR, ROTATING = (
+EIGHT, FOUR, ROTATING, ENDS = (
     KVOptions(bits=(8, 8)),
     KVOptions(bits=(4, 4)),
     KVOptions(bits=(8, 4), window=24, sinks=3),
+    KVOptions(bits=(8, 8), plain_ends=True),  # layers of one group are stored differently
 )
 
 
-def wide_model(monkeypatch: pytest.MonkeyPatch, case: str) -> Model:
-    """A tiny model of two layers with a head dim that the kernels have."""
-    sizes = {"head_dim": 64, "num_hidden_layers": 2, "max_position_embeddings": 256}
+def wide_model(monkeypatch: pytest.MonkeyPatch, case: str, *, layers: int = 2) -> Model:
+    """A tiny model with a head dim that the kernels have."""
+    sizes = {"head_dim": 64, "num_hidden_layers": layers, "max_position_embeddings": 256}
     types = CASES[case].get("layer_types")
     if types is not None:
-        sizes["layer_types"] = types[-2:]
+        sizes["layer_types"] = types[-layers:]
     monkeypatch.setitem(CASES, "wide", {**CASES[case], **sizes})
     return load(tiny_checkpoint(Path(mkdtemp()), "wide"))
 
@@ -67,6 +68,7 @@ def choose_all(seen: set[str]) -> Chooser:
     [
         ("qwen3-v4", KVOptions()),
         ("qwen3-v4", FOUR),
+        ("qwen3-v4", ENDS),
         ("llama-v4", ROTATING),
         ("gemma3_text-v4", EIGHT),
         ("gpt_oss-v4", KVOptions()),
@@ -75,7 +77,7 @@ def choose_all(seen: set[str]) -> Chooser:
 def test_same_tokens_as_plain_mlx(
     case: str, kv: KVOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = wide_model(monkeypatch, case)
+    model = wide_model(monkeypatch, case, layers=3 if kv.plain_ends else 2)
     plain = run(model, kv, choose_none)
     kinds: set[str] = set()
     machine = MetalCPU(seed=1)

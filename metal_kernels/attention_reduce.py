@@ -57,7 +57,7 @@ def reduction(queries: mx.array, plan: AttentionPlan, dim: int, *, sinks: bool) 
     num_heads = queries.shape[1]
     return Launch(
         _reduce,
-        template=[("DIM", dim), ("SINKS", sinks)],
+        template=[("T", queries.dtype), ("DIM", dim), ("SINKS", sinks)],
         grid=(LANES, num_heads, plan.num_seqs * plan.max_queries),
         threadgroup=(LANES, min(num_heads, HEADS), 1),
         **_outputs(queries, dim),

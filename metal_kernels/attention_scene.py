@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from .attention_plan import AttentionPlan, page_table, plan_attention
 from .kv_write import stored
+from .stored import share_tails
 from .variants import Variant
 
 PAGE = 16
@@ -55,11 +56,8 @@ class Scene:
         )
 
 
-def with_shared_tails(keys: Plane, values: Plane) -> tuple[Plane, Plane]:
-    """Keys and values as the cache has them: in the same tails where they are stored alike."""
-    widths = [[(part.shape[-1], part.dtype) for part in plane.tails] for plane in (keys, values)]
-    if widths[0] != widths[1]:
-        return keys, values
+def in_shared_tails(keys: Plane, values: Plane) -> tuple[Plane, Plane]:
+    """Keys and values that are stored alike, in the same tails."""
     pairs = zip(keys.tails, values.tails, strict=True)
     tails = [mx.concatenate([*pair], axis=1) for pair in pairs]
     heads = keys.tails[0].shape[1]
@@ -95,7 +93,10 @@ def build_scene(variant: Variant, starts: Ints, kv_heads: int, *, shuffled: bool
     keys = plane(key_dim, variant.number("key_bits"))
     values = keys
     if "value_bits" in dict(variant.values):
-        values = plane(variant.number("value_dim"), variant.number("value_bits"))
-        keys, values = with_shared_tails(keys, values)
+        dims = key_dim, variant.number("value_dim")
+        bits = variant.number("key_bits"), variant.number("value_bits")
+        values = plane(dims[1], bits[1])
+        if share_tails(dims, bits):
+            keys, values = in_shared_tails(keys, values)
     queries = mx.array(rng.uniform(-1, 1, shape).astype(np.float32)).astype(dtype)
     return Scene(queries, keys, values, starts, sealed, tables)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from .stored import share_tails
+
 MAX_DIM = 256
 MAX_GROUP = 64
 HADAMARD_ORDERS = (28, 20, 12, 1)
@@ -28,8 +30,8 @@ class Form(NamedTuple):
 
     @property
     def joined(self) -> bool:
-        """Keys and values are stored alike, side by side."""
-        return self.key_bits == self.value_bits
+        """Keys and values are written side by side."""
+        return share_tails((self.head_dim, self.head_dim), (self.key_bits, self.value_bits))
 
     @property
     def width(self) -> int:

@@ -123,8 +123,8 @@ struct Affine {
 // scalars: (3,) epsilon of the norm, magnitude of what turns, scale of the Hadamard transform.
 template <
     typename T, uint D, uint QUERY_HEADS, uint KV_HEADS, bool NORM, uint DIMS, bool TRADITIONAL,
-    bool ROTATE, uint M, bool JOINED, typename QKV, typename Positions, typename Weight, typename Frequencies,
-    typename Signs, typename Scalars, typename Keys, typename Values>
+    bool ROTATE, uint M, bool JOINED, typename QKV, typename Positions, typename Weight,
+    typename Frequencies, typename Signs, typename Scalars, typename Keys, typename Values>
 void kv_write(
     threadgroup float* x, QKV qkv, Positions positions, Weight weight, Frequencies frequencies,
     Signs signs, Scalars scalars, device T* queries, Keys keys, Values values, uint vector,

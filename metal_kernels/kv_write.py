@@ -144,7 +144,7 @@ def _launch(
     if not form.joined:
         parts += _parts(form.head_dim, form.value_bits, dtype)
     return Launch(
-        _kernel(form.head_dim, form.key_bits, form.value_bits),
+        _kernel(form.head_dim, form.key_bits, form.value_bits, form.joined),
         template=[
             ("T", dtype),
             ("D", form.head_dim),
@@ -175,9 +175,8 @@ def _parts(dim: int, bits: int | None, dtype: mx.Dtype) -> list[tuple[int, mx.Dt
 
 
 @cache
-def _kernel(dim: int, key_bits: int | None, value_bits: int | None) -> MetalKernel:
+def _kernel(dim: int, key_bits: int | None, value_bits: int | None, joined: bool) -> MetalKernel:
     """The kernel with as many outputs as these formats have parts."""
-    joined = key_bits == value_bits
     formats = [("stored", key_bits)] if joined else [("keys", key_bits), ("values", value_bits)]
     outputs, made = ["queries"], []
     for name, bits in formats:

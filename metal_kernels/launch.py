@@ -1,4 +1,4 @@
-"""A custom Metal kernel and one call of it, and who runs calls. Knows no kernel and no attention.
+"""A custom Metal kernel, a call of it, and who runs calls. Knows no kernel and no attention.
 
 A kernel is a file `name.metal` with a template function; MLX compiles it with a signature of its
 own around a body that calls that function. Every call goes through one `Device`: Metal on a Mac;
@@ -117,7 +117,8 @@ def compiled(kernel: MetalKernel, template: tuple[tuple[str, TemplateValue], ...
     """MLX's callable of a variant; nothing is compiled before its first call is evaluated.
 
     The values stand in the body: MLX would turn its own template arguments into text in every call.
-    What is compiled has a name of its own: some versions of MLX keep one library for each name.
+    What is compiled has a name of its own, but for the types of its arrays: some versions of MLX
+    keep one library for each name. Kernels have those types among their values.
     """
     body = "\n".join([*(_declared(name, value) for name, value in template), kernel.body])
     compiled_text = "\n".join([*kernel.inputs, *kernel.outputs, body, kernel.header])

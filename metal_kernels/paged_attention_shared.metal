@@ -115,8 +115,8 @@ inline void paged_attention_shared(
       threadgroup_barrier(mem_flags::mem_threadgroup);
       fill_tile<KD, TOKENS>(key_tile, keys.at(place), skipped, span, reach, position,
                             thread_index, SIMD_GROUPS * 32);
-      fill_tile<VD, TOKENS>(value_tile, values.at(place.later(to_values)), skipped, span, reach, position,
-                            thread_index, SIMD_GROUPS * 32);
+      fill_tile<VD, TOKENS>(value_tile, values.at(place.later(to_values)), skipped, span, reach,
+                            position, thread_index, SIMD_GROUPS * 32);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       attend_tokens<KD, VD, GROUPS>(
           state, rows, own_keys, own_values, span, reach, score_scale(numbers),

@@ -1,8 +1,8 @@
 // Where the tokens of a sequence lie, and which of them a query sees.
 //
 // Positions before `sealed` lie in pages, heads first: (heads, pool tokens, width). The rest lie in
-// the sequence's tail, a ring of two pages: (slots, tail heads, 2 * page_size, width); where keys and
-// values are stored alike they share tails, the heads of the keys first. A block of 16 tokens never
+// the sequence's tail, a ring of two pages: (slots, tail heads, 2 * page_size, width). Keys and
+// values that are stored alike share tails, the heads of the keys first. A block of 16 tokens never
 // crosses a page, so that its vectors are consecutive in either.
 
 constant constexpr int SPAN_FIELDS = 8;

@@ -37,6 +37,11 @@ def stored_bits(stored: Stored, dim: int) -> int:
     return 0 if is_plain(stored) else stored.pages[0].shape[-1] * 8 // dim
 
 
+def share_tails(dims: tuple[int, int], bits: tuple[int | None, int | None]) -> bool:
+    """Keys and values, of these sizes and bits, are stored alike, and so side by side in tails."""
+    return dims[0] == dims[1] and bits[0] == bits[1]
+
+
 def is_plain(stored: Stored) -> bool:
     """Vectors are as they are: one part."""
     return len(stored.pages) == 1

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from ..cache.formats import make_format
 from ..metal_kernels.attention_plan import AttentionPlan, page_table, plan_attention
-from ..metal_kernels.attention_scene import Plane, with_shared_tails
+from ..metal_kernels.attention_scene import Plane, in_shared_tails
+from ..metal_kernels.stored import share_tails
 
 Ints = NDArray[np.int32]
 
@@ -98,7 +99,9 @@ def build(scene: Scene) -> Inputs:
         cores=10,
         item_blocks=scene.item_blocks,
     )
-    keys, values = with_shared_tails(*planes)
+    keys, values = planes
+    if share_tails((scene.key_dim, scene.value_dim), scene.bits):
+        keys, values = in_shared_tails(keys, values)
     return Inputs(queries, keys, values, plan, int(in_pages.sum() + in_tails.sum()))
 
 

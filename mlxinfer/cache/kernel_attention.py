@@ -30,7 +30,7 @@ class KernelPlan:
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of these spans see, (T', heads, V)."""
         own = queries if self.rows.stop == len(queries) else queries[self.rows]
-        sizes = pool.form, own.shape[1], sinks is None
+        sizes = pool.form, own.shape[1], own.dtype, sinks is None
         attention = self._prepared.get(sizes)
         if attention is None:
             attention = self._prepared[sizes] = self._prepare(pool, own, sinks)

@@ -45,7 +45,7 @@ class Plane:
         for start, stop in runs:
             end = row + stop - start
             for pages, part in zip(self.pages, parts, strict=True):
-                pages[:, start:stop] = part[row:end, self.own].swapaxes(0, 1)  # (H, N, W)
+                pages[:, start:stop] = part[row:end].swapaxes(0, 1)  # (H, N, W)
             row = end
 
     def peek(self, start: int, stop: int) -> list[mx.array]:
@@ -127,6 +127,10 @@ class Plane:
         """(H, B, n * P, D) of pages `ids` (B, n), gathered."""
         parts = [mx.unflatten(pages, 1, (-1, page_size))[:, ids] for pages in self.pages]
         return mx.flatten(self.fmt.decode(parts), 2, 3)  # from (H, B, n, P, D)
+
+    def read_tails(self, slots: mx.array | slice) -> mx.array:
+        """(B, H, 2 * P, D), contiguous where `slots` (B,) are gathered: products read it twice."""
+        return self.fmt.decode([tails[:, self.own][slots] for tails in self.tails])
 
     def grow_pages(self, extra_tokens: int) -> None:
         """Make room, one array at a time so that only one is ever there twice."""

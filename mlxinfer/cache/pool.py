@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core import KVSpec
+from ..metal_kernels.stored import share_tails
 from .formats import KVFormat, make_format, rotatable, vector_bytes
 from .plane import Plane, Runs, extended
 
@@ -58,11 +59,11 @@ class LayerPool:
         self.form = (heads, spec.key_dim, spec.value_dim, bits)  # the same: kernels see no other
         self._rotates = bits[0] == 4
         formats = layer_formats(spec, dtype, bits)
-        self.joined = formats[0].parts == formats[1].parts  # keys and values share tails
-        tail_heads = 2 * heads if self.joined else heads
+        self._joined = share_tails((spec.key_dim, spec.value_dim), bits)
+        tail_heads = 2 * heads if self._joined else heads
         self._tails = [
             [mx.zeros((num_slots, tail_heads, 2 * page_size, width), t) for width, t in fmt.parts]
-            for fmt in (formats[:1] if self.joined else formats)
+            for fmt in (formats[:1] if self._joined else formats)
         ]
         num_tokens, first = num_pages * page_size, tail_heads - heads
         self.keys = Plane(formats[0], heads, num_tokens, self._tails[0], 0)
@@ -84,30 +85,38 @@ class LayerPool:
             return queries, keys
         return mx.hadamard_transform(queries), mx.hadamard_transform(keys)
 
-    def encode(self, keys: mx.array, values: mx.array) -> Stored:
-        """What is stored of keys and values (T, H, D); keys are rotated."""
-        if self.joined:
+    def encode(self, keys: mx.array, values: mx.array, *, for_tails: bool) -> Stored:
+        """What is stored of keys and values (T, H, D); keys are rotated.
+
+        Args:
+            for_tails: all of it goes to tails. What goes to pages is not put side by side first.
+        """
+        if for_tails and self._joined:
             return [self.keys.fmt.encode(mx.concatenate([keys, values], axis=1))]
         return [self.keys.fmt.encode(keys), self.values.fmt.encode(values)]
 
     def write_pages(self, runs: Runs, row: int, stored: Stored) -> None:
         """Store rows `row`, `row + 1`, ... in the slots of `runs`."""
-        self.keys.write_pages(runs, row, stored[0])
-        self.values.write_pages(runs, row, stored[-1])
+        for plane, parts in zip((self.keys, self.values), self._apart(stored), strict=True):
+            plane.write_pages(runs, row, parts)
+
+    def _apart(self, stored: Stored) -> Stored:
+        """Parts (T, H, W) of the keys, and of the values."""
+        if len(stored) == 2:
+            return stored
+        return [[part[:, plane.own] for part in stored[0]] for plane in (self.keys, self.values)]
 
     def write_tails(self, place: TailPlace, stored: Stored) -> None:
         """Store N tokens in tails."""
+        if self._joined and len(stored) == 2:
+            stored = [[mx.concatenate([*pair], axis=1) for pair in zip(*stored, strict=True)]]
         for tails, parts in zip(self._tails, stored, strict=True):
             for tail, part in zip(tails, parts, strict=True):
                 tail[place] = part if len(part) > 1 else mx.expand_dims(part, 2)
 
     def read_tails(self, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
         """Keys and values (B, H, 2 * P, D)."""
-        found = [[tail[slots] for tail in tails] for tails in self._tails]
-        if not self.joined:
-            return self.keys.fmt.decode(found[0]), self.values.fmt.decode(found[1])
-        keys, values = mx.split(self.keys.fmt.decode(found[0]), 2, axis=1)
-        return keys, values
+        return self.keys.read_tails(slots), self.values.read_tails(slots)
 
     def seal(self, slots: mx.array, offsets: mx.array, targets: mx.array) -> None:
         """Copy tail tokens (`slots`, `offsets`) to the pool slots `targets`; all (N,)."""
@@ -126,6 +135,7 @@ class LayerPool:
     def grow_tails(self, num_slots: int) -> None:
         """Make room for `num_slots` running sequences."""
         for tails in self._tails:
+            # In place: planes hold the same lists.
             tails[:] = [extended(part, axis=0, extra=num_slots - self.num_slots) for part in tails]
             mx.eval(tails)
         self.num_slots = num_slots

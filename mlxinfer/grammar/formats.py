@@ -7,6 +7,7 @@ from ..errors import InvalidRequestError
 from . import spec
 from .spec import GrammarSpec
 
+MAX_SHOWN = 50  # characters of a name that a client made up
 SCHEMA_KEYS = frozenset(("name", "description", "schema", "strict"))
 
 
@@ -71,7 +72,7 @@ def _json_schema(value: Mapping[str, Any], place: str) -> GrammarSpec:
 
 
 def _only(value: Mapping[str, Any], known: set[str] | frozenset[str], place: str) -> None:
-    unknown = sorted(map(str, set(value) - known))
+    unknown = sorted(str(key)[:MAX_SHOWN] for key in set(value) - known)
     if unknown:
         raise InvalidRequestError(
             f"{place} has {unknown[0]!r}, which is not supported here; expected "

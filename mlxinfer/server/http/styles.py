@@ -9,6 +9,7 @@ from . import sse
 from .replies import Body, encode
 
 HIDDEN = "The server failed to answer this request. Its log says why, under the request id."
+MAX_LOGGED_CHARS = 60  # of a field: a schema may name its own
 MAX_MESSAGE_CHARS = 2000
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
@@ -31,7 +32,7 @@ def public(error: Exception) -> MlxinferError:
 def logged(error: Exception) -> dict[str, object]:
     """What the log says of an error: its kind and which field; messages may quote a prompt."""
     param = error.param if isinstance(error, InvalidRequestError) else None
-    return {"error": type(error).__name__, "param": param}
+    return {"error": type(error).__name__, "param": param and param[:MAX_LOGGED_CHARS]}
 
 
 def error_reply(error: Exception, style: ErrorStyle) -> Body:

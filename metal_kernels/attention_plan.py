@@ -19,7 +19,6 @@ MAX_QUERIES = 8
 MIN_ITEM_BLOCKS = 16  # fewer tokens do not pay for the partials that they leave behind
 ITEMS_PER_CORE = 8
 MIN_NUMBERS = 8  # of an array for a kernel, see `AttentionPlan`
-SPAN_FIELDS = 8  # of `Span` in paged_spans.h
 ENDLESS = 2**30  # a window that hides nothing
 CORES = {"p": 6, "g": 10, "s": 32, "d": 64}  # by the last letter of MLX's architecture name
 
@@ -89,17 +88,12 @@ def plan_attention(
     shares = shares_of(
         num_blocks.astype(np.int32).tobytes(), kv_heads, cores or guess_cores(), item_blocks
     )
-    spans = np.empty((len(starts) + 1, SPAN_FIELDS), np.int32)
     rows = np.cumsum(counts) - counts
-    fields = (rows, starts, stops, sealed, slots, sink_blocks, gaps, shares.first_items)
-    for column, values in enumerate(fields):
-        spans[:-1, column] = values
-    spans[-1] = 0
-    spans[-1, -1] = shares.num_items
+    fields = rows, starts, stops, sealed, slots, sink_blocks, gaps, shares.first_items
     max_queries = int(counts.max())
     reach = (ENDLESS, 0) if window is None else (window, sinks)
     return AttentionPlan(
-        spans=mx.array(spans),
+        spans=_spans(fields, shares.num_items),
         pages=pages,
         work=shares.work,
         sizes=_as_array(page_size, *reach, pages.shape[1], max_queries),
@@ -109,6 +103,15 @@ def plan_attention(
         num_queries=int(counts.sum()),
         page_size=page_size,
     )
+
+
+def _spans(fields: Sequence[Ints], num_items: int) -> mx.array:
+    """(B + 1, fields) of (B,) each; the last one ends the items."""
+    spans = np.zeros((len(fields[0]) + 1, len(fields)), np.int32)
+    for column, values in enumerate(fields):
+        spans[:-1, column] = values
+    spans[-1, -1] = num_items
+    return mx.array(spans)
 
 
 def page_table(tables: Sequence[Ints]) -> mx.array:

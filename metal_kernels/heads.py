@@ -72,37 +72,33 @@ class Heads:
         assert head_dim % 8 == 0, head_dim
         assert head_dim <= MAX_DIM, head_dim
         assert {key_bits, value_bits} <= {None, 4, 8}
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.key_bits, self.value_bits = key_bits, value_bits
         self.norm_weight, self.norm_eps = norm_weight, norm_eps
-        self.frequencies, self.traditional, self.magnitude = frequencies, traditional, magnitude
-        self.num_turning = 0 if frequencies is None else 2 * len(frequencies)
-        self.hadamard_order = hadamard_order(head_dim) if rotate else 0  # 0: not rotated
-        assert self.num_turning <= head_dim
-        assert self.hadamard_order or not rotate, head_dim
+        self.frequencies, self.magnitude = frequencies, magnitude
         self.form = Form(
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            key_bits,
-            value_bits,
-            norm_weight is not None,
-            self.num_turning,
-            traditional,
-            self.hadamard_order,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            key_bits=key_bits,
+            value_bits=value_bits,
+            has_norm=norm_weight is not None,
+            num_turning=0 if frequencies is None else 2 * len(frequencies),
+            traditional=traditional,
+            hadamard_order=hadamard_order(head_dim) if rotate else 0,
         )
+        assert self.form.num_turning <= head_dim
+        assert self.form.hadamard_order or not rotate, head_dim
         self.constants = self._constants()  # weight, frequencies, signs, scalars
         mx.eval(self.constants)
 
     def _constants(self) -> list[mx.array]:
         """Weight, frequencies, signs and scalars for the kernel; one 0 where there is none."""
-        weight = self.norm_weight
+        form, weight = self.form, self.norm_weight
         if weight is not None:
-            shape = (self.num_heads + self.num_kv_heads, self.head_dim)
+            shape = (form.num_heads + form.num_kv_heads, form.head_dim)
             weight = mx.contiguous(mx.broadcast_to(weight, shape))
-        signs = hadamard_signs(self.hadamard_order) if self.hadamard_order else None
+        signs = hadamard_signs(form.hadamard_order) if form.hadamard_order else None
         given = (weight, self.frequencies, signs)
-        scale = np.float32(1) / np.sqrt(np.float32(self.head_dim))
+        scale = np.float32(1) / np.sqrt(np.float32(form.head_dim))
         return [
             *[mx.zeros((1,), mx.float32) if array is None else array for array in given],
             mx.array([self.norm_eps, self.magnitude, float(scale)], mx.float32),

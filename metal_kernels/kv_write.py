@@ -70,7 +70,7 @@ def kv_write(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
     outputs = launch([qkv, positions, *heads.constants])
     if heads.form.joined:
         return Written(outputs[0], [outputs[1:]])
-    stop = 1 + (1 if heads.key_bits is None else QUANTISED_PARTS)
+    stop = 1 + (1 if heads.form.key_bits is None else QUANTISED_PARTS)
     return Written(outputs[0], [outputs[1:stop], outputs[stop:]])
 
 
@@ -78,16 +78,16 @@ def kv_write_twin(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
     """The same in plain MLX."""
     num_tokens = _checked(heads.form, qkv.shape, positions.shape)
     positions = positions[:num_tokens]
-    split = qkv.astype(mx.float32).reshape(num_tokens, -1, heads.head_dim)
-    x, values = mx.split(split, [heads.num_heads + heads.num_kv_heads], axis=1)
+    split = qkv.astype(mx.float32).reshape(num_tokens, -1, heads.form.head_dim)
+    x, values = mx.split(split, [heads.form.num_heads + heads.form.num_kv_heads], axis=1)
     if heads.norm_weight is not None:
         squares = mx.mean(mx.square(x), axis=-1, keepdims=True)
         x = x * mx.rsqrt(squares + heads.norm_eps) * heads.norm_weight
     if heads.frequencies is not None:
         x = _turned(x, positions, heads, heads.frequencies)
-    if heads.hadamard_order:
+    if heads.form.hadamard_order:
         x = mx.hadamard_transform(x)
-    queries, keys = mx.split(x, [heads.num_heads], axis=1)
+    queries, keys = mx.split(x, [heads.form.num_heads], axis=1)
     return Written(queries.astype(qkv.dtype), stored_pair(keys, values, heads, qkv.dtype))
 
 
@@ -97,13 +97,15 @@ def _turned(x: mx.array, positions: mx.array, heads: Heads, frequencies: mx.arra
     angles = positions[:, None, None] * frequencies  # (T, 1, dims / 2)
     cosines, sines = mx.cos(angles) * heads.magnitude, mx.sin(angles) * heads.magnitude
     turning, rest = x[..., :dims], x[..., dims:]
-    if heads.traditional:
+    if heads.form.traditional:
         first, second = turning[..., ::2], turning[..., 1::2]
     else:
         first, second = mx.split(turning, 2, axis=-1)
     pair = [first * cosines - second * sines, second * cosines + first * sines]
     joined = (
-        mx.stack(pair, axis=-1).flatten(-2) if heads.traditional else mx.concatenate(pair, axis=-1)
+        mx.stack(pair, axis=-1).flatten(-2)
+        if heads.form.traditional
+        else mx.concatenate(pair, axis=-1)
     )
     return mx.concatenate([joined, rest], axis=-1)
 
@@ -113,8 +115,8 @@ def stored_pair(
 ) -> list[list[mx.array]]:
     """What is stored of keys and values (T, K, D), as in `Written`."""
     if heads.form.joined:
-        return [stored(mx.concatenate([keys, values], axis=1), heads.key_bits, dtype)]
-    return [stored(keys, heads.key_bits, dtype), stored(values, heads.value_bits, dtype)]
+        return [stored(mx.concatenate([keys, values], axis=1), heads.form.key_bits, dtype)]
+    return [stored(keys, heads.form.key_bits, dtype), stored(values, heads.form.value_bits, dtype)]
 
 
 def stored(vectors: mx.array, bits: int | None, dtype: mx.Dtype) -> list[mx.array]:

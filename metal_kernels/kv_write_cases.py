@@ -17,15 +17,15 @@ def kv_write_variant(heads: Heads, dtype: mx.Dtype) -> Variant:
     return Variant.of(
         "kv_write",
         dtype=dtype_name(dtype),
-        num_heads=heads.num_heads,
-        num_kv_heads=heads.num_kv_heads,
-        head_dim=heads.head_dim,
-        key_bits=heads.key_bits or 0,
-        value_bits=heads.value_bits or 0,
-        rotate=heads.hadamard_order > 0,
+        num_heads=heads.form.num_heads,
+        num_kv_heads=heads.form.num_kv_heads,
+        head_dim=heads.form.head_dim,
+        key_bits=heads.form.key_bits or 0,
+        value_bits=heads.form.value_bits or 0,
+        rotate=heads.form.hadamard_order > 0,
         norm=heads.norm_weight is not None,
-        turning=heads.num_turning,
-        traditional=heads.traditional,
+        turning=heads.form.num_turning,
+        traditional=heads.form.traditional,
     )
 
 
@@ -53,23 +53,23 @@ def _timed_kv_write(variant: Variant) -> Case:
 
 def _by_fused_operations(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
     """What a model does without the kernel: MLX's fused norm and rope, then the twin's encoding."""
-    split = qkv.reshape(len(qkv), -1, heads.head_dim)
-    x, values = mx.split(split, [heads.num_heads + heads.num_kv_heads], axis=1)
+    split = qkv.reshape(len(qkv), -1, heads.form.head_dim)
+    x, values = mx.split(split, [heads.form.num_heads + heads.form.num_kv_heads], axis=1)
     if heads.norm_weight is not None:
         x = mx.fast.rms_norm(x, None, heads.norm_eps) * heads.norm_weight.astype(x.dtype)
     if heads.frequencies is not None:
         x = mx.fast.rope(
             x[:, :, None],
-            heads.num_turning,
-            traditional=heads.traditional,
+            heads.form.num_turning,
+            traditional=heads.form.traditional,
             base=None,
             scale=1.0,
             offset=positions,
             freqs=1 / heads.frequencies,
         ).squeeze(2)
-    if heads.hadamard_order:
+    if heads.form.hadamard_order:
         x = mx.hadamard_transform(x)
-    queries, keys = mx.split(x, [heads.num_heads], axis=1)
+    queries, keys = mx.split(x, [heads.form.num_heads], axis=1)
     return Written(queries, stored_pair(keys, values, heads, qkv.dtype))
 
 
@@ -106,8 +106,8 @@ def _seen(written: Written, heads: Heads) -> list[mx.array]:
     """Queries, keys and values as attention sees them."""
     return [
         written.queries,
-        _decoded(written.keys, heads.key_bits),
-        _decoded(written.values, heads.value_bits),
+        _decoded(written.keys, heads.form.key_bits),
+        _decoded(written.values, heads.form.value_bits),
     ]
 
 

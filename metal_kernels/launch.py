@@ -59,7 +59,7 @@ class MetalKernel:
         return launch(inputs)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Launch:
     """A call of a kernel but for its inputs: worked out once for all layers that make the same.
 
@@ -78,14 +78,13 @@ class Launch:
     function: Callable[..., list[mx.array]] = field(init=False, repr=False)  # MLX's, of `inputs`
 
     def __post_init__(self) -> None:
-        function = partial(
+        self.function = partial(
             compiled(self.kernel, tuple(self.template)),
             grid=self.grid,
             threadgroup=self.threadgroup,
             output_shapes=self.output_shapes,
             output_dtypes=self.output_dtypes,
         )
-        object.__setattr__(self, "function", function)
 
     def __call__(self, inputs: Sequence[mx.array]) -> list[mx.array]:
         """The outputs; lazy on Metal. Inputs that are not row-contiguous are copied first."""

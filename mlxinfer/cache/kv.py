@@ -86,28 +86,32 @@ class KVCache:
         self._page_bytes = per_page  # of each layer
         tail_bytes = 2 * sum(per_page)  # of one sequence
         self.max_batch = max(1, min(max_batch, budget_bytes // MAX_TAIL_SHARE // tail_bytes))
-        reaches = sorted({_reach(s) for s in specs}, key=lambda r: (r.window or 0, r.sinks))
-        layers = [[i for i, s in enumerate(specs) if _reach(s) == reach] for reach in reaches]
-        costs = [sum(per_page[i] for i in members) for members in layers]
-        # While a pool grows its keys or values are there twice, or its tails; that counts too.
+        # While tails of a layer grow they are there twice, and that counts too.
+        room = budget_bytes - self.max_batch * (tail_bytes + 2 * max(per_page))
+        self.groups = self._layer_groups(room, num_pages)
+        self._group_of = {i: g for g, group in enumerate(self.groups) for i in group.layers}
+        self._fixed = num_pages is not None
+        self.reset()
+
+    def _layer_groups(self, budget_bytes: int, num_pages: int | None) -> list[LayerGroup]:
+        """Layers that keep the same positions, and as many pages for them as there is room for."""
+        reaches = sorted({_reach(s) for s in self.specs}, key=lambda r: (r.window or 0, r.sinks))
+        layers = [[i for i, s in enumerate(self.specs) if _reach(s) == reach] for reach in reaches]
+        costs = [[self._page_bytes[i] for i in members] for members in layers]
         counts = _page_counts(
-            [
-                sum(per_page[i] for i in members) + max(per_page[i] for i in members)
-                for members in layers
-            ],
-            budget_bytes - self.max_batch * (tail_bytes + 2 * max(per_page)),
-            max_held=[self._max_held(reach, prefill_chunk) for reach in reaches],
+            [sum(cost) + max(cost) for cost in costs],  # the keys or values of one are there twice
+            budget_bytes,
+            max_held=[self._max_held(reach, self._prefill_chunk) for reach in reaches],
             num_pages=num_pages,
         )
-        self.groups = [
-            LayerGroup(reach, members, cost, PageAllocator(count), self._planner(g, reach, members))
+        return [
+            LayerGroup(
+                reach, members, sum(cost), PageAllocator(count), self._planner(g, reach, members)
+            )
             for g, (reach, members, cost, count) in enumerate(
                 zip(reaches, layers, costs, counts, strict=True)
             )
         ]
-        self._group_of = {i: g for g, group in enumerate(self.groups) for i in group.layers}
-        self._fixed = num_pages is not None
-        self.reset()
 
     def _planner(self, group: int, reach: Reach, layers: list[int]) -> Planner:
         """How short spans of a group attend: through kernels, or in plain MLX."""

@@ -26,19 +26,22 @@ class Plane:
     Args:
         fmt: how vectors are stored.
         tails: of the plane, or of keys and values together.
-        tail_head: the first of its heads among those of the tails.
+        own: its heads among those of the tails.
     """
 
-    __slots__ = ("fmt", "own", "pages", "tail_head", "tails")
+    __slots__ = ("fmt", "own", "pages", "tails")
 
-    def __init__(
-        self, fmt: KVFormat, heads: int, num_tokens: int, tails: Tails, tail_head: int
-    ) -> None:
+    def __init__(self, fmt: KVFormat, num_tokens: int, tails: Tails, own: slice) -> None:
         self.fmt = fmt
         self.tails = tails
-        self.tail_head = tail_head
-        self.own = slice(tail_head, tail_head + heads)
+        self.own = own
+        heads = own.stop - self.tail_head
         self.pages = [mx.zeros((heads, num_tokens, width), dtype) for width, dtype in fmt.parts]
+
+    @property
+    def tail_head(self) -> int:
+        """The first of its heads among those of the tails."""
+        return int(self.own.start)
 
     def write_pages(self, runs: Runs, row: int, parts: list[mx.array]) -> None:
         """Store rows `row`, `row + 1`, ... of encoded parts (T, H, W) in the slots of `runs`."""

@@ -66,8 +66,8 @@ class LayerPool:
             for fmt in (formats[:1] if self._joined else formats)
         ]
         num_tokens, first = num_pages * page_size, tail_heads - heads
-        self.keys = Plane(formats[0], heads, num_tokens, self._tails[0], 0)
-        self.values = Plane(formats[1], heads, num_tokens, self._tails[-1], first)
+        self.keys = Plane(formats[0], num_tokens, self._tails[0], slice(0, heads))
+        self.values = Plane(formats[1], num_tokens, self._tails[-1], slice(first, first + heads))
 
     def arrays(self) -> list[mx.array]:
         """Everything held, for evaluation and accounting."""
@@ -85,14 +85,8 @@ class LayerPool:
             return queries, keys
         return mx.hadamard_transform(queries), mx.hadamard_transform(keys)
 
-    def encode(self, keys: mx.array, values: mx.array, *, for_tails: bool) -> Stored:
-        """What is stored of keys and values (T, H, D); keys are rotated.
-
-        Args:
-            for_tails: all of it goes to tails. What goes to pages is not put side by side first.
-        """
-        if for_tails and self._joined:
-            return [self.keys.fmt.encode(mx.concatenate([keys, values], axis=1))]
+    def encode(self, keys: mx.array, values: mx.array) -> Stored:
+        """What is stored of keys and values (T, H, D); keys are rotated."""
         return [self.keys.fmt.encode(keys), self.values.fmt.encode(values)]
 
     def write_pages(self, runs: Runs, row: int, stored: Stored) -> None:

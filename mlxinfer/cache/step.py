@@ -42,7 +42,7 @@ class StepKV:
     ) -> mx.array:
         """Write first, then read: a view taken before a write would make the write a copy."""
         queries, keys = self._pool.rotate(queries, keys)
-        stored = self._pool.encode(keys, values, for_tails=not self._plan.long)
+        stored = self._pool.encode(keys, values)
         return self._attend_stored(queries, stored, scale=scale, sinks=sinks)
 
     def _attend_stored(

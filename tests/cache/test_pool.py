@@ -55,11 +55,10 @@ def in_tails(pool: LayerPool) -> list[mx.array]:
     return [tails[slots, :, offsets].swapaxes(0, 1) for tails in found]
 
 
-@pytest.mark.parametrize("for_tails", [True, False])
 @pytest.mark.parametrize(("bits", "key_dim", "value_dim"), FORMATS)
-def test_what_is_written_is_read(bits: Bits, key_dim: int, value_dim: int, for_tails: bool) -> None:
+def test_what_is_written_is_read(bits: Bits, key_dim: int, value_dim: int) -> None:
     pool, keys, values = made(bits, key_dim, value_dim)
-    stored = pool.encode(keys, values, for_tails=for_tails)
+    stored = pool.encode(keys, values)
     pool.write_tails(tail_place(SLOTS, OFFSETS), stored)
     pool.write_pages(RUNS, 0, stored)
     for (plane, expected), tail in zip(planes(pool, keys, values), in_tails(pool), strict=True):
@@ -73,7 +72,7 @@ def test_one_token_is_written_as_many_are(bits: Bits, key_dim: int, value_dim: i
     for token in range(COUNT):
         place = tail_place(SLOTS[token : token + 1], OFFSETS[token : token + 1])
         one = slice(token, token + 1)
-        pool.write_tails(place, pool.encode(keys[one], values[one], for_tails=True))
+        pool.write_tails(place, pool.encode(keys[one], values[one]))
     for (_, expected), tail in zip(planes(pool, keys, values), in_tails(pool), strict=True):
         assert mx.array_equal(tail, expected)
 
@@ -81,7 +80,7 @@ def test_one_token_is_written_as_many_are(bits: Bits, key_dim: int, value_dim: i
 @pytest.mark.parametrize(("bits", "key_dim", "value_dim"), FORMATS)
 def test_tails_are_sealed_and_pasted_and_grow(bits: Bits, key_dim: int, value_dim: int) -> None:
     pool, keys, values = made(bits, key_dim, value_dim)
-    pool.write_tails(tail_place(SLOTS, OFFSETS), pool.encode(keys, values, for_tails=True))
+    pool.write_tails(tail_place(SLOTS, OFFSETS), pool.encode(keys, values))
     pool.grow_tails(7)
     pool.grow_pages(9)
     pool.seal(mx.array(SLOTS), mx.array(OFFSETS), mx.arange(COUNT))

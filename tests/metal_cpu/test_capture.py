@@ -1,11 +1,12 @@
 """What MLX hands to Metal is what runs: signatures, address spaces, shapes, files and lines."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
 
 import mlx.core as mx
 import pytest
-from mlxinfer.metal_kernels.launch import Launch, MetalKernel
+from mlxinfer.metal_kernels.launch import Launch, MetalKernel, TemplateValue
 
 from metal_cpu import MetalCPU, requires_compiler
 from metal_cpu.build import CompileError
@@ -88,15 +89,20 @@ def test_what_differs_in_its_text_has_another_name() -> None:
     """Some versions of MLX keep one library for each name, and would compile in every step."""
     kernel = MetalKernel("sample", ("x",), ("out",), "out[0] = x[0];")
     other = replace(kernel, body="out[0] = N * x[0];")
-    values = [(), (("N", 3),), (("N", 4),), (("T", mx.float16),)]
-    launches = [
-        Launch(k, template, (1, 1, 1), (1, 1, 1), [(1,)], [mx.float32])
-        for k in (kernel, other)
-        for template in values
+    values: list[Sequence[tuple[str, TemplateValue]]] = [
+        [],
+        [("N", 3)],
+        [("N", 4)],
+        [("T", mx.float16)],
     ]
-    names = [capture(launch, [mx.zeros((8,))]).kernel.function for launch in launches]
-    assert len(set(names)) == len(launches)
-    assert names[0] == capture(launches[0], [mx.ones((8,))]).kernel.function
+
+    def name(kernel: MetalKernel, template: Sequence[tuple[str, TemplateValue]]) -> str:
+        launch = Launch(kernel, template, (1, 1, 1), (1, 1, 1), [(1,)], [mx.float32])
+        return capture(launch, [mx.zeros((8,))]).kernel.function
+
+    names = [name(k, template) for k in (kernel, other) for template in values]
+    assert len(set(names)) == 2 * len(values)
+    assert name(replace(kernel), values[1]) == names[1]
 
 
 @pytest.mark.parametrize("dtype", [
@@ -182,6 +188,5 @@ def test_files_of_a_kernel_keep_their_lines() -> None:
     written = files("mlxinfer.metal_kernels").joinpath("sample.metal").read_text().splitlines()
     kept = parts[0].text.splitlines()
     assert len(kept) == len(written)
-    assert all(
-        there.startswith(left) for there, left in zip(map(str.strip, written), kept, strict=True)
-    )
+    for there, left in zip(written, kept, strict=True):
+        assert left == there.strip() if "//" not in there else there.strip().startswith(left)

@@ -51,7 +51,7 @@ def heads_of(
 
 def tokens_of(heads: Heads, count: int, dtype: mx.Dtype = mx.float32) -> tuple[mx.array, mx.array]:
     rng = np.random.default_rng(count)
-    width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+    width = (heads.form.num_heads + 2 * heads.form.num_kv_heads) * heads.form.head_dim
     qkv = rng.normal(size=(count, width)).astype(np.float32)
     return mx.array(qkv).astype(dtype), mx.array(rng.integers(0, 9_000, count).astype(np.int32))
 
@@ -75,10 +75,10 @@ def check(written: Written, twin: Written, heads: Heads, dtype: mx.Dtype) -> Non
         assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
     assert np.allclose(*wide(written.queries, twin.queries), atol=ROUNDING[dtype], rtol=0)
     assert same(written.values, twin.values)
-    if heads.key_bits is None:
+    if heads.form.key_bits is None:
         assert np.allclose(*wide(written.keys[0], twin.keys[0]), atol=ROUNDING[dtype], rtol=0)
         return
-    codes, wanted = (unpacked(parts[0], heads.key_bits) for parts in (written.keys, twin.keys))
+    codes, wanted = (unpacked(parts[0], heads.form.key_bits) for parts in (written.keys, twin.keys))
     assert np.abs(codes - wanted).max() <= 1
     assert (codes != wanted).mean() < 0.01
     for found, wanted in zip(written.keys[1:], twin.keys[1:], strict=True):

@@ -47,7 +47,7 @@ class Answer:
         self._cached_tokens = max(self._cached_tokens, event.cached_tokens)
         if event.token_id is not None:
             new_ids = (event.token_id,)
-            self._take(event.token_id, event.logprobs)
+            self._take(event, event.token_id)
         delta = self._push_text(event)
         reason = FinishReason.STOP if self._stream.stopped else event.finish_reason
         if reason is not None:
@@ -55,7 +55,7 @@ class Answer:
             delta = TextDelta(merged((*delta.parts, *self._stream.finish().parts)))
         self._keep(delta)
         if reason is not None:
-            self.result = self._finish(reason)
+            self.result = self._finish(reason, event.made_s)
         return Delta(
             text=delta.text,
             reasoning=delta.reasoning,
@@ -71,12 +71,12 @@ class Answer:
         for piece in delta.tool_calls:
             self._calls.push(piece)
 
-    def _take(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def _take(self, event: TokenEvent, token_id: int) -> None:
         if not self._token_ids:
-            self._first_token_s = time.monotonic()
+            self._first_token_s = event.made_s
         self._token_ids.append(token_id)
-        if self._logprobs is not None and logprobs is not None:
-            self._logprobs.append(logprobs)
+        if self._logprobs is not None and event.logprobs is not None:
+            self._logprobs.append(event.logprobs)
 
     def _push_text(self, event: TokenEvent) -> TextDelta:
         """The new text; the token that ended the answer is not part of it."""
@@ -85,9 +85,9 @@ class Answer:
             return TextDelta()
         return self._stream.push([event.token_id])
 
-    def _finish(self, reason: FinishReason) -> Result:
-        now = time.monotonic()
-        first = self._first_token_s or now
+    def _finish(self, reason: FinishReason, finished_s: float) -> Result:
+        """Times are the engine's: a caller who reads slowly, or late, changes none."""
+        first = self._first_token_s or finished_s
         return Result(
             text="".join(self._text),
             reasoning="".join(self._reasoning) or None,
@@ -101,7 +101,7 @@ class Answer:
                 submitted_s=self._submitted_s,
                 started_s=self.request.started_s or first,
                 first_token_s=first,
-                finished_s=now,
+                finished_s=finished_s,
                 computed_tokens=len(self.request.prompt_ids) - self._cached_tokens,
                 answer_tokens=len(self._token_ids),
             ),

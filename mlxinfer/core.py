@@ -1,6 +1,7 @@
 """The vocabulary that every part shares. Knows no mlx, no text, no files."""
 
 import math
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -179,6 +180,7 @@ class TokenEvent:
     error: Exception | None = None
     cached_tokens: int = 0  # prompt tokens whose KV was there already
     prompt_logits: object = None  # numpy (n, vocab) float32 of the prompt's next n positions
+    made_s: float = field(default_factory=time.monotonic, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

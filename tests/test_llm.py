@@ -16,6 +16,9 @@ import pytest
 
 import mlxinfer
 from mlxinfer import LLM, FinishReason, SamplingParams
+from mlxinfer.answer import Answer
+from mlxinfer.core import Request, TokenEvent
+from mlxinfer.text import TextStream
 
 QUESTION = [{"role": "user", "content": "Hello, who are you?"}]
 
@@ -356,3 +359,17 @@ def test_results_tell_times(llm: LLM) -> None:
     assert timing.tokens_per_s is not None
     assert timing.tokens_per_s > 0
     assert timing.queued_s >= 0
+
+
+def test_times_are_when_tokens_were_made_not_when_they_were_read(llm: LLM) -> None:
+    request = Request("r", [1, 2, 3], SamplingParams())
+    answer = Answer(request, TextStream(llm.tokenizer))
+    submitted_s = answer._submitted_s
+    for second in range(1, 5):  # all read at once
+        reason = FinishReason.LENGTH if second == 4 else None
+        answer.push(TokenEvent("r", 5, reason, made_s=submitted_s + second))
+    assert answer.result is not None
+    timing = answer.result.timing
+    assert timing.time_to_first_token_s == pytest.approx(1)
+    assert timing.decode_s == pytest.approx(3)
+    assert timing.tokens_per_s == pytest.approx(1)

@@ -89,11 +89,12 @@ class Result:
 
     @property
     def summary(self) -> str:
-        """Counts, rate and reason in one line, for footers."""
+        """Counts, rate and reason in one line, for footers; a prompt of 0 tokens is not known."""
         prompt = f"{self.prompt_tokens} prompt"
         if self.cached_tokens:
             prompt += f" ({self.cached_tokens} cached)"
-        parts = [f"{prompt} + {len(self.token_ids)} answer tokens"]
+        answer = f"{len(self.token_ids)} answer tokens"
+        parts = [f"{prompt} + {answer}" if self.prompt_tokens else answer]
         if self.timing.tokens_per_s is not None:
             parts.append(f"{self.timing.tokens_per_s:.1f} tok/s")
         if self.timing.time_to_first_token_s:

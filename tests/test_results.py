@@ -61,6 +61,11 @@ def test_repr_is_one_short_line() -> None:
     assert "length, 3 tokens, 41.3 tok/s" in text
 
 
+def test_a_prompt_that_is_not_known_is_not_counted() -> None:
+    stopped = answer(prompt_tokens=0, cached_tokens=0, finish_reason=FinishReason.ABORT)
+    assert stopped.summary.startswith("3 answer tokens")
+
+
 def test_html_escapes_what_the_model_wrote() -> None:
     html = answer(text="<script>alert(1)</script>", reasoning="a<b>&")._repr_html_()
     assert "<script>" not in html

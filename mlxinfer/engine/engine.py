@@ -45,8 +45,12 @@ class Engine:
         self._thread = threading.Thread(
             target=self._run, args=(load, ready), name="mlxinfer-engine", daemon=True
         )
-        self._thread.start()
-        self._loop = ready.result()
+        try:
+            self._thread.start()
+            self._loop = ready.result()
+        except BaseException:  # Ctrl-C: nobody is left who could close what is being loaded
+            self.close()
+            raise
 
     def submit(self, request: Request, listener: Listener) -> None:
         """Queue a request; events come until one has a finish_reason.

@@ -1,5 +1,6 @@
 """The engine's thread: submit, abort, call and close from any other."""
 
+import _thread
 import contextlib
 import os
 import queue
@@ -90,6 +91,30 @@ def test_what_load_raises_comes_out_of_the_constructor() -> None:
 
     with pytest.raises(InvalidRequestError, match="no such thing"):
         Engine(load)
+
+
+def test_ctrl_c_while_a_model_loads_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would run on for nobody, and take the process down as the interpreter ends."""
+    closing = threading.Event()
+    close = Engine.close
+    engines: list[Engine] = []
+
+    def noted(engine: Engine) -> None:
+        engines.append(engine)
+        closing.set()
+        close(engine)
+
+    def load():  # type: ignore[no-untyped-def]
+        _thread.interrupt_main()
+        assert closing.wait(60)
+        return tiny_model("qwen3-v4", quantized=True), config(num_pages=40)
+
+    monkeypatch.setattr(Engine, "close", noted)
+    with pytest.raises(KeyboardInterrupt):
+        Engine(load)
+    (engine,) = engines
+    assert engine.closed
+    assert not engine._thread.is_alive()
 
 
 def test_a_fault_in_the_books_does_not_kill_the_engine(engine: Engine) -> None:

@@ -18,7 +18,7 @@ TIMED_SEQS, TIMED_TOKENS = 4, 4_096
 ROUNDING = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}  # of outputs below 1
 LATENT_DIM = 512  # what the values of a latent cache are
 
-Attention = Callable[..., tuple[mx.array, mx.array]]
+Attention = Callable[..., list[mx.array]]
 
 
 def paged_variant(
@@ -74,6 +74,8 @@ def _case(variant: Variant) -> Case:
     plans = [scene.plan(blocks), scene.plan(blocks, window=24, sinks=4, item_blocks=1)]
     caps = (None, 20.0)
     rounding = ROUNDING[str(variant["dtype"])]
+    # What the engine makes of it; latents have log-sum-exps too, of up to 8.
+    tolerances = (rounding,) if variant.kind == PAGED_NAME else (rounding, 8 * rounding)
 
     def outputs(paged: Attention, mla: Attention) -> list[mx.array]:
         results = [
@@ -85,7 +87,7 @@ def _case(variant: Variant) -> Case:
     return Case(
         lambda: outputs(paged_attention_on_metal, mla_attention_on_metal),
         lambda: outputs(paged_attention_gathered, mla_attention_gathered),
-        (rounding, 8 * rounding) * len(plans),  # log-sum-exps are up to 8
+        tolerances * len(plans),
     )
 
 
@@ -95,7 +97,7 @@ def _timed(variant: Variant) -> Case:
     scene = build_scene(variant, starts, heads, shuffled=False)
     plan = scene.plan(_plan_heads(variant, heads))
     return Case(
-        lambda: [*_attend(variant, scene, plan, paged_attention_on_metal, mla_attention_on_metal)],
+        lambda: _attend(variant, scene, plan, paged_attention_on_metal, mla_attention_on_metal),
         lambda: _by_fused_attention(variant, scene),
         (),
     )
@@ -115,7 +117,7 @@ def _attend(
     mla: Attention,
     *,
     soft_cap: float | None = None,
-) -> tuple[mx.array, mx.array]:
+) -> list[mx.array]:
     scale = _scale(variant)
     if variant.kind != PAGED_NAME:
         return mla(scene.queries, scene.keys, plan, scale=scale)

@@ -2,10 +2,10 @@
 // reduces. And how SIMD groups that saw different tokens for the same rows come together.
 
 // Where rows of one KV head go. A row is (query token, query head of the group).
-template <typename O, bool SPLIT>
+template <typename O, bool SPLIT, bool LOG_SUMS>
 struct Outputs {
   device O* numbers;      // finished: (T, query heads, D); partial: (items, heads, rows, D)
-  device float* figures;  // finished: (T, query heads) log-sum-exp; partial: (.., 2) peak, total
+  device float* figures;  // LOG_SUMS: (T, query heads) log-sum-exp; partial: (.., 2) peak, total
   long first;             // vector of the first query token and query head; or of row 0
   int query_heads;
   int group;     // query heads per KV head
@@ -53,36 +53,36 @@ inline float merged_total(const threadgroup float* figures, int streams, int row
 }
 
 // What the outputs of a row are multiplied by: nothing yet where they are partials.
-template <typename O, bool SPLIT, bool SINKS, typename P>
+template <bool SINKS, typename O, bool SPLIT, bool LOG_SUMS, typename P>
 inline float row_share(
-    thread const Outputs<O, SPLIT>& to, RowFigures row, int index, P sink_logits, int head) {
+    thread const Outputs<O, SPLIT, LOG_SUMS>& to, RowFigures row, int index, P sink_logits, int head) {
   if (SPLIT) return 1.0f;
   if (!SINKS) return 1.0f / row.total;
   const RowFigures all = row.with_sink(sink_logits, head * to.group + index % to.group);
   return fast::exp2(row.peak - all.peak) / all.total;
 }
 
-// Puts down the peak and total of a row, or its log-sum-exp.
-template <typename O, bool SPLIT, bool SINKS, typename P>
+// Puts down the peak and total of a row, or its log-sum-exp, or nothing.
+template <bool SINKS, typename O, bool SPLIT, bool LOG_SUMS, typename P>
 inline void put_figures(
-    thread const Outputs<O, SPLIT>& to, RowFigures row, int index, P sink_logits, int head) {
+    thread const Outputs<O, SPLIT, LOG_SUMS>& to, RowFigures row, int index, P sink_logits, int head) {
   const long vector = to.vector_of(index);
   if (SPLIT) {
     to.figures[vector * 2] = row.peak;
     to.figures[vector * 2 + 1] = row.total;
-  } else if (SINKS) {
+  } else if (LOG_SUMS && SINKS) {
     const int query_head = head * to.group + index % to.group;
     to.figures[vector] = row.with_sink(sink_logits, query_head).log_sum_exp();
-  } else {
+  } else if (LOG_SUMS) {
     to.figures[vector] = row.log_sum_exp();
   }
 }
 
 // Puts down the rows of a SIMD group that has them to itself, the first of which is `base`.
-template <int VD, bool SINKS, int ROWS, typename O, bool SPLIT, typename P>
+template <int VD, bool SINKS, int ROWS, typename O, bool SPLIT, bool LOG_SUMS, typename P>
 inline void put_alone(
     thread RunningSoftmax<ROWS, VD / 8>& state,
-    thread const Outputs<O, SPLIT>& to,
+    thread const Outputs<O, SPLIT, LOG_SUMS>& to,
     P sink_logits,
     int head,
     int base,
@@ -93,7 +93,7 @@ inline void put_alone(
     const int row = base + r * 8 + at.row;
     const RowFigures found = {state.peak[r], row_sum(state.total[r])};
     if (row >= to.num_rows) continue;
-    const float share = row_share<O, SPLIT, SINKS>(to, found, row, sink_logits, head);
+    const float share = row_share<SINKS>(to, found, row, sink_logits, head);
     device O* out = to.numbers + to.vector_of(row) * VD;
     UNROLL
     for (int c = 0; c < VD / 8; c++) {
@@ -101,16 +101,17 @@ inline void put_alone(
       out[number] = O(state.outputs[r][c].thread_elements()[0] * share);
       out[number + value_run(VD) / 2] = O(state.outputs[r][c].thread_elements()[1] * share);
     }
-    if (at.column == 0) put_figures<O, SPLIT, SINKS>(to, found, row, sink_logits, head);
+    if (at.column == 0) put_figures<SINKS>(to, found, row, sink_logits, head);
   }
 }
 
 // Brings STREAMS SIMD groups together, which saw different tokens for the same rows, and puts the
 // rows down, the first of which is `base`. `figures` and `slice` are of these SIMD groups alone.
-template <int VD, int STREAMS, bool SINKS, int ROWS, typename O, bool SPLIT, typename P>
+template <int VD, int STREAMS, bool SINKS, int ROWS, typename O, bool SPLIT, bool LOG_SUMS,
+          typename P>
 inline void put_merged(
     thread RunningSoftmax<ROWS, VD / 8>& state,
-    thread const Outputs<O, SPLIT>& to,
+    thread const Outputs<O, SPLIT, LOG_SUMS>& to,
     threadgroup float* figures,
     threadgroup float* slice,
     P sink_logits,
@@ -153,9 +154,9 @@ inline void put_merged(
         float sum = 0;
         for (int s = 0; s < STREAMS; s++) sum += slice[s * 8 * WIDTH + i];
         const int number = v * WIDTH + i % WIDTH;
-        const float share = row_share<O, SPLIT, SINKS>(to, found, row, sink_logits, head);
+        const float share = row_share<SINKS>(to, found, row, sink_logits, head);
         to.numbers[to.vector_of(row) * VD + number] = O(sum * share);
-        if (number == 0) put_figures<O, SPLIT, SINKS>(to, found, row, sink_logits, head);
+        if (number == 0) put_figures<SINKS>(to, found, row, sink_logits, head);
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }

@@ -19,6 +19,7 @@ MAX_QUERIES = 8
 MIN_ITEM_BLOCKS = 16  # fewer tokens do not pay for the partials that they leave behind
 ITEMS_PER_CORE = 8
 MIN_NUMBERS = 8  # of an array for a kernel, see `AttentionPlan`
+NUM_SIZES = NUM_FIELDS = 8  # PLAN_SIZES and SPAN_FIELDS in paged_spans.h
 ENDLESS = 2**30  # a window that hides nothing
 CORES = {"p": 6, "g": 10, "s": 32, "d": 64}  # by the last letter of MLX's architecture name
 
@@ -27,14 +28,13 @@ CORES = {"p": 6, "g": 10, "s": 32, "d": 64}  # by the last letter of MLX's archi
 class AttentionPlan:
     """Arrays for the kernels, and what Python needs to launch them.
 
-    Arrays that may be short are padded to 8 numbers: MLX passes shorter ones in another address
-    space, and that would be another variant of every kernel.
+    Arrays have at least 8 numbers: MLX passes shorter ones in another address space, and that would
+    be another variant of every kernel. All but the page table is one array: each costs the host
+    something in every layer.
     """
 
-    spans: mx.array  # (B + 1, 8) int32: fields of `Span` in paged_spans.h; the last ends the items
+    numbers: mx.array  # int32 as `StepPlan` in paged_spans.h reads them: sizes, spans, work
     pages: mx.array  # (B, max_pages) int32, -1: let go of
-    work: mx.array  # (items or more, 4) int32: sequence, first block, one past the last
-    sizes: mx.array  # (5,) int32: page_size, window, sinks, max_pages, max_queries
     num_seqs: int
     num_items: int
     max_queries: int  # of a sequence
@@ -45,6 +45,17 @@ class AttentionPlan:
     def is_split(self) -> bool:
         """Whether a sequence has several items, so that partials must be reduced."""
         return self.num_items > self.num_seqs
+
+    @property
+    def sizes(self) -> Ints:
+        """(8,) page_size, window, sinks, max_pages, max_queries, where the work list begins."""
+        return np.array(self.numbers)[:NUM_SIZES]
+
+    @property
+    def spans(self) -> Ints:
+        """(B, 8) fields of `Span` in paged_spans.h."""
+        stop = NUM_SIZES + self.num_seqs * NUM_FIELDS
+        return np.array(self.numbers)[NUM_SIZES:stop].reshape(-1, NUM_FIELDS)
 
 
 def plan_attention(
@@ -93,25 +104,27 @@ def plan_attention(
     max_queries = int(counts.max())
     reach = (ENDLESS, 0) if window is None else (window, sinks)
     return AttentionPlan(
-        spans=_spans(fields, shares.num_items),
+        numbers=_numbers((page_size, *reach, pages.shape[1], max_queries), fields, shares.work),
         pages=pages,
-        work=shares.work,
-        sizes=_as_array(page_size, *reach, pages.shape[1], max_queries),
         num_seqs=len(starts),
-        num_items=shares.num_items,
+        num_items=len(shares.work),
         max_queries=max_queries,
         num_queries=int(counts.sum()),
         page_size=page_size,
     )
 
 
-def _spans(fields: Sequence[Ints], num_items: int) -> mx.array:
-    """(B + 1, fields) of (B,) each; the last one ends the items."""
-    spans = np.zeros((len(fields[0]) + 1, len(fields)), np.int32)
+def _numbers(sizes: Sequence[int], fields: Sequence[Ints], work: Ints) -> mx.array:
+    """Sizes and where the work list begins; spans, of (B,) each field; the work list."""
+    stop = NUM_SIZES + (len(fields[0]) + 1) * NUM_FIELDS
+    numbers = np.zeros(stop + work.size, np.int32)
+    numbers[: len(sizes) + 1] = *sizes, stop
+    spans = numbers[NUM_SIZES:stop].reshape(-1, NUM_FIELDS)
     for column, values in enumerate(fields):
         spans[:-1, column] = values
-    spans[-1, -1] = num_items
-    return mx.array(spans)
+    spans[-1, -1] = len(work)  # one more span ends the items
+    numbers[stop:] = work.ravel()
+    return mx.array(numbers)
 
 
 def page_table(tables: Sequence[Ints]) -> mx.array:
@@ -123,18 +136,12 @@ def page_table(tables: Sequence[Ints]) -> mx.array:
     return mx.array(pages)
 
 
-@lru_cache(16)
-def _as_array(*sizes: int) -> mx.array:
-    return mx.array(np.array(sizes, np.int32))
-
-
 @dataclass(frozen=True, slots=True)
 class Shares:
     """Which blocks of which sequence a threadgroup takes."""
 
     first_items: Ints  # (B,) of each sequence
-    work: mx.array  # see `AttentionPlan`
-    num_items: int
+    work: Ints  # (items, 4), from `share_blocks`
 
 
 @lru_cache(16)
@@ -143,9 +150,7 @@ def shares_of(num_blocks: bytes, kv_heads: int, cores: int, item_blocks: int | N
     blocks = np.frombuffer(num_blocks, np.int32)
     if item_blocks is None:
         item_blocks = blocks_per_item(blocks, kv_heads, cores)
-    first_items, work = share_blocks(blocks, item_blocks)
-    padded = work if len(work) > 1 else np.repeat(work, 2, axis=0)
-    return Shares(first_items, mx.array(padded), len(work))
+    return Shares(*share_blocks(blocks, item_blocks))
 
 
 def visible_blocks(

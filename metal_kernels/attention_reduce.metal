@@ -2,26 +2,25 @@
 //
 // One SIMD group serves one query head of one query token; its lanes share the numbers.
 
-template <int D, bool SINKS, typename O, typename F, typename P, typename I>
+template <int D, bool SINKS, bool LOG_SUMS, typename O, typename F, typename P>
 inline void attention_reduce(
     const device float* partials,  // (items, heads, rows, D)
     F figures,                     // (items, heads, rows, 2): peak, total
     P sink_logits,
-    const device int* spans,
-    I sizes,
+    StepPlan plan,
     int heads,
     device O* outputs,            // (T, query heads, D)
-    device float* log_sum_exp,    // (T, query heads)
+    device float* log_sum_exp,    // LOG_SUMS: (T, query heads)
     int query_head,
     int place,  // sequence and query of it
     uint lane,
     int query_heads) {
-  const int max_queries = sizes[4];
+  const int max_queries = plan.max_queries();
   const int sequence = place / max_queries;
   const int query = place % max_queries;
-  const Span span = read_span(spans, sequence);
+  const Span span = plan.span(sequence);
   if (query >= span.num_queries()) return;
-  const int last = spans[(sequence + 1) * SPAN_FIELDS + 7];
+  const int last = plan.span(sequence + 1).first_item;
   const int group = query_heads / heads;
   const int row = query * group + query_head % group;
   const int head = query_head / group;
@@ -52,5 +51,5 @@ inline void attention_reduce(
     const int number = j * 32 + lane;
     if (number < D) outputs[vector * D + number] = O(sums[j] * share);
   }
-  if (lane == 0) log_sum_exp[vector] = all.log_sum_exp();
+  if (LOG_SUMS && lane == 0) log_sum_exp[vector] = all.log_sum_exp();
 }

@@ -1,31 +1,20 @@
-"""The second pass of attention kernels: partials of several items become outputs.
+"""What attention kernels put down, and the second pass: partials of several items become outputs.
 
-T = query tokens of all sequences, R = query rows of a sequence and KV head, V = value dim.
+T = query tokens of all sequences, H = KV heads, R = query rows of a sequence and KV head,
+V = value dim.
 """
 
+from functools import cache
 from typing import TypedDict
 
 import mlx.core as mx
 
-from .attention_plan import AttentionPlan
 from .attention_shape import LANES
 from .launch import Launch, MetalKernel
 
 INCLUDES = ("attention_fragments.h", "attention_softmax.h", "paged_spans.h", "attention_outputs.h")
+NO_FIGURES = "static_cast<device float*>(nullptr)"  # in a body; never written
 HEADS = 4  # query heads of a threadgroup
-
-_reduce = MetalKernel(
-    name="attention_reduce",
-    inputs=("partials", "figures", "sink_logits", "spans", "sizes"),
-    outputs=("outputs", "log_sum_exp"),
-    includes=INCLUDES,
-    body="""
-  attention_reduce<DIM, SINKS>(
-      partials, figures, sink_logits, spans, sizes, partials_shape[1], outputs, log_sum_exp,
-      thread_position_in_grid.y, thread_position_in_grid.z, thread_index_in_simdgroup,
-      threads_per_grid.y);
-""",
-)
 
 
 class Sizes(TypedDict):
@@ -35,39 +24,75 @@ class Sizes(TypedDict):
     output_dtypes: list[mx.Dtype]
 
 
-def result_sizes(queries: mx.array, plan: AttentionPlan, heads: int, dim: int) -> Sizes:
-    """What the first pass puts down.
+def partial_sizes(num_items: int, heads: int, num_rows: int, dim: int) -> Sizes:
+    """Of a first pass that splits sequences.
 
-    Partials (items, H, R, V) and their peaks and totals (items, H, R, 2), float32; or outputs
-    (T, heads, V) and log-sum-exps (T, heads) where no sequence is split.
+    Partials (items, H, R, V) and their peaks and totals (items, H, R, 2), float32.
     """
-    if not plan.is_split:
-        return _outputs(queries, dim)
-    rows = (plan.num_items, heads, plan.max_queries * queries.shape[1] // heads)
+    rows = (num_items, heads, num_rows)
     return Sizes(output_shapes=[(*rows, dim), (*rows, 2)], output_dtypes=[mx.float32, mx.float32])
 
 
-def reduction(queries: mx.array, plan: AttentionPlan, dim: int, *, sinks: bool) -> Launch | None:
-    """The second pass, of what `result_sizes` says; None where no sequence is split.
+def output_sizes(rows: tuple[int, int], dim: int, dtype: mx.Dtype, *, log_sums: bool) -> Sizes:
+    """Of the last pass.
 
-    Its inputs are partials, peaks and totals, sink logits or what is not read, spans and sizes.
+    Outputs (T, heads, V) and, where asked for, log-sum-exps (T, heads) float32.
+
+    Args:
+        rows: T and heads.
     """
-    if not plan.is_split:
-        return None
-    num_heads = queries.shape[1]
+    if log_sums:
+        return Sizes(output_shapes=[(*rows, dim), rows], output_dtypes=[dtype, mx.float32])
+    return Sizes(output_shapes=[(*rows, dim)], output_dtypes=[dtype])
+
+
+def reduction(
+    rows: tuple[int, int],
+    max_places: int,
+    dim: int,
+    dtype: mx.Dtype,
+    *,
+    sinks: bool,
+    log_sums: bool,
+) -> Launch:
+    """The second pass, from partials, peaks and totals, and a plan's numbers to `output_sizes`.
+
+    Sink logits, where there are any, are its last input.
+
+    Args:
+        rows: T and heads.
+        max_places: sequences times the queries that one may have.
+        dim: V.
+        dtype: of the outputs.
+        sinks: there are sink logits.
+        log_sums: log-sum-exps are asked for.
+    """
     return Launch(
-        _reduce,
-        template=[("T", queries.dtype), ("DIM", dim), ("SINKS", sinks)],
-        grid=(LANES, num_heads, plan.num_seqs * plan.max_queries),
-        threadgroup=(LANES, min(num_heads, HEADS), 1),
-        **_outputs(queries, dim),
+        _kernel(sinks, log_sums),
+        template=[("T", dtype), ("DIM", dim), ("SINKS", sinks), ("LOG_SUMS", log_sums)],
+        grid=(LANES, rows[1], max_places),
+        threadgroup=(LANES, min(rows[1], HEADS), 1),
+        **output_sizes(rows, dim, dtype, log_sums=log_sums),
     )
 
 
-def _outputs(queries: mx.array, dim: int) -> Sizes:
-    """Outputs (T, heads, V) and log-sum-exps (T, heads)."""
-    num_tokens, num_heads, _ = queries.shape
-    return Sizes(
-        output_shapes=[(num_tokens, num_heads, dim), (num_tokens, num_heads)],
-        output_dtypes=[queries.dtype, mx.float32],
+@cache
+def _kernel(sinks: bool, log_sums: bool) -> MetalKernel:
+    return MetalKernel(
+        name="attention_reduce",
+        inputs=("partials", "figures", "plan", *sink_names(sinks=sinks)),
+        outputs=("outputs", "log_sum_exp") if log_sums else ("outputs",),
+        includes=INCLUDES,
+        body=f"""
+  attention_reduce<DIM, SINKS, LOG_SUMS>(
+      partials, figures, {"sink_logits" if sinks else "partials"}, StepPlan{{plan}},
+      partials_shape[1], outputs, {"log_sum_exp" if log_sums else NO_FIGURES},
+      thread_position_in_grid.y, thread_position_in_grid.z, thread_index_in_simdgroup,
+      threads_per_grid.y);
+""",
     )
+
+
+def sink_names(*, sinks: bool) -> tuple[str, ...]:
+    """The last input of kernels of a layer with sink logits."""
+    return ("sink_logits",) if sinks else ()

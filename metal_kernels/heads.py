@@ -87,22 +87,22 @@ class Heads:
         )
         assert self.form.num_turning <= head_dim
         assert self.form.hadamard_order or not rotate, head_dim
-        self.constants = self._constants()  # weight, frequencies, signs, scalars
+        self.constants = self._constants()  # as kv_write.metal reads them
         mx.eval(self.constants)
 
-    def _constants(self) -> list[mx.array]:
-        """Weight, frequencies, signs and scalars for the kernel; one 0 where there is none."""
-        form, weight = self.form, self.norm_weight
-        if weight is not None:
-            shape = (form.num_heads + form.num_kv_heads, form.head_dim)
-            weight = mx.contiguous(mx.broadcast_to(weight, shape))
-        signs = hadamard_signs(form.hadamard_order) if form.hadamard_order else None
-        given = (weight, self.frequencies, signs)
+    def _constants(self) -> mx.array:
+        """Scalars, weights, frequencies and signs, float32; at least 8, see `AttentionPlan`."""
+        form = self.form
         scale = np.float32(1) / np.sqrt(np.float32(form.head_dim))
-        return [
-            *[mx.zeros((1,), mx.float32) if array is None else array for array in given],
-            mx.array([self.norm_eps, self.magnitude, float(scale)], mx.float32),
-        ]
+        parts = [mx.array([self.norm_eps, self.magnitude, float(scale)])]
+        if self.norm_weight is not None:
+            shape = (form.num_heads + form.num_kv_heads, form.head_dim)
+            parts.append(mx.broadcast_to(self.norm_weight, shape).flatten())
+        if self.frequencies is not None:
+            parts.append(self.frequencies)
+        if form.hadamard_order:
+            parts.append(hadamard_signs(form.hadamard_order).flatten())
+        return mx.concatenate([*[part.astype(mx.float32) for part in parts], mx.zeros(8)])
 
 
 def group_size(dim: int) -> int:

@@ -7,23 +7,24 @@ using namespace metal;
 constant constexpr uint HEADS_AT_ONCE = 8;  // SIMD-groups of a threadgroup
 
 // RMS norm: y = x / rms(x) * weight.
-template <uint D, typename Weight>
-void normalise(threadgroup float* x, Weight weight, float eps, uint lane) {
+template <uint D>
+void normalise(threadgroup float* x, const device float* weight, float eps, uint lane) {
   float squares = 0.0f;
   for (uint i = lane; i < D; i += 32) {
     squares += x[i] * x[i];
   }
   const float factor = precise::rsqrt(simd_sum(squares) / float(D) + eps);
   for (uint i = lane; i < D; i += 32) {
-    x[i] = x[i] * factor * float(weight[i]);
+    x[i] = x[i] * factor * weight[i];
   }
   simdgroup_barrier(mem_flags::mem_threadgroup);
 }
 
 // Pairs (i, i + dims / 2), or (2 i, 2 i + 1) where traditional, turn by position * frequency[i].
-template <uint DIMS, bool TRADITIONAL, typename Frequencies>
+template <uint DIMS, bool TRADITIONAL>
 void turn(
-    threadgroup float* x, Frequencies frequencies, float position, float magnitude, uint lane) {
+    threadgroup float* x, const device float* frequencies, float position, float magnitude,
+    uint lane) {
   for (uint i = lane; i < DIMS / 2; i += 32) {
     const float angle = position * frequencies[i];
     const float cosine = precise::cos(angle) * magnitude, sine = precise::sin(angle) * magnitude;
@@ -38,8 +39,8 @@ void turn(
 
 // x H times a scale, H a Hadamard matrix: of order M (its signs are given) times one of order D / M,
 // a power of two.
-template <uint D, uint M, typename Signs>
-void spread(threadgroup float* x, Signs signs, float scale, uint lane) {
+template <uint D, uint M>
+void spread(threadgroup float* x, const device float* signs, float scale, uint lane) {
   constexpr uint N = D / M;
   for (uint width = 1; width < N; width *= 2) {
     for (uint i = lane; i < D / 2; i += 32) {
@@ -53,9 +54,9 @@ void spread(threadgroup float* x, Signs signs, float scale, uint lane) {
   float sums[(D + 31) / 32];
   for (uint part = 0; part < (D + 31) / 32; part++) {
     const uint to = min(part * 32 + lane, D - 1);
-    float sum = x[to % N] * float(signs[to / N]);
+    float sum = x[to % N] * signs[to / N];
     for (uint k = 1; k < M; k++) {
-      sum += x[k * N + to % N] * float(signs[k * M + to / N]);
+      sum += x[k * N + to % N] * signs[k * M + to / N];
     }
     sums[part] = sum * scale;
   }
@@ -120,15 +121,18 @@ struct Affine {
 
 // One head of one token: vector `vector` of qkv, whose heads are queries, then keys, then values.
 // JOINED: keys and values go to the same place, a token's keys before its values.
-// scalars: (3,) epsilon of the norm, magnitude of what turns, scale of the Hadamard transform.
+// constants: epsilon of the norm, magnitude of what turns, scale of the Hadamard transform; then,
+// each only where it is used, weights (QUERY_HEADS + KV_HEADS, D), DIMS / 2 frequencies and M * M
+// signs.
 template <
     typename T, uint D, uint QUERY_HEADS, uint KV_HEADS, bool NORM, uint DIMS, bool TRADITIONAL,
-    bool ROTATE, uint M, bool JOINED, typename QKV, typename Positions, typename Weight,
-    typename Frequencies, typename Signs, typename Scalars, typename Keys, typename Values>
+    bool ROTATE, uint M, bool JOINED, typename QKV, typename Positions, typename Keys,
+    typename Values>
 void kv_write(
-    threadgroup float* x, QKV qkv, Positions positions, Weight weight, Frequencies frequencies,
-    Signs signs, Scalars scalars, device T* queries, Keys keys, Values values, uint vector,
-    uint lane) {
+    threadgroup float* x, QKV qkv, Positions positions, const device float* constants,
+    device T* queries, Keys keys, Values values, uint vector, uint lane) {
+  const device float* weight = constants + 3;
+  const device float* frequencies = weight + (NORM ? (QUERY_HEADS + KV_HEADS) * D : 0);
   const uint token = vector / (QUERY_HEADS + 2 * KV_HEADS);
   const uint head = vector % (QUERY_HEADS + 2 * KV_HEADS);
   const uint stored = token * (JOINED ? 2 * KV_HEADS : KV_HEADS) + head - QUERY_HEADS;
@@ -141,13 +145,13 @@ void kv_write(
     return;
   }
   if (NORM) {
-    normalise<D>(x, weight + head * D, scalars[0], lane);
+    normalise<D>(x, weight + head * D, constants[0], lane);
   }
   if (DIMS > 0) {
-    turn<DIMS, TRADITIONAL>(x, frequencies, float(positions[token]), scalars[1], lane);
+    turn<DIMS, TRADITIONAL>(x, frequencies, float(positions[token]), constants[1], lane);
   }
   if (ROTATE) {
-    spread<D, M>(x, signs, scalars[2], lane);
+    spread<D, M>(x, frequencies + DIMS / 2, constants[2], lane);
   }
   if (head < QUERY_HEADS) {
     Plain<D, T>{queries}.write(x, token * QUERY_HEADS + head, lane);

@@ -67,7 +67,7 @@ def kv_write(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
         heads: of the layer.
     """
     launch = _launch(heads.form, qkv.shape, positions.shape, qkv.dtype)
-    outputs = launch([qkv, positions, *heads.constants])
+    outputs = launch([qkv, positions, heads.constants])
     if heads.form.joined:
         return Written(outputs[0], [outputs[1:]])
     stop = 1 + (1 if heads.form.key_bits is None else QUANTISED_PARTS)
@@ -188,13 +188,13 @@ def _kernel(dim: int, key_bits: int | None, value_bits: int | None, joined: bool
         made.append(f"{kind}{{{', '.join(names)}}}")
     return MetalKernel(
         name="kv_write",
-        inputs=("qkv", "positions", "weight", "frequencies", "signs", "scalars"),
+        inputs=("qkv", "positions", "constants"),
         outputs=tuple(outputs),
         body=f"""
             threadgroup float heads[HEADS_AT_ONCE][D];
             kv_write<T, D, QUERY_HEADS, KV_HEADS, NORM, DIMS, TRADITIONAL, ROTATE, M, JOINED>(
-                heads[simdgroup_index_in_threadgroup], qkv, positions, weight, frequencies,
-                signs, scalars, queries, {made[0]}, {made[-1]}, thread_position_in_grid.x / 32,
+                heads[simdgroup_index_in_threadgroup], qkv, positions, constants, queries,
+                {made[0]}, {made[-1]}, thread_position_in_grid.x / 32,
                 thread_index_in_simdgroup);
         """,
     )

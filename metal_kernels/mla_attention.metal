@@ -106,21 +106,20 @@ struct RowSoftmax {
   }
 };
 
-template <int KD, int VD, int TEAMS, bool SPLIT, typename T, typename Latents, typename O,
-          typename I, typename N>
+template <int KD, int VD, int TEAMS, bool SPLIT, bool LOG_SUMS, typename T, typename Latents,
+          typename O, typename N>
 inline void mla_attention(
     const device T* queries, Latents latents,
-    const device int* spans, const device int* pages, const device int* work, I sizes, N scale,
+    StepPlan plan, const device int* pages, N scale,
     int query_heads, long pool_tokens,
     device O* outputs, device float* figures,
     threadgroup float* scratch,
     uint item, uint row_block, uint simd_group, uint lane) {
   constexpr int CHUNKS = KD / TEAM / 8;
   constexpr int VALUE_CHUNKS = VD / TEAM / 8;
-  const int sequence = work[item * WORK_FIELDS];
-  const int last = work[item * WORK_FIELDS + 2];
-  const Span span = read_span(spans, sequence);
-  const Reach reach = {sizes[1], sizes[2]};
+  const Item own = plan.item(item);
+  const Span span = plan.span(own.sequence);
+  const Reach reach = plan.reach();
   const int num_rows = span.num_queries() * query_heads;
   const int team = simd_group / TEAM;
   const int part = simd_group % TEAM;
@@ -142,11 +141,12 @@ inline void mla_attention(
   const int my_row = base + mine / BLOCK;
   const int my_query = min(span.start + my_row / query_heads, span.stop - 1);
   RowSoftmax softmax = {LOWEST, 0};
-  const device int* table = pages + sequence * sizes[3];
+  const device int* table = pages + own.sequence * plan.max_pages();
+  const int page_size = plan.page_size();
 
-  for (int i = work[item * WORK_FIELDS + 1]; i < last; i++) {
+  for (int i = own.first; i < own.last; i++) {
     const int position = span.block_start(i);
-    const BlockPlace place = find_block(span, table, position, sizes[0], 0, 1, pool_tokens);
+    const BlockPlace place = find_block(span, table, position, page_size, 0, 1, pool_tokens);
     if (!place.held) continue;
     const auto stored = latents.at(place);
     Fragment held[2][CHUNKS];
@@ -197,13 +197,13 @@ inline void mla_attention(
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
-  const long partial = long(item) * sizes[4] * query_heads;
-  const Outputs<O, SPLIT> to = {
+  const long partial = long(item) * plan.max_queries() * query_heads;
+  const Outputs<O, SPLIT, LOG_SUMS> to = {
       outputs, figures, SPLIT ? partial : first, query_heads, query_heads, num_rows};
   const RowFigures found = {softmax.peak, softmax.total};
   if (mine % BLOCK == 0) {
     scores[mine] = SPLIT ? 1.0f : 1.0f / softmax.total;
-    if (my_row < num_rows) put_figures<O, SPLIT, false>(to, found, my_row, figures, 0);
+    if (my_row < num_rows) put_figures<false>(to, found, my_row, figures, 0);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   UNROLL

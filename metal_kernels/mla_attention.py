@@ -11,12 +11,12 @@ from functools import cache
 import mlx.core as mx
 
 from .attention_plan import AttentionPlan
-from .attention_reduce import INCLUDES, reduction, result_sizes
+from .attention_reduce import INCLUDES, output_sizes, partial_sizes, reduction
 from .attention_shape import LANES
 from .launch import MetalKernel
 from .paged_attention_gather import paged_attention_gathered
 from .paged_attention_kernel import DTYPES
-from .stored import Stored, decoded, is_plain, plane_arrays, plane_names, plane_text, stored_bits
+from .stored import Stored, decoded, is_plain, part_names, plane_text, stored_bits
 
 DIMS = ((576, 512),)
 TEAM_ROWS = 16  # query rows of 8 SIMD groups
@@ -29,17 +29,18 @@ def _kernel(plain: bool) -> MetalKernel:
         name="mla_attention",
         inputs=(
             "queries",
-            *plane_names("latent", plain=plain),
-            *("spans", "pages", "work", "sizes", "scale"),
+            *part_names("tail", plain=plain),
+            *part_names("latent", plain=plain),
+            *("plan", "pages", "scale"),
         ),
         outputs=("outputs", "figures"),
         includes=INCLUDES,
         body=f"""
   constexpr int SCRATCH = TEAMS * TEAM * SCORES;
   threadgroup float scratch[SCRATCH];
-  mla_attention<KEY_DIM, VALUE_DIM, TEAMS, SPLIT>(
-      queries, plane_of<BITS, KEY_DIM>({plane_text("latent", plain=plain)}),
-      spans, pages, work, sizes, scale, queries_shape[1], latent_codes_shape[1],
+  mla_attention<KEY_DIM, VALUE_DIM, TEAMS, SPLIT, true>(
+      queries, plane_of<BITS, KEY_DIM>({plane_text("tail", "latent", plain=plain)}),
+      StepPlan{{plan}}, pages, scale, queries_shape[1], latent_codes_shape[1],
       outputs, figures, scratch,
       threadgroup_position_in_grid.x, threadgroup_position_in_grid.y,
       simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
@@ -49,7 +50,7 @@ def _kernel(plain: bool) -> MetalKernel:
 
 def mla_attention_on_metal(
     queries: mx.array, latents: Stored, plan: AttentionPlan, *, scale: float, value_dim: int = 512
-) -> tuple[mx.array, mx.array]:
+) -> list[mx.array]:
     """Attention of 1 to 8 queries of each sequence over its pages and its tail.
 
     Args:
@@ -66,17 +67,21 @@ def mla_attention_on_metal(
     Raises:
         ValueError: no kernel has these sizes; `mla_attention_gathered` takes any.
     """
-    num_heads, dim = queries.shape[1:]
+    num_tokens, num_heads, dim = queries.shape
     bits = stored_bits(latents, dim)
     _check(queries.dtype, (dim, value_dim), bits)
-    assert len(queries) == plan.num_queries, (queries.shape, plan.num_queries)
-    teams = row_teams(plan.max_queries * num_heads)
-    blocks = row_blocks(plan.max_queries * num_heads)
+    assert num_tokens == plan.num_queries, (queries.shape, plan.num_queries)
+    rows = num_tokens, num_heads
+    outputs = output_sizes(rows, value_dim, queries.dtype, log_sums=True)
+    num_rows = plan.max_queries * num_heads
+    partials = partial_sizes(plan.num_items, 1, num_rows, value_dim)
+    teams = row_teams(num_rows)
     results = _kernel(is_plain(latents))(
         [
             queries,
-            *plane_arrays(latents),
-            *(plan.spans, plan.pages, plan.work, plan.sizes),
+            *latents.tails,
+            *latents.pages,
+            *(plan.numbers, plan.pages),
             mx.array(scale, dtype=mx.float32),
         ],
         template=[
@@ -87,15 +92,15 @@ def mla_attention_on_metal(
             ("TEAMS", teams),
             ("SPLIT", plan.is_split),
         ],
-        grid=(plan.num_items * teams * TEAM_THREADS, blocks, 1),
+        grid=(plan.num_items * teams * TEAM_THREADS, row_blocks(num_rows), 1),
         threadgroup=(teams * TEAM_THREADS, 1, 1),
-        **result_sizes(queries, plan, 1, value_dim),
+        **(partials if plan.is_split else outputs),
     )
-    reduce = reduction(queries, plan, value_dim, sinks=False)
-    if reduce is not None:
-        results = reduce([*results, queries, plan.spans, plan.sizes])
-    outputs, log_sum_exps = results
-    return outputs, log_sum_exps
+    if not plan.is_split:
+        return results
+    places = plan.num_seqs * plan.max_queries
+    reduce = reduction(rows, places, value_dim, queries.dtype, sinks=False, log_sums=True)
+    return reduce([*results, plan.numbers])
 
 
 def row_teams(num_rows: int) -> int:
@@ -117,7 +122,7 @@ class _Plain:
 
 def mla_attention_gathered(
     queries: mx.array, latents: Stored, plan: AttentionPlan, *, scale: float, value_dim: int = 512
-) -> tuple[mx.array, mx.array]:
+) -> list[mx.array]:
     """The plain-MLX twin, as `mla_attention_on_metal`; simple rather than fast."""
     dim = queries.shape[-1]
     values = _Plain(
@@ -125,7 +130,7 @@ def mla_attention_gathered(
         [decoded(latents.tails, dim)[..., :value_dim]],
     )
     return paged_attention_gathered(
-        queries, latents, values, plan, scale=scale, value_dim=value_dim
+        queries, latents, values, plan, scale=scale, value_dim=value_dim, log_sums=True
     )
 
 

@@ -50,19 +50,18 @@ inline void share_queries(
   }
 }
 
-template <int KD, int VD, int ROWS, bool SPLIT, bool SINKS, typename T, typename Keys,
-          typename Values, typename O, typename I, typename N, typename P>
+template <int KD, int VD, int ROWS, bool SPLIT, bool SINKS, bool LOG_SUMS, typename T,
+          typename Keys, typename Values, typename O, typename N, typename P>
 inline void paged_attention(
     const device T* queries, Keys keys, Values values, P sink_logits,
-    const device int* spans, const device int* pages, const device int* work, I sizes, N numbers,
+    StepPlan plan, const device int* pages, N numbers,
     int query_heads, int heads, int tail_heads, long pool_tokens,
     device O* outputs, device float* figures_out,
     threadgroup T* shared_queries, threadgroup float* figures, threadgroup float* slice,
     uint item, uint head, uint stream, uint lane) {
-  const int sequence = work[item * WORK_FIELDS];
-  const int last = work[item * WORK_FIELDS + 2];
-  const Span span = read_span(spans, sequence);
-  const Reach reach = {sizes[1], sizes[2]};
+  const Item own = plan.item(item);
+  const Span span = plan.span(own.sequence);
+  const Reach reach = plan.reach();
   const int group = query_heads / heads;
   const int num_rows = span.num_queries() * group;
   const Place at = place_of(lane);
@@ -80,21 +79,22 @@ inline void paged_attention(
   RunningSoftmax<ROWS, VD / 8> state;
   state.clear();
   const SharedQueries<T, KD> rows = {shared_queries, lane};
-  const device int* table = pages + sequence * sizes[3];
-  const int to_values = (tail_heads - heads) * 2 * sizes[0];
-  for (int i = work[item * WORK_FIELDS + 1] + int(stream); i < last; i += STREAMS) {
+  const device int* table = pages + own.sequence * plan.max_pages();
+  const int page_size = plan.page_size();
+  const int to_values = (tail_heads - heads) * 2 * page_size;
+  for (int i = own.first + int(stream); i < own.last; i += STREAMS) {
     const int position = span.block_start(i);
     const BlockPlace place =
-        find_block(span, table, position, sizes[0], head, tail_heads, pool_tokens);
+        find_block(span, table, position, page_size, head, tail_heads, pool_tokens);
     if (!place.held) continue;
     attend_tokens<KD, VD, 2>(
         state, rows, keys.at(place), values.at(place.later(to_values)), span, reach,
         score_scale(numbers), position, query_positions, at);
   }
 
-  const int rows_per_item = sizes[4] * group;
+  const int rows_per_item = plan.max_queries() * group;
   const long partial = (long(item) * heads + head) * rows_per_item;
-  const Outputs<O, SPLIT> to = {
+  const Outputs<O, SPLIT, LOG_SUMS> to = {
       outputs, figures_out, SPLIT ? partial : first, query_heads, group, num_rows};
   put_merged<VD, STREAMS, SINKS>(
       state, to, figures, slice, sink_logits, head, 0, stream, lane);

@@ -24,12 +24,13 @@ def paged_attention_gathered(
     sink_logits: mx.array | None = None,
     soft_cap: float | None = None,
     value_dim: int | None = None,
-) -> tuple[mx.array, mx.array]:
+    log_sums: bool = False,
+) -> list[mx.array]:
     """As `paged_attention_on_metal`, which see."""
     value_dim = value_dim or queries.shape[-1]
-    page_size, window, sinks, *_ = np.array(plan.sizes).tolist()
+    page_size, window, sinks, *_ = plan.sizes.tolist()
     found = []
-    for span, table in zip(np.array(plan.spans)[:-1], np.array(plan.pages), strict=True):
+    for span, table in zip(plan.spans, np.array(plan.pages), strict=True):
         row, start, stop, sealed, slot, *_ = (int(field) for field in span)
         own = queries[row : row + stop - start].astype(mx.float32)  # (Q, H * G, D)
         query_positions = np.arange(start, stop, dtype=np.int32)[:, None]
@@ -48,8 +49,8 @@ def paged_attention_gathered(
                 soft_cap=soft_cap,
             )
         )
-    outputs = mx.concatenate([outputs for outputs, _ in found])
-    return outputs.astype(queries.dtype), mx.concatenate([figures for _, figures in found])
+    outputs = mx.concatenate([outputs for outputs, _ in found]).astype(queries.dtype)
+    return [outputs, mx.concatenate([sums for _, sums in found])] if log_sums else [outputs]
 
 
 def held_positions(

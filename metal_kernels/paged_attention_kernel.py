@@ -5,19 +5,28 @@ V = value dim.
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from .attention_plan import AttentionPlan
-from .attention_reduce import INCLUDES, reduction, result_sizes
+from .attention_reduce import (
+    INCLUDES,
+    NO_FIGURES,
+    output_sizes,
+    partial_sizes,
+    reduction,
+    sink_names,
+)
 from .attention_shape import Shape, threadgroup_shape
 from .launch import Launch, MetalKernel, TemplateValue
-from .stored import Stored, is_plain, plane_arrays, plane_names, plane_text, stored_bits
+from .stored import Stored, part_names, plane_text, stored_bits
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 MAX_ROWS = 128  # query tokens of a sequence times query heads per KV head
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
+MAX_PASSES = 64  # whose launches are remembered: steps like the one before make the same
 
 STREAMED = """
   constexpr int QUERIES = FRAGMENTS * 8 * KEY_DIM * sizeof(T) / sizeof(float4);
@@ -26,7 +35,7 @@ STREAMED = """
   threadgroup float4 shared_queries[QUERIES];
   threadgroup float shared_figures[FIGURES];
   threadgroup float slices[SLICES];
-  paged_attention<KEY_DIM, VALUE_DIM, FRAGMENTS, SPLIT, SINKS>(ARGUMENTS,
+  paged_attention<KEY_DIM, VALUE_DIM, FRAGMENTS, SPLIT, SINKS, LOG_SUMS>(ARGUMENTS,
       reinterpret_cast<threadgroup T*>(shared_queries), shared_figures, slices, POSITION);
 """
 SHARED = """
@@ -34,32 +43,47 @@ SHARED = """
   constexpr int SCRATCH = scratch_floats(
       KEY_DIM + VALUE_DIM, sizeof(T), PARTNERS == 1 ? 0 : MERGED) / 4;
   threadgroup float4 scratch[SCRATCH];
-  paged_attention_shared<KEY_DIM, VALUE_DIM, FRAGMENTS, SIMD_GROUPS, PARTNERS, SPLIT, SINKS>(
-      ARGUMENTS, reinterpret_cast<threadgroup float*>(scratch), POSITION);
+  paged_attention_shared<
+      KEY_DIM, VALUE_DIM, FRAGMENTS, SIMD_GROUPS, PARTNERS, SPLIT, SINKS, LOG_SUMS>(ARGUMENTS, reinterpret_cast<threadgroup float*>(scratch), POSITION);
 """
 POSITION = """
       threadgroup_position_in_grid.x, threadgroup_position_in_grid.y,
       simdgroup_index_in_threadgroup, thread_index_in_simdgroup"""
 
 
+class Traits(NamedTuple):
+    """What decides which arrays a kernel has: each of them costs something in every layer."""
+
+    plain_keys: bool
+    plain_values: bool
+    shared_tails: bool  # of keys and values
+    sinks: bool
+    figures: bool  # beside the outputs
+
+
 @cache
-def _kernel(shares: bool, plain_keys: bool, plain_values: bool) -> MetalKernel:
-    """With as many inputs as these formats have parts: each costs something in every layer."""
+def _kernel(shares: bool, traits: Traits) -> MetalKernel:
+    """The one that shares tiles, or the one that streams, with arrays for these traits."""
+    value_tails = "tail" if traits.shared_tails else "value_tail"
     arguments = f"""
-      queries, plane_of<KEY_BITS, KEY_DIM>({plane_text("key", plain=plain_keys)}),
-      plane_of<VALUE_BITS, VALUE_DIM>({plane_text("value", plain=plain_values)}), sink_logits,
-      spans, pages, work, sizes, numbers, queries_shape[1], key_codes_shape[0],
-      key_tail_codes_shape[1], key_codes_shape[1],
-      outputs, figures"""
+      queries, plane_of<KEY_BITS, KEY_DIM>({plane_text("tail", "key", plain=traits.plain_keys)}),
+      plane_of<VALUE_BITS, VALUE_DIM>(
+          {plane_text(value_tails, "value", plain=traits.plain_values)}),
+      {"sink_logits" if traits.sinks else "queries"}, StepPlan{{plan}}, pages, numbers,
+      queries_shape[1], key_codes_shape[0], tail_codes_shape[1], key_codes_shape[1],
+      outputs, {"figures" if traits.figures else NO_FIGURES}"""
     return MetalKernel(
         name="paged_attention_shared" if shares else "paged_attention",
         inputs=(
             "queries",
-            *plane_names("key", plain=plain_keys),
-            *plane_names("value", plain=plain_values),
-            *("sink_logits", "spans", "pages", "work", "sizes", "numbers"),
+            *part_names("tail", plain=traits.plain_keys),
+            *part_names("key", plain=traits.plain_keys),
+            *([] if traits.shared_tails else part_names("value_tail", plain=traits.plain_values)),
+            *part_names("value", plain=traits.plain_values),
+            *("plan", "pages", "numbers"),
+            *sink_names(sinks=traits.sinks),
         ),
-        outputs=("outputs", "figures"),
+        outputs=("outputs", "figures") if traits.figures else ("outputs",),
         includes=INCLUDES,
         body=(SHARED if shares else STREAMED)
         .replace("ARGUMENTS", arguments)
@@ -77,7 +101,8 @@ def paged_attention_on_metal(
     sink_logits: mx.array | None = None,
     soft_cap: float | None = None,
     value_dim: int | None = None,
-) -> tuple[mx.array, mx.array]:
+    log_sums: bool = False,
+) -> list[mx.array]:
     """Attention of 1 to 8 queries of each sequence over its pages and its tail.
 
     Args:
@@ -89,27 +114,33 @@ def paged_attention_on_metal(
         sink_logits: (H * G,) logits that join each softmax without a value.
         soft_cap: scores become soft_cap * tanh(score / soft_cap).
         value_dim: V where it differs from D.
+        log_sums: return the second array too.
 
     Returns:
-        outputs (T, H * G, V) in the queries' dtype, and the logarithm of each softmax's
+        outputs (T, H * G, V) in the queries' dtype; and the logarithm of each softmax's
         denominator, sink logits included, (T, H * G) float32.
 
     Raises:
         ValueError: no kernel has these sizes; `paged_attention_gathered` takes any.
     """
-    prepared = PagedAttention.of(
-        queries, keys, values, plan, sinks=sink_logits is not None, value_dim=value_dim
+    attention = PagedAttention.of(
+        queries,
+        keys,
+        values,
+        plan,
+        sinks=sink_logits is not None,
+        value_dim=value_dim,
+        log_sums=log_sums,
     )
-    return prepared(queries, keys, values, scale, sink_logits, soft_cap)
+    return attention(queries, keys, values, scale, sink_logits, soft_cap)
 
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """The launches of one attention, the same for all layers of a step with the same sizes."""
+    """One attention, the same for all layers of a step with the same sizes."""
 
     plan: AttentionPlan
-    attend: Launch
-    reduce: Launch | None  # where a sequence is split
+    passes: "Passes"
 
     @staticmethod
     def of(
@@ -120,38 +151,30 @@ class PagedAttention:
         *,
         sinks: bool,
         value_dim: int | None = None,
+        log_sums: bool = False,
     ) -> "PagedAttention":
-        """Launches for arrays of these sizes; arguments and errors of `paged_attention_on_metal`.
+        """For arrays of these sizes; arguments and errors of `paged_attention_on_metal`.
 
         Args:
             sinks: there are sink logits.
         """
-        num_heads, key_dim = queries.shape[1:]
+        num_tokens, num_heads, key_dim = queries.shape
         value_dim = value_dim or key_dim
-        heads = keys.pages[0].shape[0]
-        num_rows = plan.max_queries * (num_heads // heads)
-        check_sizes(queries, (key_dim, value_dim), num_rows)
-        assert len(queries) == plan.num_queries, (queries.shape, plan.num_queries)
-        shape = threadgroup_shape(
-            num_rows, key_dim=key_dim, value_dim=value_dim, itemsize=queries.dtype.size
+        assert num_tokens == plan.num_queries, (queries.shape, plan.num_queries)
+        asked = Asked(
+            rows=(num_tokens, num_heads),
+            kv_heads=keys.pages[0].shape[0],
+            dims=(key_dim, value_dim),
+            dtype=queries.dtype,
+            bits=(stored_bits(keys, key_dim), stored_bits(values, value_dim)),
+            shared_tails=values.tail_head > 0,
+            sinks=sinks,
+            log_sums=log_sums,
+            num_seqs=plan.num_seqs,
+            num_items=plan.num_items,
+            max_queries=plan.max_queries,
         )
-        attend = Launch(
-            _kernel(shape.shares, is_plain(keys), is_plain(values)),
-            template=[
-                ("T", queries.dtype),
-                ("KEY_BITS", stored_bits(keys, key_dim)),
-                ("VALUE_BITS", stored_bits(values, value_dim)),
-                ("KEY_DIM", key_dim),
-                ("VALUE_DIM", value_dim),
-                ("SPLIT", plan.is_split),
-                ("SINKS", sinks),
-                *_shape_template(shape),
-            ],
-            grid=(plan.num_items * shape.threads, heads, 1),
-            threadgroup=(shape.threads, 1, 1),
-            **result_sizes(queries, plan, heads, value_dim),
-        )
-        return PagedAttention(plan, attend, reduction(queries, plan, value_dim, sinks=sinks))
+        return PagedAttention(plan, _passes(asked))
 
     def __call__(
         self,
@@ -161,23 +184,90 @@ class PagedAttention:
         scale: float,
         sink_logits: mx.array | None,
         soft_cap: float | None = None,
-    ) -> tuple[mx.array, mx.array]:
+    ) -> list[mx.array]:
         """As `paged_attention_on_metal`."""
-        plan = self.plan
-        logits = queries if sink_logits is None else sink_logits  # none are not read
-        results = self.attend(
-            [
-                queries,
-                *plane_arrays(keys),
-                *plane_arrays(values),
-                *(logits, plan.spans, plan.pages, plan.work, plan.sizes),
-                _numbers(scale, soft_cap or 0.0),
-            ]
-        )
-        if self.reduce is not None:
-            results = self.reduce([*results, logits, plan.spans, plan.sizes])
-        outputs, log_sum_exps = results
-        return outputs, log_sum_exps
+        plan, passes = self.plan, self.passes
+        inputs = [queries, *keys.tails, *keys.pages]
+        if not values.tail_head:
+            inputs += values.tails
+        inputs += [*values.pages, plan.numbers, plan.pages, _numbers(scale, soft_cap or 0.0)]
+        logits = [] if sink_logits is None else [sink_logits]
+        results = passes.attend(inputs + logits)
+        return results if passes.reduce is None else passes.reduce([*results, plan.numbers, *logits])
+
+
+class Asked(NamedTuple):
+    """All that decides how an attention is launched."""
+
+    rows: tuple[int, int]  # T and query heads
+    kv_heads: int
+    dims: tuple[int, int]  # D and V
+    dtype: mx.Dtype
+    bits: tuple[int, int]  # of keys and values; 0: plain
+    shared_tails: bool
+    sinks: bool
+    log_sums: bool
+    num_seqs: int
+    num_items: int
+    max_queries: int
+
+    @property
+    def is_split(self) -> bool:
+        """There are more items than sequences."""
+        return self.num_items > self.num_seqs
+
+
+class Passes(NamedTuple):
+    """The launches of one attention."""
+
+    attend: Launch
+    reduce: Launch | None  # where a sequence is split
+
+
+@lru_cache(MAX_PASSES)
+def _passes(asked: Asked) -> Passes:
+    num_rows = asked.max_queries * (asked.rows[1] // asked.kv_heads)
+    check_sizes(asked.dtype, asked.dims, num_rows)
+    key_dim, value_dim = asked.dims
+    shape = threadgroup_shape(
+        num_rows, key_dim=key_dim, value_dim=value_dim, itemsize=asked.dtype.size
+    )
+    figures = asked.is_split or asked.log_sums
+    traits = Traits(
+        asked.bits[0] == 0, asked.bits[1] == 0, asked.shared_tails, asked.sinks, figures
+    )
+    if asked.is_split:
+        sizes = partial_sizes(asked.num_items, asked.kv_heads, num_rows, value_dim)
+    else:
+        sizes = output_sizes(asked.rows, value_dim, asked.dtype, log_sums=asked.log_sums)
+    attend = Launch(
+        _kernel(shape.shares, traits),
+        template=[
+            ("T", asked.dtype),
+            ("KEY_BITS", asked.bits[0]),
+            ("VALUE_BITS", asked.bits[1]),
+            ("KEY_DIM", key_dim),
+            ("VALUE_DIM", value_dim),
+            ("SPLIT", asked.is_split),
+            ("SINKS", asked.sinks),
+            ("LOG_SUMS", asked.log_sums and not asked.is_split),
+            *_shape_template(shape),
+        ],
+        grid=(asked.num_items * shape.threads, asked.kv_heads, 1),
+        threadgroup=(shape.threads, 1, 1),
+        **sizes,
+    )
+    if not asked.is_split:
+        return Passes(attend, None)
+    reduce = reduction(
+        asked.rows,
+        asked.num_seqs * asked.max_queries,
+        value_dim,
+        asked.dtype,
+        sinks=asked.sinks,
+        log_sums=asked.log_sums,
+    )
+    return Passes(attend, reduce)
 
 
 @cache
@@ -186,10 +276,10 @@ def _numbers(scale: float, soft_cap: float) -> mx.array:
     return mx.array([scale, soft_cap], mx.float32)
 
 
-def check_sizes(queries: mx.array, dims: tuple[int, int], num_rows: int) -> None:
+def check_sizes(dtype: mx.Dtype, dims: tuple[int, int], num_rows: int) -> None:
     """Raise ValueError where no kernel fits."""
-    if queries.dtype not in DTYPES:
-        raise ValueError(f"queries are {queries.dtype}; the kernels take floats of 16 or 32 bits")
+    if dtype not in DTYPES:
+        raise ValueError(f"queries are {dtype}; the kernels take floats of 16 or 32 bits")
     if not set(dims) <= set(HEAD_DIMS):
         raise ValueError(f"head dims {dims}; the kernels have {HEAD_DIMS}")
     if num_rows > MAX_ROWS:

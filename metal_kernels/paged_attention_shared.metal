@@ -66,21 +66,20 @@ inline void fill_tile(
 }
 
 template <int KD, int VD, int ROWS, int SIMD_GROUPS, int PARTNERS, bool SPLIT, bool SINKS,
-          typename T, typename Keys, typename Values, typename O, typename I, typename N,
+          bool LOG_SUMS, typename T, typename Keys, typename Values, typename O, typename N,
           typename P>
 inline void paged_attention_shared(
     const device T* queries, Keys keys, Values values, P sink_logits,
-    const device int* spans, const device int* pages, const device int* work, I sizes, N numbers,
+    StepPlan plan, const device int* pages, N numbers,
     int query_heads, int heads, int tail_heads, long pool_tokens,
     device O* outputs, device float* figures_out,
     threadgroup float* scratch,
     uint item, uint head, uint simd_group, uint lane) {
   constexpr int TOKENS = tile_tokens(KD + VD, sizeof(T));
   constexpr int GROUPS = TOKENS / 8 / PARTNERS;
-  const int sequence = work[item * WORK_FIELDS];
-  const int last = work[item * WORK_FIELDS + 2];
-  const Span span = read_span(spans, sequence);
-  const Reach reach = {sizes[1], sizes[2]};
+  const Item own = plan.item(item);
+  const Span span = plan.span(own.sequence);
+  const Reach reach = plan.reach();
   const int group = query_heads / heads;
   const int num_rows = span.num_queries() * group;
   const Place at = place_of(lane);
@@ -102,13 +101,14 @@ inline void paged_attention_shared(
   threadgroup T* value_tile = key_tile + TOKENS * KD;
   const Tile<KD, T> own_keys = {key_tile + stream * GROUPS * 8 * KD};
   const Tile<VD, T> own_values = {value_tile + stream * GROUPS * 8 * VD};
-  const device int* table = pages + sequence * sizes[3];
-  const int to_values = (tail_heads - heads) * 2 * sizes[0];
+  const device int* table = pages + own.sequence * plan.max_pages();
+  const int page_size = plan.page_size();
+  const int to_values = (tail_heads - heads) * 2 * page_size;
   const int thread_index = simd_group * 32 + lane;
-  for (int i = work[item * WORK_FIELDS + 1]; i < last; i++) {
+  for (int i = own.first; i < own.last; i++) {
     const int block = span.block_start(i);
     const BlockPlace place =
-        find_block(span, table, block, sizes[0], head, tail_heads, pool_tokens);
+        find_block(span, table, block, page_size, head, tail_heads, pool_tokens);
     if (!place.held) continue;
     for (int skipped = 0; skipped < BLOCK; skipped += TOKENS) {
       const int position = block + skipped;
@@ -125,9 +125,9 @@ inline void paged_attention_shared(
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  const int rows_per_item = sizes[4] * group;
+  const int rows_per_item = plan.max_queries() * group;
   const long partial = (long(item) * heads + head) * rows_per_item;
-  const Outputs<O, SPLIT> to = {
+  const Outputs<O, SPLIT, LOG_SUMS> to = {
       outputs, figures_out, SPLIT ? partial : first, query_heads, group, num_rows};
   if constexpr (PARTNERS == 1) {
     put_alone<VD, SINKS>(state, to, sink_logits, head, base, lane);

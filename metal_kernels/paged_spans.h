@@ -5,6 +5,7 @@
 // values that are stored alike share tails, the heads of the keys first. A block of 16 tokens never
 // crosses a page, so that its vectors are consecutive in either.
 
+constant constexpr int PLAN_SIZES = 8;
 constant constexpr int SPAN_FIELDS = 8;
 constant constexpr int WORK_FIELDS = 4;
 
@@ -25,12 +26,6 @@ struct Span {
   int block_start(int i) const { return (i < sink_blocks ? i : i + gap) * BLOCK; }
 };
 
-template <typename P>
-inline Span read_span(P spans, int sequence) {
-  P at = spans + sequence * SPAN_FIELDS;
-  return {at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7]};
-}
-
 // What a layer group keeps: a query sees itself, the `window` positions up to it, and the sinks.
 struct Reach {
   int window;
@@ -43,6 +38,33 @@ struct Reach {
   // Whether any query of a sequence sees a key.
   bool seen(Span span, int key) const {
     return key < span.stop && (key > span.start - window || key < sinks);
+  }
+};
+
+// Some blocks of one sequence, [first, last) of those that any query sees.
+struct Item {
+  int sequence;
+  int first;
+  int last;
+};
+
+// What the host planned: sizes, the spans, one more that ends the items, and the work list.
+struct StepPlan {
+  const device int* numbers;
+
+  int page_size() const { return numbers[0]; }
+  Reach reach() const { return {numbers[1], numbers[2]}; }
+  int max_pages() const { return numbers[3]; }
+  int max_queries() const { return numbers[4]; }
+
+  Span span(int sequence) const {
+    const device int* at = numbers + PLAN_SIZES + sequence * SPAN_FIELDS;
+    return {at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7]};
+  }
+
+  Item item(int index) const {
+    const device int* at = numbers + numbers[5] + index * WORK_FIELDS;
+    return {at[0], at[1], at[2]};
   }
 };
 

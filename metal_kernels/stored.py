@@ -47,24 +47,15 @@ def is_plain(stored: Stored) -> bool:
     return len(stored.pages) == 1
 
 
-def plane_names(kind: str, *, plain: bool) -> list[str]:
-    """Names of a plane's arrays in a kernel, in the order of `plane_arrays`."""
-    parts = PARTS[:1] if plain else PARTS
-    return [f"{kind}_{where}{part}" for part in parts for where in ("tail_", "")]
+def part_names(kind: str, *, plain: bool) -> list[str]:
+    """Names of the arrays of all parts in a kernel."""
+    return [f"{kind}_{part}" for part in (PARTS[:1] if plain else PARTS)]
 
 
-def plane_text(kind: str, *, plain: bool) -> str:
+def plane_text(tails: str, pages: str, *, plain: bool) -> str:
     """What a kernel's body hands to `plane_of`; of plain vectors scales and biases are not read."""
-    names = plane_names(kind, plain=plain)
-    return ", ".join(names * (len(PARTS) if plain else 1))
-
-
-def plane_arrays(stored: Stored) -> list[mx.array]:
-    """Tail and pages of each part."""
-    tails, pages = stored.tails, stored.pages
-    if len(pages) == 1:
-        return [tails[0], pages[0]]
-    return [array for pair in zip(tails, pages, strict=True) for array in pair]
+    pairs = zip(part_names(tails, plain=plain), part_names(pages, plain=plain), strict=True)
+    return ", ".join([name for pair in pairs for name in pair] * (len(PARTS) if plain else 1))
 
 
 def decoded(parts: Sequence[mx.array], dim: int) -> mx.array:

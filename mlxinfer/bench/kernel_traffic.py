@@ -106,7 +106,7 @@ def _shares(report: Any, least: int, codes: int | None) -> Moved:
     names = [
         name
         for name in report.buffers
-        if name.startswith(("key_", "value_", "latent_")) and not name.endswith("_shape")
+        if name.startswith(("key_", "value_", "tail_", "latent_")) and not name.endswith("_shape")
     ]
     numbers = report.total([name for name in names if name.endswith("codes")])
     groups = report.total([name for name in names if not name.endswith("codes")])

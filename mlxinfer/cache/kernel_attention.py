@@ -34,8 +34,7 @@ class KernelPlan:
         attention = self._prepared.get(sizes)
         if attention is None:
             attention = self._prepared[sizes] = self._prepare(pool, own, sinks)
-        outputs, _ = attention(own, pool.keys, pool.values, scale, sinks)
-        return outputs
+        return attention(own, pool.keys, pool.values, scale, sinks)[0]
 
     def _prepare(
         self, pool: LayerPool, queries: mx.array, sinks: mx.array | None

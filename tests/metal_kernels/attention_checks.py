@@ -10,7 +10,7 @@ from mlxinfer.metal_kernels.launch import running_on
 
 from mlxinfer.bench.kernel_scenes import Inputs
 
-Attention = Callable[..., tuple[mx.array, mx.array]]
+Attention = Callable[..., list[mx.array]]
 
 # Of max(1, |expected|): float32 sums in another order, or two roundings to 16 bits.
 TOLERANCE = {mx.float32: 2e-5, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}

@@ -228,7 +228,7 @@ def test_mistakes_are_noticed(right: str, wrong: str) -> None:
     "before",
     [
         "float(qkv[ulong(vector) * D + i]);\n}\n",
-        "weight[i]);\n}\n",
+        "weight[i];\n}\n",
         "first * sine;\n}\n",
         "first - second;\n}\n",
         "sum * scale;\n}\n",

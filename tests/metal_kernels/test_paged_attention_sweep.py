@@ -64,6 +64,7 @@ def test_sweep(dtype: str, bits: str, dim: int) -> None:
             seed=int(rng.integers(0, 4)),
             scale=dim**-0.5,
             sink_logits=inputs.sink_logits if index % 4 < 2 else None,
+            log_sums=index % 2 == 0,
             soft_cap=[None, 5.0, 30.0][index % 3],
         )
         shares.append(share)

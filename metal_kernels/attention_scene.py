@@ -25,6 +25,11 @@ class Plane:
     tail_head: int = 0
 
     @property
+    def tail_heads(self) -> int:
+        """Of a tail."""
+        return self.tails[0].shape[1]
+
+    @property
     def vector_bytes(self) -> int:
         """Of one token and head."""
         return sum(part.shape[-1] * part.dtype.size for part in self.pages)

@@ -118,6 +118,7 @@ class _Plain:
     pages: list[mx.array]
     tails: list[mx.array]
     tail_head: int = 0
+    tail_heads: int = 1
 
 
 def mla_attention_gathered(

@@ -41,8 +41,8 @@ def paged_attention_gathered(
         found.append(
             attend(
                 own,
-                gathered(keys, slot, index, own.shape[-1]),
-                gathered(values, slot, index, value_dim),
+                gathered(keys, page_size, slot, index, own.shape[-1]),
+                gathered(values, page_size, slot, index, value_dim),
                 mx.array(np.where(visible, 0.0, HIDDEN).astype(np.float32)),
                 scale=scale,
                 sink_logits=sink_logits,
@@ -71,12 +71,17 @@ def token_index(
     return mx.array(tokens), mx.array(new % (2 * page_size))
 
 
-def gathered(stored: Stored, slot: int, index: tuple[mx.array, mx.array], dim: int) -> mx.array:
+def gathered(
+    stored: Stored, page_size: int, slot: int, index: tuple[mx.array, mx.array], dim: int
+) -> mx.array:
     """(H, tokens, dim) float32: of the pages, then of the tail."""
     tokens, ring = index
     own = slice(stored.tail_head, stored.tail_head + len(stored.pages[0]))
+    shape = (-1, stored.tail_heads, 2 * page_size)
     parts = [
-        mx.concatenate([pages[:, tokens], tails[slot, own][:, ring]], axis=1)
+        mx.concatenate(
+            [pages[:, tokens], tails.reshape(*shape, tails.shape[-1])[slot, own][:, ring]], axis=1
+        )
         for pages, tails in zip(stored.pages, stored.tails, strict=True)
     ]
     return decoded(parts, dim)

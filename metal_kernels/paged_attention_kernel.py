@@ -65,12 +65,13 @@ class Traits(NamedTuple):
 def _kernel(shares: bool, traits: Traits) -> MetalKernel:
     """The one that shares tiles, or the one that streams, with arrays for these traits."""
     value_tails = "tail" if traits.shared_tails else "value_tail"
+    tail_heads = ("2 * " if traits.shared_tails else "") + "key_codes_shape[0]"
     arguments = f"""
       queries, plane_of<KEY_BITS, KEY_DIM>({plane_text("tail", "key", plain=traits.plain_keys)}),
       plane_of<VALUE_BITS, VALUE_DIM>(
           {plane_text(value_tails, "value", plain=traits.plain_values)}),
       {"sink_logits" if traits.sinks else "queries"}, StepPlan{{plan}}, pages, numbers,
-      queries_shape[1], key_codes_shape[0], tail_codes_shape[1], key_codes_shape[1],
+      queries_shape[1], key_codes_shape[0], {tail_heads}, key_codes_shape[1],
       outputs, {"figures" if traits.figures else NO_FIGURES}"""
     return MetalKernel(
         name="paged_attention_shared" if shares else "paged_attention",

@@ -23,7 +23,15 @@ class Stored(Protocol):
 
     @property
     def tails(self) -> Sequence[mx.array]:
-        """(slots, tail heads, 2 * page_size, width) each, maybe the same for keys and values."""
+        """Each a tail a slot, (tail heads, 2 * page_size, width), of whatever shape as a whole.
+
+        Maybe the same for keys and values.
+        """
+        ...
+
+    @property
+    def tail_heads(self) -> int:
+        """How many heads a tail has."""
         ...
 
     @property

@@ -11,10 +11,10 @@ import mlx.core as mx
 import numpy as np
 
 from .chunk_attention import ChunkPlan, plan_chunk
-from .pool import TailPlace, tail_place
 from .reach import Reach
 from .short_plan import Planner, ShortPlan
 from .spans import Ints, ShortSpans, Span, StepSpans
+from .tail_place import TailPlace
 
 MIN_POSITIONS = 8
 
@@ -51,7 +51,7 @@ def plan_group(
         long=long,
         order=_order([rows for rows, _ in parts], num_rows),
         tail_rows=None if len(rows) == num_rows else mx.array(rows),
-        tail_place=tail_place(slots, places % ring) if len(rows) else None,
+        tail_place=TailPlace(slots, places % ring, ring) if len(rows) else None,
         positions=positions,
     )
 

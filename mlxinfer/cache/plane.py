@@ -17,7 +17,7 @@ from .formats import KVFormat
 PIECE = 2048  # tokens that are decoded together
 
 Runs = Sequence[tuple[int, int]]  # [from, to) ranges of pool slots
-Tails = list[mx.array]  # each part (num_slots, heads, 2 * P, W)
+Tails = list[mx.array]  # each part (num_slots * heads * 2 * P, W)
 
 
 class Plane:
@@ -26,22 +26,26 @@ class Plane:
     Args:
         fmt: how vectors are stored.
         tails: of the plane, or of keys and values together.
+        tail_shape: heads and tokens of one tail.
         own: its heads among those of the tails.
     """
 
-    __slots__ = ("fmt", "own", "pages", "tails")
+    __slots__ = ("_tail_shape", "fmt", "own", "pages", "tail_head", "tail_heads", "tails")
 
-    def __init__(self, fmt: KVFormat, num_tokens: int, tails: Tails, own: slice) -> None:
+    def __init__(
+        self, fmt: KVFormat, num_tokens: int, tails: Tails, tail_shape: tuple[int, int], own: slice
+    ) -> None:
         self.fmt = fmt
         self.tails = tails
+        self.tail_heads, self.tail_head = tail_shape[0], int(own.start)
         self.own = own
+        self._tail_shape = tail_shape
         heads = own.stop - self.tail_head
         self.pages = [mx.zeros((heads, num_tokens, width), dtype) for width, dtype in fmt.parts]
 
-    @property
-    def tail_head(self) -> int:
-        """The first of its heads among those of the tails."""
-        return int(self.own.start)
+    def own_tails(self) -> list[mx.array]:
+        """Views (num_slots, H, 2 * P, W) of each part; not to be kept."""
+        return [mx.unflatten(part, 0, (-1, *self._tail_shape))[:, self.own] for part in self.tails]
 
     def write_pages(self, runs: Runs, row: int, parts: list[mx.array]) -> None:
         """Store rows `row`, `row + 1`, ... of encoded parts (T, H, W) in the slots of `runs`."""
@@ -57,10 +61,12 @@ class Plane:
 
     def paste(self, parts: list[mx.array], start: int, slot: int, offset: int) -> None:
         """Store parts (H, N, W) in the pages from pool slot `start` on, and in a tail."""
-        for pages, tails, part in zip(self.pages, self.tails, parts, strict=True):
+        for i, (pages, part) in enumerate(zip(self.pages, parts, strict=True)):
             count = part.shape[1]
             pages[:, start : start + count] = part
+            tails = mx.unflatten(self.tails[i], 0, (-1, *self._tail_shape))
             tails[slot, self.own, offset : offset + count] = part
+            self.tails[i] = tails.flatten(0, 2)
 
     def _decoded(self, parts: list[mx.array], after: mx.array | None = None) -> mx.array:
         """(H, N, D), a piece after the other: decoding takes several times what it gives."""
@@ -133,7 +139,7 @@ class Plane:
 
     def read_tails(self, slots: mx.array | slice) -> mx.array:
         """(B, H, 2 * P, D), contiguous where `slots` (B,) are gathered: products read it twice."""
-        return self.fmt.decode([tails[:, self.own][slots] for tails in self.tails])
+        return self.fmt.decode([tails[slots] for tails in self.own_tails()])
 
     def grow_pages(self, extra_tokens: int) -> None:
         """Make room, one array at a time so that only one is ever there twice."""

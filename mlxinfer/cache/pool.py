@@ -2,37 +2,25 @@
 
 H = KV heads, W = width of a stored part, P = page_size, N = tokens.
 
-Tails are (num_slots, H, 2 * P, W), a ring of two pages per running sequence: position p lies at
-p % (2 * P). A decode step writes tails only; while an earlier step is in flight that copies them,
-which is kilobytes a sequence where the pool would be gigabytes. Where keys and values are stored
-alike they share tails, (num_slots, 2 * H, 2 * P, W), keys first: one write a step serves both.
+A tail is a ring of two pages per running sequence, (H, 2 * P, W): position p lies at p % (2 * P).
+A decode step writes tails only; while an earlier step is in flight that copies them, which is
+kilobytes a sequence where the pool would be gigabytes. Where keys and values are stored alike they
+share tails, (2 * H, 2 * P, W), keys first: one write a step serves both. All tails of a part are one
+array of vectors, (num_slots * H * 2 * P, W).
 """
 
 import mlx.core as mx
-import numpy as np
-from numpy.typing import NDArray
 
 from ..core import KVSpec
 from ..metal_kernels.stored import share_tails
 from .formats import KVFormat, make_format, rotatable, vector_bytes
 from .plane import Plane, Runs, extended
+from .tail_place import TailPlace
 
 Bits = tuple[int | None, int | None]  # of keys and values; None: the activation dtype
 PLAIN: Bits = (None, None)
 
-TailPlace = tuple[mx.array | slice, slice, mx.array | slice]  # index of N tokens in tails
 Stored = list[list[mx.array]]  # parts (T, H, W) of keys and of values, or (T, 2 * H, W) of both
-
-
-def tail_place(slots: NDArray[np.int32], offsets: NDArray[np.int32]) -> TailPlace:
-    """Where tokens go whose tails are `slots` (N,), at `offsets` (N,); one alone as slices.
-
-    Slices cost the host a third of what index arrays cost.
-    """
-    if len(slots) > 1:
-        return mx.array(slots), slice(None), mx.array(offsets)
-    slot, offset = int(slots[0]), int(offsets[0])
-    return slice(slot, slot + 1), slice(None), slice(offset, offset + 1)
 
 
 class LayerPool:
@@ -60,14 +48,17 @@ class LayerPool:
         self._rotates = bits[0] == 4
         formats = layer_formats(spec, dtype, bits)
         self._joined = share_tails((spec.key_dim, spec.value_dim), bits)
-        tail_heads = 2 * heads if self._joined else heads
+        self._tail_heads = 2 * heads if self._joined else heads
+        self._tail_rows = self._tail_heads * 2 * page_size  # of a slot
         self._tails = [
-            [mx.zeros((num_slots, tail_heads, 2 * page_size, width), t) for width, t in fmt.parts]
+            [mx.zeros((num_slots * self._tail_rows, width), t) for width, t in fmt.parts]
             for fmt in (formats[:1] if self._joined else formats)
         ]
-        num_tokens, first = num_pages * page_size, tail_heads - heads
-        self.keys = Plane(formats[0], num_tokens, self._tails[0], slice(0, heads))
-        self.values = Plane(formats[1], num_tokens, self._tails[-1], slice(first, first + heads))
+        shape, first = (self._tail_heads, 2 * page_size), self._tail_heads - heads
+        own = slice(0, heads), slice(first, first + heads)
+        num_tokens = num_pages * page_size
+        self.keys = Plane(formats[0], num_tokens, self._tails[0], shape, own[0])
+        self.values = Plane(formats[1], num_tokens, self._tails[-1], shape, own[1])
 
     def arrays(self) -> list[mx.array]:
         """Everything held, for evaluation and accounting."""
@@ -104,9 +95,10 @@ class LayerPool:
         """Store N tokens in tails."""
         if self._joined and len(stored) == 2:
             stored = [[mx.concatenate([*pair], axis=1) for pair in zip(*stored, strict=True)]]
+        rows = place.rows(self._tail_heads)
         for tails, parts in zip(self._tails, stored, strict=True):
-            for tail, part in zip(tails, parts, strict=True):
-                tail[place] = part if len(part) > 1 else mx.expand_dims(part, 2)
+            for i, part in enumerate(parts):
+                tails[i] = mx.put_along_axis(tails[i], rows, part.flatten(0, 1), 0)
 
     def read_tails(self, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
         """Keys and values (B, H, 2 * P, D)."""
@@ -114,10 +106,10 @@ class LayerPool:
 
     def seal(self, slots: mx.array, offsets: mx.array, targets: mx.array) -> None:
         """Copy tail tokens (`slots`, `offsets`) to the pool slots `targets`; all (N,)."""
-        taken = [[tail[slots, :, offsets] for tail in tails] for tails in self._tails]
-        for plane, parts in ((self.keys, taken[0]), (self.values, taken[-1])):
-            for pages, part in zip(plane.pages, parts, strict=True):
-                pages[:, targets] = part[:, plane.own].swapaxes(0, 1)  # (H, N, W)
+        for plane in (self.keys, self.values):
+            taken = [tails[slots, :, offsets] for tails in plane.own_tails()]  # (N, H, W)
+            for pages, part in zip(plane.pages, taken, strict=True):
+                pages[:, targets] = part.swapaxes(0, 1)  # (H, N, W)
 
     def grow_pages(self, num_pages: int) -> None:
         """Make room for `num_pages`."""
@@ -130,7 +122,8 @@ class LayerPool:
         """Make room for `num_slots` running sequences."""
         for tails in self._tails:
             # In place: planes hold the same lists.
-            tails[:] = [extended(part, axis=0, extra=num_slots - self.num_slots) for part in tails]
+            extra = (num_slots - self.num_slots) * self._tail_rows
+            tails[:] = [extended(part, axis=0, extra=extra) for part in tails]
             mx.eval(tails)
         self.num_slots = num_slots
 

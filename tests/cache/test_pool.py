@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from mlxinfer.cache.plane import Plane
-from mlxinfer.cache.pool import Bits, LayerPool, tail_place
+from mlxinfer.cache.pool import Bits, LayerPool
+from mlxinfer.cache.tail_place import TailPlace
 from mlxinfer.core import KVSpec
 
 HEADS, PAGE, COUNT = 2, 16, 20
@@ -59,7 +60,7 @@ def in_tails(pool: LayerPool) -> list[mx.array]:
 def test_what_is_written_is_read(bits: Bits, key_dim: int, value_dim: int) -> None:
     pool, keys, values = made(bits, key_dim, value_dim)
     stored = pool.encode(keys, values)
-    pool.write_tails(tail_place(SLOTS, OFFSETS), stored)
+    pool.write_tails(TailPlace(SLOTS, OFFSETS, 2 * PAGE), stored)
     pool.write_pages(RUNS, 0, stored)
     for (plane, expected), tail in zip(planes(pool, keys, values), in_tails(pool), strict=True):
         assert mx.array_equal(plane.read_runs(RUNS), expected)
@@ -70,8 +71,8 @@ def test_what_is_written_is_read(bits: Bits, key_dim: int, value_dim: int) -> No
 def test_one_token_is_written_as_many_are(bits: Bits, key_dim: int, value_dim: int) -> None:
     pool, keys, values = made(bits, key_dim, value_dim)
     for token in range(COUNT):
-        place = tail_place(SLOTS[token : token + 1], OFFSETS[token : token + 1])
         one = slice(token, token + 1)
+        place = TailPlace(SLOTS[one], OFFSETS[one], 2 * PAGE)
         pool.write_tails(place, pool.encode(keys[one], values[one]))
     for (_, expected), tail in zip(planes(pool, keys, values), in_tails(pool), strict=True):
         assert mx.array_equal(tail, expected)
@@ -80,7 +81,7 @@ def test_one_token_is_written_as_many_are(bits: Bits, key_dim: int, value_dim: i
 @pytest.mark.parametrize(("bits", "key_dim", "value_dim"), FORMATS)
 def test_tails_are_sealed_and_pasted_and_grow(bits: Bits, key_dim: int, value_dim: int) -> None:
     pool, keys, values = made(bits, key_dim, value_dim)
-    pool.write_tails(tail_place(SLOTS, OFFSETS), pool.encode(keys, values))
+    pool.write_tails(TailPlace(SLOTS, OFFSETS, 2 * PAGE), pool.encode(keys, values))
     pool.grow_tails(7)
     pool.grow_pages(9)
     pool.seal(mx.array(SLOTS), mx.array(OFFSETS), mx.arange(COUNT))

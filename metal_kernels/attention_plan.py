@@ -5,8 +5,8 @@ B = sequences, BLOCK = 16 tokens, which kernels handle together.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -20,12 +20,12 @@ MIN_ITEM_BLOCKS = 16  # fewer tokens do not pay for the partials that they leave
 ITEMS_PER_CORE = 8
 MIN_NUMBERS = 8  # of an array for a kernel, see `AttentionPlan`
 NUM_SIZES = NUM_FIELDS = 8  # PLAN_SIZES and SPAN_FIELDS in paged_spans.h
+START, STOP = 1, 2  # fields of a span
 ENDLESS = 2**30  # a window that hides nothing
 CORES = {"p": 6, "g": 10, "s": 32, "d": 64}  # by the last letter of MLX's architecture name
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionPlan:
+class AttentionPlan(NamedTuple):
     """Arrays for the kernels, and what Python needs to launch them.
 
     Arrays have at least 8 numbers: MLX passes shorter ones in another address space, and that would
@@ -58,30 +58,17 @@ class AttentionPlan:
         return np.array(self.numbers)[NUM_SIZES:stop].reshape(-1, NUM_FIELDS)
 
 
-def plan_attention(
-    *,
-    starts: Ints,
-    stops: Ints,
-    sealed: Ints,
-    slots: Ints,
-    pages: mx.array,
-    page_size: int,
-    kv_heads: int,
-    window: int | None = None,
-    sinks: int = 0,
-    cores: int | None = None,
-    item_blocks: int | None = None,
-) -> AttentionPlan:
-    """Plan the attention of 1 to 8 consecutive query tokens of each sequence.
+class AttentionPlanner:
+    """Plans the attention of 1 to 8 consecutive query tokens of each sequence, step by step.
 
-    The flat list of queries has those of the first sequence first, then those of the second.
+    The flat list of queries has those of the first sequence first, then those of the second. From
+    one step to the next only positions differ, and now and then the blocks that are seen: what
+    follows from the rest is worked out once.
 
     Args:
-        starts: (B,) position of the first query.
-        stops: (B,) one past the position of the last, which is the last token there is.
+        counts: (B,) query tokens.
         sealed: (B,) positions that lie in pages, whole pages; the rest lies in the tail.
         slots: (B,) of the tails.
-        pages: (B, max_pages) the page of every page number up to `sealed`, from `page_table`.
         page_size: tokens a page, a multiple of 16.
         kv_heads: of a layer.
         window: positions up to a query that it sees; None: all.
@@ -90,41 +77,82 @@ def plan_attention(
         item_blocks: blocks of 16 tokens that one threadgroup takes at most; None: from the
             lengths and cores.
     """
-    counts = stops - starts
-    assert page_size % BLOCK == 0, "a block never crosses a page"
-    assert not (sealed % page_size).any(), "pages are sealed whole"
-    assert counts.min() >= 1
-    assert counts.max() <= MAX_QUERIES
-    sink_blocks, gaps, num_blocks = visible_blocks(starts, stops, window, sinks)
-    shares = shares_of(
-        num_blocks.astype(np.int32).tobytes(), kv_heads, cores or guess_cores(), item_blocks
-    )
-    rows = np.cumsum(counts) - counts
-    fields = rows, starts, stops, sealed, slots, sink_blocks, gaps, shares.first_items
-    max_queries = int(counts.max())
-    reach = (ENDLESS, 0) if window is None else (window, sinks)
-    return AttentionPlan(
-        numbers=_numbers((page_size, *reach, pages.shape[1], max_queries), fields, shares.work),
-        pages=pages,
-        num_seqs=len(starts),
-        num_items=len(shares.work),
-        max_queries=max_queries,
-        num_queries=int(counts.sum()),
-        page_size=page_size,
-    )
 
+    def __init__(
+        self,
+        *,
+        counts: Ints,
+        sealed: Ints,
+        slots: Ints,
+        page_size: int,
+        kv_heads: int,
+        window: int | None = None,
+        sinks: int = 0,
+        cores: int | None = None,
+        item_blocks: int | None = None,
+    ) -> None:
+        assert page_size % BLOCK == 0, "a block never crosses a page"
+        assert not (sealed % page_size).any(), "pages are sealed whole"
+        assert counts.min() >= 1
+        assert counts.max() <= MAX_QUERIES
+        self._counts, self._sealed, self._slots = counts, sealed, slots
+        self._rows = np.cumsum(counts) - counts
+        self._max_queries, self._num_queries = int(counts.max()), int(counts.sum())
+        self._page_size, self._window, self._sinks = page_size, window, sinks
+        self._kv_heads, self._cores = kv_heads, cores or guess_cores()
+        self._item_blocks = item_blocks
+        self._seen: tuple[bytes | int, ...] = ()  # what the numbers of the step before follow from
+        self._numbers = np.zeros(0, np.int32)
+        self._num_items = 0
 
-def _numbers(sizes: Sequence[int], fields: Sequence[Ints], work: Ints) -> mx.array:
-    """Sizes and where the work list begins; spans, of (B,) each field; the work list."""
-    stop = NUM_SIZES + (len(fields[0]) + 1) * NUM_FIELDS
-    numbers = np.zeros(stop + work.size, np.int32)
-    numbers[: len(sizes) + 1] = *sizes, stop
-    spans = numbers[NUM_SIZES:stop].reshape(-1, NUM_FIELDS)
-    for column, values in enumerate(fields):
-        spans[:-1, column] = values
-    spans[-1, -1] = len(work)  # one more span ends the items
-    numbers[stop:] = work.ravel()
-    return mx.array(numbers)
+    def __call__(self, starts: Ints, pages: mx.array) -> AttentionPlan:
+        """Of one step.
+
+        Args:
+            starts: (B,) position of the first query; the last one is the last token there is.
+            pages: (B, max_pages) the page of every page number up to `sealed`, from `page_table`.
+        """
+        stops = starts + self._counts
+        blocks = visible_blocks(starts, stops, self._window, self._sinks)
+        max_pages = pages.shape[1]
+        seen = (max_pages, *[field.tobytes() for field in blocks])
+        if seen != self._seen:
+            self._numbers, self._num_items = self._worked_out(max_pages, *blocks)
+            self._seen = seen
+        numbers = self._numbers.copy()
+        spans = numbers[NUM_SIZES : NUM_SIZES + NUM_FIELDS * len(starts)].reshape(-1, NUM_FIELDS)
+        spans[:, START], spans[:, STOP] = starts, stops
+        return AttentionPlan(
+            mx.array(numbers),
+            pages,
+            len(starts),
+            self._num_items,
+            self._max_queries,
+            self._num_queries,
+            self._page_size,
+        )
+
+    def _worked_out(
+        self, max_pages: int, sink_blocks: Ints, gaps: Ints, num_blocks: Ints
+    ) -> tuple[Ints, int]:
+        """The plan's numbers but for positions, and how many items there are."""
+        item_blocks = self._item_blocks
+        if item_blocks is None:
+            item_blocks = blocks_per_item(num_blocks, self._kv_heads, self._cores)
+        first_items, work = share_blocks(num_blocks, item_blocks)
+        stop = NUM_SIZES + (len(num_blocks) + 1) * NUM_FIELDS
+        numbers = np.zeros(stop + work.size, np.int32)
+        reach = (ENDLESS, 0) if self._window is None else (self._window, self._sinks)
+        sizes = self._page_size, *reach, max_pages, self._max_queries, stop
+        numbers[: len(sizes)] = sizes
+        spans = numbers[NUM_SIZES:stop].reshape(-1, NUM_FIELDS)
+        positions = np.zeros_like(self._sealed)
+        fields = self._rows, positions, positions, self._sealed, self._slots
+        for column, values in enumerate((*fields, sink_blocks, gaps, first_items)):
+            spans[:-1, column] = values
+        spans[-1, -1] = len(work)  # one more span ends the items
+        numbers[stop:] = work.ravel()
+        return numbers, len(work)
 
 
 def page_table(tables: Sequence[Ints]) -> mx.array:
@@ -136,34 +164,22 @@ def page_table(tables: Sequence[Ints]) -> mx.array:
     return mx.array(pages)
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """Which blocks of which sequence a threadgroup takes."""
-
-    first_items: Ints  # (B,) of each sequence
-    work: Ints  # (items, 4), from `share_blocks`
-
-
-@lru_cache(16)
-def shares_of(num_blocks: bytes, kv_heads: int, cores: int, item_blocks: int | None) -> Shares:
-    """Shares of (B,) int32 blocks; for 16 tokens of a lone sequence they are the same."""
-    blocks = np.frombuffer(num_blocks, np.int32)
-    if item_blocks is None:
-        item_blocks = blocks_per_item(blocks, kv_heads, cores)
-    return Shares(*share_blocks(blocks, item_blocks))
-
-
 def visible_blocks(
     starts: Ints, stops: Ints, window: int | None, sinks: int
 ) -> tuple[Ints, Ints, Ints]:
     """(B,) each: blocks of sinks at the front, blocks after them that nobody sees, blocks seen."""
-    ends = -(-stops // BLOCK)
+    ends = (stops + (BLOCK - 1)) // BLOCK
     if window is None:
-        zeros = np.zeros_like(starts)
+        zeros = _zeros(len(starts))
         return zeros, zeros, ends
     first = np.maximum(starts - window + 1, 0) // BLOCK
     sink_blocks = np.minimum(-(-sinks // BLOCK), first).astype(np.int32)
     return sink_blocks, first - sink_blocks, sink_blocks + ends - first
+
+
+@lru_cache(16)
+def _zeros(count: int) -> Ints:
+    return np.zeros(count, np.int32)
 
 
 def blocks_per_item(num_blocks: Ints, kv_heads: int, cores: int) -> int:

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from .attention_plan import AttentionPlan, page_table, plan_attention
+from .attention_plan import AttentionPlan, page_table, AttentionPlanner
 from .kv_write import stored
 from .stored import share_tails
 from .variants import Variant
@@ -47,18 +47,17 @@ class Scene:
     tables: list[Ints]
 
     def plan(self, kv_heads: int, **how: int | None) -> AttentionPlan:
-        """The plan of all queries; `how` is as for `plan_attention`."""
+        """The plan of all queries; `how` is as for `AttentionPlanner`."""
         count = len(self.queries) // len(self.starts)
-        return plan_attention(
-            starts=self.starts,
-            stops=self.starts + np.int32(count),
+        planner = AttentionPlanner(
+            counts=np.full_like(self.starts, count),
             sealed=self.sealed,
             slots=np.arange(len(self.starts), dtype=np.int32),
-            pages=page_table(self.tables),
             page_size=PAGE,
             kv_heads=kv_heads,
             **how,  # type: ignore[arg-type]
         )
+        return planner(self.starts, page_table(self.tables))
 
 
 def in_shared_tails(keys: Plane, values: Plane) -> tuple[Plane, Plane]:

@@ -3,7 +3,8 @@
 Knows no kernel. D = head_dim, H = query heads, K = KV heads.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
@@ -15,8 +16,12 @@ MAX_GROUP = 64
 HADAMARD_ORDERS = (28, 20, 12, 1)
 
 
-class Form(NamedTuple):
-    """What layers share whose heads one launch can serve: all but their arrays and scalars."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """What layers share whose heads one launch can serve: all but their arrays and scalars.
+
+    The same object for the same values, from `form_of`: steps look up launches by it.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -27,16 +32,15 @@ class Form(NamedTuple):
     num_turning: int  # leading dims of a head
     traditional: bool
     hadamard_order: int  # 0: not rotated
-
-    @property
-    def joined(self) -> bool:
-        """Keys and values are written side by side."""
-        return share_tails((self.head_dim, self.head_dim), (self.key_bits, self.value_bits))
+    joined: bool  # keys and values are written side by side
 
     @property
     def width(self) -> int:
         """Of a token's fused projection."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+form_of = cache(Form)
 
 
 class Heads:
@@ -74,16 +78,17 @@ class Heads:
         assert {key_bits, value_bits} <= {None, 4, 8}
         self.norm_weight, self.norm_eps = norm_weight, norm_eps
         self.frequencies, self.magnitude = frequencies, magnitude
-        self.form = Form(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            key_bits=key_bits,
-            value_bits=value_bits,
+        self.form = form_of(
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            key_bits,
+            value_bits,
             has_norm=norm_weight is not None,
             num_turning=0 if frequencies is None else 2 * len(frequencies),
             traditional=traditional,
             hadamard_order=hadamard_order(head_dim) if rotate else 0,
+            joined=share_tails((head_dim, head_dim), (key_bits, value_bits)),
         )
         assert self.form.num_turning <= head_dim
         assert self.form.hadamard_order or not rotate, head_dim

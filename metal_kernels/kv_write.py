@@ -66,12 +66,31 @@ def kv_write(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
             tokens another variant of the kernel (MLX passes shorter arrays in another way).
         heads: of the layer.
     """
-    launch = _launch(heads.form, qkv.shape, positions.shape, qkv.dtype)
-    outputs = launch([qkv, positions, heads.constants])
-    if heads.form.joined:
-        return Written(outputs[0], [outputs[1:]])
-    stop = 1 + (1 if heads.form.key_bits is None else QUANTISED_PARTS)
-    return Written(outputs[0], [outputs[1:stop], outputs[stop:]])
+    return Written(*KVWrite.of(qkv, positions, heads)(qkv, positions, heads))
+
+
+@dataclass(frozen=True, slots=True)
+class KVWrite:
+    """`kv_write`, the same for all layers of a step whose heads have the same form."""
+
+    launch: Launch
+    key_parts: int | None  # arrays that are stored of keys; None: keys and values are joined
+
+    @staticmethod
+    def of(qkv: mx.array, positions: mx.array, heads: Heads) -> "KVWrite":
+        """For arrays of these sizes; arguments as for `kv_write`."""
+        form = heads.form
+        key_parts = 1 if form.key_bits is None else QUANTISED_PARTS
+        launch = _launch(form, qkv.shape, positions.shape, qkv.dtype)
+        return KVWrite(launch, None if form.joined else key_parts)
+
+    def __call__(
+        self, qkv: mx.array, positions: mx.array, heads: Heads
+    ) -> tuple[mx.array, list[list[mx.array]]]:
+        """Queries and what is stored, as in `Written`."""
+        queries, *stored = self.launch([qkv, positions, heads.constants])
+        keys = self.key_parts
+        return queries, [stored] if keys is None else [stored[:keys], stored[keys:]]
 
 
 def kv_write_twin(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:

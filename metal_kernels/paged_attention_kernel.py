@@ -129,11 +129,13 @@ def paged_attention_on_metal(
         keys,
         values,
         plan,
+        scale=scale,
         sinks=sink_logits is not None,
+        soft_cap=soft_cap,
         value_dim=value_dim,
         log_sums=log_sums,
     )
-    return attention(queries, keys, values, scale, sink_logits, soft_cap)
+    return attention(queries, keys, values, sink_logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,7 @@ class PagedAttention:
     """One attention, the same for all layers of a step with the same sizes."""
 
     plan: AttentionPlan
+    numbers: mx.array  # (2,) of scores: scale and soft cap
     passes: "Passes"
 
     @staticmethod
@@ -150,7 +153,9 @@ class PagedAttention:
         values: Stored,
         plan: AttentionPlan,
         *,
+        scale: float,
         sinks: bool,
+        soft_cap: float | None = None,
         value_dim: int | None = None,
         log_sums: bool = False,
     ) -> "PagedAttention":
@@ -175,23 +180,21 @@ class PagedAttention:
             num_items=plan.num_items,
             max_queries=plan.max_queries,
         )
-        return PagedAttention(plan, _passes(asked))
+        return PagedAttention(plan, _numbers(scale, soft_cap or 0.0), _passes(asked))
 
     def __call__(
         self,
         queries: mx.array,
         keys: Stored,
         values: Stored,
-        scale: float,
         sink_logits: mx.array | None,
-        soft_cap: float | None = None,
     ) -> list[mx.array]:
         """As `paged_attention_on_metal`."""
         plan, passes = self.plan, self.passes
         inputs = [queries, *keys.tails, *keys.pages]
         if not values.tail_head:
             inputs += values.tails
-        inputs += [*values.pages, plan.numbers, plan.pages, _numbers(scale, soft_cap or 0.0)]
+        inputs += [*values.pages, plan.numbers, plan.pages, self.numbers]
         logits = [] if sink_logits is None else [sink_logits]
         results = passes.attend(inputs + logits)
         return results if passes.reduce is None else passes.reduce([*results, plan.numbers, *logits])

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cache.formats import make_format
-from ..metal_kernels.attention_plan import AttentionPlan, page_table, plan_attention
+from ..metal_kernels.attention_plan import AttentionPlan, page_table, AttentionPlanner
 from ..metal_kernels.attention_scene import Plane, in_shared_tails
 from ..metal_kernels.stored import share_tails
 
@@ -32,7 +32,7 @@ class Scene:
         key_dim, value_dim: numbers of a key and of a value.
         dtype: of queries, and of keys and values that are plain.
         bits: of keys and of values; None: plain.
-        item_blocks: as for `plan_attention`.
+        item_blocks: as for `AttentionPlanner`.
     """
 
     lengths: Sequence[int]
@@ -86,12 +86,10 @@ def build(scene: Scene) -> Inputs:
     ]
     shape = (sum(scene.queries), scene.kv_heads * scene.group, scene.key_dim)
     queries = mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(scene.dtype)
-    plan = plan_attention(
-        starts=starts,
-        stops=stops,
+    planner = AttentionPlanner(
+        counts=stops - starts,
         sealed=sealed,
         slots=slots,
-        pages=page_table(tables),
         page_size=scene.page_size,
         kv_heads=scene.kv_heads,
         window=scene.window,
@@ -99,6 +97,7 @@ def build(scene: Scene) -> Inputs:
         cores=10,
         item_blocks=scene.item_blocks,
     )
+    plan = planner(starts, page_table(tables))
     keys, values = planes
     if share_tails((scene.key_dim, scene.value_dim), scene.bits):
         keys, values = in_shared_tails(keys, values)

@@ -9,45 +9,41 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from ..metal_kernels.attention_plan import AttentionPlan, page_table, plan_attention
+from ..metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page_table
 from ..metal_kernels.paged_attention_kernel import PagedAttention
 from .pool import LayerPool
 from .reach import Reach
 from .short_plan import Part
-from .spans import ShortSpans
+from .spans import Ints, ShortSpans
 
 
 @dataclass(frozen=True, slots=True)
 class KernelPlan:
     """Spans of at most 8 tokens that attend together."""
 
-    rows: slice  # of the step's flat list
+    rows: slice | None  # of the step's flat list; None: all
     plan: AttentionPlan
-    _prepared: dict[Hashable, PagedAttention] = field(default_factory=dict)  # by sizes of a layer
+    # By sizes of a layer: those of a group that are alike share one.
+    _prepared: dict[Hashable, PagedAttention] = field(default_factory=dict)
 
     def attend(
         self, pool: LayerPool, queries: mx.array, *, scale: float, sinks: mx.array | None
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of these spans see, (T', heads, V)."""
-        own = queries if self.rows.stop == len(queries) else queries[self.rows]
-        sizes = pool.form, own.shape[1], own.dtype, sinks is None
+        own = queries if self.rows is None else queries[self.rows]
+        sizes = pool.form, own.shape, scale, sinks is None
         attention = self._prepared.get(sizes)
         if attention is None:
-            attention = self._prepared[sizes] = self._prepare(pool, own, sinks)
-        return attention(own, pool.keys, pool.values, scale, sinks)[0]
-
-    def _prepare(
-        self, pool: LayerPool, queries: mx.array, sinks: mx.array | None
-    ) -> PagedAttention:
-        """For all layers of the group that are like this one."""
-        return PagedAttention.of(
-            queries,
-            pool.keys,
-            pool.values,
-            self.plan,
-            sinks=sinks is not None,
-            value_dim=pool.values.fmt.dim,
-        )
+            attention = self._prepared[sizes] = PagedAttention.of(
+                own,
+                pool.keys,
+                pool.values,
+                self.plan,
+                scale=scale,
+                sinks=sinks is not None,
+                value_dim=pool.values.fmt.dim,
+            )
+        return attention(own, pool.keys, pool.values, sinks)[0]
 
 
 class KernelPlanner:
@@ -68,25 +64,32 @@ class KernelPlanner:
 
     def __call__(self, short: ShortSpans, num_rows: int) -> list[Part]:
         """Spans of a step whose tokens stand one after another in the flat list."""
-        first = int(short.rows[0])
-        plan = plan_attention(
-            starts=short.starts,
-            stops=short.starts + short.counts,
+        planner = short.lasting(("attention", self._group), lambda: self._planner(short))
+        plan = planner(short.starts, self._pages(short))
+        rows = short.lasting("flat rows", lambda: _flat_rows(short, plan.num_queries))
+        everything = plan.num_queries == num_rows
+        return [(rows, KernelPlan(None if everything else slice(rows[0], rows[-1] + 1), plan))]
+
+    def _planner(self, short: ShortSpans) -> AttentionPlanner:
+        return AttentionPlanner(
+            counts=short.counts,
             sealed=short.sealed,
             slots=short.slots,
-            pages=self._pages(short),
             page_size=self._page_size,
             kv_heads=self._kv_heads,
             window=self._reach.window,
             sinks=self._reach.sinks,
         )
-        rows = slice(first, first + plan.num_queries)
-        return [(np.arange(first, rows.stop, dtype=np.int32), KernelPlan(rows, plan))]
 
     def _pages(self, short: ShortSpans) -> mx.array:
         if self._reach.window is None:
             return short.lasting(("pages", self._group), lambda: _page_table(short, self._group))
         return _page_table(short, self._group)
+
+
+def _flat_rows(short: ShortSpans, count: int) -> Ints:
+    """(T',) one after another."""
+    return int(short.rows[0]) + np.arange(count, dtype=np.int32)
 
 
 def _page_table(short: ShortSpans, group: int) -> mx.array:

@@ -5,11 +5,13 @@ come first in the flat list of tokens and go to tails; long ones (prefill chunks
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 
+from ..metal_kernels.heads import Form
+from ..metal_kernels.kv_write import KVWrite
 from .chunk_attention import ChunkPlan, plan_chunk
 from .reach import Reach
 from .short_plan import Planner, ShortPlan
@@ -29,6 +31,7 @@ class GroupPlan:
     tail_rows: mx.array | None  # (N,) flat rows that go to tails; None: all of them, in order
     tail_place: TailPlace | None  # where the N tokens go; None: none does
     positions: mx.array | None  # see padded_positions; None: no layer writes through a kernel
+    writes: dict[Form, KVWrite] = field(default_factory=dict)  # by what the kernel does to heads
 
 
 def plan_group(

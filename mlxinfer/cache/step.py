@@ -6,7 +6,7 @@
 import mlx.core as mx
 
 from ..metal_kernels.heads import Heads
-from ..metal_kernels.kv_write import kv_write
+from ..metal_kernels.kv_write import KVWrite
 from .plan import GroupPlan
 from .pool import LayerPool, Stored
 
@@ -25,11 +25,14 @@ class StepKV:
         self, qkv: mx.array, *, scale: float, sinks: mx.array | None = None
     ) -> mx.array:
         """Norm, rope and storage format of this step's tokens in one kernel, then as `attend`."""
-        positions = self._plan.positions
-        assert self.heads is not None
+        heads, positions = self.heads, self._plan.positions
+        assert heads is not None
         assert positions is not None
-        written = kv_write(qkv, positions, self.heads)
-        return self._attend_stored(written.queries, written.stored, scale=scale, sinks=sinks)
+        write = self._plan.writes.get(heads.form)
+        if write is None:
+            write = self._plan.writes[heads.form] = KVWrite.of(qkv, positions, heads)
+        queries, stored = write(qkv, positions, heads)
+        return self._attend_stored(queries, stored, scale=scale, sinks=sinks)
 
     def attend(
         self,

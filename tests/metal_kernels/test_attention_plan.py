@@ -4,9 +4,9 @@ from hypothesis import strategies as st
 from mlxinfer.metal_kernels.attention_plan import (
     BLOCK,
     MIN_ITEM_BLOCKS,
+    AttentionPlanner,
     blocks_per_item,
     page_table,
-    plan_attention,
     share_blocks,
     visible_blocks,
 )
@@ -71,17 +71,44 @@ def test_blocks_hold_all_that_is_seen(
 
 def test_short_arrays_are_padded_to_one_address_space() -> None:
     ones = np.ones(1, np.int32)
-    plan = plan_attention(
-        starts=0 * ones,
-        stops=ones,
-        sealed=0 * ones,
-        slots=0 * ones,
-        pages=page_table([np.zeros(0, np.int32)]),
-        page_size=16,
-        kv_heads=1,
+    planner = AttentionPlanner(
+        counts=ones, sealed=0 * ones, slots=0 * ones, page_size=16, kv_heads=1
     )
+    plan = planner(0 * ones, page_table([np.zeros(0, np.int32)]))
     assert min(plan.numbers.size, plan.pages.size) >= 8
     assert not plan.is_split
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 8), st.integers(0, 5)), min_size=1, max_size=4),
+    st.none() | st.integers(1, 60),
+    st.integers(0, 20),
+    st.lists(st.integers(0, 9), min_size=1, max_size=5),
+)
+def test_a_planner_that_was_used_plans_as_a_new_one(
+    draws: list[tuple[int, int]], window: int | None, sinks: int, moves: list[int]
+) -> None:
+    counts, pages = (np.array(column, np.int32) for column in zip(*draws, strict=True))
+
+    def new() -> AttentionPlanner:
+        return AttentionPlanner(
+            counts=counts,
+            sealed=pages * 16,
+            slots=np.arange(len(counts), dtype=np.int32)[::-1].copy(),
+            page_size=16,
+            kv_heads=2,
+            window=window,
+            sinks=0 if window is None else sinks,
+            item_blocks=2,
+        )
+
+    used, starts = new(), pages * 16
+    for move in moves:
+        starts = starts + np.int32(move)
+        table = page_table([np.arange(count + move, dtype=np.int32) for count in pages])
+        found, expected = used(starts, table), new()(starts, table)
+        assert np.array_equal(found.numbers, expected.numbers)
+        assert found[2:] == expected[2:]
 
 
 def test_threadgroups_have_registers_and_threads_enough() -> None:

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from metal_cpu import MetalCPU, requires_compiler
-from mlxinfer.metal_kernels.attention_plan import page_table, plan_attention
+from mlxinfer.metal_kernels.attention_plan import AttentionPlanner, page_table
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
 
@@ -77,22 +77,22 @@ def test_same_as_the_step(bits: Bits, reach: Reach) -> None:
     with running_on(machine):
         for short in StepSpans.of(spans, []).short:
             first, count = int(short.rows[0]), int(short.counts.sum())
-            plan = plan_attention(
-                starts=short.starts,
-                stops=short.starts + short.counts,
+            planner = AttentionPlanner(
+                counts=short.counts,
                 sealed=short.sealed,
                 slots=short.slots,
-                pages=page_table(
-                    [
-                        numbers(tables[0], sealed)
-                        for tables, sealed in zip(short.tables, short.sealed.tolist(), strict=True)
-                    ]
-                ),
                 page_size=PAGE,
                 kv_heads=HEADS,
                 window=reach.window,
                 sinks=reach.sinks,
             )
+            pages = page_table(
+                [
+                    numbers(tables[0], sealed)
+                    for tables, sealed in zip(short.tables, short.sealed.tolist(), strict=True)
+                ]
+            )
+            plan = planner(short.starts, pages)
             own = queries[first : first + count]
             found.append(
                 paged_attention_on_metal(own, pool.keys, pool.values, plan, scale=0.125)[0]

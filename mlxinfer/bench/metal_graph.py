@@ -36,6 +36,7 @@ def our_steps(folder: Path, bits: int | None, requests: int) -> Graph:
     model = load(folder, dtype="bfloat16")
     specs, stored = lay_out(model.kv_specs, KVOptions(bits=(bits, bits)), key_bias=False)
     kernels = choose_kernels(model, specs, stored, frozenset)
+    kernels.put_into(model)
     cache = KVCache(
         specs,
         bits=stored,

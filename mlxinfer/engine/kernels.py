@@ -16,6 +16,8 @@ from ..core import KVSpec
 from ..layers.attention import Attention
 from ..metal_kernels.attention_cases import paged_variant
 from ..metal_kernels.attention_shape import threadgroup_shape
+from ..metal_kernels.gated import Gate
+from ..metal_kernels.gated_cases import gated_variant
 from ..metal_kernels.heads import MAX_DIM, Heads
 from ..metal_kernels.kv_write_cases import kv_write_variant
 from ..metal_kernels.paged_attention_kernel import DTYPES, HEAD_DIMS, MAX_ROWS
@@ -35,8 +37,14 @@ class Kernels:
 
     attention: frozenset[int] = frozenset()  # layers whose attention over pages has one
     heads: dict[int, Heads] = field(default_factory=dict)  # by layer: of those that write with one
+    gates: frozenset[Gate] = frozenset()  # activations that have one
     samples: bool = False
     masks: bool = False  # a mask operation, where sampling has no kernel
+
+    def put_into(self, model: Model) -> None:
+        """Let a model use those that are its own, and no others."""
+        for activation in model.activations:
+            activation.in_kernel = activation.gate in self.gates
 
 
 def choose_on_this_machine() -> Chooser:
@@ -60,11 +68,15 @@ def choose_kernels(
     attention = [_attention_variants(dtype, *layer) for layer in layers]
     heads = [_heads(a, spec, b) for a, spec, b in layers]
     writing = [None if h is None else kv_write_variant(h, dtype) for h in heads]
+    gates = {
+        a.gate: gated_variant(a.gate, dtype) for a in model.activations if a.gate is not None
+    }
     sampling = _sampling_variants(dtype, model.config.vocab_size)
     passed = chooser(
         [
             *(variant for some in attention for variant in some),
             *(variant for variant in writing if variant is not None),
+            *gates.values(),
             *sampling,
         ]
     )
@@ -75,6 +87,7 @@ def choose_kernels(
             for i, (h, variant) in enumerate(zip(heads, writing, strict=True))
             if h is not None and variant in passed
         },
+        gates=frozenset(gate for gate, variant in gates.items() if variant in passed),
         samples=bool(sampling) and passed >= set(sampling[:-1]),
         masks=bool(sampling) and sampling[-1] in passed,
     )

@@ -52,6 +52,7 @@ class Loop:
         self.config = config
         self._layout = lay_out(model.kv_specs, config.kv, key_bias=model.config.qkv_bias)
         self.kernels = choose_kernels(model, *self._layout, kernels)
+        self.kernels.put_into(model)
         self._emit = emit
         self._in_flight: Launched | None = None
         self.store: PageStore | None = None

@@ -10,7 +10,9 @@ from functools import partial
 
 import mlx.core as mx
 
-Gated = Callable[[mx.array], mx.array]
+from ..metal_kernels.gated import Gate
+from ..metal_kernels.gated import gated as gated_in_kernel
+
 _Product = Callable[[mx.array, mx.array], mx.array]
 
 _SILU = ("silu", "swish")
@@ -22,19 +24,53 @@ _GELU_CUBIC = 0.044715
 ACTIVATIONS = (*_SILU, *_GELU_TANH, *_GELU_ERF)
 
 
+class Gated:
+    """[gate, up] (..., 2 * dims) -> act(gate) * up (..., dims).
+
+    Fused into one kernel where that is free: MLX's compiled function, or, where the engine says so,
+    our own, which takes the host half as long. On the CPU, MLX would call a compiler. The split
+    stays outside of what is compiled: it has no rule for shapes that are left open.
+
+    Args:
+        product: of gate and up.
+        gate: what our kernel makes of them; None: it has no such function.
+        fused: compile the product; None: where there is Metal.
+    """
+
+    __slots__ = ("_product", "gate", "in_kernel")
+
+    def __init__(
+        self, product: _Product, gate: Gate | None = None, *, fused: bool | None = None
+    ) -> None:
+        fused = mx.metal.is_available() if fused is None else fused
+        self._product = mx.compile(product, shapeless=True) if fused else product
+        self.gate = gate
+        self.in_kernel = False  # set by the engine
+
+    def __call__(self, gate_up: mx.array) -> mx.array:
+        """gate_up (..., 2 * dims) -> (..., dims)."""
+        if self.in_kernel and self.gate is not None:
+            return gated_in_kernel(gate_up, self.gate)
+        gate, up = mx.split(gate_up, 2, axis=-1)
+        return self._product(gate, up)
+
+
 def gated(name: str, dtype: mx.Dtype) -> Gated:
-    """[gate, up] (..., 2 * dims) -> act(gate) * up (..., dims); `name` is a config's hidden_act."""
+    """The activation that a config's hidden_act names."""
     assert name in ACTIVATIONS, name
     if name in _GELU_ERF:
-        return _halves(_geglu_erf)
-    product = _swiglu if name in _SILU else _geglu_tanh
-    return _halves(partial(product, times_sigmoid=_times_sigmoid(dtype)))
+        return Gated(_geglu_erf)
+    times_sigmoid = _times_sigmoid(dtype)
+    if name in _SILU:
+        return Gated(partial(_swiglu, times_sigmoid=times_sigmoid), Gate("silu"))
+    return Gated(partial(_geglu_tanh, times_sigmoid=times_sigmoid), Gate("gelu_tanh"))
 
 
 def clamped_swiglu(dtype: mx.Dtype, *, alpha: float, limit: float) -> Gated:
     """gpt-oss: the gate clamped from above, up from both sides, and (up + 1) instead of up."""
     times_sigmoid = _times_sigmoid(dtype)
-    return _halves(partial(_clamped_swiglu, alpha=alpha, limit=limit, times_sigmoid=times_sigmoid))
+    product = partial(_clamped_swiglu, alpha=alpha, limit=limit, times_sigmoid=times_sigmoid)
+    return Gated(product, Gate("clamped_swiglu", alpha, limit))
 
 
 def _swiglu(gate: mx.array, up: mx.array, *, times_sigmoid: _Product) -> mx.array:
@@ -63,19 +99,3 @@ def _times_sigmoid(dtype: mx.Dtype) -> _Product:
         return lambda y, z: y * mx.sigmoid(z)
     base, one = mx.array(math.exp(-1), mx.float32), mx.array(1, mx.float32)
     return lambda y, z: y / (one + mx.power(base, z))
-
-
-def _halves(product: _Product, *, fused: bool | None = None) -> Gated:
-    """`product` of the two halves of the last axis.
-
-    Fused into one kernel where that is free; on the CPU, MLX would call a compiler. The split stays
-    outside: it has no rule for shapes that a compiled function leaves open.
-    """
-    if mx.metal.is_available() if fused is None else fused:
-        product = mx.compile(product, shapeless=True)
-
-    def activation(gate_up: mx.array) -> mx.array:
-        gate, up = mx.split(gate_up, 2, axis=-1)
-        return product(gate, up)
-
-    return activation

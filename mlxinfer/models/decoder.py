@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from ..core import KVSpec
+from ..layers.activations import Gated
 from ..layers.attention import Attention
 from ..layers.embedding import Embedding
 from ..layers.kv import LayerKV
@@ -22,6 +23,8 @@ from .config import ModelConfig
 
 class FeedForward(Protocol):
     """MLP or mixture of experts: (T, hidden) -> (T, hidden)."""
+
+    activation: Gated
 
     def __call__(self, x: mx.array) -> mx.array:
         """The block alone."""
@@ -127,6 +130,11 @@ class Model:
     def attentions(self) -> list[Attention]:
         """The attention of each layer."""
         return [layer.self_attn for layer in self.layers]
+
+    @property
+    def activations(self) -> list[Gated]:
+        """The gated activation of each layer."""
+        return [layer.mlp.activation for layer in self.layers]
 
     def logits(self, hidden: mx.array) -> mx.array:
         """hidden (R, hidden_size) as `__call__` returns it -> (R, vocab_size)."""

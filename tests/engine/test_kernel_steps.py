@@ -20,7 +20,7 @@ from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 
-KINDS = ("paged_attention", "kv_write", "sample", "bitmask")
+KINDS = ("paged_attention", "kv_write", "gated", "sample", "bitmask")
 EIGHT, FOUR, ROTATING, ENDS = (
     KVOptions(bits=(8, 8)),
     KVOptions(bits=(4, 4)),
@@ -88,7 +88,7 @@ def test_same_tokens_as_plain_mlx(
     assert [o.error for o in outcomes] == [None] * 4
     assert [o.token_ids for o in outcomes] == [o.token_ids for o in plain]
     ran = {report.kernel for report in machine.reports}
-    assert {"kv_write", "sample"} <= ran
+    assert {"kv_write", "gated", "sample"} <= ran
     assert any(name.startswith("paged_attention") for name in ran)
 
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxinfer.layers.activations import ACTIVATIONS, _halves, clamped_swiglu, gated
+from mlxinfer.layers.activations import ACTIVATIONS, Gated, clamped_swiglu, gated
 from mlxinfer.layers.embedding import QuantizedEmbedding, dense_embedding
 from mlxinfer.layers.linear import Joined, Linear, TiledLinear, dense, tiled
 from mlxinfer.layers.norm import LeanRMSNorm, RMSNorm, ScaledRMSNorm, rms_norm
@@ -70,7 +70,7 @@ def test_clamped_swiglu():
 
 
 def test_a_fused_activation_takes_any_number_of_tokens():
-    activation = _halves(lambda gate, up: gate * mx.sigmoid(gate) * up, fused=True)
+    activation = Gated(lambda gate, up: gate * mx.sigmoid(gate) * up, fused=True)
     for tokens in (1, 3, 2):
         x = mx.array(normal(tokens, 8))
         gate, up = np.split(np.array(x), 2, axis=-1)

@@ -1,0 +1,85 @@
+"""Gated activations in one dispatch, and their plain-MLX twin. Knows no weights and no layer.
+
+Computed in float32 and rounded once, where operations one by one would round after each.
+"""
+
+import math
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .launch import Launch, MetalKernel
+
+THREADS = 256
+MAX_LAUNCHES = 64  # that are remembered: a decode step makes the same in every layer
+
+
+class Gate(NamedTuple):
+    """What is done to gate and up: `function` is one of FUNCTIONS.
+
+    alpha and limit are of clamped_swiglu alone.
+    """
+
+    function: str
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+FUNCTIONS = {"silu": "Silu", "gelu_tanh": "GeluTanh", "clamped_swiglu": "ClampedSwiglu"}
+
+
+def gated(gate_up: mx.array, gate: Gate) -> mx.array:
+    """One dispatch.
+
+    Args:
+        gate_up: (..., 2 * dims) float32, float16 or bfloat16: gate, then up.
+        gate: the function.
+
+    Returns:
+        (..., dims), dtype of gate_up.
+    """
+    return _launch(gate, gate_up.shape, gate_up.dtype)([gate_up])[0]
+
+
+def gated_twin(gate_up: mx.array, gate: Gate) -> mx.array:
+    """The same in plain MLX."""
+    x, up = mx.split(gate_up.astype(mx.float32), 2, axis=-1)
+    if gate.function == "silu":
+        y = x * mx.sigmoid(x) * up
+    elif gate.function == "gelu_tanh":
+        slope = 2 * math.sqrt(2 / math.pi)
+        y = x * mx.sigmoid(slope * x * (1 + 0.044715 * x * x)) * up
+    else:
+        x = mx.minimum(x, gate.limit)
+        y = x * mx.sigmoid(gate.alpha * x) * (mx.clip(up, -gate.limit, gate.limit) + 1)
+    return y.astype(gate_up.dtype)
+
+
+@lru_cache(MAX_LAUNCHES)
+def _launch(gate: Gate, shape: tuple[int, ...], dtype: mx.Dtype) -> Launch:
+    *rows, width = shape
+    dims = width // 2
+    assert width == 2 * dims, shape
+    return Launch(
+        _kernel(gate),
+        template=[("T", dtype)],
+        grid=(dims, math.prod(rows), 1),
+        threadgroup=(min(THREADS, dims), 1, 1),
+        output_shapes=[(*rows, dims)],
+        output_dtypes=[dtype],
+    )
+
+
+@cache
+def _kernel(gate: Gate) -> MetalKernel:
+    numbers = f"{gate.alpha!r}f, {gate.limit!r}f" if gate.function == "clamped_swiglu" else ""
+    return MetalKernel(
+        name="gated",
+        inputs=("gate_up",),
+        outputs=("outputs",),
+        body=f"""
+            gated<T>({FUNCTIONS[gate.function]}{{{numbers}}}, gate_up, outputs,
+                     thread_position_in_grid.xy, threads_per_grid.x);
+        """,
+    )

@@ -1,0 +1,57 @@
+"""Self-check of the gated activations: inputs and tolerances. Knows no GPU."""
+
+import mlx.core as mx
+import numpy as np
+
+from .gated import Gate, gated, gated_twin
+from .variants import Case, Kind, Variant, dtype_name
+
+ROUNDING = {"float32": 2e-5, "float16": 2**-6, "bfloat16": 2**-3}  # of numbers below 32
+ROWS, DIMS = 3, 300
+TIMED_ROWS, TIMED_DIMS = 8, 12_288
+
+
+def gated_variant(gate: Gate, dtype: mx.Dtype) -> Variant:
+    """What `gated` compiles."""
+    return Variant.of(
+        "gated",
+        dtype=dtype_name(dtype),
+        function=gate.function,
+        alpha=repr(gate.alpha) if gate.alpha else "",
+        limit=repr(gate.limit) if gate.limit else "",
+    )
+
+
+def _case(variant: Variant) -> Case:
+    return _gating(variant, ROWS, DIMS)
+
+
+def _timed(variant: Variant) -> Case:
+    return _gating(variant, TIMED_ROWS, TIMED_DIMS)
+
+
+def _gating(variant: Variant, rows: int, dims: int) -> Case:
+    numbers = [float(str(variant[name]) or 0) for name in ("alpha", "limit")]
+    gate = Gate(str(variant["function"]), *numbers)
+    rng = np.random.default_rng(dims)
+    gate_up = rng.uniform(-5, 5, (rows, 2 * dims)).astype(np.float32)
+    gate_up[0, :3] = [0, -200, -88]  # where exp overflows, and where it nearly does
+    inputs = mx.array(gate_up).astype(variant.dtype)
+    return Case(
+        lambda: [gated(inputs, gate)],
+        lambda: [gated_twin(inputs, gate)],
+        (ROUNDING[str(variant["dtype"])],),
+    )
+
+
+GATED = Kind(
+    name="gated",
+    files=("gated.metal", "gated.py"),
+    case=_case,
+    timed=_timed,
+    samples=tuple(
+        gated_variant(gate, dtype)
+        for gate in (Gate("silu"), Gate("gelu_tanh"), Gate("clamped_swiglu", 1.702, 7.0))
+        for dtype in (mx.bfloat16, mx.float16)
+    ),
+)

@@ -1,0 +1,71 @@
+"""The kernel of gated activations, executed on the CPU: against its twin and the layers."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from metal_cpu import MetalCPU, requires_compiler
+from mlxinfer.metal_kernels.gated import FUNCTIONS, Gate, gated, gated_twin
+from mlxinfer.metal_kernels.launch import running_on
+
+from mlxinfer.layers import activations
+
+ROUNDING = {mx.float32: 2e-6, mx.float16: 2**-10, mx.bfloat16: 2**-7}
+GATES = {
+    "silu": Gate("silu"),
+    "gelu_tanh": Gate("gelu_tanh"),
+    "clamped_swiglu": Gate("clamped_swiglu", 1.702, 2.0),
+}
+LAYERS = {
+    "silu": activations.gated("silu", mx.float32),
+    "gelu_tanh": activations.gated("gelu_pytorch_tanh", mx.float32),
+    "clamped_swiglu": activations.clamped_swiglu(mx.float32, alpha=1.702, limit=2.0),
+}
+
+
+def gate_up(*shape: int) -> mx.array:
+    """Numbers that reach every clamp, and where exp overflows."""
+    rng = np.random.default_rng(shape[-1])
+    numbers = rng.uniform(-5, 5, shape).astype(np.float32)
+    numbers.reshape(-1)[:4] = [0, -200, 200, -88]
+    return mx.array(numbers)
+
+
+def on_machine(x: mx.array, gate: Gate) -> mx.array:
+    machine = MetalCPU(seed=1)
+    with running_on(machine):
+        found = gated(x, gate)
+    machine.assert_clean()
+    return found
+
+
+def close(found: mx.array, expected: mx.array, rounding: float) -> bool:
+    wide = [np.array(a.astype(mx.float32)) for a in (found, expected)]
+    return np.allclose(*wide, rtol=rounding, atol=1e-6)
+
+
+@requires_compiler
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((1, 512), mx.bfloat16), ((3, 2, 1, 70), mx.float16), ((5, 8), mx.float32)],
+)
+def test_agrees_with_its_twin(function: str, shape: tuple[int, ...], dtype: mx.Dtype) -> None:
+    x = gate_up(*shape).astype(dtype)
+    found, expected = (f(x, GATES[function]) for f in (on_machine, gated_twin))
+    assert (found.shape, found.dtype) == (expected.shape, dtype)
+    assert close(found, expected, ROUNDING[dtype])
+
+
+@requires_compiler
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_layer_gives_the_same_with_its_kernel(function: str) -> None:
+    layer = LAYERS[function]
+    assert layer.gate == GATES[function]
+    x = gate_up(4, 66)
+    expected = layer(x)
+    assert close(gated_twin(x, GATES[function]), expected, 2e-6)
+    assert close(on_machine(x, GATES[function]), expected, 2e-6)
+
+
+def test_what_has_no_kernel_is_left_as_it_is() -> None:
+    assert activations.gated("gelu", mx.float32).gate is None

@@ -36,14 +36,15 @@ def partial_sizes(num_items: int, heads: int, num_rows: int, dim: int) -> Sizes:
 def output_sizes(rows: tuple[int, int], dim: int, dtype: mx.Dtype, *, log_sums: bool) -> Sizes:
     """Of the last pass.
 
-    Outputs (T, heads, V) and, where asked for, log-sum-exps (T, heads) float32.
+    Outputs (T, heads * V) and, where asked for, log-sum-exps (T, heads) float32.
 
     Args:
         rows: T and heads.
     """
+    outputs = rows[0], rows[1] * dim
     if log_sums:
-        return Sizes(output_shapes=[(*rows, dim), rows], output_dtypes=[dtype, mx.float32])
-    return Sizes(output_shapes=[(*rows, dim)], output_dtypes=[dtype])
+        return Sizes(output_shapes=[outputs, rows], output_dtypes=[dtype, mx.float32])
+    return Sizes(output_shapes=[outputs], output_dtypes=[dtype])
 
 
 def reduction(

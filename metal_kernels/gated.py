@@ -4,8 +4,8 @@ Computed in float32 and rounded once, where operations one by one would round af
 """
 
 import math
+from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -15,31 +15,31 @@ THREADS = 256
 MAX_LAUNCHES = 64  # that are remembered: a decode step makes the same in every layer
 
 
-class Gate(NamedTuple):
-    """What is done to gate and up: `function` is one of FUNCTIONS.
+@dataclass(frozen=True, slots=True, eq=False)
+class Gate:
+    """What is done to gate and up.
 
-    alpha and limit are of clamped_swiglu alone.
+    The same object for the same values, from `gate_of`: layers look up launches by it.
+
+    Attributes:
+        function: one of FUNCTIONS.
+        dtype: of gate, up and what comes of them: float32, float16 or bfloat16.
+        alpha, limit: of clamped_swiglu alone.
     """
 
     function: str
+    dtype: mx.Dtype
     alpha: float = 0.0
     limit: float = 0.0
 
 
 FUNCTIONS = {"silu": "Silu", "gelu_tanh": "GeluTanh", "clamped_swiglu": "ClampedSwiglu"}
+gate_of = cache(Gate)
 
 
 def gated(gate_up: mx.array, gate: Gate) -> mx.array:
-    """One dispatch.
-
-    Args:
-        gate_up: (..., 2 * dims) float32, float16 or bfloat16: gate, then up.
-        gate: the function.
-
-    Returns:
-        (..., dims), dtype of gate_up.
-    """
-    return _launch(gate, gate_up.shape, gate_up.dtype)([gate_up])[0]
+    """gate_up (..., 2 * dims), gate and then up, -> (..., dims). One dispatch."""
+    return _launch(gate, gate_up.shape)([gate_up])[0]
 
 
 def gated_twin(gate_up: mx.array, gate: Gate) -> mx.array:
@@ -53,21 +53,21 @@ def gated_twin(gate_up: mx.array, gate: Gate) -> mx.array:
     else:
         x = mx.minimum(x, gate.limit)
         y = x * mx.sigmoid(gate.alpha * x) * (mx.clip(up, -gate.limit, gate.limit) + 1)
-    return y.astype(gate_up.dtype)
+    return y.astype(gate.dtype)
 
 
 @lru_cache(MAX_LAUNCHES)
-def _launch(gate: Gate, shape: tuple[int, ...], dtype: mx.Dtype) -> Launch:
+def _launch(gate: Gate, shape: tuple[int, ...]) -> Launch:
     *rows, width = shape
     dims = width // 2
     assert width == 2 * dims, shape
     return Launch(
         _kernel(gate),
-        template=[("T", dtype)],
+        template=[("T", gate.dtype)],
         grid=(dims, math.prod(rows), 1),
         threadgroup=(min(THREADS, dims), 1, 1),
         output_shapes=[(*rows, dims)],
-        output_dtypes=[dtype],
+        output_dtypes=[gate.dtype],
     )
 
 

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 
-from .gated import Gate, gated, gated_twin
+from .gated import Gate, gate_of, gated, gated_twin
 from .variants import Case, Kind, Variant, dtype_name
 
 ROUNDING = {"float32": 2e-5, "float16": 2**-6, "bfloat16": 2**-3}  # of numbers below 32
@@ -11,11 +11,11 @@ ROWS, DIMS = 3, 300
 TIMED_ROWS, TIMED_DIMS = 8, 12_288
 
 
-def gated_variant(gate: Gate, dtype: mx.Dtype) -> Variant:
+def gated_variant(gate: Gate) -> Variant:
     """What `gated` compiles."""
     return Variant.of(
         "gated",
-        dtype=dtype_name(dtype),
+        dtype=dtype_name(gate.dtype),
         function=gate.function,
         alpha=repr(gate.alpha) if gate.alpha else "",
         limit=repr(gate.limit) if gate.limit else "",
@@ -32,7 +32,7 @@ def _timed(variant: Variant) -> Case:
 
 def _gating(variant: Variant, rows: int, dims: int) -> Case:
     numbers = [float(str(variant[name]) or 0) for name in ("alpha", "limit")]
-    gate = Gate(str(variant["function"]), *numbers)
+    gate = gate_of(str(variant["function"]), variant.dtype, *numbers)
     rng = np.random.default_rng(dims)
     gate_up = rng.uniform(-5, 5, (rows, 2 * dims)).astype(np.float32)
     gate_up[0, :3] = [0, -200, -88]  # where exp overflows, and where it nearly does
@@ -50,8 +50,8 @@ GATED = Kind(
     case=_case,
     timed=_timed,
     samples=tuple(
-        gated_variant(gate, dtype)
-        for gate in (Gate("silu"), Gate("gelu_tanh"), Gate("clamped_swiglu", 1.702, 7.0))
+        gated_variant(gate_of(function, dtype, *numbers))
+        for function, *numbers in (("silu",), ("gelu_tanh",), ("clamped_swiglu", 1.702, 7.0))
         for dtype in (mx.bfloat16, mx.float16)
     ),
 )

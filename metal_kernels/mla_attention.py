@@ -96,11 +96,11 @@ def mla_attention_on_metal(
         threadgroup=(teams * TEAM_THREADS, 1, 1),
         **(partials if plan.is_split else outputs),
     )
-    if not plan.is_split:
-        return results
-    places = plan.num_seqs * plan.max_queries
-    reduce = reduction(rows, places, value_dim, queries.dtype, sinks=False, log_sums=True)
-    return reduce([*results, plan.numbers])
+    if plan.is_split:
+        places = plan.num_seqs * plan.max_queries
+        reduce = reduction(rows, places, value_dim, queries.dtype, sinks=False, log_sums=True)
+        results = reduce([*results, plan.numbers])
+    return [results[0].reshape(*rows, value_dim), results[1]]
 
 
 def row_teams(num_rows: int) -> int:

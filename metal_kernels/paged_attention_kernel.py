@@ -135,7 +135,8 @@ def paged_attention_on_metal(
         value_dim=value_dim,
         log_sums=log_sums,
     )
-    return attention(queries, keys, values, sink_logits)
+    outputs, *sums = attention(queries, keys, values, sink_logits)
+    return [outputs.reshape(*queries.shape[:2], -1), *sums]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +190,7 @@ class PagedAttention:
         values: Stored,
         sink_logits: mx.array | None,
     ) -> list[mx.array]:
-        """As `paged_attention_on_metal`."""
+        """As `paged_attention_on_metal`, but outputs are (T, H * G * V)."""
         plan, passes = self.plan, self.passes
         inputs = [queries, *keys.tails, *keys.pages]
         if not values.tail_head:

@@ -36,7 +36,7 @@ class ChunkPlan:
     def attend(
         self, pool: LayerPool, queries: mx.array, *, scale: float, sinks: mx.array | None
     ) -> mx.array:
-        """Flat queries (T, heads, D) -> what those of the chunk see, (n, heads, V)."""
+        """Flat queries (T, heads, D) -> what those of the chunk see, (n, heads * V)."""
         keys = pool.keys.read_runs(self.reads)
         values = pool.values.read_runs(self.reads, after=keys)  # never both half decoded
         chunk = queries[self.rows].swapaxes(0, 1)  # (heads, n, D)
@@ -54,7 +54,7 @@ class ChunkPlan:
                 )
             )
         joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
-        return joined[0].swapaxes(0, 1)  # (n, heads, V)
+        return joined[0].swapaxes(0, 1).flatten(1)  # (n, heads * V)
 
 
 def plan_chunk(span: Span, group: int, reach: Reach) -> ChunkPlan:

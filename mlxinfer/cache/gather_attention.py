@@ -28,7 +28,7 @@ class GatherPlan:
     def attend(
         self, pool: LayerPool, queries: mx.array, *, scale: float, sinks: mx.array | None
     ) -> mx.array:
-        """Flat queries (T, heads, D) -> what those of these spans see, (T', heads, V)."""
+        """Flat queries (T, heads, D) -> what those of these spans see, (T', heads * V)."""
         own = self.queries.take(queries)
         ids = mx.depends([self.page_ids], [own])[0]  # else all layers might gather first
         outputs = gathered_attention(

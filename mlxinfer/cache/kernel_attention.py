@@ -29,7 +29,7 @@ class KernelPlan:
     def attend(
         self, pool: LayerPool, queries: mx.array, *, scale: float, sinks: mx.array | None
     ) -> mx.array:
-        """Flat queries (T, heads, D) -> what those of these spans see, (T', heads, V)."""
+        """Flat queries (T, heads, D) -> what those of these spans see, (T', heads * V)."""
         own = queries if self.rows is None else queries[self.rows]
         sizes = pool.form, own.shape, scale, sinks is None
         attention = self._prepared.get(sizes)

@@ -37,8 +37,8 @@ class ShortQueries:
         return *pool.read_tails(self.slots), self.tail_mask
 
     def flat(self, outputs: mx.array) -> mx.array:
-        """(B, Q, heads, D) -> (T', heads, D)."""
-        flat = outputs.flatten(0, 1)
+        """(B, Q, heads, D) -> (T', heads * D)."""
+        flat = outputs.reshape(self.shape[0] * self.shape[1], -1)
         return flat if self.unpad is None else flat[self.unpad]
 
 

@@ -34,7 +34,7 @@ class RunPlan:
     def attend(
         self, pool: LayerPool, queries: mx.array, *, scale: float, sinks: mx.array | None
     ) -> mx.array:
-        """Flat queries (T, heads, D) -> what those of these spans see, (T', heads, V)."""
+        """Flat queries (T, heads, D) -> what those of these spans see, (T', heads * V)."""
         own = self.queries.take(queries)
         several = len(self.covers) > 1
         # Else MLX may decode the first ranges of all layers before it computes the first layer.

@@ -15,7 +15,7 @@ class ShortPlan(Protocol):
     def attend(
         self, pool: LayerPool, queries: mx.array, *, scale: float, sinks: mx.array | None
     ) -> mx.array:
-        """Flat queries (T, heads, D) -> what those of these spans see, (T', heads, V)."""
+        """Flat queries (T, heads, D) -> what those of these spans see, (T', heads * V)."""
         ...
 
 

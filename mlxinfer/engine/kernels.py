@@ -68,9 +68,7 @@ def choose_kernels(
     attention = [_attention_variants(dtype, *layer) for layer in layers]
     heads = [_heads(a, spec, b) for a, spec, b in layers]
     writing = [None if h is None else kv_write_variant(h, dtype) for h in heads]
-    gates = {
-        a.gate: gated_variant(a.gate, dtype) for a in model.activations if a.gate is not None
-    }
+    gates = {a.gate: gated_variant(a.gate) for a in model.activations if a.gate is not None}
     sampling = _sampling_variants(dtype, model.config.vocab_size)
     passed = chooser(
         [

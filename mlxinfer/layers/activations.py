@@ -10,7 +10,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..metal_kernels.gated import Gate
+from ..metal_kernels.gated import Gate, gate_of
 from ..metal_kernels.gated import gated as gated_in_kernel
 
 _Product = Callable[[mx.array, mx.array], mx.array]
@@ -62,15 +62,15 @@ def gated(name: str, dtype: mx.Dtype) -> Gated:
         return Gated(_geglu_erf)
     times_sigmoid = _times_sigmoid(dtype)
     if name in _SILU:
-        return Gated(partial(_swiglu, times_sigmoid=times_sigmoid), Gate("silu"))
-    return Gated(partial(_geglu_tanh, times_sigmoid=times_sigmoid), Gate("gelu_tanh"))
+        return Gated(partial(_swiglu, times_sigmoid=times_sigmoid), gate_of("silu", dtype))
+    return Gated(partial(_geglu_tanh, times_sigmoid=times_sigmoid), gate_of("gelu_tanh", dtype))
 
 
 def clamped_swiglu(dtype: mx.Dtype, *, alpha: float, limit: float) -> Gated:
     """gpt-oss: the gate clamped from above, up from both sides, and (up + 1) instead of up."""
     times_sigmoid = _times_sigmoid(dtype)
     product = partial(_clamped_swiglu, alpha=alpha, limit=limit, times_sigmoid=times_sigmoid)
-    return Gated(product, Gate("clamped_swiglu", alpha, limit))
+    return Gated(product, gate_of("clamped_swiglu", dtype, float(alpha), float(limit)))
 
 
 def _swiglu(gate: mx.array, up: mx.array, *, times_sigmoid: _Product) -> mx.array:

@@ -23,7 +23,6 @@ class Attention:
         "make_heads",
         "num_heads",
         "o_proj",
-        "o_shape",
         "qk_norm",
         "qkv_proj",
         "rope",
@@ -52,7 +51,6 @@ class Attention:
         self.k_start = (num_heads,)
         self.v_start = (num_heads + num_kv_heads,)
         self.heads_shape = (-1, num_heads + 2 * num_kv_heads, head_dim)
-        self.o_shape = (-1, num_heads * head_dim)
         self.scale = scale
         self.rope = rope
         self.qk_norm = qk_norm  # over (T, num_heads + num_kv_heads, head_dim)
@@ -63,8 +61,7 @@ class Attention:
         """x (T, hidden) -> what the heads saw, (T, num_heads * head_dim)."""
         projected = self.qkv_proj(x)  # (T, (H + 2 Hkv) * D)
         if kv.heads is not None:
-            seen = kv.attend_heads(projected, scale=self.scale, sinks=self.sinks)
-            return seen.reshape(self.o_shape)
+            return kv.attend_heads(projected, scale=self.scale, sinks=self.sinks)
         qkv = projected.reshape(self.heads_shape)  # (T, H + 2 Hkv, D)
         qk, values = mx.split(qkv, self.v_start, axis=1)
         if self.qk_norm is not None:
@@ -72,8 +69,7 @@ class Attention:
         if self.rope is not None:
             qk = self.rope(qk, prepared)
         queries, keys = mx.split(qk, self.k_start, axis=1)
-        seen = kv.attend(queries, keys, values, scale=self.scale, sinks=self.sinks)
-        return seen.reshape(self.o_shape)
+        return kv.attend(queries, keys, values, scale=self.scale, sinks=self.sinks)
 
     def __call__(self, x: mx.array, prepared: Any, kv: LayerKV) -> mx.array:
         """x (T, hidden) -> (T, hidden)."""

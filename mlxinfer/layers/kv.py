@@ -41,6 +41,6 @@ class LayerKV(Protocol):
             sinks: (num_heads,) learned logits that take part in each softmax and carry no value.
 
         Returns:
-            (T, num_heads, value_dim)
+            (T, num_heads * value_dim), the heads side by side.
         """
         ...

@@ -4,22 +4,21 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from metal_cpu import MetalCPU, requires_compiler
-from mlxinfer.metal_kernels.gated import FUNCTIONS, Gate, gated, gated_twin
+from mlxinfer.metal_kernels.gated import FUNCTIONS, Gate, gate_of, gated, gated_twin
 from mlxinfer.metal_kernels.launch import running_on
 
 from mlxinfer.layers import activations
 
 ROUNDING = {mx.float32: 2e-6, mx.float16: 2**-10, mx.bfloat16: 2**-7}
-GATES = {
-    "silu": Gate("silu"),
-    "gelu_tanh": Gate("gelu_tanh"),
-    "clamped_swiglu": Gate("clamped_swiglu", 1.702, 2.0),
-}
 LAYERS = {
     "silu": activations.gated("silu", mx.float32),
     "gelu_tanh": activations.gated("gelu_pytorch_tanh", mx.float32),
     "clamped_swiglu": activations.clamped_swiglu(mx.float32, alpha=1.702, limit=2.0),
 }
+
+
+def gate_for(function: str, dtype: mx.Dtype) -> Gate:
+    return gate_of(function, dtype, *((1.702, 2.0) if function == "clamped_swiglu" else ()))
 
 
 def gate_up(*shape: int) -> mx.array:
@@ -51,7 +50,8 @@ def close(found: mx.array, expected: mx.array, rounding: float) -> bool:
 )
 def test_agrees_with_its_twin(function: str, shape: tuple[int, ...], dtype: mx.Dtype) -> None:
     x = gate_up(*shape).astype(dtype)
-    found, expected = (f(x, GATES[function]) for f in (on_machine, gated_twin))
+    gate = gate_for(function, dtype)
+    found, expected = (f(x, gate) for f in (on_machine, gated_twin))
     assert (found.shape, found.dtype) == (expected.shape, dtype)
     assert close(found, expected, ROUNDING[dtype])
 
@@ -59,12 +59,12 @@ def test_agrees_with_its_twin(function: str, shape: tuple[int, ...], dtype: mx.D
 @requires_compiler
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_layer_gives_the_same_with_its_kernel(function: str) -> None:
-    layer = LAYERS[function]
-    assert layer.gate == GATES[function]
+    layer, gate = LAYERS[function], gate_for(function, mx.float32)
+    assert layer.gate is gate
     x = gate_up(4, 66)
     expected = layer(x)
-    assert close(gated_twin(x, GATES[function]), expected, 2e-6)
-    assert close(on_machine(x, GATES[function]), expected, 2e-6)
+    assert close(gated_twin(x, gate), expected, 2e-6)
+    assert close(on_machine(x, gate), expected, 2e-6)
 
 
 def test_what_has_no_kernel_is_left_as_it_is() -> None:

@@ -33,7 +33,7 @@ class DenseLayerKV:
                 self._attend_one(name, queries[rows], keys[rows], values[rows], scale, sinks)
             )
             start += count
-        return mx.concatenate(outputs)
+        return mx.concatenate(outputs).flatten(1)
 
     def _attend_one(self, name, q, k, v, scale, sinks):
         if name in self.past:

@@ -149,7 +149,7 @@ def test_dtypes_are_honoured(tmp_path, case, dtype):
 
         def attend(self, queries, keys, values, *, scale, sinks=None):
             seen.extend([queries.dtype, keys.dtype, values.dtype])
-            return queries
+            return queries.flatten(1)
 
     ids = mx.array([3, 4], mx.int32)
     hidden = model(ids, mx.arange(2), [Spy() for _ in model.kv_specs])

@@ -143,8 +143,8 @@ def paged_attention_on_metal(
 class PagedAttention:
     """One attention, the same for all layers of a step with the same sizes."""
 
-    plan: AttentionPlan
-    numbers: mx.array  # (2,) of scores: scale and soft cap
+    numbers: mx.array  # of the plan
+    rest: list[mx.array]  # inputs that all layers share: of the plan, and (2,) scale and soft cap
     passes: "Passes"
 
     @staticmethod
@@ -181,7 +181,8 @@ class PagedAttention:
             num_items=plan.num_items,
             max_queries=plan.max_queries,
         )
-        return PagedAttention(plan, _numbers(scale, soft_cap or 0.0), _passes(asked))
+        rest = [plan.numbers, plan.pages, _numbers(scale, soft_cap or 0.0)]
+        return PagedAttention(plan.numbers, rest, _passes(asked))
 
     def __call__(
         self,
@@ -191,14 +192,21 @@ class PagedAttention:
         sink_logits: mx.array | None,
     ) -> list[mx.array]:
         """As `paged_attention_on_metal`, but outputs are (T, H * G * V)."""
-        plan, passes = self.plan, self.passes
-        inputs = [queries, *keys.tails, *keys.pages]
-        if not values.tail_head:
-            inputs += values.tails
-        inputs += [*values.pages, plan.numbers, plan.pages, self.numbers]
+        attend, reduce = self.passes
+        own_tails = [] if values.tail_head else values.tails
         logits = [] if sink_logits is None else [sink_logits]
-        results = passes.attend(inputs + logits)
-        return results if passes.reduce is None else passes.reduce([*results, plan.numbers, *logits])
+        results = attend(
+            [
+                queries,
+                *keys.tails,
+                *keys.pages,
+                *own_tails,
+                *values.pages,
+                *self.rest,
+                *logits,
+            ]
+        )
+        return results if reduce is None else reduce([*results, self.numbers, *logits])
 
 
 class Asked(NamedTuple):

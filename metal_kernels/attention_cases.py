@@ -168,6 +168,7 @@ def _paged_sample(dim: int, group: int, bits: tuple[int, int], **more: Value) ->
 PAGED_NAME = "paged_attention"
 _SHARED_FILES = (
     *("attention_fragments.h", "attention_outputs.h", "attention_softmax.h", "paged_spans.h"),
+    "stored_codes.h",
     *("attention_reduce.metal", "attention_reduce.py", "attention_plan.py", "attention_shape.py"),
     "stored.py",
 )

@@ -50,14 +50,6 @@ inline int value_index(int c, int n) {
   return c / HALF * 8 * HALF + n * HALF + c % HALF;
 }
 
-// Numbers that share a scale: the largest multiple of 8 up to 64 that divides the vector.
-constexpr int group_size(int D) {
-  for (int group = 64; group > 8; group -= 8) {
-    if (D % group == 0) return group;
-  }
-  return 8;
-}
-
 // N consecutive numbers, as they are stored.
 template <typename T, int N>
 struct PlainRun {
@@ -65,19 +57,6 @@ struct PlainRun {
   vec<T, WIDE> parts[N / WIDE];
 
   float at(int i) const { return float(parts[i / WIDE][i % WIDE]); }
-};
-
-// N consecutive codes in words of 32 bits or one shorter word; they share a scale and a bias.
-template <int BITS, int N>
-struct CodeRun {
-  uint words[(N * BITS + 31) / 32];
-  float scale;
-  float bias;
-
-  float at(int i) const {
-    const uint word = words[i * BITS / 32] >> (i * BITS % 32);
-    return float(word & ((1u << BITS) - 1)) * scale + bias;
-  }
 };
 
 // Vectors of D numbers as they are, one after the other, `codes` at the first.
@@ -108,77 +87,10 @@ struct StoredNumbers {
   }
 };
 
-// The same in codes of BITS bits.
+// `Format<...>::Rows` is how vectors are read; BITS 0 stands for numbers as they are.
 template <int BITS, int D, typename C, typename S>
-struct StoredCodes {
-  template <int N>
-  using Run = CodeRun<BITS, N>;
-  static constant constexpr int GROUP = group_size(D);
-  static constant constexpr int WIDTH = D * BITS / 8;
-  static constant constexpr int GROUPS = D / GROUP;
-  const device C* codes;
-  const device S* scales;
-  const device S* biases;
-
-  template <int SPAN>
-  static constexpr int spans() { return GROUP % SPAN == 0 ? GROUP / SPAN : 1; }
-
-  // `span` is a multiple of SPAN, and `first` below SPAN. Where a group holds whole spans all lanes
-  // read one scale; `same_group` says that the run has it from the span before.
-  template <int N, int SPAN>
-  void read(
-      thread Run<N>& run, int token, int span, int first, bool seen, bool same_group) const {
-    constexpr int BYTES = N * BITS / 8;
-    UNROLL
-    for (int i = 0; i < (BYTES + 3) / 4; i++) run.words[i] = 0;
-    if (!same_group) run.scale = run.bias = 0;
-    if (!seen) return;
-    const device C* at = codes + token * WIDTH + (span + first) * BITS / 8;
-    if constexpr (BYTES == 8) {
-      const uint2 both = *reinterpret_cast<const device uint2*>(at);
-      run.words[0] = both.x;
-      run.words[1] = both.y;
-    } else if constexpr (BYTES == 4) {
-      run.words[0] = *reinterpret_cast<const device uint*>(at);
-    } else if constexpr (BYTES == 2) {
-      run.words[0] = *reinterpret_cast<const device ushort*>(at);
-    } else {
-      run.words[0] = *at;
-    }
-    if (same_group) return;
-    const int group = token * GROUPS + (GROUP % SPAN == 0 ? span / GROUP : (span + first) / GROUP);
-    run.scale = float(scales[group]);
-    run.bias = float(biases[group]);
-  }
-};
-
-// `Format<...>::Rows` is one of the two; BITS 0 stands for numbers as they are.
-template <int BITS, int D, typename C, typename S>
-struct Format {
-  typedef StoredCodes<BITS, D, C, S> Rows;
-};
+struct Format;
 template <int D, typename C, typename S>
 struct Format<0, D, C, S> {
   typedef StoredNumbers<D, C, S> Rows;
-};
-
-// Vectors of D numbers in threadgroup memory.
-template <int D, typename T>
-struct Tile {
-  template <int N>
-  using Run = PlainRun<T, N>;
-  const threadgroup T* numbers;
-
-  template <int SPAN>
-  static constexpr int spans() { return 1; }
-
-  template <int N, int SPAN>
-  void read(thread Run<N>& run, int token, int span, int first, bool, bool) const {
-    constexpr int WIDE = Run<N>::WIDE;
-    const threadgroup T* at = numbers + token * D + span + first;
-    UNROLL
-    for (int i = 0; i < N / WIDE; i++) {
-      run.parts[i] = reinterpret_cast<const threadgroup vec<T, WIDE>*>(at)[i];
-    }
-  }
 };

@@ -78,33 +78,6 @@ inline void put_figures(
   }
 }
 
-// Puts down the rows of a SIMD group that has them to itself, the first of which is `base`.
-template <int VD, bool SINKS, int ROWS, typename O, bool SPLIT, bool LOG_SUMS, typename P>
-inline void put_alone(
-    thread RunningSoftmax<ROWS, VD / 8>& state,
-    thread const Outputs<O, SPLIT, LOG_SUMS>& to,
-    P sink_logits,
-    int head,
-    int base,
-    uint lane) {
-  const Place at = place_of(lane);
-  UNROLL
-  for (int r = 0; r < ROWS; r++) {
-    const int row = base + r * 8 + at.row;
-    const RowFigures found = {state.peak[r], row_sum(state.total[r])};
-    if (row >= to.num_rows) continue;
-    const float share = row_share<SINKS>(to, found, row, sink_logits, head);
-    device O* out = to.numbers + to.vector_of(row) * VD;
-    UNROLL
-    for (int c = 0; c < VD / 8; c++) {
-      const int number = value_index<VD>(c, at.column);
-      out[number] = O(state.outputs[r][c].thread_elements()[0] * share);
-      out[number + value_run(VD) / 2] = O(state.outputs[r][c].thread_elements()[1] * share);
-    }
-    if (at.column == 0) put_figures<SINKS>(to, found, row, sink_logits, head);
-  }
-}
-
 // Brings STREAMS SIMD groups together, which saw different tokens for the same rows, and puts the
 // rows down, the first of which is `base`. `figures` and `slice` are of these SIMD groups alone.
 template <int VD, int STREAMS, bool SINKS, int ROWS, typename O, bool SPLIT, bool LOG_SUMS,

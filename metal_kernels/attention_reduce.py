@@ -12,9 +12,17 @@ import mlx.core as mx
 from .attention_shape import LANES
 from .launch import Launch, MetalKernel
 
-INCLUDES = ("attention_fragments.h", "attention_softmax.h", "paged_spans.h", "attention_outputs.h")
 NO_FIGURES = "static_cast<device float*>(nullptr)"  # in a body; never written
 HEADS = 4  # query heads of a threadgroup
+
+
+def includes(*, plain: bool) -> tuple[str, ...]:
+    """The files that attention kernels have in common; `plain`: no plane is stored in codes."""
+    return (
+        "attention_fragments.h",
+        *(() if plain else ("stored_codes.h",)),
+        *("attention_softmax.h", "paged_spans.h", "attention_outputs.h"),
+    )
 
 
 class Sizes(TypedDict):
@@ -83,7 +91,7 @@ def _kernel(sinks: bool, log_sums: bool) -> MetalKernel:
         name="attention_reduce",
         inputs=("partials", "figures", "plan", *sink_names(sinks=sinks)),
         outputs=("outputs", "log_sum_exp") if log_sums else ("outputs",),
-        includes=INCLUDES,
+        includes=includes(plain=True),
         body=f"""
   attention_reduce<DIM, SINKS, LOG_SUMS>(
       partials, figures, {"sink_logits" if sinks else "partials"}, StepPlan{{plan}},

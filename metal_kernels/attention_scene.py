@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from .attention_plan import AttentionPlan, page_table, AttentionPlanner
+from .attention_plan import AttentionPlan, AttentionPlanner, page_table
 from .kv_write import stored
 from .stored import share_tails
 from .variants import Variant

@@ -8,7 +8,7 @@ in the tests a machine that executes the same source on the CPU.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 from typing import Any, Protocol
@@ -75,11 +75,15 @@ class Launch:
     threadgroup: Size
     output_shapes: Sequence[tuple[int, ...]]
     output_dtypes: Sequence[mx.Dtype]
-    function: Callable[..., list[mx.array]] = field(init=False, repr=False)  # MLX's, of `inputs`
+    function: Callable[..., list[mx.array]] = field(init=False, repr=False)  # MLX's, see `on_metal`
 
     def __post_init__(self) -> None:
-        self.function = partial(
-            compiled(self.kernel, tuple(self.template)),
+        self.function = compiled(self.kernel, tuple(self.template))
+
+    def on_metal(self, inputs: Sequence[mx.array]) -> list[mx.array]:
+        """Lazy outputs, from MLX."""
+        return self.function(
+            inputs=inputs,
             grid=self.grid,
             threadgroup=self.threadgroup,
             output_shapes=self.output_shapes,
@@ -108,7 +112,7 @@ class Metal:
         Raises:
             RuntimeError: there is no Metal here.
         """
-        return launch.function(inputs=inputs)
+        return launch.on_metal(inputs)
 
 
 @cache

@@ -11,7 +11,7 @@ from functools import cache
 import mlx.core as mx
 
 from .attention_plan import AttentionPlan
-from .attention_reduce import INCLUDES, output_sizes, partial_sizes, reduction
+from .attention_reduce import includes, output_sizes, partial_sizes, reduction
 from .attention_shape import LANES
 from .launch import MetalKernel
 from .paged_attention_gather import paged_attention_gathered
@@ -34,7 +34,7 @@ def _kernel(plain: bool) -> MetalKernel:
             *("plan", "pages", "scale"),
         ),
         outputs=("outputs", "figures"),
-        includes=INCLUDES,
+        includes=includes(plain=plain),
         body=f"""
   constexpr int SCRATCH = TEAMS * TEAM * SCORES;
   threadgroup float scratch[SCRATCH];

@@ -12,8 +12,8 @@ import mlx.core as mx
 
 from .attention_plan import AttentionPlan
 from .attention_reduce import (
-    INCLUDES,
     NO_FIGURES,
+    includes,
     output_sizes,
     partial_sizes,
     reduction,
@@ -44,7 +44,8 @@ SHARED = """
       KEY_DIM + VALUE_DIM, sizeof(T), PARTNERS == 1 ? 0 : MERGED) / 4;
   threadgroup float4 scratch[SCRATCH];
   paged_attention_shared<
-      KEY_DIM, VALUE_DIM, FRAGMENTS, SIMD_GROUPS, PARTNERS, SPLIT, SINKS, LOG_SUMS>(ARGUMENTS, reinterpret_cast<threadgroup float*>(scratch), POSITION);
+      KEY_DIM, VALUE_DIM, FRAGMENTS, SIMD_GROUPS, PARTNERS, SPLIT, SINKS, LOG_SUMS>(
+      ARGUMENTS, reinterpret_cast<threadgroup float*>(scratch), POSITION);
 """
 POSITION = """
       threadgroup_position_in_grid.x, threadgroup_position_in_grid.y,
@@ -85,7 +86,7 @@ def _kernel(shares: bool, traits: Traits) -> MetalKernel:
             *sink_names(sinks=traits.sinks),
         ),
         outputs=("outputs", "figures") if traits.figures else ("outputs",),
-        includes=INCLUDES,
+        includes=includes(plain=traits.plain_keys and traits.plain_values),
         body=(SHARED if shares else STREAMED)
         .replace("ARGUMENTS", arguments)
         .replace("POSITION", POSITION),

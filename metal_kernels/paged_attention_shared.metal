@@ -49,6 +49,27 @@ struct OwnQueries {
   }
 };
 
+// Vectors of D numbers in threadgroup memory.
+template <int D, typename T>
+struct Tile {
+  template <int N>
+  using Run = PlainRun<T, N>;
+  const threadgroup T* numbers;
+
+  template <int SPAN>
+  static constexpr int spans() { return 1; }
+
+  template <int N, int SPAN>
+  void read(thread Run<N>& run, int token, int span, int first, bool, bool) const {
+    constexpr int WIDE = Run<N>::WIDE;
+    const threadgroup T* at = numbers + token * D + span + first;
+    UNROLL
+    for (int i = 0; i < N / WIDE; i++) {
+      run.parts[i] = reinterpret_cast<const threadgroup vec<T, WIDE>*>(at)[i];
+    }
+  }
+};
+
 // Tokens of a block, from `skipped` on, into a tile.
 template <int D, int TOKENS, typename T, typename Rows>
 inline void fill_tile(
@@ -62,6 +83,33 @@ inline void fill_tile(
     rows.template read<8, 8>(run, skipped + token, first, 0, seen, false);
     UNROLL
     for (int j = 0; j < 8; j++) tile[token * D + first + j] = T(run.at(j));
+  }
+}
+
+// Puts down the rows of a SIMD group that has them to itself, the first of which is `base`.
+template <int VD, bool SINKS, int ROWS, typename O, bool SPLIT, bool LOG_SUMS, typename P>
+inline void put_alone(
+    thread RunningSoftmax<ROWS, VD / 8>& state,
+    thread const Outputs<O, SPLIT, LOG_SUMS>& to,
+    P sink_logits,
+    int head,
+    int base,
+    uint lane) {
+  const Place at = place_of(lane);
+  UNROLL
+  for (int r = 0; r < ROWS; r++) {
+    const int row = base + r * 8 + at.row;
+    const RowFigures found = {state.peak[r], row_sum(state.total[r])};
+    if (row >= to.num_rows) continue;
+    const float share = row_share<SINKS>(to, found, row, sink_logits, head);
+    device O* out = to.numbers + to.vector_of(row) * VD;
+    UNROLL
+    for (int c = 0; c < VD / 8; c++) {
+      const int number = value_index<VD>(c, at.column);
+      out[number] = O(state.outputs[r][c].thread_elements()[0] * share);
+      out[number + value_run(VD) / 2] = O(state.outputs[r][c].thread_elements()[1] * share);
+    }
+    if (at.column == 0) put_figures<SINKS>(to, found, row, sink_logits, head);
   }
 }
 

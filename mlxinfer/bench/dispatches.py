@@ -9,7 +9,6 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,7 +26,6 @@ VIEWS = frozenset(
     Split Squeeze StopGradient Transpose Unflatten View""".split()  # noqa: SIM905
 )
 BITS: tuple[int | None, ...] = (None, 8)
-WARM = 2  # rounds until the heap of this process has grown to what graphs need
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +48,8 @@ def run(
         ]
         counts = {bits: _counts(counted, bits, peer=peer) for bits in BITS}
         folder = write_checkpoint(Path(scratch) / "deep", deep)
+        for bits in BITS:  # until the heap of this process has grown to what graphs need
+            _built(folder, bits, max(requests), peer=peer, rounds=2)
         built = {
             (bits, n): _built(folder, bits, n, peer=peer, rounds=rounds)
             for bits in BITS
@@ -94,15 +94,15 @@ def _built(
     folder: Path, bits: int | None, requests: int, *, peer: bool, rounds: int
 ) -> list[float]:
     """Median microseconds of our graph, and of mlx-lm's, in turns."""
-    times: list[list[list[float]]] = [[], []] if peer else [[]]
-    for _ in range(WARM + rounds):
+    times: list[list[float]] = [[], []] if peer else [[]]
+    for _ in range(rounds):
         theirs = [peer_steps(folder, bits, requests)] if peer else []
         with as_on_metal(quick):
             for found, step in zip(
                 times, [our_steps(folder, bits, requests), *theirs], strict=True
             ):
-                found.append(build_times_us(step, requests)[1:])  # the first works out what lasts
-    return [statistics.median(chain(*found[WARM:])) for found in times]
+                found += build_times_us(step, requests)[1:]  # the first works out what lasts
+    return [statistics.median(found) for found in times]
 
 
 def _count_table(counts: dict[int | None, list[Count]]) -> Table:

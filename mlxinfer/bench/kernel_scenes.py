@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cache.formats import make_format
-from ..metal_kernels.attention_plan import AttentionPlan, page_table, AttentionPlanner
+from ..metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page_table
 from ..metal_kernels.attention_scene import Plane, in_shared_tails
 from ..metal_kernels.stored import share_tails
 

@@ -5,8 +5,8 @@ H = KV heads, W = width of a stored part, P = page_size, N = tokens.
 A tail is a ring of two pages per running sequence, (H, 2 * P, W): position p lies at p % (2 * P).
 A decode step writes tails only; while an earlier step is in flight that copies them, which is
 kilobytes a sequence where the pool would be gigabytes. Where keys and values are stored alike they
-share tails, (2 * H, 2 * P, W), keys first: one write a step serves both. All tails of a part are one
-array of vectors, (num_slots * H * 2 * P, W).
+share tails, (2 * H, 2 * P, W), keys first: one write a step serves both. All tails of a part are
+one array of vectors, (num_slots * H * 2 * P, W).
 """
 
 import mlx.core as mx

@@ -72,7 +72,7 @@ def _traced(launch: Launch, inputs: Sequence[mx.array]) -> list[Any]:
     seen: list[dict[str, Any]] = []
 
     def call(*traced: mx.array) -> Any:
-        return launch.function(inputs=list(traced))
+        return launch.on_metal(list(traced))
 
     mx.export_function(seen.append, call, *inputs)
     (primitive,) = [record for record in seen if record.get("name") == "CustomKernel"]

@@ -58,7 +58,7 @@ class MeteredModel:
 
     def __init__(self, model: Model, meter: Meter) -> None:
         self.config = model.config
-        self.kv_specs = model.kv_specs
+        self.kv_specs, self.activations = model.kv_specs, model.activations
         self.activation_dtype = model.activation_dtype
         self.work = Work()
         self.storing = False

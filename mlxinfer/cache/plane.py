@@ -137,10 +137,6 @@ class Plane:
         parts = [mx.unflatten(pages, 1, (-1, page_size))[:, ids] for pages in self.pages]
         return mx.flatten(self.fmt.decode(parts), 2, 3)  # from (H, B, n, P, D)
 
-    def read_tails(self, slots: mx.array | slice) -> mx.array:
-        """(B, H, 2 * P, D), contiguous where `slots` (B,) are gathered: products read it twice."""
-        return self.fmt.decode([tails[slots] for tails in self.own_tails()])
-
     def grow_pages(self, extra_tokens: int) -> None:
         """Make room, one array at a time so that only one is ever there twice."""
         for i, pages in enumerate(self.pages):

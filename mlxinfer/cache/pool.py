@@ -101,8 +101,13 @@ class LayerPool:
                 tails[i] = mx.put_along_axis(tails[i], rows, part.flatten(0, 1), 0)
 
     def read_tails(self, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
-        """Keys and values (B, H, 2 * P, D)."""
-        return self.keys.read_tails(slots), self.values.read_tails(slots)
+        """Keys and values (B, H, 2 * P, D) of the tails `slots` (B,)."""
+        shape = (-1, self._tail_heads, 2 * self.page_size)
+        taken = [[mx.unflatten(part, 0, shape)[slots] for part in tails] for tails in self._tails]
+        if self._joined:
+            halves = [mx.split(part, 2, axis=1) for part in taken[0]]
+            taken = [[part[which] for part in halves] for which in (0, 1)]
+        return self.keys.fmt.decode(taken[0]), self.values.fmt.decode(taken[1])
 
     def seal(self, slots: mx.array, offsets: mx.array, targets: mx.array) -> None:
         """Copy tail tokens (`slots`, `offsets`) to the pool slots `targets`; all (N,)."""

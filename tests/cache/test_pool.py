@@ -48,7 +48,7 @@ def planes(pool: LayerPool, keys: mx.array, values: mx.array) -> list[tuple[Plan
 def in_tails(pool: LayerPool) -> list[mx.array]:
     """(H, T, D) of the tokens at SLOTS and OFFSETS, keys and values."""
     slots, offsets = mx.array(SLOTS), mx.array(OFFSETS)
-    found = [plane.read_tails(mx.arange(pool.num_slots)) for plane in (pool.keys, pool.values)]
+    found = pool.read_tails(mx.arange(pool.num_slots))
     assert all(
         mx.array_equal(gathered, viewed)
         for gathered, viewed in zip(found, pool.read_tails(slice(0, pool.num_slots)), strict=True)

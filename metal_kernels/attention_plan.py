@@ -101,7 +101,7 @@ class AttentionPlanner:
         self._page_size, self._window, self._sinks = page_size, window, sinks
         self._kv_heads, self._cores = kv_heads, cores or guess_cores()
         self._item_blocks = item_blocks
-        self._seen: tuple[bytes | int, ...] = ()  # what the numbers of the step before follow from
+        self._seen: tuple[object, ...] = ()  # what the numbers of the step before follow from
         self._numbers = np.zeros(0, np.int32)
         self._num_items = 0
 

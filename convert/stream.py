@@ -50,7 +50,7 @@ class WholeSequences:
         scale: float,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """(N length, heads, dim) each -> (N length, heads, value_dim)."""
+        """(N length, heads, dim) each -> (N length, heads * value_dim)."""
         q, k, v = (
             a.reshape(-1, self._length, *a.shape[1:]).swapaxes(1, 2)
             for a in (queries, keys, values)
@@ -58,7 +58,7 @@ class WholeSequences:
         found = mx.fast.scaled_dot_product_attention(
             q, k, v, scale=scale, mask=self._mask, sinks=sinks
         )
-        return found.swapaxes(1, 2).reshape(queries.shape[0], queries.shape[1], -1)
+        return found.swapaxes(1, 2).reshape(queries.shape[0], -1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ gather.
 """
 
 from array import array
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -32,8 +33,10 @@ class PageAllocator:
         self.near = num_pages
         self.extent = 0  # one more than the highest page id ever handed out
         self._headroom = headroom
-        self._length_from: dict[int, int] = {0: num_pages}  # first page of a free run -> its length
-        self._start_before: dict[int, int] = {num_pages: 0}  # one past its last page -> first page
+        self._length_from: dict[int, int] = {}  # first page of a free run -> its length
+        self._start_before: dict[int, int] = {}  # one past its last page -> first page
+        self._roomy: list[int] = []  # first pages, in order, of runs longer than the headroom
+        self._put(0, num_pages)
 
     @property
     def num_held(self) -> int:
@@ -81,10 +84,11 @@ class PageAllocator:
 
     def _with_headroom(self, count: int) -> tuple[int, int] | None:
         """The first free run with place for `count` pages, and how many to leave free before."""
-        for start in sorted(self._length_from):
-            gap = self._headroom if start else 0
-            if self._length_from[start] >= gap + count:
-                return start, gap
+        if self._length_from.get(0, 0) >= count:
+            return 0, 0
+        for start in self._roomy:
+            if start and self._length_from[start] >= self._headroom + count:
+                return start, self._headroom
         return None
 
     def _longest(self, stop: int) -> tuple[int, int]:
@@ -96,34 +100,43 @@ class PageAllocator:
     def _split(self, start: int, offset: int) -> int:
         """Cut a free run in two, `offset` pages in; the second part's first page."""
         if offset:
-            length = self._length_from[start]
-            self._length_from[start] = offset
-            self._start_before[start + offset] = start
-            self._length_from[start + offset] = length - offset
-            self._start_before[start + length] = start + offset
+            length = self._pop(start)
+            self._put(start, offset)
+            self._put(start + offset, length - offset)
         return start + offset
 
     def _take(self, start: int, count: int) -> list[int]:
         """Up to `count` pages from the front of the free run at `start`."""
-        length = self._length_from.pop(start)
+        length = self._pop(start)
         count = min(count, length)
         if count < length:
-            self._length_from[start + count] = length - count
-            self._start_before[start + length] = start + count
-        else:
-            del self._start_before[start + length]
+            self._put(start + count, length - count)
         return list(range(start, start + count))
 
     def _free(self, page: int) -> None:
         assert 0 <= page < self.num_pages
         start, end = page, page + 1
         if page in self._start_before:  # a free run ends right before this page
-            start = self._start_before.pop(page)
-            del self._length_from[start]
+            start = self._start_before[page]
+            self._pop(start)
         if end in self._length_from:  # and one starts right after it
-            end += self._length_from.pop(page + 1)
-        self._length_from[start] = end - start
-        self._start_before[end] = start
+            end += self._pop(end)
+        self._put(start, end - start)
+
+    def _put(self, start: int, length: int) -> None:
+        """Note a free run."""
+        self._length_from[start] = length
+        self._start_before[start + length] = start
+        if length > self._headroom:
+            insort(self._roomy, start)
+
+    def _pop(self, start: int) -> int:
+        """Forget the free run that starts here; its length."""
+        length = self._length_from.pop(start)
+        del self._start_before[start + length]
+        if length > self._headroom:
+            del self._roomy[bisect_left(self._roomy, start)]
+        return length
 
 
 @dataclass(slots=True)

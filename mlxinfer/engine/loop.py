@@ -193,7 +193,9 @@ class Loop:
         sequences = launched.batch.sampling.sequences
         asked = {sequences[row]: found for row, found in logprobs.items()}
         taken = self.scheduler.commit(launched.batch, token_ids)
-        self.runner.observe([s for s, _, _ in taken], [token for _, token, _ in taken])
+        if taken:
+            self.runner.observe(*list(zip(*taken, strict=True))[:2])
+        now_s = time.monotonic()
         for sequence, token_id, reason in taken:
             request = sequence.request
             whole = request.grammar is not None and follow(request, token_id)
@@ -201,7 +203,11 @@ class Loop:
                 reason = None
             found = asked.get(sequence) if asked else None
             # by position: this is done for every token of everybody
-            self._emit(TokenEvent(request.id, token_id, reason, found, None, sequence.num_cached))
+            self._emit(
+                TokenEvent(
+                    request.id, token_id, reason, found, None, sequence.num_cached, None, now_s
+                )
+            )
             if whole:
                 self._end_whole(sequence)
         return True

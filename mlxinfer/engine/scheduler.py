@@ -184,21 +184,22 @@ class Scheduler:
         crowded = decodes.without_room()
         if not crowded:
             return decodes
-        for sequence in crowded:
+        preemptions = self.counters.preemptions
+        for row in crowded:
+            sequence = decodes.sequences[row]
             if sequence.slot >= 0:  # else it just had to make room
                 self._hold(sequence, sequence.num_computed + 1)
-        return self._still_there(decodes.with_room())
+        return self._still_there(decodes.with_room(crowded), preemptions)
 
-    def _still_there(self, decodes: Decodes) -> Decodes:
-        """Without those who had to make room for others."""
-        if all(sequence.slot >= 0 for sequence in decodes.sequences):
-            return decodes
-        return decodes.still_running()
+    def _still_there(self, decodes: Decodes, preemptions: int) -> Decodes:
+        """Without those who had to make room for others, since there were so many preemptions."""
+        return decodes if self.counters.preemptions == preemptions else decodes.still_running()
 
     def _next_prefills(self, decodes: Decodes) -> tuple[list[Segment], Decodes]:
         """Prompts in work, and from the queue those for which there is room; who decodes still."""
         if len(decodes) == len(self.running) and not self.waiting:
             return [], decodes
+        preemptions = self.counters.preemptions
         prefilling = [s for s in self.running if s.num_left > 0 and not s.decoding]
         max_prefilling = self.prefill_chunk // self.page_size  # each gets a page at least
         while len(prefilling) < max_prefilling and (admitted := self._admit(prefilling)):
@@ -212,7 +213,7 @@ class Scheduler:
             if sequence.slot >= 0 and self._hold(sequence, sequence.num_computed + count)
         ]
         segments = [self._prefill(s, count) for s, count in shares if s.slot >= 0]
-        return segments, self._still_there(decodes)
+        return segments, self._still_there(decodes, preemptions)
 
     def _prefill(self, sequence: Sequence, count: int) -> Segment:
         return Segment(

@@ -41,21 +41,25 @@ class TokenHistory:
         self._sizes.pop(slot, None)
 
     def observe(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Add one token to each of these slots that is followed."""
-        followed, sizes = self._columns, self._sizes
-        if not followed:
+        """Add one token to each of these slots, all different, that is followed."""
+        if not self._columns:
             return
-        for slot, token in zip(slots, token_ids, strict=True):
-            if slot not in followed:
-                continue
-            columns = followed[slot]
-            if token not in columns:
-                column = columns[token] = sizes[slot]
-                sizes[slot] = column + 1
-                if column == self._ids.shape[1]:
-                    self._reserve(num_slots=0, num_ids=column + 1)
-                self._ids[slot, column] = token
-            self._counts[slot, columns[token]] += 1
+        new = dict(zip(slots, token_ids, strict=True))
+        rows, tokens, columns = [], [], []
+        for slot, known in self._columns.items():
+            if slot in new:
+                token = new[slot]
+                if token not in known:
+                    known[token] = self._sizes[slot]
+                    self._sizes[slot] += 1
+                rows += [slot]
+                tokens += [token]
+                columns += [known[token]]
+        if rows:
+            self._reserve(num_slots=0, num_ids=max(columns) + 1)
+            place = np.array(rows), np.array(columns)
+            self._ids[place] = tokens
+            self._counts[place] += 1
 
     def ids(self, slots: NDArray[np.int64]) -> Ints:
         """(P, N) distinct ids, as wide as the longest of these histories."""

@@ -44,6 +44,7 @@ def check_decodes(scheduler: Scheduler, decodes: Decodes) -> None:
     rooms = [s.num_slots - n for n, s in zip(lengths, sequences, strict=True)]
     left = [s.max_known - s.num_known - s.num_pending for s in sequences]
     assert decodes.fullest == max(tails, default=0)
+    assert decodes.ends.tolist() == [s.num_slots for s in sequences]
     assert decodes.steps_with_room == 1 + min(rooms, default=0)
     assert decodes.steps_left == 1 + min(left, default=-1)
     assert decodes.num_slots == 1 + max(decodes.slots, default=-1)

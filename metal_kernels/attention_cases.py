@@ -176,6 +176,7 @@ PAGED_ATTENTION = Kind(
     name=PAGED_NAME,
     files=(
         *("paged_attention.metal", "paged_attention_shared.metal", "paged_attention_kernel.py"),
+        *("paged_attention_passes.py", "paged_attention_text.py"),
         *_SHARED_FILES,
     ),
     case=_case,

@@ -15,7 +15,7 @@ from .attention_reduce import includes, output_sizes, partial_sizes, reduction
 from .attention_shape import LANES
 from .launch import MetalKernel
 from .paged_attention_gather import paged_attention_gathered
-from .paged_attention_kernel import DTYPES
+from .paged_attention_passes import DTYPES
 from .stored import Stored, decoded, is_plain, part_names, plane_text, stored_bits
 
 DIMS = ((576, 512),)

@@ -20,7 +20,7 @@ from ..metal_kernels.gated import Gate
 from ..metal_kernels.gated_cases import gated_variant
 from ..metal_kernels.heads import MAX_DIM, Heads
 from ..metal_kernels.kv_write_cases import kv_write_variant
-from ..metal_kernels.paged_attention_kernel import DTYPES, HEAD_DIMS, MAX_ROWS
+from ..metal_kernels.paged_attention_passes import DTYPES, HEAD_DIMS, MAX_ROWS
 from ..metal_kernels.sample import MAX_VOCAB
 from ..metal_kernels.sampling_cases import bitmask_variant, sample_variant
 from ..metal_kernels.selfcheck import choose, this_gpu

@@ -1,0 +1,124 @@
+"""How paged attention is launched: sizes, variants, one pass or two. Knows no arrays.
+
+T = query tokens of all sequences, D = key dim, V = value dim.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .attention_reduce import output_sizes, partial_sizes, reduction
+from .attention_shape import Shape, threadgroup_shape
+from .launch import Launch, TemplateValue
+from .paged_attention_text import Traits, attention_kernel
+
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+MAX_ROWS = 128  # query tokens of a sequence times query heads per KV head
+DTYPES = (mx.bfloat16, mx.float16, mx.float32)
+MAX_PASSES = 64  # whose launches are remembered: steps like the one before make the same
+
+
+class Asked(NamedTuple):
+    """All that decides how an attention is launched."""
+
+    rows: tuple[int, int]  # T and query heads
+    kv_heads: int
+    dims: tuple[int, int]  # D and V
+    dtype: mx.Dtype
+    bits: tuple[int, int]  # of keys and values; 0: plain
+    shared_tails: bool
+    sinks: bool
+    log_sums: bool
+    num_seqs: int
+    num_items: int
+    max_queries: int
+
+    @property
+    def is_split(self) -> bool:
+        """There are more items than sequences."""
+        return self.num_items > self.num_seqs
+
+
+class Passes(NamedTuple):
+    """The launches of one attention."""
+
+    attend: Launch
+    reduce: Launch | None  # where a sequence is split
+
+
+@lru_cache(MAX_PASSES)
+def passes_of(asked: Asked) -> Passes:
+    """The launches, the same for every layer and step that asks for the same.
+
+    Raises:
+        ValueError: no kernel has these sizes.
+    """
+    num_rows = asked.max_queries * (asked.rows[1] // asked.kv_heads)
+    check_sizes(asked.dtype, asked.dims, num_rows)
+    attend = _attend(asked, num_rows)
+    if not asked.is_split:
+        return Passes(attend, None)
+    reduce = reduction(
+        asked.rows,
+        asked.num_seqs * asked.max_queries,
+        asked.dims[1],
+        asked.dtype,
+        sinks=asked.sinks,
+        log_sums=asked.log_sums,
+    )
+    return Passes(attend, reduce)
+
+
+def _attend(asked: Asked, num_rows: int) -> Launch:
+    """The first pass; `num_rows` query rows of a KV head."""
+    (key_dim, value_dim), (key_bits, value_bits) = asked.dims, asked.bits
+    log_sums = asked.log_sums and not asked.is_split
+    shape = threadgroup_shape(
+        num_rows, key_dim=key_dim, value_dim=value_dim, itemsize=asked.dtype.size
+    )
+    traits = Traits(
+        plain_keys=key_bits == 0,
+        plain_values=value_bits == 0,
+        shared_tails=asked.shared_tails,
+        sinks=asked.sinks,
+        figures=asked.is_split or log_sums,
+    )
+    if asked.is_split:
+        sizes = partial_sizes(asked.num_items, asked.kv_heads, num_rows, value_dim)
+    else:
+        sizes = output_sizes(asked.rows, value_dim, asked.dtype, log_sums=log_sums)
+    return Launch(
+        attention_kernel(shape.shares, traits),
+        template=[
+            ("T", asked.dtype),
+            ("KEY_BITS", key_bits),
+            ("VALUE_BITS", value_bits),
+            ("KEY_DIM", key_dim),
+            ("VALUE_DIM", value_dim),
+            ("SPLIT", asked.is_split),
+            ("SINKS", asked.sinks),
+            ("LOG_SUMS", log_sums),
+            *_shape_template(shape),
+        ],
+        grid=(asked.num_items * shape.threads, asked.kv_heads, 1),
+        threadgroup=(shape.threads, 1, 1),
+        **sizes,
+    )
+
+
+def check_sizes(dtype: mx.Dtype, dims: tuple[int, int], num_rows: int) -> None:
+    """Raise ValueError where no kernel fits."""
+    if dtype not in DTYPES:
+        raise ValueError(f"queries are {dtype}; the kernels take floats of 16 or 32 bits")
+    if not set(dims) <= set(HEAD_DIMS):
+        raise ValueError(f"head dims {dims}; the kernels have {HEAD_DIMS}")
+    if num_rows > MAX_ROWS:
+        raise ValueError(f"{num_rows} query rows of a KV head; the kernels take up to {MAX_ROWS}")
+
+
+def _shape_template(shape: Shape) -> list[tuple[str, TemplateValue]]:
+    found: list[tuple[str, TemplateValue]] = [("FRAGMENTS", shape.fragments)]
+    if shape.shares:
+        found += [("SIMD_GROUPS", shape.simd_groups), ("PARTNERS", shape.partners)]
+    return found

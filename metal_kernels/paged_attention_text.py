@@ -1,0 +1,75 @@
+"""What MLX compiles for paged attention: bodies around the kernels, and the arrays that they take.
+
+Knows no sizes; those are values of a launch.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+from .attention_reduce import NO_FIGURES, includes, sink_names
+from .launch import MetalKernel
+from .stored import part_names, plane_text
+
+STREAMED = """
+  constexpr int QUERIES = FRAGMENTS * 8 * KEY_DIM * sizeof(T) / sizeof(float4);
+  constexpr int FIGURES = STREAMS * FRAGMENTS * 8 * 2;
+  constexpr int SLICES = STREAMS * 8 * slice_width(VALUE_DIM);
+  threadgroup float4 shared_queries[QUERIES];
+  threadgroup float shared_figures[FIGURES];
+  threadgroup float slices[SLICES];
+  paged_attention<KEY_DIM, VALUE_DIM, FRAGMENTS, SPLIT, SINKS, LOG_SUMS>(ARGUMENTS,
+      reinterpret_cast<threadgroup T*>(shared_queries), shared_figures, slices, POSITION);
+"""
+SHARED = """
+  constexpr int MERGED = SIMD_GROUPS * 8 * (FRAGMENTS * 2 + slice_width(VALUE_DIM));
+  constexpr int SCRATCH = scratch_floats(
+      KEY_DIM + VALUE_DIM, sizeof(T), PARTNERS == 1 ? 0 : MERGED) / 4;
+  threadgroup float4 scratch[SCRATCH];
+  paged_attention_shared<
+      KEY_DIM, VALUE_DIM, FRAGMENTS, SIMD_GROUPS, PARTNERS, SPLIT, SINKS, LOG_SUMS>(
+      ARGUMENTS, reinterpret_cast<threadgroup float*>(scratch), POSITION);
+"""
+POSITION = """
+      threadgroup_position_in_grid.x, threadgroup_position_in_grid.y,
+      simdgroup_index_in_threadgroup, thread_index_in_simdgroup"""
+
+
+class Traits(NamedTuple):
+    """What decides which arrays a kernel has: each of them costs something in every layer."""
+
+    plain_keys: bool
+    plain_values: bool
+    shared_tails: bool  # of keys and values
+    sinks: bool
+    figures: bool  # beside the outputs
+
+
+@cache
+def attention_kernel(shares: bool, traits: Traits) -> MetalKernel:
+    """The one that shares tiles, or the one that streams, with arrays for these traits."""
+    value_tails = "tail" if traits.shared_tails else "value_tail"
+    tail_heads = ("2 * " if traits.shared_tails else "") + "key_codes_shape[0]"
+    arguments = f"""
+      queries, plane_of<KEY_BITS, KEY_DIM>({plane_text("tail", "key", plain=traits.plain_keys)}),
+      plane_of<VALUE_BITS, VALUE_DIM>(
+          {plane_text(value_tails, "value", plain=traits.plain_values)}),
+      {"sink_logits" if traits.sinks else "queries"}, StepPlan{{plan}}, pages, numbers,
+      queries_shape[1], key_codes_shape[0], {tail_heads}, key_codes_shape[1],
+      outputs, {"figures" if traits.figures else NO_FIGURES}"""
+    return MetalKernel(
+        name="paged_attention_shared" if shares else "paged_attention",
+        inputs=(
+            "queries",
+            *part_names("tail", plain=traits.plain_keys),
+            *part_names("key", plain=traits.plain_keys),
+            *([] if traits.shared_tails else part_names("value_tail", plain=traits.plain_values)),
+            *part_names("value", plain=traits.plain_values),
+            *("plan", "pages", "numbers"),
+            *sink_names(sinks=traits.sinks),
+        ),
+        outputs=("outputs", "figures") if traits.figures else ("outputs",),
+        includes=includes(plain=traits.plain_keys and traits.plain_values),
+        body=(SHARED if shares else STREAMED)
+        .replace("ARGUMENTS", arguments)
+        .replace("POSITION", POSITION),
+    )

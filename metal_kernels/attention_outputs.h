@@ -55,7 +55,8 @@ inline float merged_total(const threadgroup float* figures, int streams, int row
 // What the outputs of a row are multiplied by: nothing yet where they are partials.
 template <bool SINKS, typename O, bool SPLIT, bool LOG_SUMS, typename P>
 inline float row_share(
-    thread const Outputs<O, SPLIT, LOG_SUMS>& to, RowFigures row, int index, P sink_logits, int head) {
+    thread const Outputs<O, SPLIT, LOG_SUMS>& to, RowFigures row, int index, P sink_logits,
+    int head) {
   if (SPLIT) return 1.0f;
   if (!SINKS) return 1.0f / row.total;
   const RowFigures all = row.with_sink(sink_logits, head * to.group + index % to.group);
@@ -65,7 +66,8 @@ inline float row_share(
 // Puts down the peak and total of a row, or its log-sum-exp, or nothing.
 template <bool SINKS, typename O, bool SPLIT, bool LOG_SUMS, typename P>
 inline void put_figures(
-    thread const Outputs<O, SPLIT, LOG_SUMS>& to, RowFigures row, int index, P sink_logits, int head) {
+    thread const Outputs<O, SPLIT, LOG_SUMS>& to, RowFigures row, int index, P sink_logits,
+    int head) {
   const long vector = to.vector_of(index);
   if (SPLIT) {
     to.figures[vector * 2] = row.peak;

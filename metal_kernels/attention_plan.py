@@ -12,13 +12,14 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from .launch import MIN_NUMBERS
+
 Ints = NDArray[np.int32]
 
 BLOCK = 16
 MAX_QUERIES = 8
 MIN_ITEM_BLOCKS = 16  # fewer tokens do not pay for the partials that they leave behind
 ITEMS_PER_CORE = 8
-MIN_NUMBERS = 8  # of an array for a kernel, see `AttentionPlan`
 NUM_SIZES = NUM_FIELDS = 8  # PLAN_SIZES and SPAN_FIELDS in paged_spans.h
 START, STOP = 1, 2  # fields of a span
 ENDLESS = 2**30  # a window that hides nothing
@@ -28,9 +29,7 @@ CORES = {"p": 6, "g": 10, "s": 32, "d": 64}  # by the last letter of MLX's archi
 class AttentionPlan(NamedTuple):
     """Arrays for the kernels, and what Python needs to launch them.
 
-    Arrays have at least 8 numbers: MLX passes shorter ones in another address space, and that would
-    be another variant of every kernel. All but the page table is one array: each costs the host
-    something in every layer.
+    All but the page table is one array: each costs the host something in every layer.
     """
 
     numbers: mx.array  # int32 as `StepPlan` in paged_spans.h reads them: sizes, spans, work
@@ -39,7 +38,6 @@ class AttentionPlan(NamedTuple):
     num_items: int
     max_queries: int  # of a sequence
     num_queries: int  # of all
-    page_size: int
 
     @property
     def is_split(self) -> bool:
@@ -129,7 +127,6 @@ class AttentionPlanner:
             self._num_items,
             self._max_queries,
             self._num_queries,
-            self._page_size,
         )
 
     def _worked_out(

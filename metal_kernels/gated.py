@@ -19,7 +19,7 @@ MAX_LAUNCHES = 64  # that are remembered: a decode step makes the same in every 
 class Gate:
     """What is done to gate and up.
 
-    The same object for the same values, from `gate_of`: layers look up launches by it.
+    From `gate_of`: layers look up launches by the object.
 
     Attributes:
         function: one of FUNCTIONS.
@@ -34,7 +34,12 @@ class Gate:
 
 
 FUNCTIONS = {"silu": "Silu", "gelu_tanh": "GeluTanh", "clamped_swiglu": "ClampedSwiglu"}
-gate_of = cache(Gate)
+_gate = cache(Gate)
+
+
+def gate_of(function: str, dtype: mx.Dtype, alpha: float = 0.0, limit: float = 0.0) -> Gate:
+    """The same object for the same values."""
+    return _gate(function, dtype, alpha, limit)
 
 
 def gated(gate_up: mx.array, gate: Gate) -> mx.array:

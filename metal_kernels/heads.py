@@ -9,6 +9,7 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 
+from .launch import MIN_NUMBERS
 from .stored import share_tails
 
 MAX_DIM = 256
@@ -96,7 +97,7 @@ class Heads:
         mx.eval(self.constants)
 
     def _constants(self) -> mx.array:
-        """Scalars, weights, frequencies and signs, float32; at least 8, see `AttentionPlan`."""
+        """Scalars, weights, frequencies and signs, float32; see `MIN_NUMBERS`."""
         form = self.form
         scale = np.float32(1) / np.sqrt(np.float32(form.head_dim))
         parts = [mx.array([self.norm_eps, self.magnitude, float(scale)])]
@@ -107,7 +108,8 @@ class Heads:
             parts.append(self.frequencies)
         if form.hadamard_order:
             parts.append(hadamard_signs(form.hadamard_order).flatten())
-        return mx.concatenate([*[part.astype(mx.float32) for part in parts], mx.zeros(8)])
+        numbers = mx.concatenate([part.astype(mx.float32) for part in parts])
+        return mx.pad(numbers, (0, max(MIN_NUMBERS - len(numbers), 0)))
 
 
 def group_size(dim: int) -> int:

@@ -18,6 +18,10 @@ import mlx.core as mx
 Size = tuple[int, int, int]
 TemplateValue = int | bool | mx.Dtype
 
+# Of an array for a kernel: MLX passes shorter ones in another address space, and that would be
+# another variant of the kernel.
+MIN_NUMBERS = 8
+
 TYPE_NAMES = {mx.float32: "float", mx.float16: "float16_t", mx.bfloat16: "bfloat16_t"}  # in Metal
 
 

@@ -65,7 +65,6 @@ def paged_attention_on_metal(
 class PagedAttention:
     """One attention, the same for all layers of a step with the same sizes."""
 
-    numbers: mx.array  # of the plan
     rest: list[mx.array]  # inputs that all layers share: of the plan, and (2,) scale and soft cap
     passes: Passes
 
@@ -90,9 +89,12 @@ class PagedAttention:
         num_tokens, num_heads, key_dim = queries.shape
         value_dim = value_dim or key_dim
         assert num_tokens == plan.num_queries, (queries.shape, plan.num_queries)
+        kv_heads = keys.pages[0].shape[0]
+        tails = keys.tail_head, keys.tail_heads, values.tail_head
+        assert tails in {(0, kv_heads, 0), (0, 2 * kv_heads, kv_heads)}, tails
         asked = Asked(
             rows=(num_tokens, num_heads),
-            kv_heads=keys.pages[0].shape[0],
+            kv_heads=kv_heads,
             dims=(key_dim, value_dim),
             dtype=queries.dtype,
             bits=(stored_bits(keys, key_dim), stored_bits(values, value_dim)),
@@ -102,9 +104,10 @@ class PagedAttention:
             num_seqs=plan.num_seqs,
             num_items=plan.num_items,
             max_queries=plan.max_queries,
+            is_split=plan.is_split,
         )
         rest = [plan.numbers, plan.pages, _numbers(scale, soft_cap or 0.0)]
-        return PagedAttention(plan.numbers, rest, passes_of(asked))
+        return PagedAttention(rest, passes_of(asked))
 
     def __call__(
         self,
@@ -128,7 +131,7 @@ class PagedAttention:
                 *logits,
             ]
         )
-        return results if reduce is None else reduce([*results, self.numbers, *logits])
+        return results if reduce is None else reduce([*results, self.rest[0], *logits])
 
 
 @cache

@@ -33,11 +33,7 @@ class Asked(NamedTuple):
     num_seqs: int
     num_items: int
     max_queries: int
-
-    @property
-    def is_split(self) -> bool:
-        """There are more items than sequences."""
-        return self.num_items > self.num_seqs
+    is_split: bool
 
 
 class Passes(NamedTuple):

@@ -23,7 +23,7 @@ class KernelPlan:
 
     rows: slice | None  # of the step's flat list; None: all
     plan: AttentionPlan
-    # By sizes of a layer: those of a group that are alike share one.
+    # By sizes of a layer: those of a group that are alike share one. A model has one dtype.
     _prepared: dict[Hashable, PagedAttention] = field(default_factory=dict)
 
     def attend(

@@ -31,7 +31,8 @@ class GroupPlan:
     tail_rows: mx.array | None  # (N,) flat rows that go to tails; None: all of them, in order
     tail_place: TailPlace | None  # where the N tokens go; None: none does
     positions: mx.array | None  # see padded_positions; None: no layer writes through a kernel
-    writes: dict[Form, KVWrite] = field(default_factory=dict)  # by what the kernel does to heads
+    # By what the kernel does to heads; a model has one dtype.
+    writes: dict[Form, KVWrite] = field(default_factory=dict)
 
 
 def plan_group(

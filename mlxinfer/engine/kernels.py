@@ -42,7 +42,7 @@ class Kernels:
     masks: bool = False  # a mask operation, where sampling has no kernel
 
     def put_into(self, model: Model) -> None:
-        """Let a model use those that are its own, and no others."""
+        """Let a model use those that are its own, and no others; one loop has it at a time."""
         for activation in model.activations:
             activation.in_kernel = activation.gate in self.gates
 

@@ -55,6 +55,10 @@ def test_allocator_equals_a_naive_set(data: st.DataObject) -> None:
                 allocator.allocate(count, after=after)
             continue
         pages = allocator.allocate(count, after=after)
+        if after is None:
+            place = lowest_with_headroom(free, count, allocator._headroom)
+            if place is not None and place + count <= allocator.near:
+                assert pages == list(range(place, place + count))
         assert len(pages) == count == len(set(pages))
         assert set(pages) <= free
         if after is not None and after + 1 in free:
@@ -67,6 +71,15 @@ def test_allocator_equals_a_naive_set(data: st.DataObject) -> None:
     assert allocator.num_held == num_held
     assert allocator.num_free == total - num_held
     assert allocator.extent >= max((page + 1 for pages in held for page in pages), default=0)
+
+
+def lowest_with_headroom(free: set[int], count: int, headroom: int) -> int | None:
+    """Where `count` pages go, the headroom after whoever is before them left free."""
+    for start in sorted(page for page in free if page - 1 not in free):
+        place = start + (headroom if start else 0)
+        if free.issuperset(range(start, place + count)):
+            return place
+    return None
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=8, unique=True), st.data())

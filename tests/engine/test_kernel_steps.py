@@ -90,6 +90,38 @@ def test_same_tokens_as_plain_mlx(
     ran = {report.kernel for report in machine.reports}
     assert {"kv_write", "gated", "sample"} <= ran
     assert any(name.startswith("paged_attention") for name in ran)
+    again = run(model, kv, choose_none)  # whoever has the model next, without kernels
+    assert not any(activation.in_kernel for activation in model.activations)
+    assert [o.token_ids for o in again] == [o.token_ids for o in plain]
+
+
+def run_crowded(model: Model, kv: KVOptions, kernels: Chooser, num_pages: int) -> Harness:
+    """Six requests that come one after another to a pool of so many pages."""
+    harness = Harness(model, kernels=kernels, kv=kv, max_batch=6, num_pages=num_pages)
+    for index in range(6):
+        params = SamplingParams(max_tokens=20 + 3 * index, temperature=0.8, seed=index)
+        harness.add(str(index), prompt(9 + 7 * index, seed=index), params)
+        harness.turn(3)
+    harness.drain()
+    return harness
+
+
+@requires_compiler
+@pytest.mark.parametrize(("case", "kv"), [("qwen3-v4", EIGHT), ("llama-v4", ROTATING)])
+def test_preempted_on_kernels_as_undisturbed_in_plain_mlx(
+    case: str, kv: KVOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wide_model(monkeypatch, case)
+    plain = run_crowded(model, kv, choose_none, 80)
+    machine = MetalCPU(seed=1)
+    with running_on(machine):
+        crowded = run_crowded(model, kv, choose_all(set()), 7)
+    machine.assert_clean()
+    assert crowded.loop.scheduler.counters.preemptions > 0
+    found, expected = (
+        [outcome.token_ids for outcome in harness.outcomes.values()] for harness in (crowded, plain)
+    )
+    assert found == expected
 
 
 @requires_compiler

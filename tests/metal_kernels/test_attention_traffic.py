@@ -24,9 +24,9 @@ def one_head(dim: int, bits: int, group: int, queries: int, tokens: int = 300) -
     return Scene([tokens], [queries], group=group, key_dim=dim, value_dim=dim, bits=stored)
 
 
-def assert_least(ours: Moved, group: int, queries: int) -> None:
+def assert_least(ours: Moved, group: int, queries: int, most: float = 1.05) -> None:
     assert 1 <= ours.unique <= 1.05
-    assert 1 <= ours.requested <= (1.05 if group <= 8 and queries == 1 else 2)
+    assert 1 <= ours.requested <= (most if group <= 8 and queries == 1 else 2)
     assert ours.dequantised is None or 1 <= ours.dequantised <= 1.05
 
 
@@ -42,7 +42,9 @@ def test_each_key_and_value_is_loaded_once(dim: int, bits: int, group: int, quer
     ("dim", "bits", "rows"), list(product((64, 80, 96, 112, 128, 192, 256), BITS, ROWS))
 )
 def test_everywhere(dim: int, bits: int, rows: tuple[int, int]) -> None:
-    assert_least(moved(one_head(dim, bits, *rows)), *rows)
+    # Where a group of codes is no whole number of runs, lanes ask for its scale more than once.
+    most = 1.05 if bits == 16 or dim % 64 == 0 else 1.4
+    assert_least(moved(one_head(dim, bits, *rows)), *rows, most)
 
 
 @requires_compiler

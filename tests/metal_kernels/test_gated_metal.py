@@ -69,3 +69,9 @@ def test_a_layer_gives_the_same_with_its_kernel(function: str) -> None:
 
 def test_what_has_no_kernel_is_left_as_it_is() -> None:
     assert activations.gated("gelu", mx.float32).gate is None
+
+
+def test_the_same_values_are_the_same_object() -> None:
+    """Layers and the self-check look up launches by it, however they wrote it."""
+    assert gate_of("silu", mx.float16) is gate_of("silu", mx.float16, limit=0.0, alpha=0.0)
+    assert gate_of("silu", mx.float16) is not gate_of("silu", mx.bfloat16)

@@ -13,7 +13,7 @@ import mlx.core as mx
 from .attention_plan import AttentionPlan
 from .attention_reduce import includes, output_sizes, partial_sizes, reduction
 from .attention_shape import LANES
-from .launch import MetalKernel
+from .launch import Launch, MetalKernel
 from .paged_attention_gather import paged_attention_gathered
 from .paged_attention_passes import DTYPES
 from .stored import Stored, decoded, is_plain, part_names, plane_text, stored_bits
@@ -67,23 +67,30 @@ def mla_attention_on_metal(
     Raises:
         ValueError: no kernel has these sizes; `mla_attention_gathered` takes any.
     """
+    assert len(queries) == plan.num_queries, (queries.shape, plan.num_queries)
+    rows, factor = (len(queries), queries.shape[1]), mx.array(scale, dtype=mx.float32)
+    attend = _attend(queries, latents, plan, value_dim)
+    results = attend([queries, *latents.tails, *latents.pages, plan.numbers, plan.pages, factor])
+    if plan.is_split:
+        places = plan.num_seqs * plan.max_queries
+        reduce = reduction(rows, places, value_dim, queries.dtype, sinks=False, log_sums=True)
+        results = reduce([*results, plan.numbers])
+    return [results[0].reshape(*rows, value_dim), results[1]]
+
+
+def _attend(queries: mx.array, latents: Stored, plan: AttentionPlan, value_dim: int) -> Launch:
+    """The first pass."""
     num_tokens, num_heads, dim = queries.shape
     bits = stored_bits(latents, dim)
     _check(queries.dtype, (dim, value_dim), bits)
-    assert num_tokens == plan.num_queries, (queries.shape, plan.num_queries)
-    rows = num_tokens, num_heads
-    outputs = output_sizes(rows, value_dim, queries.dtype, log_sums=True)
     num_rows = plan.max_queries * num_heads
-    partials = partial_sizes(plan.num_items, 1, num_rows, value_dim)
     teams = row_teams(num_rows)
-    results = _kernel(is_plain(latents))(
-        [
-            queries,
-            *latents.tails,
-            *latents.pages,
-            *(plan.numbers, plan.pages),
-            mx.array(scale, dtype=mx.float32),
-        ],
+    if plan.is_split:
+        sizes = partial_sizes(plan.num_items, 1, num_rows, value_dim)
+    else:
+        sizes = output_sizes((num_tokens, num_heads), value_dim, queries.dtype, log_sums=True)
+    return Launch(
+        _kernel(is_plain(latents)),
         template=[
             ("T", queries.dtype),
             ("BITS", bits),
@@ -94,13 +101,8 @@ def mla_attention_on_metal(
         ],
         grid=(plan.num_items * teams * TEAM_THREADS, row_blocks(num_rows), 1),
         threadgroup=(teams * TEAM_THREADS, 1, 1),
-        **(partials if plan.is_split else outputs),
+        **sizes,
     )
-    if plan.is_split:
-        places = plan.num_seqs * plan.max_queries
-        reduce = reduction(rows, places, value_dim, queries.dtype, sinks=False, log_sums=True)
-        results = reduce([*results, plan.numbers])
-    return [results[0].reshape(*rows, value_dim), results[1]]
 
 
 def row_teams(num_rows: int) -> int:

@@ -125,9 +125,9 @@ class LayerPool:
 
     def grow_tails(self, num_slots: int) -> None:
         """Make room for `num_slots` running sequences."""
+        extra = (num_slots - self.num_slots) * self._tail_rows
         for tails in self._tails:
             # In place: planes hold the same lists.
-            extra = (num_slots - self.num_slots) * self._tail_rows
             tails[:] = [extended(part, axis=0, extra=extra) for part in tails]
             mx.eval(tails)
         self.num_slots = num_slots

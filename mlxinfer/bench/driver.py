@@ -154,8 +154,9 @@ class OurDriver:
         self.done = launched_before if self._launch_ahead else self._model.work
         return self._named
 
-    def _take(self, event: TokenEvent) -> None:
-        if event.error is not None:
-            raise event.error
-        if event.token_id is not None:
-            self._named.append(event.request_id)
+    def _take(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            if event.error is not None:
+                raise event.error
+            if event.token_id is not None:
+                self._named.append(event.request_id)

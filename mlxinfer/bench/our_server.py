@@ -80,10 +80,11 @@ class OurServer:
         self.loop.turn()
         return self._tokens
 
-    def _take(self, event: TokenEvent) -> None:
-        if event.error is not None:
-            raise event.error
-        if event.token_id is not None:
-            self._tokens.append(
-                Token(event.request_id, event.token_id, event.finish_reason is not None)
-            )
+    def _take(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            if event.error is not None:
+                raise event.error
+            if event.token_id is not None:
+                self._tokens.append(
+                    Token(event.request_id, event.token_id, event.finish_reason is not None)
+                )

@@ -35,7 +35,8 @@ class PageAllocator:
         self._headroom = headroom
         self._length_from: dict[int, int] = {}  # first page of a free run -> its length
         self._start_before: dict[int, int] = {}  # one past its last page -> first page
-        self._roomy: list[int] = []  # first pages, in order, of runs longer than the headroom
+        # by length, the last for all that are longer than the headroom: first pages in order
+        self._runs: list[list[int]] = [[] for _ in range(headroom + 2)]
         self._put(0, num_pages)
 
     @property
@@ -59,7 +60,6 @@ class PageAllocator:
             taken += self._take(start, count - len(taken))
             start = taken[-1] + 1
         self.num_free -= count
-        self.extent = max(self.extent, max(taken, default=-1) + 1)
         return taken
 
     def release(self, pages: Iterable[int]) -> None:
@@ -86,16 +86,30 @@ class PageAllocator:
         """The first free run with place for `count` pages, and how many to leave free before."""
         if self._length_from.get(0, 0) >= count:
             return 0, 0
-        for start in self._roomy:
+        for start in self._runs[-1]:
             if start and self._length_from[start] >= self._headroom + count:
                 return start, self._headroom
         return None
 
     def _longest(self, stop: int) -> tuple[int, int]:
-        """The longest of the free runs below page `stop`, as far as they are below it."""
-        lengths = {s: min(length, stop - s) for s, length in self._length_from.items()}
-        start = max(lengths, key=lambda start: (lengths[start], -start))
-        return start, lengths[start]
+        """The longest of the free runs below page `stop`, as far as they are below it; its length.
+
+        Costs the number of runs longer than the headroom: of the others the first of a length is
+        the one, but for one run that may go on beyond `stop`.
+        """
+        best, most = -1, 0
+        for start in self._runs[-1]:
+            length = min(self._length_from[start], stop - start)
+            if length > most:
+                best, most = start, length
+        for most_here in range(self._headroom, 0, -1):
+            if most_here < most:
+                break
+            starts = self._runs[most_here]
+            length = min(most_here, stop - starts[0]) if starts else 0
+            if length > most or (length == most and starts and starts[0] < best):
+                best, most = starts[0], length
+        return best, most
 
     def _split(self, start: int, offset: int) -> int:
         """Cut a free run in two, `offset` pages in; the second part's first page."""
@@ -107,11 +121,28 @@ class PageAllocator:
 
     def _take(self, start: int, count: int) -> list[int]:
         """Up to `count` pages from the front of the free run at `start`."""
-        length = self._pop(start)
-        count = min(count, length)
-        if count < length:
-            self._put(start + count, length - count)
-        return list(range(start, start + count))
+        length = self._length_from[start]
+        if count >= length:
+            self._pop(start)
+            return self._taken(start, start + length)
+        # cut in place: every sequence that decodes takes its next page so
+        rest = start + count
+        del self._length_from[start]
+        self._length_from[rest] = length - count
+        self._start_before[start + length] = rest
+        before, after = self._runs_like(length), self._runs_like(length - count)
+        at = bisect_left(before, start)
+        if before is after:
+            before[at] = rest
+        else:
+            del before[at]
+            insort(after, rest)
+        return self._taken(start, rest)
+
+    def _taken(self, start: int, stop: int) -> list[int]:
+        if stop > self.extent:
+            self.extent = stop
+        return [*range(start, stop)]
 
     def _free(self, page: int) -> None:
         assert 0 <= page < self.num_pages
@@ -127,16 +158,19 @@ class PageAllocator:
         """Note a free run."""
         self._length_from[start] = length
         self._start_before[start + length] = start
-        if length > self._headroom:
-            insort(self._roomy, start)
+        insort(self._runs_like(length), start)
 
     def _pop(self, start: int) -> int:
         """Forget the free run that starts here; its length."""
         length = self._length_from.pop(start)
         del self._start_before[start + length]
-        if length > self._headroom:
-            del self._roomy[bisect_left(self._roomy, start)]
+        starts = self._runs_like(length)
+        del starts[bisect_left(starts, start)]
         return length
+
+    def _runs_like(self, length: int) -> list[int]:
+        """First pages of the free runs as long as this one."""
+        return self._runs[length if length <= self._headroom else -1]
 
 
 @dataclass(slots=True)
@@ -162,13 +196,9 @@ class PageTable:
     @property
     def end(self) -> int:
         """One past the last position that has a slot."""
-        number = self.first + len(self.pages) if self.pages_begun else len(self.kept)
+        num_kept = len(self.kept)
+        number = self.first + len(self.pages) if num_kept == self.num_kept else num_kept
         return number * self.page_size
-
-    @property
-    def pages_begun(self) -> bool:
-        """Whether all kept pages are there."""
-        return len(self.kept) == self.num_kept
 
     @property
     def all_pages(self) -> list[int]:

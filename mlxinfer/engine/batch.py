@@ -80,6 +80,7 @@ class Sampling:
 
     sequences: list[Sequence]  # (R,)
     slots: tuple[int, ...]  # (R,)
+    slot_ids: Ints  # (R,) the same
     output_index: NDArray[np.int64]  # (R,) which token of each answer it is, from 0
     rows: Ints | None  # (R,) flat rows whose logits give it; None: all of the step's, in order
     num_guided: int = 0  # the last so many are under a grammar
@@ -98,7 +99,7 @@ class Sampling:
         return self.sequences[self.num_free :]
 
 
-NOBODY = Sampling([], (), np.zeros(0, dtype=np.int64), None)
+NOBODY = Sampling([], (), np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64), None)
 
 
 def sampling_of(decodes: Decodes, prefills: list[Segment]) -> Sampling:
@@ -106,18 +107,21 @@ def sampling_of(decodes: Decodes, prefills: list[Segment]) -> Sampling:
     ends = [segment for segment in prefills if segment.samples]
     sequences = decodes.sequences + [s.sequence for s in ends] if ends else decodes.sequences
     rows, slots, output_index = None, decodes.slots, decodes.output_index
+    slot_ids = decodes.spans.slots
     if prefills:
         last = [s.row + s.num_tokens - 1 for s in ends]
         rows = np.concatenate([decodes.spans.rows, ints(last)])
         slots += tuple([s.slot for s in ends])
+        slot_ids = ints(list(slots))
         output_index = np.concatenate([output_index, [s.output_index for s in ends]])
     num_guided = decodes.num_guided + sum([s.sequence.request.grammar is not None for s in ends])
     if not num_guided:
-        return Sampling(sequences, slots, output_index, rows)
+        return Sampling(sequences, slots, slot_ids, output_index, rows)
     order = np.argsort([s.request.grammar is not None for s in sequences], kind="stable")
     return Sampling(
         [sequences[place] for place in order],
         tuple([slots[place] for place in order]),
+        slot_ids[order],
         output_index[order],
         order.astype(np.int32) if rows is None else rows[order],
         num_guided,

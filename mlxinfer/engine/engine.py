@@ -156,7 +156,7 @@ class Engine:
             for request_id in list(self._listeners):
                 failure = EngineClosedError(f"The engine has ended after a fault: {worse}")
                 failure.__cause__ = worse
-                self._emit(TokenEvent(request_id, None, FinishReason.ERROR, error=failure))
+                self._emit([TokenEvent(request_id, None, FinishReason.ERROR, error=failure)])
             return False
 
     def _finish(self, loop: Loop, sound: bool) -> None:
@@ -187,8 +187,10 @@ class Engine:
         if request_id in self._listeners:  # else it has had its last event, whatever the loop knows
             self._loop.abort(request_id)
 
-    def _emit(self, event: TokenEvent) -> None:
-        listener = self._listeners[event.request_id]
-        if event.finish_reason is not None:
-            del self._listeners[event.request_id]
-        listener(event)
+    def _emit(self, events: list[TokenEvent]) -> None:
+        listeners = self._listeners
+        for event in events:
+            listener = listeners[event.request_id]
+            if event.finish_reason is not None:
+                del listeners[event.request_id]
+            listener(event)

@@ -15,17 +15,17 @@ from ..cache.kv import KVCache
 from ..cache.layout import lay_out
 from ..cache.transfer import payload_bytes
 from ..config import DiskOptions, EngineConfig
-from ..core import FinishReason, Request, TokenEvent
+from ..core import FinishReason, Request, TokenEvent, TokenLogprobs
 from ..errors import RequestFailedError
 from ..models.decoder import Model
 from ..sampling.sampler import Sampler
-from .batch import Batch
+from .batch import Batch, Sampling
 from .guides import Guides, follow
 from .kernels import Chooser, choose_kernels, choose_none
 from .limits import check_request
 from .pagestore import PageStore
 from .runner import Launched, Runner
-from .scheduler import Scheduler
+from .scheduler import Scheduler, Taken
 from .sequence import Sequence
 from .stats import stats_of
 
@@ -36,7 +36,8 @@ class Loop:
     Args:
         model: evaluated and ready.
         config: sizes.
-        emit: called with each event of each request; the last one has a finish_reason.
+        emit: called with what is to be said of requests, in order; of each the last event has a
+            finish_reason.
         kernels: says which Metal kernels may be used.
     """
 
@@ -44,7 +45,7 @@ class Loop:
         self,
         model: Model,
         config: EngineConfig,
-        emit: Callable[[TokenEvent], None],
+        emit: Callable[[list[TokenEvent]], None],
         *,
         kernels: Chooser = choose_none,
     ) -> None:
@@ -136,7 +137,7 @@ class Loop:
         sequence = self.scheduler.find(request_id)
         if sequence is not None:
             self.scheduler.finish(sequence)
-            self._emit(TokenEvent(request_id, None, FinishReason.ABORT))
+            self._emit([TokenEvent(request_id, None, FinishReason.ABORT)])
 
     def abort_all(self) -> None:
         """End every request."""
@@ -168,7 +169,7 @@ class Loop:
             return False
         for sequence, problem in stuck:
             self.scheduler.finish(sequence)
-            self._emit(_dead_end(sequence, problem))
+            self._emit([_dead_end(sequence, problem)])
         return True
 
     def _commit(self, launched: Launched) -> bool:
@@ -189,34 +190,44 @@ class Loop:
             new = logits[max(sequence.num_logits - start, 0) :]  # preempted, it computes some again
             if len(new) and not sequence.finished:
                 sequence.num_logits = start + len(logits)
-                self._emit(TokenEvent(sequence.request.id, None, prompt_logits=new))
-        sequences = launched.batch.sampling.sequences
-        asked = {sequences[row]: found for row, found in logprobs.items()}
-        taken = self.scheduler.commit(launched.batch, token_ids)
-        if taken:
-            self.runner.observe(*list(zip(*taken, strict=True))[:2])
-        now_s = time.monotonic()
-        for sequence, token_id, reason in taken:
-            request = sequence.request
-            whole = request.grammar is not None and follow(request, token_id)
-            if whole:
-                reason = None
-            found = asked.get(sequence) if asked else None
-            # by position: this is done for every token of everybody
-            self._emit(
-                TokenEvent(
-                    request.id, token_id, reason, found, None, sequence.num_cached, None, now_s
-                )
-            )
-            if whole:
-                self._end_whole(sequence)
+                self._emit([TokenEvent(sequence.request.id, None, prompt_logits=new)])
+        taken = self.scheduler.commit(launched.batch, token_ids.tolist())
+        self.runner.observe(launched.batch.sampling, token_ids, taken.away)
+        self._tell_tokens(launched.batch.sampling, token_ids.tolist(), taken, logprobs)
         return True
 
-    def _end_whole(self, sequence: Sequence) -> None:
+    def _tell_tokens(
+        self,
+        sampling: Sampling,
+        token_ids: list[int],
+        taken: Taken,
+        logprobs: dict[int, TokenLogprobs],
+    ) -> None:
+        """An event for each token of a step, and what few of them have beside it."""
+        now_s = time.monotonic()
+        events = [  # by position: this is done for every token of everybody
+            TokenEvent(s.request.id, token_id, None, None, None, s.num_cached, None, now_s)
+            for s, token_id in zip(sampling.sequences, token_ids, strict=True)
+        ]
+        for row, reason in taken.ended.items():
+            events[row].finish_reason = reason
+        for row, found in logprobs.items():
+            events[row].logprobs = found
+        late = set(taken.late)
+        ends = []
+        for row in range(sampling.num_free, len(sampling)):
+            if row not in late and follow(sampling.sequences[row].request, token_ids[row]):
+                events[row].finish_reason = None
+                ends.append(self._end_whole(sampling.sequences[row]))
+        if late:
+            events = [event for row, event in enumerate(events) if row not in late]
+        self._emit(events + ends)
+
+    def _end_whole(self, sequence: Sequence) -> TokenEvent:
         """End an answer whose grammar is finished: its last token was text, no end token."""
         if not sequence.finished:  # else that token was also the last there was room for
             self.scheduler.finish(sequence)
-        self._emit(TokenEvent(sequence.request.id, None, FinishReason.STOP))
+        return TokenEvent(sequence.request.id, None, FinishReason.STOP)
 
     def _tell(self, store: PageStore, launched: Launched) -> None:
         """A step went well: what was read out before it may be kept."""
@@ -236,7 +247,7 @@ class Loop:
         for sequence in batch.sequences:
             if not sequence.finished:
                 self.scheduler.finish(sequence, keep=False)
-                self._emit(_failure(sequence, error))
+                self._emit([_failure(sequence, error)])
         for sequence in reversed(list(self.scheduler.running)):
             self.scheduler.preempt(sequence, keep=False)
         for sequence in self.scheduler.unfinished():
@@ -248,7 +259,7 @@ class Loop:
         """Fail every request and start afresh: the books themselves were wrong."""
         _let_go(error)
         for sequence in self.scheduler.unfinished():
-            self._emit(_failure(sequence, error))
+            self._emit([_failure(sequence, error)])
         counters = self.scheduler.counters
         counters.step_failures += 1
         self.assemble()

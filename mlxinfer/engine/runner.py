@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cache.kv import KVCache
+from ..cache.spans import Ints
 from ..cache.transfer import read_pages, write_pages
 from ..core import TokenLogprobs
 from ..models.decoder import Model
@@ -17,6 +18,7 @@ from .batch import Batch, Load, Sampling, Segment, Spill
 from .sequence import Sequence
 
 Bools = NDArray[np.bool_]
+NO_TOKENS: Ints = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(slots=True)
@@ -38,9 +40,9 @@ class Launched:
         mx.eval(self.outputs)
         mx.synchronize()
 
-    def token_ids(self) -> list[int]:
-        """The sampled tokens, in the order of `batch.sampling`."""
-        return [] if self.sampled is None else list(np.array(self.sampled.tokens).tolist())
+    def token_ids(self) -> Ints:
+        """(R,) the sampled tokens, in the order of `batch.sampling`."""
+        return NO_TOKENS if self.sampled is None else np.array(self.sampled.tokens)
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
         """Where a request asked for them: place in `batch.sampling` -> log-probabilities."""
@@ -124,9 +126,13 @@ class Runner:
             payloads = [load.payload for load in some]
             write_pages(self.cache, group, [load.page for load in some], payloads)
 
-    def observe(self, sequences: Seq[Sequence], token_ids: Seq[int]) -> None:
-        """Tell the sampler which tokens were read."""
-        self.sampler.observe([s.slot for s in sequences], token_ids)
+    def observe(self, sampling: Sampling, token_ids: Ints, away: list[int]) -> None:
+        """Tell the sampler which tokens were read, but for rows whose slot was given up."""
+        slots = sampling.slot_ids
+        if away:
+            slots = slots.copy()
+            slots[away] = -1
+        self.sampler.observe(slots, token_ids)
 
     def _admit(self, batch: Batch) -> None:
         for sequence in batch.admitted:

@@ -10,6 +10,7 @@ is written only behind a barrier (`Batch.writes_pages`).
 import heapq
 from collections import deque
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,6 +24,15 @@ from .holdings import Holdings
 from .pagestore import PageStore
 from .sequence import Sequence
 from .shares import prefill_shares
+
+
+@dataclass(slots=True)
+class Taken:
+    """What came of a step's tokens, by row of its `sampling`; of most there is nothing to say."""
+
+    ended: dict[int, FinishReason] = field(default_factory=dict)  # with this token
+    late: list[int] = field(default_factory=list)  # had ended before: the token is thrown away
+    away: list[int] = field(default_factory=list)  # gave up the slot: these, and who was preempted
 
 
 class Scheduler:
@@ -154,24 +164,25 @@ class Scheduler:
         self._launch(batch)
         return batch
 
-    def commit(
-        self, batch: Batch, token_ids: Seq[int]
-    ) -> list[tuple[Sequence, int, FinishReason | None]]:
-        """Take in the tokens that a step sampled: (sequence, token id, why it ended or None)."""
-        taken: list[tuple[Sequence, int, FinishReason | None]] = []
-        for sequence, token_id in zip(batch.sampling.sequences, token_ids, strict=True):
+    def commit(self, batch: Batch, token_ids: Seq[int]) -> "Taken":
+        """Take in the tokens that a step sampled, one for each row of `batch.sampling`."""
+        taken = Taken()
+        for row, sequence in enumerate(batch.sampling.sequences):
             sequence.num_pending -= 1
-            if sequence.finished:
-                continue
+            if sequence.slot < 0:
+                taken.away.append(row)
+                if sequence.finished:
+                    taken.late.append(row)
+                    continue
             known = sequence.token_ids
+            token_id = token_ids[row]
             known.append(token_id)
-            reason = None
             if token_id in sequence.request.stop_ids or len(known) >= sequence.max_known:
                 reason = _finish_reason(sequence, token_id)
-            if reason is not None:
-                self.finish(sequence)
-            taken.append((sequence, token_id, reason))
-        self.counters.tokens_sampled += len(taken)
+                if reason is not None:
+                    self.finish(sequence)
+                    taken.ended[row] = reason
+        self.counters.tokens_sampled += len(batch.sampling) - len(taken.late)
         return taken
 
     def _next_decodes(self) -> Decodes:
@@ -279,8 +290,9 @@ class Scheduler:
     def _seal(self, sequence: Sequence, stop: int) -> Move:
         move = Move(sequence.tables, sequence.slot, sequence.num_sealed, stop)
         self.counters.pages_sealed += (stop - sequence.num_sealed) // self.page_size
+        if sequence.num_sealed < sequence.num_prompt:  # nobody asks for an answer that still grows
+            self.holdings.wrote(sequence)
         sequence.num_sealed = stop
-        self.holdings.wrote(sequence)
         return move
 
     # -- pages ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ class TokenHistory:
     def __init__(self, spare: int) -> None:
         self.spare = spare
         self._columns: dict[int, dict[int, int]] = {}  # slot -> token -> column
-        self._sizes: dict[int, int] = {}  # of the same slots
+        self._sizes = np.full(1, -1)  # by slot, -1: not followed; the last: all that lie beyond
         self._ids = np.zeros((0, 64), dtype=np.int32)
         self._counts = np.zeros((0, 64), dtype=np.float32)
 
@@ -32,34 +32,25 @@ class TokenHistory:
         self._counts[slot] = 0
         self._ids[slot, :num_ids] = ids
         self._counts[slot, :num_ids] = times
-        self._columns[slot] = dict(zip(ids.tolist(), range(num_ids), strict=True))
         self._sizes[slot] = num_ids
+        self._columns[slot] = dict(zip(ids.tolist(), range(num_ids), strict=True))
 
     def stop(self, slot: int) -> None:
         """Follow a slot no longer, if it was followed."""
-        self._columns.pop(slot, None)
-        self._sizes.pop(slot, None)
+        if self._columns.pop(slot, None) is not None:
+            self._sizes[slot] = -1
 
-    def observe(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Add one token to each of these slots, all different, that is followed."""
-        if not self._columns:
+    def observe(self, slots: Ints, token_ids: Ints) -> None:
+        """Add one token to each of these slots (N,), all different, that is followed; -1: none."""
+        beyond = len(self._sizes) - 1
+        places = np.flatnonzero(self._sizes[np.minimum(slots, beyond)] >= 0)
+        if not len(places):
             return
-        new = dict(zip(slots, token_ids, strict=True))
-        rows, tokens, columns = [], [], []
-        for slot, known in self._columns.items():
-            if slot in new:
-                token = new[slot]
-                if token not in known:
-                    known[token] = self._sizes[slot]
-                    self._sizes[slot] += 1
-                rows += [slot]
-                tokens += [token]
-                columns += [known[token]]
-        if rows:
-            self._reserve(num_slots=0, num_ids=max(columns) + 1)
-            place = np.array(rows), np.array(columns)
-            self._ids[place] = tokens
-            self._counts[place] += 1
+        rows, tokens = slots[places], token_ids[places]
+        columns = self._columns_of(rows, tokens)
+        self._reserve(num_slots=0, num_ids=int(columns.max()) + 1)
+        self._ids[rows, columns] = tokens
+        self._counts[rows, columns] += 1
 
     def ids(self, slots: NDArray[np.int64]) -> Ints:
         """(P, N) distinct ids, as wide as the longest of these histories."""
@@ -69,8 +60,20 @@ class TokenHistory:
         """(P, N) how often each of the `ids` is there."""
         return self._counts[slots, : self._width(slots)]
 
+    def _columns_of(self, slots: Ints, token_ids: Ints) -> NDArray[np.int64]:
+        """(P,) where each token is in the row of its slot, or is to be from now on."""
+        sizes = self._sizes[slots]
+        tables = [self._columns[slot] for slot in slots.tolist()]
+        tokens = token_ids.tolist()
+        for known, token, size in zip(tables, tokens, sizes.tolist(), strict=True):
+            if token not in known:
+                known[token] = size
+        columns = np.array([known[token] for known, token in zip(tables, tokens, strict=True)])
+        self._sizes[slots] = np.maximum(sizes, columns + 1)
+        return columns
+
     def _width(self, slots: NDArray[np.int64]) -> int:
-        return max(1, max([self._sizes[slot] for slot in slots.tolist()]))
+        return int(self._sizes[slots].max(initial=1))
 
     def _reserve(self, *, num_slots: int, num_ids: int) -> None:
         rows, columns = self._ids.shape
@@ -81,3 +84,4 @@ class TokenHistory:
         more = ((0, more_rows), (0, more_columns))
         self._ids = np.pad(self._ids, more, constant_values=self.spare)
         self._counts = np.pad(self._counts, more)
+        self._sizes = np.pad(self._sizes, more[0], constant_values=-1)

@@ -11,7 +11,7 @@ from ..core import SamplingParams
 from .biases import SparseBias, sparse_bias
 from .blocks import pad_rows
 from .choice import Choice, KernelChoice, PlainChoice
-from .history import TokenHistory
+from .history import Ints, TokenHistory
 from .logprobs import LogprobArrays, compute_logprobs
 from .penalties import penalise, prompt_mask
 from .plan import Plan, make_plan
@@ -85,8 +85,8 @@ class Sampler:
         self._history.stop(slot)
         self._plans.clear()
 
-    def observe(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Take note of tokens read back, one for each slot; -1: it is in use no longer."""
+    def observe(self, slots: Ints, token_ids: Ints) -> None:
+        """Take note of tokens (N,) read back, one for each slot (N,); -1: in use no longer."""
         self._history.observe(slots, token_ids)
 
     def sample(

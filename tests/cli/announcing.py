@@ -10,10 +10,10 @@ from mlxinfer.engine.engine import Engine
 def announce_first_token() -> None:
     right = Engine._emit
 
-    def emit(engine: Engine, event: TokenEvent) -> None:
+    def emit(engine: Engine, events: list[TokenEvent]) -> None:
         Engine._emit = right  # type: ignore[method-assign]
         print("a token", file=sys.stderr, flush=True)
-        right(engine, event)
+        right(engine, events)
 
     Engine._emit = emit  # type: ignore[assignment, method-assign]
 

@@ -66,7 +66,11 @@ class Harness:
         self.turns = 0
         self.loop = Loop(model, config(**changes), self._take, kernels=kernels)
 
-    def _take(self, event: TokenEvent) -> None:
+    def _take(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            self._note(event)
+
+    def _note(self, event: TokenEvent) -> None:
         outcome = self.outcomes[event.request_id]
         assert outcome.reason is None, "an event after the end"
         if event.token_id is not None:

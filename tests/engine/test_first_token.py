@@ -11,10 +11,11 @@ def test_a_first_token_waits_for_no_later_step() -> None:
     counters, take = harness.loop.scheduler.counters, harness.loop._emit
     launched: dict[str, list[int]] = {"stream": [], "late": []}
 
-    def note(event: TokenEvent) -> None:
-        if event.token_id is not None:
-            launched[event.request_id].append(counters.steps)
-        take(event)
+    def note(events: list[TokenEvent]) -> None:
+        for event in events:
+            if event.token_id is not None:
+                launched[event.request_id].append(counters.steps)
+        take(events)
 
     harness.loop._emit = note
     harness.add("stream", prompt(20), SamplingParams(max_tokens=30, ignore_eos=True))

@@ -10,7 +10,7 @@ from mlxinfer.cache.pages import PageAllocator
 from mlxinfer.cache.reach import Reach
 from mlxinfer.core import FinishReason, Request, SamplingParams
 from mlxinfer.engine.batch import MAX_SHORT, Batch
-from mlxinfer.engine.scheduler import Scheduler
+from mlxinfer.engine.scheduler import Scheduler, Taken
 from mlxinfer.engine.sequence import Sequence
 
 PAGE = 4
@@ -149,8 +149,8 @@ def test_finished_is_noticed_one_step_late_and_counted_once() -> None:
     second = scheduler.next_batch()  # launched before the first is read
     assert first is not None
     assert second is not None
-    assert scheduler.commit(first, [99]) == [(sequence, 99, FinishReason.STOP)]
-    assert scheduler.commit(second, [5]) == []
+    assert scheduler.commit(first, [99]) == Taken(ended={0: FinishReason.STOP})
+    assert scheduler.commit(second, [5]) == Taken(late=[0], away=[0])
     assert sequence.token_ids == [1, 2, 99]
     assert scheduler.idle
 
@@ -159,11 +159,11 @@ def test_min_tokens_holds_back_the_end() -> None:
     scheduler = build()
     params = SamplingParams(max_tokens=9, min_tokens=2)
     scheduler.add(Request("a", [1], params, stop_ids=frozenset({7})), max_output=9)
-    ended = [reason for _ in range(3) for _, _, reason in commit_sevens(scheduler)]
-    assert ended == [None, None, FinishReason.STOP]
+    ended = [commit_sevens(scheduler).ended for _ in range(3)]
+    assert ended == [{}, {}, {0: FinishReason.STOP}]
 
 
-def commit_sevens(scheduler: Scheduler) -> list[tuple[Sequence, int, FinishReason | None]]:
+def commit_sevens(scheduler: Scheduler) -> Taken:
     batch = scheduler.next_batch()
     assert batch is not None
     return scheduler.commit(batch, [7] * len(batch.sampling))
@@ -203,13 +203,13 @@ def test_books_balance_over_random_programs(data: st.DataObject) -> None:
         if batch is not None:
             check_batch(scheduler, batch, chunk)
         for done in [previous] if ahead else [batch]:
-            for sequence, _, reason in (
-                scheduler.commit(done, [3] * len(done.sampling)) if done else ()
-            ):
-                if reason is not None:
-                    ended[sequence.request.id] += 1
-                    assert len(sequence.token_ids) == sequence.max_known
-                    del live[sequence.request.id]
+            taken = scheduler.commit(done, [3] * len(done.sampling)) if done else Taken()
+            for row in taken.ended:
+                assert done is not None
+                sequence = done.sampling.sequences[row]
+                ended[sequence.request.id] += 1
+                assert len(sequence.token_ids) == sequence.max_known
+                del live[sequence.request.id]
         previous = batch
         check_books(scheduler)
         if scheduler.idle and not arrivals and previous is None:

@@ -75,7 +75,7 @@ def test_a_run_launched_ahead_and_one_resumed_in_the_middle_give_the_same_tokens
             sampled = sampler.sample(logits[step], (0, 1), np.array([step, step]), pending)
             if pending is not None:
                 said.append(pending.tolist())
-                sampler.observe((0, 1), said[-1])
+                sampler.observe(np.array([0, 1]), np.array(said[-1]))
             pending = sampled.tokens
         assert pending is not None
         return [*said, pending.tolist()]
@@ -219,7 +219,7 @@ def calls_of_a_step(num_rows: int, params: list[SamplingParams]) -> int:
         sampler.add(slot, params[slot % len(params)], [1, 2, 3], [], frozenset({2}))
     logits, counts = mx.zeros((num_rows, VOCAB)), np.zeros(num_rows, np.int64)
     pending = sampler.sample(logits, slots, counts).tokens
-    tokens = pending.tolist()
+    slot_ids, tokens = np.array(slots), np.array(pending)
     calls = 0
 
     def count(_frame: object, event: str, _arg: object) -> None:
@@ -229,7 +229,7 @@ def calls_of_a_step(num_rows: int, params: list[SamplingParams]) -> int:
     sys.setprofile(count)
     try:
         sampler.sample(logits, slots, counts + 1, pending)
-        sampler.observe(slots, tokens)
+        sampler.observe(slot_ids, tokens)
     finally:
         sys.setprofile(None)
     return calls
@@ -248,7 +248,7 @@ def test_nothing_of_a_step_is_held_after_it():
     def step(count: int) -> None:
         sampled = sampler.sample(mx.random.normal((1, 5000)), (0,), np.array([count]))
         mx.eval(sampled.arrays())
-        sampler.observe((0,), sampled.tokens.tolist())
+        sampler.observe(np.array([0]), np.array(sampled.tokens))
 
     step(0)
     mx.synchronize()

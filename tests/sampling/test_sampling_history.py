@@ -30,7 +30,8 @@ def test_counts_each_token_of_each_slot(before: list[int], output: list[int]):
     history.start(1, [])
     slots = np.array([3, 1])
     for token in output:
-        history.observe([3, 2, 1], [token, 7, 200 - token])  # nobody follows 2
+        # nobody follows 0, 2 or 9, and -1 is no slot
+        history.observe(np.array([3, 2, 9, 1, -1, 0]), np.array([token, 7, 7, 200 - token, 7, 7]))
     expected = [Counter(before + output), Counter(200 - token for token in output)]
     assert as_dicts(history, slots) == [dict(counter) for counter in expected]
 
@@ -39,11 +40,11 @@ def test_ids_are_as_wide_as_the_longest_of_the_histories_asked_for():
     history = TokenHistory(SPARE)
     history.start(0, range(5))
     history.start(1, [9])
-    history.observe([1], [8])
+    history.observe(np.array([1]), np.array([8]))
     assert history.ids(np.array([1, 0])).tolist() == [[9, 8, SPARE, SPARE, SPARE], [0, 1, 2, 3, 4]]
     assert history.ids(np.array([1])).tolist() == [[9, 8]]
     history.stop(0)
-    history.observe([0], [1])
+    history.observe(np.array([0]), np.array([1]))
     history.stop(1)
     history.start(0, [])
     assert as_dicts(history, np.array([0])) == [{}]

@@ -40,11 +40,12 @@ def in_no_hurry(model: ServedModel) -> ServedModel:
     loop = model.engine._loop
     emit = loop._emit
 
-    def emit_slowly(event: TokenEvent) -> None:
-        emit(event)
-        sequence = loop.scheduler.find(event.request_id)
-        if sequence is not None and sequence.max_known - sequence.num_prompt >= LONG_TOKENS:
-            time.sleep(LONG_TOKEN_S)
+    def emit_slowly(events: list[TokenEvent]) -> None:
+        for event in events:
+            emit([event])
+            sequence = loop.scheduler.find(event.request_id)
+            if sequence is not None and sequence.max_known - sequence.num_prompt >= LONG_TOKENS:
+                time.sleep(LONG_TOKEN_S)
 
     loop._emit = emit_slowly
     return model

@@ -109,10 +109,11 @@ class FakeRunner:
             launched.tokens.append(token)
         launched.unguided = []
 
-    def observe(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """Tokens were read, of sequences in these sampler slots; -1: it no longer runs."""
-        for slot, token in zip(slots, tokens, strict=True):
-            if slot >= 0:
+    def observe(self, sampling: Sampling, tokens: Sequence[int], away: list[int]) -> None:
+        """Tokens were read; rows that are away have no slot any more."""
+        for row, (slot, token) in enumerate(zip(sampling.slots, tokens, strict=True)):
+            assert int(sampling.slot_ids[row]) == slot
+            if row not in away:
                 self._sampler[slot].history += token
 
     def _fail(self, fault: str | None, stage: str) -> None:

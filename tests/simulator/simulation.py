@@ -152,12 +152,17 @@ class Simulation:
         launched.done = True
         if self.store is not None:
             self.store.put(launched.spilled)
+        sampling = launched.batch.sampling
         taken = self.scheduler.commit(launched.batch, launched.tokens)
-        self.runner.observe([s.slot for s, _, _ in taken], [token for _, token, _ in taken])
-        for sequence, token, reason in taken:
+        self.runner.observe(sampling, launched.tokens, taken.away)
+        for row, (sequence, token) in enumerate(
+            zip(sampling.sequences, launched.tokens, strict=True)
+        ):
+            if row in taken.late:
+                continue
             if sequence.request.grammar is not None and token not in sequence.request.stop_ids:
                 rules_of(sequence).said.append(token)
-            self.asked[sequence.request.id].take(token, reason)
+            self.asked[sequence.request.id].take(token, taken.ended.get(row))
         return True
 
     def _fail_step(self, batch: Batch) -> None:

@@ -4,9 +4,10 @@ Made once a step and layer group, used by all its layers. Knows no keys, no valu
 B = sequences, BLOCK = 16 tokens, which kernels handle together.
 """
 
+from array import array
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from .launch import MIN_NUMBERS
 
 Ints = NDArray[np.int32]
+Numbers: TypeAlias = "Ints | array[int]"  # of int32 both
 
 BLOCK = 16
 MAX_QUERIES = 8
@@ -152,13 +154,19 @@ class AttentionPlanner:
         return numbers, len(work)
 
 
-def page_table(tables: Sequence[Ints]) -> mx.array:
+def page_table(tables: Sequence[Numbers]) -> mx.array:
     """(B, max_pages), at least 8 of them; the page of every page number, -1: let go of."""
-    lengths = np.array([len(table) for table in tables])
+    entries, lengths = joined(tables)
     width = max(MIN_NUMBERS, int(lengths.max()))
     pages = np.full((len(tables), width), -1, np.int32)
-    pages[np.arange(width) < lengths[:, None]] = np.concatenate(tables)
+    pages[np.arange(width) < lengths[:, None]] = entries
     return mx.array(pages)
+
+
+def joined(rows: Sequence[Numbers]) -> tuple[Ints, Ints]:
+    """Entries (N,) of rows of int32, one row after another, and how many each has (B,)."""
+    lengths = np.fromiter(map(len, rows), np.int32, len(rows))
+    return np.frombuffer(b"".join(rows), np.int32), lengths  # type: ignore[arg-type]
 
 
 def visible_blocks(

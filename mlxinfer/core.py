@@ -5,7 +5,9 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .errors import InvalidRequestError
 
@@ -169,18 +171,55 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]  # (token id, log-probability), most probable first
 
 
-@dataclass(slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """What the engine says of one request after one step."""
 
     request_id: str
-    token_id: int | None  # None: ended without a new token
+    token_id: int | None  # None: no new token
     finish_reason: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
     error: Exception | None = None
     cached_tokens: int = 0  # prompt tokens whose KV was there already
     prompt_logits: object = None  # numpy (n, vocab) float32 of the prompt's next n positions
-    made_s: float = field(default_factory=time.monotonic, compare=False)
+    made_s: float = 0.0  # monotonic seconds
+
+    @classmethod
+    def without_token(
+        cls,
+        request_id: str,
+        finish_reason: FinishReason | None = None,
+        *,
+        error: Exception | None = None,
+        prompt_logits: object = None,
+    ) -> "TokenEvent":
+        """Made now."""
+        return cls(
+            request_id,
+            None,
+            finish_reason,
+            error=error,
+            prompt_logits=prompt_logits,
+            made_s=time.monotonic(),
+        )
+
+    @classmethod
+    def of_step(
+        cls, request_ids: Sequence[str], token_ids: Sequence[int], cached_tokens: Sequence[int]
+    ) -> "list[TokenEvent]":
+        """One for each token of a step, made now: of many requests at no call for each."""
+        assert len(request_ids) == len(token_ids) == len(cached_tokens)
+        fields = zip(
+            request_ids,
+            token_ids,
+            repeat(None),
+            repeat(None),
+            repeat(None),
+            cached_tokens,
+            repeat(None),
+            repeat(time.monotonic()),
+            strict=False,
+        )
+        return [*map(partial(tuple.__new__, cls), fields)]
 
 
 @dataclass(frozen=True, slots=True)

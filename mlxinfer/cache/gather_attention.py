@@ -4,12 +4,14 @@ Where sequences are many and short this takes a handful of operations for all of
 of runs take a handful for each; the copy is what it costs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from ..metal_kernels.attention_plan import Numbers, joined
 from ..metal_kernels.paged_attention import gathered_attention
 from .pool import LayerPool
 from .queries import ShortQueries, additive, plan_queries
@@ -67,11 +69,7 @@ def num_visible(short: ShortSpans, reach: Reach, page_size: int) -> Ints:
 
 def _all_pages(short: ShortSpans, group: int, page_size: int) -> tuple[mx.array, mx.array | None]:
     """Ids (B, n) of all sealed pages, and the mask (B, 1, 1, n * page_size) of the padding."""
-    tables = [
-        np.asarray(tables[group].numbers_before(stop))
-        for tables, stop in zip(short.tables, short.sealed.tolist(), strict=True)
-    ]
-    ids, real = _padded(tables)
+    ids, real = _padded(short.sealed_pages(group))
     if real.all():
         return mx.array(ids), None
     mask = np.repeat(additive(real), page_size, axis=1)
@@ -87,8 +85,9 @@ def _window_pages(
         short.tables, short.starts.tolist(), short.sealed.tolist(), strict=True
     ):
         first = reach.first_page(start, page_size)
-        kept = np.arange(min(reach.kept_pages(page_size), first, sealed // page_size))
-        seen = np.concatenate([kept, np.arange(first, sealed // page_size)])
+        stop = sealed // page_size
+        kept = np.arange(min(reach.kept_pages(page_size), first, stop), dtype=np.int32)
+        seen = np.concatenate([kept, np.arange(first, stop, dtype=np.int32)])
         numbers.append(seen)
         tables.append(np.asarray(row[group].numbers_before(sealed))[seen])
     ids, real = _padded(tables)
@@ -98,13 +97,13 @@ def _window_pages(
     return mx.array(ids), mx.array(additive(visible)[:, None])
 
 
-def _padded(rows: list[Ints]) -> tuple[Ints, NDArray[np.bool_]]:
+def _padded(rows: Sequence[Numbers]) -> tuple[Ints, NDArray[np.bool_]]:
     """(B, n) rows, each padded with its own last entry, and which entries are real.
 
     Its own: what another sequence has computed must not reach this one, not even times zero.
     """
-    lengths = np.array([len(row) for row in rows])
-    real = np.arange(lengths.max()) < lengths[:, None]
-    padded = np.repeat([row[-1] for row in rows], real.shape[1]).reshape(real.shape)
-    padded[real] = np.concatenate(rows)
-    return padded.astype(np.int32), real
+    entries, lengths = joined(rows)
+    first = np.cumsum(lengths) - lengths
+    places = np.arange(lengths.max())
+    last = lengths[:, None] - 1
+    return entries[first[:, None] + np.minimum(places, last)], places <= last

@@ -94,9 +94,4 @@ def _flat_rows(short: ShortSpans, count: int) -> Ints:
 
 def _page_table(short: ShortSpans, group: int) -> mx.array:
     """For each span the page of every page number that is sealed."""
-    return page_table(
-        [
-            np.asarray(tables[group].numbers_before(stop))
-            for tables, stop in zip(short.tables, short.sealed.tolist(), strict=True)
-        ]
-    )
+    return page_table(short.sealed_pages(group))

@@ -17,7 +17,7 @@ from .plan import padded_positions, plan_group
 from .plane import Plane
 from .pool import PLAIN, Bits, LayerPool, token_bytes
 from .reach import Reach
-from .sealing import Moves, seal_index
+from .sealing import Move, seal_index
 from .short_plan import Planner
 from .spans import StepSpans
 from .step import StepKV
@@ -220,8 +220,8 @@ class KVCache:
 
     # -- one step -------------------------------------------------------------------------------
 
-    def seal(self, moves: Moves) -> None:
-        """Move tail pages into the pools: (tables, tail slot, from position, to position) each.
+    def seal(self, moves: Sequence[Move]) -> None:
+        """Move tail pages into the pools.
 
         Only behind a barrier. Pages that a window let go of already are left out.
         """

@@ -52,14 +52,12 @@ class PageAllocator:
         """
         if count > self.num_free:
             raise OutOfPages(f"{count} pages wanted, {self.num_free} of {self.num_pages} free")
-        taken: list[int] = []
-        start = None if after is None else after + 1
-        while len(taken) < count:
-            if start not in self._length_from:
-                start = self._place(count - len(taken))
-            taken += self._take(start, count - len(taken))
-            start = taken[-1] + 1
         self.num_free -= count
+        start = -1 if after is None else after + 1
+        taken = self._take(start, count) if start in self._length_from else []
+        while len(taken) < count:
+            missing = count - len(taken)
+            taken += self._take(self._place(missing), missing)
         return taken
 
     def release(self, pages: Iterable[int]) -> None:
@@ -121,25 +119,11 @@ class PageAllocator:
 
     def _take(self, start: int, count: int) -> list[int]:
         """Up to `count` pages from the front of the free run at `start`."""
-        length = self._length_from[start]
-        if count >= length:
-            self._pop(start)
-            return self._taken(start, start + length)
-        # cut in place: every sequence that decodes takes its next page so
-        rest = start + count
-        del self._length_from[start]
-        self._length_from[rest] = length - count
-        self._start_before[start + length] = rest
-        before, after = self._runs_like(length), self._runs_like(length - count)
-        at = bisect_left(before, start)
-        if before is after:
-            before[at] = rest
-        else:
-            del before[at]
-            insort(after, rest)
-        return self._taken(start, rest)
-
-    def _taken(self, start: int, stop: int) -> list[int]:
+        length = self._pop(start)
+        stop = start + length
+        if count < length:
+            stop = start + count
+            self._put(stop, length - count)
         if stop > self.extent:
             self.extent = stop
         return [*range(start, stop)]
@@ -158,19 +142,15 @@ class PageAllocator:
         """Note a free run."""
         self._length_from[start] = length
         self._start_before[start + length] = start
-        insort(self._runs_like(length), start)
+        insort(self._runs[length if length <= self._headroom else -1], start)
 
     def _pop(self, start: int) -> int:
         """Forget the free run that starts here; its length."""
         length = self._length_from.pop(start)
         del self._start_before[start + length]
-        starts = self._runs_like(length)
+        starts = self._runs[length if length <= self._headroom else -1]
         del starts[bisect_left(starts, start)]
         return length
-
-    def _runs_like(self, length: int) -> list[int]:
-        """First pages of the free runs as long as this one."""
-        return self._runs[length if length <= self._headroom else -1]
 
 
 @dataclass(slots=True)
@@ -188,10 +168,12 @@ class PageTable:
     pages: list[int] = field(default_factory=list)
     _runs: list[tuple[int, int]] | None = field(default=None, repr=False)
     _before: tuple[int, list[tuple[int, int]]] | None = field(default=None, repr=False)
-    _numbers: tuple[int, "array[int]"] | None = field(default=None, repr=False)
+    _numbers: "array[int]" = field(init=False, repr=False)  # page of each page number, -1: gone
 
     def __post_init__(self) -> None:
         self.first = max(self.first, self.num_kept)
+        gone = [-1] * (self.first - self.num_kept)
+        self._numbers = array("i", [*self.kept, *gone, *self.pages])
 
     @property
     def end(self) -> int:
@@ -222,6 +204,7 @@ class PageTable:
             self.kept[page_number] = page
         else:
             self.pages[page_number - self.first] = page
+        self._numbers[page_number] = page
         self._forget()
 
     def pages_from(self, page_number: int) -> list[int]:
@@ -230,26 +213,26 @@ class PageTable:
 
     def append(self, pages: list[int]) -> None:
         """Take pages for the positions that follow."""
+        self._numbers.extend(pages)
         missing = self.num_kept - len(self.kept)
-        self.kept += pages[:missing]
-        self.pages += pages[missing:]
+        if missing:
+            self.kept += pages[:missing]
+            pages = pages[missing:]
+        self.pages += pages
         self._forget()
 
     def drop_before(self, page_number: int) -> list[int]:
         """Let go of the pages before `page_number` that are not kept; returns them."""
         count = min(max(page_number - self.first, 0), len(self.pages))
         dropped, self.pages = self.pages[:count], self.pages[count:]
+        self._numbers[self.first : self.first + count] = array("i", [-1]) * count
         self.first += count
         self._forget()
         return dropped
 
     def numbers_before(self, stop: int) -> "array[int]":
-        """The page of every page number of positions [0, stop); -1: let go of. Remembered."""
-        if self._numbers is None or self._numbers[0] != stop:
-            gone = [-1] * (self.first - self.num_kept)
-            pages = [*self.kept, *gone, *self.pages][: stop // self.page_size]
-            self._numbers = stop, array("i", pages)
-        return self._numbers[1]
+        """The page of every page number of positions [0, stop), int32; -1: let go of."""
+        return self._numbers[: stop // self.page_size]
 
     def runs_before(self, stop: int) -> list[tuple[int, int]]:
         """The pool slots of positions [0, stop) of a table that keeps everything; remembered."""
@@ -280,7 +263,7 @@ class PageTable:
 
     def _forget(self) -> None:
         """The table changed."""
-        self._runs = self._before = self._numbers = None
+        self._runs = self._before = None
 
     def _page_runs(self) -> list[tuple[int, int]]:
         """Runs of consecutive pages as (first slot, slots); found once per change of the table."""

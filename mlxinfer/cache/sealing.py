@@ -1,36 +1,43 @@
 """Which tail tokens go to which places of a pool when tails are sealed. Knows no arrays of MLX."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from .pages import PageTable
-from .spans import Ints
-
-Moves = Sequence[tuple[list[PageTable], int, int, int]]
+from .spans import Ints, ints
 
 
-def seal_index(moves: Moves, group: int, page_size: int) -> tuple[Ints, Ints, Ints] | None:
+class Move(NamedTuple):
+    """Tail tokens of one sequence to be written to pages: positions [start, stop)."""
+
+    tables: list[PageTable]  # where to, one per layer group
+    slot: int  # of the tail
+    start: int
+    stop: int
+
+
+def seal_index(moves: Sequence[Move], group: int, page_size: int) -> tuple[Ints, Ints, Ints] | None:
     """Tail slots, offsets in the tails and pool slots (N,) of the tokens that move.
 
     Args:
-        moves: (tables by group, tail slot, from position, to position) each; what lies in pages
-            that a window let go of already is left out.
+        moves: what lies in pages that a window let go of already is left out.
         group: whose tables count.
 
     Returns:
         None: nothing moves.
     """
-    found: list[tuple[int, int, int, int, int]] = []  # page, its first position, slot, from, to
+    found: list[int] = []  # page, its first position, slot, from, to; for each page in turn
     for tables, slot, start, stop in moves:
         table = tables[group]
         for number in range(start // page_size, -(-stop // page_size)):
             page = table.page_at(number)
             if page is not None:
-                found.append((page, number * page_size, slot, start, stop))
+                found += page, number * page_size, slot, start, stop
     if not found:
         return None
-    pages, firsts, slots, starts, stops = np.array(found, dtype=np.int32).T[:, :, None]  # (n, 1)
+    pages, firsts, slots, starts, stops = ints(found).reshape(-1, 5).T[:, :, None]  # (n, 1)
     step = np.arange(page_size, dtype=np.int32)
     positions = firsts + step  # (n, page_size)
     moving = (positions >= starts) & (positions < stops)

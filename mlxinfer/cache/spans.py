@@ -1,5 +1,6 @@
 """New tokens of sequences, as the KV cache sees them. Knows positions and slots, no MLX."""
 
+from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -87,6 +88,14 @@ class ShortSpans:
     def sealed_to(self, stops: Ints) -> "ShortSpans":
         """The same tokens, with pages up to (B,) these positions before the tails."""
         return ShortSpans(self.tables, self.rows, self.starts, self.counts, stops, self.slots)
+
+    def sealed_pages(self, group: int) -> "list[array[int]]":
+        """(B,) of each span the page of every page number that is sealed, int32; -1: let go of."""
+        stops = self.sealed.tolist()
+        return [
+            tables[group].numbers_before(stop)
+            for tables, stop in zip(self.tables, stops, strict=True)
+        ]
 
     def some(self, places: NDArray[np.int64]) -> "ShortSpans":
         """Those at these places among the B."""

@@ -6,9 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cache.pages import PageTable
+from ..cache.sealing import Move
 from ..cache.spans import Ints, StepSpans, ints
 from .decodes import Decodes
-from .sequence import Sequence
+from .sequence import Sequence, Told
 
 MAX_SHORT = 8  # query tokens that the decode path takes; longer segments are prefill
 
@@ -32,16 +33,6 @@ class Segment:
     def stop(self) -> int:
         """One past the position of the last token."""
         return self.start + self.num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Tail tokens to be written to pages before a step: positions [start, stop)."""
-
-    tables: list[PageTable]  # where to
-    slot: int  # of the tail
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +70,7 @@ class Sampling:
     """Who gets a token in a step: first those that are free to take any, then those guided."""
 
     sequences: list[Sequence]  # (R,)
+    told: Told  # of them
     slots: tuple[int, ...]  # (R,)
     slot_ids: Ints  # (R,) the same
     output_index: NDArray[np.int64]  # (R,) which token of each answer it is, from 0
@@ -99,7 +91,9 @@ class Sampling:
         return self.sequences[self.num_free :]
 
 
-NOBODY = Sampling([], (), np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64), None)
+NOBODY = Sampling(
+    [], Told([], []), (), np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64), None
+)
 
 
 def sampling_of(decodes: Decodes, prefills: list[Segment]) -> Sampling:
@@ -107,19 +101,22 @@ def sampling_of(decodes: Decodes, prefills: list[Segment]) -> Sampling:
     ends = [segment for segment in prefills if segment.samples]
     sequences = decodes.sequences + [s.sequence for s in ends] if ends else decodes.sequences
     rows, slots, output_index = None, decodes.slots, decodes.output_index
-    slot_ids = decodes.spans.slots
+    told, slot_ids = decodes.told, decodes.spans.slots
     if prefills:
         last = [s.row + s.num_tokens - 1 for s in ends]
         rows = np.concatenate([decodes.spans.rows, ints(last)])
         slots += tuple([s.slot for s in ends])
         slot_ids = ints(list(slots))
+        told = Told.of(sequences)
         output_index = np.concatenate([output_index, [s.output_index for s in ends]])
     num_guided = decodes.num_guided + sum([s.sequence.request.grammar is not None for s in ends])
     if not num_guided:
-        return Sampling(sequences, slots, slot_ids, output_index, rows)
+        return Sampling(sequences, told, slots, slot_ids, output_index, rows)
     order = np.argsort([s.request.grammar is not None for s in sequences], kind="stable")
+    in_order = [sequences[place] for place in order]
     return Sampling(
-        [sequences[place] for place in order],
+        in_order,
+        Told.of(in_order),
         tuple([slots[place] for place in order]),
         slot_ids[order],
         output_index[order],
@@ -135,7 +132,7 @@ class Batch:
     decodes: Decodes
     short: list[Segment]  # single tokens before others
     long: list[Segment]
-    seal: list[Move] = field(default_factory=list)
+    seal: list[Move] = field(default_factory=list)  # tails, before the step
     spill: list[Spill] = field(default_factory=list)
     load: list[Load] = field(default_factory=list)
     restore: list[Restore] = field(default_factory=list)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cache.spans import Ints, ShortSpans, ints
-from .sequence import Sequence
+from .sequence import Sequence, Told
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class Decodes:
 
     sequences: list[Sequence]  # (B,) in order of admission
     slots: tuple[int, ...]  # (B,) of their tails and in the sampler
+    told: Told
     spans: ShortSpans  # the same order; flat rows 0 to B - 1
     output_index: NDArray[np.int64]  # (B,) which token of each answer is sampled, from 0
     num_guided: int  # under a grammar
@@ -47,6 +48,7 @@ class Decodes:
         return Decodes(
             found,
             tuple(slots),
+            Told.of(found),
             spans,
             np.array([s.num_output for s in found], dtype=np.int64),
             sum([s.request.grammar is not None for s in found]),
@@ -66,6 +68,7 @@ class Decodes:
         return Decodes(
             self.sequences,
             self.slots,
+            self.told,
             self.spans.moved_on(),
             self.output_index + 1,
             self.num_guided,

@@ -156,7 +156,8 @@ class Engine:
             for request_id in list(self._listeners):
                 failure = EngineClosedError(f"The engine has ended after a fault: {worse}")
                 failure.__cause__ = worse
-                self._emit([TokenEvent(request_id, None, FinishReason.ERROR, error=failure)])
+                ended = TokenEvent.without_token(request_id, FinishReason.ERROR, error=failure)
+                self._emit([ended])
             return False
 
     def _finish(self, loop: Loop, sound: bool) -> None:
@@ -178,7 +179,7 @@ class Engine:
 
     def _add(self, request: Request, max_output: int, listener: Listener) -> None:
         if self._stopping:
-            listener(TokenEvent(request.id, None, FinishReason.ABORT))
+            listener(TokenEvent.without_token(request.id, FinishReason.ABORT))
             return
         self._listeners[request.id] = listener
         self._loop.add(request, max_output)

@@ -1,7 +1,8 @@
 """What sequences hold of the KV cache: pages, tails, leases on the prefix tree. Pure Python.
 
-Whole pages go to the tree as they are written, so that another request can share them while they
-are in use; when a sequence ends or is preempted, the rest of it follows. Only a cut page is copied.
+Whole pages of a prompt go to the tree as they are written, so that another request can share them
+while they are in use; when a sequence ends or is preempted, its answer follows. Only a cut page is
+copied.
 """
 
 from collections.abc import Sequence as Seq
@@ -10,7 +11,8 @@ from ..cache.pages import OutOfPages, PageAllocator, PageTable
 from ..cache.prefix import PrefixTree, StoredPage
 from ..cache.prefix.match import Match
 from ..cache.reach import Reach
-from .batch import Load, Move, Restore, Spill
+from ..cache.sealing import Move
+from .batch import Load, Restore, Spill
 from .pagestore import Found, PageStore
 from .sequence import Sequence
 
@@ -84,9 +86,9 @@ class Holdings:
             sequence.num_cached = match.num_tokens
         for group, reach in enumerate(self.reaches):
             if reach.window is None:  # in one go, so that a prompt lies in one run
-                self.extend(sequence, group, sequence.num_known)
+                self._extend(sequence.tables[group], group, sequence.num_known)
             elif match.cut_tokens:
-                self.extend(sequence, group, match.num_tokens)
+                self._extend(sequence.tables[group], group, match.num_tokens)
         return self._restore(match, sequence) if match.cut_tokens else None
 
     def _lock(self, sequence: Sequence, spare: int) -> Match:
@@ -226,20 +228,27 @@ class Holdings:
 
     # -- going on -------------------------------------------------------------------------------
 
-    def extend(self, sequence: Sequence, group: int, num_tokens: int) -> None:
-        """Take the pages of a group that `num_tokens` positions need, evicting what is unused.
+    def extend(self, sequence: Sequence, num_tokens: int) -> None:
+        """Take the pages that `num_tokens` positions need, evicting what is unused.
 
         Raises:
-            OutOfPages: all that is left is in use.
+            OutOfPages: all that is left of a group is in use; it may have got those of others.
         """
-        table, allocator = sequence.tables[group], self.allocators[group]
-        missing = -(-(num_tokens - table.end) // self.page_size)
-        if missing <= 0:
-            return
+        ends = [self._extend(t, group, num_tokens) for group, t in enumerate(sequence.tables)]
+        sequence.num_slots = min(ends)
+
+    def _extend(self, table: PageTable, group: int, num_tokens: int) -> int:
+        """The same of one group; one past the last position that has a slot now."""
+        end = table.end
+        if num_tokens <= end:
+            return end
+        missing = -(-(num_tokens - end) // self.page_size)
+        allocator = self.allocators[group]
         if missing > allocator.num_free:
             self.tree.evict(group, missing - allocator.num_free)
         held = table.pages or table.kept
         table.append(allocator.allocate(missing, after=held[-1] if held else None))
+        return end + missing * self.page_size
 
     def wrote(self, sequence: Sequence) -> None:
         """A step that is being launched writes whole pages of this sequence."""

@@ -137,7 +137,7 @@ class Loop:
         sequence = self.scheduler.find(request_id)
         if sequence is not None:
             self.scheduler.finish(sequence)
-            self._emit([TokenEvent(request_id, None, FinishReason.ABORT)])
+            self._emit([TokenEvent.without_token(request_id, FinishReason.ABORT)])
 
     def abort_all(self) -> None:
         """End every request."""
@@ -190,10 +190,11 @@ class Loop:
             new = logits[max(sequence.num_logits - start, 0) :]  # preempted, it computes some again
             if len(new) and not sequence.finished:
                 sequence.num_logits = start + len(logits)
-                self._emit([TokenEvent(sequence.request.id, None, prompt_logits=new)])
-        taken = self.scheduler.commit(launched.batch, token_ids.tolist())
+                self._emit([TokenEvent.without_token(sequence.request.id, prompt_logits=new)])
+        tokens = token_ids.tolist()
+        taken = self.scheduler.commit(launched.batch, tokens)
         self.runner.observe(launched.batch.sampling, token_ids, taken.away)
-        self._tell_tokens(launched.batch.sampling, token_ids.tolist(), taken, logprobs)
+        self._tell_tokens(launched.batch.sampling, tokens, taken, logprobs)
         return True
 
     def _tell_tokens(
@@ -204,20 +205,16 @@ class Loop:
         logprobs: dict[int, TokenLogprobs],
     ) -> None:
         """An event for each token of a step, and what few of them have beside it."""
-        now_s = time.monotonic()
-        events = [  # by position: this is done for every token of everybody
-            TokenEvent(s.request.id, token_id, None, None, None, s.num_cached, None, now_s)
-            for s, token_id in zip(sampling.sequences, token_ids, strict=True)
-        ]
+        request_ids, cached_tokens = sampling.told
+        events = TokenEvent.of_step(request_ids, token_ids, cached_tokens)
         for row, reason in taken.ended.items():
-            events[row].finish_reason = reason
+            events[row] = events[row]._replace(finish_reason=reason)
         for row, found in logprobs.items():
-            events[row].logprobs = found
-        late = set(taken.late)
-        ends = []
+            events[row] = events[row]._replace(logprobs=found)
+        late, ends = set(taken.late), []
         for row in range(sampling.num_free, len(sampling)):
             if row not in late and follow(sampling.sequences[row].request, token_ids[row]):
-                events[row].finish_reason = None
+                events[row] = events[row]._replace(finish_reason=None)
                 ends.append(self._end_whole(sampling.sequences[row]))
         if late:
             events = [event for row, event in enumerate(events) if row not in late]
@@ -227,7 +224,7 @@ class Loop:
         """End an answer whose grammar is finished: its last token was text, no end token."""
         if not sequence.finished:  # else that token was also the last there was room for
             self.scheduler.finish(sequence)
-        return TokenEvent(sequence.request.id, None, FinishReason.STOP)
+        return TokenEvent.without_token(sequence.request.id, FinishReason.STOP)
 
     def _tell(self, store: PageStore, launched: Launched) -> None:
         """A step went well: what was read out before it may be kept."""
@@ -285,7 +282,7 @@ class Loop:
         self._in_flight = None
         holdings = self.scheduler.holdings
         self.cache.make_room(0)
-        self.cache.seal([(m.tables, m.slot, m.start, m.stop) for m in holdings.take_closing()])
+        self.cache.seal(holdings.take_closing())
         store.save(holdings.take_all(), self.runner.read_out)
 
     def stats(self) -> dict[str, Any]:
@@ -320,7 +317,7 @@ def _failure(sequence: Sequence, error: BaseException) -> TokenEvent:
         f"{type(error).__name__}: {error}"
     )
     failure.__cause__ = error
-    return TokenEvent(sequence.request.id, None, FinishReason.ERROR, error=failure)
+    return TokenEvent.without_token(sequence.request.id, FinishReason.ERROR, error=failure)
 
 
 def _dead_end(sequence: Sequence, problem: str) -> TokenEvent:
@@ -328,4 +325,4 @@ def _dead_end(sequence: Sequence, problem: str) -> TokenEvent:
         f"The grammar of this request cannot go on after "
         f"{sequence.num_known - sequence.num_prompt} tokens: {problem}"
     )
-    return TokenEvent(sequence.request.id, None, FinishReason.ERROR, error=failure)
+    return TokenEvent.without_token(sequence.request.id, FinishReason.ERROR, error=failure)

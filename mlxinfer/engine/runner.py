@@ -72,7 +72,7 @@ class Runner:
             previous.wait()
         self._admit(batch)
         self.cache.make_room(num_slots)
-        self.cache.seal([(m.tables, m.slot, m.start, m.stop) for m in batch.seal])
+        self.cache.seal(batch.seal)
         spilled = self.read_out(batch.spill)
         self._fill(batch.load)
         self.cache.restore(

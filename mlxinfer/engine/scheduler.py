@@ -16,8 +16,9 @@ import numpy as np
 
 from ..cache.pages import OutOfPages, PageAllocator
 from ..cache.reach import Reach
+from ..cache.sealing import Move
 from ..core import FinishReason, Request
-from .batch import MAX_SHORT, Batch, Move, Restore, Segment, sampling_of
+from .batch import MAX_SHORT, Batch, Restore, Segment, sampling_of
 from .counters import Counters
 from .decodes import Decodes
 from .holdings import Holdings
@@ -278,8 +279,9 @@ class Scheduler:
             return
         spans = batch.decodes.spans
         stops = np.maximum(spans.starts - spans.starts % self.page_size, spans.sealed)
+        sequences, stops_of = batch.decodes.sequences, stops.tolist()
         for row in np.flatnonzero(stops > spans.sealed).tolist():
-            batch.seal.append(self._seal(batch.decodes.sequences[row], int(stops[row])))
+            batch.seal.append(self._seal(sequences[row], stops_of[row]))
         batch.decodes = batch.decodes.sealed_to(stops)
         for segment in batch.prefills:
             stop = segment.start - segment.start % self.page_size
@@ -288,12 +290,12 @@ class Scheduler:
                 segment.sealed = stop
 
     def _seal(self, sequence: Sequence, stop: int) -> Move:
-        move = Move(sequence.tables, sequence.slot, sequence.num_sealed, stop)
-        self.counters.pages_sealed += (stop - sequence.num_sealed) // self.page_size
-        if sequence.num_sealed < sequence.num_prompt:  # nobody asks for an answer that still grows
-            self.holdings.wrote(sequence)
+        start = sequence.num_sealed
         sequence.num_sealed = stop
-        return move
+        self.counters.pages_sealed += (stop - start) // self.page_size
+        if start < sequence.num_prompt:  # nobody asks for an answer that still grows
+            self.holdings.wrote(sequence)
+        return Move(sequence.tables, sequence.slot, start, stop)
 
     # -- pages ----------------------------------------------------------------------------------
 
@@ -326,19 +328,16 @@ class Scheduler:
 
         False: the sequence itself is the youngest and went back to the queue.
         """
-        for group in range(len(sequence.tables)):
-            while True:
-                try:
-                    self.holdings.extend(sequence, group, num_tokens)
-                    break
-                except OutOfPages:
-                    youngest = self.running[-1]
-                    assert len(self.running) > 1, "a request that fits alone was admitted"
-                    self.preempt(youngest)
-                    if youngest is sequence:
-                        return False
-        sequence.num_slots = min([table.end for table in sequence.tables])
-        return True
+        while True:
+            try:
+                self.holdings.extend(sequence, num_tokens)
+                return True
+            except OutOfPages:
+                youngest = self.running[-1]
+                assert len(self.running) > 1, "a request that fits alone was admitted"
+                self.preempt(youngest)
+                if youngest is sequence:
+                    return False
 
 
 def _num_prompt_tokens(segments: Seq[Segment]) -> int:

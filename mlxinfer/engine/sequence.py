@@ -1,6 +1,8 @@
 """One request while the engine works on it: tokens, how far they are computed, what it holds."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..cache.pages import PageTable
 from ..cache.prefix.match import Lease
@@ -63,3 +65,16 @@ class Sequence:
         """Whether the next step computes that token: not if the last one is in flight."""
         num_tokens = len(self.token_ids) + self.num_pending
         return self.num_computed + 1 == num_tokens and self.num_prompt < num_tokens < self.max_known
+
+
+class Told(NamedTuple):
+    """What every event of R sequences says; it stays as it is while they run."""
+
+    request_ids: list[str]  # (R,)
+    cached_tokens: list[int]  # (R,)
+
+    @staticmethod
+    def of(sequences: Iterable[Sequence]) -> "Told":
+        """Of these."""
+        asked = [(s.request.id, s.num_cached) for s in sequences]
+        return Told([name for name, _ in asked], [cached for _, cached in asked])

@@ -1,6 +1,7 @@
 """The page allocator against a naive set, and page tables against arithmetic."""
 
-from itertools import pairwise
+from itertools import count, pairwise
+from typing import NoReturn
 
 import pytest
 from hypothesis import given
@@ -44,22 +45,24 @@ def test_allocator_equals_a_naive_set(data: st.DataObject) -> None:
     held: list[list[int]] = []
     for _ in range(data.draw(st.integers(0, 40))):
         free = set(range(total)) - {page for pages in held for page in pages}
+        stop = data.draw(st.integers(0, total))
+        assert allocator._longest(stop) == longest_run(free, stop)
         if held and data.draw(st.booleans()):
             allocator.release(held.pop(data.draw(st.integers(0, len(held) - 1))))
             continue
-        count = data.draw(st.integers(1, total))
+        num = data.draw(st.integers(1, total))
         owner = data.draw(st.sampled_from(held)) if held and data.draw(st.booleans()) else None
         after = owner[-1] if owner else None
-        if count > len(free):
+        if num > len(free):
             with pytest.raises(OutOfPages):
-                allocator.allocate(count, after=after)
+                allocator.allocate(num, after=after)
             continue
-        pages = allocator.allocate(count, after=after)
+        pages = allocator.allocate(num, after=after)
         if after is None:
-            place = lowest_with_headroom(free, count, allocator._headroom)
-            if place is not None and place + count <= allocator.near:
-                assert pages == list(range(place, place + count))
-        assert len(pages) == count == len(set(pages))
+            place = lowest_with_headroom(free, num, allocator._headroom)
+            if place is not None and place + num <= allocator.near:
+                assert pages == list(range(place, place + num))
+        assert len(pages) == num == len(set(pages))
         assert set(pages) <= free
         if after is not None and after + 1 in free:
             assert pages[0] == after + 1
@@ -80,6 +83,34 @@ def lowest_with_headroom(free: set[int], count: int, headroom: int) -> int | Non
         if free.issuperset(range(start, place + count)):
             return place
     return None
+
+
+def longest_run(free: set[int], stop: int) -> tuple[int, int]:
+    """First page and length of the longest run below `stop`, the first of those; (-1, 0): none."""
+    below = {page for page in free if page < stop}
+    starts = sorted(page for page in below if page - 1 not in below)
+    lengths = [next(n for n in count() if start + n not in below) for start in starts]
+    best = max(lengths, default=0)
+    return (starts[lengths.index(best)], best) if starts else (-1, 0)
+
+
+class Unlisted(dict[int, int]):
+    """Answers for one key at a time."""
+
+    def items(self) -> NoReturn:  # type: ignore[override]
+        raise AssertionError("every free run was looked at")
+
+    __iter__ = keys = values = items  # type: ignore[assignment]
+
+
+def test_a_page_is_found_without_a_look_at_every_free_run() -> None:
+    """With hundreds of sequences in a pool that is nearly full, each next page is such a search."""
+    allocator = PageAllocator(3000, headroom=8)
+    held = [allocator.allocate(1) for _ in range(3000)]
+    allocator.release(page for (page,) in held if page % 3)  # runs of two
+    allocator._length_from = Unlisted(allocator._length_from)
+    for start in range(1, 3000, 3):
+        assert allocator.allocate(1) == [start]
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=8, unique=True), st.data())

@@ -83,3 +83,20 @@ def test_prompt_logits_come_once_though_it_was_preempted() -> None:
     harness.turn(3)
     harness.loop.scheduler.preempt(harness.loop.scheduler.running[0])
     assert sum(len(rows) for rows in harness.drain()["it"].logits) == 50
+
+
+def test_an_answer_is_for_others_when_it_ends() -> None:
+    """While it grows its prompt can be shared, and nothing is done for each of its pages."""
+    harness = Harness(tiny_model("qwen3-v4", quantized=True))
+    tree = harness.loop.scheduler.holdings.tree
+    harness.add("it", prompt(2 * PAGE), SamplingParams(max_tokens=8 * PAGE, ignore_eos=True))
+    harness.turn(4 * PAGE)
+    assert tree.num_nodes == 2
+    harness.turn(2 * PAGE)
+    assert tree.num_nodes == 2
+    harness.add("other", [*prompt(2 * PAGE), 5, 6, 7], GREEDY)
+    harness.turn(2)
+    assert harness.outcomes["other"].cached_tokens == 2 * PAGE
+    harness.drain()
+    whole = (2 * PAGE + 8 * PAGE - 1) // PAGE
+    assert tree.num_nodes == whole + 2  # and a page that each of them began

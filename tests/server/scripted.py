@@ -51,7 +51,13 @@ class Script:
                 reason = FinishReason.STOP
             elif number + 1 == limit:
                 reason = FinishReason.LENGTH
-            event = TokenEvent(request.id, token, reason, cached_tokens=self.cached_tokens)
+            event = TokenEvent(
+                request.id,
+                token,
+                reason,
+                cached_tokens=self.cached_tokens,
+                made_s=time.monotonic(),
+            )
             deliver(event)
 
     def abort(self, request_id: str) -> None:

@@ -44,7 +44,7 @@ def paged_attention(
         dim = tail_values.shape[-1]
         found = [_over_runs(*row, sink_column, value_dim=dim) for row in rows]
         weights, seen = zip(*found, strict=True)
-        outputs = _joined(weights) @ tail_values + _joined(seen)
+        outputs = mx.addmm(_joined(seen), _joined(weights), tail_values)
     else:
         outputs = _softmax(tail_scores, sink_column) @ tail_values
     return _by_token(outputs, queries.shape)
@@ -76,7 +76,7 @@ def gathered_attention(
     weights, seen = _over_runs(
         by_head, [(keys, values)], mask, tail_scores, sink_column, value_dim=values.shape[-1]
     )
-    return _by_token(weights @ tail_values + seen, queries.shape)
+    return _by_token(mx.addmm(seen, weights, tail_values), queries.shape)
 
 
 def _tail_scores(
@@ -87,7 +87,7 @@ def _tail_scores(
     by_head = _by_kv_head(queries * scale, kv_heads)
     if queries.shape[1] > 1:
         tail_mask = mx.tile(tail_mask, (1, 1, queries.shape[2] // kv_heads, 1))
-    return by_head, by_head @ tail_keys.swapaxes(-1, -2) + tail_mask
+    return by_head, mx.addmm(tail_mask, by_head, tail_keys.swapaxes(-1, -2))
 
 
 def _by_token(outputs: mx.array, shape: Sequence[int]) -> mx.array:

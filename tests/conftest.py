@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from mlxinfer.bench.blas import preload_openblas
 
 preload_openblas()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
 from hypothesis import HealthCheck, settings  # noqa: E402
 

@@ -21,7 +21,7 @@ from ..core import SamplingParams
 from ..models import load
 from .checkpoints import MANY_LAYERS, TWO_LAYERS, Dense, random_prompt, write_checkpoint
 from .driver import Driver, OurDriver
-from .meter import DISPATCH, FORWARD, PLAN, Meter, metered_evaluation
+from .meter import DISPATCH, FORWARD, PLAN, Meter, counted_operations, metered_evaluation
 from .peer import PeerDriver, PeerStream, load_peer_model
 from .report import Report, Table, ratio
 
@@ -78,6 +78,15 @@ class Decode:
     requests: int
     whole: list[StepCost]
     without_model: list[StepCost]  # which returns stored logits: sampling and its dispatch are in
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """The graph of a step of a deep model, ours and mlx-lm's, with some requests decoding."""
+
+    requests: int
+    costs: list[StepCost]
+    operations: list[int]
 
 
 def measure_block(steps: Steps, count: int) -> StepCost:
@@ -169,8 +178,8 @@ def decode_costs(sizes: Sequence[int], *, blocks: int, peer: bool, folder: Path)
 
 def build_costs(
     sizes: Sequence[int], *, blocks: int, peer: bool, folder: Path, dense: Dense = MANY_LAYERS
-) -> list[tuple[int, list[StepCost]]]:
-    """(requests, cost of ours and of mlx-lm) of the graph of one greedy step of a deep model."""
+) -> list[Build]:
+    """The graph of one greedy step of a deep model."""
     write_checkpoint(folder, dense)
     model = load(folder)
     peer_model = load_peer_model(folder) if peer else None
@@ -184,8 +193,16 @@ def build_costs(
         sides: list[Steps] = [ours]
         if peer:
             sides.append(PeerStream(peer_model, prompts))
-        found.append((count, measure(sides, blocks=blocks)))
+        costs = measure(sides, blocks=blocks)
+        found.append(Build(count, costs, [operations_of(side) for side in sides]))
     return found
+
+
+def operations_of(side: Steps) -> int:
+    """How many operations the graph of a step has."""
+    with counted_operations() as counts:
+        side.step()
+    return max(counts)
 
 
 def slope(points: Sequence[tuple[int, float]]) -> float:
@@ -214,7 +231,14 @@ def run(
             }
             for d in decode
         ],
-        "build": [{"requests": count, **_data(costs)} for count, costs in build],
+        "build": [
+            {
+                "requests": b.requests,
+                "operations": dict(zip(NAMES, b.operations, strict=False)),
+                **_data(b.costs),
+            }
+            for b in build
+        ],
     }
     return Report("host", [_decode_table(decode), _build_table(build)], data)
 
@@ -244,15 +268,15 @@ def _decode_table(found: list[Decode]) -> Table:
     )
 
 
-def _build_table(found: list[tuple[int, list[StepCost]]]) -> Table:
-    rows = []
-    for label, field in (
-        ("build", lambda c: c.build),
-        ("dispatch", lambda c: c.dispatch),
-    ):
-        rows += [[label, str(count), *_pair([field(c) for c in costs])] for count, costs in found]
+def _build_table(found: list[Build]) -> Table:
+    kinds: list[tuple[str, Callable[[Build], Sequence[float]]]] = [
+        ("build, us", lambda b: [c.build for c in b.costs]),
+        ("dispatch, us", lambda b: [c.dispatch for c in b.costs]),
+        ("operations", lambda b: b.operations),
+    ]
+    rows = [[label, str(b.requests), *_pair(field(b))] for label, field in kinds for b in found]
     return Table(
-        f"Main-thread CPU us of the graph of one step, {MANY_LAYERS.layers} layers",
+        f"The graph of one step, {MANY_LAYERS.layers} layers: main-thread CPU us, and its size",
         ["", "requests", "mlxinfer", "mlx-lm", "ratio"],
         rows,
         f"After {CONTEXT} tokens; with page tables, attention, cache writes and logits.",

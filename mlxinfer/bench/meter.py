@@ -4,14 +4,17 @@ Thread CPU time counts neither waiting nor what other threads and processes do, 
 busy machine. On the CPU backend the arithmetic runs on MLX's own threads and is not counted either.
 """
 
+import io
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
+Evaluation = Callable[..., Any]
 FORWARD = "forward"  # building the graph of the model: calls, attention, logits
 PLAN = "plan"  # what the KV cache works out before the forward pass
 DISPATCH = "dispatch"  # mx.eval and mx.async_eval: handing the graph to the backend
@@ -36,16 +39,36 @@ class Meter:
         return measured
 
 
-@contextmanager
-def metered_evaluation(meter: Meter) -> Iterator[None]:
-    """Count the time inside mx.eval and mx.async_eval, whoever calls them.
+def metered_evaluation(meter: Meter) -> AbstractContextManager[None]:
+    """Count the time inside mx.eval and mx.async_eval, whoever calls them."""
+    return _listening(lambda function: meter.timed(DISPATCH, function))
 
-    Both libraries look these up when they call them, so that is where to listen; MLX is as before
-    afterwards.
+
+@contextmanager
+def counted_operations() -> Iterator[list[int]]:
+    """How many operations each graph has that is evaluated meanwhile."""
+    counts: list[int] = []
+
+    def counted(function: Evaluation) -> Evaluation:
+        def count(*arrays: Any) -> None:
+            text = io.StringIO()
+            mx.export_to_dot(text, *[array for _, array in tree_flatten(arrays)])
+            counts.append(text.getvalue().count("label ="))
+            function(*arrays)
+
+        return count
+
+    with _listening(counted):
+        yield counts
+
+
+@contextmanager
+def _listening(around: Callable[[Evaluation], Evaluation]) -> Iterator[None]:
+    """Both libraries look up mx.eval and mx.async_eval when they call them: so here is where to
+    listen. MLX is as before afterwards.
     """
     originals = mx.eval, mx.async_eval
-    mx.eval = meter.timed(DISPATCH, mx.eval)
-    mx.async_eval = meter.timed(DISPATCH, mx.async_eval)
+    mx.eval, mx.async_eval = around(mx.eval), around(mx.async_eval)
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ them behind a barrier, and never keep a view in a variable across steps.
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -18,6 +19,30 @@ PIECE = 2048  # tokens that are decoded together
 
 Runs = Sequence[tuple[int, int]]  # [from, to) ranges of pool slots
 Tails = list[mx.array]  # each part (num_slots * heads * 2 * P, W)
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """Runs of several sequences, as views: (which array, where in it) for each run of each."""
+
+    covers: Runs  # ranges that hold all runs; each is decoded once
+    stored: list[list[tuple[int, slice]]]  # in the only array of what is kept as vectors
+    decoded: list[list[tuple[int, slice]]]  # in what the covers give
+
+    @classmethod
+    def of(cls, runs: Sequence[Runs], covers: Runs) -> "Views":
+        """`covers`: none where all is kept as vectors."""
+        begins = [begin for begin, _ in covers]
+
+        def within(start: int, stop: int) -> tuple[int, slice]:
+            place = bisect_right(begins, start) - 1
+            return place, slice(start - begins[place], stop - begins[place])
+
+        return cls(
+            covers,
+            [[(0, slice(*run)) for run in some] for some in runs],
+            [[within(*run) for run in some] for some in runs] if covers else [],
+        )
 
 
 class Plane:
@@ -81,38 +106,23 @@ class Plane:
         return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
 
     def read_each(
-        self,
-        runs: Sequence[Runs],
-        covers: Runs,
-        after: mx.array | None = None,
-        *,
-        transposed: bool = False,
+        self, views: Views, after: mx.array | None = None, *, transposed: bool = False
     ) -> list[list[mx.array]]:
         """(H, N, D) of every run of several sequences, or (H, D, N).
 
         Args:
-            runs: of each sequence.
-            covers: ranges that hold all of them: each is decoded once, and runs are views of it.
-            after: where there is more than one range, none is decoded before this is there.
+            views: the runs.
+            after: where there is more than one cover, none is decoded before this is there.
             transposed: once for all, which is cheaper than for each run.
         """
         if self.fmt.as_stored:
-            begins, sources = [0], self.pages
+            sources, each = self.pages, views.stored
         else:
-            begins, sources = [begin for begin, _ in covers], self._read_covers(covers, after)
-        before: tuple[slice, ...] = (slice(None),)
+            sources, each = self._read_covers(views.covers, after), views.decoded
         if transposed:
             sources = [source.swapaxes(1, 2) for source in sources]
-            before = slice(None), slice(None)
-        found: list[list[mx.array]] = []
-        for some in runs:
-            views = []
-            for start, stop in some:
-                place = bisect_right(begins, start) - 1
-                view = slice(start - begins[place], stop - begins[place])
-                views.append(sources[place][*before, view])
-            found.append(views)
-        return found
+            return [[sources[i][:, :, view] for i, view in some] for some in each]
+        return [[sources[i][:, view] for i, view in some] for some in each]
 
     def _read_covers(self, covers: Runs, after: mx.array | None) -> list[mx.array]:
         decoded: list[mx.array] = []
@@ -134,7 +144,8 @@ class Plane:
 
     def read_pages(self, ids: mx.array, page_size: int) -> mx.array:
         """(H, B, n * P, D) of pages `ids` (B, n), gathered."""
-        parts = [mx.unflatten(pages, 1, (-1, page_size))[:, ids] for pages in self.pages]
+        paged = [mx.unflatten(pages, 1, (-1, page_size)) for pages in self.pages]
+        parts = [mx.take(pages, ids, axis=1) for pages in paged]
         return mx.flatten(self.fmt.decode(parts), 2, 3)  # from (H, B, n, P, D)
 
     def grow_pages(self, extra_tokens: int) -> None:

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..metal_kernels.paged_attention import paged_attention
+from .plane import Views
 from .pool import LayerPool
 from .queries import ShortQueries, additive, plan_queries
 from .reach import Reach
@@ -19,16 +20,12 @@ COVER_GAP = 64  # tokens decoded for nobody, at most, to decode those around the
 COVER_TOKENS = 2048  # decoded together: what a layer takes for a moment stays small
 
 
-Runs = list[list[tuple[int, int]]]  # of each span
-
-
 @dataclass(frozen=True, slots=True)
 class RunPlan:
     """Spans of at most 8 tokens that attend together. B spans, Q tokens each (padded)."""
 
     queries: ShortQueries
-    runs: Runs
-    covers: list[tuple[int, int]]  # ranges that hold all runs, where they must be decoded
+    views: Views
     run_masks: list[mx.array | None]
 
     def attend(
@@ -36,13 +33,11 @@ class RunPlan:
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of these spans see, (T', heads * V)."""
         own = self.queries.take(queries)
-        several = len(self.covers) > 1
+        several = len(self.views.covers) > 1
         # Else MLX may decode the first ranges of all layers before it computes the first layer.
-        keys = pool.keys.read_each(
-            self.runs, self.covers, after=own if several else None, transposed=True
-        )
+        keys = pool.keys.read_each(self.views, after=own if several else None, transposed=True)
         last = keys[-1][-1] if several and keys[-1] else None
-        values = pool.values.read_each(self.runs, self.covers, after=last)
+        values = pool.values.read_each(self.views, after=last)
         outputs = paged_attention(
             own,
             [list(zip(*some, strict=True)) for some in zip(keys, values, strict=True)],
@@ -59,26 +54,24 @@ def plan_runs(
 ) -> RunPlan:
     """Plan spans of one step; `decodes`: a layer stores something else than vectors."""
     queries, positions = plan_queries(short, reach, page_size, num_rows)
-    runs, covers = _runs(short, group, reach, decodes)
-    return RunPlan(queries, runs, covers, _run_masks(short, positions, reach))
+    views = _views(short, group, reach, decodes)
+    return RunPlan(queries, views, _run_masks(short, positions, reach))
 
 
-def _runs(
-    short: ShortSpans, group: int, reach: Reach, decodes: bool
-) -> tuple[Runs, list[tuple[int, int]]]:
+def _views(short: ShortSpans, group: int, reach: Reach, decodes: bool) -> Views:
     """What each span sees in pages, and the ranges to decode for it."""
 
-    def work_out() -> tuple[Runs, list[tuple[int, int]]]:
+    def work_out() -> Views:
         runs = _visible_runs(short, group, reach)
         if not decodes:
-            return runs, []
+            return Views.of(runs, [])
         runs = [split_long(some, COVER_TOKENS) for some in runs]
-        return runs, cover(runs, gap=COVER_GAP, most=COVER_TOKENS)
+        return Views.of(runs, cover(runs, gap=COVER_GAP, most=COVER_TOKENS))
 
     return short.lasting(("runs", group), work_out) if reach.window is None else work_out()
 
 
-def _visible_runs(short: ShortSpans, group: int, reach: Reach) -> Runs:
+def _visible_runs(short: ShortSpans, group: int, reach: Reach) -> list[list[tuple[int, int]]]:
     """For each span the pool slots of the sealed positions that it sees."""
     tables, sealed = [some[group] for some in short.tables], short.sealed.tolist()
     if reach.window is None:

@@ -189,9 +189,14 @@ class Engine:
             self._loop.abort(request_id)
 
     def _emit(self, events: list[TokenEvent]) -> None:
-        listeners = self._listeners
+        listeners, fault = self._listeners, None
         for event in events:
             listener = listeners[event.request_id]
             if event.finish_reason is not None:
                 del listeners[event.request_id]
-            listener(event)
+            try:
+                listener(event)
+            except BaseException as error:  # one of ours; the others hear theirs all the same
+                fault = fault or error
+        if fault is not None:
+            raise fault

@@ -212,13 +212,15 @@ class Loop:
         for row, found in logprobs.items():
             events[row] = events[row]._replace(logprobs=found)
         late, ends = set(taken.late), []
-        for row in range(sampling.num_free, len(sampling)):
-            if row not in late and follow(sampling.sequences[row].request, token_ids[row]):
-                events[row] = events[row]._replace(finish_reason=None)
-                ends.append(self._end_whole(sampling.sequences[row]))
-        if late:
-            events = [event for row, event in enumerate(events) if row not in late]
-        self._emit(events + ends)
+        try:
+            for row in range(sampling.num_free, len(sampling)):
+                if row not in late and follow(sampling.sequences[row].request, token_ids[row]):
+                    events[row] = events[row]._replace(finish_reason=None)
+                    ends.append(self._end_whole(sampling.sequences[row]))
+        finally:  # a grammar's fault is not the others', some of whom have just ended
+            if late:
+                events = [event for row, event in enumerate(events) if row not in late]
+            self._emit(events + ends)
 
     def _end_whole(self, sequence: Sequence) -> TokenEvent:
         """End an answer whose grammar is finished: its last token was text, no end token."""

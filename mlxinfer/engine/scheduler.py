@@ -165,7 +165,7 @@ class Scheduler:
         self._launch(batch)
         return batch
 
-    def commit(self, batch: Batch, token_ids: Seq[int]) -> "Taken":
+    def commit(self, batch: Batch, token_ids: Seq[int]) -> Taken:
         """Take in the tokens that a step sampled, one for each row of `batch.sampling`."""
         taken = Taken()
         for row, sequence in enumerate(batch.sampling.sequences):

@@ -86,7 +86,8 @@ class TiledLinear:
         if rows >= 2 * self.block_rows and 8 * missing <= rows:
             y = self._in_blocks(x, missing)
         else:
-            y = (x @ self.tiles).swapaxes(0, 1).reshape(self.shape)
+            y = x @ self.tiles  # (out_dims / TILE, T, TILE)
+            y = (y if rows == 1 else y.swapaxes(0, 1)).reshape(self.shape)
         return y if self.bias is None else y + self.bias
 
     def _in_blocks(self, x: mx.array, missing: int) -> mx.array:

@@ -53,6 +53,7 @@ def test_host_alone() -> None:
     assert [entry["requests"] for entry in decode] == [1, 3]
     assert all(set(entry["whole"]) == {"mlxinfer"} for entry in decode)
     assert report.data["build"][0]["mlxinfer"]["build_us"] > 0
+    assert report.data["build"][0]["operations"]["mlxinfer"] > 28 * 20
     check(report)
 
 

@@ -8,10 +8,11 @@ import threading
 import time
 
 import pytest
+from engine.fake_grammar import FakeGrammar
 from engine.harness import PAGE, alone, config, prompt, tiny_model
 
 from mlxinfer.core import FinishReason, Request, SamplingParams, TokenEvent
-from mlxinfer.engine.engine import Engine
+from mlxinfer.engine.engine import Engine, Listener
 from mlxinfer.engine.loop import Loop
 from mlxinfer.errors import EngineClosedError, InvalidRequestError
 
@@ -131,6 +132,62 @@ def test_a_fault_in_the_books_does_not_kill_the_engine(engine: Engine) -> None:
     assert collect(events, 1)["a"][-1].finish_reason is FinishReason.ERROR
     engine.submit(Request("b", prompt(30), SamplingParams(max_tokens=3)), events.put)
     assert len(tokens(collect(events, 1)["b"])) == 3
+
+
+def add_together(engine: Engine, requests: list[Request], listener: Listener) -> None:
+    """So that they share their steps."""
+
+    def add() -> None:
+        for request in requests:
+            engine._add(request, engine._loop.check(request), listener)
+
+    engine.call(add)
+
+
+class BreakingGrammar(FakeGrammar):
+    """Cannot take its fourth token."""
+
+    def accept(self, token_id: int) -> None:
+        if len(self.taken) == 3:
+            raise RuntimeError("the grammar broke")
+        super().accept(token_id)
+
+
+def test_who_ends_in_the_step_of_a_fault_is_told(engine: Engine) -> None:
+    """A grammar breaks over a token of the same step in which others get their last one."""
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    broken = Request("broken", prompt(9), SamplingParams(max_tokens=20))
+    broken.grammar = BreakingGrammar()
+    guided = Request("guided", prompt(9, 1), params)
+    guided.grammar = FakeGrammar(1)
+    requests = [Request("free", prompt(9, 2), params), broken, guided]
+    add_together(engine, requests, events.put)
+    seen = collect(events, 3)
+    free, failed = seen["free"], seen["broken"][-1]
+    assert (len(tokens(free)), free[-1].finish_reason) == (4, FinishReason.LENGTH)
+    assert failed.finish_reason is FinishReason.ERROR
+    assert "the grammar broke" in str(failed.error)
+    assert len(tokens(seen["guided"])) == 4
+
+
+def test_a_listener_that_raises_keeps_nothing_from_the_others(engine: Engine) -> None:
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    raised: list[TokenEvent] = []
+
+    def raise_once(event: TokenEvent) -> None:
+        if not raised:
+            raised.append(event)
+            raise RuntimeError("a listener broke")
+        events.put(event)
+
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    first = Request("first", prompt(9), SamplingParams(max_tokens=20))
+    other = Request("other", prompt(9, 1), params)
+    engine.call(lambda: [engine._add(first, 20, raise_once), engine._add(other, 1, events.put)])
+    seen = collect(events, 2)
+    assert [event.finish_reason for event in seen["other"]] == [FinishReason.LENGTH]
+    assert seen["first"][-1].finish_reason is FinishReason.ERROR
 
 
 def test_an_engine_that_cannot_start_afresh_ends_and_says_so(

@@ -1,5 +1,6 @@
 """A server whose model says what a test tells it to: for tool calls, which the demo cannot make."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

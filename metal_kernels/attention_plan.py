@@ -166,7 +166,9 @@ def page_table(tables: Sequence[Numbers]) -> mx.array:
 def joined(rows: Sequence[Numbers]) -> tuple[Ints, Ints]:
     """Entries (N,) of rows of int32, one row after another, and how many each has (B,)."""
     lengths = np.fromiter(map(len, rows), np.int32, len(rows))
-    return np.frombuffer(b"".join(rows), np.int32), lengths  # type: ignore[arg-type]
+    entries = np.frombuffer(b"".join(rows), np.int32)  # type: ignore[arg-type]
+    assert len(entries) == lengths.sum()
+    return entries, lengths
 
 
 def visible_blocks(

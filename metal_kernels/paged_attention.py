@@ -87,7 +87,9 @@ def _tail_scores(
     by_head = _by_kv_head(queries * scale, kv_heads)
     if queries.shape[1] > 1:
         tail_mask = mx.tile(tail_mask, (1, 1, queries.shape[2] // kv_heads, 1))
-    return by_head, mx.addmm(tail_mask, by_head, tail_keys.swapaxes(-1, -2))
+    # Rounded before the mask, which is float32, as scores of pages are: a token must score the same
+    # in the tail and, later, in a page.
+    return by_head, by_head @ tail_keys.swapaxes(-1, -2) + tail_mask
 
 
 def _by_token(outputs: mx.array, shape: Sequence[int]) -> mx.array:

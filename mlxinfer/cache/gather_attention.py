@@ -103,6 +103,7 @@ def _padded(rows: Sequence[Numbers]) -> tuple[Ints, NDArray[np.bool_]]:
     Its own: what another sequence has computed must not reach this one, not even times zero.
     """
     entries, lengths = joined(rows)
+    assert lengths.all()
     first = np.cumsum(lengths) - lengths
     places = np.arange(lengths.max())
     last = lengths[:, None] - 1

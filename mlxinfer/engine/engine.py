@@ -1,5 +1,6 @@
 """The engine: the one thread that touches MLX, and how to talk to it. Knows no text, no HTTP."""
 
+import logging
 import os
 import queue
 import threading
@@ -13,12 +14,13 @@ import mlx.core as mx
 
 from ..config import EngineConfig
 from ..core import FinishReason, Request, TokenEvent
-from ..errors import EngineClosedError
+from ..errors import EngineClosedError, MlxinferError, RequestFailedError
 from ..models.decoder import Model
 from .kernels import choose_on_this_machine
 from .loop import Loop
 
 Listener = Callable[[TokenEvent], None]
+log = logging.getLogger("mlxinfer.engine")
 T = TypeVar("T")
 
 
@@ -149,16 +151,22 @@ class Engine:
         """Fail all requests and go on; where not even that works (False), the engine ends."""
         try:
             loop.fail_all(error)
+            what = f"{type(error).__name__}: {error}"
+            self._fail_rest(RequestFailedError(f"A fault came before its end: {what}"), error)
             return True
         except BaseException as worse:  # say, no memory for a new cache
             with self._gate:
                 self._stopping = True
-            for request_id in list(self._listeners):
-                failure = EngineClosedError(f"The engine has ended after a fault: {worse}")
-                failure.__cause__ = worse
-                ended = TokenEvent.without_token(request_id, FinishReason.ERROR, error=failure)
-                self._emit([ended])
+            self._fail_rest(
+                EngineClosedError(f"The engine has ended after a fault: {worse}"), worse
+            )
             return False
+
+    def _fail_rest(self, failure: MlxinferError, cause: BaseException) -> None:
+        """End all who still listen: those too that the loop had ended, and nobody had told."""
+        failure.__cause__ = cause
+        error = FinishReason.ERROR
+        self._emit([TokenEvent.without_token(i, error, error=failure) for i in self._listeners])
 
     def _finish(self, loop: Loop, sound: bool) -> None:
         """Answer what is left in the inbox, end what runs, and let go of the arrays."""
@@ -178,10 +186,10 @@ class Engine:
             block = False
 
     def _add(self, request: Request, max_output: int, listener: Listener) -> None:
-        if self._stopping:
-            listener(TokenEvent.without_token(request.id, FinishReason.ABORT))
-            return
         self._listeners[request.id] = listener
+        if self._stopping:
+            self._emit([TokenEvent.without_token(request.id, FinishReason.ABORT)])
+            return
         self._loop.add(request, max_output)
 
     def _abort(self, request_id: str) -> None:
@@ -189,14 +197,23 @@ class Engine:
             self._loop.abort(request_id)
 
     def _emit(self, events: list[TokenEvent]) -> None:
-        listeners, fault = self._listeners, None
+        listeners = self._listeners
         for event in events:
-            listener = listeners[event.request_id]
-            if event.finish_reason is not None:
-                del listeners[event.request_id]
             try:
+                listener = listeners[event.request_id]
+                if event.finish_reason is not None:
+                    del listeners[event.request_id]
                 listener(event)
-            except BaseException as error:  # one of ours; the others hear theirs all the same
-                fault = fault or error
-        if fault is not None:
-            raise fault
+            except BaseException as error:  # it ends this request alone; the others hear theirs
+                self._drop(event.request_id, error)
+
+    def _drop(self, request_id: str, error: BaseException) -> None:
+        """End a request whose listener does not take its events."""
+        log.error("nobody hears request %s any more, it ends", request_id, exc_info=error)
+        if request_id in self._listeners:
+            self._listeners[request_id] = _deaf
+            self.abort(request_id)
+
+
+def _deaf(event: TokenEvent) -> None:
+    """Listens for a request that nobody hears."""

@@ -1,8 +1,8 @@
 """What sequences hold of the KV cache: pages, tails, leases on the prefix tree. Pure Python.
 
 Whole pages of a prompt go to the tree as they are written, so that another request can share them
-while they are in use; when a sequence ends or is preempted, its answer follows. Only a cut page is
-copied.
+while they are in use; those of its answer when it ends or is preempted, or, where a window lets go
+of them before, as they are written too. Only a cut page is copied.
 """
 
 from collections.abc import Sequence as Seq
@@ -251,8 +251,17 @@ class Holdings:
         return end + missing * self.page_size
 
     def wrote(self, sequence: Sequence) -> None:
-        """A step that is being launched writes whole pages of this sequence."""
+        """A step that is being launched writes whole pages of a prompt."""
         self._written.append(sequence)
+
+    def wrote_answer(self, sequence: Sequence) -> None:
+        """It writes whole pages of an answer.
+
+        Nobody asks for one that still grows: they can wait for its end, but where a window would
+        let go of them before.
+        """
+        if self._windowed:
+            self._written.append(sequence)
 
     def settle(self, running: Seq[Sequence]) -> bool:
         """Between two launches: publish what the last one writes, let go of what windows passed.

@@ -257,8 +257,7 @@ class Loop:
     def fail_all(self, error: BaseException) -> None:
         """Fail every request and start afresh: the books themselves were wrong."""
         _let_go(error)
-        for sequence in self.scheduler.unfinished():
-            self._emit([_failure(sequence, error)])
+        self._emit([_failure(sequence, error) for sequence in self.scheduler.unfinished()])
         counters = self.scheduler.counters
         counters.step_failures += 1
         self.assemble()

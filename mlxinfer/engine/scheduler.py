@@ -293,8 +293,10 @@ class Scheduler:
         start = sequence.num_sealed
         sequence.num_sealed = stop
         self.counters.pages_sealed += (stop - start) // self.page_size
-        if start < sequence.num_prompt:  # nobody asks for an answer that still grows
+        if start < sequence.num_prompt:
             self.holdings.wrote(sequence)
+        else:
+            self.holdings.wrote_answer(sequence)
         return Move(sequence.tables, sequence.slot, start, stop)
 
     # -- pages ----------------------------------------------------------------------------------

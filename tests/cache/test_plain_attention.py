@@ -5,12 +5,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlxinfer.metal_kernels.paged_attention import gathered_attention, paged_attention
 
 from mlxinfer.cache import plain_attention
 from mlxinfer.cache.pages import PageTable
 from mlxinfer.cache.plain_attention import PlainPlanner
 from mlxinfer.cache.plan import plan_group
 from mlxinfer.cache.pool import Bits, LayerPool
+from mlxinfer.cache.queries import HIDDEN
 from mlxinfer.cache.reach import Reach
 from mlxinfer.cache.spans import ShortSpans, StepSpans
 from mlxinfer.cache.step import StepKV
@@ -119,24 +121,23 @@ def test_gathered_as_run_by_run(
     assert mx.allclose(found, expected, rtol=1e-5, atol=1e-6).item()
 
 
-def test_what_another_sequence_left_does_not_reach_through_the_padding() -> None:
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_what_another_sequence_left_does_not_reach_through_the_padding(place: int) -> None:
     """Not even what is no number: its weight is 0, but 0 times that is none either."""
     reach, pool = Reach(), filled_pool(Reach(), (None, None), 3)
-    spans = spans_of([(4, 2, 1), (1, 5, 1), (2, 0, 1)], reach, scattered=False)
+    draws = [(1, 5, 1), (2, 0, 1)]
+    draws.insert(place, (4, 2, 1))
+    spans, sound = spans_of(draws, reach, scattered=False), [i for i in range(3) if i != place]
     for plane in (pool.keys, pool.values):
         (pages,) = plane.pages
-        held = [
-            run
-            for (table,), stop in zip(spans.tables[1:], (16, 32), strict=True)
-            for run in table.runs(0, stop)
-        ]
+        held = [run for i in sound for run in spans.tables[i][0].runs(0, draws[i][0] * PAGE)]
         broken = np.full(pages.shape, np.nan, np.float32)
         for start, stop in held:
             broken[:, start:stop] = np.array(pages[:, start:stop])
         plane.pages[0] = mx.array(broken)
     found = attend(spans, pool, reach, limit=100)
-    assert mx.isnan(found[0]).all().item(), "the first sequence has nothing else"
-    assert not mx.isnan(found[1:]).any().item()
+    assert mx.isnan(found[place]).all().item(), "it has nothing else"
+    assert not mx.isnan(found[mx.array(sound)]).any().item()
 
 
 def test_parts_are_found_again_while_only_tokens_join() -> None:
@@ -152,3 +153,21 @@ def test_parts_are_found_again_while_only_tokens_join() -> None:
             expected = attend(fresh, filled_pool(Reach(), (None, None), 4), Reach(), limit=0)
             assert mx.allclose(attend(spans, pool, Reach(), limit), expected, atol=1e-6).item()
         spans = spans.moved_on()
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+def test_a_token_scores_the_same_in_the_tail_and_in_a_page(dtype: mx.Dtype) -> None:
+    """When it moves depends on who else is there; what it gives must not, in 16 bits either."""
+    rng = np.random.default_rng(3)
+    queries, keys, values = (
+        mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype)
+        for shape in ((1, 1, 4, 64), (1, 2, 2 * PAGE, 64), (1, 2, 2 * PAGE, 64))
+    )
+    sealed = np.arange(2 * PAGE) < PAGE  # the first half lies in a page, its place in the ring free
+    mask = mx.array(np.where(sealed, HIDDEN, np.float32(0))[None, None, None])
+    run = keys[0:1, :, :PAGE].swapaxes(-1, -2), values[0:1, :, :PAGE]
+    in_tail = paged_attention(queries, [[]], [None], keys, values, mx.zeros_like(mask), scale=0.125)
+    in_page = paged_attention(queries, [[run]], [None], keys, values, mask, scale=0.125)
+    gathered = gathered_attention(queries, *run, None, keys, values, mask, scale=0.125)
+    for found in (in_page, gathered):
+        assert mx.allclose(found, in_tail, rtol=1e-6, atol=1e-6).item()

@@ -2,10 +2,12 @@
 
 import _thread
 import contextlib
+import itertools
 import os
 import queue
 import threading
 import time
+from typing import Any
 
 import pytest
 from engine.fake_grammar import FakeGrammar
@@ -171,23 +173,43 @@ def test_who_ends_in_the_step_of_a_fault_is_told(engine: Engine) -> None:
     assert len(tokens(seen["guided"])) == 4
 
 
-def test_a_listener_that_raises_keeps_nothing_from_the_others(engine: Engine) -> None:
+def test_a_listener_that_raises_ends_its_own_request(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    def raise_always(event: TokenEvent) -> None:
+        raise RuntimeError("a listener broke")
+
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-    raised: list[TokenEvent] = []
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    unheard = [Request(name, prompt(9), params) for name in ("deaf", "dumb")]
+    add_together(engine, unheard, raise_always)
+    add_together(engine, [Request("heard", prompt(9, 1), params)], events.put)
+    assert len(tokens(collect(events, 1)["heard"])) == 20
+    assert engine.stats()["running"] == engine.stats()["waiting"] == 0
+    assert "nobody hears request deaf any more" in caplog.text
+    assert engine.call(lambda: not engine._listeners)
 
-    def raise_once(event: TokenEvent) -> None:
-        if not raised:
-            raised.append(event)
-            raise RuntimeError("a listener broke")
-        events.put(event)
 
-    params = SamplingParams(max_tokens=1, ignore_eos=True)
-    first = Request("first", prompt(9), SamplingParams(max_tokens=20))
-    other = Request("other", prompt(9, 1), params)
-    engine.call(lambda: [engine._add(first, 20, raise_once), engine._add(other, 1, events.put)])
+def test_a_request_that_ended_just_before_a_fault_is_told(engine: Engine) -> None:
+    """The scheduler knows it no longer, and its last token was lost."""
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    runner, calls = engine._loop.runner, itertools.count(1)
+    observe = runner.observe
+
+    def break_once(*args: Any) -> None:
+        if next(calls) == 4:
+            raise MemoryError("no room for a history")
+        observe(*args)
+
+    runner.observe = break_once  # type: ignore[method-assign]
+    ends, goes_on = (SamplingParams(max_tokens=n, ignore_eos=True) for n in (4, 20))
+    requests = [Request("ends", prompt(9), ends), Request("goes on", prompt(9, 1), goes_on)]
+    add_together(engine, requests, events.put)
     seen = collect(events, 2)
-    assert [event.finish_reason for event in seen["other"]] == [FinishReason.LENGTH]
-    assert seen["first"][-1].finish_reason is FinishReason.ERROR
+    assert all(seen[r.id][-1].finish_reason is FinishReason.ERROR for r in requests)
+    assert "no room for a history" in str(seen["ends"][-1].error)
+    engine.submit(Request("after", prompt(9), ends), events.put)
+    assert len(tokens(collect(events, 1)["after"])) == 4
 
 
 def test_an_engine_that_cannot_start_afresh_ends_and_says_so(

@@ -1,5 +1,6 @@
 """Shared prefixes through the whole loop: what is reused, copied, and given up under pressure."""
 
+import pytest
 from engine.harness import PAGE, Harness, alone, prompt, tiny_model
 
 from mlxinfer.core import SamplingParams
@@ -100,3 +101,44 @@ def test_an_answer_is_for_others_when_it_ends() -> None:
     harness.drain()
     whole = (2 * PAGE + 8 * PAGE - 1) // PAGE
     assert tree.num_nodes == whole + 2  # and a page that each of them began
+
+
+def test_the_page_in_which_a_prompt_ends_is_shared_when_it_is_full() -> None:
+    harness = Harness(tiny_model("qwen3-v4", quantized=True))
+    tree = harness.loop.scheduler.holdings.tree
+    ids = prompt(2 * PAGE + 5)
+    harness.add("it", ids, SamplingParams(max_tokens=8 * PAGE, ignore_eos=True))
+    harness.turn(3 * PAGE)
+    assert tree.num_nodes == 4  # with that which was full, too, when the tail was sealed
+    harness.turn(3 * PAGE)
+    assert tree.num_nodes == 4
+    harness.drain()
+
+
+@pytest.mark.parametrize(
+    ("case", "cut"), [("gpt_oss-v4", 16), ("gpt_oss-v4", 20), ("gemma3_text", 40)]
+)
+def test_a_windowed_answer_can_be_cut_before_its_last_window(case: str, cut: int) -> None:
+    """As when it is edited and sent again: what its window passed by is still there."""
+    harness = Harness(tiny_model(case, quantized=True), num_pages=400)
+    ids = prompt(70)
+    harness.add("it", ids, SamplingParams(max_tokens=206, ignore_eos=True))
+    answer = harness.drain()["it"].token_ids
+    kept = ids + answer[: len(answer) - cut]
+    harness.add("again", kept + prompt(20, seed=1), SamplingParams(max_tokens=3, ignore_eos=True))
+    cached = harness.drain()["again"].cached_tokens
+    assert len(kept) - PAGE <= cached <= len(kept)
+
+
+def test_who_follows_in_a_slot_has_a_history_of_its_own() -> None:
+    """The last token of somebody who left is read when another has his slot."""
+    model = tiny_model("qwen3-v4", quantized=True)
+    params = SamplingParams(max_tokens=30, ignore_eos=True, frequency_penalty=2.0)
+    for turns in range(4, 12):
+        harness = Harness(model, max_batch=1)
+        harness.add("left", prompt(9), params)
+        harness.turn(turns)
+        harness.loop.abort("left")
+        follower = prompt(9, seed=turns)
+        harness.add("follows", follower, params)
+        assert harness.drain()["follows"].token_ids == alone(model, follower, params).token_ids

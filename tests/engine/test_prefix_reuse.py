@@ -139,6 +139,5 @@ def test_who_follows_in_a_slot_has_a_history_of_its_own() -> None:
         harness.add("left", prompt(9), params)
         harness.turn(turns)
         harness.loop.abort("left")
-        follower = prompt(9, seed=turns)
-        harness.add("follows", follower, params)
-        assert harness.drain()["follows"].token_ids == alone(model, follower, params).token_ids
+        harness.add("follows", prompt(9), params)  # it would say the same token
+        assert harness.drain()["follows"].token_ids == alone(model, prompt(9), params).token_ids

@@ -144,8 +144,8 @@ class Plane:
 
     def read_pages(self, ids: mx.array, page_size: int) -> mx.array:
         """(H, B, n * P, D) of pages `ids` (B, n), gathered."""
-        paged = [mx.unflatten(pages, 1, (-1, page_size)) for pages in self.pages]
-        parts = [mx.take(pages, ids, axis=1) for pages in paged]
+        # mx.take builds a shorter graph, and takes the CPU nine times as long to evaluate.
+        parts = [mx.unflatten(pages, 1, (-1, page_size))[:, ids] for pages in self.pages]
         return mx.flatten(self.fmt.decode(parts), 2, 3)  # from (H, B, n, P, D)
 
     def grow_pages(self, extra_tokens: int) -> None:

@@ -89,7 +89,8 @@ class KVCache:
         # While tails of a layer grow they are there twice, and that counts too.
         room = budget_bytes - self.max_batch * (tail_bytes + 2 * max(per_page))
         self.groups = self._layer_groups(room, num_pages)
-        self._group_of = {i: g for g, group in enumerate(self.groups) for i in group.layers}
+        group_of = {i: g for g, group in enumerate(self.groups) for i in group.layers}
+        self._group_of = [group_of[i] for i in range(len(specs))]
         self._fixed = num_pages is not None
         self.reset()
 
@@ -146,6 +147,7 @@ class KVCache:
             )
             for i, spec in enumerate(self.specs)
         ]
+        self._steps: list[StepKV] = []
         mx.eval([pool.arrays() for pool in self.pools])
         for group in self.groups:
             self._note_size(group)
@@ -263,7 +265,7 @@ class KVCache:
         return [plane for i in group.layers for plane in (self.pools[i].keys, self.pools[i].values)]
 
     def begin_step(self, spans: StepSpans) -> list[StepKV]:
-        """What each layer attends through, for a step of these spans."""
+        """What each layer attends through, for a step of these spans, until the next begins."""
         positions = padded_positions(spans.positions) if self._heads else None
         plans = [
             plan_group(
@@ -276,10 +278,14 @@ class KVCache:
             )
             for g, group in enumerate(self.groups)
         ]
-        return [
-            StepKV(pool, plans[self._group_of[i]], self._heads.get(i))
-            for i, pool in enumerate(self.pools)
-        ]
+        if not self._steps:
+            self._steps = [
+                StepKV(pool, plans[group], self._heads.get(i))
+                for i, (pool, group) in enumerate(zip(self.pools, self._group_of, strict=True))
+            ]
+        for step, group in zip(self._steps, self._group_of, strict=True):
+            step.plan = plans[group]
+        return self._steps
 
 
 def _reach(spec: KVSpec) -> Reach:

@@ -54,6 +54,9 @@ class LayerPool:
             [mx.zeros((num_slots * self._tail_rows, width), t) for width, t in fmt.parts]
             for fmt in (formats[:1] if self._joined else formats)
         ]
+        self._tail_parts = [  # (list, whose it is, place in it): one loop, once a layer and step
+            (tails, which, i) for which, tails in enumerate(self._tails) for i in range(len(tails))
+        ]
         shape, first = (self._tail_heads, 2 * page_size), self._tail_heads - heads
         own = slice(0, heads), slice(first, first + heads)
         num_tokens = num_pages * page_size
@@ -96,9 +99,8 @@ class LayerPool:
         if self._joined and len(stored) == 2:
             stored = [[mx.concatenate([*pair], axis=1) for pair in zip(*stored, strict=True)]]
         rows = place.rows(self._tail_heads)
-        for tails, parts in zip(self._tails, stored, strict=True):
-            for i, part in enumerate(parts):
-                tails[i] = mx.put_along_axis(tails[i], rows, part.flatten(0, 1), 0)
+        for tails, which, i in self._tail_parts:
+            tails[i] = mx.put_along_axis(tails[i], rows, stored[which][i].flatten(0, 1), 0)
 
     def read_tails(self, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
         """Keys and values (B, H, 2 * P, D) of the tails `slots` (B,)."""

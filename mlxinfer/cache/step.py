@@ -14,23 +14,23 @@ from .pool import LayerPool, Stored
 class StepKV:
     """One layer's pool together with the plan of the step: what `LayerKV` promises."""
 
-    __slots__ = ("_plan", "_pool", "heads")
+    __slots__ = ("_pool", "heads", "plan")
 
     def __init__(self, pool: LayerPool, plan: GroupPlan, heads: Heads | None = None) -> None:
         self._pool = pool
-        self._plan = plan
+        self.plan = plan  # of the step whose graph is being built
         self.heads = heads
 
     def attend_heads(
         self, qkv: mx.array, *, scale: float, sinks: mx.array | None = None
     ) -> mx.array:
         """Norm, rope and storage format of this step's tokens in one kernel, then as `attend`."""
-        heads, positions = self.heads, self._plan.positions
+        heads, positions = self.heads, self.plan.positions
         assert heads is not None
         assert positions is not None
-        write = self._plan.writes.get(heads.form)
+        write = self.plan.writes.get(heads.form)
         if write is None:
-            write = self._plan.writes[heads.form] = KVWrite.of(qkv, positions, heads)
+            write = self.plan.writes[heads.form] = KVWrite.of(qkv, positions, heads)
         queries, stored = write(qkv, positions, heads)
         return self._attend_stored(queries, stored, scale=scale, sinks=sinks)
 
@@ -53,13 +53,13 @@ class StepKV:
     ) -> mx.array:
         """The same of keys and values (T, heads, W) as they are stored; queries are rotated."""
         self._write(stored)
-        plan, pool = self._plan, self._pool
+        plan, pool = self.plan, self._pool
         parts = [part.attend(pool, queries, scale=scale, sinks=sinks) for part in plan.parts]
         joined = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         return joined if plan.order is None else joined[plan.order]
 
     def _write(self, stored: Stored) -> None:
-        plan = self._plan
+        plan = self.plan
         for long in plan.long:
             self._pool.write_pages(long.writes, long.rows.start, stored)
         if plan.tail_place is not None:

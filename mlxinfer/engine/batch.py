@@ -92,7 +92,12 @@ class Sampling:
 
 
 NOBODY = Sampling(
-    [], Told([], []), (), np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64), None
+    [],
+    Told([], [], frozenset()),
+    (),
+    np.zeros(0, dtype=np.int32),
+    np.zeros(0, dtype=np.int64),
+    None,
 )
 
 

@@ -205,8 +205,8 @@ class Loop:
         logprobs: dict[int, TokenLogprobs],
     ) -> None:
         """An event for each token of a step, and what few of them have beside it."""
-        request_ids, cached_tokens = sampling.told
-        events = TokenEvent.of_step(request_ids, token_ids, cached_tokens)
+        told = sampling.told
+        events = TokenEvent.of_step(told.request_ids, token_ids, told.cached_tokens)
         for row, reason in taken.ended.items():
             events[row] = events[row]._replace(finish_reason=reason)
         for row, found in logprobs.items():

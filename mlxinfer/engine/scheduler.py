@@ -167,7 +167,9 @@ class Scheduler:
 
     def commit(self, batch: Batch, token_ids: Seq[int]) -> Taken:
         """Take in the tokens that a step sampled, one for each row of `batch.sampling`."""
-        taken = Taken()
+        taken, stop_ids = Taken(), batch.sampling.told.stop_ids
+        # Few tokens can end anything; which do is looked at one by one.
+        last_ones = bool(batch.prefills) or batch.decodes.steps_left <= 1
         for row, sequence in enumerate(batch.sampling.sequences):
             sequence.num_pending -= 1
             if sequence.slot < 0:
@@ -178,7 +180,7 @@ class Scheduler:
             known = sequence.token_ids
             token_id = token_ids[row]
             known.append(token_id)
-            if token_id in sequence.request.stop_ids or len(known) >= sequence.max_known:
+            if last_ones or token_id in stop_ids:
                 reason = _finish_reason(sequence, token_id)
                 if reason is not None:
                     self.finish(sequence)

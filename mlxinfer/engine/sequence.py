@@ -1,6 +1,5 @@
 """One request while the engine works on it: tokens, how far they are computed, what it holds."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -68,13 +67,15 @@ class Sequence:
 
 
 class Told(NamedTuple):
-    """What every event of R sequences says; it stays as it is while they run."""
+    """What every event of R sequences says, and what may end one; as it is while they run."""
 
     request_ids: list[str]  # (R,)
     cached_tokens: list[int]  # (R,)
+    stop_ids: frozenset[int]  # of any of them
 
     @staticmethod
-    def of(sequences: Iterable[Sequence]) -> "Told":
+    def of(sequences: list[Sequence]) -> "Told":
         """Of these."""
         asked = [(s.request.id, s.num_cached) for s in sequences]
-        return Told([name for name, _ in asked], [cached for _, cached in asked])
+        stops: frozenset[int] = frozenset().union(*[s.request.stop_ids for s in sequences])
+        return Told([name for name, _ in asked], [cached for _, cached in asked], stops)

@@ -41,7 +41,7 @@ class Views:
         return cls(
             covers,
             [[(0, slice(*run)) for run in some] for some in runs],
-            [[within(*run) for run in some] for some in runs] if covers else [],
+            [[within(*run) for run in some if covers] for some in runs],
         )
 
 

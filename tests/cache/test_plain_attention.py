@@ -100,7 +100,7 @@ draws = st.lists(
     draws=draws,
     single=st.booleans(),
     reach=st.sampled_from([Reach(), Reach(window=20), Reach(window=40, sinks=3), Reach(window=7)]),
-    bits=st.sampled_from([(None, None), (8, 8), (8, 4)]),
+    bits=st.sampled_from([(None, None), (8, 8), (8, 4), (8, None), (None, 8)]),
     limit=st.sampled_from([1, 2, 3, 100]),
     scattered=st.booleans(),
 )

@@ -54,6 +54,7 @@ class Delivery:
                 unfinished.add(request.id)  # first: Ctrl-C may come between the two
                 self._engine.submit(request, events.put)
             while unfinished:
+                self._engine.require_process()
                 event = events.get()
                 if event.finish_reason is not None:
                     unfinished.discard(event.request_id)

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from . import hub
+from .answer import Answer
 from .asking import (
     Asked,
     Asking,
@@ -165,7 +166,7 @@ class LLM:
     ) -> Iterator[Delta]:
         """Continue one prompt and yield what each step adds; leaving the loop ends the request."""
         asked = self._asking.plain(prompt, params, response_format)
-        return self._delivery.stream(self._asking.ready(*asked))
+        return self._stream(self._asking.ready(*asked))
 
     async def agenerate(
         self,
@@ -229,7 +230,7 @@ class LLM:
     ) -> Iterator[Delta]:
         """Answer a conversation and yield what each step adds; arguments as of `chat`."""
         asked = self._asking.chat(messages, params, **options)
-        return self._delivery.stream(self._asking.ready(*asked))
+        return self._stream(self._asking.ready(*asked))
 
     async def achat(
         self,
@@ -303,6 +304,10 @@ class LLM:
     def end_ids(self) -> frozenset[int]:
         """Tokens that end an answer."""
         return self._asking.end_ids
+
+    def _stream(self, answer: Answer) -> Iterator[Delta]:
+        """A stream holds its model: nobody else may."""
+        yield from self._delivery.stream(answer)
 
     async def _astream(self, asked: Asked) -> AsyncIterator[Delta]:
         """A grammar is compiled beside the event loop, not on it."""

@@ -4,6 +4,7 @@ import _thread
 import asyncio
 import gc
 import json
+import os
 import threading
 import time
 import weakref
@@ -351,6 +352,36 @@ def test_a_forgotten_llm_is_closed() -> None:
     assert gone() is None
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_a_stream_holds_the_model_that_nobody_else_holds() -> None:
+    def answered() -> Iterator[str]:
+        llm = LLM("demo")
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        return (delta.text for delta in llm.stream("A page", params))
+
+    text = "".join(answered())
+    gc.collect()
+    with LLM("demo") as llm:
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        assert llm.generate("A page", params).text == text
+
+
+def test_a_stream_begun_before_a_fork_says_so_in_the_child(llm: LLM) -> None:
+    stream = llm.stream("A page", SamplingParams(max_tokens=60, ignore_eos=True))
+    next(stream)
+    child = os.fork()
+    if not child:  # nothing of pytest may run here
+        try:
+            list(stream)
+        except mlxinfer.MlxinferError as error:
+            os._exit("forked" not in str(error))
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    *_, last = stream
+    assert last.result is not None
+    assert len(last.result.token_ids) == 60
 
 
 def test_results_tell_times(llm: LLM) -> None:

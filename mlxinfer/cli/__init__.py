@@ -15,8 +15,8 @@ from importlib import import_module
 import click
 
 from .. import __version__
-from ._errors import guarded
-from ._surroundings import open_missing_streams, settle_home
+from ._errors import INTERRUPTED, guarded
+from ._surroundings import end_at_next_interrupt, open_missing_streams, settle_home
 
 ORDER = (
     *("run", "chat", "serve", "ps", "load", "unload"),
@@ -68,4 +68,7 @@ def main(args: Sequence[str] | None = None) -> None:
     open_missing_streams()
     settle_home()
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # retries are our business, and quiet
-    sys.exit(guarded(lambda: cli.main(args, prog_name="mlxinfer", standalone_mode=False)))
+    code = guarded(lambda: cli.main(args, prog_name="mlxinfer", standalone_mode=False))
+    if code == INTERRUPTED:
+        end_at_next_interrupt(code)
+    sys.exit(code)

@@ -27,7 +27,7 @@ def guarded(run: Callable[[], object]) -> int:
     try:
         code = run()
         sys.stdout.flush()
-    except click.exceptions.Abort:
+    except (click.exceptions.Abort, KeyboardInterrupt):  # the latter: Ctrl-C twice
         return INTERRUPTED
     except BrokenPipeError:
         return _reader_left()

@@ -1,6 +1,7 @@
-"""What every command counts on: standard streams and a home. Knows no command."""
+"""What every command counts on: streams, a home, and how Ctrl-C ends it. Knows no command."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -27,6 +28,11 @@ def settle_home() -> None:
         Path.home()
     except RuntimeError:  # no HOME, and no entry in the system's list of users
         os.environ["HOME"] = "/"
+
+
+def end_at_next_interrupt(code: int) -> None:
+    """The process ends, and Ctrl-C came already: one more ends it where it stands."""
+    signal.signal(signal.SIGINT, lambda *_: os._exit(code))
 
 
 def _is_open(number: int) -> bool:

@@ -1,7 +1,6 @@
 """The engine: the one thread that touches MLX, and how to talk to it. Knows no text, no HTTP."""
 
 import logging
-import os
 import queue
 import threading
 import time
@@ -18,6 +17,7 @@ from ..errors import EngineClosedError, MlxinferError, RequestFailedError
 from ..models.decoder import Model
 from .kernels import choose_on_this_machine
 from .loop import Loop
+from .process import await_end, claim_process, is_fork, require_process
 
 Listener = Callable[[TokenEvent], None]
 log = logging.getLogger("mlxinfer.engine")
@@ -34,6 +34,7 @@ class Engine:
         load: called once on the engine's thread; returns the model and how to run it.
 
     Raises:
+        EngineClosedError: this process is a fork of one that has used MLX.
         whatever `load` raises.
     """
 
@@ -41,11 +42,12 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, Listener] = {}
         self._stopping = False
-        self._pid = os.getpid()
+        self._pid = claim_process()
         self._gate = threading.Lock()
+        self._ended = threading.Event()  # the thread has left MLX
         ready: Future[Loop] = Future()
         self._thread = threading.Thread(
-            target=self._run, args=(load, ready), name="mlxinfer-engine", daemon=True
+            target=self._work, args=(load, ready), name="mlxinfer-engine", daemon=True
         )
         try:
             self._thread.start()
@@ -102,11 +104,18 @@ class Engine:
 
     def close(self) -> None:
         """Abort what runs, stop the thread and free the memory. Closing twice is fine."""
+        if is_fork(self._pid):  # the thread is not here, and a lock may be held for ever
+            return
         with self._gate:
             self._stopping = True
         self._inbox.put(lambda: None)
         if threading.current_thread() is not self._thread:
+            await_end(self._ended)
             self._thread.join()
+
+    def require_process(self) -> None:
+        """Raise EngineClosedError in a fork of the engine's process: nothing comes there any more."""
+        require_process(self._pid)
 
     @property
     def closed(self) -> bool:
@@ -116,17 +125,19 @@ class Engine:
     @contextmanager
     def _while_open(self) -> Iterator[None]:
         """What is put into the inbox meanwhile is answered."""
-        if os.getpid() != self._pid:
-            raise EngineClosedError(
-                "The engine runs in the process that this one was forked from; build an LLM after "
-                "the fork, or start processes with multiprocessing's 'spawn'."
-            )
+        self.require_process()
         with self._gate:
             if self._stopping:
                 raise EngineClosedError("The engine is closed; build a new LLM.")
             yield
 
     # -- on the engine's thread -----------------------------------------------------------------
+
+    def _work(self, load: Callable[[], tuple[Model, EngineConfig]], ready: "Future[Loop]") -> None:
+        try:
+            self._run(load, ready)
+        finally:
+            self._ended.set()
 
     def _run(self, load: Callable[[], tuple[Model, EngineConfig]], ready: "Future[Loop]") -> None:
         try:

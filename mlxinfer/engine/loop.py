@@ -180,6 +180,7 @@ class Loop:
         try:
             token_ids = launched.token_ids()
             logprobs = launched.logprobs()
+            lost = launched.without_numbers()
             prompt_logits = [(s, at, np.array(rows)) for s, at, rows in launched.prompt_logits]
         except BaseException as error:  # evaluation failed: the fault boundary of a step
             self._fail_step(launched.batch, error)
@@ -191,6 +192,7 @@ class Loop:
             if len(new) and not sequence.finished:
                 sequence.num_logits = start + len(logits)
                 self._emit([TokenEvent.without_token(sequence.request.id, prompt_logits=new)])
+        self._fail_lost(lost)
         tokens = token_ids.tolist()
         taken = self.scheduler.commit(launched.batch, tokens)
         self.runner.observe(launched.batch.sampling, token_ids, taken.away)
@@ -253,6 +255,13 @@ class Loop:
             sequence.num_pending = 0  # sampled on what failed; drawn again, the same
         self.scheduler.holdings.forget()
         self.cache.reset()
+
+    def _fail_lost(self, sequences: list[Sequence]) -> None:
+        """End those whose logits are no numbers: what was sampled from them is not told."""
+        for sequence in sequences:
+            if not sequence.finished:
+                self.scheduler.finish(sequence, keep=False)
+                self._emit([_without_numbers(sequence)])
 
     def fail_all(self, error: BaseException) -> None:
         """Fail every request and start afresh: the books themselves were wrong."""
@@ -318,6 +327,14 @@ def _failure(sequence: Sequence, error: BaseException) -> TokenEvent:
         f"{type(error).__name__}: {error}"
     )
     failure.__cause__ = error
+    return TokenEvent.without_token(sequence.request.id, FinishReason.ERROR, error=failure)
+
+
+def _without_numbers(sequence: Sequence) -> TokenEvent:
+    failure = RequestFailedError(
+        f"The model's logits are NaN or infinite after {sequence.num_known} tokens. Its weights may "
+        "be damaged: download it again; or numbers grew beyond float16: try dtype='float32'."
+    )
     return TokenEvent.without_token(sequence.request.id, FinishReason.ERROR, error=failure)
 
 

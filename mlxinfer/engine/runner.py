@@ -30,6 +30,7 @@ class Launched:
     prompt_logits: list[tuple[Sequence, int, mx.array]]  # of a position on: (n, vocab), lazy
     outputs: list[mx.array]  # evaluating these finishes the step
     guided_logits: mx.array | None = None  # (G, vocab) of those guided, until they are sampled
+    sound: mx.array | None = None  # (R,) whether logits are numbers; where somebody begins to answer
     guided: Sampled | None = None  # what came of them; their tokens are the last of `sampled`, too
     spilled: list[tuple[Spill, bytes]] = field(default_factory=list)  # read out before it
     began_s: float = 0.0  # when its launch began
@@ -43,6 +44,13 @@ class Launched:
     def token_ids(self) -> Ints:
         """(R,) the sampled tokens, in the order of `batch.sampling`."""
         return NO_TOKENS if self.sampled is None else np.array(self.sampled.tokens)
+
+    def without_numbers(self) -> list[Sequence]:
+        """Whose logits are NaN or infinite, as far as it was looked at: what they got is garbage."""
+        if self.sound is None:
+            return []
+        rows: list[int] = np.flatnonzero(~np.array(self.sound)).tolist()
+        return [self.batch.sampling.sequences[row] for row in rows]
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
         """Where a request asked for them: place in `batch.sampling` -> log-probabilities."""
@@ -159,25 +167,35 @@ class Runner:
         outputs = [logits for *_, logits in prompt_logits]
         if not batch.sampling:
             return Launched(batch, None, prompt_logits, [*outputs, hidden])
-        sampled, guided_logits = self._sample(batch.sampling, hidden, ids, pending)
+        logits, ids, pending = self._logits(batch.sampling, hidden, ids, pending)
+        sampled, guided_logits = self._sample(batch.sampling, logits, ids, pending)
         outputs += [] if sampled is None else sampled.arrays()
         outputs += [] if guided_logits is None else [guided_logits]
-        return Launched(batch, sampled, prompt_logits, outputs, guided_logits)
+        launched = Launched(batch, sampled, prompt_logits, outputs, guided_logits)
+        if batch.begins_answers:  # once for each: damaged weights show at once, and others are rare
+            launched.sound = mx.isfinite(mx.max(logits, axis=-1))
+            outputs.append(launched.sound)
+        return launched
 
     def _prompt_logits(self, segment: Segment, hidden: mx.array) -> mx.array:
         """(n, vocab) float32 of the prompt's part of a segment."""
         count = min(segment.num_tokens, segment.sequence.num_prompt - segment.start)
         return self.model.logits(hidden[segment.row : segment.row + count]).astype(mx.float32)
 
-    def _sample(
+    def _logits(
         self, sampling: Sampling, hidden: mx.array, ids: mx.array, pending: Bools
-    ) -> tuple[Sampled | None, mx.array | None]:
-        """The tokens of rows without a grammar, and the logits (G, vocab) of the others."""
-        num_free = sampling.num_free
+    ) -> tuple[mx.array, mx.array, Bools]:
+        """Logits (R, vocab) of the rows that get a token, their input ids and which are pending."""
         if sampling.rows is not None:
             chosen = mx.array(sampling.rows)
             hidden, ids, pending = hidden[chosen], ids[chosen], pending[sampling.rows]
-        logits, guided_logits = self.model.logits(hidden), None
+        return self.model.logits(hidden), ids, pending
+
+    def _sample(
+        self, sampling: Sampling, logits: mx.array, ids: mx.array, pending: Bools
+    ) -> tuple[Sampled | None, mx.array | None]:
+        """The tokens of rows without a grammar, and the logits (G, vocab) of the others."""
+        num_free, guided_logits = sampling.num_free, None
         if sampling.num_guided:
             logits, guided_logits = logits[:num_free], logits[num_free:]
             ids, pending = ids[:num_free], pending[:num_free]

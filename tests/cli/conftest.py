@@ -1,5 +1,6 @@
 """A model that needs no mlx, for tests of what the commands do around it."""
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,8 +38,12 @@ def outcome(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
 
     def call(*args: str) -> SimpleNamespace:
         capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main(args)
+        handler = signal.getsignal(signal.SIGINT)
+        try:
+            with pytest.raises(SystemExit) as stop:
+                main(args)
+        finally:
+            signal.signal(signal.SIGINT, handler)  # which an interrupted command changes
         seen = capsys.readouterr()
         return SimpleNamespace(code=stop.value.code, out=seen.out, err=seen.err)
 

@@ -102,6 +102,24 @@ def test_ctrl_c_prints_what_came(model: str) -> None:
     assert json.loads(out)["finish_reason"] == "abort"
 
 
+@pytest.mark.parametrize("gap_s", [0.0, 0.0, 0.0, 0.002])
+def test_ctrl_c_twice_aborts_nothing(model: str, gap_s: float) -> None:
+    """A process that ends while the engine's thread is inside MLX is taken down by SIGABRT."""
+    with subprocess.Popen(
+        [*COMMAND, "run", "-m", model, "--max-tokens", FOREVER, "hi"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.read(5)
+        process.send_signal(signal.SIGINT)
+        time.sleep(gap_s)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode in (130, -signal.SIGINT)  # the latter: so late that Python was gone
+    assert err.strip() == b""
+
+
 class Terminal:
     """A command with a pseudo-terminal as its stdin, stdout and stderr."""
 

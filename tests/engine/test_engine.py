@@ -275,6 +275,23 @@ def test_a_forked_process_is_told_that_it_has_no_engine(engine: Engine) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+def test_a_forked_process_builds_no_engine_of_its_own(engine: Engine) -> None:
+    """MLX would wait there for threads that are not there; not even a closed engine changes that."""
+    for close in (False, True):
+        if close:
+            engine.close()
+        child = os.fork()
+        if not child:
+            try:
+                Engine(lambda: (tiny_model("qwen3-v4"), config()))
+            except EngineClosedError as error:
+                engine.close()  # which does not wait for a thread that is not here
+                os._exit("spawn" not in str(error))
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_call_returns_and_raises(engine: Engine) -> None:
     assert engine.call(lambda: threading.current_thread().name) == "mlxinfer-engine"
     with pytest.raises(ZeroDivisionError):

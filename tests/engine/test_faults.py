@@ -3,7 +3,9 @@
 import gc
 import weakref
 
+import mlx.core as mx
 import pytest
+from engine.fake_grammar import FakeGrammar
 from engine.harness import Harness, alone, prompt, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -171,3 +173,48 @@ def test_what_a_preempted_request_left_itself_is_not_called_cached() -> None:
     outcomes = harness.drain()
     assert harness.loop.scheduler.counters.preemptions > 0
     assert [o.cached_tokens for o in outcomes.values()] == [0, 0]
+
+
+def spoil(harness: Harness, token_id: int) -> None:
+    """From now on whoever reads this token has no numbers, as where a weight is damaged."""
+    forward = harness.loop.model
+
+    class Spoilt:
+        def __getattr__(self, name: str) -> object:
+            return getattr(forward, name)
+
+        def __call__(self, ids, positions, kv):  # type: ignore[no-untyped-def]
+            hidden = forward(ids, positions, kv)
+            return mx.where(ids[:, None] == token_id, mx.array(float("nan"), hidden.dtype), hidden)
+
+    harness.loop.runner.model = Spoilt()  # type: ignore[assignment]
+
+
+@given(
+    bad=st.sets(st.integers(0, 3), min_size=1),
+    launch_ahead=st.booleans(),
+    guided=st.booleans(),
+    length=st.sampled_from([3, 20, 90]),
+)
+@settings(max_examples=25)
+def test_logits_that_are_no_numbers_end_their_own_request_only(
+    bad: set[int], launch_ahead: bool, guided: bool, length: int
+) -> None:
+    model = tiny_model(CASE, quantized=True)
+    harness = Harness(model, launch_ahead=launch_ahead, max_batch=3)
+    spoil(harness, token_id=1)
+    params = SamplingParams(
+        max_tokens=8, temperature=0.8, seed=5, logprobs=2, logit_bias={1: -1e9}
+    )
+    prompts = {str(i): prompt(length + i) + ([1] if i in bad else [2]) for i in range(4)}
+    for name, ids in prompts.items():
+        harness.add(name, ids, params, grammar=FakeGrammar() if guided and name == "2" else None)
+    outcomes = harness.drain()
+    for i, (name, ids) in enumerate(prompts.items()):
+        outcome = outcomes[name]
+        if i in bad:
+            assert isinstance(outcome.error, RequestFailedError)
+            assert "NaN" in str(outcome.error)
+            assert outcome.token_ids == []
+        elif not (guided and name == "2"):
+            assert outcome.token_ids == alone(model, ids, params).token_ids

@@ -2,11 +2,12 @@
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, TypedDict, TypeVar
 
 from .answer import Answer
 from .core import Request, SamplingParams, check_token_ids
-from .errors import InvalidRequestError
+from .errors import InvalidRequestError, shown
 from .grammar import GrammarSpec
 from .grammar.guidance import Guidance
 from .info import ModelInfo
@@ -77,8 +78,8 @@ class Asking:
         every = [prompts] if is_one_prompt(prompts) else prompts
         settings = zip(
             every,
-            _one_each(params, len(every), SamplingParams, "params"),
-            _one_each(response_format, len(every), Mapping, "response_format"),
+            _one_each(params, len(every), SamplingParams, "params", "SamplingParams(...)"),
+            _one_each(response_format, len(every), Mapping, "response_format", '{"type": ...}'),
             strict=True,
         )
         return [self.plain(*each) for each in settings]
@@ -93,8 +94,15 @@ class Asking:
         parallel_tool_calls: bool = True,
         response_format: ResponseFormat | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> Asked:
         """A conversation to be answered; arguments and errors as of LLM.chat."""
+        for name in others:
+            raise TypeError(
+                f"A chat takes no {name!r}. How tokens are chosen is said by its params, "
+                "SamplingParams(...); variables of the template by chat_template_kwargs."
+            )
+        _check_parallel(parallel_tool_calls)
         use = self.tool_use(tools, tool_choice, parallel=parallel_tool_calls)
         shown = None if use is None else use.shown
         variables = _checked_variables(chat_template_kwargs)
@@ -120,8 +128,9 @@ class Asking:
 
     def check_ids(self, ids: Sequence[object], *, param: str) -> list[int]:
         """The ids, if they are tokens of this model; raises InvalidRequestError."""
-        check_token_ids(ids, self._vocab_size, param=param)
-        return list(ids)  # type: ignore[arg-type]  # checked
+        plain = [_as_int(token_id) for token_id in ids]
+        check_token_ids(plain, self._vocab_size, param=param)
+        return plain  # type: ignore[return-value]  # checked
 
     def tool_use(
         self,
@@ -138,7 +147,7 @@ class Asking:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
-                f"params is {params!r}; expected SamplingParams(...).", param="params"
+                f"params is {shown(params)}; expected SamplingParams(...).", param="params"
             )
         ends: frozenset[int] = frozenset() if params.ignore_eos else self.end_ids
         return Request(str(next(self._ids)), ids, params, ends.union(params.stop_token_ids))
@@ -197,11 +206,19 @@ class Asking:
                 )
 
 
+def _check_parallel(value: object) -> None:
+    if type(value) is not bool:
+        raise InvalidRequestError(
+            f"parallel_tool_calls is {shown(value)}; expected True or False.",
+            param="parallel_tool_calls",
+        )
+
+
 def _checked_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
     variables = {} if given is None else given
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
         raise InvalidRequestError(
-            f"chat_template_kwargs is {given!r}; expected {{name: value}}.",
+            f"chat_template_kwargs is {shown(given)}; expected {{name: value}}.",
             param="chat_template_kwargs",
         )
     if taken := {"messages", "tools"}.intersection(variables):
@@ -217,27 +234,35 @@ def is_one_prompt(prompts: Any) -> bool:
     if isinstance(prompts, str):
         return True
     _check_sequence(prompts)
-    return all(isinstance(item, int) for item in prompts)
+    return len(prompts) > 0 and all(isinstance(item, Integral) for item in prompts)
+
+
+def _as_int(value: object) -> object:
+    """An integer of numpy as Python's own; anything else as it is."""
+    if type(value) is int or isinstance(value, bool) or not isinstance(value, Integral):
+        return value
+    return int(value)
 
 
 def _check_sequence(prompt: object) -> None:
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        hint = "; give its .tolist()" if isinstance(prompt, Iterable) else ""
         raise InvalidRequestError(
-            f"A prompt is a text or a list of token ids, not {type(prompt).__name__}.",
+            f"A prompt is a text or a list of token ids, not {type(prompt).__name__}{hint}.",
             param="prompt",
         )
 
 
 def _one_each(
-    given: T | Sequence[T | None] | None, count: int, kind: type, name: str
+    given: T | Sequence[T | None] | None, count: int, kind: type, name: str, wanted: str
 ) -> list[T | None]:
     """One for each of `count` prompts, from one for all or a list."""
     if given is None or isinstance(given, kind):
         return [given] * count  # type: ignore[list-item]  # a T, as its kind says
     if not isinstance(given, (list, tuple)):
         raise InvalidRequestError(
-            f"{name} is {given!r}; expected a {kind.__name__} for all prompts, or a list with one "
-            "for each.",
+            f"{name} is {shown(given)}; expected {wanted} for all prompts, or a list with one for "
+            "each.",
             param=name,
         )
     if len(given) != count:

@@ -4,9 +4,10 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .errors import InvalidRequestError
+from .errors import InvalidRequestError, shown
 
 KV_BITS = (4, 8)
+MAX_COUNT = 1 << 30  # positions are 32-bit integers, and sums of two of them are formed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +26,10 @@ class KVOptions:
 
     def __post_init__(self) -> None:
         if self.window is not None:
-            _check_count("kv_window", self.window, 1)
-        _check_count("kv_sinks", self.sinks, 0)
+            check_count("kv_window", self.window, 1)
+        check_count("kv_sinks", self.sinks, 0)
+        check_switch("kv_plain_ends", self.plain_ends)
+        check_switch("kv_plain_windows", self.plain_windows)
         if self.sinks and self.window is None:
             raise InvalidRequestError(
                 "kv_sinks goes with kv_window: without a window every position stays visible.",
@@ -49,7 +52,7 @@ class KVOptions:
             b is not None and (type(b) is not int or b not in KV_BITS) for b in pair
         ):
             raise InvalidRequestError(
-                f"kv_bits is {bits!r}; expected None, 8, 4 or (8, 4): keys, then values.",
+                f"kv_bits is {shown(bits)}; expected None, 8, 4 or (8, 4): keys, then values.",
                 param="kv_bits",
             )
         return cls(
@@ -101,8 +104,16 @@ class EngineConfig:
     launch_ahead: bool = True  # launch a step before the one before it is read
 
 
-def _check_count(name: str, value: object, low: int) -> None:
-    if type(value) is not int or value < low:
+def check_count(name: str, value: object, low: int) -> None:
+    """Raise InvalidRequestError unless an argument is an integer in [low, MAX_COUNT]."""
+    if type(value) is not int or not low <= value <= MAX_COUNT:
         raise InvalidRequestError(
-            f"{name} is {value!r}; expected a whole number from {low} up.", param=name
+            f"{name} is {shown(value)}; expected a whole number from {low} to {MAX_COUNT:,}.",
+            param=name,
         )
+
+
+def check_switch(name: str, value: object) -> None:
+    """Raise InvalidRequestError unless an argument is a bool: "false" would be true."""
+    if type(value) is not bool:
+        raise InvalidRequestError(f"{name} is {shown(value)}; expected True or False.", param=name)

@@ -9,13 +9,14 @@ from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from .errors import InvalidRequestError
+from .errors import InvalidRequestError, shown
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 MAX_LOGPROBS = 20
+MAX_FLOAT = 3e38  # of 32 bits, in which tokens are chosen
 
 
 class FinishReason(StrEnum):
@@ -238,7 +239,8 @@ def check_token_ids(ids: Iterable[object], vocab_size: int, *, param: str) -> No
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise InvalidRequestError(
-                f"{param} holds {token_id!r}; token ids are integers from 0 to {vocab_size - 1}.",
+                f"{param} holds {shown(token_id)}; token ids are integers from 0 to "
+                f"{vocab_size - 1}.",
                 param=param,
             )
 
@@ -247,12 +249,12 @@ def _as_stop_strings(stop: object) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else stop
     if isinstance(strings, (list, tuple)) and all(isinstance(s, str) and s for s in strings):
         return tuple(strings)
-    raise InvalidRequestError(f"stop is {stop!r}; expected non-empty strings.", param="stop")
+    raise InvalidRequestError(f"stop is {shown(stop)}; expected non-empty strings.", param="stop")
 
 
 def _check_kind(name: str, value: object, kind: type, wanted: str) -> None:
     if not isinstance(value, kind) or isinstance(value, str | bytes):
-        raise InvalidRequestError(f"{name} is {value!r}; expected {wanted}.", param=name)
+        raise InvalidRequestError(f"{name} is {shown(value)}; expected {wanted}.", param=name)
 
 
 def _check_int(
@@ -262,18 +264,20 @@ def _check_int(
         return
     if type(value) is not int or value < low or (high is not None and value > high):
         bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
-        raise InvalidRequestError(f"{name} is {value!r}; expected an integer {bounds}.", param=name)
+        raise InvalidRequestError(
+            f"{name} is {shown(value)}; expected an integer {bounds}.", param=name
+        )
 
 
 def _check_number(
     name: str, value: object, *, low: float, high: float = math.inf, open_low: bool = False
 ) -> None:
-    sound = type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    sound = type(value) in (int, float) and abs(value) <= MAX_FLOAT  # type: ignore[arg-type]
     above = sound and (value > low if open_low else value >= low)  # type: ignore[operator]
     if not above or value > high:  # type: ignore[operator]
         bounds = f"in {'(' if open_low else '['}{low:g}, {high:g}]"
         if high == math.inf:
             bounds = f"{'above' if open_low else 'from'} {low:g}"
         raise InvalidRequestError(
-            f"{name} is {value!r}; expected a finite number {bounds}.", param=name
+            f"{name} is {shown(value)}; expected a finite number {bounds}.", param=name
         )

@@ -68,7 +68,12 @@ class Delivery:
         loop = asyncio.get_running_loop()
         mailbox = self._mailboxes.setdefault(loop, Mailbox(loop))
         events: asyncio.Queue[TokenEvent] = asyncio.Queue()
-        self._engine.submit(answer.request, lambda event: mailbox.post(events, event))
+
+        def post(event: TokenEvent) -> None:
+            if not mailbox.post(events, event):
+                self._engine.abort(event.request_id)
+
+        self._engine.submit(answer.request, post)
         try:
             while answer.result is None:
                 yield answer.push(await events.get())

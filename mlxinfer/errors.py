@@ -133,3 +133,12 @@ class BackendMissingError(MlxinferError):
     """MLX is not installed, or has no backend for this machine."""
 
     code = "backend_missing"
+
+
+def shown(value: object) -> str:
+    """What a user gave, in a message: its repr, unless that is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"a very large {type(value).__name__}"
+    return text if len(text) <= 80 else text[:79] + "…"

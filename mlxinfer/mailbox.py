@@ -19,16 +19,23 @@ class Mailbox(Generic[T]):
         self._lock = threading.Lock()
         self._posted: deque[tuple[asyncio.Queue[T], T]] = deque()
 
-    def post(self, target: "asyncio.Queue[T]", message: T) -> None:
-        """Deliver `message` to `target`, from any thread; dropped where the loop is closed."""
+    def post(self, target: "asyncio.Queue[T]", message: T) -> bool:
+        """Deliver `message` to `target`, from any thread.
+
+        Returns:
+            False where the loop is closed: nobody will ever read it.
+        """
         with self._lock:
             first = not self._posted
             self._posted.append((target, message))
-        if first and not self._loop.is_closed():
-            try:
-                self._loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:  # closed between the two lines
-                self._posted.clear()
+        if not first:
+            return True
+        try:
+            self._loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # the loop is closed
+            self._posted.clear()
+            return False
+        return True
 
     def _deliver(self) -> None:
         with self._lock:

@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .backend import require_mlx
-from .config import DiskOptions, EngineConfig, KVOptions, default_disk_folder
+from .config import (
+    DiskOptions,
+    EngineConfig,
+    KVOptions,
+    check_count,
+    check_switch,
+    default_disk_folder,
+)
 from .errors import InsufficientMemoryError, InvalidRequestError
 from .info import ModelInfo, describe
 from .memory import default_kv_bytes, human_bytes, parse_bytes, total_memory_bytes
@@ -42,12 +49,13 @@ class EngineOptions:
     room_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "prefill_chunk", "max_context", "num_pages"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise InvalidRequestError(
-                    f"{name} is {value!r}; expected a whole number from 1 up.", param=name
-                )
+        for name in ("max_batch", "prefill_chunk"):
+            check_count(name, getattr(self, name), 1)
+        for name in ("max_context", "num_pages"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), 1)
+        for name in ("prefix_cache", "launch_ahead"):
+            check_switch(name, getattr(self, name))
         if self.max_memory is not None:
             parse_bytes(self.max_memory)
         if self.disk_cache is not None:

@@ -191,7 +191,9 @@ def test_ctrl_c_ends_the_requests_of_a_cell(llm: LLM) -> None:
     ("prompt", "message"),
     [
         ("", "empty"),
-        ([], "empty"),
+        ([[]], "empty"),
+        (np.array([1, 2]), "ndarray; give its .tolist"),
+        ([True], "True"),
         ([5, 10**6], "from 0 to"),
         ([-1], "-1"),
         (b"bytes", "bytes"),
@@ -204,6 +206,13 @@ def test_ctrl_c_ends_the_requests_of_a_cell(llm: LLM) -> None:
 def test_bad_prompts(llm: LLM, prompt: object, message: str) -> None:
     with pytest.raises(mlxinfer.InvalidRequestError, match=message):
         llm.generate(prompt, SamplingParams(max_tokens=2))  # type: ignore[call-overload]
+
+
+def test_integers_of_numpy_are_token_ids_and_a_batch_of_none_is_none(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=4)
+    ids = np.array([5, 6, 7], dtype=np.int64)
+    assert llm.generate([*ids], params).text == llm.generate([5, 6, 7], params).text
+    assert llm.generate([]) == []
 
 
 @pytest.mark.parametrize("prompt", [None, 7, b"bytes"])
@@ -227,8 +236,10 @@ def test_params_are_sampling_params(llm: LLM) -> None:
 
 def test_chat_takes_no_option_that_it_would_ignore(llm: LLM) -> None:
     misplaced: Any = {"max_tokens": 3}
-    with pytest.raises(TypeError, match="max_tokens"):
+    with pytest.raises(TypeError, match=r"no 'max_tokens'.*SamplingParams"):
         llm.chat(QUESTION, **misplaced)
+    with pytest.raises(mlxinfer.InvalidRequestError, match="parallel_tool_calls is 'no'"):
+        llm.chat(QUESTION, parallel_tool_calls="no")  # type: ignore[arg-type]
     with pytest.raises(mlxinfer.InvalidRequestError, match="reads no 'enable_thinking'"):
         llm.chat(QUESTION, chat_template_kwargs={"enable_thinking": False})
     for wrong in (["x"], {5: 1}, {"tools": []}, {"messages": []}):
@@ -262,6 +273,9 @@ def test_chat_takes_no_option_that_it_would_ignore(llm: LLM) -> None:
         ({"stop_token_ids": "a"}, "stop_token_ids is 'a'"),
         ({"logit_bias": {1: float("nan")}}, "logit_bias"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+        ({"repetition_penalty": 10**400}, "repetition_penalty is 1000"),
+        ({"top_k": -(10**5000)}, "top_k is a very large int"),
+        ({"stop": ["a" * 10_000, 1]}, r"stop is .{1,90}; expected"),
         ({"repetition_penalty": 0}, r"expected a finite number above 0\."),
     ],
 )
@@ -303,10 +317,19 @@ def test_too_long_prompts(llm: LLM) -> None:
         {"max_context": 0},
         {"max_memory": "much"},
         {"max_memory": "1KB"},
+        {"max_batch": None},
+        {"prefill_chunk": None},
+        {"dtype": []},
+        {"num_pages": 10**30},
+        {"num_pages": 10**8},
+        {"kv_window": 1 << 40},
+        {"prefix_cache": "false"},
+        {"launch_ahead": 0},
+        {"kv_plain_ends": 1},
     ],
 )
 def test_bad_arguments(arguments: dict[str, object]) -> None:
-    with pytest.raises(mlxinfer.InvalidRequestError):
+    with pytest.raises(mlxinfer.InvalidRequestError, match="|".join(arguments)):
         LLM("demo", **arguments)  # type: ignore[arg-type]
 
 
@@ -365,6 +388,19 @@ def test_a_stream_holds_the_model_that_nobody_else_holds() -> None:
     with LLM("demo") as llm:
         params = SamplingParams(max_tokens=20, ignore_eos=True)
         assert llm.generate("A page", params).text == text
+
+
+def test_a_request_of_a_closed_event_loop_ends(llm: LLM) -> None:
+    loop = asyncio.new_event_loop()
+    params = SamplingParams(max_tokens=2000, ignore_eos=True)
+    stream = llm.astream("A page", params)
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    before = llm.stats()["tokens_sampled"]
+    while llm.stats()["running"]:
+        time.sleep(0.01)
+    assert llm.stats()["tokens_sampled"] - before < 1000
+    assert stream is not None, "it is held to the end"
 
 
 def test_a_stream_begun_before_a_fork_says_so_in_the_child(llm: LLM) -> None:

@@ -50,4 +50,5 @@ def test_a_closed_loop_is_no_error() -> None:
     loop = asyncio.new_event_loop()
     mailbox: Mailbox[int] = Mailbox(loop)
     loop.close()
-    mailbox.post(asyncio.Queue(), 1)
+    assert not mailbox.post(asyncio.Queue(), 1)
+    assert not mailbox.post(asyncio.Queue(), 2)

@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from ..core import KVSpec
 from ..errors import InsufficientMemoryError
-from ..memory import human_bytes
+from ..memory import human_bytes, total_memory_bytes
 from ..metal_kernels.heads import Heads
 from .growth import FIRST_PAGES, calm_pages, layers_to_grow
 from .kernel_attention import KernelPlanner
@@ -92,6 +92,8 @@ class KVCache:
         group_of = {i: g for g, group in enumerate(self.groups) for i in group.layers}
         self._group_of = [group_of[i] for i in range(len(specs))]
         self._fixed = num_pages is not None
+        if self._fixed:
+            _check_memory(self.groups)
         self.reset()
 
     def _layer_groups(self, budget_bytes: int, num_pages: int | None) -> list[LayerGroup]:
@@ -290,6 +292,17 @@ class KVCache:
 
 def _reach(spec: KVSpec) -> Reach:
     return Reach(spec.window, spec.sinks)
+
+
+def _check_memory(groups: Sequence[LayerGroup]) -> None:
+    """Pages that the user counted are allocated at once, and MLX dies where that cannot be."""
+    wanted, total = sum(g.allocator.num_pages * g.page_bytes for g in groups), total_memory_bytes()
+    if wanted > total:
+        raise InsufficientMemoryError(
+            f"num_pages asks for {human_bytes(wanted)} of KV cache, and this machine has "
+            f"{human_bytes(total)}; ask for fewer.",
+            param="num_pages",
+        )
 
 
 def _page_counts(

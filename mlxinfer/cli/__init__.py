@@ -45,9 +45,10 @@ class CommandFolder(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """The command of the first argument; a name that is nearly right is suggested."""
-        near = get_close_matches(args[0], self.list_commands(ctx), n=1)
+        near = get_close_matches(args[0], self.list_commands(ctx))
         if near and args[0] not in self.list_commands(ctx):
-            ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
+            meant = " or ".join([repr(name) for name in near])
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {meant}?")
         return super().resolve_command(ctx, args)
 
 

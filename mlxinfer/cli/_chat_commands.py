@@ -144,4 +144,6 @@ def _last_question(session: ChatSession) -> str:
 def _path(name: str, command: str) -> Path:
     if not name:
         raise InvalidRequestError(f"Usage: {command} FILE")
+    if "\0" in name:
+        raise InvalidRequestError("A file name holds no NUL character.")
     return Path(name).expanduser()

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -89,23 +90,28 @@ class ChatSession:
         check_setting(key)
         try:
             parsed = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             parsed = value
         if key == "logit_bias" and isinstance(parsed, dict):  # keys of JSON objects are texts
             parsed = {int(k) if k.isdecimal() else k: bias for k, bias in parsed.items()}
-        self.params = replace(self.params, **{key: parsed})
+        params = replace(self.params, **{key: parsed})
+        if self._llm is not None:
+            params.check_vocabulary(self._llm.model_info.vocab_size)
+        self.params = params
 
     def save(self, path: Path) -> None:
-        """Write the conversation as JSON, all of it or nothing."""
+        """Write the conversation as JSON, all of it or nothing.
+
+        Raises:
+            InvalidRequestError: nothing can be written there.
+        """
         state = {
             "format": FORMAT,
             "model": self.model,
             "system": self.system,
             "messages": self.messages,
         }
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(state, indent=2, ensure_ascii=False), encoding="utf-8")
-        os.replace(partial, path)
+        _write_whole(path, json.dumps(state, indent=2, ensure_ascii=False))
 
     def load(self, path: Path) -> None:
         """Read a saved conversation; the model that is loaded stays.
@@ -114,12 +120,12 @@ class ChatSession:
             InvalidRequestError: the file holds something else.
         """
         try:
-            state = json.loads(path.read_text(encoding="utf-8"))
+            state = json.loads(_read_file(path))
             messages = [
                 {"role": _role(m["role"]), "content": str(m["content"])} for m in state["messages"]
             ]
             system = state["system"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InvalidRequestError(f"{path} is not a saved conversation: {error}") from error
         self.messages, self.system = messages, None if system is None else str(system)
 
@@ -147,6 +153,30 @@ def check_setting(key: str) -> None:
         near = get_close_matches(key, known, n=1)
         hint = f"did you mean {near[0]}" if near else f"there are: {', '.join(known)}"
         raise InvalidRequestError(f"{key!r} cannot be set; {hint}{'?' if near else '.'}")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Replace a file, or the one that a link leads to; what is no file is left alone."""
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        raise InvalidRequestError(f"{path} is there and is no file; choose another name.")
+    partial = target.with_name(target.name + ".partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, target)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise InvalidRequestError(
+            f"{path} cannot be written: {error.strerror or error}."
+        ) from error
+
+
+def _read_file(path: Path) -> str:
+    """The text of a file, which ends: pipes and devices may not."""
+    if path.exists() and not path.is_file():
+        raise InvalidRequestError(f"{path} is no file.")
+    return path.read_text(encoding="utf-8")
 
 
 def _role(value: object) -> str:

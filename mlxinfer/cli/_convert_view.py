@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..hub import is_bundled
 from ..memory import human_bytes
 from ._output import human_count, table
 
@@ -104,7 +105,8 @@ def show_report(report: "Report", out: str) -> None:
     for line in report.notes:
         click.echo(line)
     if report.passed and any(Path(out).glob("tokenizer.*")):
-        click.echo(f'try it: mlxinfer run -m {out} "Hello"')
+        name = f"./{out}" if is_bundled(str(out)) else out  # the bundled one comes first
+        click.echo(f'try it: mlxinfer run -m {name} "Hello"')
 
 
 class Downloads:

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from ..errors import MlxinferError
-from ..hub.cache import read_json
+from ..errors import CheckpointError, MlxinferError
 from ..models.config import ModelConfig, load_config
 from ..models.files import read_headers
+from ..models.jsonfields import read_json
 from ..models.safetensors import TensorInfo
 from ..text.files import read_tokenizer_files
 
@@ -51,8 +51,16 @@ def summarise(folder: Path) -> Summary:
         weights = count_weights(folder, config)
     except MlxinferError as error:
         problem = problem or str(error)
-    model_type = read_json(folder / "config.json").get("model_type")
-    return Summary(folder, model_type, config, weights, template, problem)
+    return Summary(folder, _model_type(folder), config, weights, template, problem)
+
+
+def _model_type(folder: Path) -> str | None:
+    """What the config says, where it can be read and says it."""
+    try:
+        model_type = read_json(folder / "config.json").get("model_type")
+    except CheckpointError:
+        return None
+    return model_type if isinstance(model_type, str) else None
 
 
 def has_chat_template(folder: Path | str) -> bool:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import ContextLengthError, MlxinferError
+from ..errors import ContextLengthError
 from ..results import Delta
 from ._chat_commands import COMMANDS, Reply, is_command, run_command
 from ._chat_session import ChatSession
-from ._errors import report
+from ._errors import FAILED, report
 from ._model import open_llm
 from ._options import (
     engine_options,
@@ -50,29 +50,38 @@ def command(model: str, **options: Any) -> None:
         summary = session.llm.model_info  # load now, so that a failure ends the command
         if sys.stdin.isatty():
             note(f"{summary.name} is ready; /help lists commands, Ctrl-D leaves")
-        converse(session, open_reader(COMMANDS), Console())
+        num_failed = converse(session, open_reader(COMMANDS), Console())
     finally:
         session.close()
+    if num_failed and not sys.stdin.isatty():  # a script has not seen what people have
+        raise click.exceptions.Exit(FAILED)
 
 
-def converse(session: ChatSession, read: Reader, console: "Console") -> None:
-    """Read, do, show, until the user leaves. What goes wrong in a turn ends only the turn."""
-    default, interrupts = "", 0
+def converse(session: ChatSession, read: Reader, console: "Console") -> int:
+    """Read, do, show, until the user leaves. What goes wrong in a turn ends only the turn.
+
+    Returns:
+        How many turns went wrong.
+    """
+    default, interrupts, num_failed = "", 0, 0
     while True:
         try:
             line = read(default).strip()
         except EOFError:
-            return
+            return num_failed
         except KeyboardInterrupt:
             interrupts += 1
             if interrupts == 2:
-                return
+                return num_failed
             note("Ctrl-C again leaves")
             continue
         default, interrupts = "", 0
         try:
             reply = take_turn(session, line, console)
-        except (MlxinferError, OSError) as error:
+        except BrokenPipeError:  # nobody reads
+            raise
+        except Exception as error:  # of ours too: the conversation is not to be lost by it
+            num_failed += 1
             report(error)
             if isinstance(error, ContextLengthError):
                 note("/clear forgets the conversation, and makes room")
@@ -80,7 +89,7 @@ def converse(session: ChatSession, read: Reader, console: "Console") -> None:
             note("stopped")
         else:
             if reply.quit:
-                return
+                return num_failed
             default = reply.edit or ""
 
 

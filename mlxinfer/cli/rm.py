@@ -19,6 +19,8 @@ def command(names: tuple[str, ...], yes: bool, as_json: bool) -> None:
 
     org/name@revision deletes one revision only.
     """
+    for name in names:
+        hub.check_removable(name)
     if not yes:
         if not sys.stdin.isatty():
             raise click.UsageError("Nobody is here to be asked; add --yes.")

@@ -102,6 +102,10 @@ def show(deltas: Iterator[Delta], *, quiet: bool) -> tuple[Result, bool]:
                 return delta.result, False
     except KeyboardInterrupt:
         pass
+    except Exception:
+        if text:
+            _end_line(text, quiet=quiet)  # what is said of the error begins a line
+        raise
     _end_line(text, quiet=quiet)
     stopped = Result(
         text=text,

@@ -114,7 +114,7 @@ class Engine:
             self._thread.join()
 
     def require_process(self) -> None:
-        """Raise EngineClosedError in a fork of the engine's process: nothing comes there any more."""
+        """Raise EngineClosedError in a fork of the engine's process, where nothing comes."""
         require_process(self._pid)
 
     @property

@@ -332,8 +332,8 @@ def _failure(sequence: Sequence, error: BaseException) -> TokenEvent:
 
 def _without_numbers(sequence: Sequence) -> TokenEvent:
     failure = RequestFailedError(
-        f"The model's logits are NaN or infinite after {sequence.num_known} tokens. Its weights may "
-        "be damaged: download it again; or numbers grew beyond float16: try dtype='float32'."
+        f"The model's logits are NaN or infinite after {sequence.num_known} tokens. Its weights "
+        "may be damaged: download it again; or numbers outgrew float16: try dtype='float32'."
     )
     return TokenEvent.without_token(sequence.request.id, FinishReason.ERROR, error=failure)
 

@@ -1,4 +1,4 @@
-"""What an engine needs of its process: that it is no fork, and that it outlives the engine's thread.
+"""What an engine needs of its process: that it is no fork, and outlives the engine's thread.
 
 MLX has threads and locks of its own. A fork has the locks without the threads, and waits for ever;
 a process that ends while a thread is inside MLX is aborted. Knows no engine.

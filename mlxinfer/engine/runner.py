@@ -30,7 +30,9 @@ class Launched:
     prompt_logits: list[tuple[Sequence, int, mx.array]]  # of a position on: (n, vocab), lazy
     outputs: list[mx.array]  # evaluating these finishes the step
     guided_logits: mx.array | None = None  # (G, vocab) of those guided, until they are sampled
-    sound: mx.array | None = None  # (R,) whether logits are numbers; where somebody begins to answer
+    sound: mx.array | None = (
+        None  # (R,) whether logits are numbers; where somebody begins to answer
+    )
     guided: Sampled | None = None  # what came of them; their tokens are the last of `sampled`, too
     spilled: list[tuple[Spill, bytes]] = field(default_factory=list)  # read out before it
     began_s: float = 0.0  # when its launch began
@@ -46,7 +48,7 @@ class Launched:
         return NO_TOKENS if self.sampled is None else np.array(self.sampled.tokens)
 
     def without_numbers(self) -> list[Sequence]:
-        """Whose logits are NaN or infinite, as far as it was looked at: what they got is garbage."""
+        """Whose logits are NaN or infinite, as far as was looked: what they got is garbage."""
         if self.sound is None:
             return []
         rows: list[int] = np.flatnonzero(~np.array(self.sound)).tolist()

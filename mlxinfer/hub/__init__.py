@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import shutil
 from pathlib import Path
 
 from ..errors import InvalidRequestError, ModelNotFoundError
@@ -23,6 +24,7 @@ __all__ = [
     "Plan",
     "Progress",
     "cache_folder",
+    "check_removable",
     "is_bundled",
     "list_models",
     "plan_pull",
@@ -90,6 +92,18 @@ def list_models() -> list[LocalModel]:
 def remove(name: str) -> int:
     """Delete a repository, or one revision of it, from the hub cache. Returns the bytes freed.
 
+    Raises: as check_removable().
+    """
+    check_removable(name)
+    repo = _parse(name)
+    before = disk_bytes(repo.folder)
+    _delete(repo, whole="@" not in name)
+    return before - (disk_bytes(repo.folder) if repo.folder.exists() else 0)
+
+
+def check_removable(name: str) -> None:
+    """See that remove() will find something to delete.
+
     Raises:
         InvalidRequestError: a bundled model or a folder of the user's own.
         ModelNotFoundError: not in the cache.
@@ -101,31 +115,22 @@ def remove(name: str) -> int:
     repo = _parse(name)
     if not repo.folder.is_dir():
         raise ModelNotFoundError(f"{repo} is not in the hub cache.{_suggestion(name)}")
-    before = disk_bytes(repo.folder)
-    _delete(repo, whole="@" not in name)
-    return before - (disk_bytes(repo.folder) if repo.folder.exists() else 0)
 
 
 def _delete(repo: RepoName, *, whole: bool) -> None:
+    """The folder; or one revision, which shares files with others, as the hub's own scan sees it."""
+    if whole:
+        shutil.rmtree(repo.folder)
+        return
     from huggingface_hub import scan_cache_dir
 
     cache = scan_cache_dir(cache_folder())
     found = [r for r in cache.repos if r.repo_type == "model" and r.repo_id == repo.repo_id]
     revisions = {revision for r in found for revision in r.revisions}
-    if not whole:
-        revisions = {r for r in revisions if repo.revision in {r.commit_hash, *r.refs}}
-        if not revisions:
-            raise ModelNotFoundError(f"{repo} is not in the hub cache.")
+    revisions = {r for r in revisions if repo.revision in {r.commit_hash, *r.refs}}
+    if not revisions:
+        raise ModelNotFoundError(f"{repo} is not in the hub cache.")
     cache.delete_revisions(*(revision.commit_hash for revision in revisions)).execute()
-    if whole and repo.folder.exists():
-        _delete_leftovers(repo.folder)
-
-
-def _delete_leftovers(folder: Path) -> None:
-    """What the hub's own scan does not count as a repository: an interrupted first download."""
-    import shutil
-
-    shutil.rmtree(folder)
 
 
 def _local_folder(name: str) -> Path | None:

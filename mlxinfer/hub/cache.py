@@ -5,6 +5,7 @@ The cache's layout is the documented one of huggingface_hub: `models--org--name/
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from .names import ASSETS, BUNDLED, RepoName, cache_folder
 
 INDEX = "model.safetensors.index.json"
+_COMMIT = re.compile(r"[\w.-]+", re.ASCII)
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "*.tiktoken")
 
 
@@ -52,8 +54,10 @@ def cached_models() -> Iterator[LocalModel]:
 def find_snapshot(repo: RepoName) -> Path | None:
     """The cached folder of `repo`, complete or not; None where the cache has none."""
     reference = repo.folder / "refs" / repo.revision
-    commit = reference.read_text().strip() if reference.is_file() else repo.revision
-    snapshot = repo.folder / "snapshots" / commit
+    if reference.is_file():
+        snapshot = _snapshot_of(reference, repo.folder)
+    else:
+        snapshot = repo.folder / "snapshots" / repo.revision
     return snapshot if snapshot.is_dir() else None
 
 
@@ -73,7 +77,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; empty where there is none to be read."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -94,12 +98,27 @@ def _snapshots(repo_id: str, repo_folder: Path) -> Iterator[tuple[RepoName, Path
     refs = repo_folder / "refs"
     references = sorted(file for file in refs.rglob("*") if file.is_file())
     for reference in references:
-        commit = reference.read_text().strip()
         name = RepoName(repo_id, reference.relative_to(refs).as_posix())
-        yield name, repo_folder / "snapshots" / commit
+        yield name, _snapshot_of(reference, repo_folder)
     if not references:
-        found = sorted((repo_folder / "snapshots").glob("*"), key=lambda s: s.stat().st_mtime)
-        yield RepoName(repo_id), found[-1] if found else repo_folder / "snapshots" / "none"
+        yield RepoName(repo_id), _newest_snapshot(repo_folder)
+
+
+def _snapshot_of(reference: Path, repo_folder: Path) -> Path:
+    """The folder of the commit that a branch or tag stands for.
+
+    Where a power cut left something else in its file than a commit, it is the newest one.
+    """
+    commit = reference.read_bytes().decode("ascii", "replace").strip()
+    if _COMMIT.fullmatch(commit):
+        return repo_folder / "snapshots" / commit
+    return _newest_snapshot(repo_folder)
+
+
+def _newest_snapshot(repo_folder: Path) -> Path:
+    """It, or what is not there."""
+    found = sorted((repo_folder / "snapshots").glob("*"), key=lambda s: s.stat().st_mtime)
+    return found[-1] if found else repo_folder / "snapshots" / "none"
 
 
 def _is_language_model(snapshot: Path) -> bool:

@@ -18,6 +18,8 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
         CheckpointError: no such file, too large, not JSON, NaN or Infinity, or not an object.
     """
     try:
+        if path.exists() and not path.is_file():  # a pipe or a device may have no end
+            raise CheckpointError(f"{path} is no file.")
         if path.stat().st_size > max_bytes:
             raise CheckpointError(f"{path} is larger than {max_bytes} bytes; not read.")
         return parse_json(path.read_bytes(), str(path))

@@ -14,6 +14,7 @@ from .jsonfields import parse_json
 
 MAX_HEADER_BYTES = 100_000_000  # as the reference implementation
 MAX_DIMS = 8
+GIT_LFS = b"version https://git-lfs"  # how a clone without git-lfs says where a large file lies
 
 ITEM_BYTES = {
     "F64": 8,
@@ -52,9 +53,17 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         CheckpointError: anything at all that is not as the format demands, with file and tensor.
     """
     try:
+        if path.exists() and not path.is_file():  # a pipe or a device may have no end
+            raise CheckpointError(f"{path} is no file.")
         size = path.stat().st_size
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+            first = file.read(8)
+            if first == GIT_LFS[:8]:
+                raise CheckpointError(
+                    f"{path} is a pointer of git-lfs and not the weights: run `git lfs pull` in "
+                    "its folder, or download the model again."
+                )
+            length = int.from_bytes(first, "little")
             if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
                 raise CheckpointError(
                     f"{path} has {size} bytes and says that its header has {length}; the file is "

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..errors import CheckpointError, InvalidRequestError
+from ..errors import CheckpointError, InvalidRequestError, shown
 from ..layers.embedding import Embedding, QuantizedEmbedding, dense_embedding
 from ..layers.linear import Projection
 from ..layers.quantized import QuantizedLinear
@@ -174,9 +174,9 @@ def load_tensors(folder: Path) -> dict[str, mx.array]:
 def choose_dtype(tensors: Iterable[mx.array], dtype: str) -> mx.Dtype:
     """The dtype of activations: as asked for, or the checkpoint's own; float32 on the CPU."""
     if dtype != "auto":
-        if dtype not in _DTYPES:
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
             raise InvalidRequestError(
-                f"dtype is {dtype!r}; expected auto, {', '.join(_DTYPES)}.", param="dtype"
+                f"dtype is {shown(dtype)}; expected auto, {', '.join(_DTYPES)}.", param="dtype"
             )
         return _DTYPES[dtype]
     if not mx.metal.is_available():

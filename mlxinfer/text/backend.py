@@ -14,7 +14,15 @@ from ..errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 
 MAX_TOKENIZER_BYTES = 512 << 20
 LONG_TEXT = 20_000  # characters, from which on other threads must go on while a text is encoded
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "*.spm")
+TOKENIZER_FILES = (
+    "tokenizer.*",
+    "tokenizer-*",
+    "vocab*",
+    "merges*",
+    "*.model",
+    "*.tiktoken",
+    "*.spm",
+)
 MAX_GROWTH = 64  # how many times longer a normalizer or decoder may make a text
 
 
@@ -99,7 +107,7 @@ def _from_transformers(folder: Path) -> tokenizers.Tokenizer:
         with panic_guard():
             wrapper = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # foreign code over foreign files: it raises nearly anything
-        reason = str(error).strip().partition("\n")[0]
+        reason = " ".join(str(error).split())[:300]
         raise CheckpointError(
             f"{folder}: transformers finds no tokenizer here: {reason}"
         ) from error
@@ -142,4 +150,4 @@ def encode_guarded(backend: tokenizers.Tokenizer, text: str, *, special: bool) -
     return ids
 
 
-NOT_TEXT = "The text holds half of a surrogate pair, which is not a character; send valid Unicode."
+NOT_TEXT = "The text is not valid Unicode: it holds half of a surrogate pair, or was not UTF-8."

@@ -80,6 +80,8 @@ def _rendered(
         **ends,
         **given["kwargs"],
     )
+    if not text:
+        raise TemplateError("The chat template makes an empty prompt of these messages.")
     if marks is None:
         return tokenizer.encode(text, add_special_tokens=False, parse_special=True)
     return control.encode_marked(text, marks)

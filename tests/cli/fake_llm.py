@@ -16,7 +16,7 @@ class FakeLLM:
         (folder / "tokenizer_config.json").write_text(
             json.dumps({"chat_template": "{{ messages }}"} if template else {})
         )
-        self.model_info = SimpleNamespace(name="fake", path=folder)
+        self.model_info = SimpleNamespace(name="fake", path=folder, vocab_size=100)
         self.says = "Hello there."
         self.thinks = ""
         self.fail_after: int | None = None  # steps until `error` is raised

@@ -1,5 +1,7 @@
 """ChatSession: messages and settings, without a terminal."""
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +154,50 @@ def test_a_switch_that_fails_keeps_the_conversation_going(llm: FakeLLM) -> None:
         session.switch("none")
     assert session.model == "fake"
     assert list(session.ask("hi"))
+
+
+def test_saving_follows_links_and_replaces_nothing_but_files(
+    session: ChatSession, tmp_path: Path
+) -> None:
+    list(session.ask("hi"))
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    link.symlink_to(real)
+    session.save(link)
+    assert link.is_symlink()
+    assert "Hello" in real.read_text()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for wrong in (tmp_path, pipe, tmp_path / "no" / "such.json"):
+        with pytest.raises(InvalidRequestError, match=re.escape(f"{wrong} ")) as caught:
+            session.save(wrong)
+        assert ".partial" not in str(caught.value)
+    with pytest.raises(InvalidRequestError, match="no file"):
+        session.load(pipe)
+    assert pipe.is_fifo()
+
+
+def test_a_disk_that_fills_up_leaves_what_was_saved_before(
+    session: ChatSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "talk.json"
+    session.save(path)
+    before = path.read_text()
+    list(session.ask("hi"))
+
+    def full(self: Path, *_: object, **__: object) -> None:
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(InvalidRequestError, match="No space left"):
+        session.save(path)
+    assert path.read_text() == before
+    assert list(tmp_path.glob("*.partial")) == []
+
+
+def test_a_setting_is_checked_against_the_vocabulary_once_it_is_known(session: ChatSession) -> None:
+    session.set("top_k", "5000")
+    list(session.ask("hi"))
+    with pytest.raises(InvalidRequestError, match="vocabulary has 100"):
+        session.set("top_k", "6000")
+    assert session.params.top_k == 5000

@@ -235,3 +235,40 @@ def test_keys_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(EOFError):
             read("")
     assert "+one" in _reader.history_file().read_text()
+
+
+def test_nothing_that_is_typed_ends_the_chat(
+    session: ChatSession, llm: FakeLLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deep = "[" * 100_000
+    lines = [
+        "/save .",
+        "/save a\0b",
+        "/load .",
+        f"/set logit_bias {deep}",
+        "/set top_k 1" + "0" * 99,
+    ]
+    assert talk(session, "hi", *lines, "again") == "Hello there.\nHello there.\n"
+    assert len(session.messages) == 4
+    errors = capsys.readouterr().err
+    assert errors.count("error: ") == len(lines)
+    assert "unexpected" not in errors
+    assert len(errors) < 2000
+
+
+def test_a_bug_of_ours_ends_only_the_turn(
+    session: ChatSession, llm: FakeLLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk(session, "hi")
+    llm.fail_after, llm.error = 0, ZeroDivisionError("oops")
+    talk(session, "again")
+    assert "unexpected ZeroDivisionError" in capsys.readouterr().err
+    assert len(session.messages) == 2
+
+
+def test_a_script_learns_from_the_exit_code_that_a_turn_failed(
+    fake: FakeLLM, outcome: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for typed, code in (("hi\n", 0), ("hi\n/nonsense\nhi\n", 1)):
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        assert outcome("chat").code == code

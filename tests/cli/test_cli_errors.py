@@ -76,6 +76,7 @@ def test_interrupted_while_loading_is_130() -> None:
 
 def test_a_command_that_is_nearly_right_is_suggested(outcome: Any) -> None:
     assert "Did you mean 'run'?" in outcome("rnu").err
+    assert "'rm' or 'run'?" in outcome("rum").err
     assert "Did you mean" not in outcome("fly").err
 
 

@@ -117,6 +117,7 @@ def test_rm_asks_first(standin: StandIn, outcome: Any, monkeypatch: pytest.Monke
     seen = outcome("rm", "org/tiny")
     assert seen.code == 2
     assert "--yes" in seen.err
+    assert "stays" in outcome("rm", "org/tiny", "demo").err, "what cannot be is said before"
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("click.confirm", lambda *_, **__: False)
     assert outcome("rm", "org/tiny").code == 1

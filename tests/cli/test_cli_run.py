@@ -152,3 +152,8 @@ def test_wrong_usage_is_exit_code_2(
     assert words in seen.err
     assert "hint: `mlxinfer run --help`" in seen.err
     assert fake.opened == []
+
+
+def test_an_error_after_some_text_begins_a_line(fake: FakeLLM, outcome: Any) -> None:
+    fake.fail_after, fake.error = 1, OverloadedError("No room.")
+    assert outcome("run", "hi").out == "Hello \n"

@@ -117,3 +117,16 @@ def test_a_broken_file_is_named_and_the_rest_is_shown(
     facts = json.loads(outcome("show", "--json", str(folder)).out)
     assert facts["supported"] is False
     assert broken in facts["problem"]
+
+
+@pytest.mark.parametrize("text", ['{"model_type": NaN}', '{"model_type": 5}', "[" * 100_000])
+def test_a_config_that_is_none_is_a_problem_and_no_fault(
+    tmp_path: Path, outcome: Any, text: str
+) -> None:
+    folder = write_model(tmp_path / "m", CONFIG)
+    (folder / "config.json").write_text(text)
+    seen = outcome("show", str(folder), "--json")
+    facts = json.loads(seen.out, parse_constant=pytest.fail)
+    assert (seen.code, facts["supported"], facts["architecture"]) == (0, False, None)
+    assert "config.json" in facts["problem"]
+    assert "cannot run" in outcome("show", str(folder)).out

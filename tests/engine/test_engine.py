@@ -276,7 +276,7 @@ def test_a_forked_process_is_told_that_it_has_no_engine(engine: Engine) -> None:
 
 
 def test_a_forked_process_builds_no_engine_of_its_own(engine: Engine) -> None:
-    """MLX would wait there for threads that are not there; not even a closed engine changes that."""
+    """MLX would wait for threads that are not there, also where the engine was closed before."""
     for close in (False, True):
         if close:
             engine.close()

@@ -203,9 +203,7 @@ def test_logits_that_are_no_numbers_end_their_own_request_only(
     model = tiny_model(CASE, quantized=True)
     harness = Harness(model, launch_ahead=launch_ahead, max_batch=3)
     spoil(harness, token_id=1)
-    params = SamplingParams(
-        max_tokens=8, temperature=0.8, seed=5, logprobs=2, logit_bias={1: -1e9}
-    )
+    params = SamplingParams(max_tokens=8, temperature=0.8, seed=5, logprobs=2, logit_bias={1: -1e9})
     prompts = {str(i): prompt(length + i) + ([1] if i in bad else [2]) for i in range(4)}
     for name, ids in prompts.items():
         harness.add(name, ids, params, grammar=FakeGrammar() if guided and name == "2" else None)

@@ -148,6 +148,22 @@ def test_remove_an_interrupted_download(standin: StandIn) -> None:
     assert names(complete=False) == []
 
 
+@pytest.mark.parametrize("torn", [b"", b"\0" * 40, b"\xff\xfe", b"../../elsewhere\n"])
+def test_a_reference_that_a_power_cut_tore_hides_no_model(
+    standin: StandIn, cache: Path, torn: bytes
+) -> None:
+    hub.pull("org/tiny")
+    (cache / "models--org--tiny/refs/main").write_bytes(torn)
+    (cache / "models--org--empty/refs").mkdir(parents=True)
+    (cache / "models--org--empty/refs/main").write_bytes(torn)
+    assert "org/tiny" in names()
+    assert (hub.resolve("org/tiny", download=False) / "model.safetensors").is_file()
+    with pytest.raises(ModelNotFoundError):
+        hub.remove("org/none")
+    assert hub.remove("org/tiny") > len(WEIGHTS)
+    assert "org/tiny" not in names()
+
+
 def test_remove_refuses_what_is_not_in_the_cache(bundled: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="stays"):
         hub.remove("demo")

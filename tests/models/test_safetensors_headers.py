@@ -1,6 +1,7 @@
 """safetensors headers: what the reference writes is read; what lies is refused by name."""
 
 import json
+import os
 from contextlib import suppress
 
 import numpy as np
@@ -11,6 +12,7 @@ from safetensors.numpy import save_file
 
 from mlxinfer.errors import CheckpointError, ModelNotFoundError
 from mlxinfer.models.files import read_headers
+from mlxinfer.models.jsonfields import read_json
 from mlxinfer.models.safetensors import TensorInfo, read_header
 
 
@@ -177,3 +179,19 @@ def test_pickles_are_refused(tmp_path, name):
 def test_an_empty_folder(tmp_path):
     with pytest.raises(ModelNotFoundError):
         read_headers(tmp_path)
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+    with pytest.raises(CheckpointError, match="git lfs pull"):
+        read_header(path)
+
+
+def test_what_may_have_no_end_is_not_read(tmp_path):
+    for name in ("model.safetensors", "config.json"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match="is no file"):
+        read_header(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="is no file"):
+        read_json(tmp_path / "config.json")

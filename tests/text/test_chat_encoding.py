@@ -107,6 +107,13 @@ def test_whatever_the_template_does_with_the_text(tokenizer, source):
     assert given.piece_to_id(end) not in ids
 
 
+def test_a_template_that_writes_nothing_is_at_fault(tokenizer):
+    given = Tokenizer(tokenizer._backend)
+    given.template = ChatTemplate("{% set nothing = 1 %}")
+    with pytest.raises(TemplateError, match="empty prompt"):
+        encode_chat(given, [{"role": "user", "content": "hi"}])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_template_may_use_a_tag_that_the_user_wrote(kind):
     """Reasoning within the content is found by the template, and its own tags are tokens."""

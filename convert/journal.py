@@ -93,6 +93,6 @@ def _changed(key: str, before: object, now: object) -> str:
     plain = isinstance(before, (str, int, float)) and isinstance(now, (str, int, float))
     what = f"{key}: {before}, now {now}" if plain else key
     return (
-        f"The interrupted conversion had other options ({what}). Give the same, or --restart to "
+        f"The unfinished conversion had other options ({what}). Give the same, or --restart to "
         "begin anew."
     )

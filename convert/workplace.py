@@ -109,7 +109,7 @@ def working(place: Workplace, *, resume: bool, restart: bool) -> Iterator[None]:
         try:
             if interrupted and not (resume or restart):
                 raise ConversionError(
-                    f"{place.root} holds an interrupted conversion: --resume goes on with it, "
+                    f"{place.root} holds an unfinished conversion: --resume goes on with it, "
                     "--restart begins anew."
                 )
             if restart or not interrupted:

@@ -90,6 +90,7 @@ class Plane:
             count = part.shape[1]
             pages[:, start : start + count] = part
             tails = mx.unflatten(self.tails[i], 0, (-1, *self._tail_shape))
+            assert slot < len(tails), "MLX would write nowhere, and say nothing"
             tails[slot, self.own, offset : offset + count] = part
             self.tails[i] = tails.flatten(0, 2)
 

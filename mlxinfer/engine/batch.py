@@ -182,8 +182,10 @@ class Batch:
 
     @property
     def num_slots(self) -> int:
-        """Tails that the step needs."""
-        return max([self.decodes.num_slots, *[segment.slot + 1 for segment in self.prefills]])
+        """Tails that the step needs: also for who is given a page's beginning, and waits yet."""
+        slots = [segment.slot for segment in self.prefills]
+        slots += [restore.sequence.slot for restore in self.restore]
+        return max([self.decodes.num_slots, *[slot + 1 for slot in slots]])
 
     @property
     def begins_answers(self) -> bool:

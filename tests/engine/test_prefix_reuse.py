@@ -141,3 +141,24 @@ def test_who_follows_in_a_slot_has_a_history_of_its_own() -> None:
         harness.loop.abort("left")
         harness.add("follows", prompt(9), params)  # it would say the same token
         assert harness.drain()["follows"].token_ids == alone(model, prompt(9), params).token_ids
+
+
+def test_a_beginning_is_kept_for_those_who_have_no_tail_yet() -> None:
+    """Many join at once and share a page's beginning; some wait for a later step's budget."""
+    model = tiny_model("qwen3-v4", quantized=True)
+    params = SamplingParams(max_tokens=12)
+    head = prompt(5)
+    harness = Harness(model, max_batch=64, prefill_chunk=256)
+    harness.add("warm", head + prompt(5, seed=1), params)
+    harness.drain()
+    asked = {str(i): head + prompt(10, seed=100 + i) for i in range(16)}
+    for name, ids in asked.items():
+        harness.add(name, ids, params)
+    outcomes = harness.drain()
+    for name, ids in asked.items():
+        assert outcomes[name].token_ids == alone(model, ids, params).token_ids, name
+        harness.add(f"then {name}", ids + outcomes[name].token_ids, params)
+    outcomes = harness.drain()
+    for name, ids in asked.items():
+        longer = ids + outcomes[name].token_ids
+        assert outcomes[f"then {name}"].token_ids == alone(model, longer, params).token_ids, name

@@ -53,7 +53,20 @@ class FakeKV:
         """After a fault nothing that was there is there."""
         size = self.page_size
         self.pools = [[POISON] * (self.allocators[g].num_pages * size) for g in self.groups]
-        self.tails = [[[POISON] * (2 * size) for _ in range(self.max_batch)] for _ in self.groups]
+        self.tails: list[list[list[int]]] = [[] for _ in self.groups]
+        self.make_room(1)
+
+    @property
+    def num_slots(self) -> int:
+        """Tails that there are."""
+        return len(self.tails[0])
+
+    def make_room(self, num_slots: int) -> None:
+        """Grow until there are tails enough, no further: what is asked for must do."""
+        assert num_slots <= self.max_batch
+        for tails in self.tails:
+            while len(tails) < num_slots:
+                tails.append([POISON] * (2 * self.page_size))
 
     def poison_given_back(self, spills: Sequence[Spill]) -> None:
         """Behind a barrier nobody reads what was given back since the last one, but spills do."""

@@ -70,11 +70,12 @@ class FakeRunner:
     def launch(self, batch: Batch, previous: Launched | None) -> Launched:
         fault = self._fault()
         self._fail(fault, "start")
-        if previous is not None and batch.writes_pages:
+        if previous is not None and (batch.writes_pages or batch.num_slots > self.kv.num_slots):
             previous.wait()
         self.kv.may_write_pages = previous is None or previous.done
         if self.kv.may_write_pages:
             self.kv.poison_given_back(batch.spill)
+        self.kv.make_room(batch.num_slots)
         self.kv.seal(batch.seal)
         spilled = self.kv.read_out(batch.spill)
         self.kv.poison_pages(batch.spill)
@@ -123,7 +124,8 @@ class FakeRunner:
     def _admit(self, batch: Batch) -> None:
         for sequence in batch.admitted:
             if sequence.slot >= 0:
-                self.kv.poison_tail(sequence.slot)
+                if sequence.slot < self.kv.num_slots:
+                    self.kv.poison_tail(sequence.slot)
                 seed = sequence.request.params.seed or 0
                 self._sampler[sequence.slot] = SamplerSlot(seed, sum(sequence.token_ids))
 

@@ -51,7 +51,8 @@ class Asking:
 
     def __init__(self, tokenizer: Tokenizer, info: ModelInfo, tool_format: str) -> None:
         self.tokenizer = tokenizer
-        self.end_ids = tokenizer.eos_token_ids.union(info.eos_token_ids)
+        ends = tokenizer.eos_token_ids.union(info.eos_token_ids)
+        self.end_ids = frozenset(i for i in ends if 0 <= i < info.vocab_size)  # others never come
         self._vocab_size = info.vocab_size
         self._reasoning = detect_reasoning(tokenizer)
         self._tool_format = detect_tools(tokenizer, tool_format)

@@ -10,7 +10,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from .answer import Answer
-from .core import Request, TokenEvent
+from .core import FinishReason, Request, TokenEvent
+from .errors import EngineClosedError
 from .mailbox import Mailbox
 from .results import Delta, Result
 
@@ -62,6 +63,20 @@ class Delivery:
         finally:
             for request_id in unfinished:
                 self._engine.abort(request_id)
+
+    def all_events(self, request: Request) -> list[TokenEvent]:
+        """Run one request to its end.
+
+        Raises:
+            RequestFailedError: it failed.
+            EngineClosedError: the engine was closed meanwhile.
+        """
+        events = list(self.events([request]))
+        if events[-1].error is not None:
+            raise events[-1].error
+        if events[-1].finish_reason is FinishReason.ABORT:
+            raise EngineClosedError("The engine was closed.")
+        return events
 
     async def astream(self, answer: Answer) -> AsyncGenerator[Delta, None]:
         """`stream` for asyncio."""

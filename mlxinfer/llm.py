@@ -23,6 +23,7 @@ from .backend import require_mlx
 from .config import KVOptions
 from .core import SamplingParams
 from .delivery import Delivery, last
+from .errors import InvalidRequestError
 from .opening import PAGE_SIZE, EngineOptions, open_engine
 from .results import Delta, Result
 from .text import Tokenizer
@@ -113,6 +114,7 @@ class LLM:
             self._engine.close()
             raise
         self._delivery = Delivery(self._engine)
+        self._keeps_prefixes = prefix_cache
         self._finalizer = weakref.finalize(self, _close, self._engine, self._asking)
 
     # -- text -----------------------------------------------------------------------------------
@@ -257,12 +259,16 @@ class LLM:
 
         Returns:
             How many of its tokens the next request that begins with it will find: whole pages.
+
+        Raises:
+            InvalidRequestError: there is no prefix cache.
         """
+        if not self._keeps_prefixes:
+            raise InvalidRequestError("pin() needs the prefix cache: prefix_cache=True.")
         ids = self._asking.beginning(prompt)
         request = self._asking.request(ids, SamplingParams(max_tokens=1))
         request.priority = 1
-        for _ in self._delivery.events([request]):
-            pass
+        self._delivery.all_events(request)
         return len(ids) - len(ids) % PAGE_SIZE
 
     # -- the model itself -----------------------------------------------------------------------
@@ -274,7 +280,7 @@ class LLM:
         ids = self._asking.encode(prompt)
         request = self._asking.request(ids, SamplingParams(max_tokens=1))
         request.prompt_logits = True
-        events = self._delivery.events([request])
+        events = self._delivery.all_events(request)
         return np.concatenate([e.prompt_logits for e in events if e.prompt_logits is not None])
 
     def stats(self) -> dict[str, Any]:

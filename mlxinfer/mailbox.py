@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from collections import deque
 from typing import Generic, TypeVar
 
@@ -15,7 +16,7 @@ class Mailbox(Generic[T]):
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self._loop = weakref.ref(loop)  # whoever keeps mailboxes by their loops keeps no loops
         self._lock = threading.Lock()
         self._posted: deque[tuple[asyncio.Queue[T], T]] = deque()
 
@@ -25,14 +26,16 @@ class Mailbox(Generic[T]):
         Returns:
             False where the loop is closed: nobody will ever read it.
         """
+        loop = self._loop()
         with self._lock:
             first = not self._posted
             self._posted.append((target, message))
-        if not first:
-            return True
         try:
-            self._loop.call_soon_threadsafe(self._deliver)
-        except RuntimeError:  # the loop is closed
+            if loop is None or loop.is_closed():
+                raise RuntimeError
+            if first:
+                loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # closed, perhaps just now
             self._posted.clear()
             return False
         return True

@@ -3,7 +3,7 @@
 import os
 import re
 
-from .errors import InvalidRequestError
+from .errors import InvalidRequestError, shown
 
 _NAMES = ("B", "kB", "MB", "GB", "TB")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -19,7 +19,7 @@ def parse_bytes(size: str | int, *, param: str = "max_memory") -> int:
     Raises:
         InvalidRequestError: anything else.
     """
-    if type(size) is int and size > 0:
+    if type(size) is int and 0 < size < 2**63:
         return size
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     number = 0.0
@@ -27,9 +27,9 @@ def parse_bytes(size: str | int, *, param: str = "max_memory") -> int:
         unit, binary = match[2].lower(), match[3]
         scale = 1024 ** " kmgt".index(unit or " ") if binary else _UNITS[unit]
         number = float(match[1]) * scale
-    if number < 1:
+    if not 1 <= number < 2**63:
         raise InvalidRequestError(
-            f"{param} is {size!r}; expected a number of bytes, or a size such as '8GB'.",
+            f"{param} is {shown(size)}; expected a number of bytes, or a size such as '8GB'.",
             param=param,
         )
     return int(number)

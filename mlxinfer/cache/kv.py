@@ -218,6 +218,16 @@ class KVCache:
         pages = self.pools[group.layers[-1]].num_pages
         group.allocator.near = calm_pages(pages, group.allocator.num_pages)
 
+    def clear_tails(self, slots: Sequence[int]) -> None:
+        """Before new owners write to tails: what is masked there is still multiplied, by 0.
+
+        Numbers do no harm then; NaN and infinity, which an owner may have left, would.
+        """
+        if slots:
+            index = mx.array(slots)
+            for pool in self.pools:
+                pool.clear_tails(index)
+
     def count_copies(self) -> None:
         """A step was launched while another held the tails: they are copied as they are written."""
         self.bytes_copied += sum(pool.tail_bytes for pool in self.pools)

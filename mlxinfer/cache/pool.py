@@ -102,6 +102,13 @@ class LayerPool:
         for tails, which, i in self._tail_parts:
             tails[i] = mx.put_along_axis(tails[i], rows, stored[which][i].flatten(0, 1), 0)
 
+    def clear_tails(self, slots: mx.array) -> None:
+        """Zeros in the tails `slots` (N,), which have a new owner."""
+        for tails, _, i in self._tail_parts:
+            of_slots = mx.unflatten(tails[i], 0, (-1, self._tail_rows))
+            of_slots[slots] = 0
+            tails[i] = mx.flatten(of_slots, 0, 1)
+
     def read_tails(self, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
         """Keys and values (B, H, 2 * P, D) of the tails `slots` (B,)."""
         shape = (-1, self._tail_heads, 2 * self.page_size)

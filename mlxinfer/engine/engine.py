@@ -181,11 +181,23 @@ class Engine:
 
     def _finish(self, loop: Loop, sound: bool) -> None:
         """Answer what is left in the inbox, end what runs, and let go of the arrays."""
-        self._drain_inbox(block=False)
+        while not self._inbox.empty():
+            sound &= self._survives(lambda: self._drain_inbox(block=False))
         if sound:  # else all were told already
-            loop.abort_all()
+            sound = self._survives(loop.abort_all)
         loop.close(save=sound)
         mx.clear_cache()
+
+    def _survives(self, last_work: Callable[[], None]) -> bool:
+        """Whether it went well; else whoever still listens is told that nothing will come."""
+        try:
+            last_work()
+        except BaseException as error:
+            self._fail_rest(
+                EngineClosedError(f"The engine was closed, and a fault came: {error}"), error
+            )
+            return False
+        return True
 
     def _drain_inbox(self, *, block: bool) -> None:
         while True:

@@ -128,19 +128,25 @@ class Holdings:
 
     def shares_later(self, sequence: Sequence, others: Seq[Sequence]) -> bool:
         """Whether a prompt in work will soon have left more to share than there is now."""
-        if not self.reuse:
+        if not self.reuse or sequence.request.prompt_logits:
             return False
-        ids = sequence.token_ids
-        have = None
         for other in others:
-            stop = min(other.num_known, len(ids) - 1)
-            if stop <= self.page_size or ids[: self.page_size] != other.token_ids[: self.page_size]:
-                continue
-            have = self.tree.match(None, ids).num_tokens if have is None else have
-            common = _common_prefix(ids, other.token_ids, stop)
-            if common - common % self.page_size > max(have, other.num_computed):
+            until = other.sharers.get(sequence)
+            if until is None:  # compared once: prompts are long, and many wait
+                until = other.sharers[sequence] = self._shared_later(sequence, other)
+            if until > other.num_computed:
                 return True
         return False
+
+    def _shared_later(self, sequence: Sequence, other: Sequence) -> int:
+        """How far another must come to have left all that a prompt can share; 0: it is there."""
+        ids, known, size = sequence.token_ids, other.token_ids, self.page_size
+        stop = min(len(known), len(ids) - 1)
+        if stop <= size or ids[:size] != known[:size]:
+            return 0
+        common = _common_prefix(ids, known, stop)
+        common -= common % size
+        return common if common > self.tree.match(None, ids).num_tokens else 0
 
     # -- to and from the disk -------------------------------------------------------------------
 
@@ -314,6 +320,7 @@ class Holdings:
         sequence.tables = []
         sequence.num_slots = 0
         sequence.lease = None
+        sequence.sharers = {}
 
     def take_closing(self) -> list[Move]:
         """Tails of sequences that have ended, to be moved into pages before the next step."""

@@ -20,6 +20,7 @@ def check_request(
     if not num_prompt:
         raise InvalidRequestError("The prompt is empty; give at least one token.", param="prompt")
     check_token_ids(request.prompt_ids, vocab_size, param="prompt")
+    check_token_ids(request.stop_ids, vocab_size, param="stop_token_ids")
     request.params.check_vocabulary(vocab_size)
     room = config.max_context - num_prompt
     if room < 1:

@@ -304,7 +304,7 @@ def _open_store(options: DiskOptions, cache: KVCache) -> PageStore:
     """Pages that others computed are used where everything agrees that they depend on."""
     namespace = namespace_key(
         options.identity,
-        f"MLX {version('mlx')} {mx.default_device()}",
+        f"mlxinfer {version('mlxinfer')} MLX {version('mlx')} {mx.default_device()}",
         f"{cache.dtype} {cache.page_size} {cache.specs} {cache.bits}",
     )
     return PageStore(

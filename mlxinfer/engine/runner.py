@@ -73,18 +73,20 @@ class Runner:
         self.model = model
         self.cache = cache
         self.sampler = sampler
-        self._sampler_slots: set[int] = set()
+        self._used_slots: set[int] = set()
 
     def launch(self, batch: Batch, previous: Launched | None) -> Launched:
         """Start a step; `previous` is in flight, and its tokens are inputs that no one has read."""
         num_slots = batch.num_slots
+        in_flight = previous is not None
         if previous is not None and (batch.writes_pages or self.cache.must_grow(num_slots)):
             previous.wait()
-        self._admit(batch)
+            in_flight = False
         self.cache.make_room(num_slots)
         self.cache.seal(batch.seal)
         spilled = self.read_out(batch.spill)
         self._fill(batch.load)
+        self._admit(batch)  # after the seals: they read the tails of those who were there before
         self.cache.restore(
             [(r.sequence.tables, r.sequence.slot, r.start, r.stop, r.pages) for r in batch.restore]
         )
@@ -94,7 +96,7 @@ class Runner:
         launched = self._heads(batch, hidden, ids, pending)
         launched.spilled = spilled
         mx.async_eval(launched.outputs)
-        if previous is not None:
+        if in_flight:
             self.cache.count_copies()
         return launched
 
@@ -145,19 +147,21 @@ class Runner:
         self.sampler.observe(slots, token_ids)
 
     def _admit(self, batch: Batch) -> None:
-        for sequence in batch.admitted:
-            if sequence.slot >= 0:  # else it was preempted at once
-                if sequence.slot in self._sampler_slots:
-                    self.sampler.remove(sequence.slot)
-                self._sampler_slots.add(sequence.slot)
-                request, known = sequence.request, sequence.token_ids
-                self.sampler.add(
-                    sequence.slot,
-                    request.params,
-                    known[: sequence.num_prompt],
-                    known[sequence.num_prompt :],
-                    request.stop_ids,
-                )
+        admitted = [s for s in batch.admitted if s.slot >= 0]  # others were preempted at once
+        used_before = [s.slot for s in admitted if s.slot in self._used_slots]
+        self.cache.clear_tails(used_before)
+        for slot in used_before:
+            self.sampler.remove(slot)
+        for sequence in admitted:
+            self._used_slots.add(sequence.slot)
+            request, known = sequence.request, sequence.token_ids
+            self.sampler.add(
+                sequence.slot,
+                request.params,
+                known[: sequence.num_prompt],
+                known[sequence.num_prompt :],
+                request.stop_ids,
+            )
 
     def _heads(self, batch: Batch, hidden: mx.array, ids: mx.array, pending: Bools) -> Launched:
         """Logits and tokens of the rows that need them."""

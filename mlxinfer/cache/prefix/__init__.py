@@ -129,7 +129,7 @@ class PrefixTree:
     def lock(self, match: Match, *, priority: int = 0) -> Lease:
         """Protect what a match found until `unlock`. The match must be fresh, and may be empty.
 
-        Of lower priorities everything is evicted before anything of a higher one.
+        What it protects is evicted after everything of a lower priority, see `evict`.
         """
         return self._lease(match, priority)
 
@@ -151,6 +151,8 @@ class PrefixTree:
         lease.released = True
         self.release_cut(lease)
         now = self._store.clock()
+        for node in lease.nodes:  # before any of their pages is queued by it
+            node.priority = max(node.priority, lease.priority)
         for group in self._store.windowed:
             for node in self._protected(lease, group):
                 node.anchored[group] = True  # the next to go on from here needs it
@@ -164,6 +166,7 @@ class PrefixTree:
         cut, lease.cut = lease.cut, None
         if cut is not None:
             now = self._store.clock()
+            cut.priority = max(cut.priority, lease.priority)
             for group in self._store.windowed:
                 self._store.unhold(cut, group, now)
             self._store.unlock(cut, now, lease.priority)
@@ -308,7 +311,7 @@ class PrefixTree:
 
         Leaves of no lease go first, lowest priority first, then the longest unused. Of a windowed
         group, pages that sequences have passed by go before those that somebody resumed or ended
-        at; they leave their node in place, unless it is a leaf of no lease.
+        at, and among each of these lowest priority first; they leave their node in place, unless it is a leaf of no lease.
         """
         queue = self._store.loose.get(group, self._store.leaves)
         gone: list[Node] = []

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 import mlxinfer
 from mlxinfer import LLM, FinishReason, SamplingParams
 from mlxinfer.answer import Answer
+from mlxinfer.asking import Asking
 from mlxinfer.core import Request, TokenEvent
 from mlxinfer.text import TextStream
 
@@ -388,6 +390,49 @@ def test_a_stream_holds_the_model_that_nobody_else_holds() -> None:
     with LLM("demo") as llm:
         params = SamplingParams(max_tokens=20, ignore_eos=True)
         assert llm.generate("A page", params).text == text
+
+
+def test_logits_and_pins_tell_of_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM("demo", prefix_cache=False) as llm:
+        with pytest.raises(mlxinfer.InvalidRequestError, match="prefix_cache"):
+            llm.pin("A page")
+        runner = llm._engine._loop.runner
+        launch, count = runner.launch, 0
+
+        def failing(*step: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count in (3, 4):
+                raise RuntimeError("out of luck")
+            return launch(*step)
+
+        monkeypatch.setattr(runner, "launch", failing)
+        ids = [5 + i % 2000 for i in range(700)]
+        for _ in range(2):  # once with some of the logits there already, once without any
+            with pytest.raises(mlxinfer.RequestFailedError, match="out of luck"):
+                llm.logits(ids)
+        assert llm.logits(ids).shape[0] == 700
+
+
+def test_whoever_listens_when_the_end_goes_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM("demo")
+    stream = llm.stream("A page", SamplingParams(max_tokens=2000, ignore_eos=True))
+    next(stream)
+
+    def broken() -> None:
+        raise RuntimeError("the books are wrong")
+
+    monkeypatch.setattr(llm._engine._loop, "abort_all", broken)
+    llm.close()
+    with pytest.raises(mlxinfer.EngineClosedError, match="the books are wrong"):
+        list(stream)
+
+
+def test_end_tokens_beyond_the_vocabulary_are_none(llm: LLM) -> None:
+    info = replace(llm.model_info, eos_token_ids=frozenset({5, 2048, 10**6}))
+    asking = Asking(llm.tokenizer, info, "auto")
+    assert asking.end_ids == llm.tokenizer.eos_token_ids | {5}
+    asking.close()
 
 
 def test_a_request_of_a_closed_event_loop_ends(llm: LLM) -> None:

@@ -1,7 +1,9 @@
 """Messages from a thread to an event loop: all arrive, in order, with few wake-ups."""
 
 import asyncio
+import gc
 import threading
+import weakref
 
 from mlxinfer.mailbox import Mailbox
 
@@ -44,6 +46,17 @@ def test_messages_before_the_loop_runs_share_a_wake_up() -> None:
         return wake_ups
 
     assert asyncio.run(main()) == 1
+
+
+def test_a_mailbox_holds_no_loop() -> None:
+    loop = asyncio.new_event_loop()
+    mailbox: Mailbox[int] = Mailbox(loop)
+    loop.close()
+    gone = weakref.ref(loop)
+    del loop
+    gc.collect()
+    assert gone() is None
+    assert not mailbox.post(asyncio.Queue(), 1)
 
 
 def test_a_closed_loop_is_no_error() -> None:

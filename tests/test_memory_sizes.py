@@ -22,7 +22,9 @@ def test_sizes(text: str | int, expected: int) -> None:
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1", "8 Gb/s", "lots", 0, -5, 1.5, True, None, "0"])
+@pytest.mark.parametrize(
+    "text", ["", "GB", "-1", "8 Gb/s", "lots", 0, -5, 1.5, True, None, "0", "9" * 400, 10**30]
+)
 def test_what_is_no_size(text: object) -> None:
     with pytest.raises(InvalidRequestError, match="max_memory"):
         parse_bytes(text)  # type: ignore[arg-type]

@@ -118,7 +118,7 @@ def check_removable(name: str) -> None:
 
 
 def _delete(repo: RepoName, *, whole: bool) -> None:
-    """The folder; or one revision, which shares files with others, as the hub's own scan sees it."""
+    """The folder; or one revision, which shares files with others, as the hub's scan sees it."""
     if whole:
         shutil.rmtree(repo.folder)
         return

@@ -372,3 +372,15 @@ def test_growing_costs_what_is_new() -> None:
         tree.extend(lease, tokens, tables, num_tokens=stop)
         costs.append(Counted.looked)
     assert max(costs) <= min(costs) + 2
+
+
+def test_a_pin_holds_windowed_pages_that_were_there_before() -> None:
+    """Its priority counts for what an earlier sequence left, too."""
+    tree = make_tree(None, 4 * SIZE)
+    pinned, other = list(range(100, 116)), list(range(300, 316))
+    put(tree, [*pinned, 1])
+    put(tree, [*pinned, 1], priority=1)
+    put(tree, [*other, 1])  # used later
+    tree.evict(1, 5)
+    assert reused(tree, pinned) == len(pinned)
+    assert reused(tree, other) < len(other)

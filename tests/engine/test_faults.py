@@ -2,6 +2,9 @@
 
 import gc
 import weakref
+from dataclasses import fields
+from pathlib import Path
+from tempfile import mkdtemp
 
 import mlx.core as mx
 import pytest
@@ -9,15 +12,19 @@ from engine.fake_grammar import FakeGrammar
 from engine.harness import Harness, alone, prompt, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models.tiny import tiny_checkpoint
 
+from mlxinfer.cache.spans import Ints
+from mlxinfer.config import KVOptions
 from mlxinfer.core import FinishReason, Request, SamplingParams
-from mlxinfer.engine.runner import Runner
+from mlxinfer.engine.runner import Launched, Runner
 from mlxinfer.errors import (
     ContextLengthError,
     InsufficientMemoryError,
     InvalidRequestError,
     RequestFailedError,
 )
+from mlxinfer.models import load
 
 CASE = "qwen3-v4"
 
@@ -26,38 +33,54 @@ class Boom(RuntimeError):
     pass
 
 
-def break_launch(harness: Harness, at: int) -> None:
-    """The launch number `at` raises after half of its work, as a failing forward pass would."""
-    launch, count = harness.loop.runner.launch, 0
+def break_launch(harness: Harness, at: int) -> set[str]:
+    """The launch number `at` raises after half of its work, as a failing forward pass would.
+
+    Returns:
+        To be filled: who was in it, unless it ran on a step that cannot be read.
+    """
+    launch, count, lost = harness.loop.runner.launch, 0, set()
 
     def failing(batch, previous):  # type: ignore[no-untyped-def]
         nonlocal count
         count += 1
         launched = launch(batch, previous)
         if count == at:
+            if not isinstance(previous, Unreadable):
+                lost.update(s.request.id for s in batch.sequences)
             raise Boom("the forward pass failed")
         return launched
 
     harness.loop.runner.launch = failing  # type: ignore[method-assign]
+    return lost
 
 
-def break_read(harness: Harness, at: int) -> None:
-    """Reading the tokens of launch number `at` raises, as a failed evaluation would."""
-    launch, count = harness.loop.runner.launch, 0
+def break_read(harness: Harness, at: int) -> set[str]:
+    """Reading the tokens of launch number `at` raises, as a failed evaluation would.
+
+    Returns:
+        To be filled: who was in it.
+    """
+    launch, count, lost = harness.loop.runner.launch, 0, set()
 
     def failing(batch, previous):  # type: ignore[no-untyped-def]
         nonlocal count
         count += 1
         launched = launch(batch, previous)
         if count == at:
-            launched.sampled = Unreadable()
+            lost.update(s.request.id for s in batch.sequences)
+            parts = {field.name: getattr(launched, field.name) for field in fields(launched)}
+            return Unreadable(**parts)
         return launched
 
     harness.loop.runner.launch = failing  # type: ignore[method-assign]
+    return lost
 
 
-class Unreadable:
-    def __getattr__(self, name: str) -> object:
+class Unreadable(Launched):
+    """A step whose tokens the next one can take, and nobody can read."""
+
+    def token_ids(self) -> Ints:
         raise Boom("evaluation failed")
 
 
@@ -118,7 +141,9 @@ def test_the_loop_starts_afresh_when_its_books_are_wrong() -> None:
     harness = Harness(tiny_model(CASE))
     harness.add("a", prompt(20), SamplingParams(max_tokens=12))
     harness.turn(3)
+    before = harness.loop.scheduler.counters.tokens_computed
     harness.loop.fail_all(AssertionError("books"))
+    assert harness.loop.scheduler.counters.tokens_computed == before > 0, "counters only grow"
     assert harness.outcomes["a"].reason is FinishReason.ERROR
     harness.add("b", prompt(20), SamplingParams(max_tokens=3))
     assert len(harness.drain()["b"].token_ids) == 3
@@ -139,6 +164,8 @@ def test_what_can_never_run_is_refused_at_once() -> None:
     assert "top_k is 97" in str(refuse(harness, [1], top_k=97).value)
     assert "logit_bias" in str(refuse(harness, [1], logit_bias={96: 1.0}).value)
     assert "stop_token_ids" in str(refuse(harness, [1], stop_token_ids=(200,)).value)
+    with pytest.raises(InvalidRequestError, match="stop_token_ids holds 96"):
+        harness.loop.check(Request("x", [1], SamplingParams(), frozenset({96})))
     long = refuse(harness, prompt(100))
     assert long.type is ContextLengthError
     assert "100 tokens" in str(long.value)
@@ -216,3 +243,57 @@ def test_logits_that_are_no_numbers_end_their_own_request_only(
             assert outcome.token_ids == []
         elif not (guided and name == "2"):
             assert outcome.token_ids == alone(model, ids, params).token_ids
+
+
+def test_what_is_left_in_a_tail_reaches_no_later_owner() -> None:
+    """NaN times 0 is NaN: what is masked must be numbers, whoever had the tail before."""
+    model = load(tiny_checkpoint(Path(mkdtemp()), "llama-v4"))
+    weight = model.embed_tokens.weight
+    weight[7] = mx.full((weight.shape[1],), float("nan"))
+    fine = [token_id if token_id != 7 else 8 for token_id in prompt(5)]
+    params = SamplingParams(max_tokens=12, logit_bias={7: -1e9})
+    expected = alone(model, fine, params).token_ids
+    for bits in (None, 8):
+        harness = Harness(model, kv=KVOptions(bits=(bits, bits)))
+        harness.add("clean", fine, params)
+        expected = harness.drain()["clean"].token_ids
+        harness.add("bad", [7] * 20, params)
+        assert isinstance(harness.drain()["bad"].error, RequestFailedError)
+        for name in ("next", "after"):
+            harness.add(name, fine, params)
+            assert harness.drain()[name].token_ids == expected
+
+
+@pytest.mark.parametrize("also_launch", [False, True])
+@pytest.mark.parametrize("late", range(4))
+@pytest.mark.parametrize("at", range(1, 7))
+def test_who_was_not_in_the_failed_step_starts_over(at: int, late: int, also_launch: bool) -> None:
+    """Also who was in the step after it, which ran on what it left, or failed itself."""
+    model = tiny_model(CASE, quantized=True)
+    harness = Harness(model)
+    unread = break_read(harness, at)
+    unlaunched = break_launch(harness, at + 1) if also_launch else set()
+    tell = harness.loop._fail_step
+
+    def noting(batch, error):  # type: ignore[no-untyped-def]
+        failed = {s.request.id for s in batch.sequences}
+        running = [s.request.id for s in harness.loop.scheduler.running]
+        waiting = [s.request.id for s in harness.loop.scheduler.waiting]
+        tell(batch, error)
+        left = [name for name in running + waiting if name not in failed]
+        assert [s.request.id for s in harness.loop.scheduler.waiting] == left, "in order of arrival"
+
+    harness.loop._fail_step = noting  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=10, temperature=0.8, seed=3)
+    harness.add("early", prompt(9), params)
+    harness.turn(late)
+    for name in ("b", "c", "d"):
+        harness.add(name, prompt(12, seed=ord(name)), params)
+    outcomes = harness.drain(200)
+    for name, outcome in outcomes.items():
+        ids = prompt(9) if name == "early" else prompt(12, seed=ord(name))
+        plain = alone(model, ids, params).token_ids
+        failed = outcome.reason is FinishReason.ERROR
+        assert outcome.token_ids == plain[: len(outcome.token_ids)]
+        assert failed or outcome.token_ids == plain
+        assert not failed or name in unread | unlaunched

@@ -311,7 +311,8 @@ class PrefixTree:
 
         Leaves of no lease go first, lowest priority first, then the longest unused. Of a windowed
         group, pages that sequences have passed by go before those that somebody resumed or ended
-        at, and among each of these lowest priority first; they leave their node in place, unless it is a leaf of no lease.
+        at, and among each of these lowest priority first; they leave their node in place, unless it
+        is a leaf of no lease.
         """
         queue = self._store.loose.get(group, self._store.leaves)
         gone: list[Node] = []

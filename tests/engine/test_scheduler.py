@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from mlxinfer.cache.pages import PageAllocator
 from mlxinfer.cache.reach import Reach
 from mlxinfer.core import FinishReason, Request, SamplingParams
+from mlxinfer.engine import holdings
 from mlxinfer.engine.batch import MAX_SHORT, Batch
 from mlxinfer.engine.scheduler import Scheduler, Taken
 from mlxinfer.engine.sequence import Sequence
@@ -139,6 +140,53 @@ def test_a_token_in_flight_survives_preemption() -> None:
     assert all(len(s.token_ids) == 20 for s in sequences)
     assert sequences[1].num_preempted >= 1
     assert_only_cached(scheduler)
+
+
+def test_nobody_passes_who_waits_for_a_token_in_flight() -> None:
+    scheduler = build(max_batch=1)
+    first = scheduler.add(request("first", 8), max_output=8)
+    step(scheduler)
+    in_flight = scheduler.next_batch()
+    assert in_flight is not None
+    scheduler.preempt(first)
+    scheduler.add(request("second", 8), max_output=8)
+    assert scheduler.next_batch() is None
+    scheduler.commit(in_flight, [7])
+    assert list(rows(step(scheduler))) == ["first"]
+
+
+def test_a_prompt_waits_for_whole_pages_that_another_computes_and_no_longer() -> None:
+    scheduler = build(chunk=4 * PAGE)
+    shared = 4 * PAGE + 1  # the last one lies in a page that cannot be shared in time
+    scheduler.add(request("a", 12 * PAGE, shared=shared), max_output=8)
+    scheduler.add(request("b", 12 * PAGE, shared=shared), max_output=8)
+    assert rows(step(scheduler)) == {"a": 4 * PAGE}
+    assert set(rows(step(scheduler))) == {"a", "b"}
+    scheduler = build(chunk=4 * PAGE)
+    scheduler.add(request("a", 12 * PAGE, shared=12 * PAGE), max_output=8)
+    step(scheduler)
+    asks_logits = request("c", 12 * PAGE, shared=12 * PAGE)
+    asks_logits.prompt_logits = True  # it computes all of its prompt, whatever there is
+    scheduler.add(asks_logits, max_output=8)
+    assert "c" in rows(step(scheduler))
+
+
+def test_long_prompts_that_wait_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = 0
+
+    def counting(a: list[int], b: list[int], stop: int) -> int:
+        nonlocal compared
+        compared += 1
+        return common_prefix(a, b, stop)
+
+    common_prefix = holdings._common_prefix
+    monkeypatch.setattr(holdings, "_common_prefix", counting)
+    scheduler = build(pages=400, chunk=2 * PAGE)
+    for i in range(30):
+        scheduler.add(request(str(i), 100 * PAGE, shared=90 * PAGE), max_output=8)
+    for _ in range(50):
+        step(scheduler)
+    assert compared == 29
 
 
 def test_finished_is_noticed_one_step_late_and_counted_once() -> None:

@@ -61,7 +61,7 @@ def prompts(draw: st.DrawFn) -> tuple[int, ...]:
 @st.composite
 def arrivals(draw: st.DrawFn) -> list[Arrival]:
     turn, out = 0, []
-    for _ in range(draw(st.integers(1, 6))):
+    for _ in range(draw(st.one_of(st.integers(1, 6), st.integers(1, 16)))):
         turn += draw(st.sampled_from([0, 0, 0, 1, 2, 7, 20]))
         out.append(
             Arrival(
@@ -100,7 +100,7 @@ def run(harness: Harness, program: list[Arrival]) -> None:
     program=arrivals(),
     spare_pages=st.sampled_from([0, 0, 1, 4, 100]),
     chunk=st.sampled_from([16, 32, 64, 128]),
-    max_batch=st.integers(1, 6),
+    max_batch=st.sampled_from([1, 2, 3, 4, 5, 6, 16]),
     launch_ahead=st.booleans(),
 )
 @settings(max_examples=NUM_PROGRAMS)

@@ -17,7 +17,7 @@ from mlxinfer.engine.batch import Batch
 from mlxinfer.engine.holdings import Holdings
 from mlxinfer.engine.scheduler import Scheduler
 
-NUM_SEEDS = int(os.environ.get("MLXINFER_SEEDS", "150"))
+NUM_SEEDS = int(os.environ.get("MLXINFER_SEEDS", "400"))
 FIRST_SEED = int(os.environ.get("MLXINFER_FIRST_SEED", "0"))
 
 

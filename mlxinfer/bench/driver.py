@@ -155,8 +155,8 @@ class OurDriver:
         return self._named
 
     def _take(self, events: list[TokenEvent]) -> None:
-        for event in events:
-            if event.error is not None:
-                raise event.error
-            if event.token_id is not None:
-                self._named.append(event.request_id)
+        named = [event.request_id for event in events if event.token_id is not None]
+        if len(named) < len(events):
+            for error in [event.error for event in events if event.error is not None]:
+                raise error
+        self._named += named

@@ -170,16 +170,15 @@ class Scheduler:
         taken, stop_ids = Taken(), batch.sampling.told.stop_ids
         # Few tokens can end anything; which do is looked at one by one.
         last_ones = bool(batch.prefills) or batch.decodes.steps_left <= 1
-        for row, sequence in enumerate(batch.sampling.sequences):
+        rows = zip(batch.sampling.sequences, token_ids, strict=True)
+        for row, (sequence, token_id) in enumerate(rows):
             sequence.num_pending -= 1
             if sequence.slot < 0:
                 taken.away.append(row)
                 if sequence.finished:
                     taken.late.append(row)
                     continue
-            known = sequence.token_ids
-            token_id = token_ids[row]
-            known.append(token_id)
+            sequence.token_ids.append(token_id)
             if last_ones or token_id in stop_ids:
                 reason = _finish_reason(sequence, token_id)
                 if reason is not None:

@@ -223,8 +223,9 @@ class KVCache:
 
         Numbers do no harm then; NaN and infinity, which an owner may have left, would.
         """
-        if slots:
-            index = mx.array(slots)
+        there = [slot for slot in slots if slot < self.pools[0].num_slots]  # others come as zeros
+        if there:
+            index = mx.array(there)
             for pool in self.pools:
                 pool.clear_tails(index)
 

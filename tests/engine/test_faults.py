@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.tiny import tiny_checkpoint
 
+from mlxinfer.cache.pool import LayerPool
 from mlxinfer.cache.spans import Ints
 from mlxinfer.config import KVOptions
 from mlxinfer.core import FinishReason, Request, SamplingParams
@@ -297,3 +298,35 @@ def test_who_was_not_in_the_failed_step_starts_over(at: int, late: int, also_lau
         assert outcome.token_ids == plain[: len(outcome.token_ids)]
         assert failed or outcome.token_ids == plain
         assert not failed or name in unread | unlaunched
+
+
+def test_slots_that_have_no_tail_yet_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX checks no index: what is beyond an array is somebody else's memory."""
+    clear, cleared = LayerPool.clear_tails, []
+
+    def checked(pool: LayerPool, slots: mx.array) -> None:
+        cleared.append(slots.max().item())
+        assert cleared[-1] < pool.num_slots
+        clear(pool, slots)
+
+    monkeypatch.setattr(LayerPool, "clear_tails", checked)
+    model = tiny_model(CASE, quantized=True)
+    params = SamplingParams(max_tokens=8)
+    harness = Harness(model, max_batch=64, prefill_chunk=256)
+    for burst in range(2):  # the first is gone before most of it was given a share of a step
+        for i in range(16):
+            harness.add(f"{burst} {i}", prompt(150, seed=i + 100 * burst), params)
+        harness.turn()
+        for i in range(16 if burst == 0 else 0):
+            harness.loop.abort(f"{burst} {i}")
+    outcomes = harness.drain()
+    for i in range(16):
+        plain = alone(model, prompt(150, seed=i + 100), params)
+        assert outcomes[f"1 {i}"].token_ids == plain.token_ids
+    harness.loop.cache.reset()  # as after a fault: four tails again, and all slots were used
+    for i in range(16):
+        harness.add(f"2 {i}", prompt(150, seed=i + 100), params)
+    outcomes = harness.drain()
+    for i in range(16):
+        assert outcomes[f"2 {i}"].token_ids == outcomes[f"1 {i}"].token_ids
+    assert cleared

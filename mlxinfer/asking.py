@@ -129,7 +129,7 @@ class Asking:
 
     def check_ids(self, ids: Sequence[object], *, param: str) -> list[int]:
         """The ids, if they are tokens of this model; raises InvalidRequestError."""
-        plain = [_as_int(token_id) for token_id in ids]
+        plain = [i if type(i) is int else _as_int(i) for i in ids]
         check_token_ids(plain, self._vocab_size, param=param)
         return plain  # type: ignore[return-value]  # checked
 
@@ -235,19 +235,19 @@ def is_one_prompt(prompts: Any) -> bool:
     if isinstance(prompts, str):
         return True
     _check_sequence(prompts)
-    return len(prompts) > 0 and all(isinstance(item, Integral) for item in prompts)
+    return len(prompts) > 0 and all(type(i) is int or isinstance(i, Integral) for i in prompts)
 
 
 def _as_int(value: object) -> object:
     """An integer of numpy as Python's own; anything else as it is."""
-    if type(value) is int or isinstance(value, bool) or not isinstance(value, Integral):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         return value
     return int(value)
 
 
 def _check_sequence(prompt: object) -> None:
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-        hint = "; give its .tolist()" if isinstance(prompt, Iterable) else ""
+        hint = "; give list() of it" if isinstance(prompt, Iterable) else ""
         raise InvalidRequestError(
             f"A prompt is a text or a list of token ids, not {type(prompt).__name__}{hint}.",
             param="prompt",

@@ -194,7 +194,7 @@ def test_ctrl_c_ends_the_requests_of_a_cell(llm: LLM) -> None:
     [
         ("", "empty"),
         ([[]], "empty"),
-        (np.array([1, 2]), "ndarray; give its .tolist"),
+        (np.array([1, 2]), "ndarray; give list"),
         ([True], "True"),
         ([5, 10**6], "from 0 to"),
         ([-1], "-1"),

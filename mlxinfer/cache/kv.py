@@ -224,10 +224,8 @@ class KVCache:
         Numbers do no harm then; NaN and infinity, which an owner may have left, would.
         """
         there = [slot for slot in slots if slot < self.pools[0].num_slots]  # others come as zeros
-        if there:
-            index = mx.array(there)
-            for pool in self.pools:
-                pool.clear_tails(index)
+        for pool in self.pools if there else ():
+            pool.clear_tails(there)
 
     def count_copies(self) -> None:
         """A step was launched while another held the tails: they are copied as they are written."""

@@ -102,11 +102,12 @@ class LayerPool:
         for tails, which, i in self._tail_parts:
             tails[i] = mx.put_along_axis(tails[i], rows, stored[which][i].flatten(0, 1), 0)
 
-    def clear_tails(self, slots: mx.array) -> None:
+    def clear_tails(self, slots: list[int]) -> None:
         """Zeros in the tails `slots` (N,), which have a new owner."""
+        assert max(slots) < self.num_slots, "MLX checks no index"
         for tails, _, i in self._tail_parts:
             of_slots = mx.unflatten(tails[i], 0, (-1, self._tail_rows))
-            of_slots[slots] = 0
+            of_slots[mx.array(slots)] = 0
             tails[i] = mx.flatten(of_slots, 0, 1)
 
     def read_tails(self, slots: mx.array | slice) -> tuple[mx.array, mx.array]:

@@ -109,7 +109,8 @@ class Engine:
         with self._gate:
             self._stopping = True
         self._inbox.put(lambda: None)
-        if threading.current_thread() is not self._thread:
+        began = self._thread.ident is not None  # else there was no thread to be had
+        if began and threading.current_thread() is not self._thread:
             await_end(self._ended)
             self._thread.join()
 

@@ -259,7 +259,7 @@ class Loop:
     def _fail_lost(self, sequences: list[Sequence]) -> None:
         """End those whose logits are no numbers: what was sampled from them is not told."""
         for sequence in sequences:
-            if not sequence.finished:
+            if not (sequence.finished or sequence.request.prompt_logits):  # who looks shall see
                 self.scheduler.finish(sequence, keep=False)
                 self._emit([_without_numbers(sequence)])
 

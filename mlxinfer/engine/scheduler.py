@@ -254,6 +254,8 @@ class Scheduler:
             sequence.started = True
             sequence.num_computed += segment.num_tokens
             sequence.num_pending += segment.samples
+            if segment.samples:  # nobody waits for it any more
+                sequence.sharers = {}
         for segment in batch.long:
             segment.sequence.num_sealed = segment.stop - segment.stop % self.page_size
             self.holdings.wrote(segment.sequence)

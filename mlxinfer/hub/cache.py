@@ -89,8 +89,10 @@ def disk_bytes(folder: Path) -> int:
 
 
 def _indexed_weights(folder: Path) -> set[str]:
-    names = read_json(folder / INDEX).get("weight_map", {})
-    return {name for name in names.values() if isinstance(name, str)} if names else set()
+    names = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(names, dict):
+        return set()
+    return {name for name in names.values() if isinstance(name, str)}
 
 
 def _snapshots(repo_id: str, repo_folder: Path) -> Iterator[tuple[RepoName, Path]]:
@@ -123,7 +125,8 @@ def _newest_snapshot(repo_folder: Path) -> Path:
 
 def _is_language_model(snapshot: Path) -> bool:
     config = read_json(snapshot / "config.json")
-    architectures = [str(name) for name in config.get("architectures") or ()]
+    stated = config.get("architectures")
+    architectures = [str(name) for name in stated] if isinstance(stated, list) else []
     heads = ("CausalLM", "ConditionalGeneration", "LMHeadModel")
     speaks = not architectures or any(name.endswith(heads) for name in architectures)
     weights = any(snapshot.glob("*.safetensors")) or bool(_indexed_weights(snapshot))

@@ -22,12 +22,15 @@ _GEMMA3: dict[str, Any] = {
 }
 _ASSUMED: dict[str, dict[str, Any]] = {
     "llama": {},
-    "mistral": {"sliding_window": 4096},
-    "qwen2": {},
+    "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"head_dim": 128},
     "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False},
     "gemma3_text": _GEMMA3,
     "gpt_oss": {
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
         "head_dim": 64,
         "attention_bias": True,
         "sliding_window": 128,

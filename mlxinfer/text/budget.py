@@ -2,12 +2,14 @@
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any
 
 MAX_INT_ARGUMENT = 1_000_000  # widths, counts and the like, given to a method or a filter
 MAX_INT_BITS = 10_000
+MAX_DIGITS = 2_000
 _WIDE = re.compile(r"\d{6,}|\{[^{}]*\{|\*")  # a format whose width is huge, or itself an argument
+_WIDE_DATE = re.compile(r"%[^A-Za-z%]*[0-9]{3}")
 _LISTS = (list, tuple, set, frozenset)
 
 
@@ -25,12 +27,15 @@ class Budget:
     Args:
         input_size: characters of what the template is given; the limits grow with it.
         deadline_s: seconds from now.
+        total: characters of all values together, whatever the input.
     """
 
-    def __init__(self, input_size: int = 0, deadline_s: float = 10.0) -> None:
+    def __init__(
+        self, input_size: int = 0, deadline_s: float = 10.0, *, total: int = 64_000_000
+    ) -> None:
         self.max_size = 8_000_000 + 4 * input_size  # of one value, and of the output
         self.max_product = 16_000_000 + 16 * input_size
-        self._left = 64_000_000 + 64 * input_size  # of all values together
+        self._left = total + 64 * input_size  # of all values together
         self._deadline_s = deadline_s
         self._end = time.monotonic() + deadline_s
 
@@ -72,6 +77,8 @@ class Budget:
                 raise LimitError("it computes a power that is too large")
         elif operator == "%" and isinstance(left, (str, bytes)):
             self.check_text_call("%", left, (right,))
+        elif operator in ("%", "//"):
+            self._check_quotient(left, right)
 
     def check_text_call(self, name: str, first: Any, rest: Sequence[Any]) -> None:
         """Raise LimitError where a text method or a filter could return something huge.
@@ -92,11 +99,15 @@ class Budget:
             raise LimitError(f"it calls {name} with a number beyond {MAX_INT_ARGUMENT}")
         if name in ("format", "format_map", "%") and _WIDE.search(str(first)):
             raise LimitError("it uses a format with a huge or variable width")
-        if name == "replace" and isinstance(first, str) and len(rest) >= 2:
-            grown = first.count(str(rest[0])) * len(str(rest[1]))
-            self.check_size(len(first) + grown)
+        if name == "replace" and isinstance(first, (str, bytes)) and len(rest) >= 2:
+            times = first.count(rest[0] if isinstance(first, bytes) else str(rest[0]))  # type: ignore[arg-type]
+            self.check_size(len(first) + times * len(str(rest[1])))
+        elif name == "sum" and any(isinstance(x, _LISTS) for x in rest):
+            raise LimitError("it adds up lists")
+        elif name == "int" and isinstance(first, (str, bytes)) and len(first) > MAX_DIGITS:
+            raise LimitError(f"it reads a number of {len(first)} characters")
         elif name == "join":
-            sizes = [len(x) if isinstance(x, (str, *_LISTS)) else 1 for x in (first, *rest)]
+            sizes = [len(x) if isinstance(x, Sized) else 1 for x in (first, *rest)]
             self.check_size(sizes[0] * max(sizes[1:], default=1))
             self.check_size(size_of((first, *rest), self.max_size))
         elif name in MULTIPLYING:
@@ -111,6 +122,11 @@ class Budget:
             return abs(argument)
         return size_of(argument, self.max_size)
 
+    def _check_quotient(self, left: Any, right: Any) -> None:
+        both = isinstance(left, int) and isinstance(right, int)
+        if both and left.bit_length() + right.bit_length() > MAX_INT_BITS:
+            raise LimitError("it divides numbers that are too large")
+
     def _check_product(self, left: Any, right: Any) -> None:
         if isinstance(left, int) and isinstance(right, int):
             if left.bit_length() + right.bit_length() > MAX_INT_BITS:
@@ -118,6 +134,13 @@ class Budget:
         elif isinstance(left, int) or isinstance(right, int):
             value, times = (right, left) if isinstance(left, int) else (left, right)
             self.check_size(size_of(value, self.max_size) * max(times, 0))
+
+
+def checked_format(format: object) -> str:
+    """Return a format of dates that makes a short text; raise LimitError for any other."""
+    if not isinstance(format, str) or len(format) > 200 or _WIDE_DATE.search(format):
+        raise LimitError("it writes a date in a format that is too long or too wide")
+    return format
 
 
 MULTIPLYING = frozenset({"%", "format_map", "format", "indent", "expandtabs", "translate"})

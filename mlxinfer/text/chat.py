@@ -153,11 +153,12 @@ class ControlTokens:
         """
         tails = (text.rstrip()[-MAX_BEGINNING:] for text in strings)
         ends = {found.group() for tail in tails if (found := self._beginning.search(tail))}
-        rests = {t[len(end) :] for end in ends for t in self._texts if t.startswith(end)}
-        firsts = {rest[0] for rest in rests if rest}
-        starts = [start for text in strings if (start := text.lstrip())[:1] in firsts]
+        rests = {t[len(end) :] for end in ends for t in self._texts if t.startswith(end)} - {""}
+        parts = {rest[:length] for rest in rests for length in range(1, len(rest) + 1)}
+        lengths = sorted({len(rest) for rest in rests})
+        starts = (text.lstrip()[: max(lengths, default=0)] for text in strings)
         return any(
-            start.startswith(rest) or rest.startswith(start) for start in starts for rest in rests
+            start in parts or any(start[:length] in rests for length in lengths) for start in starts
         )
 
     def _encode(self, text: str) -> list[int]:

@@ -48,7 +48,8 @@ class Marks:
 def _escaped(mark: str) -> re.Pattern[str]:
     """Return what matches a mark as JSON or Python spell it, where a template wrote out a value."""
     spellings = (json.dumps(mark)[1:-1], repr(mark)[1:-1])
-    return re.compile("|".join(s.replace("\\", r"\\+") for s in spellings))
+    either = "|".join(s.replace("\\", r"\\+") for s in spellings)
+    return re.compile(rf"(?<!\\)(?:{either})")  # once a run of backslashes, which may be long
 
 
 def _piece(text: str, is_plain: bool) -> Iterator[tuple[str, bool]]:

@@ -20,15 +20,17 @@ from jinja2.ext import loopcontrols
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from .budget import Budget
+from .budget import Budget, checked_format
 from .instrument import GenerationTag, Instrument
 from .template_globals import DictBuilder, TemplateNamespace, raise_exception, to_json
+
+MAX_FOLDED = 1_000_000  # characters that constants of a template may have together
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
     """Compiles and runs templates within a Budget; one may be shared by threads."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "*", "**", "%", "//"})
 
     def __init__(self, now: Callable[[], datetime] = datetime.now) -> None:
         super().__init__(
@@ -38,7 +40,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = to_json
         self.filters = {name: self._limited(name, f) for name, f in self.filters.items()}
         self.globals["raise_exception"] = raise_exception
-        self.globals["strftime_now"] = lambda format: now().strftime(format)
+        self.globals["strftime_now"] = lambda format: now().strftime(checked_format(format))
         self.globals["dict"] = DictBuilder()
         self.globals["namespace"] = TemplateNamespace
         del self.globals["lipsum"]
@@ -46,7 +48,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def compile_template(self, source: str) -> jinja2.Template:
         """Return the template with its reports to the budget in place."""
         tree = Instrument().visit(self.parse(source))
-        code: CodeType = self.compile(tree)
+        with self.limited_by(Budget(total=MAX_FOLDED)):  # constants are worked out meanwhile
+            code: CodeType = self.compile(tree)
         return jinja2.Template.from_code(self, code, self.make_globals(None))
 
     def reads(self, source: str, variable: str) -> bool:

@@ -21,7 +21,7 @@ from .pieces import piece_bytes
 from .template import ChatTemplate
 
 MAX_TEXT_CHARS = 16_000_000
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|call|>")
 
 
 class Tokenizer:

@@ -263,6 +263,15 @@ def test_whoever_comes_while_it_closes_is_answered(times: int) -> None:
     assert len(collect(events, accepted)) == accepted
 
 
+def test_where_no_thread_can_be_had_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        Engine(lambda: (tiny_model("qwen3-v4"), config()))
+
+
 def test_a_forked_process_is_told_that_it_has_no_engine(engine: Engine) -> None:
     child = os.fork()
     if not child:  # in the child no thread but this one lives on: nothing of pytest may run

@@ -158,10 +158,13 @@ def test_nobody_passes_who_waits_for_a_token_in_flight() -> None:
 def test_a_prompt_waits_for_whole_pages_that_another_computes_and_no_longer() -> None:
     scheduler = build(chunk=4 * PAGE)
     shared = 4 * PAGE + 1  # the last one lies in a page that cannot be shared in time
-    scheduler.add(request("a", 12 * PAGE, shared=shared), max_output=8)
+    first = scheduler.add(request("a", 12 * PAGE, shared=shared), max_output=8)
     scheduler.add(request("b", 12 * PAGE, shared=shared), max_output=8)
     assert rows(step(scheduler)) == {"a": 4 * PAGE}
     assert set(rows(step(scheduler))) == {"a", "b"}
+    while not first.decoding:
+        step(scheduler)
+    assert first.sharers == {}, "who waited is let go"
     scheduler = build(chunk=4 * PAGE)
     scheduler.add(request("a", 12 * PAGE, shared=12 * PAGE), max_output=8)
     step(scheduler)

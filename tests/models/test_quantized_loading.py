@@ -163,6 +163,17 @@ def test_a_router_at_8_bits_beside_mxfp4_experts(tmp_path):
     assert np.abs(logits(load(folder)) - exact).mean() < 0.05
 
 
+def test_an_exception_that_states_no_mode_is_affine(tmp_path):
+    """Whatever the others are: so mlx-lm writes gpt-oss."""
+    config, arrays = oss_layouts()["mlx"]
+    form = {"group_size": 64, "bits": 8}
+    raised = {name: array for name, array in arrays.items() if "embed_tokens" in name}
+    stated = MXFP4 | {name.removesuffix(".weight"): form for name in raised}
+    folder = write(tmp_path, config | {"quantization": stated}, arrays | quantized(raised, form))
+    exact = logits(load(write(tmp_path / "exact", config, arrays)))
+    assert np.abs(logits(load(folder)) - exact).mean() < 0.05
+
+
 # What does not fit together.
 
 

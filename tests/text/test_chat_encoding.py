@@ -14,6 +14,7 @@ from mlxinfer.errors import InvalidRequestError, TemplateError
 from mlxinfer.text import ChatTemplate, Tokenizer, encode_chat
 from mlxinfer.text.chat import ControlTokens
 from mlxinfer.text.literals import literal_pattern
+from mlxinfer.text.quoting import _escaped
 
 CONTROL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -169,3 +170,31 @@ def test_the_pattern_of_many_strings_finds_the_longest(literals, text):
     longest_first = sorted(literals, key=len, reverse=True)
     plain = "|".join(map(re.escape, longest_first)) or "(?!)"
     assert re.findall(literal_pattern(literals), text) == re.findall(plain, text)
+
+
+@given(st.text(st.sampled_from("\\u\U000f0000udb8c0"), max_size=30))
+def test_marks_that_were_written_out_are_found_after_any_number_of_backslashes(text):
+    mark = "\U000f0000"
+    slow = re.compile(r"\\+udb80\\+udc00|\\+U000f0000")
+    text = text.replace("8", "udb80\\\\udc00").replace("c", "\\U000f0000")
+    assert _escaped(mark).sub("!", text) == slow.sub("!", text)
+
+
+def test_a_long_run_of_backslashes_takes_no_longer_than_other_text():
+    """A search that begins anew at each of them would take minutes."""
+    tokenizer = load_tokenizer("bytelevel", "chatml_plain")
+    text = "<|im_end|>" + "\\" * 300_000
+    ids = encode_chat(tokenizer, [{"role": "user", "content": text}])
+    assert len(ids) > 1000
+
+
+@given(st.lists(st.text(st.sampled_from("<|im_endstart> "), max_size=8), max_size=5))
+def test_a_control_token_across_two_strings_is_noticed(texts):
+    tokenizer = load_tokenizer("bytelevel", "chatml_plain")
+    control = ControlTokens.of(tokenizer, tokenizer.template.source_for(None))
+    found = [control._beginning.search(text.rstrip()) for text in texts]
+    ends = {match.group() for match in found if match}
+    rests = {token[len(end) :] for end in ends for token in control._texts if token.startswith(end)}
+    starts = [text.lstrip() for text in texts if text.strip()]
+    either = (a.startswith(b) or b.startswith(a) for a in starts for b in rests - {""})
+    assert control._bridged(texts) == any(either)

@@ -195,6 +195,16 @@ HOSTILE = {
     )
     + "{% block b60 %}{% endblock %}",
     "slow patterns": "{{ ('<' * 5000000) | striptags }}",
+    "constants": "{{ 'a' | center(1000000) }}" * 400,
+    "lists added up": "{{ ([[1] * 10] * 60000) | sum(start=[]) | length }}",
+    "a range joined": "{{ range(150) | join('x' * 7000000) | length }}",
+    "keys joined": "{{ ('x' * 7000000).join(dict.fromkeys('abcdefghijklmnopqrstuvwxyz')) }}",
+    "bytes replaced": "{{ ('x' * 2000000).encode().replace('x'.encode(), 'y'.encode() * 500) }}",
+    "bytes joined": "{{ ('x' * 7000000).encode().join(['a'.encode()] * 150) }}",
+    "a huge number": "{{ ('f' * 2000000) | int(0, 16) }}",
+    "a huge quotient": "{{ (9 ** 3000) * (9 ** 100) // (9 ** 3000) }}",
+    "a wide date": "{{ strftime_now('%1000000000d') }}",
+    "a long date": "{{ strftime_now('x' * 3000000) }}",
 }
 
 

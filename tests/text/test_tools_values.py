@@ -3,7 +3,9 @@
 import ast
 import json
 import time
+from contextlib import suppress
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -193,3 +195,36 @@ def test_a_schema_that_refers_to_itself_many_times():
 def test_tools_that_are_none(tools):
     with pytest.raises(InvalidRequestError):
         Toolbox.of(tools)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (r'"\ud83d"', "\ufffd"),
+        (r'"\ude00"', "\ufffd"),
+        (r'"\ud83d\ude00"', "\U0001f600"),
+        (r'"\ud83d\ud83d\ude00!"', "\ufffd\U0001f600!"),
+        (r'"\ud83d\n"', "\ufffd\n"),
+        (r'"\ud83dx\u00e9"', "\ufffdx\u00e9"),
+        ("1e999", "1e999"),
+        ("-1e999", "-1e999"),
+    ],
+)
+def test_what_nothing_can_encode_is_mended(text, said):
+    assert read_json(text) == (said, "")
+    assert json.loads(json_of(text, frozenset())) == said
+    listed = json.loads(json_of(f"[{text}]", frozenset({"array"})))
+    assert listed == ([said] if text.startswith('"') else f"[{text}]"), "a number cannot be mended"
+
+
+@given(st.text(st.sampled_from(r'\ud83e0"[]{}:,1e9nIafinty-'), max_size=24))
+def test_arguments_are_what_strict_readers_read(text):
+    for types in (frozenset(), frozenset({"array", "object"}), frozenset({"number", "string"})):
+        msgspec.json.decode(json_of(text, types).encode())
+    for value in (f'"{text}', f"[{text}"):
+        reader, pieces = Reader(), []
+        reader.feed(value)
+        reader.close()
+        with suppress(Malformed):
+            next(copy_value(reader, pieces.append), None)
+            msgspec.json.decode("".join(pieces).encode())

@@ -157,8 +157,8 @@ def _bare(word: str) -> str:
         return _NOTHING[word.lower()]
     if _NUMBER.fullmatch(word):
         try:
-            return json.dumps(json.loads(word))
-        except ValueError:  # leading zeros
+            return json.dumps(json.loads(word), allow_nan=False)
+        except ValueError:  # leading zeros, or beyond what a number can be
             return json.dumps(word)
     if not word:
         raise Malformed("a key without a value")

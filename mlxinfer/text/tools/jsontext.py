@@ -5,6 +5,7 @@ within strings are escaped. Everything else that is no JSON is Malformed.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable
 
@@ -18,6 +19,8 @@ _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _WORD = re.compile(r"[-+.0-9A-Za-z]+")
 _HEX = re.compile(r"[0-9A-Fa-f]+")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_HALF = re.compile("[\ud800-\udfff]")
+LOST = "\\ufffd"  # as JSON spells what stands for a half of a surrogate pair
 _LITERALS = {"true": "boolean", "false": "boolean", "null": "null"}
 
 
@@ -38,6 +41,9 @@ def copy_value(reader: Reader, emit: Emit, depth: int = 0) -> Steps[str]:
     word = yield from reader.whole_run(_WORD)
     if word not in _LITERALS and not _NUMBER.fullmatch(word):
         raise Malformed(f"{word!r} is no JSON value")
+    if word not in _LITERALS and not math.isfinite(float(word)):
+        emit(json.dumps(word))  # readers know no such number, and nothing is to be lost
+        return "string"
     emit(word)
     return _LITERALS.get(word, "number")
 
@@ -78,18 +84,42 @@ def copy_string(reader: Reader, emit: Emit) -> Steps[None]:
         emit((yield from _escape(reader)) if char == "\\" else json.dumps(char)[1:-1])
 
 
+def without_halves(text: str) -> str:
+    """The text with U+FFFD for halves of surrogate pairs, which nothing can encode."""
+    return _HALF.sub("\ufffd", text)
+
+
 def _escape(reader: Reader) -> Steps[str]:
-    """Read what follows a backslash."""
-    char = yield from reader.expect(*'"\\/bfnrtu')
-    if char != "u":
-        return "\\" + char
+    """Read what follows a backslash; of surrogates only pairs are passed on."""
+    said, high = "", ""
+    while True:
+        char = yield from reader.expect(*'"\\/bfnrtu')
+        code = (yield from _hex_digits(reader)) if char == "u" else ""
+        is_low = bool(code) and 0xDC00 <= int(code, 16) < 0xE000
+        if high and is_low:
+            return f"{said}\\u{high}\\u{code}"
+        if high:
+            said += LOST
+        if not code:
+            return f"{said}\\{char}"
+        if is_low:
+            return said + LOST
+        if not 0xD800 <= int(code, 16) < 0xDC00:
+            return f"{said}\\u{code}"
+        high = code
+        if not (yield from reader.accept("\\")):
+            return said + LOST
+
+
+def _hex_digits(reader: Reader) -> Steps[str]:
+    """Read the four of a \\u escape."""
     digits = ""
     while len(digits) < 4:
         digit = yield from reader.peek()
         if not _HEX.fullmatch(digit):
             raise Malformed("a \\u escape without four hexadecimal digits")
         digits += reader.take()
-    return "\\u" + digits
+    return digits
 
 
 def _copy_object(reader: Reader, emit: Emit, depth: int) -> Steps[None]:

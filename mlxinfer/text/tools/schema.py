@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import InvalidRequestError
+from .jsontext import without_halves
 from .pyliteral import python_to_json
 
 Schema = Mapping[str, Any]
@@ -176,7 +177,8 @@ def json_of(text: str, types: frozenset[str]) -> str:
 
 def _any_json(text: str) -> str | None:
     try:
-        return json.dumps(json.loads(text, parse_constant=_refuse), ensure_ascii=False)
+        value = json.loads(text, parse_constant=_refuse)
+        return without_halves(json.dumps(value, ensure_ascii=False, allow_nan=False))
     except (ValueError, RecursionError):
         return None
 
@@ -195,5 +197,5 @@ def _number(text: str) -> str | None:
 
 def _container(text: str) -> str | None:
     """An object or a list in JSON, or in Python where a model writes that; None for neither."""
-    found = _any_json(text) or python_to_json(text)
+    found = _any_json(text) or _any_json(python_to_json(text) or "")
     return found if found is not None and found[0] in "[{" else None

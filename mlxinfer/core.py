@@ -1,6 +1,7 @@
 """The vocabulary that every part shares. Knows no mlx, no text, no files."""
 
 import math
+import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_LOGPROBS = 20
-MAX_FLOAT = 3e38  # of 32 bits, in which tokens are chosen
 
 
 class FinishReason(StrEnum):
@@ -272,7 +272,7 @@ def _check_int(
 def _check_number(
     name: str, value: object, *, low: float, high: float = math.inf, open_low: bool = False
 ) -> None:
-    sound = type(value) in (int, float) and abs(value) <= MAX_FLOAT  # type: ignore[arg-type]
+    sound = type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
     above = sound and (value > low if open_low else value >= low)  # type: ignore[operator]
     if not above or value > high:  # type: ignore[operator]
         bounds = f"in {'(' if open_low else '['}{low:g}, {high:g}]"

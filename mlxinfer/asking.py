@@ -6,6 +6,7 @@ from numbers import Integral
 from typing import Any, TypedDict, TypeVar
 
 from .answer import Answer
+from .config import check_switch
 from .core import Request, SamplingParams, check_token_ids
 from .errors import InvalidRequestError, shown
 from .grammar import GrammarSpec
@@ -103,11 +104,11 @@ class Asking:
                 f"A chat takes no {name!r}. How tokens are chosen is said by its params, "
                 "SamplingParams(...); variables of the template by chat_template_kwargs."
             )
-        _check_parallel(parallel_tool_calls)
+        check_switch("parallel_tool_calls", parallel_tool_calls)
         use = self.tool_use(tools, tool_choice, parallel=parallel_tool_calls)
-        shown = None if use is None else use.shown
+        named = None if use is None else use.shown
         variables = _checked_variables(chat_template_kwargs)
-        ids = encode_chat(self.tokenizer, text_messages(messages), tools=shown, **variables)
+        ids = encode_chat(self.tokenizer, text_messages(messages), tools=named, **variables)
         self._check_variables(variables)
         spec = self.guidance.plan(ids, response_format, use)
         return self.answer(ids, params, continues=False, use=use), spec
@@ -205,14 +206,6 @@ class Asking:
                     "chat_template_kwargs.",
                     param="chat_template_kwargs",
                 )
-
-
-def _check_parallel(value: object) -> None:
-    if type(value) is not bool:
-        raise InvalidRequestError(
-            f"parallel_tool_calls is {shown(value)}; expected True or False.",
-            param="parallel_tool_calls",
-        )
 
 
 def _checked_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:

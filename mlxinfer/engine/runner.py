@@ -30,9 +30,7 @@ class Launched:
     prompt_logits: list[tuple[Sequence, int, mx.array]]  # of a position on: (n, vocab), lazy
     outputs: list[mx.array]  # evaluating these finishes the step
     guided_logits: mx.array | None = None  # (G, vocab) of those guided, until they are sampled
-    sound: mx.array | None = (
-        None  # (R,) whether logits are numbers; where somebody begins to answer
-    )
+    sound: mx.array | None = None  # (R,) whether logits are numbers; None: not looked at
     guided: Sampled | None = None  # what came of them; their tokens are the last of `sampled`, too
     spilled: list[tuple[Spill, bytes]] = field(default_factory=list)  # read out before it
     began_s: float = 0.0  # when its launch began

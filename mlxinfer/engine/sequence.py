@@ -32,9 +32,8 @@ class Sequence:
     num_cached: int = 0  # prompt tokens that it found computed
     finished: bool = False
     num_preempted: int = 0
-    sharers: dict["Sequence", int] = field(
-        default_factory=dict
-    )  # who waits -> until so much is done
+    # who waits for its prompt -> until so many positions are computed
+    sharers: dict["Sequence", int] = field(default_factory=dict)
 
     @property
     def lease_of(self) -> Lease:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..core import KVSpec
-from ..errors import InsufficientMemoryError
-from ..memory import human_bytes, total_memory_bytes
 from ..metal_kernels.heads import Heads
+from .budget import check_memory, page_counts
 from .growth import FIRST_PAGES, calm_pages, layers_to_grow
 from .kernel_attention import KernelPlanner
 from .pages import PageAllocator, PageTable
@@ -93,7 +92,7 @@ class KVCache:
         self._group_of = [group_of[i] for i in range(len(specs))]
         self._fixed = num_pages is not None
         if self._fixed:
-            _check_memory(self.groups)
+            check_memory(sum(g.allocator.num_pages * g.page_bytes for g in self.groups))
         self.reset()
 
     def _layer_groups(self, budget_bytes: int, num_pages: int | None) -> list[LayerGroup]:
@@ -101,7 +100,7 @@ class KVCache:
         reaches = sorted({_reach(s) for s in self.specs}, key=lambda r: (r.window or 0, r.sinks))
         layers = [[i for i, s in enumerate(self.specs) if _reach(s) == reach] for reach in reaches]
         costs = [[self._page_bytes[i] for i in members] for members in layers]
-        counts = _page_counts(
+        counts = page_counts(
             [sum(cost) + max(cost) for cost in costs],  # the keys or values of one are there twice
             budget_bytes,
             max_held=[self._max_held(reach, self._prefill_chunk) for reach in reaches],
@@ -301,49 +300,3 @@ class KVCache:
 
 def _reach(spec: KVSpec) -> Reach:
     return Reach(spec.window, spec.sinks)
-
-
-def _check_memory(groups: Sequence[LayerGroup]) -> None:
-    """Pages that the user counted are allocated at once, and MLX dies where that cannot be."""
-    wanted, total = sum(g.allocator.num_pages * g.page_bytes for g in groups), total_memory_bytes()
-    if wanted > total:
-        raise InsufficientMemoryError(
-            f"num_pages asks for {human_bytes(wanted)} of KV cache, and this machine has "
-            f"{human_bytes(total)}; ask for fewer.",
-            param="num_pages",
-        )
-
-
-def _page_counts(
-    costs: Sequence[int],
-    budget_bytes: int,
-    *,
-    max_held: Sequence[int | None],
-    num_pages: int | None,
-) -> list[int]:
-    """Pages of each group: as many full pages as fit, and windows enough for all that can run.
-
-    A window group never needs more pages than sequences can hold of it, nor more than the full
-    groups have: it is sized so that it is never what runs out.
-    """
-
-    def counts(full: int) -> list[int]:
-        return [full if held is None else min(full, held) for held in max_held]
-
-    if num_pages is not None:
-        return counts(num_pages)
-    low, high = 0, budget_bytes // min(costs) if budget_bytes > 0 else 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        if sum(c * n for c, n in zip(costs, counts(middle), strict=True)) <= budget_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    if low < 2:
-        raise InsufficientMemoryError(
-            f"Two pages of the KV cache take {human_bytes(2 * sum(costs))}, and "
-            f"{human_bytes(max(0, budget_bytes))} are left for them beside what each request "
-            "takes; raise max_memory or lower max_batch.",
-            param="max_memory",
-        )
-    return counts(low)

@@ -53,7 +53,7 @@ class Guides:
         """Allow the end tokens where the answer may end; why there is nothing to choose from."""
         request = sequence.request
         grammar = _grammar(sequence)
-        early = sequence.num_known - sequence.num_prompt < request.params.min_tokens
+        early = sequence.num_answered < request.params.min_tokens
         if grammar.problem is not None:
             return grammar.problem
         if grammar.accepting and not early:

@@ -8,13 +8,14 @@ of them before, as they are written too. Only a cut page is copied.
 from collections.abc import Sequence as Seq
 
 from ..cache.pages import OutOfPages, PageAllocator, PageTable
-from ..cache.prefix import PrefixTree, StoredPage
+from ..cache.prefix import PrefixTree
 from ..cache.prefix.match import Match
 from ..cache.reach import Reach
 from ..cache.sealing import Move
 from .batch import Load, Restore, Spill
-from .pagestore import Found, PageStore
+from .pagestore import PageStore
 from .sequence import Sequence
+from .transfers import Transfers
 
 
 class Holdings:
@@ -43,19 +44,17 @@ class Holdings:
         self.allocators = allocators
         self.page_size = page_size
         self.reuse = reuse
-        self.store = store if reuse else None
         self._prefill_chunk = prefill_chunk
         self._windowed = [(g, r) for g, r in enumerate(reaches) if r.window is not None]
         self._written: list[Sequence] = []
         self._closing: list[Move] = []
-        self._spills: list[Spill] = []
-        self._loads: dict[tuple[int, int], Load] = {}  # (group, page id) -> what is to go there
+        self._transfers = Transfers(store, allocators) if store and reuse else None
         self.tree = PrefixTree(
             allocators,
             windows=[reach.window for reach in reaches],
             num_kept=[reach.kept_pages(page_size) for reach in reaches],
             page_size=page_size,
-            on_evict=self._note_evicted if self.store else None,
+            on_evict=self._transfers.note_evicted if self._transfers else None,
         )
 
     def pages_needed(self, group: int, num_tokens: int) -> int:
@@ -76,8 +75,10 @@ class Holdings:
         Raises:
             OutOfPages: there is no room now; then nothing is taken.
         """
-        if self.store is not None and not sequence.request.prompt_logits:
-            self._fetch(self.store, sequence, spare)
+        if self._transfers is not None and not sequence.request.prompt_logits:
+            self._transfers.fetch(
+                self.tree, sequence.token_ids, lambda match: self._room(match, sequence, spare)
+            )
         match = self._lock(sequence, spare)
         sequence.tables = match.tables()
         sequence.num_computed = match.num_tokens
@@ -151,86 +152,13 @@ class Holdings:
     # -- to and from the disk -------------------------------------------------------------------
 
     def take_transfers(self) -> tuple[list[Spill], list[Load]]:
-        """Pages to be read out before the next step, and then those to be filled.
-
-        They belong to the tree, not to sequences: whatever becomes of these, they are carried out.
-        """
-        spills = self.store.affordable(self._spills) if self.store else []
-        loads = list(self._loads.values())
-        self._spills, self._loads = [], {}
-        return spills, loads
+        """Pages to be read out before the next step, and then those to be filled."""
+        return self._transfers.take() if self._transfers else ([], [])
 
     def take_all(self) -> list[Spill]:
         """All that the tree has and the disk lacks, what was used last and parents first."""
-        pages = sorted(self.tree.stored(), key=lambda p: (-p.node.tick, p.page_number))
-        self._note_evicted(pages)
-        spills, self._spills = self._spills, []
-        return spills
-
-    def _note_evicted(self, pages: Seq[StoredPage]) -> None:
-        """Pages go; what is yet to be filled from the disk need not go there, nor be filled."""
-        assert self.store is not None
-        for page in pages:
-            places = [(g, i) for g, i in enumerate(page.pages) if i is not None]
-            unfilled = {place for place in places if self._loads.pop(place, None)}
-            self._spills += [
-                spill
-                for spill in self.store.spills(page)
-                if (spill.group, spill.page) not in unfilled
-            ]
-
-    def _fetch(self, store: PageStore, sequence: Sequence, spare: int) -> None:
-        """Put into the tree what the disk has of a sequence beyond that, where there is room."""
-        ids = sequence.token_ids
-        match = self.tree.match(None, ids)
-        lease = self.tree.pin(None, ids[: match.num_tokens])
-        if self._room(match, sequence, spare):
-            found = store.find(ids, match)
-            pages = self._take([len(payloads) for payloads in found.payloads]) if found else None
-            if found and pages:
-                self._insert(ids, found, pages)
-        self.tree.unlock(lease)
-
-    def _take(self, counts: Seq[int]) -> list[list[int]] | None:
-        """So many pages of each group; None: there is no room."""
-        taken: list[list[int]] = []
-        for group, count in enumerate(counts):
-            allocator = self.allocators[group]
-            if count > allocator.num_free:
-                self.tree.evict(group, count - allocator.num_free)
-            if count > allocator.num_free:
-                for allocated, pages in zip(self.allocators, taken, strict=False):
-                    allocated.release(pages)
-                return None
-            taken.append(allocator.allocate(count))
-        return taken
-
-    def _insert(self, ids: list[int], found: Found, pages: list[list[int]]) -> None:
-        """Give pages to the tree, and note what is to go there."""
-        runs: list[tuple[int, int, list[int]]] = []  # group, number of the first, page ids
-        for group, payloads in enumerate(found.payloads):
-            for number, page in zip(payloads, pages[group], strict=True):
-                self._loads[group, page] = Load(group, page, payloads[number])
-                last = runs[-1] if runs else None
-                if last and last[0] == group and last[1] + len(last[2]) == number:
-                    last[2].append(page)
-                else:
-                    runs.append((group, number, [page]))
-        whole = [run for run in runs if self.reaches[run[0]].window is None]
-        for some in [whole, *[[run] for run in runs if run not in whole]]:
-            if some:
-                self._insert_runs(ids, some)
-
-    def _insert_runs(self, ids: list[int], runs: list[tuple[int, int, list[int]]]) -> None:
-        """Runs of several groups that end at the same page."""
-        _, first, last_run = runs[0]
-        stop = first + len(last_run)
-        tables = [PageTable(self.page_size, first=stop) for _ in self.reaches]
-        for group, first, pages in runs:
-            tables[group] = PageTable(self.page_size, first=first, pages=pages)
-        for duplicate in self.tree.insert(None, ids[: stop * self.page_size], tables):
-            self._loads.pop((duplicate.group, duplicate.own))
-            self.allocators[duplicate.group].release([duplicate.own])
+        assert self._transfers is not None
+        return self._transfers.all_of(self.tree)
 
     # -- going on -------------------------------------------------------------------------------
 
@@ -329,8 +257,9 @@ class Holdings:
 
     def forget(self) -> None:
         """What was computed is not to be trusted: nothing of it is found any more."""
-        self._closing, self._written, self._spills = [], [], []
-        self._loads.clear()
+        self._closing, self._written = [], []
+        if self._transfers is not None:
+            self._transfers.forget()
         self.tree.clear()
 
     def _hand_over(self, sequence: Sequence, num_tokens: int) -> bool:

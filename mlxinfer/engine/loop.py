@@ -2,7 +2,6 @@
 
 import contextlib
 import time
-import traceback
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -16,10 +15,10 @@ from ..cache.layout import lay_out
 from ..cache.transfer import payload_bytes
 from ..config import DiskOptions, EngineConfig
 from ..core import FinishReason, Request, TokenEvent, TokenLogprobs
-from ..errors import RequestFailedError
 from ..models.decoder import Model
 from ..sampling.sampler import Sampler
 from .batch import Batch, Sampling
+from .failures import failed, let_go, stuck_in_grammar, without_numbers
 from .guides import Guides, follow
 from .kernels import Chooser, choose_kernels, choose_none
 from .limits import check_request
@@ -169,7 +168,7 @@ class Loop:
             return False
         for sequence, problem in stuck:
             self.scheduler.finish(sequence)
-            self._emit([_dead_end(sequence, problem)])
+            self._emit([stuck_in_grammar(sequence, problem)])
         return True
 
     def _commit(self, launched: Launched) -> bool:
@@ -243,12 +242,12 @@ class Loop:
 
     def _fail_step(self, batch: Batch, error: BaseException) -> None:
         """Fail the requests of a step; the others start over on fresh arrays and lose nothing."""
-        _let_go(error)
+        let_go(error)
         self.scheduler.counters.step_failures += 1
         for sequence in batch.sequences:
             if not sequence.finished:
                 self.scheduler.finish(sequence, keep=False)
-                self._emit([_failure(sequence, error)])
+                self._emit([failed(sequence, error)])
         for sequence in reversed(list(self.scheduler.running)):
             self.scheduler.preempt(sequence, keep=False)
         for sequence in self.scheduler.unfinished():
@@ -261,12 +260,12 @@ class Loop:
         for sequence in sequences:
             if not (sequence.finished or sequence.request.prompt_logits):  # who looks shall see
                 self.scheduler.finish(sequence, keep=False)
-                self._emit([_without_numbers(sequence)])
+                self._emit([without_numbers(sequence)])
 
     def fail_all(self, error: BaseException) -> None:
         """Fail every request and start afresh: the books themselves were wrong."""
-        _let_go(error)
-        self._emit([_failure(sequence, error) for sequence in self.scheduler.unfinished()])
+        let_go(error)
+        self._emit([failed(sequence, error) for sequence in self.scheduler.unfinished()])
         counters = self.scheduler.counters
         counters.step_failures += 1
         self.assemble()
@@ -314,33 +313,3 @@ def _open_store(options: DiskOptions, cache: KVCache) -> PageStore:
         page_size=cache.page_size,
         max_bytes=options.max_bytes,
     )
-
-
-def _let_go(error: BaseException) -> None:
-    """Whoever keeps the error of a step, as a log may, keeps its lines and not its arrays."""
-    traceback.clear_frames(error.__traceback__)
-
-
-def _failure(sequence: Sequence, error: BaseException) -> TokenEvent:
-    failure = RequestFailedError(
-        f"A step of this request failed after {sequence.num_known - sequence.num_prompt} tokens: "
-        f"{type(error).__name__}: {error}"
-    )
-    failure.__cause__ = error
-    return TokenEvent.without_token(sequence.request.id, FinishReason.ERROR, error=failure)
-
-
-def _without_numbers(sequence: Sequence) -> TokenEvent:
-    failure = RequestFailedError(
-        f"The model's logits are NaN or infinite after {sequence.num_known} tokens. Its weights "
-        "may be damaged: download it again; or numbers outgrew float16: try dtype='float32'."
-    )
-    return TokenEvent.without_token(sequence.request.id, FinishReason.ERROR, error=failure)
-
-
-def _dead_end(sequence: Sequence, problem: str) -> TokenEvent:
-    failure = RequestFailedError(
-        f"The grammar of this request cannot go on after "
-        f"{sequence.num_known - sequence.num_prompt} tokens: {problem}"
-    )
-    return TokenEvent.without_token(sequence.request.id, FinishReason.ERROR, error=failure)

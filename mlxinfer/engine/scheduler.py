@@ -353,8 +353,7 @@ def _num_prompt_tokens(segments: Seq[Segment]) -> int:
 
 def _finish_reason(sequence: Sequence, token_id: int) -> FinishReason | None:
     """Why a sequence ends with this token, where it may; None: it goes on."""
-    num_output = sequence.num_known - sequence.num_prompt
     request = sequence.request
-    if token_id in request.stop_ids and num_output > request.params.min_tokens:
+    if token_id in request.stop_ids and sequence.num_answered > request.params.min_tokens:
         return FinishReason.STOP
     return FinishReason.LENGTH if sequence.num_known >= sequence.max_known else None

@@ -47,9 +47,14 @@ class Sequence:
         return len(self.token_ids)
 
     @property
+    def num_answered(self) -> int:
+        """Of these, those of the answer."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
     def num_output(self) -> int:
         """Tokens of the answer, pending ones included."""
-        return len(self.token_ids) - self.num_prompt + self.num_pending
+        return self.num_answered + self.num_pending
 
     @property
     def num_left(self) -> int:

@@ -71,6 +71,18 @@ def test_an_evicted_prefix_comes_back(case: str, bits: int | None, tmp_path: Pat
         assert first.token_ids == plain(case, shared)
 
 
+def test_what_failed_does_not_go_to_the_disk(tmp_path: Path) -> None:
+    harness = on_disk(tmp_path, num_pages=9)
+    answer(harness, prompt(100))
+    holdings = harness.loop.scheduler.holdings
+    holdings.tree.evict(0, 2)
+    spills, _ = holdings.take_transfers()
+    assert spills
+    holdings.tree.evict(0, 2)
+    holdings.forget()
+    assert holdings.take_transfers() == ([], [])
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_restart_finds_what_was_cached(case: str, tmp_path: Path) -> None:
     shared = prompt(100)

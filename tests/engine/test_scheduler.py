@@ -127,6 +127,19 @@ def test_the_youngest_makes_room_and_comes_back() -> None:
     assert_only_cached(scheduler)
 
 
+def test_who_makes_room_before_its_first_step_leaves_nothing_unwritten() -> None:
+    scheduler = build()
+    sequence = scheduler.add(request("a", 6), max_output=8)
+    step(scheduler)
+    scheduler.preempt(sequence)
+    assert scheduler._admit([]) is sequence
+    assert sequence.num_computed % PAGE, "a cut page, whose copy was not made yet"
+    scheduler.holdings.take_closing()
+    scheduler.preempt(sequence)
+    assert scheduler.holdings.take_closing() == [], "its tail holds what somebody else wrote"
+    assert_only_cached(scheduler)
+
+
 def test_a_token_in_flight_survives_preemption() -> None:
     scheduler = build(pages=6, max_batch=2)
     sequences = [scheduler.add(request(n, 8, 12), max_output=12) for n in ("old", "young")]

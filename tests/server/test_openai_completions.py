@@ -83,6 +83,7 @@ def test_scoring_alone_generates_nothing(server: LiveServer) -> None:
     assert (choice["text"], choice["finish_reason"]) == (TEXT, "length")
     assert len(choice["logprobs"]["tokens"]) == answer["usage"]["prompt_tokens"]
     assert answer["usage"]["completion_tokens"] == 0
+    assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"]
 
 
 def test_a_cut_character_is_spelled_as_bytes(server: LiveServer) -> None:

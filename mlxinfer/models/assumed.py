@@ -20,6 +20,14 @@ _GEMMA3: dict[str, Any] = {
     "rope_local_base_freq": 10_000.0,
     "tie_word_embeddings": True,
 }
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 _ASSUMED: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
@@ -36,6 +44,7 @@ _ASSUMED: dict[str, dict[str, Any]] = {
         "sliding_window": 128,
         "sliding_window_pattern": 2,
         "rope_theta": 150_000.0,
+        "rope_scaling": _GPT_OSS_ROPE,
         "experts_per_token": 4,
     },
 }

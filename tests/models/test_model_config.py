@@ -120,6 +120,19 @@ def test_a_bare_gemma_text_config_means_the_4b_model():
     assert config.attention_scale == 1 / 16
 
 
+def test_gpt_oss_stretches_positions_unless_told_otherwise():
+    stated = dict(tiny_config("gpt_oss-v4"))
+    del stated["rope_scaling"]
+    rope = normalise(stated).ropes[0]
+    assert (rope.kind, rope.factor, rope.original_context, rope.truncate) == (
+        "yarn",
+        32.0,
+        4096,
+        False,
+    )
+    assert normalise(stated | {"rope_scaling": None}).ropes[0].kind == "default"
+
+
 def test_biases_follow_the_family():
     flags = {
         case: (c.qkv_bias, c.o_bias, c.mlp_bias)

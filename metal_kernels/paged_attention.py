@@ -47,7 +47,7 @@ def paged_attention(
         outputs = mx.addmm(_joined(seen), _joined(weights), tail_values)
     else:
         outputs = _softmax(tail_scores, sink_column) @ tail_values
-    return _by_token(outputs, queries.shape)
+    return _by_token(outputs, queries)
 
 
 def gathered_attention(
@@ -76,7 +76,7 @@ def gathered_attention(
     weights, seen = _over_runs(
         by_head, [(keys, values)], mask, tail_scores, sink_column, value_dim=values.shape[-1]
     )
-    return _by_token(mx.addmm(seen, weights, tail_values), queries.shape)
+    return _by_token(mx.addmm(seen, weights, tail_values), queries)
 
 
 def _tail_scores(
@@ -92,9 +92,14 @@ def _tail_scores(
     return by_head, by_head @ tail_keys.swapaxes(-1, -2) + tail_mask
 
 
-def _by_token(outputs: mx.array, shape: Sequence[int]) -> mx.array:
-    """(B, H, G * Q, D) -> (B, Q, H * G, D), the `shape` of queries but for D."""
-    num_seqs, num_queries, num_heads, _ = shape
+def _by_token(outputs: mx.array, queries: mx.array) -> mx.array:
+    """(B, H, G * Q, D) float32 -> (B, Q, H * G, D) in the dtype of the queries, as kernels give it.
+
+    Masks are float32, and what they are added to becomes that. Were it left so, all that follows
+    would be computed in float32, and differ by who else is in the step.
+    """
+    outputs = outputs.astype(queries.dtype)
+    num_seqs, num_queries, num_heads, _ = queries.shape
     kv_heads, dim = outputs.shape[1], outputs.shape[-1]
     if num_queries == 1:
         return outputs.reshape(num_seqs, 1, num_heads, dim)

@@ -18,6 +18,9 @@ class ExpertProjection(Protocol):
 
 def dense_experts(weight: mx.array, bias: mx.array | None = None) -> ExpertProjection:
     """Dense matrices (E, out_dims, in_dims), stored as is quickest to read on this machine."""
+    if not mx.metal.is_available() and weight.dtype != mx.float32:
+        wide = bias if bias is None else bias.astype(mx.float32)
+        return WideExperts(dense_experts(weight.astype(mx.float32), wide))
     tiles = tiled(weight)
     return ExpertLinear(weight, bias) if tiles is None else TiledExpertLinear(tiles, bias)
 
@@ -59,6 +62,19 @@ class TiledExpertLinear:
         )  # (..., num_tiles, 1, TILE)
         y = y.reshape(*experts.shape, *self.shape)
         return y if self.bias is None else y + self.bias[experts][..., None, :]
+
+
+class WideExperts:
+    """Matrices of 16 bits held in 32: MLX's CPU backend has no such product of narrower ones."""
+
+    __slots__ = ("wide",)
+
+    def __init__(self, wide: ExpertProjection) -> None:
+        self.wide = wide
+
+    def __call__(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
+        """x (..., 1, in_dims), experts (...) -> (..., 1, out_dims), in the dtype of x."""
+        return self.wide(x.astype(mx.float32), experts, in_order).astype(x.dtype)
 
 
 class QuantizedExpertLinear:

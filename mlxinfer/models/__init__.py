@@ -14,8 +14,8 @@ def load(folder: Path, *, dtype: str = "auto") -> "Model":
 
     Args:
         folder: config.json and safetensors, as the hub has them.
-        dtype: "auto" (the checkpoint's own on Metal, float32 on the CPU), "float32", "bfloat16" or
-            "float16".
+        dtype: "auto" (the checkpoint's own on Metal, but bfloat16 where float16 is too small for
+            the architecture; float32 on the CPU), "float32", "bfloat16" or "float16".
 
     Raises:
         ModelNotFoundError: there are no weights.
@@ -24,7 +24,7 @@ def load(folder: Path, *, dtype: str = "auto") -> "Model":
         InvalidRequestError: an unknown dtype.
     """
     from .config import load_config
-    from .registry import family
+    from .registry import OUTGROW_FLOAT16, family
     from .weights import Weights, load_tensors
 
     folder = Path(folder)
@@ -34,6 +34,7 @@ def load(folder: Path, *, dtype: str = "auto") -> "Model":
         load_tensors(folder),
         quantization=config.quantization,
         dtype=dtype,
+        fits_float16=config.model_type not in OUTGROW_FLOAT16,
         rename=module.rename,
     )
     return module.build(config, weights)

@@ -5,7 +5,7 @@ is an error that names it. MLX sees a file only after its header was checked (sa
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -33,6 +33,7 @@ class Weights:
         *,
         quantization: Quantization | None = None,
         dtype: str = "auto",
+        fits_float16: bool = True,
         rename: Rename | None = None,
     ) -> None:
         self._tensors: dict[str, mx.array] = {}
@@ -46,7 +47,7 @@ class Weights:
             self._tensors[ours] = tensor
             self._original[ours] = name
         self._quantization = quantization
-        self.dtype = choose_dtype(self._tensors.values(), dtype)
+        self.dtype = choose_dtype(self._tensors, dtype, fits_float16=fits_float16)
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -171,8 +172,19 @@ def load_tensors(folder: Path) -> dict[str, mx.array]:
     return tensors
 
 
-def choose_dtype(tensors: Iterable[mx.array], dtype: str) -> mx.Dtype:
-    """The dtype of activations: as asked for, or the checkpoint's own; float32 on the CPU."""
+def choose_dtype(
+    tensors: Mapping[str, mx.array], dtype: str, *, fits_float16: bool = True
+) -> mx.Dtype:
+    """The dtype of activations: as asked for, or the checkpoint's own; float32 on the CPU.
+
+    The checkpoint's own is that of most tensors but scales and biases of quantised matrices, which
+    may be narrower than what they were made from.
+
+    Args:
+        tensors: by name.
+        dtype: "auto", or one of MLX's.
+        fits_float16: whether activations stay below 65,504; else "auto" takes bfloat16 instead.
+    """
     if dtype != "auto":
         if not isinstance(dtype, str) or dtype not in _DTYPES:
             raise InvalidRequestError(
@@ -181,5 +193,8 @@ def choose_dtype(tensors: Iterable[mx.array], dtype: str) -> mx.Dtype:
         return _DTYPES[dtype]
     if not mx.metal.is_available():
         return mx.float32
-    votes = Counter(t.dtype for t in tensors if t.dtype in _FLOATS)
-    return votes.most_common(1)[0][0] if votes else mx.float32
+    floats = {name: t.dtype for name, t in tensors.items() if t.dtype in _FLOATS}
+    own = [found for name, found in floats.items() if not name.endswith((".scales", ".biases"))]
+    votes = Counter(own or floats.values())
+    chosen = votes.most_common(1)[0][0] if votes else mx.float32
+    return mx.bfloat16 if chosen == mx.float16 and not fits_float16 else chosen

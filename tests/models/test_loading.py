@@ -14,6 +14,7 @@ from models.tiny import tiny_checkpoint, tiny_config
 from mlxinfer.core import KVSpec
 from mlxinfer.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from mlxinfer.models import load
+from mlxinfer.models.weights import choose_dtype
 
 IDS = list(range(3, 23))
 
@@ -168,6 +169,35 @@ def test_bfloat16_weights_are_float32_on_the_cpu(tmp_path):
     else:
         assert model.activation_dtype == mx.float32
         assert (logits(model) == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("matrices", "norms", "fits", "expected"),
+    [
+        ("float16", "bfloat16", True, "bfloat16"),  # as converters write codes of other libraries
+        ("float16", "float16", True, "float16"),
+        ("float16", "float16", False, "bfloat16"),
+        ("float32", "float32", False, "float32"),
+    ],
+)
+def test_a_gpu_takes_the_dtype_of_what_is_not_packed(monkeypatch, matrices, norms, fits, expected):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    scales = {f"{i}.{part}": matrices for i in range(9) for part in ("scales", "biases")}
+    tensors = {
+        name: mx.zeros(2, getattr(mx, dtype))
+        for name, dtype in {**scales, "norm.weight": norms}.items()
+    }
+    assert choose_dtype(tensors, "auto", fits_float16=fits) == getattr(mx, expected)
+    assert choose_dtype(tensors, "float16", fits_float16=fits) == mx.float16
+
+
+def test_gemma_is_never_float16_by_itself(tmp_path, monkeypatch):
+    config, tensors = tiny_config("gemma3_text"), tiny_tensors(tiny_config("gemma3_text"))
+    half = {name: mx.array(value).astype(mx.float16) for name, value in tensors.items()}
+    folder = write(tmp_path, config, half)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    assert load(folder).activation_dtype == mx.bfloat16
+    assert load(folder, dtype="float16").activation_dtype == mx.float16
 
 
 def test_an_unknown_dtype(tmp_path):

@@ -4,7 +4,7 @@ Knows names and shapes, no formats of weights and no files.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import mlx.core as mx
@@ -12,10 +12,13 @@ import mlx.core as mx
 from ..errors import CheckpointError
 from ..models.config import ModelConfig, normalise
 from ..models.registry import family
+from ..models.weights import Rename
 from .complete import check_complete
 from .read import MLXFormat, Source, TensorInfo, expert_groups
+from .spellings import language_config
 
-_PREFIX = {"gemma3": "language_model."}  # where mlx-lm looks for the language model
+_INNER = "language_model."  # where mlx-lm looks for the model of a text_config
+_ROWS = 8192  # that are compared at a time
 _UNUSED = ("rotary_emb.inv_freq", "masked_bias")
 
 
@@ -87,7 +90,9 @@ def arrange(source: Source) -> Arranged:
     """
     config = normalise(source.config)
     rename = family(config.model_type).rename
-    prefix = _PREFIX.get(config.model_type, "")
+    if config.tie_word_embeddings and not _is_tied(source, rename):
+        config = replace(config, tie_word_embeddings=False)
+    prefix = "" if language_config(source.config) is None else _INNER
     groups = expert_groups(source.tensors)
     stacked_as = {expert: name for name, experts in groups.items() for expert in experts}
     outputs: dict[str, Output] = {}
@@ -109,6 +114,22 @@ def arrange(source: Source) -> Arranged:
         raise CheckpointError(f"{source.label} has no tensors of a language model.")
     check_complete(config, {name: out.shape for name, out in outputs.items()}, source.label)
     return Arranged(source, config, tuple(outputs.values()), tuple(dropped))
+
+
+def _is_tied(source: Source, rename: Rename) -> bool:
+    """Whether the output matrix, if there is one, holds what the token table holds."""
+    ours = {rename(name): name for name in source.tensors}
+    head, table = ours.get("lm_head.weight"), ours.get("model.embed_tokens.weight")
+    if head is None or table is None:
+        return True
+    shape = source.tensors[head].shape
+    if shape != source.tensors[table].shape:
+        return False
+    for start in range(0, shape[0], _ROWS):
+        rows = slice(start, min(start + _ROWS, shape[0]))
+        if not mx.array_equal(source.read(head, rows), source.read(table, rows)):
+            return False
+    return True
 
 
 def _unused(name: str, config: ModelConfig) -> bool:

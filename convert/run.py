@@ -151,7 +151,9 @@ class Conversion:
         texts, found = self._measure(place)
         plan = self.plan(self._formats(found))
         check_same_plan(place, plan)
-        write_json(place.model / "config.json", config_json(self.source, plan))
+        write_json(
+            place.model / "config.json", config_json(self.source, self.arranged.config, plan)
+        )
         write_json(place.model / "model.safetensors.index.json", index_json(plan))
         self._write(place, plan, journal, found)
         tensors = [entry for name, _ in plan.shards() for entry in journal.shards[name]]

@@ -1,7 +1,7 @@
 """From a config and weights to a decoder. Knows checkpoint names; families say what differs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -54,12 +54,14 @@ def build_decoder(config: ModelConfig, weights: Weights, plan: Plan) -> Model:
         CheckpointError: a tensor is missing, misshapen or left over.
     """
     dtype = weights.dtype
+    tied = config.tie_word_embeddings and weights.same_matrix("lm_head", "model.embed_tokens")
+    config = replace(config, tie_word_embeddings=tied)
     specs = list(dict.fromkeys(config.ropes))
     ropes = [make_rope(spec, config.head_dim, dtype) for spec in specs]
     table = weights.embedding(
         "model.embed_tokens",
         (config.vocab_size, config.hidden_size),
-        shared=config.tie_word_embeddings,
+        shared=tied,
     )
     layers = []
     for index, spec in enumerate(config.ropes):
@@ -67,7 +69,7 @@ def build_decoder(config: ModelConfig, weights: Weights, plan: Plan) -> Model:
         mx.eval(list(arrays(layer)))
         layers.append(layer)
     norm = _norm(config, weights, plan, "model.norm", config.hidden_size)
-    if config.tie_word_embeddings:
+    if tied:
         weights.drop("lm_head.weight", "lm_head.scales", "lm_head.biases")
         lm_head: Projection = table.as_linear()
     else:

@@ -20,6 +20,7 @@ from .stored import Stored, fused
 
 Rename = Callable[[str], str | None]
 
+_PARTS = ("weight", "scales", "biases")
 _FLOATS = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
 _DTYPES = {name: dtype for dtype, name in _FLOATS.items()}
 
@@ -136,6 +137,17 @@ class Weights:
                 "has no quantization."
             )
         return self._quantization.of(original)
+
+    def same_matrix(self, path: str, other: str) -> bool:
+        """Whether the matrix at `path`, if there is one, is stored bit for bit as another is."""
+        parts = [part for part in _PARTS if f"{path}.{part}" in self]
+        return all(
+            f"{other}.{part}" in self
+            and bool(
+                mx.array_equal(self._tensors[f"{path}.{part}"], self._tensors[f"{other}.{part}"])
+            )
+            for part in parts
+        )
 
     def drop(self, *names: str) -> None:
         """Leave out tensors that are known to carry nothing."""

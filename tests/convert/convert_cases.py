@@ -20,20 +20,36 @@ NUM_TOKENS = 95  # below every case's vocabulary
 
 
 def write_source(
-    folder: Path, case: str = "qwen3-v4", *, shards: int = 1, dtype: mx.Dtype = mx.bfloat16
+    folder: Path,
+    case: str = "qwen3-v4",
+    *,
+    shards: int = 1,
+    dtype: mx.Dtype = mx.bfloat16,
+    changes: dict[str, Any] | None = None,
+    inner: str | None = None,
+    more: dict[str, mx.array] | None = None,
 ) -> Path:
-    """A tiny checkpoint of a family, with a tokenizer of single characters."""
-    config = dict(CASES[case])
+    """A tiny checkpoint of a family, with a tokenizer of single characters.
+
+    Args:
+        changes: of the config; None: without this key.
+        inner: prefix of the tensors of a multimodal model, whose config has this one inside.
+        more: tensors beside those of the family.
+    """
+    config = {**CASES[case], **(changes or {})}
+    config = {key: value for key, value in config.items() if value is not None}
     config["dtype" if "dtype" in config else "torch_dtype"] = NAMES[dtype]
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    whole = config if inner is None else {"model_type": "gemma3", "text_config": config}
+    (folder / "config.json").write_text(json.dumps(whole))
     letters = [*sorted(pre_tokenizers.ByteLevel.alphabet())[: NUM_TOKENS - 1], "Ġ"]
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text("{}")
-    arrays = {n: mx.array(v).astype(dtype) for n, v in tiny_tensors(config).items()}
+    tensors = {**tiny_tensors(config), **(more or {})}
+    arrays = {(inner or "") + n: mx.array(v).astype(dtype) for n, v in tensors.items()}
     names = list(arrays)
     size = -(-len(names) // shards)
     weight_map = {}

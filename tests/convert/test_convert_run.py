@@ -31,6 +31,8 @@ from mlxinfer.convert.verify import (
     confirm,
 )
 from mlxinfer.convert.write import BASE_BYTES, BYTES_PER_WEIGHT, CACHED_BYTES, MIN_BLOCK, Budget
+from models.cases import CASES
+from models.random_weights import tiny_tensors
 
 from mlxinfer import LLM
 from mlxinfer.errors import CheckpointError, ConversionError
@@ -66,6 +68,46 @@ def test_mlx_lm_loads_it_and_answers_the_same(tmp_path: Path, case: str, recipe:
     convert(source, tmp_path / "out", recipe)
     ours, theirs = by_mlxinfer(tmp_path / "out"), by_mlx_lm(tmp_path / "out")
     assert np.abs(ours - theirs).max() <= 2e-4 * max(1.0, theirs.std())
+
+
+SOFTCAP = {"final_logit_softcapping": None}  # which mlx-lm does not know
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("gemma3_text-v4", {}),
+        ("gemma3_text-v4", {"rope_scaling": None, "sliding_window_pattern": 2}),
+        ("gemma3_text-v5", SOFTCAP),
+        ("gemma3_text-v5", {**SOFTCAP, "rope_scaling": None, "rope_theta": None}),
+        ("gemma3_text-v5", {**SOFTCAP, "layer_types": ["sliding_attention", "full_attention"] * 3}),
+    ],
+)
+@pytest.mark.parametrize("inner", [None, "language_model."])
+def test_gemma_in_every_spelling(
+    tmp_path: Path, case: str, changes: dict[str, object], inner: str | None
+) -> None:
+    source = write_source(tmp_path / "source", case, changes=changes, inner=inner)
+    convert(source, tmp_path / "out", "8bit-g32")
+    ours, theirs = by_mlxinfer(tmp_path / "out"), by_mlx_lm(tmp_path / "out")
+    assert np.abs(ours - theirs).max() <= 2e-4 * max(1.0, theirs.std())
+    plain = by_mlxinfer(source)
+    assert np.abs(ours - plain).max() < 0.2 * plain.std()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_head_beside_the_table_it_is_tied_to(tmp_path: Path, same: bool) -> None:
+    table = tiny_tensors(CASES["qwen3-v4"])["model.embed_tokens.weight"]
+    head = {"lm_head.weight": table if same else np.ascontiguousarray(table[::-1])}
+    tied = {"tie_word_embeddings": True}
+    source = write_source(tmp_path / "source", changes=tied, more=head)
+    convert(source, tmp_path / "out", "bf16")
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert said["tie_word_embeddings"] is same
+    assert np.abs(by_mlxinfer(tmp_path / "out") - by_mlx_lm(tmp_path / "out")).max() < 1e-3
+    plain = by_mlxinfer(write_source(tmp_path / "plain", changes=tied))
+    with_head = by_mlxinfer(source)
+    assert np.abs((with_head if same else with_head[:, ::-1]) - plain).max() < 1e-3
 
 
 @pytest.mark.parametrize("recipe", ["8bit", "mxfp4", "mxfp8", "nvfp4", "3bit-g32", "6bit", "bf16"])
@@ -260,9 +302,10 @@ def test_all_tensors_are_forgotten_when_they_were_written(
     """Else a hub's shards would pile up on the disk; those that are left out count, too."""
     forgotten: list[str] = []
     monkeypatch.setattr(ReaderSource, "forget", lambda self, names: forgotten.extend(names))
-    source = write_source(tmp_path / "source", "qwen3_moe-v4")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
+    case, changes = "qwen3_moe-v4", {"tie_word_embeddings": tied}
+    table = tiny_tensors(CASES[case])["model.embed_tokens.weight"]
+    more = {"lm_head.weight": table} if tied else {}
+    source = write_source(tmp_path / "source", case, changes=changes, more=more)
     assert bool(arrange(open_source(source)).dropped) == tied
     convert(source, tmp_path / "out", shard_bytes=50_000)
     assert sorted(forgotten) == sorted(open_source(source).tensors)

@@ -80,9 +80,23 @@ def test_harmless_extras_are_left_out(tmp_path):
     plain = logits(load(write(tmp_path, config, tensors)))
     extras = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(12, np.float32),
-        "lm_head.weight": np.zeros((96, 64), np.float32),  # tied: the table counts
+        "lm_head.weight": tensors["model.embed_tokens.weight"],  # tied, and stored twice
     }
-    assert (logits(load(write(tmp_path, config, tensors | extras))) == plain).all()
+    model = load(write(tmp_path, config, tensors | extras))
+    assert (logits(model) == plain).all()
+    assert model.config.tie_word_embeddings
+
+
+def test_a_head_of_its_own_counts_whatever_the_config_says(tmp_path):
+    """As in transformers 5: tied is what is equal."""
+    config, tensors = tiny_config("llama-v5"), tiny_tensors(tiny_config("llama-v5"))
+    assert config["tie_word_embeddings"]
+    table = tensors["model.embed_tokens.weight"]
+    plain = logits(load(write(tmp_path, config, tensors)))
+    head = {"lm_head.weight": np.ascontiguousarray(table[::-1])}
+    model = load(write(tmp_path, config, tensors | head))
+    assert np.abs(logits(model)[:, ::-1] - plain).max() < 1e-5
+    assert not model.config.tie_word_embeddings
 
 
 @pytest.mark.parametrize(

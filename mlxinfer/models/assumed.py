@@ -31,9 +31,14 @@ _GPT_OSS_ROPE = {
 _ASSUMED: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
-    "qwen2": {"num_key_value_heads": 32},
-    "qwen3": {"head_dim": 128},
-    "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"head_dim": 128, "sliding_window": 4096},
+    "qwen3_moe": {
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "sliding_window": 4096,
+    },
     "gemma3_text": _GEMMA3,
     "gpt_oss": {
         "num_key_value_heads": 8,
@@ -68,4 +73,6 @@ def text_fields(raw: Mapping[str, Any]) -> Fields:
         model_type = "gemma3_text"
         top = Fields({**raw, "model_type": model_type}, top.where)
     assumed = {**_COMMON, **_ASSUMED.get(model_type, {})}
+    if top.get("rope_parameters") is not None:
+        assumed.pop("rope_scaling", None)
     return Fields({**assumed, **top.values}, top.where)

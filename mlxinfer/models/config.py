@@ -156,12 +156,12 @@ def _eos_token_ids(
         for token_id in stated if isinstance(stated, list) else [stated]:
             if token_id is None:
                 continue
-            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            if type(token_id) is not int:
                 raise CheckpointError(
-                    f"eos_token_id holds {str(token_id)[:60]!r}; expected token ids from 0 to "
-                    f"{vocab_size - 1}."
+                    f"eos_token_id holds {str(token_id)[:60]!r}; expected token ids."
                 )
-            found[token_id] = None
+            if 0 <= token_id < vocab_size:  # others, -1 among them, the model cannot say
+                found[token_id] = None
     return tuple(found)
 
 

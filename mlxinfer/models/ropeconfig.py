@@ -5,6 +5,8 @@ and for Gemma 3 `rope_local_base_freq`. Version 5: `rope_parameters: {rope_type,
 or one such object per layer type.
 """
 
+from typing import Any
+
 from ..errors import CheckpointError, UnsupportedModelError
 from ..layers.frequencies import RopeSpec, yarn_attention_factor
 from .jsonfields import Fields
@@ -51,11 +53,35 @@ def _stated(config: Fields, layer_type: str) -> Fields:
     theta = config.get("rope_theta")
     if layer_type == "sliding_attention" and local is not None:
         old, theta = None, local  # Gemma 3 stretches its full-attention layers only
-    chosen = new if new is not None else old
+    chosen = _one_of(new, old)
     values = {"rope_theta": theta, "partial_rotary_factor": config.get("partial_rotary_factor")}
     if chosen is not None:
-        values.update((key, value) for key, value in chosen.values.items() if value is not None)
+        values |= _known(chosen)
     return Fields(values, chosen.where if chosen is not None else config.where)
+
+
+def _one_of(new: Fields | None, old: Fields | None) -> Fields | None:
+    """What counts of two spellings: `rope_scaling` beside a default is how people switch it on.
+
+    Raises:
+        CheckpointError: they scale in two ways.
+    """
+    if new is None or old is None:
+        return old if new is None else new
+    kinds = [stated.text("rope_type", "type", default="default") for stated in (new, old)]
+    if kinds[1] == "default":
+        return new
+    if kinds[0] == "default":
+        return Fields({**new.values, **_known(old), "rope_type": kinds[1]}, old.where)
+    if any(new.get(key, value) != value for key, value in _known(old).items() if key != "type"):
+        raise CheckpointError(
+            f"{new.where} and {old.where} scale positions in two ways; leave one of them out."
+        )
+    return Fields({**_known(old), **_known(new)}, new.where)
+
+
+def _known(stated: Fields) -> dict[str, Any]:
+    return {key: value for key, value in stated.values.items() if value is not None}
 
 
 def _scaled(base: RopeSpec, stated: Fields, config: Fields) -> RopeSpec:

@@ -73,6 +73,30 @@ def test_gemma_stretches_its_full_attention_layers_only():
     assert (full.kind, full.theta, full.factor) == ("linear", 2000.0, 8.0)
 
 
+LINEAR = {"type": "linear", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("new", "expected"),
+    [
+        ({"rope_type": "default", "rope_theta": 500.0}, ("linear", 500.0, 4.0)),
+        ({"rope_theta": 500.0}, ("linear", 500.0, 4.0)),
+        ({"rope_type": "linear", "factor": 4, "rope_theta": 500.0}, ("linear", 500.0, 4.0)),
+    ],
+)
+def test_rope_scaling_is_switched_on_beside_rope_parameters(new, expected):
+    rope = normalise(llama(rope_parameters=new, rope_scaling=LINEAR)).ropes[0]
+    assert (rope.kind, rope.theta, rope.factor) == expected
+
+
+def test_two_ways_to_scale_positions_are_refused():
+    new = {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0}
+    with pytest.raises(CheckpointError, match="two ways"):
+        normalise(llama(rope_parameters=new, rope_scaling=LINEAR))
+    for unsaid in ({"rope_type": "default"}, None):
+        assert normalise(llama(rope_parameters=new, rope_scaling=unsaid)).ropes[0].factor == 8.0
+
+
 def test_an_unknown_rope_is_refused():
     with pytest.raises(UnsupportedModelError, match="longrope"):
         normalise(llama(rope_scaling={"type": "longrope", "factor": 2.0}))
@@ -99,6 +123,14 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 9}
 )  # fmt: skip
 def test_windows(case, changes, windows):
     assert normalise(tiny_config(case) | changes).windows == windows
+
+
+@pytest.mark.parametrize("case", ["qwen2", "qwen3", "qwen3_moe"])
+def test_a_window_of_qwen_has_a_size_of_its_own(case):
+    config = tiny_config(case) | {"use_sliding_window": True, "max_window_layers": 2}
+    config.pop("sliding_window", None)
+    config.pop("layer_types", None)
+    assert normalise(config).windows[-1] == 4096
 
 
 # What families assume.
@@ -170,7 +202,13 @@ def test_max_context(changes, expected):
 
 @pytest.mark.parametrize(
     ("stated", "generation", "expected"),
-    [(2, {}, (2,)), ([2, 3], {}, (2, 3)), (2, {"eos_token_id": [7, 2]}, (7, 2)), (None, {}, ())],
+    [
+        (2, {}, (2,)),
+        ([2, 3], {}, (2, 3)),
+        (2, {"eos_token_id": [7, 2]}, (7, 2)),
+        (None, {}, ()),
+        ([2, -1], {"eos_token_id": [5000]}, (2,)),  # what the model cannot say
+    ],
 )
 def test_end_tokens_of_both_files(tmp_path, stated, generation, expected):
     (tmp_path / "config.json").write_text(json.dumps(llama(eos_token_id=stated)))
@@ -252,7 +290,6 @@ def test_formats_that_do_not_exist(stated):
         ("tie_word_embeddings", "no"),
         ("attention_bias", 1),
         ("max_position_embeddings", 2**40),
-        ("eos_token_id", 96),
         ("eos_token_id", ["</s>"]),
         ("model_type", ...),
         ("model_type", 5),

@@ -34,9 +34,31 @@ class Quantization:
     default: QuantFormat
     by_path: Mapping[str, QuantFormat] = field(default_factory=dict)
 
-    def of(self, path: str) -> QuantFormat:
-        """The format of the layer at `path`, as the checkpoint names it."""
-        return self.by_path.get(path, self.default)
+    def of(self, path: str, fitting: QuantFormat | None = None) -> QuantFormat:
+        """The format of the layer at `path`, as the checkpoint names it.
+
+        Args:
+            fitting: what its tensors look like, where that is a format; some checkpoints leave out
+                exceptions, and mlx-lm reads them so.
+        """
+        return self.by_path.get(path, fitting or self.default)
+
+
+def format_of_shapes(
+    in_dims: int, num_words: int, num_groups: int, *, integer_scales: bool
+) -> QuantFormat | None:
+    """The only format of rows of `num_words` uint32 and `num_groups` scales; None: there is none.
+
+    Args:
+        in_dims: numbers in a row.
+        integer_scales: scales are uint8, as in the formats that are not affine.
+    """
+    if not num_groups or in_dims % num_groups or num_words * 32 % in_dims:
+        return None
+    group_size, bits = in_dims // num_groups, num_words * 32 // in_dims
+    modes = [m for m in _GROUPS if group_size in _GROUPS[m] and bits in _BITS[m]]
+    mode = next((m for m in modes if (m != "affine") == integer_scales), None)
+    return None if mode is None else QuantFormat(group_size, bits, mode)
 
 
 def read_quantization(config: Fields) -> Quantization | None:

@@ -15,7 +15,7 @@ from ..layers.embedding import Embedding, QuantizedEmbedding, dense_embedding
 from ..layers.linear import Projection
 from ..layers.quantized import QuantizedLinear
 from .files import read_headers
-from .quantization import QuantFormat, Quantization
+from .quantization import QuantFormat, Quantization, format_of_shapes
 from .stored import Stored, fused
 
 Rename = Callable[[str], str | None]
@@ -113,8 +113,8 @@ class Weights:
         return QuantizedEmbedding(projection, self.dtype)
 
     def _quantized(self, path: str, shape: tuple[int, ...], offset: mx.array | None) -> Stored:
-        form = self._format_of(path)
         *rows, in_dims = shape
+        form = self._format_of(path, in_dims)
         if in_dims % form.group_size:
             raise CheckpointError(
                 f"{path} has {in_dims} inputs, which groups of {form.group_size} do not divide."
@@ -128,15 +128,22 @@ class Weights:
         scales = self.take(f"{path}.scales", groups)
         return Stored(weight, offset, scales, self.take(f"{path}.biases", groups), form)
 
-    def _format_of(self, path: str) -> QuantFormat:
-        """The format that the config states for a layer that has scales."""
+    def _format_of(self, path: str, in_dims: int) -> QuantFormat:
+        """The format of a layer that has scales, as the config states it."""
         original = self._original[f"{path}.scales"].removesuffix(".scales")
         if self._quantization is None:
             raise CheckpointError(
                 f"Tensor {original + '.scales'!r} belongs to a quantised layer, but config.json "
                 "has no quantization."
             )
-        return self._quantization.of(original)
+        scales, words = self._tensors[f"{path}.scales"], self._tensors.get(f"{path}.weight")
+        fitting = None
+        if words is not None and words.ndim and scales.ndim:
+            integer_scales = scales.dtype == mx.uint8
+            fitting = format_of_shapes(
+                in_dims, words.shape[-1], scales.shape[-1], integer_scales=integer_scales
+            )
+        return self._quantization.of(original, fitting)
 
     def same_matrix(self, path: str, other: str) -> bool:
         """Whether the matrix at `path`, if there is one, is stored bit for bit as another is."""

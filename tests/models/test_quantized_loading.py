@@ -13,6 +13,7 @@ from models.tiny import quantized, tiny_checkpoint, tiny_config
 from mlxinfer.errors import CheckpointError
 from mlxinfer.layers.linear import Joined
 from mlxinfer.models import load
+from mlxinfer.models.quantization import QuantFormat, format_of_shapes
 
 IDS = list(range(3, 43))
 FORMS = [{"group_size": 32, "bits": bits} for bits in (2, 3, 4, 5, 6, 8)] + [
@@ -188,11 +189,34 @@ def test_scales_without_a_format(tmp_path):
 
 @pytest.mark.parametrize("stated", [{"group_size": 64, "bits": 4}, {"group_size": 32, "bits": 8}])
 def test_a_format_that_is_not_the_file_s(tmp_path, stated):
+    """What the config says of a layer must be so; what it says of all may have exceptions."""
     folder = tiny_checkpoint(tmp_path, "qwen3", quantize={"group_size": 32, "bits": 4})
-    config = json.loads((folder / "config.json").read_text()) | {"quantization": stated}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="shape"):
+    plain = logits(load(folder))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization": stated}))
+    assert (logits(load(folder)) == plain).all()
+    named = {"group_size": 32, "bits": 4, "model.layers.1.mlp.up_proj": stated}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization": named}))
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj.*shape"):
         load(folder)
+
+
+def test_shapes_that_no_format_has(tmp_path):
+    config, form = tiny_config("qwen3"), {"group_size": 32, "bits": 4}
+    name = "model.layers.0.self_attn.q_proj"
+    for part, columns in (("weight", 5), ("scales", 3), ("scales", 0)):
+        arrays = quantized(arrays_of(config), form)
+        arrays[f"{name}.{part}"] = mx.zeros((64, columns), arrays[f"{name}.{part}"].dtype)
+        with pytest.raises(CheckpointError, match=rf"q_proj\.{part}.*shape"):
+            load(write(tmp_path, config | {"quantization": form}, arrays))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(map(str, form.values())))
+def test_shapes_tell_the_format(form):
+    weight, scales, *_ = mx.quantize(mx.random.normal((3, 128)), **form)
+    integer = scales.dtype == mx.uint8
+    found = format_of_shapes(128, weight.shape[1], scales.shape[1], integer_scales=integer)
+    assert found == QuantFormat(**form)
 
 
 def test_quantised_weights_must_be_packed(tmp_path):

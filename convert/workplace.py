@@ -33,7 +33,15 @@ class Workplace:
 
     @property
     def root(self) -> Path:
-        """Beside the output, so that moving it is one rename."""
+        """Beside the output, so that moving it is one rename.
+
+        Raises:
+            ConversionError: the output has no name.
+        """
+        if not self.out.name:
+            raise ConversionError(
+                f"{str(self.out)!r} has no name; name a folder that is not there."
+            )
         return self.out.with_name(self.out.name + ".partial")
 
     @property

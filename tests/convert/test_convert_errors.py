@@ -47,6 +47,12 @@ def test_the_source_is_no_target(source: Path, below: str) -> None:
     assert contents(source) == before
 
 
+@pytest.mark.parametrize("out", [".", "/", ""])
+def test_a_target_has_a_name(source: Path, out: str) -> None:
+    with pytest.raises(ConversionError, match="has no name"):
+        convert(source, Path(out))
+
+
 def test_there_must_be_a_folder_to_put_it_into(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="There is no folder"):
         convert(source, tmp_path / "no" / "out")

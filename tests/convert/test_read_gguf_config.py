@@ -57,6 +57,21 @@ def test_gpt_oss_does_not_round_the_range_of_yarn() -> None:
     assert made["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
 
 
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0},
+        {"rope__scaling__factor": 4.0},
+        {"rope__scale_linear": 4.0},
+    ],
+)
+def test_linear_scaling_under_every_name(stated: dict[str, Any]) -> None:
+    assert config("llama", **stated)["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+    off = stated | {"rope__scaling__type": "none"}
+    assert config("llama", **off)["rope_scaling"] is None
+    assert config("llama", rope__scaling__type="linear")["rope_scaling"] is None
+
+
 @pytest.mark.parametrize(("layers", "scalar"), [(34, 24), (62, 16)])
 def test_the_27b_gemma_scales_otherwise(layers: int, scalar: int) -> None:
     more = {"attention__key_length": 24, "rope__dimension_count": 24, "block_count": layers}

@@ -302,6 +302,19 @@ def test_int_quantized_with_zero_points(tmp_path: Path) -> None:
     assert np.array_equal(np.array(source.read(NAME)), expected)
 
 
+@pytest.mark.parametrize("location", ["input", "output", "weight_input", None])
+def test_transforms_of_activations_are_refused(tmp_path: Path, location: str | None) -> None:
+    leaves = {"weight": f16(np.zeros((4, 32)))}
+    apply = [{"location": "weight_output"}, {"location": location}]
+    transforms = {"config_groups": {"R4": {"type": "hadamard", "apply": apply}}}
+    config = compressed(4, 64, transform_config=transforms)
+    if location == "weight_input":
+        opened(tmp_path, leaves, config)
+        return
+    with pytest.raises(UnsupportedModelError, match=f"R4.*{location}"):
+        opened(tmp_path, leaves, config)
+
+
 def test_compressed_zeros_are_refused(tmp_path: Path) -> None:
     leaves = {"weight": f16(np.zeros((4, 32)))}
     with pytest.raises(UnsupportedModelError, match="marlin-24"):

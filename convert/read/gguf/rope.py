@@ -26,17 +26,16 @@ def rope_scaling(facts: Facts, factors: Array | None, head_dim: int) -> dict[str
     """
     if factors is not None:
         return _llama3_scaling(facts, factors, head_dim)
-    kind = facts.all.text(f"{facts.architecture}.rope.scaling.type", default="none")
-    if kind == "none":
+    # As llama.cpp: linear where no type is stated, with a factor under its older name perhaps.
+    kind = facts.all.text(f"{facts.architecture}.rope.scaling.type", default="linear")
+    factor = facts.number("rope.scaling.factor", facts.number("rope.scale_linear", 1.0)) or 1.0
+    if kind == "none" or (kind == "linear" and factor == 1.0):
         return None
     if kind not in ("linear", "yarn"):
         raise UnsupportedModelError(
             f"rope.scaling.type in {facts.all.where} is {kind[:40]!r}; expected linear or yarn."
         )
-    scaling: dict[str, Any] = {
-        "rope_type": kind,
-        "factor": facts.number("rope.scaling.factor", 1.0),
-    }
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         stated = facts.integer("context_length")
         context = facts.integer("rope.scaling.original_context_length", stated)

@@ -42,6 +42,7 @@ class Integers:
                     f"format in {config.where} is {form[:40]!r}; expected one of "
                     f"{', '.join(_FORMATS)}."
                 )
+        _check_transforms(config.fields("transform_config"))
         sparsity = config.fields("sparsity_config")
         if sparsity is not None and sparsity.text("format", default="dense") != "dense":
             raise UnsupportedModelError(f"{sparsity.where} compresses zeros; not supported.")
@@ -86,6 +87,20 @@ class Integers:
                 f"{len(fitting)} of the config's formats fit; expected one"
             )
         return fitting.pop()
+
+
+def _check_transforms(stated: Fields | None) -> None:
+    """Weights are stored as they were transformed; what is done to activations nobody does here."""
+    schemes = stated.fields("config_groups") if stated else None
+    for name in schemes.values if schemes else ():
+        scheme = schemes.fields(name) if schemes else None
+        for applied in (scheme.items("apply") or []) if scheme else []:
+            where = applied.get("location") if isinstance(applied, dict) else applied
+            if where not in ("weight_input", "weight_output"):
+                raise UnsupportedModelError(
+                    f"{name} in transform_config transforms at {str(where)[:40]!r} while the model "
+                    "runs; not supported. Use the checkpoint that it was made from."
+                )
 
 
 def _weights_of(groups: Fields, name: str) -> tuple[int, int] | None:

@@ -53,6 +53,8 @@ class Answer:
         if reason is not None:
             self.stopped = self._stream.stopped and event.finish_reason is None
             delta = TextDelta(merged((*delta.parts, *self._stream.finish().parts)))
+            if self._stream.stopped and reason is FinishReason.LENGTH:  # in what was held back
+                reason = FinishReason.STOP
         self._keep(delta)
         if reason is not None:
             self.result = self._finish(reason, event.made_s)
@@ -98,7 +100,7 @@ class Answer:
             cached_tokens=self._cached_tokens,
             logprobs=None if self._logprobs is None else tuple(self._logprobs),
             timing=Timing.measure(
-                submitted_s=self._submitted_s,
+                submitted_s=self.request.arrived_s or self._submitted_s,
                 started_s=self.request.started_s or first,
                 first_token_s=first,
                 finished_s=finished_s,

@@ -239,7 +239,7 @@ def _as_int(value: object) -> object:
 
 
 def _check_sequence(prompt: object) -> None:
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray, memoryview)):
         hint = "; give list() of it" if isinstance(prompt, Iterable) else ""
         raise InvalidRequestError(
             f"A prompt is a text or a list of token ids, not {type(prompt).__name__}{hint}.",

@@ -60,6 +60,12 @@ class EngineOptions:
             parse_bytes(self.max_memory)
         if self.disk_cache is not None:
             parse_bytes(self.disk_cache, param="disk_cache")
+            if not self.prefix_cache:
+                raise InvalidRequestError(
+                    "disk_cache keeps what the prefix cache holds, and prefix_cache is off; leave "
+                    "one of them out.",
+                    param="disk_cache",
+                )
         elif self.disk_cache_dir is not None:
             raise InvalidRequestError(
                 "disk_cache_dir goes with disk_cache: say how much may lie there, such as '20GB'.",

@@ -65,6 +65,13 @@ def test_stop_strings_end_the_text_before_them(llm: LLM) -> None:
     assert len(cut.token_ids) < len(whole.token_ids)
 
 
+def test_a_stop_string_in_what_was_held_back_is_a_stop(llm: LLM) -> None:
+    half = llm.tokenizer.encode("é")[0]
+    params = SamplingParams(max_tokens=1, stop="\ufffd", logit_bias={half: 1e6})
+    result = llm.generate("Hello", params)
+    assert (result.text, result.finish_reason) == ("", FinishReason.STOP)
+
+
 def test_end_tokens_are_not_text(llm: LLM) -> None:
     result = llm.chat(QUESTION, SamplingParams(max_tokens=200))
     assert result.finish_reason is FinishReason.STOP
@@ -199,6 +206,8 @@ def test_ctrl_c_ends_the_requests_of_a_cell(llm: LLM) -> None:
         ([5, 10**6], "from 0 to"),
         ([-1], "-1"),
         (b"bytes", "bytes"),
+        (bytearray(b"bytes"), "bytearray"),
+        (memoryview(b"bytes"), "memoryview"),
         (None, "NoneType"),
         (7, "int"),
         ([1.5], "float"),
@@ -328,6 +337,7 @@ def test_too_long_prompts(llm: LLM) -> None:
         {"prefix_cache": "false"},
         {"launch_ahead": 0},
         {"kv_plain_ends": 1},
+        {"disk_cache": "1GB", "prefix_cache": False},
     ],
 )
 def test_bad_arguments(arguments: dict[str, object]) -> None:
@@ -471,6 +481,14 @@ def test_results_tell_times(llm: LLM) -> None:
     assert timing.tokens_per_s is not None
     assert timing.tokens_per_s > 0
     assert timing.queued_s >= 0
+
+
+def test_a_stream_that_waits_for_its_reader_is_not_queued(llm: LLM) -> None:
+    stream = llm.stream("Hello", SamplingParams(max_tokens=3))
+    time.sleep(0.5)
+    *_, last = stream
+    assert last.result is not None
+    assert last.result.timing.queued_s < 0.4
 
 
 def test_times_are_when_tokens_were_made_not_when_they_were_read(llm: LLM) -> None:

@@ -38,6 +38,28 @@ def knowing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
     return llm
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"properties": {"x": {"type": "integer"}}, "required": ["x"]},
+        {"additionalProperties": False},
+        {"anyOf": [{"type": "string"}, {"type": "object", "additionalProperties": False}]},
+    ],
+)
+def test_forced_arguments_are_an_object_whether_or_not_the_schema_says_so(
+    knowing: LLM, parameters: dict[str, object]
+) -> None:
+    tools = [{"name": "f", "parameters": parameters}]
+    for seed in range(3):
+        params = SamplingParams(max_tokens=120, temperature=1.0, seed=seed)
+        result = knowing.chat(HI, params, tools=tools, tool_choice="required")
+        if result.finish_reason != "length":
+            assert isinstance(json.loads(result.tool_calls[0].arguments), dict)
+            return
+    pytest.fail("no call came to its end")
+
+
 def test_a_template_without_tools_is_named(llm: LLM) -> None:
     with pytest.raises(TemplateError, match="does not know tools"):
         llm.chat(HI, SHORT, tools=TOOLS)
@@ -81,5 +103,10 @@ def test_a_streamed_call_is_the_same_call(knowing: LLM) -> None:
 def test_wrong_tools(knowing: LLM) -> None:
     with pytest.raises(InvalidRequestError):
         knowing.chat(HI, SHORT, tools=[{"type": "web_search"}])
+    with pytest.raises(InvalidRequestError, match="expected an object"):
+        knowing.chat(HI, SHORT, tools="weather")  # type: ignore[arg-type]
+    for tools in ((tool for tool in TOOLS), 5):
+        with pytest.raises(InvalidRequestError, match="expected a list of tools"):
+            knowing.chat(HI, SHORT, tools=tools)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="tool_format"):
         LLM("demo", tool_format="morse")

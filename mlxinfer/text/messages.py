@@ -27,7 +27,8 @@ def plain_data(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {plain_data(key): plain_data(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(plain_data(item) for item in value)
+        items = [plain_data(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         return {field.name: plain_data(getattr(value, field.name)) for field in fields}

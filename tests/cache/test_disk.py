@@ -272,6 +272,23 @@ def test_a_failing_disk_costs_a_miss(tmp_path: Path, operation: str, code: int) 
     after.close()
 
 
+def test_what_cannot_be_removed_is_in_nobodys_way(tmp_path: Path) -> None:
+    stuck = tmp_path / MODEL.hex() / f"{page_key(MODEL, [0]).hex()}.kv"
+    (stuck / "inner").mkdir(parents=True)  # as another user's file would be
+    os.utime(stuck, (1, 1))
+    tier = DiskTier(str(tmp_path), MODEL, max_bytes=stuck.stat().st_size + 1000)
+    keys = []
+    for number in range(1, 30):
+        keys.append(put(tier, [number], bytes(200)))
+        assert tier.flush(10)
+    found = tier.get(keys[-1])
+    assert found is not None
+    assert bytes(found.payload) == bytes(200)
+    assert stuck.exists()
+    assert tier.stats().written == 29
+    tier.close()
+
+
 def test_a_root_that_is_no_folder_costs_misses(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     tier = DiskTier(str(tmp_path / "file"), MODEL, max_bytes=400)

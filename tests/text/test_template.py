@@ -2,6 +2,7 @@
 
 import enum
 import time
+from collections import namedtuple
 
 import pytest
 from text_data import NOW, read_data, read_template
@@ -56,6 +57,12 @@ def test_objects_reach_the_template_as_plain_data():
     messages = [{"role": Role.USER, "content": Loud()}]
     template = ChatTemplate("{{ messages[0].role }} {{ messages[0].content }}")
     assert template.render(messages) == "user <Loud>"
+
+
+def test_named_tuples_are_tuples_to_a_template():
+    Pair = namedtuple("Pair", "a b")
+    messages = [{"role": "user", "content": "x", "pair": Pair(1, [2])}]
+    assert ChatTemplate("{{ messages[0].pair }}").render(messages) == "(1, [2])"
 
 
 def test_request_variables_win_over_the_tokenizers():

@@ -210,9 +210,10 @@ class DiskStore:
                 if used + size <= self.max_bytes:
                     return
                 oldest = next(path for path in self._sizes if path != but_for)
-            self._remove(oldest)
-            self._forget(oldest)
-            self._count(evicted=1)
+            with self._errors_counted():
+                self._remove(oldest)
+                self._count(evicted=1)
+            self._forget(oldest)  # or what cannot be removed would stand in the way of all others
 
     def _remove(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):  # another process was faster

@@ -106,6 +106,8 @@ def _parse(tool: object, place: int) -> Tool:
             f"{where}: arguments are an object, but parameters is a schema of another type.",
             param="tools",
         )
+    if "type" not in parameters and "$ref" not in parameters:  # else a forced call could be a text
+        parameters = {"type": "object", **parameters}
     return replace(tool, parameters=parameters)
 
 

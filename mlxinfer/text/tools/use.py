@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
-from ...errors import InvalidRequestError
+from ...errors import InvalidRequestError, shown
 from ..reasoning import ReasoningFormat
 from ..tokenizer import Tokenizer
 from .detect import require_tools
@@ -59,13 +60,17 @@ class ToolUse:
             InvalidRequestError: a tool or the choice is wrong.
             TemplateError: the model's template knows no tools.
         """
+        if not isinstance(tools, (Sequence, NoneType)):  # an iterator could be read only once
+            raise InvalidRequestError(
+                f"tools is {shown(tools)}; expected a list of tools.", param="tools"
+            )
         toolbox = Toolbox.of(tools or ())
         must_call, only = _read_choice(choice, toolbox)
         if choice == "none" or not tools:
             return None
         known = require_tools(tokenizer, format)
-        shown = [t if "function" in t else {"type": "function", "function": t} for t in tools]
-        return cls(shown, toolbox, known, must_call, only, parallel)
+        as_openai = [t if "function" in t else {"type": "function", "function": t} for t in tools]
+        return cls(as_openai, toolbox, known, must_call, only, parallel)
 
     @property
     def schemas(self) -> list[tuple[str, Mapping[str, Any]]]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx2 as httpx
 import pytest
 from lazy_server import MB, LazyServer
 from live_server import CHAT, chat, long_chat, wait_until
@@ -91,6 +92,15 @@ def test_loading_and_unloading_by_hand(two: LazyServer) -> None:
     assert two.post("/admin/models/load", {"model": "./elsewhere"}).status_code == 404
     wrong = two.post("/admin/models/unload", {"model": "big", "drain_s": -1})
     assert wrong.json()["error"]["param"] == "drain_s"
+
+
+def test_who_asked_for_an_unload_and_left_closes_no_model(two: LazyServer) -> None:
+    with two.stream(CHAT, long_chat(model="big")) as response:
+        next(response.iter_lines())
+        body = {"model": "big", "drain_s": 3600}
+        with pytest.raises(httpx.ReadTimeout):
+            two.client.post("/admin/models/unload", json=body, timeout=0.3)
+        wait_until(lambda: two.post(CHAT, chat(model="big")).status_code == 200)
 
 
 def test_an_idle_model_goes_by_itself() -> None:

@@ -253,6 +253,34 @@ def test_unloading_by_hand(machine: Machine, models: Models) -> None:
     run(work())
 
 
+def test_an_unload_that_waits_is_not_undone_by_another(models: Models) -> None:
+    async def work() -> None:
+        async with models.use("a"):
+            waiting = asyncio.create_task(models.unload("a", 10.0))
+            await until(lambda: models.find("a").leaving)
+            with pytest.raises(ModelBusyError):
+                await models.unload("a")
+            with pytest.raises(OverloadedError, match="being unloaded"):
+                await touch(models, "a")
+        await waiting
+        assert states(models) == "UUUU"
+
+    run(work())
+
+
+def test_who_asked_for_an_unload_and_left_closes_no_model(models: Models) -> None:
+    async def work() -> None:
+        async with models.use("a"):
+            waiting = asyncio.create_task(models.unload("a", 3600.0))
+            await until(lambda: models.find("a").leaving)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            await touch(models, "a")
+        assert states(models) == "LUUU"
+
+    run(work())
+
+
 def test_a_model_whose_unload_did_not_work_goes_on(models: Models) -> None:
     async def work() -> None:
         async with models.use("a"):
@@ -269,7 +297,7 @@ def test_who_comes_while_a_model_goes_gets_it_again(machine: Machine, models: Mo
         go_on = machine.hold("a")
         going = asyncio.create_task(models.unload("a"))
         await until(lambda: models.find("a").state is State.UNLOADING)
-        models.find("a").leaving = False  # as for one that is unloaded for its memory
+        models.find("a").leaving = 0  # as for one that is unloaded for its memory
         coming = asyncio.create_task(touch(models, "a"))
         await until(lambda: models.find("a").users == 1)
         go_on.set()

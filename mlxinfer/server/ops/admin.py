@@ -1,6 +1,5 @@
 """/admin/models: what is loaded, and loading and unloading by hand. Behind the same keys."""
 
-import asyncio
 from typing import Annotated
 
 import msgspec
@@ -77,9 +76,11 @@ async def load_model(call: Call, body: LoadRequest) -> Reply:
 
 
 async def unload_model(call: Call, body: UnloadRequest) -> Reply:
-    """Unload a model; 409 where it is in use after `drain_s`, and then it stays."""
-    work = call.service.models.unload(body.model, body.drain_s)
-    await asyncio.shield(asyncio.ensure_future(work))
+    """Unload a model; 409 where it is in use after `drain_s`, and then it stays.
+
+    A client that leaves while it waits wants nothing any more.
+    """
+    await call.service.models.unload(body.model, body.drain_s)
     return _answer(call, body.model)
 
 

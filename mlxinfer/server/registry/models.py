@@ -6,9 +6,9 @@ Knows names and who uses what; no memory, no requests.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
 from ...errors import InvalidRequestError, ModelNotFoundError, OverloadedError
@@ -194,9 +194,14 @@ class Models:
         slot = self.find(name)
         if slot.entry.pinned:
             raise InvalidRequestError(f"The model {slot.entry.name} is pinned, and so it stays.")
-        slot.leaving = True
-        try:
+        with _leaving(slot):
             await self._until_unused(slot, drain_s)
+            work = asyncio.create_task(self._put_out(slot))
+            work.add_done_callback(lambda task: task.cancelled() or task.exception())
+            await asyncio.shield(work)  # who asked may leave, but not leave it half unloaded
+
+    async def _put_out(self, slot: Slot) -> None:
+        with _leaving(slot):
             async with self._loader.changing:
                 if slot.users:
                     raise ModelBusyError(
@@ -205,8 +210,6 @@ class Models:
                     )
                 if slot.state is State.LOADED:
                     await self._loader.put_out(slot, "asked")
-        finally:
-            slot.leaving = False
 
     def _notice_end(self, slot: Slot) -> None:
         """A model whose engine ended after a fault is not there any more."""
@@ -235,6 +238,15 @@ class Models:
         until_s = time.monotonic() + limit_s
         while slot.users and time.monotonic() < until_s:
             await asyncio.sleep(POLL_S)
+
+
+@contextmanager
+def _leaving(slot: Slot) -> Iterator[None]:
+    slot.leaving += 1
+    try:
+        yield
+    finally:
+        slot.leaving -= 1
 
 
 def _end(slot: Slot) -> None:

@@ -26,7 +26,7 @@ class Slot:
     Attributes:
         users: calls that use it or wait for it; while there is one it stays.
         used_s: when the last one left, by the registry's clock.
-        leaving: nobody new is let in until an unload that waits has ended.
+        leaving: unloads by hand that wait or work; nobody new is let in meanwhile.
     """
 
     entry: Entry
@@ -36,7 +36,7 @@ class Slot:
     served: ServedModel | None = None
     users: int = 0
     used_s: float = 0.0
-    leaving: bool = False
+    leaving: int = 0
     loading: "asyncio.Task[ServedModel] | None" = None
     opening: "Future[ServedModel] | None" = None  # the work of `loading`, in its thread
     failure: Exception | None = None  # why the last try to load it failed

@@ -96,7 +96,8 @@ def test_loading_and_unloading_by_hand(two: LazyServer) -> None:
 
 def test_who_asked_for_an_unload_and_left_closes_no_model(two: LazyServer) -> None:
     with two.stream(CHAT, long_chat(model="big")) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        next(lines)
         body = {"model": "big", "drain_s": 3600}
         with pytest.raises(httpx.ReadTimeout):
             two.client.post("/admin/models/unload", json=body, timeout=0.3)

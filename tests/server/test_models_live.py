@@ -102,6 +102,8 @@ def test_who_asked_for_an_unload_and_left_closes_no_model(two: LazyServer) -> No
         with pytest.raises(httpx.ReadTimeout):
             two.client.post("/admin/models/unload", json=body, timeout=0.3)
         wait_until(lambda: two.post(CHAT, chat(model="big")).status_code == 200)
+        (big, _) = two.get("/admin/models").json()["models"]
+        assert big["requests_running"] == 1, "that one ended first"
 
 
 def test_an_idle_model_goes_by_itself() -> None:

@@ -2,8 +2,9 @@
 
 A template writes control tokens (`<|im_end|>`) as text. A user who types the same text must not
 get the token. So control-token text within the messages is put between two marks before the
-template runs; what the marks enclose afterwards is encoded as plain text. Where no message holds
-such text, nothing is marked and the ids are those of the rendered text, as transformers gives.
+template runs; what the marks enclose afterwards is encoded as plain text. The template decides as
+if there were no marks, and so writes what transformers' does. Where no message holds such text,
+nothing is marked and the ids are those of the rendered text, as transformers gives.
 """
 
 import re
@@ -75,6 +76,7 @@ def _rendered(
         given = marks.put_into(given)
     text = template.render(
         given["messages"],
+        marks.characters if marks else "",
         tools=given["tools"],
         documents=given["documents"],
         **ends,

@@ -1,4 +1,7 @@
-"""Rewrites a template's tree so that what it does is measured. Knows jinja's nodes; no limits."""
+"""Rewrites a template's tree so that what it does is measured. Knows jinja's nodes; no limits.
+
+What a template decides goes through calls too, so that marks within a text have no say in it.
+"""
 
 from jinja2 import nodes
 from jinja2.ext import Extension
@@ -7,12 +10,37 @@ from jinja2.visitor import NodeTransformer
 
 
 class Instrument(NodeTransformer):
-    """Puts the calls of `tick`, `measured`, `joined` and `shown` into a template's tree."""
+    """Puts the calls of `tick`, `measured`, `shown` and the like into a template's tree."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: D102
         self.generic_visit(node)
         tick = nodes.ExprStmt(_call("tick", [], node.lineno), lineno=node.lineno)
         node.body.insert(0, tick)
+        node.test = node.test and _test(node.test)
+        return node
+
+    def visit_If(self, node: nodes.If) -> nodes.Node:  # noqa: D102
+        return self._decision(node)
+
+    def visit_CondExpr(self, node: nodes.CondExpr) -> nodes.Node:  # noqa: D102
+        return self._decision(node)
+
+    def visit_Not(self, node: nodes.Not) -> nodes.Node:  # noqa: D102
+        self.generic_visit(node)
+        node.node = _test(node.node)
+        return node
+
+    def visit_And(self, node: nodes.And) -> nodes.Node:  # noqa: D102
+        return self._choice(node)
+
+    def visit_Or(self, node: nodes.Or) -> nodes.Node:  # noqa: D102
+        return self._choice(node)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: D102
+        self.generic_visit(node)
+        node.expr = _compared(node.expr)
+        for operand in node.ops:
+            operand.expr = _compared(operand.expr)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: D102
@@ -37,6 +65,16 @@ class Instrument(NodeTransformer):
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: D102
         return self._literal(node) if node.ctx == "load" else node
 
+    def _decision(self, node: nodes.If | nodes.CondExpr) -> nodes.Node:
+        self.generic_visit(node)
+        node.test = _test(node.test)
+        return node
+
+    def _choice(self, node: nodes.And | nodes.Or) -> nodes.Node:
+        self.generic_visit(node)
+        node.left, node.right = _test(node.left), _test(node.right)
+        return node
+
     def _literal(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)
         constant = all(isinstance(child, nodes.Const) for child in node.iter_child_nodes())
@@ -57,6 +95,19 @@ class GenerationTag(Extension):
 
 def _call(name: str, args: list[nodes.Expr], lineno: int) -> nodes.Call:
     return nodes.Call(nodes.EnvironmentAttribute(name), args, [], None, None, lineno=lineno)
+
+
+def _compared(node: nodes.Expr) -> nodes.Expr:
+    """Return what compares as a value does, marks aside."""
+    return node if isinstance(node, nodes.Const) else _call("unmarked", [node], node.lineno)
+
+
+def _test(node: nodes.Node) -> nodes.Expr:
+    """Return what is true where a value is, marks aside."""
+    assert isinstance(node, nodes.Expr)
+    if isinstance(node, (nodes.Const, nodes.Compare, nodes.Test, nodes.Not, nodes.And, nodes.Or)):
+        return node  # their values are no texts, or have been looked at
+    return _call("bare", [node], node.lineno)
 
 
 def _as_constant(node: nodes.Expr) -> nodes.Expr:

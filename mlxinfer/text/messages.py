@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import TemplateError
+from .overlook import without
 
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # the mark that transformers appends, and cuts at
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -89,10 +90,13 @@ def mark_end(
     raise TemplateError("continue_final_message: the last message has no text to go on with.")
 
 
-def cut_at_mark(rendered: str, text: str) -> str:
-    """Return the rendering up to the end of `text`, its trailing spaces kept if they were."""
+def cut_at_mark(rendered: str, text: str, marks: str = "") -> str:
+    """Return the rendering up to the end of `text`, its trailing spaces kept if they were.
+
+    Where the template has moved `marks` within the text, it is the same text still.
+    """
     end = rendered.rfind(_CONTINUE.strip())
-    if end < 0 or text.strip() not in rendered:
+    if end < 0 or without(text, marks).strip() not in without(rendered, marks):
         raise TemplateError(
             "continue_final_message: the chat template does not write the last message as it is."
         )

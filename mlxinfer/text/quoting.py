@@ -16,6 +16,11 @@ class Marks:
         self._regex = regex
         self._fold = fold
 
+    @property
+    def characters(self) -> str:
+        """Both of them."""
+        return self._open + self._close
+
     def put_into(self, value: Any) -> Any:
         """Return the inputs with marks around control-token text, in keys and values."""
         if isinstance(value, str):

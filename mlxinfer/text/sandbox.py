@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .budget import Budget, checked_format
 from .instrument import GenerationTag, Instrument
+from .overlook import call_overlooking, nothing_but, overlooks, without
 from .template_globals import DictBuilder, TemplateNamespace, raise_exception, to_json
 
 MAX_FOLDED = 1_000_000  # characters that constants of a template may have together
@@ -61,19 +62,25 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return any(name.name == variable and name.ctx == "load" for name in names)
 
     @contextmanager
-    def limited_by(self, budget: Budget) -> Iterator[None]:
-        """Let what this thread renders draw on `budget`."""
-        self._local.budget = budget
+    def limited_by(self, budget: Budget, marks: str = "") -> Iterator[None]:
+        """Let what this thread renders draw on `budget`, and overlook the characters `marks`."""
+        self._local.budget, self._local.marks = budget, marks
         try:
             yield
         finally:
-            del self._local.budget
+            del self._local.budget, self._local.marks
 
     @property
     def budget(self) -> Budget:
         """The budget of this thread's rendering; outside of one (constant folding) a fresh one."""
         budget: Budget = getattr(self._local, "budget", None) or Budget()
         return budget
+
+    @property
+    def marks(self) -> str:
+        """What this thread's rendering overlooks in texts."""
+        marks: str = getattr(self._local, "marks", "")
+        return marks
 
     def tick(self) -> str:
         """Report that a loop goes on. Templates reach this through Instrument only."""
@@ -95,6 +102,14 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self.budget.charge_text(value)
         return value
 
+    def unmarked(self, value: Any) -> Any:
+        """Return what is compared: a text without its marks."""
+        return without(value, self.marks)
+
+    def bare(self, value: Any) -> Any:
+        """Return what is asked whether it is true: no text of marks only."""
+        return "" if nothing_but(self.marks, value) else value
+
     def call(self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call `__obj` for a template: the one gate of methods, globals and macros."""
         if type(__obj) is MethodType and __obj.__self__ is self:  # what Instrument put in
@@ -102,16 +117,23 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         method = getattr(__obj, "__wrapped__", __obj)  # str.format comes in a wrapper of jinja's
         owner = getattr(method, "__self__", None)
         budget = self.budget
-        budget.check_value((args, [value for name, value in kwargs.items() if name[0] != "_"]))
+        named = [value for name, value in kwargs.items() if name[0] != "_"]  # others are jinja's
+        budget.check_value((args, named))
         if isinstance(owner, (str, bytes, int, float)):
             args = tuple(a if _is_plain(a) else list(a) for a in args)
             budget.check_text_call(method.__name__, owner, (*args, *kwargs.values()))
+            if self._has_mark(owner) and not named and overlooks(method.__name__, args):
+                text = str(owner)
+                return self.measured(call_overlooking(self.marks, text, method.__name__, args))
         return self.measured(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Compute `left operator right` for a template."""
         self.budget.check_binop(operator, left, right)
         return self.measured(super().call_binop(context, operator, left, right))
+
+    def _has_mark(self, value: object) -> bool:
+        return type(value) is str and any(mark in value for mark in self.marks)
 
     def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the filter with its arguments checked and its result charged."""
@@ -123,6 +145,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             if len(given) > first:
                 rest = (*given[first + 1 :], *kwargs.values())
                 self.budget.check_text_call(name, given[first], rest)
+            if name == "trim" and not kwargs and self._has_mark(given[0]):
+                text, *chars = given
+                return self.measured(call_overlooking(self.marks, text, "strip", tuple(chars)))
             return self.measured(function(*given, **kwargs))
 
         return run

@@ -51,6 +51,8 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        marks: str = "",
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
@@ -63,6 +65,8 @@ class ChatTemplate:
         Args:
             messages: dicts with "role" and mostly "content"; keys whose value is None count as
                 missing.
+            marks: characters that are in there for the reader of the prompt; what the template
+                decides is as if they were not.
             tools: JSON schemas of functions, in whatever form the template knows.
             documents: for templates that know retrieval.
             add_generation_prompt: end with the header of an assistant's message.
@@ -89,8 +93,8 @@ class ChatTemplate:
                 "documents": data["documents"],
                 "add_generation_prompt": add_generation_prompt,
             }
-            text = self._run(source, variables, Budget(size, self._deadline_s))
-        return text if tail is None else cut_at_mark(text, tail)
+            text = self._run(source, variables, Budget(size, self._deadline_s), marks)
+        return text if tail is None else cut_at_mark(text, tail, marks)
 
     def source_for(self, tools: object = None) -> str:
         """Return the source that renders a request, with tools or without."""
@@ -127,11 +131,11 @@ class ChatTemplate:
         constants = {const.value for const in tree.find_all(jinja2.nodes.Const)}
         return "\0".join(texts | {value for value in constants if isinstance(value, str)})
 
-    def _run(self, source: str, variables: dict[str, Any], budget: Budget) -> str:
+    def _run(self, source: str, variables: dict[str, Any], budget: Budget, marks: str) -> str:
         template = self.compiled(source)
         chunks: list[str] = []
         size = 0
-        with self._sandbox.limited_by(budget):
+        with self._sandbox.limited_by(budget, marks):
             for chunk in template.generate(variables):
                 budget.tick()
                 size += len(chunk)

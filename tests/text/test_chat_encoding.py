@@ -128,6 +128,62 @@ def test_a_template_may_use_a_tag_that_the_user_wrote(kind):
     assert ids.count(tokenizer.piece_to_id("</think>")) == 1
 
 
+ROUNDS = """
+{%- set last = namespace(question=-1) %}
+{%- for m in messages if not (m.content.startswith("<tool_call>") and m.content.endswith("</tool_call>")) %}
+    {%- if m.role == "user" %}{%- set last.question = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- for m in messages %}
+    {%- set content, thought = m.content, "" %}
+    {%- if "\n</think>" in content %}
+        {%- set thought = content.split("\n</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n") %}
+        {%- set content = (content.split("</think>")[-1] | trim) or "nothing" %}
+    {%- endif %}
+    {{- "<|im_start|>" ~ m.role }}
+    {%- if thought and loop.index0 > last.question %}{{- "\n<think>\n" ~ thought ~ "\n</think>\n" }}{%- endif %}
+    {{- "\n" ~ content ~ ("\n" if not content.strip() else "") ~ "<|im_end|>\n" }}
+{%- endfor %}
+"""  # noqa: E501
+SPLIT_REPLY = "<think>\nOkay.\n</think>\n\nHello!"
+rounds = st.sampled_from([*TAGS, "<|im_end|>", "<|im_", "end|>", " ", "\n", "\n\n", "hé"])
+turns = st.tuples(st.sampled_from(["user", "assistant"]), st.lists(rounds, max_size=7).map("".join))
+
+
+def rounds_tokenizer():
+    tokenizer = Tokenizer(load_tokenizer("bytelevel")._backend)
+    tokenizer.template = ChatTemplate(ROUNDS)
+    return tokenizer
+
+
+@settings(max_examples=300)
+@given(turns=st.lists(turns, min_size=1, max_size=4))
+def test_the_template_decides_as_if_nothing_were_marked(turns):
+    tokenizer = rounds_tokenizer()
+    messages = [{"role": role, "content": content} for role, content in turns]
+    ids = encode_chat(tokenizer, messages)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.template.render(messages)
+    control = [i for i in ids if i in tokenizer.special_ids]
+    ends = [tokenizer.piece_to_id(piece) for piece in ("<|im_start|>", "<|im_end|>")]
+    assert control == ends * len(turns)
+
+
+def test_the_reasoning_in_an_answer_given_back_leaves_no_space_behind():
+    tokenizer = rounds_tokenizer()
+    history = [{"role": "assistant", "content": SPLIT_REPLY}, {"role": "user", "content": "more"}]
+    written = tokenizer.decode(encode_chat(tokenizer, history), skip_special_tokens=False)
+    assert written.startswith("<|im_start|>assistant\nHello!<|im_end|>")
+
+
+def test_an_answer_goes_on_where_the_template_took_its_tags_apart():
+    tokenizer = rounds_tokenizer()
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": SPLIT_REPLY}]
+    goes_on = {"add_generation_prompt": False, "continue_final_message": True}
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n" + SPLIT_REPLY
+    assert tokenizer.template.render(messages, **goes_on) == text
+    ids = encode_chat(tokenizer, messages, **goes_on)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
 def test_compatibility_characters_do_not_become_a_token():
     spec = json.loads(load_tokenizer("bytelevel").to_json())
     spec["normalizer"] = {"type": "NFKC"}

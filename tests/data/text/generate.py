@@ -208,10 +208,20 @@ def encodings(judges: dict[str, PreTrainedTokenizerFast]) -> list[dict]:
                         return_dict=False,
                         sanitize_control_tokens=True,
                     )
+                    text = judge.apply_chat_template(
+                        messages, chat_template=source, add_generation_prompt=True, tokenize=False
+                    )
                 except Exception:  # the same
                     continue
+                if unspaced(judge.decode(ids)) != unspaced(text):
+                    continue  # what sanitizing puts into the messages made the template decide else
                 cases.append({"tokenizer": kind, "template": template, "name": name, "ids": ids})
     return cases
+
+
+def unspaced(text: str) -> str:
+    """Without spaces, of which some tokenizers add one after each token of a template."""
+    return text.translate(str.maketrans("", "", " ▁"))
 
 
 def write(name: str, value: object) -> None:

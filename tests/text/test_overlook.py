@@ -1,0 +1,59 @@
+"""Methods of text that overlook marks: what they do to plain text; and no mark is lost."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxinfer.text.overlook import call_overlooking, overlooks, without
+
+MARKS = "\U000f0000\U000f0001"
+marked = st.text("ab \n" + MARKS, max_size=12)
+CALLS = [
+    *((name, args) for name in ("strip", "lstrip", "rstrip") for args in ((), ("\n",), ("ab",))),
+    *((name, args) for name in ("removeprefix", "removesuffix") for args in (("a",), ("ab",))),
+    *((name, args) for name in ("startswith", "endswith") for args in (("ab",), (("a", " "),))),
+    *((name, args) for name in ("split", "rsplit") for args in (("a",), ("ab",), ("\n", 1))),
+]
+
+
+@pytest.mark.parametrize(("name", "args"), CALLS)
+@given(text=marked)
+def test_a_method_overlooks_marks_and_keeps_them(name, args, text):
+    result = call_overlooking(MARKS, text, name, args)
+    expected = getattr(without(text, MARKS), name)(*args)
+    if isinstance(expected, bool):
+        assert result is expected
+        return
+    pieces = result if isinstance(result, list) else [result]
+    assert [without(p, MARKS) for p in pieces] == (
+        expected if isinstance(expected, list) else [expected]
+    )
+    kept = [char for char in "".join(pieces) if char in MARKS]
+    assert kept == [char for char in text if char in MARKS]
+
+
+def test_a_mark_stays_with_what_it_touches():
+    opened, closed = MARKS
+    tag = f"{opened}<t>{closed}"
+    assert call_overlooking(MARKS, f" {tag} ", "strip", ()) == tag
+    assert call_overlooking(MARKS, f"a\n{tag}\nb", "split", ("\n",)) == ["a", tag, "b"]
+    assert call_overlooking(MARKS, f"a{tag}\nb", "split", ("<t>\n",)) == [
+        f"a{opened}",
+        f"{closed}b",
+    ]
+
+
+def test_other_methods_are_left_alone():
+    assert not overlooks("upper", ())
+    assert not overlooks("split", ())
+    assert not overlooks("split", (None, 1))
+
+
+@pytest.mark.parametrize(("name", "args"), CALLS)
+def test_many_marks_take_no_longer_than_other_text(name, args):
+    began = time.process_time()
+    for text in (MARKS * 200_000 + "a", "a\n" + MARKS * 200_000, f"{MARKS}a\n" * 100_000):
+        call_overlooking(MARKS, text, name, args)
+    assert time.process_time() - began < 2

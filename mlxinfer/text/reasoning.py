@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .splitters import HARMONY, HARMONY_ENDS, HarmonySplitter, Splitter, TagSplitter
+from .splitters import HARMONY, HARMONY_ENDS, HarmonySplitter, Splitter, TagSplitter, channel_of
 from .tokenizer import Tokenizer
 
 _TAGS = (
@@ -14,6 +14,7 @@ _TAGS = (
     ("<|think:start|>", "<|think:end|>"),
     ("<|channel>thought", "<channel|>"),
 )
+_ASSISTANT = "<|start|>assistant"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +30,28 @@ class ReasoningFormat:
         """The texts that this format looks for, special tokens or not."""
         return (*HARMONY, *HARMONY_ENDS) if self.harmony else (self.start, self.end)
 
-    def splitter(self, prompt_tail: str = "") -> Splitter:
-        """Return a splitter for an answer to a prompt that ends so, control tokens included."""
+    def splitter(self, begun: str = "") -> Splitter:
+        """Return a splitter for an answer that the prompt has begun so, see begun_in."""
         if not self.harmony:
-            opened = prompt_tail.rstrip().endswith(self.start)
-            return TagSplitter(self.start, self.end, opened=opened)
+            _, opened, thought = begun.partition(self.start)
+            return TagSplitter(
+                self.start, self.end, opened=bool(opened), continued=bool(thought.strip())
+            )
         harmony = HarmonySplitter()
-        _, header, rest = prompt_tail.rpartition("<|start|>assistant")
-        if header:
-            harmony.push(rest)
+        if begun.startswith(_ASSISTANT):
+            harmony.push(begun.removeprefix(_ASSISTANT))
         return harmony
+
+    def is_open(self, begun: str) -> bool:
+        """Whether an answer that the prompt has begun so is within its reasoning."""
+        if not self.harmony:
+            return self.start in begun
+        header = begun.removesuffix("<|message|>")
+        return header != begun and channel_of(header) == "analysis"
+
+    def is_over(self, begun: str) -> bool:
+        """Whether it is past its reasoning: the prompt names another channel."""
+        return self.harmony and begun.endswith("<|message|>") and not self.is_open(begun)
 
 
 def detect_reasoning(tokenizer: Tokenizer) -> ReasoningFormat | None:

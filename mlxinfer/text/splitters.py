@@ -34,15 +34,19 @@ class TagSplitter:
     Args:
         start: the tag before the reasoning.
         end: the tag after it.
-        opened: the prompt ends with the start tag already.
+        opened: the start tag stands in the prompt already.
+        continued: and so does some of the reasoning, so that a space after it is part of it.
     """
 
-    def __init__(self, start: str, end: str, *, opened: bool = False) -> None:
+    def __init__(
+        self, start: str, end: str, *, opened: bool = False, continued: bool = False
+    ) -> None:
         self._start = start
         self._scanner = MarkScanner((end,))
         self._head: str | None = ""  # the answer's beginning, None once it is decided
         self._thinking = opened
-        self._bare = opened  # nothing but space so far, of the reasoning or of the answer after it
+        # nothing but space so far, of the reasoning or of the answer after it
+        self._bare = opened and not continued
         self._space: list[str] = []  # trailing space of the reasoning
 
     def push(self, text: str) -> tuple[str, str]:
@@ -174,9 +178,13 @@ class HarmonySplitter:
 
     def _begin_body(self, header: str) -> str:
         self._header = None
-        _, _, channel = header.partition("<|channel|>")
-        if " to=" in f" {header}":
-            self._channel = "tool"
-            return f"<|start|>{header}<|message|>"
-        self._channel = "analysis" if channel.split()[:1] == ["analysis"] else "final"
-        return ""
+        self._channel = channel_of(header)
+        return f"<|start|>{header}<|message|>" if self._channel == "tool" else ""
+
+
+def channel_of(header: str) -> str:
+    """Return "analysis", "tool" or "final" for a message with this header."""
+    if " to=" in f" {header}":
+        return "tool"
+    _, _, channel = header.partition("<|channel|>")
+    return "analysis" if channel.split()[:1] == ["analysis"] else "final"

@@ -4,13 +4,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..parts import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta, merged
+from .begun import begun_in
 from .detokenizer import Detokenizer
 from .reasoning import ReasoningFormat
 from .stops import StopMatcher
 from .tokenizer import Tokenizer
 from .tools.parser import ToolParser
-
-PROMPT_TAIL = 64  # prompt tokens among which an opened reasoning tag or channel is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +78,7 @@ class TextStream:
         self._detokenizer = Detokenizer(tokenizer, keep_ids=kept, prompt_ids=before)
         self._splitter = None
         if reasoning:
-            tail = tokenizer.decode(prompt_ids[-PROMPT_TAIL:], skip_special_tokens=False)
-            self._splitter = reasoning.splitter(tail)
+            self._splitter = reasoning.splitter(begun_in(tokenizer, reasoning, prompt_ids))
         self._matcher = StopMatcher(stop, include_stop=include_stop)
         self._tools = tools
         self._single_call = single_call

@@ -107,14 +107,19 @@ def test_the_end_token_may_come_where_the_form_is_whole(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "before"),
-    [("Q\n", "<think>\nA page is here.\n</think>\n\n"), ("Q\n<think>\n", "So.</think>"), ("Q", "")],
+    [
+        ("Q\n", "<think>\nA page is here.\n</think>\n\n"),
+        ("Q\n<think>\n", "So.</think>"),
+        ("<|im_start|>assistant\n<think>\nOkay, the user", " asks.</think>"),
+        ("Q", ""),
+    ],
 )
 def test_a_model_may_reason_first(llm: LLM, prompt: str, before: str) -> None:
     """The reasoning is free text, in the prompt's tags or its own; then comes the form."""
     guidance = Guidance(
         llm.tokenizer, ReasoningFormat(), vocab_size=llm.model_info.vocab_size, end_ids=llm.end_ids
     )
-    spec = guidance.plan(llm.tokenizer.encode(prompt), FORM)
+    spec = guidance.plan(llm.tokenizer.encode(prompt, parse_special=True), FORM)
     assert spec is not None
     grammar = guidance.start(spec)
     for token in llm.tokenizer.encode_plain(before + '{"name": "A", "age": 1}'):

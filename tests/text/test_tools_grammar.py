@@ -11,11 +11,12 @@ from tool_samples import TOOLS, WRITERS
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.text import ReasoningFormat, Tokenizer
 from mlxinfer.text.backend import load_backend
-from mlxinfer.text.tools import FORMATS, Toolbox, forced_grammar, tool_format
+from mlxinfer.text.tools import FORMATS, Toolbox, ToolUse, forced_grammar, tool_format
 from mlxinfer.text.tools.deepseek import DeepSeek
 from mlxinfer.text.tools.forced import offered_grammar
 from mlxinfer.text.tools.lark import MAX_CALLS
 from mlxinfer.text.tools.mistral import Mistral
+from mlxinfer.text.tools.reasoned import after_reasoning, calls_or_answer
 
 BOX = Toolbox.of(TOOLS)
 THINK = ReasoningFormat()
@@ -151,6 +152,58 @@ def test_reasoning_that_the_prompt_opened_comes_to_its_end():
     )
     assert allowed("text", grammar, f"hm</think>\n{CALL}")
     assert not allowed("text", grammar, CALL)
+
+
+@pytest.mark.parametrize("thought", ["\nOkay, the user", "so far " * 80])
+def test_reasoning_that_is_continued_comes_to_its_end(thought):
+    tokenizer = TOKENIZERS["text"]
+    text = f"<|im_start|>assistant\n<think>{thought}"
+    prompt = tokenizer.encode(text, parse_special=True)
+    hermes = tool_format("hermes")
+    forced = forced_grammar(tokenizer, hermes, BOX, reasoning=THINK, prompt_ids=prompt)
+    use = ToolUse([], BOX, hermes)
+    for grammar in (forced, with_main(calls_or_answer(tokenizer, use, THINK, prompt))):
+        assert allowed("text", grammar, f" hm</think>\n{CALL}")
+        assert not allowed("text", grammar, CALL)
+    answer = with_main(after_reasoning(tokenizer, THINK, prompt))
+    assert allowed("text", answer, " hm</think>\nyes")
+    assert not allowed("text", answer, "yes")
+
+
+def with_main(grammar):
+    return grammar.replace("@main", '"yes"')
+
+
+HEADER = "<|start|>assistant<|channel|>{}<|message|>"
+
+
+@pytest.mark.parametrize("said", ["", "so far", "so far " * 80])
+def test_harmony_goes_on_in_the_channel_of_the_prompt(said):
+    tokenizer, harmony = TOKENIZERS["special"], tool_format("harmony")
+    channel = {
+        name: tokenizer.encode(HEADER.format(name) + said, parse_special=True)
+        for name in ("analysis", "final")
+    }
+    reasoning = ReasoningFormat("", "", harmony=True)
+    ended, final = "hm<|end|><|start|>assistant", "<|channel|>final<|message|>yes"
+    use = ToolUse([], BOX, harmony)
+    for made in (
+        after_reasoning(tokenizer, reasoning, channel["analysis"]),
+        calls_or_answer(tokenizer, use, reasoning, channel["analysis"]),
+        offered_grammar(
+            tokenizer, harmony, BOX, reasoning=reasoning, prompt_ids=channel["analysis"]
+        ),
+    ):
+        assert allowed("special", with_main(made), ended + final)
+        assert not allowed("special", with_main(made), final)
+    for made in (
+        after_reasoning(tokenizer, reasoning, channel["final"]),
+        calls_or_answer(tokenizer, use, reasoning, channel["final"]),
+    ):
+        assert allowed("special", with_main(made), "yes")
+        assert not allowed("special", with_main(made), final)
+    strict = {"reasoning": reasoning, "prompt_ids": channel["final"]}
+    assert offered_grammar(tokenizer, harmony, BOX, **strict) is None
 
 
 def test_harmony_reasons_in_its_channel():

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from ...errors import InvalidRequestError
+from ..begun import begun_in
 from ..reasoning import ReasoningFormat
 from ..tokenizer import Tokenizer
 from .format import ToolFormat
@@ -39,7 +40,7 @@ def forced_grammar(
         what = "there are no tools" if only is None else f"no tool is called {only!r}"
         raise InvalidRequestError(f"tool_choice demands a call, but {what}.", param="tool_choice")
     lark = _lark_for(tokenizer, format, reasoning)
-    before = _reasoned(lark, tokenizer, reasoning, prompt_ids)
+    before = thought(lark, reasoning, begun_in(tokenizer, reasoning, prompt_ids))
     calls = format.grammar(lark, Toolbox(chosen), parallel=parallel and only is None)
     return lark.grammar(f"{before} {calls}".strip())
 
@@ -56,14 +57,18 @@ def offered_grammar(
     """Return a Lark grammar of any text, in which calls, if there are any, keep to the schemas.
 
     None where the mark that begins a call is no token of its own: then a grammar cannot tell where
-    text ends and a call begins.
+    text ends and a call begins. Neither is there one within an answer that the prompt has begun in
+    its own channel, where no call can be.
 
     Args: as of forced_grammar.
     """
     lark = _lark_for(tokenizer, format, reasoning)
     if format.bare or not lark.is_token(format.begins[0]):
         return None
-    before = _reasoned(lark, tokenizer, reasoning, prompt_ids)
+    begun = begun_in(tokenizer, reasoning, prompt_ids)
+    if reasoning is not None and reasoning.is_over(begun):
+        return None
+    before = thought(lark, reasoning, begun)
     calls = format.grammar(lark, tools, parallel=parallel)
     text = lark.rule("/(?s:.+)/")
     if reasoning is not None and reasoning.harmony:
@@ -78,17 +83,6 @@ def _lark_for(tokenizer: Tokenizer, format: ToolFormat, reasoning: ReasoningForm
     return Lark(tokens_of(tokenizer, (*format.marks, *(reasoning.marks if reasoning else ()))))
 
 
-def _reasoned(
-    lark: Lark,
-    tokenizer: Tokenizer,
-    reasoning: ReasoningFormat | None,
-    prompt_ids: Sequence[int],
-) -> str:
-    if reasoning is None:
-        return ""
-    return thought(lark, reasoning, tokenizer.decode(prompt_ids[-64:], skip_special_tokens=False))
-
-
 def tokens_of(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, int]:
     """Return the control tokens, and others that were added for (parts of) these marks."""
     return {
@@ -98,14 +92,15 @@ def tokens_of(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, int]:
     }
 
 
-def thought(lark: Lark, reasoning: ReasoningFormat, tail: str) -> str:
-    """Return what matches the reasoning at the beginning of an answer to a prompt that ends so."""
-    space = lark.rule(r"/\s*/")
+def thought(lark: Lark, reasoning: ReasoningFormat | None, begun: str) -> str:
+    """Return what matches the reasoning of an answer that the prompt has begun so, see begun_in."""
+    if reasoning is None or reasoning.is_over(begun):
+        return ""
     if reasoning.harmony:
-        body = lark.free_text("<|end|>")
         head = lark.text("<|channel|>analysis<|message|>")
-        return f"({head} {body} {lark.text('<|start|>assistant')})?"
-    body = lark.free_text(reasoning.end)
-    if tail.rstrip().endswith(reasoning.start):
-        return f"{body} {space}"
-    return f"({lark.text(reasoning.start)} {body} {space})?"
+        rest = f"{lark.free_text('<|end|>')} {lark.text('<|start|>assistant')}"
+    else:
+        head = lark.text(reasoning.start)
+        space = lark.rule(r"/\s*/")
+        rest = f"{lark.free_text(reasoning.end)} {space}"
+    return rest if reasoning.is_open(begun) else f"({head} {rest})?"

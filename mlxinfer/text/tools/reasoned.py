@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ..begun import begun_in
 from ..reasoning import ReasoningFormat
 from ..tokenizer import Tokenizer
 from .forced import thought, tokens_of
@@ -20,11 +21,9 @@ def after_reasoning(
         prompt_ids: to see whether the prompt has opened the reasoning already.
     """
     lark = Lark(tokens_of(tokenizer, reasoning.marks))
-    tail = tokenizer.decode(prompt_ids[-64:], skip_special_tokens=False)
-    if reasoning.harmony and tail.endswith("<|message|>"):
-        return lark.grammar("@main")  # the prompt says which channel this is
-    answer = lark.text("<|channel|>final<|message|>") if reasoning.harmony else ""
-    return lark.grammar(f"{thought(lark, reasoning, tail)} {answer} @main")
+    begun = begun_in(tokenizer, reasoning, prompt_ids)
+    before = f"{thought(lark, reasoning, begun)} {_head(lark, reasoning, begun)}"
+    return lark.grammar(f"{before} @main".strip())
 
 
 def calls_or_answer(
@@ -46,6 +45,13 @@ def calls_or_answer(
     calls = use.format.grammar(lark, use.tools, parallel=use.parallel)
     if reasoning is None:
         return lark.grammar(f"{calls} | @main")
-    tail = tokenizer.decode(prompt_ids[-64:], skip_special_tokens=False)
-    answer = lark.text("<|channel|>final<|message|>") if reasoning.harmony else ""
-    return lark.grammar(f"{thought(lark, reasoning, tail)} ({calls} | {answer} @main)")
+    begun = begun_in(tokenizer, reasoning, prompt_ids)
+    answer = f"{_head(lark, reasoning, begun)} @main"
+    return lark.grammar(f"{thought(lark, reasoning, begun)} ({calls} | {answer})")
+
+
+def _head(lark: Lark, reasoning: ReasoningFormat, begun: str) -> str:
+    """Return what matches the header of the answer after the reasoning."""
+    if not reasoning.harmony or reasoning.is_over(begun):
+        return ""
+    return lark.text("<|channel|>final<|message|>")

@@ -1,0 +1,89 @@
+"""What of an answer a prompt has begun: an opened thought, the header of a message. No splitting.
+
+A prompt may end with a start tag that its template wrote, or well within a thought that is to be
+continued.
+"""
+
+from collections.abc import Sequence
+
+import tokenizers
+
+from .reasoning import ReasoningFormat
+from .splitters import HARMONY_ENDS
+from .tokenizer import Tokenizer
+
+_TAIL = 64  # tokens at the end of a prompt among which a start tag ends it
+
+
+def begun_in(
+    tokenizer: Tokenizer, reasoning: ReasoningFormat | None, prompt_ids: Sequence[int]
+) -> str:
+    """Return what a prompt has begun of the answer to it, "" where that is nothing.
+
+    That is the text from an open start tag on; in harmony, the header of the last message.
+    """
+    if reasoning is None:
+        return ""
+    if reasoning.harmony:
+        return _header(tokenizer, prompt_ids)
+    return _open_thought(tokenizer, reasoning, prompt_ids)
+
+
+def _header(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Return the last message's header and its marks, "" where that message has come to its end."""
+    start = _last(ids, tokenizer.piece_to_id("<|start|>"))
+    message = ids[start:] if start >= 0 else ()
+    if any(tokenizer.piece_to_id(mark) in message for mark in HARMONY_ENDS):
+        return ""
+    body = tokenizer.piece_to_id("<|message|>")
+    size = message.index(body) + 1 if body in message else len(message)
+    return tokenizer.decode(message[:size], skip_special_tokens=False)
+
+
+def _open_thought(tokenizer: Tokenizer, reasoning: ReasoningFormat, ids: Sequence[int]) -> str:
+    """Return the text from the start tag on, "" where there is none, or its end tag follows."""
+    turn = _last_division(tokenizer, reasoning, ids)
+    if _is_header(tokenizer, ids, turn):  # all after it is the answer's, whoever wrote it
+        text = tokenizer.decode(ids[turn + 1 :], skip_special_tokens=False)
+        start = text.rfind(reasoning.start)
+        return text[start:] if start > text.rfind(reasoning.end) else ""
+    start = _last(ids, _added_id(tokenizer, reasoning.start))
+    if start > max(turn, _last(ids, _added_id(tokenizer, reasoning.end))):
+        return tokenizer.decode(ids[start:], skip_special_tokens=False)
+    text = tokenizer.decode(ids[-_TAIL:], skip_special_tokens=False)
+    return reasoning.start if text.rstrip().endswith(reasoning.start) else ""
+
+
+def _last_division(tokenizer: Tokenizer, reasoning: ReasoningFormat, ids: Sequence[int]) -> int:
+    """Return where the last token stands that only a template writes, tags aside; -1: nowhere."""
+    for place in range(len(ids) - 1, -1, -1):
+        token = tokenizer.added_tokens.get(ids[place])
+        if token is None or any(token.content in tag for tag in reasoning.marks):
+            continue
+        if token.special or _writes(tokenizer, token):
+            return place
+    return -1
+
+
+def _writes(tokenizer: Tokenizer, token: tokenizers.AddedToken) -> bool:
+    """Whether the chat template has this token in its text."""
+    sources = tokenizer.template.sources.values() if tokenizer.template else ()
+    return not token.content.isspace() and any(token.content in source for source in sources)
+
+
+def _is_header(tokenizer: Tokenizer, ids: Sequence[int], place: int) -> bool:
+    """Whether the token there begins a message, rather than the prompt, or ends a message."""
+    if place < 0 or ids[place] in tokenizer.eos_token_ids:
+        return False
+    return place > 0 or ids[place] != tokenizer.bos_token_id
+
+
+def _added_id(tokenizer: Tokenizer, tag: str) -> int | None:
+    """Return the id of a tag that is one token, and so is not what a user typed."""
+    found = tokenizer.piece_to_id(tag)
+    return found if found in tokenizer.added_tokens else None
+
+
+def _last(ids: Sequence[int], wanted: int | None) -> int:
+    """Return where an id stands last, -1 for nowhere."""
+    return next((n for n in range(len(ids) - 1, -1, -1) if ids[n] == wanted), -1)

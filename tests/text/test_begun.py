@@ -1,0 +1,133 @@
+"""Where a prompt has begun to reason: what a template wrote, what is continued, what was typed."""
+
+import time
+
+import pytest
+from text_data import DATA, load_tokenizer, read_template
+
+from mlxinfer.text import ChatTemplate, ReasoningFormat, TextStream, Tokenizer, encode_chat
+from mlxinfer.text.backend import load_backend
+from mlxinfer.text.begun import begun_in
+
+THINK = ReasoningFormat()
+TYPED = ReasoningFormat("<reason>", "</reason>")  # no tokens of the tokenizer
+HARMONY = ReasoningFormat("", "", harmony=True)
+ASKED = "<|im_start|>user\nWhat is {start}?<|im_end|>\n<|im_start|>assistant\n"
+PAST = "<|im_start|>assistant\n{start}a<|im_end|>\n<|im_start|>assistant\n"
+LONG = "so far " * 80
+
+
+def begun(tokenizer, reasoning, prompt):
+    ids = tokenizer.encode(prompt, add_special_tokens=False, parse_special=True)
+    return begun_in(tokenizer, reasoning, ids)
+
+
+@pytest.fixture(scope="module")
+def harmony():
+    backend = load_backend(DATA / "bytelevel")
+    backend.add_special_tokens(list(HARMONY.marks))
+    tokenizer = Tokenizer(backend)
+    tokenizer.template = ChatTemplate(read_template("channels"))
+    return tokenizer
+
+
+@pytest.mark.parametrize("reasoning", [THINK, TYPED], ids=["tokens", "text"])
+@pytest.mark.parametrize("before", ["", ASKED, PAST], ids=["plain", "asked", "past"])
+@pytest.mark.parametrize(
+    ("end", "thought"),
+    [
+        ("{start}\n", "{start}\n"),
+        ("{start}{stop}{start}", "{start}"),
+        ("{start}a{stop}b", ""),
+        ("{start}\n\n{stop}\n\n", ""),
+        ("{stop}", ""),
+        ("Hello", ""),
+    ],
+)
+def test_a_thought_is_open_until_its_end_tag(reasoning, before, end, thought):
+    tags = {"start": reasoning.start, "stop": reasoning.end}
+    prompt = (before + end).format(**tags)
+    found = begun(load_tokenizer("bytelevel"), reasoning, prompt)
+    assert found.strip() == thought.format(**tags).strip()
+
+
+@pytest.mark.parametrize("reasoning", [THINK, TYPED], ids=["tokens", "text"])
+@pytest.mark.parametrize("thought", ["\nOkay, the user", LONG], ids=["short", "long"])
+def test_a_thought_is_continued(reasoning, thought):
+    prompt = f"{ASKED}{{start}}{thought}".format(start=reasoning.start)
+    found = begun(load_tokenizer("bytelevel"), reasoning, prompt)
+    assert found == reasoning.start + thought
+
+
+def test_without_turns_a_tag_in_the_text_opens_nothing():
+    """Whose text it is cannot be told; a tag that is a token counts, or one at the end."""
+    tokenizer = load_tokenizer("bytelevel")
+    assert begun(tokenizer, TYPED, "[INST] What is <reason>? [/INST]") == ""
+    assert begun(tokenizer, TYPED, "<s>[INST] What is <reason>? [/INST]") == ""
+    assert begun(tokenizer, TYPED, "a<|im_end|>\nUser: What is <reason>?") == ""
+    assert begun(tokenizer, TYPED, "Q\n<reason>\n") == "<reason>"
+    assert begun(tokenizer, THINK, "Q\n<think>\nOkay") == "<think>\nOkay"
+
+
+def test_what_a_user_typed_is_not_the_templates():
+    tokenizer = load_tokenizer("bytelevel", "chatml_plain")
+    typed = [{"role": "user", "content": "go <think> on"}]
+    assert begun_in(tokenizer, THINK, encode_chat(tokenizer, typed)) == ""
+    final = {"role": "assistant", "content": "<think>\nOkay"}
+    goes_on = {"add_generation_prompt": False, "continue_final_message": True}
+    ids = encode_chat(tokenizer, [*typed, final], **goes_on)
+    assert begun_in(tokenizer, THINK, ids) == "<think>\nOkay"
+
+
+def test_a_token_that_only_the_template_writes_parts_turns():
+    """Some checkpoints have turns between tokens that are added, but not special."""
+    tokenizer = load_tokenizer("bytelevel")
+    prompt = "<tool_call>What is <reason>?</tool_call>Hello"
+    assert begun(tokenizer, TYPED, "<s>" + prompt) == ""
+    parted = Tokenizer(load_backend(DATA / "bytelevel"))
+    parted.template = ChatTemplate("<tool_call>{{ messages[0].content }}</tool_call>")
+    assert begun(parted, TYPED, f"{prompt}<reason>") == "<reason>"
+    assert begun(parted, TYPED, f"{prompt}<reason>a") == "<reason>a"
+    assert begun(tokenizer, TYPED, f"<s>{prompt}<reason>a") == ""
+
+
+@pytest.mark.parametrize("thought", ["so", LONG], ids=["short", "long"])
+@pytest.mark.parametrize("field", ["reasoning_content", "content"])
+def test_a_message_in_harmony_is_continued(harmony, thought, field):
+    final = {"role": "assistant", "content": "", field: thought}
+    messages = [{"role": "user", "content": "hi"}, final]
+    ends = {"add_generation_prompt": False, "continue_final_message": field}
+    ids = encode_chat(harmony, messages, **ends)
+    found = begun_in(harmony, HARMONY, ids)
+    channel = "analysis" if field != "content" else "final"
+    assert found == f"<|start|>assistant<|channel|>{channel}<|message|>"
+    stream = TextStream(harmony, reasoning=HARMONY, prompt_ids=ids)
+    delta = stream.push(harmony.encode(" on and on", add_special_tokens=False))
+    shown = delta.reasoning if channel == "analysis" else delta.text
+    assert shown == " on and on"
+
+
+def test_a_message_in_harmony_that_has_come_to_its_end_is_not(harmony):
+    said = "<|start|>assistant<|channel|>analysis<|message|>a"
+    assert begun(harmony, HARMONY, said + "<|end|>") == ""
+    assert begun(harmony, HARMONY, said + "<|end|><|start|>assistant") == "<|start|>assistant"
+    assert begun(harmony, HARMONY, "no marks") == ""
+    typed = harmony.encode(said, parse_special=True) + harmony.encode("<|end|>")
+    assert begun_in(harmony, HARMONY, typed) == said.removesuffix("a")
+
+
+def test_the_space_of_a_continued_thought_is_kept():
+    tokenizer = load_tokenizer("bytelevel")
+    answer = tokenizer.encode(" said hi.\n</think>\n\nHello", parse_special=True)
+    for thought, expected in (("\nOkay, the user", " said hi."), ("\n", "said hi.")):
+        ids = tokenizer.encode(f"<think>{thought}", parse_special=True)
+        delta = TextStream(tokenizer, reasoning=THINK, prompt_ids=ids).push(answer)
+        assert (delta.reasoning, delta.text) == (expected, "Hello")
+
+
+@pytest.mark.parametrize("reasoning", [THINK, TYPED, HARMONY], ids=["tokens", "text", "harmony"])
+def test_a_long_prompt_is_looked_through_once(harmony, reasoning):
+    ids = [97] * 400_000
+    began = time.process_time()
+    begun_in(harmony, reasoning, ids)
+    assert time.process_time() - began < 1

@@ -10,7 +10,7 @@ nothing is marked and the ids are those of the rendered text, as transformers gi
 import re
 import unicodedata
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -29,6 +29,8 @@ _ANCHOR = "\n"  # stands before a piece, so that no space is put before it as at
 def encode_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
+    check: Callable[[str], None] | None = None,
+    /,
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
@@ -38,7 +40,8 @@ def encode_chat(
 ) -> list[int]:
     """Return the ids of the prompt that the tokenizer's chat template makes of these messages.
 
-    Args: as of ChatTemplate.render.
+    Args: as of ChatTemplate.render, beside
+        check: is given the prompt's text before it is encoded; what it raises is raised.
 
     Raises:
         TemplateError: there is no template, it refuses the messages, or goes past a limit.
@@ -56,18 +59,22 @@ def encode_chat(
         "continue_final_message": continue_final_message,
     }
     try:
-        return _rendered(tokenizer, template, given, ends)
+        return _rendered(tokenizer, template, given, ends, check)
     except TemplateError:
         if not has_calls(given["messages"]):
             raise
         with suppress(TemplateError):  # it may want the arguments of calls as text
             changed = {**given, "messages": in_text(given["messages"])}
-            return _rendered(tokenizer, template, changed, ends)
+            return _rendered(tokenizer, template, changed, ends, check)
         raise
 
 
 def _rendered(
-    tokenizer: Tokenizer, template: ChatTemplate, given: dict[str, Any], ends: dict[str, Any]
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    given: dict[str, Any],
+    ends: dict[str, Any],
+    check: Callable[[str], None] | None,
 ) -> list[int]:
     """Return the ids of one rendering of plain data."""
     control = ControlTokens.of(tokenizer, template.source_for(given["tools"]))
@@ -84,6 +91,8 @@ def _rendered(
     )
     if not text:
         raise TemplateError("The chat template makes an empty prompt of these messages.")
+    if check is not None:
+        check(text if marks is None else marks.taken_from(text))
     if marks is None:
         return tokenizer.encode(text, add_special_tokens=False, parse_special=True)
     return control.encode_marked(text, marks)

@@ -4,24 +4,17 @@ Encoding takes seconds a million characters, in a thread that cannot be interrup
 tokenizers; no contexts, no errors.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
 
 USUAL_CHARS = 8  # a token; texts with no more are encoded anyway
 PIECE_CHARS = 32_768
 SLACK = 2  # a text that is cut has more tokens than in one piece, by a few a cut
 
 
-class Encoder(Protocol):
-    """What turns a text into ids."""
-
-    def encode_plain(self, text: str) -> list[int]:
-        """The ids of a text."""
-        ...
-
-
-def far_longer(encoder: Encoder, texts: Sequence[str], num_tokens: int) -> bool:
-    """Whether `texts` together have more than `num_tokens` tokens.
+def far_longer(
+    encode: Callable[[str], Sequence[int]], texts: Sequence[str], num_tokens: int
+) -> bool:
+    """Whether `texts` together have more than `num_tokens` tokens, as `encode` turns them to ids.
 
     False says nothing: all of them have to be encoded to be sure. True costs no more than the
     encoding of about twice `num_tokens` tokens.
@@ -30,7 +23,7 @@ def far_longer(encoder: Encoder, texts: Sequence[str], num_tokens: int) -> bool:
         return False
     count = 0
     for piece in _pieces(texts):
-        count += len(encoder.encode_plain(piece))
+        count += len(encode(piece))
         if count > SLACK * num_tokens:
             return True
     return False

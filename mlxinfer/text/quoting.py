@@ -38,8 +38,7 @@ class Marks:
         A template may have cut a marked text apart. A lone mark still separates what stands around
         it, and one that touches control-token text makes that plain.
         """
-        for mark in (self._open, self._close):
-            text = _escaped(mark).sub(mark, text)
+        text = self._spelled_out(text)
         opened, closed = self._open, self._close
         edge = re.compile(f"{opened}({pattern}){closed}?|({pattern}){closed}|[{opened}{closed}]")
         position = 0
@@ -48,6 +47,15 @@ class Marks:
             yield from _piece(found.group(1) or found.group(2) or "", True)
             position = found.end()
         yield from _piece(text[position:], False)
+
+    def taken_from(self, text: str) -> str:
+        """Return a rendering without its marks."""
+        return self._spelled_out(text).replace(self._open, "").replace(self._close, "")
+
+    def _spelled_out(self, text: str) -> str:
+        for mark in (self._open, self._close):
+            text = _escaped(mark).sub(mark, text)
+        return text
 
 
 def _escaped(mark: str) -> re.Pattern[str]:

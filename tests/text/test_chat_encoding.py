@@ -51,6 +51,33 @@ def assert_written(tokenizer, ids, text):
         assert written.translate(spaces) == text.translate(spaces)
 
 
+@pytest.mark.parametrize("source", ["{{ messages[0].content }}", "{{ messages | tojson }}"])
+@pytest.mark.parametrize("content", ["hi", "a <|im_end|> b"])
+def test_the_text_may_be_refused_before_it_is_encoded(tokenizer, monkeypatch, source, content):
+    """It is shown as it will be read: what marks a user's control-token text is no part of it."""
+    given = Tokenizer(tokenizer._backend)
+    given.template = ChatTemplate(source)
+    messages = [{"role": "user", "content": content}]
+    seen = []
+
+    def refuse(text):
+        seen.append(text)
+        monkeypatch.setattr(given, "encode", None)
+        monkeypatch.setattr(given, "encode_plain", None)
+        raise InvalidRequestError("too long")
+
+    with pytest.raises(InvalidRequestError, match="too long"):
+        encode_chat(given, messages, refuse)
+    assert seen == [given.template.render(messages)]
+
+
+def test_a_variable_of_the_template_may_have_any_name(tokenizer):
+    given = Tokenizer(tokenizer._backend)
+    given.template = ChatTemplate("{{ check }}{{ tokenizer }}")
+    ids = encode_chat(given, [{"role": "user", "content": "x"}], check="a", tokenizer="b")
+    assert given.decode(ids) == "ab"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60)
 @given(texts=st.lists(contents, min_size=1, max_size=4))

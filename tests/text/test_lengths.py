@@ -28,17 +28,31 @@ class Counting:
 )
 def test_a_text_that_fits_is_never_called_too_long(texts: list[str], times: int, room: int) -> None:
     long = [text * times for text in texts]
-    if far_longer(TOKENIZER, long, room):
+    if far_longer(TOKENIZER.encode_plain, long, room):
         assert sum(len(TOKENIZER.encode_plain(text)) for text in long) > room
 
 
 def test_the_rest_of_an_endless_text_is_not_looked_at() -> None:
     encoder = Counting()
-    assert far_longer(encoder, ["a b " * 1_000_000], 1000)
+    assert far_longer(encoder.encode_plain, ["a b " * 1_000_000], 1000)
     assert encoder.chars < 100_000
 
 
 def test_a_usual_text_is_not_looked_at_at_all() -> None:
     encoder = Counting()
-    assert not far_longer(encoder, ["a b " * 1000], 1000)
+    assert not far_longer(encoder.encode_plain, ["a b " * 1000], 1000)
     assert encoder.chars == 0
+
+
+def test_control_tokens_count_as_what_they_become() -> None:
+    """A text of them is long, and fits all the same."""
+    encoder = Counting()
+    text = "<|im_start|>" * 1900
+
+    def encode(text: str) -> list[int]:
+        encoder.chars += len(text)
+        return TOKENIZER.encode(text, add_special_tokens=False, parse_special=True)
+
+    assert not far_longer(encode, [text], 1000)
+    assert encoder.chars == len(text)
+    assert far_longer(encode, [text], 900)

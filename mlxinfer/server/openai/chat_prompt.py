@@ -5,7 +5,7 @@ from typing import Any
 
 from ...errors import TemplateError
 from ...text import encode_chat
-from ..fields.context import check_messages
+from ..fields.context import check_messages, text_check
 from ..fields.template import TemplateFields, template_kwargs
 from ..registry.served import ServedModel
 from .chat_messages import Message, template_messages
@@ -28,11 +28,11 @@ def encode_conversation(
         fields: of the same request, for the template.
         allowed: names that chat_template_kwargs may hold.
         tools: that the template shows to the model.
-        bounded: whether messages that are far too long are refused before they are encoded.
+        bounded: whether what is far too long is refused before it is encoded.
 
     Raises:
         TemplateError: the model has no template, or it refuses the messages.
-        ContextLengthError: the messages cannot fit.
+        ContextLengthError: messages and tools cannot fit.
         InvalidRequestError: messages or fields are wrong.
     """
     template = model.tokenizer.template
@@ -45,6 +45,7 @@ def encode_conversation(
     return encode_chat(
         model.tokenizer,
         plain,
+        text_check(model, param="messages") if bounded else None,
         tools=tools,
         **template_kwargs(fields, allowed=allowed, source=source),
     )

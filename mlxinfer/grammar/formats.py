@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, shown
 from . import spec
 from .spec import GrammarSpec
 
@@ -38,7 +38,7 @@ def response_format(value: Any, *, place: str = "response_format") -> GrammarSpe
         _only(value, {"type", kind}, place)
         return _PLAIN[kind](value.get(kind), place=f"{place}.{kind}")
     raise InvalidRequestError(
-        f'{place} is {value!r}; expected {{"type": ...}} with one of text, json_object, '
+        f'{place} is {shown(value)}; expected {{"type": ...}} with one of text, json_object, '
         f"json_schema, {', '.join(_PLAIN)}.",
         param=place,
     )

@@ -31,12 +31,18 @@ def check_schema(schema: Any, *, place: str) -> None:
             f"{place} has to be a JSON schema, an object; it is {type(schema).__name__}.",
             param=place,
         )
+    _check_size(schema, place)
     for pointer, value in _walk(schema):
         problem = _problem(value)
         if problem:
             raise at(place, pointer, problem)
+
+
+def _check_size(schema: Any, place: str) -> None:
     try:
         size = len(json.dumps(schema, allow_nan=False, ensure_ascii=False).encode())
+    except RecursionError:
+        return  # the walk says where it is too deep
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"{place} is not JSON: {error}.", param=place) from None
     if size > MAX_BYTES:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import TemplateError
+from ..errors import TemplateError, shown
 from .overlook import without
 
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # the mark that transformers appends, and cuts at
@@ -42,7 +42,7 @@ def checked(messages: Any) -> list[dict[str, Any]]:
         raise TemplateError("messages is empty or no list; expected at least one message.")
     for message in messages:
         if not isinstance(message, dict):
-            raise TemplateError(f"A message is {message!r}; expected an object with a role.")
+            raise TemplateError(f"A message is {shown(message)}; expected an object with a role.")
     return list(messages)
 
 

@@ -6,13 +6,14 @@ from typing import Any
 import msgspec
 
 from ...core import SamplingParams
-from ...grammar import response_format
+from ...grammar import GrammarSpec
 from ...parts import Part, merged
 from ...text import ToolUse, encode_chat
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
-from ..fields.context import check_messages, check_room
+from ..fields.constraints import asked_format
+from ..fields.context import check_messages, check_room, text_check
 from ..fields.guidance import start_grammars
 from ..fields.tools import tool_use
 from ..http import sse
@@ -43,10 +44,7 @@ async def messages(call: Call, body: MessagesRequest) -> Reply:
     """Answer a conversation, as Anthropic's API does."""
     body.refuse()
     model = await call.model(body.model)
-    form = body.output_config.format if body.output_config else None
-    asked = response_format(form, place="output_config.format")
-    use = _tools(model, body)
-    prompt_ids = await call.in_worker(_encode, model, body, use, bounded=True)
+    asked, use, prompt_ids = await call.in_worker(_read, model, body)
     check_room(model, len(prompt_ids), None, param="messages")
     room = model.max_context - len(prompt_ids)
     params = _params(body, model, min(body.max_tokens, room))
@@ -65,8 +63,7 @@ async def count_tokens(call: Call, body: CountRequest) -> Reply:
     """How many tokens a conversation has, tools and system prompt included."""
     body.refuse()
     model = await call.model(body.model)
-    ids = await call.in_worker(_encode, model, body, _tools(model, body), bounded=False)
-    return json_body(TokenCount(input_tokens=len(ids)))
+    return json_body(TokenCount(input_tokens=await call.in_worker(_num_tokens, model, body)))
 
 
 ENDPOINTS = (
@@ -91,6 +88,20 @@ ENDPOINTS = (
 )
 
 
+def _read(
+    model: ServedModel, body: MessagesRequest
+) -> tuple[GrammarSpec | None, ToolUse | None, list[int]]:
+    """The form of the answer, the tools and the prompt. Takes a while."""
+    form = body.output_config.format if body.output_config else None
+    asked = asked_format(form, place="output_config.format")
+    use = _tools(model, body)
+    return asked, use, _encode(model, body, use, bounded=True)
+
+
+def _num_tokens(model: ServedModel, body: CountRequest) -> int:
+    return len(_encode(model, body, _tools(model, body), bounded=False))
+
+
 def _tools(model: ServedModel, body: CountRequest) -> ToolUse | None:
     choice = body.tool_choice
     parallel = not (choice and choice.disable_parallel_tool_use)
@@ -107,6 +118,7 @@ def _encode(
     return encode_chat(
         model.tokenizer,
         plain,
+        text_check(model, param="messages") if bounded else None,
         tools=None if use is None else use.shown,
         add_generation_prompt=not prefilled,
         continue_final_message=prefilled,

@@ -9,7 +9,7 @@ from msgspec import Meta
 from ...errors import InvalidRequestError
 from ...grammar import GrammarSpec, response_format, spec
 from ..errors import UnsupportedFieldError
-from ..http.body import check_depth
+from .extent import check_extent
 from .refused import refuse
 from .sampling import SamplingFields
 
@@ -50,13 +50,19 @@ def constraint(fields: ConstraintFields) -> GrammarSpec | None:
     for name, read in _READERS.items():
         value = getattr(fields, name)
         if value is not None:
-            check_depth(value, param=name, max_depth=MAX_DEPTH)
+            check_extent(value, param=name, max_depth=MAX_DEPTH)
             found[name] = read(value, place=name)
     asked = {name: grammar for name, grammar in found.items() if grammar is not None}
     if len(asked) > 1:
         names = " and ".join(asked)
         raise InvalidRequestError(f"{names} exclude each other; send one.", param=names.split()[2])
     return next(iter(asked.values()), None)
+
+
+def asked_format(value: Any, *, place: str) -> GrammarSpec | None:
+    """What a response_format under another name asks for; raises as `constraint`."""
+    check_extent(value, param=place, max_depth=MAX_DEPTH)
+    return response_format(value, place=place)
 
 
 def _schema(value: Any, *, place: str) -> GrammarSpec:

@@ -4,7 +4,7 @@ from typing import Any, Literal, Protocol
 
 from ...errors import InvalidRequestError
 from ..errors import UnsupportedFieldError
-from ..http.body import check_depth
+from .extent import check_extent
 from .refused import refuse
 
 MAX_DEPTH = 8  # of a variable's value
@@ -54,7 +54,7 @@ def template_kwargs(
                 f"chat_template_kwargs may hold {', '.join(sorted(allowed))}; not {name[:50]!r}.",
                 param="chat_template_kwargs",
             )
-    check_depth(kwargs, param="chat_template_kwargs", max_depth=MAX_DEPTH)
+    check_extent(kwargs, param="chat_template_kwargs", max_depth=MAX_DEPTH)
     kwargs = {**effort_variables(fields.reasoning_effort, source), **kwargs}
     goes_on = bool(fields.continue_final_message)
     begins = not goes_on if fields.add_generation_prompt is None else fields.add_generation_prompt

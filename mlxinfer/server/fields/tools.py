@@ -5,8 +5,8 @@ from typing import Any
 
 from ...errors import InvalidRequestError
 from ...text import ToolUse
-from ..http.body import check_depth
 from ..registry.served import ServedModel
+from .extent import check_extent
 
 MAX_TOOLS = 512
 MAX_DEPTH = 128  # levels of JSON of a tool
@@ -29,5 +29,6 @@ def tool_use(
         raise InvalidRequestError(
             f"{len(tools)} tools; at most {MAX_TOOLS} are accepted.", param="tools"
         )
-    check_depth(tools, param="tools", max_depth=MAX_DEPTH)
+    check_extent(tools, param="tools", max_depth=MAX_DEPTH)
+    check_extent(choice, param="tool_choice", max_depth=MAX_DEPTH)
     return model.asking.tool_use(tools, choice, parallel=parallel is not False)

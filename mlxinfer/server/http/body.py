@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope
@@ -11,6 +11,7 @@ from ...errors import InvalidRequestError
 from ..errors import BodyTooLargeError, SlowBodyError
 
 T = TypeVar("T")
+MAX_CONTAINERS = 1_000_000  # brackets and braces, those in texts included
 _AT = re.compile(r" - at (`key` in |`value` in )?`\$\.?(.*)`$")
 
 
@@ -61,8 +62,9 @@ def decode(body: bytes, kind: type[T]) -> T:
 
     Raises:
         InvalidRequestError: it is not JSON in UTF-8, or a field has the wrong type; `param` is the
-            path of that field.
+            path of that field; or it holds too many lists and objects.
     """
+    _check_containers(body)
     try:
         body.decode()  # msgspec does not look into strings of fields that it skips
         return msgspec.json.decode(body, type=kind)
@@ -76,6 +78,16 @@ def decode(body: bytes, kind: type[T]) -> T:
         raise InvalidRequestError(f"The body is not valid JSON: {error}") from None
 
 
+def _check_containers(body: bytes) -> None:
+    """Lists take 25 times their text, and whoever makes millions of them lets nobody else run."""
+    found = body.count(b"[") + body.count(b"{")
+    if found > MAX_CONTAINERS:
+        raise InvalidRequestError(
+            f"The body holds {found} lists and objects, or texts with as many brackets; "
+            f"at most {MAX_CONTAINERS} are accepted. Send less at once."
+        )
+
+
 def _wrong_field(message: str) -> InvalidRequestError:
     """`Expected int, got str - at $.a[0].b` with the path as the parameter."""
     found = _AT.search(message)
@@ -86,18 +98,3 @@ def _wrong_field(message: str) -> InvalidRequestError:
         return InvalidRequestError(f"{path} is missing, and is required.", param=path)
     text = _AT.sub("", message)
     return InvalidRequestError(f"{path}: {text}." if path else f"{text}.", param=path or None)
-
-
-def check_depth(value: Any, *, param: str, max_depth: int) -> None:
-    """Raise InvalidRequestError where plain data nests deeper than `max_depth`."""
-    stack = [(value, 1)]
-    while stack:
-        item, depth = stack.pop()
-        if not isinstance(item, (dict, list)):
-            continue
-        if depth > max_depth:
-            raise InvalidRequestError(
-                f"{param} nests more than {max_depth} levels deep.", param=param
-            )
-        children = item.values() if isinstance(item, dict) else item
-        stack += [(child, depth + 1) for child in children]

@@ -6,7 +6,9 @@ from typing import Any
 from msgspec import UNSET
 
 from ...errors import InvalidRequestError
+from ...grammar import GrammarSpec
 from ...results import Result
+from ...text import ToolUse
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation, Step
@@ -49,16 +51,8 @@ async def chat(call: Call, body: ChatRequest) -> Reply:
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=_num_logprobs(body),
     )
-    asked = constraint(body)
-    use = tool_use(model, body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
-    prompt_ids = await call.in_worker(
-        encode_conversation,
-        model,
-        body.messages,
-        body,
-        allowed=call.service.config.template_kwargs,
-        tools=None if use is None else use.shown,
-    )
+    allowed = call.service.config.template_kwargs
+    asked, use, prompt_ids = await call.in_worker(_read, model, body, allowed)
     check_room(model, len(prompt_ids), params[0].max_tokens, param="messages")
     grammars = await call.in_worker(
         start_grammars, model, asked, use, prompt_ids, len(params), reasons=True
@@ -93,6 +87,16 @@ def _refuse(body: ChatRequest) -> None:
     refuse("audio", body.audio)
     refuse("web_search_options", body.web_search_options)
     refuse("echo", body.echo, (False,))
+
+
+def _read(
+    model: ServedModel, body: ChatRequest, allowed: frozenset[str]
+) -> tuple[GrammarSpec | None, ToolUse | None, list[int]]:
+    """The form of the answer, the tools and the prompt. Takes a while."""
+    asked = constraint(body)
+    use = tool_use(model, body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    shown = None if use is None else use.shown
+    return asked, use, encode_conversation(model, body.messages, body, allowed=allowed, tools=shown)
 
 
 def _num_logprobs(body: ChatRequest) -> int | None:

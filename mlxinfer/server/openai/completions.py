@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from ...core import SamplingParams
+from ...core import Grammar, SamplingParams
 from ...errors import InvalidRequestError
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
@@ -43,9 +43,7 @@ async def complete(call: Call, body: CompletionRequest) -> Reply:
     for prompt in prompts:
         check_room(model, len(prompt.ids), params[0].max_tokens, param="prompt")
     pairs = [(prompt, choice) for prompt in prompts for choice in params]
-    grammars = await call.in_worker(
-        start_grammars, model, constraint(body), None, (), len(pairs), reasons=False
-    )
+    grammars = await call.in_worker(_grammars, model, body, len(pairs))
     answers = [
         model.answer(prompt.ids, choice, continues=True, grammar=grammar)
         for (prompt, choice), grammar in zip(pairs, grammars, strict=True)
@@ -84,6 +82,10 @@ def _params(model: ServedModel, body: CompletionRequest) -> list[SamplingParams]
         max_tokens=max(max_tokens, 1),  # a token that nobody asked for is left out again
         logprobs=body.logprobs,
     )
+
+
+def _grammars(model: ServedModel, body: CompletionRequest, count: int) -> list[Grammar | None]:
+    return start_grammars(model, constraint(body), None, (), count, reasons=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,13 @@ from msgspec.structs import replace
 
 from ...core import FinishReason, SamplingParams
 from ...errors import MlxinferError, TemplateError
-from ...grammar import response_format
+from ...grammar import GrammarSpec
 from ...text import ToolUse, encode_chat
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
-from ..fields.context import check_messages, check_room
+from ..fields.constraints import asked_format
+from ..fields.context import check_messages, check_room, text_check
 from ..fields.guidance import start_grammars
 from ..fields.template import effort_variables
 from ..fields.tools import tool_use
@@ -40,14 +41,7 @@ async def responses(call: Call, body: ResponsesRequest) -> Reply:
     """Answer a conversation, as OpenAI's responses API does."""
     body.refuse()
     model = await call.model(body.model)
-    asked = response_format(body.text.format if body.text else None, place="text.format")
-    use = tool_use(
-        model,
-        openai_tools(body.tools),
-        openai_choice(body.tool_choice),
-        parallel=body.parallel_tool_calls,
-    )
-    prompt_ids = await call.in_worker(_encode, model, body, use)
+    asked, use, prompt_ids = await call.in_worker(_read, model, body)
     check_room(model, len(prompt_ids), body.max_output_tokens, param="input")
     params = _params(body, model)
     (grammar,) = await call.in_worker(
@@ -160,6 +154,20 @@ class _Run:
         return f"{prefix}_{self._call.id}_{self._num_items}"
 
 
+def _read(
+    model: ServedModel, body: ResponsesRequest
+) -> tuple[GrammarSpec | None, ToolUse | None, list[int]]:
+    """The form of the answer, the tools and the prompt. Takes a while."""
+    asked = asked_format(body.text.format if body.text else None, place="text.format")
+    use = tool_use(
+        model,
+        openai_tools(body.tools),
+        openai_choice(body.tool_choice),
+        parallel=body.parallel_tool_calls,
+    )
+    return asked, use, _encode(model, body, use)
+
+
 def _encode(model: ServedModel, body: ResponsesRequest, use: ToolUse | None) -> list[int]:
     template = model.tokenizer.template
     if template is None:
@@ -169,7 +177,9 @@ def _encode(model: ServedModel, body: ResponsesRequest, use: ToolUse | None) -> 
     effort = body.reasoning.effort if body.reasoning else None
     messages = conversation(body, source=source)
     check_messages(model, messages, param="input")
-    return encode_chat(model.tokenizer, messages, tools=tools, **effort_variables(effort, source))
+    check = text_check(model, param="input")
+    variables = effort_variables(effort, source)
+    return encode_chat(model.tokenizer, messages, check, tools=tools, **variables)
 
 
 def _params(body: ResponsesRequest, model: ServedModel) -> SamplingParams:

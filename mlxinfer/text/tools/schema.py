@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...errors import InvalidRequestError
+from ...errors import InvalidRequestError, shown
 from .jsontext import without_halves
 from .pyliteral import python_to_json
 
@@ -82,17 +82,18 @@ class Toolbox:
 def _parse(tool: object, place: int) -> Tool:
     where = f"tools[{place}]"
     if not isinstance(tool, Mapping):
-        raise InvalidRequestError(f"{where} is {tool!r}; expected an object.", param="tools")
+        raise InvalidRequestError(f"{where} is {shown(tool)}; expected an object.", param="tools")
     if tool.get("type", "function") != "function":
         raise InvalidRequestError(
-            f"{where} has the type {tool['type']!r}; only tools of type 'function' are known.",
+            f"{where} has the type {shown(tool['type'])}; only tools of type 'function' are known.",
             param="tools",
         )
     function = tool.get("function", tool)
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not re.fullmatch(r"[\w.:/-]{1,256}", name):
         raise InvalidRequestError(
-            f"{where} has the name {name!r}; expected up to 256 letters, digits or any of _-.:/",
+            f"{where} has the name {shown(name)}; expected up to 256 letters, digits or any of "
+            "_-.:/",
             param="tools",
         )
     parameters = function.get("parameters")

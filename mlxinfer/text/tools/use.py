@@ -124,7 +124,7 @@ def _read_choice(choice: Choice | None, tools: Toolbox) -> tuple[bool, str | Non
         only = function.get("name") if isinstance(function, Mapping) else None
     if choice != "required" and not isinstance(only, str):
         raise InvalidRequestError(
-            f"tool_choice is {choice!r}; expected 'auto', 'none', 'required' or "
+            f"tool_choice is {shown(choice)}; expected 'auto', 'none', 'required' or "
             '{"type": "function", "function": {"name": ...}}.',
             param="tool_choice",
         )
@@ -134,6 +134,6 @@ def _read_choice(choice: Choice | None, tools: Toolbox) -> tuple[bool, str | Non
         )
     if only is not None and only not in tools:
         raise InvalidRequestError(
-            f"tool_choice names {only!r}, which is none of the tools.", param="tool_choice"
+            f"tool_choice names {shown(only)}, which is none of the tools.", param="tool_choice"
         )
     return True, only

@@ -12,6 +12,8 @@ from bad_input import GOOD, unharmed
 from live_server import CHAT, LiveServer, long_chat, wait_until
 from raw_http import exchange, post, read_answer, status_of
 
+from mlxinfer.server.http.protocol import READ_BYTES, PatientProtocol
+
 BODY = json.dumps(GOOD[CHAT]).encode()
 LENGTH = f"content-length: {len(BODY)}\r\n".encode()
 GET = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
@@ -77,6 +79,11 @@ REFUSED: dict[str, tuple[bytes, int]] = {
         b"GET http://evil.example/v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n",
         404,
     ),
+    "a body in crumbs": (CHUNKED + chunk(b" ") * 2000 + LAST, 400),
+    "a body in crumbs, with a large chunk first": (
+        CHUNKED + chunk(b" " * 2000) + chunk(b" ") * 2000 + LAST,
+        400,
+    ),
     "a tunnel": (b"CONNECT evil.example:443 HTTP/1.1\r\nhost: localhost\r\n\r\n", 404),
     "TRACE": (b"TRACE /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n", 405),
     "NUL in the path": (b"GET /v1/models%00 HTTP/1.1\r\nhost: localhost\r\n\r\n", 404),
@@ -110,15 +117,51 @@ TAKEN = {
     "an extension of a chunk": CHUNKED + chunk(BODY, b";a=b") + LAST,
     "trailers, which are not read": CHUNKED + chunk(BODY) + b"0\r\nhost: evil.example\r\n\r\n",
     "chunks of a byte": CHUNKED + b"".join(chunk(bytes([b])) for b in BODY) + LAST,
-    "the same length twice": POST + LENGTH + LENGTH + b"\r\n" + BODY,
-    "an upgrade that is not made": POST + LENGTH + b"upgrade: h2c\r\n\r\n" + BODY,
-    "a header in two lines": POST + LENGTH + b"x-a: 1\r\n 2\r\n\r\n" + BODY,
+    "many chunks that are not tiny": CHUNKED + chunk(b" " * 70) * 2000 + chunk(BODY) + LAST,
+    "crumbs behind a large chunk": CHUNKED
+    + chunk(b" " * 100_000)
+    + chunk(b" ") * 1200
+    + chunk(BODY)
+    + LAST,
 }
 
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_is_odd_and_fine(live: LiveServer, name: str) -> None:
     assert status_of(exchange(live, TAKEN[name])) == 200
+
+
+def test_crumbs_are_counted_anew_for_each_request(live: LiveServer) -> None:
+    body = b" " * 600 + BODY
+    request = CHUNKED + b"".join(chunk(bytes([b])) for b in body) + LAST
+    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+        for _ in range(3):
+            connection.sendall(request)
+            assert status_of(read_answer(connection)) == 200
+
+
+def test_who_sends_crumbs_is_told_what_to_do(live: LiveServer) -> None:
+    answer = exchange(live, REFUSED["a body in crumbs"][0])
+    message = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+    assert message.startswith("The first 1001 chunks of the body hold 1001 bytes; expected 64")
+    assert "content-length" in message
+
+
+def test_others_have_their_turn_between_two_reads(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read at once is worked off at once, event by event."""
+    sizes: list[int] = []
+    received = PatientProtocol.data_received
+
+    def note(self: PatientProtocol, data: bytes) -> None:
+        sizes.append(len(data))
+        received(self, data)
+
+    monkeypatch.setattr(PatientProtocol, "data_received", note)
+    assert status_of(exchange(live, post(CHAT, b" " * 2_000_000 + BODY))) == 200
+    assert sum(sizes) > 2_000_000
+    assert max(sizes) <= READ_BYTES
 
 
 def test_who_asks_whether_to_go_on_is_told_so(live: LiveServer) -> None:
@@ -215,7 +258,7 @@ def test_who_is_slow_is_left(hasty: LiveServer, name: str) -> None:
 
 BOMBS = {
     "one chunk": CHUNKED + chunk(b" " * 30_000) + LAST,
-    "many chunks": CHUNKED + chunk(b" " * 10) * 3000 + LAST,
+    "many chunks": CHUNKED + chunk(b" " * 100) * 300 + LAST,
     "as its length says": post(CHAT, b" " * 30_000),
     "as its length says, later": post(CHAT, b"", length=30_000),
 }

@@ -7,14 +7,16 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ...errors import InvalidRequestError
+from .reader import Reader
 from .styles import OPENAI
 
 ABORT = "mlxinfer.abort"  # in a request's state: ends its connection without sending what waits
 CONNECTIONS = "mlxinfer.connections"  # the set of those that are open
+READ_BYTES = 32 << 10  # at once: thousands of small events may be in them, and others wait
 MAX_AHEAD = 64 << 10  # bytes that a client may send before it has the answer to what it sent
 
 
-class PatientProtocol(H11Protocol):
+class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
     """Closes a connection whose request line and headers are not complete after a while.
 
     It goes on reading while it answers, or it would not notice that a client that has sent more
@@ -22,6 +24,8 @@ class PatientProtocol(H11Protocol):
     """
 
     header_timeout_s = 30.0
+    conn: Reader
+    _buffer = bytearray()
     _header_timer: asyncio.TimerHandle | None = None
 
     @classmethod
@@ -32,9 +36,21 @@ class PatientProtocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """A client has connected."""
         super().connection_made(transport)
+        max_header_bytes = self.config.h11_max_incomplete_event_size
+        assert max_header_bytes is not None  # running.py says so
+        self.conn = Reader(h11.SERVER, max_header_bytes)
         self.app_state = {**self.app_state, ABORT: transport.abort, CONNECTIONS: self.connections}
         self.limit_concurrency = None
         self._wait_for_headers()
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        """Where the next bytes go; as many as fit are read at once."""
+        self._buffer = bytearray(READ_BYTES)
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Bytes have come."""
+        self.data_received(bytes(memoryview(self._buffer)[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
         """Bytes have come; they may complete the headers, or begin the next ones."""
@@ -65,7 +81,7 @@ class PatientProtocol(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer has begun
             self.transport.abort()
             return
-        body = OPENAI.body(InvalidRequestError(msg))
+        body = OPENAI.body(InvalidRequestError(self.conn.refusal or msg))
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),

@@ -71,7 +71,7 @@ class MediaTypeError(MlxinferError):
 
 
 class HeadersTooLargeError(MlxinferError):
-    """More header lines than this server reads."""
+    """More header lines, or longer ones, than this server reads."""
 
     status = 431
     code = "headers_too_large"

@@ -77,7 +77,33 @@ REFUSED: dict[str, tuple[bytes, int]] = {
     "many headers": (GET + b"x-a: 1\r\n" * 200 + b"\r\n", 431),
     "a proxy's request": (
         b"GET http://evil.example/v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        403,
+    ),
+    "a URL with a name in it": (
+        b"GET http://localhost@evil.example/v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        403,
+    ),
+    "a URL whose host hides": (
+        b"GET http://evil.example%2Fv1/models HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        403,
+    ),
+    "a URL without a host": (b"GET http:///v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n", 403),
+    "a URL of another scheme": (
+        b"GET ftp://localhost/v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n",
         404,
+    ),
+    "a URL in a URL": (
+        b"GET http://localhost/http://localhost/v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        404,
+    ),
+    "a long header that comes whole": (GET + b"x-a: " + b"a" * 70_000 + b"\r\n\r\n", 431),
+    "headers that are long together": (
+        GET + (b"x-a: " + b"a" * 7000 + b"\r\n") * 10 + b"\r\n",
+        431,
+    ),
+    "a long path that comes whole": (
+        b"GET /v1/models?" + b"a" * 70_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        431,
     ),
     "a body in crumbs": (CHUNKED + chunk(b" ") * 2000 + LAST, 400),
     "a body in crumbs, with a large chunk first": (
@@ -123,6 +149,19 @@ TAKEN = {
     + chunk(b" ") * 1200
     + chunk(BODY)
     + LAST,
+    "headers of nearly all the bytes that are read": POST
+    + LENGTH
+    + b"x-a: "
+    + b"a" * 65_000
+    + b"\r\n\r\n"
+    + BODY,
+    "a whole URL": POST.replace(b"/v1", b"http://localhost/v1") + LENGTH + b"\r\n" + BODY,
+    "its host instead of the header's": POST.replace(b"/v1", b"HTTP://LOCALHOST:80/v1").replace(
+        b"host: localhost", b"host: evil.example"
+    )
+    + LENGTH
+    + b"\r\n"
+    + BODY,
 }
 
 
@@ -162,6 +201,13 @@ def test_others_have_their_turn_between_two_reads(
     assert status_of(exchange(live, post(CHAT, b" " * 2_000_000 + BODY))) == 200
     assert sum(sizes) > 2_000_000
     assert max(sizes) <= READ_BYTES
+
+
+def test_a_whole_url_is_a_path_with_a_host(live: LiveServer) -> None:
+    for target in (b"http://localhost/v1/models", b"https://LOCALHOST/v1/%6dodels?x=http://y"):
+        assert status_of(exchange(live, GET.replace(b"/v1/models", target) + b"\r\n")) == 200
+    for target in (b"http://localhost", b"http://localhost?x"):
+        assert status_of(exchange(live, GET.replace(b"/v1/models", target) + b"\r\n")) == 404
 
 
 def test_who_asks_whether_to_go_on_is_told_so(live: LiveServer) -> None:

@@ -28,6 +28,7 @@ from .origins import HostRules
 from .protocol import CONNECTIONS
 from .replies import send_body
 from .styles import OPENAI, ErrorStyle, error_reply, logged
+from .targets import read_target
 
 METRICS = "/metrics"
 POLLED = frozenset({"/health", "/ready", METRICS})  # again and again: the log shows what is odd
@@ -79,6 +80,7 @@ class Guard:
         """Answer one request; the access log gets one line of it."""
         if scope["type"] != "http":
             return
+        read_target(scope)
         exchange = Exchange(scope, send, self._style_of(scope))
         try:
             _check_framing(exchange, scope, self._config.max_connections)
@@ -105,10 +107,7 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         headers = scope["headers"]
-        if len(headers) > self._config.max_headers:
-            raise HeadersTooLargeError(
-                f"{len(headers)} headers came; at most {self._config.max_headers} are read."
-            )
+        _check_sizes(scope, self._config)
         self._hosts.check(scope)
         if not self._is_open(scope):
             key = self._config.keys.name_of(headers)
@@ -195,6 +194,22 @@ def _check_framing(exchange: Exchange, scope: Scope, max_connections: int) -> No
         raise OverloadedError(f"More than {max_connections} connections are open.")
     if ambiguous:  # somebody in between may have found another end of it (RFC 9112, 6.1)
         raise InvalidRequestError("content-length and transfer-encoding exclude each other.")
+
+
+def _check_sizes(scope: Scope, config: ServerConfig) -> None:
+    """Refuse what h11 takes where it comes whole: it bounds what is incomplete only."""
+    headers = scope["headers"]
+    if len(headers) > config.max_headers:
+        raise HeadersTooLargeError(
+            f"{len(headers)} headers came; at most {config.max_headers} are read. Send fewer."
+        )
+    size = len(scope["raw_path"]) + len(scope["query_string"])
+    size += sum(len(name) + len(value) + len(b": \r\n") for name, value in headers)
+    if size > config.max_header_bytes:
+        raise HeadersTooLargeError(
+            f"Path and headers have {size} bytes; at most {config.max_header_bytes} are read. "
+            "Send shorter ones."
+        )
 
 
 def _check_json(headers: Headers) -> None:

@@ -1,15 +1,18 @@
 """llguidance's table of a tokenizer's tokens. Knows which ids exist and which end an answer.
 
-The table is built from tokenizer.json, as llguidance reads it; where it cannot, from the bytes of
-each token. Ids that no token has, such as a model's padding, stand for nothing and never come.
+The table is built from the bytes of each token. Ids that no token has, such as a model's padding,
+stand for nothing and never come.
 """
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any, Protocol
 
 import llguidance
 
-from ..errors import UnsupportedModelError
+from ..errors import InvalidRequestError, UnsupportedModelError
+
+STARTS = ("", "\n")  # before a text: some tokenizers put a space there, which is cut off again
 
 
 class Tokens(Protocol):
@@ -23,18 +26,17 @@ class Tokens(Protocol):
         ...
 
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of a text."""
-        ...
-
-    def to_json(self) -> str:
-        """tokenizer.json."""
+        """Ids of a text; no control token is read in it."""
         ...
 
 
 def token_table(
     tokens: Tokens, *, vocab_size: int, end_ids: Iterable[int]
 ) -> "llguidance.LLTokenizer":
-    """Build the table; takes seconds for a large vocabulary, and holds no lock of Python meanwhile.
+    """Build the table; takes half a second for a large vocabulary.
+
+    llguidance could read tokenizer.json, but would then spell a text that has to come, such as a
+    choice, with control tokens wherever it holds their text.
 
     Args:
         tokens: of the model.
@@ -48,15 +50,12 @@ def token_table(
     if not ends:
         raise UnsupportedModelError("A grammar needs a tokenizer with an end token.")
     size = max(vocab_size, tokens.vocab_size)
-    try:
-        return llguidance.LLTokenizer(tokens.to_json(), n_vocab=size, eos_token=ends)
-    except ValueError:  # a tokenizer of a kind that it does not know
-        wrapped = llguidance.TokenizerWrapper(_Bytes(tokens, ends[0], size))
-        return llguidance.LLTokenizer(wrapped, n_vocab=size, eos_token=ends)
+    wrapped = llguidance.TokenizerWrapper(Spelling(tokens, ends[0], size))
+    return llguidance.LLTokenizer(wrapped, n_vocab=size, eos_token=ends)
 
 
-class _Bytes:
-    """A tokenizer as llguidance asks for it: every token as its bytes."""
+class Spelling:
+    """A tokenizer as llguidance asks for it: every token as its bytes, every text as tokens."""
 
     bos_token_id = None
 
@@ -68,7 +67,48 @@ class _Bytes:
         self._tokens = tokens
 
     def __call__(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """Ids that spell exactly this text, as the tokenizer does if it can."""
         if not isinstance(text, str):
             raise TypeError("only texts")
-        return self._tokens.encode_plain(text)
+        data = text.encode()
+        for start in STARTS:
+            try:
+                ids = self._last(self._tokens.encode_plain(start + text), len(data))
+            except InvalidRequestError:
+                break
+            if b"".join([self.tokens[i] for i in ids]) == data:
+                return ids
+        return self._greedy(data)
+
+    def _last(self, ids: list[int], num_bytes: int) -> list[int]:
+        """The ids at the end that stand for so many bytes, or a few more."""
+        first = len(ids)
+        while num_bytes > 0 and first > 0:
+            first -= 1
+            num_bytes -= len(self.tokens[ids[first]])
+        return ids[first:]
+
+    def _greedy(self, data: bytes) -> list[int]:
+        """Each time the longest token that fits; up to what no token spells.
+
+        For texts that the tokenizer changes: to another form of Unicode, to small letters.
+        """
+        ids: list[int] = []
+        at = 0
+        while at < len(data):
+            parts = (data[at : at + n] for n in range(self._longest, 0, -1))
+            found = next((part for part in parts if part in self._id_of), None)
+            if found is None:
+                return ids
+            ids.append(self._id_of[found])
+            at += len(found)
+        return ids
+
+    @cached_property
+    def _id_of(self) -> dict[bytes, int]:
+        special = set(self.special_token_ids)
+        return {part: i for i, part in enumerate(self.tokens) if part and i not in special}
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._id_of), default=0)

@@ -1,43 +1,35 @@
 """The table of tokens says of each token what the tokenizer says of it."""
 
+import json
+import re
 from typing import Any
 
 import numpy as np
 import pytest
-from grammar.grammar_tools import PADDING, allowed, tokenizer_of
+from grammar.grammar_tools import PADDING, allowed, compiler_of, tokenizer_of
 
-from mlxinfer.grammar import GrammarCompiler
+from mlxinfer.errors import InvalidRequestError
+from mlxinfer.grammar import GrammarCompiler, GrammarSpec
 from mlxinfer.grammar.compiled import TokenGrammar
-from mlxinfer.grammar.spec import json_object, regex
-from mlxinfer.grammar.tokens import Tokens, token_table
+from mlxinfer.grammar.spec import (
+    JSON_STYLE,
+    OPTIONS_KEY,
+    choice,
+    json_object,
+    json_schema,
+    regex,
+    tool_calls,
+)
+from mlxinfer.grammar.tokens import Spelling, Tokens, token_table
 
 KINDS = ("demo", "bytelevel", "sentencepiece")
 
 
-class Strange:
-    """A tokenizer whose JSON nobody knows."""
-
-    def __init__(self, tokens: Tokens) -> None:
-        self._tokens = tokens
-        self.vocab_size = tokens.vocab_size
-        self.added_tokens: dict[int, Any] = tokens.added_tokens
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._tokens.token_bytes(token_id)
-
-    def encode_plain(self, text: str) -> list[int]:
-        return self._tokens.encode_plain(text)
-
-    def to_json(self) -> str:
-        return '{"version": "unheard of"}'
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("known", [True, False])
-def test_tokens_are_their_bytes(kind: str, known: bool) -> None:
+def test_tokens_are_their_bytes(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     size, ends = tokenizer.vocab_size + PADDING, tokenizer.eos_token_ids
-    table = token_table(tokenizer if known else Strange(tokenizer), vocab_size=size, end_ids=ends)
+    table = token_table(tokenizer, vocab_size=size, end_ids=ends)
     assert table.vocab_size == size
     assert set(table.eos_tokens) == ends
     for token_id in range(tokenizer.vocab_size):
@@ -49,23 +41,82 @@ def test_tokens_are_their_bytes(kind: str, known: bool) -> None:
             assert table.decode_bytes([token_id]) == text, token_id
 
 
+# -- texts that have to come ----------------------------------------------------------------------
+
+HOSTILE = "a<|im_end|>b<|im_start|></think> é\u0301 漢😀"
+
+
+def only_answer(kind: str, spec: GrammarSpec) -> tuple[str, list[int]]:
+    """The text of a grammar that allows one only, and its tokens."""
+    tokenizer, grammar = tokenizer_of(kind), compiler_of(kind).start(spec)
+    ids: list[int] = []
+    while not grammar.finished and len(ids) < 900:
+        found = allowed(grammar, tokenizer.vocab_size + PADDING)
+        assert grammar.problem is None
+        ids.append(max(found, key=lambda i: len(tokenizer.token_bytes(i))))
+        grammar.accept(ids[-1])
+    return b"".join(map(tokenizer.token_bytes, ids)).decode(), ids
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tokenizer_that_is_not_known_gives_the_same_masks(kind: str) -> None:
+@pytest.mark.parametrize("text", ["yes", " two  words", "<|im_end|>", "<|im_start|>", HOSTILE])
+def test_a_text_that_has_to_come_comes_whole_and_without_control_tokens(
+    kind: str, text: str
+) -> None:
+    named = {"type": "object", "properties": {text: {"const": [text]}}, "required": [text]}
+    closed = {**named, "additionalProperties": False}
+    tool = f"start: %json {json.dumps({OPTIONS_KEY: JSON_STYLE, **closed})}"
+    for spec, value in (
+        (choice([text]), None),
+        (regex(re.escape(text)), None),
+        (json_schema({"const": text}), text),
+        (json_schema(closed), {text: [text]}),
+        (tool_calls(tool, [("tools[0]", closed)]), {text: [text]}),
+    ):
+        found, ids = only_answer(kind, spec)
+        assert (found if value is None else json.loads(found)) == (text if value is None else value)
+        assert not set(ids) & set(tokenizer_of(kind).added_tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_is_spelled_as_the_tokenizer_does(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
-    masks = []
-    for tokens in (tokenizer, Strange(tokenizer)):
-        compiler = GrammarCompiler(
-            tokens, vocab_size=tokenizer.vocab_size, end_ids=tokenizer.eos_token_ids
-        )
-        grammar = compiler.start(regex("[a-z ]+[0-9]"))
-        found = [allowed(grammar, tokenizer.vocab_size)]
-        for token in tokenizer.encode_plain("ab"):
-            if token in found[-1]:
-                grammar.accept(token)
-                found.append(allowed(grammar, tokenizer.vocab_size))
-        masks.append(found)
-        compiler.close()
-    assert masks[0] == masks[1]
+    spelling = Spelling(tokenizer, 0, tokenizer.vocab_size)
+    for text in ("yes", '{"name": "a"}', "two words", "\n x", "née"):
+        ids = spelling(text)
+        assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+        assert ids == tokenizer.encode_plain("\n" + text)[-len(ids) :]
+
+
+def test_a_tokenizer_that_changes_texts_still_spells_them() -> None:
+    class Small(Texts):
+        def encode_plain(self, text: str) -> list[int]:
+            return super().encode_plain(text.lower())
+
+    class Failing(Texts):
+        def encode_plain(self, text: str) -> list[int]:
+            raise InvalidRequestError("no")
+
+    for kind in (Small, Failing):
+        tokens = kind(tokenizer_of("demo"))
+        ids = Spelling(tokens, 0, tokens.vocab_size)("Yes <|im_end|>")
+        assert b"".join(map(tokens.token_bytes, ids)) == b"Yes <|im_end|>"
+        assert not set(ids) & set(tokens.added_tokens)
+
+
+class Texts:
+    """A tokenizer around another."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+        self.vocab_size = tokens.vocab_size
+        self.added_tokens: dict[int, Any] = tokens.added_tokens
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._tokens.token_bytes(token_id)
+
+    def encode_plain(self, text: str) -> list[int]:
+        return self._tokens.encode_plain(text)
 
 
 def test_a_model_with_fewer_tokens_than_its_tokenizer() -> None:

@@ -1,14 +1,16 @@
-"""Which JSON schemas are worth trying: size, depth, references. Knows JSON, not what keywords mean.
+"""Which JSON schemas are worth trying: size, depth, references, numbers. Knows few keywords.
 
 What a schema may cost when it is compiled is bounded elsewhere (`checker.py`); these limits keep
 the masks of an accepted one cheap, which are filled while a step runs.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, shown
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 100  # levels of JSON
@@ -17,6 +19,11 @@ MAX_PROPERTIES = 1000  # of one object
 MAX_POINTER = 200  # characters that a message shows
 NOTES = frozenset(("title", "description", "$comment", "default", "examples", "deprecated"))
 LITERALS = frozenset(("const", "enum"))
+BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
+# llguidance keeps numbers as floats, and rounds them wrongly where they have more digits than this
+# or a larger power of ten: they come out as other numbers.
+MAX_EXACT = 1 << 53
+MAX_POWER = 22
 
 
 def check_schema(schema: Any, *, place: str) -> None:
@@ -32,8 +39,8 @@ def check_schema(schema: Any, *, place: str) -> None:
             param=place,
         )
     _check_size(schema, place)
-    for pointer, value in _walk(schema):
-        problem = _problem(value)
+    for pointer, value, keyword in _walk(schema):
+        problem = _problem(value) or _number_problem(value, keyword)
         if problem:
             raise at(place, pointer, problem)
 
@@ -63,19 +70,23 @@ def escaped(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
 
 
-def _walk(schema: Any) -> Iterator[tuple[str, Any]]:
-    """(pointer, value) of all that counts, notes left out; without recursion."""
-    stack: list[tuple[str, Any, int, bool]] = [("", schema, 0, False)]
+def _walk(schema: Any) -> Iterator[tuple[str, Any, str]]:
+    """(pointer, value, keyword) of all that counts, notes left out; without recursion.
+
+    The keyword is that of a literal, for all that is in it, else the name of the value.
+    """
+    stack: list[tuple[str, Any, int, str]] = [("", schema, 0, "")]
     while stack:
-        pointer, value, depth, literal = stack.pop()
-        yield pointer, (value if depth <= MAX_DEPTH else TooDeep())
+        pointer, value, depth, keyword = stack.pop()
+        yield pointer, (value if depth <= MAX_DEPTH else TooDeep()), keyword
         if depth > MAX_DEPTH:
             return
+        literal = keyword in LITERALS
         for key, inner in _children(value):
             if not literal and key in NOTES and not isinstance(inner, Mapping):
                 continue  # of a schema; a property of that name has a schema, which is a Mapping
             step = f"{pointer}/{escaped(key)}"
-            stack.append((step, inner, depth + 1, literal or key in LITERALS))
+            stack.append((step, inner, depth + 1, keyword if literal else key))
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
@@ -109,3 +120,27 @@ def _problem(value: Any) -> str | None:
     if isinstance(properties, Mapping) and len(properties) > MAX_PROPERTIES:
         return f"{len(properties)} properties; at most {MAX_PROPERTIES} are accepted."
     return None
+
+
+def _number_problem(value: Any, keyword: str) -> str | None:
+    """What is wrong with a number that the answers must equal, or keep to."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    if keyword not in LITERALS and not (keyword in BOUNDS and isinstance(value, int)):
+        return None
+    if _is_exact(value):
+        return None
+    return (
+        f"{shown(value)} has more digits than are kept: integers up to 2**53 and decimals of 15 "
+        "digits are. Give it as a string, or leave it out."
+    )
+
+
+def _is_exact(value: int | float) -> bool:
+    """Whether llguidance reads and writes it as this number."""
+    if isinstance(value, int):
+        return abs(value) <= MAX_EXACT
+    if not math.isfinite(value):
+        return True  # no JSON at all, which is told elsewhere
+    _, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
+    return int("".join(map(str, digits))) <= MAX_EXACT and abs(int(exponent)) <= MAX_POWER

@@ -1,6 +1,10 @@
 """response_format to a description: what is accepted, and how the rest is refused."""
 
+import json
+from decimal import Decimal
+
 import pytest
+from grammar.grammar_tools import matches
 
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.grammar import response_format
@@ -96,3 +100,51 @@ def test_notes_may_be_long_and_properties_may_have_their_names() -> None:
     json_schema({"type": "object", **notes, "properties": {"description": {"type": "string"}}})
     with pytest.raises(InvalidRequestError, match="/properties/description/const"):
         json_schema({"properties": {"description": {"const": "x" * 5000}}})
+
+
+LARGE = 2**53
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"const": 1234567890123456789}, "at /const: 1234567890123456789 has more digits"),
+        ({"const": 10**6000}, "at /const: a very large int"),
+        ({"enum": [1, -LARGE - 1]}, "at /enum/1: -9007199254740993.*as a string"),
+        ({"const": {"id": [LARGE + 1]}}, "at /const/id/0"),
+        ({"enum": [[{"a": 123456789.12345679}]]}, "at /enum/0/0/a: 123456789.12345679"),
+        ({"const": 0.30000000000000004}, "at /const"),
+        ({"const": -91499.15742001859}, "at /const"),
+        ({"const": 1.5e300}, "at /const"),
+        ({"properties": {"a/b": {"minimum": LARGE + 1}}}, "at /properties/a~1b/minimum"),
+        ({"maximum": 2**64}, "at /maximum"),
+        ({"exclusiveMinimum": -(2**63)}, "at /exclusiveMinimum"),
+        ({"exclusiveMaximum": 2**63}, "at /exclusiveMaximum"),
+        ({"multipleOf": 10**17}, "at /multipleOf"),
+    ],
+)
+def test_numbers_that_would_come_out_as_others_are_refused(
+    schema: dict[str, object], words: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        json_schema(schema, place="here")
+    assert caught.value.param == "here"
+
+
+NUMBERS = (0, -7, LARGE, -LARGE, 0.1, -2.5, 1.0, 1e20, 1e22, 1e-7, 123456789.123456, 9e15, True)
+
+
+def test_other_numbers_come_out_as_themselves() -> None:
+    for number in NUMBERS:
+        text = json.dumps(number)
+        for schema in ({"const": number}, {"enum": [number]}):
+            assert matches(json_schema(schema), plain(text)), number
+    for number in NUMBERS[:4]:
+        bounds = {"type": "integer", "minimum": number, "maximum": number}
+        assert matches(json_schema(bounds), str(number))
+    json_schema({"maximum": 1.5e300, "default": 10**20, "maxLength": 2**60})
+
+
+def plain(text: str) -> str:
+    """Without a power of ten, as llguidance writes numbers."""
+    return text if text == "true" else f"{Decimal(text).normalize():f}"

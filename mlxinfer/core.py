@@ -117,6 +117,11 @@ class Grammar(Protocol):
     """
 
     @property
+    def place(self) -> str:
+        """The field of the request that it came from, for messages."""
+        ...
+
+    @property
     def accepting(self) -> bool:
         """Whether the answer so far is whole."""
         ...

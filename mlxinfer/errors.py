@@ -14,6 +14,7 @@
     ├── OverloadedError                503  overloaded             could fit later
     ├── EngineClosedError              503  engine_closed
     ├── RequestFailedError             500  request_failed         a step of this request went wrong
+    │   └── GrammarFailedError         400  grammar_failed         its own grammar cannot go on
     ├── ServiceError                   500  service_error          launchd refused, or is not here
     └── BackendMissingError            500  backend_missing
 
@@ -27,6 +28,7 @@ class MlxinferError(Exception):
 
     status = 500
     code = "internal_error"
+    param: str | None = None  # the field of the request that is at fault
 
 
 class InvalidRequestError(MlxinferError, ValueError):
@@ -121,6 +123,17 @@ class RequestFailedError(MlxinferError):
     """A step went wrong while it ran this request; others go on."""
 
     code = "request_failed"
+
+
+class GrammarFailedError(RequestFailedError):
+    """What the answer must look like came to a dead end or a limit: the request's own doing."""
+
+    status = 400
+    code = "grammar_failed"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class ServiceError(MlxinferError):

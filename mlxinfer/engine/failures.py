@@ -3,7 +3,7 @@
 import traceback
 
 from ..core import FinishReason, TokenEvent
-from ..errors import RequestFailedError
+from ..errors import GrammarFailedError, RequestFailedError
 from .sequence import Sequence
 
 
@@ -28,8 +28,10 @@ def without_numbers(sequence: Sequence) -> TokenEvent:
 
 def stuck_in_grammar(sequence: Sequence, problem: str) -> TokenEvent:
     """Its grammar allows no token."""
-    failure = RequestFailedError(
-        f"The grammar of this request cannot go on after {sequence.num_answered} tokens: {problem}"
+    grammar = sequence.request.grammar
+    failure = GrammarFailedError(
+        f"The grammar of this request cannot go on after {sequence.num_answered} tokens: {problem}",
+        param=grammar.place if grammar is not None else None,
     )
     return _last_event(sequence, failure)
 

@@ -95,6 +95,11 @@ class TokenGrammar:
     @property
     def finished(self) -> bool:
         """Whether it is whole and nothing may follow."""
+    @property
+    def place(self) -> str:
+        """The field of the request that it came from."""
+        return self._compiled.spec.place
+
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     @property

@@ -29,6 +29,7 @@ class FakeGrammar:
     ) -> None:
         self.seed, self.accepting_every, self.length = seed, accepting_every, length
         self.stuck_at, self.trouble_at = stuck_at, trouble_at
+        self.place = "fake"
         self.taken: list[int] = []
         self.problem: str | None = None
         self.num_masks = 0

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxinfer.core import FinishReason, SamplingParams
-from mlxinfer.errors import RequestFailedError
+from mlxinfer.errors import GrammarFailedError
 
 NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "25"))
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
@@ -221,8 +221,10 @@ def test_a_dead_end_fails_its_request_only(
     harness.add("stuck", prompt(20), params, stop_ids=stop_ids, grammar=grammar)
     harness.add("after", prompt(25), params)
     outcomes = harness.drain()
-    assert isinstance(outcomes["stuck"].error, RequestFailedError)
-    assert words in str(outcomes["stuck"].error)
+    error = outcomes["stuck"].error
+    assert isinstance(error, GrammarFailedError)
+    assert words in str(error)
+    assert (error.status, error.param) == (400, "fake")
     assert len(outcomes["stuck"].token_ids) == len(grammar.taken)
     model = tiny_model(CASE, quantized=True)
     assert outcomes["after"].token_ids == alone(model, prompt(25), params).token_ids

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...errors import InvalidRequestError, MlxinferError, OverloadedError
+from ...errors import MlxinferError, OverloadedError
 from . import sse
 from .replies import Body, encode
 
@@ -31,7 +31,7 @@ def public(error: Exception) -> MlxinferError:
 
 def logged(error: Exception) -> dict[str, object]:
     """What the log says of an error: its kind and which field; messages may quote a prompt."""
-    param = error.param if isinstance(error, InvalidRequestError) else None
+    param = error.param if isinstance(error, MlxinferError) else None
     return {"error": type(error).__name__, "param": param and param[:MAX_LOGGED_CHARS]}
 
 
@@ -58,7 +58,7 @@ def openai_error(error: MlxinferError) -> dict[str, object]:
         "error": {
             "message": message,
             "type": _TYPES.get(error.status, fallback),
-            "param": error.param if isinstance(error, InvalidRequestError) else None,
+            "param": error.param,
             "code": error.code,
         }
     }

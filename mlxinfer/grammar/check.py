@@ -14,7 +14,9 @@ import contextlib
 import json
 import os
 import resource
+import re
 import struct
+import signal
 import sys
 import threading
 import time
@@ -36,6 +38,7 @@ SUBSCHEMAS = frozenset(
     ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 )
 LISTS_OF_SUBSCHEMAS = frozenset(("anyOf", "allOf", "oneOf", "prefixItems"))
+STATE = re.compile("<state>|<non-verbose/>")  # what comes after it in a message is no reason
 MAPS_OF_SUBSCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 
 
@@ -149,7 +152,7 @@ def subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
 
 def readable(message: str) -> str:
     """An error of llguidance without its state, which may hold what others wrote."""
-    first = message.split("<state>")[0].strip()
+    first = STATE.split(message)[0].strip()
     if first.startswith("NoExtension"):
         return "no text satisfies it"
     return first[:400] or "it cannot be compiled"
@@ -202,3 +205,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who started this

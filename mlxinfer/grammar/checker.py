@@ -4,6 +4,7 @@ Knows processes and time; what a grammar is, `check.py` knows.
 """
 
 import contextlib
+import signal
 import subprocess
 import sys
 import threading
@@ -12,13 +13,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import InvalidRequestError, OverloadedError
+from ..errors import InvalidRequestError, MlxinferError, OverloadedError
 from .schema import at
 from .spec import GrammarSpec
 
 START_SECONDS = 30.0
+END_SECONDS = 5.0  # for a process whose streams are closed
 NOTHING = {"source": '{"grammars": [{"lark_grammar": "start: \\"a\\""}]}', "schemas": []}
 PROGRAM = Path(__file__).with_name("check.py")
+# A process that these ended did nothing wrong; a grammar that takes too much ends it otherwise.
+FROM_OUTSIDE = frozenset(
+    -number
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGKILL, signal.SIGTERM)
+)
+
+
+class _EndedError(Exception):
+    """The process ended over a job, by its own doing or not."""
+
+    def __init__(self, *, is_to_blame: bool) -> None:
+        super().__init__()
+        self.is_to_blame = is_to_blame  # the job
 
 
 class Checker:
@@ -51,7 +66,7 @@ class Checker:
 
         Raises:
             InvalidRequestError: it cannot; with the place in the request and a JSON pointer.
-            OverloadedError: others were checked all the time.
+            OverloadedError: others were checked all the time, or the process was ended.
         """
         job = {
             "source": spec.source,
@@ -62,15 +77,11 @@ class Checker:
         if not self._turn.acquire(timeout=self.max_seconds):
             raise OverloadedError("Other grammars are being compiled; try again.")
         try:
-            reply = self._ask(job)
+            reply = self._ask_twice(job)
+        except _EndedError as ended:
+            raise self._error_of(ended, spec) from None
         finally:
             self._turn.release()
-        if reply is None:
-            raise InvalidRequestError(
-                f"{spec.place} takes more than {self.max_seconds:g} s or "
-                f"{self.max_bytes / 1e6:.0f} MB to compile; make it simpler.",
-                param=spec.place,
-            )
         if reply:
             raise at(reply["place"] or spec.place, reply["pointer"], reply["error"])
 
@@ -79,12 +90,32 @@ class Checker:
         with self._turn:
             self._stop()
 
-    def _ask(self, job: dict[str, Any]) -> dict[str, Any] | None:
-        """The reply; None: the process was killed or died over it."""
-        reply = _exchange(self._running(), job, self.max_seconds)
-        if reply is None:
+    def _error_of(self, ended: _EndedError, spec: GrammarSpec) -> MlxinferError:
+        if not ended.is_to_blame:
+            return OverloadedError(
+                "The process that tries grammars out was ended from outside; try again."
+            )
+        return InvalidRequestError(
+            f"{spec.place} takes more than {self.max_seconds:g} s or "
+            f"{self.max_bytes / 1e6:.0f} MB to compile; make it simpler.",
+            param=spec.place,
+        )
+
+    def _ask_twice(self, job: dict[str, Any]) -> dict[str, Any]:
+        """The reply, of a second process if the first one was ended from outside."""
+        try:
+            return self._ask(job)
+        except _EndedError as ended:
+            if ended.is_to_blame:
+                raise
+        return self._ask(job)
+
+    def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return _exchange(self._running(), job, self.max_seconds)
+        except _EndedError:
             self._stop()
-        return reply
+            raise
 
     def _running(self) -> "subprocess.Popen[bytes]":
         if self._process is None or self._process.poll() is not None:
@@ -97,7 +128,8 @@ class Checker:
             )
             self.num_started += 1
             self._finalizer = weakref.finalize(self, _end, self._process)
-            _exchange(self._process, NOTHING, START_SECONDS)  # starting is not the grammar's time
+            with contextlib.suppress(_EndedError):  # the job's turn will show it
+                _exchange(self._process, NOTHING, START_SECONDS)  # not the grammar's time
         return self._process
 
     def _stop(self) -> None:
@@ -108,22 +140,42 @@ class Checker:
 
 def _exchange(
     process: "subprocess.Popen[bytes]", job: dict[str, Any], seconds: float
-) -> dict[str, Any] | None:
-    """Send a job and wait for its reply; None: the process was killed or died over it."""
+) -> dict[str, Any]:
+    """Send a job and wait for its reply.
+
+    Raises:
+        _EndedError: the process was killed or died over it.
+    """
     from .check import receive, send  # imports llguidance: the first grammar pays for it
 
     assert process.stdin is not None
     assert process.stdout is not None
-    waiting = threading.Timer(seconds, process.kill)
+    is_late = threading.Event()
+
+    def give_up() -> None:
+        is_late.set()
+        process.kill()
+
+    waiting = threading.Timer(seconds, give_up)
     waiting.start()
+    reply: dict[str, Any] | None = None
     try:
         send(process.stdin, {"special": {}, "vocab_size": 0, **job})  # type: ignore[arg-type]
-        reply: dict[str, Any] | None = receive(process.stdout)  # type: ignore[arg-type]
-        return reply
+        reply = receive(process.stdout)  # type: ignore[arg-type]
     except (OSError, ValueError):  # it died while it was written to, or halfway through
-        return None
+        pass
     finally:
         waiting.cancel()
+    if reply is None:
+        raise _EndedError(is_to_blame=is_late.is_set() or not _was_ended(process))
+    return reply
+
+
+def _was_ended(process: "subprocess.Popen[bytes]") -> bool:
+    """Whether somebody else ended a process whose streams are closed."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(END_SECONDS) in FROM_OUTSIDE
+    return False
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

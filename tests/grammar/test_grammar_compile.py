@@ -1,14 +1,17 @@
 """Grammars are compiled, kept, and refused with their place; what takes too much is killed."""
 
 import json
+import os
+import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from grammar.grammar_tools import PADDING, allowed, compiler_of, matches, tokenizer_of
 
 from mlxinfer.errors import InvalidRequestError, OverloadedError, UnsupportedModelError
-from mlxinfer.grammar import GrammarCompiler, compiled
+from mlxinfer.grammar import GrammarCompiler, check, checker, compiled
 from mlxinfer.grammar.checker import Checker
 from mlxinfer.grammar.compiled import CompiledGrammar
 from mlxinfer.grammar.spec import (
@@ -119,7 +122,7 @@ def test_a_schema_that_cannot_be_kept_is_refused_with_its_place(
     with pytest.raises(InvalidRequestError, match=words) as caught:
         compiler_of().start(json_schema(schema, place="here"))
     assert caught.value.param == "here"
-    assert "<state>" not in str(caught.value)
+    assert "<" not in str(caught.value).split(": ", 1)[1], "llguidance's marks, or its state"
 
 
 def test_the_schema_of_a_tool_is_named() -> None:
@@ -178,6 +181,55 @@ def test_a_process_that_died_is_replaced() -> None:
     del checker
     assert process is not None
     assert process.poll() is not None, "it goes with its owner"
+
+
+def test_ctrl_c_is_not_for_the_process() -> None:
+    checker = Checker()
+    checker.check(json_object())
+    assert checker._process is not None
+    os.kill(checker._process.pid, signal.SIGINT)
+    checker.check(regex("a"))
+    assert checker.num_started == 1
+    checker.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_that_is_ended_from_outside_is_not_the_grammars_fault(number: int) -> None:
+    checker = Checker()
+    checker.check(json_object())
+    assert checker._process is not None
+    os.kill(checker._process.pid, signal.SIGSTOP)  # so that it ends with the job in its hands
+    ending = threading.Timer(0.2, lambda pid: end(pid, number), [checker._process.pid])
+    ending.start()
+    checker.check(regex("a"))
+    assert checker.num_started == 2
+    checker.close()
+
+
+def end(pid: int, number: int) -> None:
+    os.kill(pid, number)
+    os.kill(pid, signal.SIGCONT)  # else only SIGKILL would be heard
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("os.kill(os.getpid(), signal.SIGTERM)", OverloadedError),
+        ("os.abort()", InvalidRequestError),
+        ("sys.exit(77)", InvalidRequestError),
+    ],
+)
+def test_a_process_that_ends_every_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, error: type[Exception]
+) -> None:
+    program = tmp_path / "ends.py"
+    program.write_text(f"import os, signal, sys\n{code}\n")
+    monkeypatch.setattr(checker, "PROGRAM", program)
+    ending = Checker()
+    with pytest.raises(error):
+        ending.check(json_object())
+    assert ending.num_started == (2 if error is OverloadedError else 1)
+    ending.close()
 
 
 # -- the cache ------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 Knows nothing of mlxinfer: it starts in the time that Python and llguidance take. On stdin and
 stdout go messages of JSON with their length before them, 4 bytes, big-endian:
 
-    {"source": ..., "schemas": [[place, text], ...], "special": {token id: text}, "vocab_size": ...}
+    {"source": ..., "schemas": [[place, text], ...], "is_free": ...,
+     "special": {token id: text}, "vocab_size": ...}
 
 and the answers, {} if the grammar is sound, or
 
@@ -13,10 +14,10 @@ and the answers, {} if the grammar is sound, or
 import contextlib
 import json
 import os
-import resource
 import re
-import struct
+import resource
 import signal
+import struct
 import sys
 import threading
 import time
@@ -31,15 +32,24 @@ LIMITS: dict[str, Any] = {  # llguidance's own, here and where the grammar is us
     "max_lexer_states": 100_000,  # one or two kilobytes each
     "verbose_errors": False,  # no state, which may hold what others wrote
 }
+# Of a mask. The time goes with its square where a grammar is ambiguous, as Lark easily is: with the
+# 50,000 of large schemas a mask took 2.8 s.
+MAX_FREE_ITEMS = 5000
 MAX_FORCED = 64  # tokens of the grammar's beginning that are tried, while there is one way only
 MEMORY_POLL_S = 0.02
 KILLED_BY_MEMORY = 77  # exit status
+STATE = re.compile("<state>|<non-verbose/>")  # what comes after it in a message is no reason
 SUBSCHEMAS = frozenset(
     ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 )
 LISTS_OF_SUBSCHEMAS = frozenset(("anyOf", "allOf", "oneOf", "prefixItems"))
-STATE = re.compile("<state>|<non-verbose/>")  # what comes after it in a message is no reason
 MAPS_OF_SUBSCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+
+
+def parser_limits(*, is_free: bool) -> "llguidance.LLParserLimits":
+    """The limits of a grammar."""
+    items = {"step_max_items": MAX_FREE_ITEMS} if is_free else {}
+    return llguidance.LLParserLimits(**LIMITS, **items)
 
 
 class Bytes:
@@ -72,7 +82,6 @@ class Checker:
         self._special: dict[str, str] = {}
         self._tokens = Bytes({}, 0)
         self._make_table()
-        self._limits = llguidance.LLParserLimits(**LIMITS)
 
     def _make_table(self) -> None:
         self._table = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self._tokens))
@@ -87,7 +96,7 @@ class Checker:
     def answer(self, job: dict[str, Any]) -> dict[str, Any]:
         """The reply to a message."""
         self.use_tokens(job["special"], job["vocab_size"])
-        error = self.error_of(job["source"])
+        error = self.error_of(job["source"], is_free=job["is_free"])
         if error is None:
             return {}
         for place, text in job["schemas"]:
@@ -98,9 +107,10 @@ class Checker:
                 return {"error": message, "place": place, "pointer": pointer}
         return {"error": error, "place": None, "pointer": ""}
 
-    def error_of(self, source: str) -> str | None:
+    def error_of(self, source: str, *, is_free: bool = False) -> str | None:
         """Why a grammar cannot be used; None: it can."""
-        matcher = llguidance.LLMatcher(self._table, source, log_level=0, limits=self._limits)
+        limits = parser_limits(is_free=is_free)
+        matcher = llguidance.LLMatcher(self._table, source, log_level=0, limits=limits)
         for _ in range(MAX_FORCED):
             if matcher.is_error():
                 return readable(matcher.get_error())
@@ -197,6 +207,7 @@ def send(stream: BinaryIO, message: Any) -> None:
 
 def main() -> None:
     """Answer messages until there is nobody to send any."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who started this
     watch_memory(int(sys.argv[1]))
     checker = Checker()
     while (job := receive(sys.stdin.buffer)) is not None:
@@ -205,4 +216,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who started this

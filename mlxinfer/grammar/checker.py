@@ -19,7 +19,11 @@ from .spec import GrammarSpec
 
 START_SECONDS = 30.0
 END_SECONDS = 5.0  # for a process whose streams are closed
-NOTHING = {"source": '{"grammars": [{"lark_grammar": "start: \\"a\\""}]}', "schemas": []}
+NOTHING = {
+    "source": '{"grammars": [{"lark_grammar": "start: \\"a\\""}]}',
+    "schemas": [],
+    "is_free": False,
+}
 PROGRAM = Path(__file__).with_name("check.py")
 # A process that these ended did nothing wrong; a grammar that takes too much ends it otherwise.
 FROM_OUTSIDE = frozenset(
@@ -71,6 +75,7 @@ class Checker:
         job = {
             "source": spec.source,
             "schemas": [[p.place, p.text] for p in spec.schemas],
+            "is_free": spec.is_free,
             "special": special or {},
             "vocab_size": vocab_size,
         }

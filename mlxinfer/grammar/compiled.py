@@ -2,10 +2,12 @@
 
 Matchers of one compiled grammar share the states of their lexer, which grow with use, to a limit.
 So a grammar that was used much gets a new lexer, and an answer that runs into the limit starts over
-with a lexer of its own, once: what others did is no reason to fail.
+with a lexer of its own, once: what others did is no reason to fail. Unless it takes too long: the
+engine's thread, on which this happens, is everybody's.
 """
 
 import threading
+import time
 from collections.abc import Sequence
 from functools import cache
 
@@ -14,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InvalidRequestError
-from .check import LIMITS, readable
+from .check import parser_limits, readable
+from .effort import WATCHED_FROM_S, Effort
 from .spec import GrammarSpec
 
 WORD_BITS = 32  # of a mask
@@ -22,6 +25,8 @@ PARALLEL_FROM = 16  # rows; fewer are done sooner than several threads are told 
 MAX_USES = 20_000  # tokens that the matchers of one lexer may take
 SOURCE_FACTOR = 64  # bytes that a byte of source takes once it is compiled, about
 BYTES_PER_USE = 256  # by which the lexer grows, about
+MAX_RESTART_S = 0.1  # of CPU, to make a lexer on the engine's thread
+LEXER_ERROR = "lexer error"  # in llguidance's messages
 
 
 class CompiledGrammar:
@@ -40,14 +45,16 @@ class CompiledGrammar:
         self.num_uses = 0  # tokens since the lexer is new
         self._table = table
         self._source = spec.source
-        self._limits = llguidance.LLParserLimits(**LIMITS)
+        self._limits = parser_limits(is_free=spec.is_free)
         self._lock = threading.Lock()
         self._ends = [
             (i // WORD_BITS, np.uint32(~(1 << i % WORD_BITS) & 0xFFFFFFFF))
             for i in table.eos_tokens
         ]
         self.num_words = -(-table.vocab_size // WORD_BITS)  # of a mask
+        began_s = time.thread_time()
         self._prototype = self.matcher()
+        self.matcher_s = time.thread_time() - began_s  # CPU that one takes
         if self._prototype.is_error():
             raise InvalidRequestError(
                 f"{spec.place}: {readable(self._prototype.get_error())}", param=spec.place
@@ -85,7 +92,13 @@ class TokenGrammar:
         self._compiled = compiled
         self._matcher = matcher
         self._taken: list[int] = []
+        self._effort = Effort()
         self._is_afresh = False
+
+    @property
+    def place(self) -> str:
+        """The field of the request that it came from."""
+        return self._compiled.spec.place
 
     @property
     def accepting(self) -> bool:
@@ -95,38 +108,42 @@ class TokenGrammar:
     @property
     def finished(self) -> bool:
         """Whether it is whole and nothing may follow."""
-    @property
-    def place(self) -> str:
-        """The field of the request that it came from."""
-        return self._compiled.spec.place
-
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     @property
     def problem(self) -> str | None:
         """Why it cannot go on."""
-        return readable(self._matcher.get_error()) if self._matcher.is_error() else None
+        if self._matcher.is_error():
+            return readable(self._matcher.get_error())
+        return self._effort.problem
 
     def accept(self, token_id: int) -> None:
         """Take in the next token of the answer."""
         self._taken.append(token_id)
         self._compiled.num_uses += 1
-        if not self._matcher.consume_token(token_id):
+        began_s = time.thread_time()
+        taken = self._matcher.consume_token(token_id)
+        self._effort.charge(time.thread_time() - began_s)
+        if not taken:
             self._start_afresh()
 
     @staticmethod
     def fill_masks(
         grammars: Sequence["TokenGrammar"], rows: Sequence[int], masks: NDArray[np.uint32]
     ) -> None:
-        """Write which tokens may come next; without Python's lock, and many in parallel."""
+        """Write which tokens may come next; without Python's lock, and many in parallel.
+
+        The mask of a grammar that has a problem is something.
+        """
         words = grammars[0]._compiled.num_words  # the same for all of one model
         whole = masks
         if words != masks.shape[1]:  # the tokenizer has tokens that the model has not
             whole = np.zeros((len(masks), words), dtype=np.uint32)
-        _compute([grammar._matcher for grammar in grammars], rows, whole)
-        for grammar, row in zip(grammars, rows, strict=True):
+        pairs = list(zip(grammars, rows, strict=True))
+        _compute([pair for pair in pairs if not pair[0]._effort.is_spent], whole)
+        for grammar, row in pairs:
             if grammar._matcher.is_error() and grammar._start_afresh():
-                _compute([grammar._matcher], [row], whole)
+                _compute([(grammar, row)], whole)
             if grammar._matcher.is_accepting():
                 grammar._compiled.forbid_ends(whole[row])
             if whole is not masks:
@@ -134,7 +151,8 @@ class TokenGrammar:
 
     def _start_afresh(self) -> bool:
         """Come back to the same place with a lexer of its own; False: that does not help."""
-        if self._is_afresh:
+        helps = LEXER_ERROR in self._matcher.get_error()
+        if self._is_afresh or not helps or self._compiled.matcher_s > MAX_RESTART_S:
             return False
         self._is_afresh = True
         matcher = self._compiled.matcher()
@@ -144,20 +162,37 @@ class TokenGrammar:
         return True
 
 
-def _compute(
-    matchers: Sequence["llguidance.LLMatcher"], rows: Sequence[int], masks: NDArray[np.uint32]
-) -> None:
-    """Write the masks of matchers; a matcher in trouble writes something."""
-    assert masks.flags.c_contiguous
-    assert max(rows) < len(masks)
-    address: int = masks.__array_interface__["data"][0]  # `ctypes.data` takes longer than a mask
-    row_bytes = masks.shape[1] * masks.itemsize
-    if len(rows) >= PARALLEL_FROM:
-        jobs = list(zip(matchers, rows, strict=True))
-        _executor().unsafe_compute_mask_ptr(jobs, address, row_bytes, len(masks))
+def _compute(pairs: Sequence[tuple[TokenGrammar, int]], masks: NDArray[np.uint32]) -> None:
+    """Write the masks of grammars to their rows; one in trouble writes something."""
+    if not pairs:
         return
-    for matcher, row in zip(matchers, rows, strict=True):
-        matcher.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
+    assert masks.flags.c_contiguous
+    assert max(row for _, row in pairs) < len(masks)
+    if len(pairs) >= PARALLEL_FROM and not any(grammar._effort.is_watched for grammar, _ in pairs):
+        _compute_together(pairs, masks)
+        return
+    address, row_bytes = _place(masks)
+    for grammar, row in pairs:
+        began_s = time.thread_time()
+        grammar._matcher.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
+        grammar._effort.charge(time.thread_time() - began_s)
+
+
+def _compute_together(pairs: Sequence[tuple[TokenGrammar, int]], masks: NDArray[np.uint32]) -> None:
+    """In several threads: where it takes long, the next masks have to show whose fault it is."""
+    address, row_bytes = _place(masks)
+    jobs = [(grammar._matcher, row) for grammar, row in pairs]
+    began_s = time.monotonic()
+    _executor().unsafe_compute_mask_ptr(jobs, address, row_bytes, len(masks))
+    if time.monotonic() - began_s > WATCHED_FROM_S:
+        for grammar, _ in pairs:
+            grammar._effort.is_watched = True
+
+
+def _place(masks: NDArray[np.uint32]) -> tuple[int, int]:
+    """Address, and bytes of a row."""
+    address: int = masks.__array_interface__["data"][0]  # `ctypes.data` takes longer than a mask
+    return address, masks.shape[1] * masks.itemsize
 
 
 @cache

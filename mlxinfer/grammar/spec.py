@@ -6,7 +6,7 @@ variant of Lark (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InvalidRequestError
@@ -37,6 +37,7 @@ class GrammarSpec:
     main: str  # JSON: {"json_schema": ...} or {"lark_grammar": ...}
     schemas: tuple[SchemaPart, ...] = ()  # those inside `main`
     before: str = ""  # Lark that leads to @main; empty: nothing comes before
+    is_free: bool = False  # Lark that a stranger wrote, which may be ambiguous
 
     @property
     def names_tokens(self) -> bool:
@@ -82,7 +83,8 @@ def choice(choices: Any, *, place: str = "choice") -> GrammarSpec:
         )
     for number, text in enumerate(choices):
         _check_text(text, MAX_STRING, f"{place}[{number}]")
-    return _lark("start: " + " | ".join(map(quoted, dict.fromkeys(choices))), place)
+    # one terminal: as many alternatives of a rule are as many items of the parser
+    return _lark("start: ONE\nONE: " + " | ".join(map(quoted, dict.fromkeys(choices))), place)
 
 
 def lark(grammar: Any, *, place: str = "grammar") -> GrammarSpec:
@@ -92,7 +94,7 @@ def lark(grammar: Any, *, place: str = "grammar") -> GrammarSpec:
         InvalidRequestError: it is too long, or no text.
     """
     _check_text(grammar, MAX_LARK, place)
-    return _lark(grammar, place)
+    return replace(_lark(grammar, place), is_free=True)
 
 
 def tool_calls(grammar: str, schemas: Iterable[tuple[str, Any]]) -> GrammarSpec:

@@ -130,3 +130,45 @@ def test_a_schema_may_not_nest_forever(server: LiveServer) -> None:
     refused = server.post(CHAT, chat(guided_json=schema))
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "guided_json"
+
+
+AMBIGUOUS = "start: s\ns: s s s | s s | /./ |"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"guided_grammar": AMBIGUOUS}, "guided_grammar"),
+        (CHAT, {"structured_outputs": {"grammar": AMBIGUOUS}}, "structured_outputs.grammar"),
+        (COMPLETIONS, {"guided_grammar": AMBIGUOUS}, "guided_grammar"),
+    ],
+)
+def test_a_grammar_that_fails_in_mid_answer_is_told_as_the_requests_own(
+    server: LiveServer, path: str, fields: dict[str, Any], param: str
+) -> None:
+    body = {"prompt": "x"} if path == COMPLETIONS else chat("x")
+    body = {**body, "max_tokens": 60, "temperature": 1, "seed": 1, "ignore_eos": True, **fields}
+    failed = server.post(path, body)
+    assert failed.status_code == 400, failed.text
+    *_, event = (event for event in server.events(path, body) if event != "[DONE]")
+    for error in (failed.json()["error"], event["error"]):
+        assert (error["type"], error["code"]) == ("invalid_request_error", "grammar_failed")
+        assert error["param"] == param
+        assert "cannot go on after" in error["message"]
+        assert "oo many items" in error["message"]
+        assert "<" not in error["message"]
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>", "a<|im_end|>b", "<|im_start|>"])
+def test_text_of_control_tokens_is_text_where_it_has_to_come(server: LiveServer, text: str) -> None:
+    for temperature in (0, 3.0):
+        assert answer(server, temperature=temperature, guided_choice=[text]) == text
+        found = answer(server, temperature=temperature, guided_json={"const": text})
+        assert json.loads(found) == text
+
+
+def test_a_number_that_would_be_another_is_refused(server: LiveServer) -> None:
+    refused = server.post(CHAT, chat(guided_json={"const": {"id": 1234567890123456789}}))
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "guided_json"
+    assert "/const/id" in refused.json()["error"]["message"]

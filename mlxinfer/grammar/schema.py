@@ -39,6 +39,10 @@ def check_schema(schema: Any, *, place: str) -> None:
             param=place,
         )
     _check_size(schema, place)
+    _check_values(schema, place)
+
+
+def _check_values(schema: Any, place: str) -> None:
     for pointer, value, keyword in _walk(schema):
         problem = _problem(value) or _number_problem(value, keyword)
         if problem:
@@ -51,6 +55,7 @@ def _check_size(schema: Any, place: str) -> None:
     except RecursionError:
         return  # the walk says where it is too deep
     except (TypeError, ValueError) as error:
+        _check_values(schema, place)  # it may know where
         raise InvalidRequestError(f"{place} is not JSON: {error}.", param=place) from None
     if size > MAX_BYTES:
         raise InvalidRequestError(

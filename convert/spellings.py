@@ -28,6 +28,8 @@ def spelled_out(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]
     text = top if inner is None else _old_spelling(inner)
     if model.model_type == "gemma3_text":
         _spell_gemma3(text, model)
+    if model.model_type == "gpt_oss":
+        _fill(text, "rope_scaling", model.fields.get("rope_scaling"))
     if text is top:
         top["model_type"] = model.model_type
     else:

@@ -73,11 +73,13 @@ def _one_of(new: Fields | None, old: Fields | None) -> Fields | None:
         return new
     if kinds[0] == "default":
         return Fields({**new.values, **_known(old), "rope_type": kinds[1]}, old.where)
-    if any(new.get(key, value) != value for key, value in _known(old).items() if key != "type"):
+    said, again = _known(new), _known(old)
+    both = said.keys() & again.keys() - {"type", "rope_type"}
+    if kinds[0] != kinds[1] or any(said[key] != again[key] for key in both):
         raise CheckpointError(
             f"{new.where} and {old.where} scale positions in two ways; leave one of them out."
         )
-    return Fields({**_known(old), **_known(new)}, new.where)
+    return Fields({**again, **said}, new.where)
 
 
 def _known(stated: Fields) -> dict[str, Any]:

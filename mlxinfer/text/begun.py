@@ -75,13 +75,18 @@ def _is_header(tokenizer: Tokenizer, ids: Sequence[int], place: int) -> bool:
     """Whether the token there begins a message, rather than the prompt, or ends a message."""
     if place < 0 or ids[place] in tokenizer.eos_token_ids:
         return False
-    return place > 0 or ids[place] != tokenizer.bos_token_id
+    is_bos = ids[place] == tokenizer.bos_token_id  # as a variable, templates write it anywhere
+    return not is_bos or _writes(tokenizer, tokenizer.added_tokens[ids[place]])
 
 
 def _added_id(tokenizer: Tokenizer, tag: str) -> int | None:
-    """Return the id of a tag that is one token, and so is not what a user typed."""
+    """Return the id of a tag that is one token, and is not what a user typed."""
     found = tokenizer.piece_to_id(tag)
-    return found if found in tokenizer.added_tokens else None
+    token = tokenizer.added_tokens.get(found) if found is not None else None
+    if token is None:
+        return None
+    is_control = token.special or tokenizer.template is None or _writes(tokenizer, token)
+    return found if is_control else None  # others a user's text becomes, too
 
 
 def _last(ids: Sequence[int], wanted: int | None) -> int:

@@ -110,6 +110,7 @@ class ControlTokens:
             for token_id, token in tokenizer.added_tokens.items()
             if token.special or (token.content in literal and not token.content.isspace())
         }
+        self._taken_out = tokenizer.template.taken_out(source)
         self._ids = frozenset(tokens)
         self._texts = frozenset(tokens.values())
         # these are looked for in normalised text, where other characters may have become theirs
@@ -136,10 +137,11 @@ class ControlTokens:
         folded = self._normalized and any(
             self._regex.search(unicodedata.normalize("NFKC", text)) for text in strings
         )
-        bridged = self._bridged(strings)
-        if not (whole or folded or bridged):
+        bridged, split = self._bridged(strings), self._split_by(strings)
+        if not (whole or folded or bridged or split):
             return None
-        regex = re.compile(f"{self.pattern}|{self._beginning.pattern}") if bridged else self._regex
+        more = [self._beginning.pattern] * bridged + [literal_pattern(split)] * bool(split)
+        regex = re.compile("|".join([self.pattern, *more])) if more else self._regex
         return Marks(regex, set().union(*strings), fold=folded)
 
     def encode_marked(self, text: str, marks: Marks) -> list[int]:
@@ -171,6 +173,17 @@ class ControlTokens:
         return any(
             start in parts or any(start[:length] in rests for length in lengths) for start in starts
         )
+
+    def _split_by(self, strings: list[str]) -> list[str]:
+        """Return what the template takes out of texts, if that leaves control tokens behind."""
+        found = [part for part in self._taken_out if any(part in text for text in strings)]
+        for text in strings if found else ():
+            left = text
+            for part in found:
+                left = left.replace(part, "")
+            if self._regex.search(left):
+                return found
+        return []
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False, parse_special=True)

@@ -54,7 +54,11 @@ class Instrument(NodeTransformer):
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: D102
         self.generic_visit(node)
-        return _call("measured", [node], node.lineno) if isinstance(node.arg, nodes.Slice) else node
+        if not isinstance(node.arg, nodes.Slice):
+            return node
+        given = (node.arg.start, node.arg.stop, node.arg.step)
+        bounds = [bound or nodes.Const(None, lineno=node.lineno) for bound in given]
+        return _call("cut", [node.node, *bounds], node.lineno)
 
     def visit_List(self, node: nodes.List) -> nodes.Node:  # noqa: D102
         return self._literal(node)

@@ -1,7 +1,9 @@
 """Methods of text that overlook marks: a template decides as if there were none. Knows no jinja.
 
-Marks are characters put into a text for whoever reads the rendering. What is made of such a text
-keeps all of them, next to what they stood next to. Every method is linear in the text.
+Marks are three characters put into a text for whoever reads the rendering: one opens, one closes,
+one keeps apart. What is made of such a text keeps all of them, next to what they stood next to; but
+of a pair whose whole content a split takes away, marks that keep apart are left. Every method is
+linear in the text.
 """
 
 import re
@@ -46,8 +48,19 @@ def call_overlooking(marks: str, text: str, name: str, args: tuple[Any, ...]) ->
         start = 0
     elif name == "strip":
         start = len(plain) - len(plain.lstrip(*args))
+    return _part(text, start, len(result), marks)
+
+
+def cut_overlooking(marks: str, text: str, part: slice) -> str:
+    """Return a part, without steps, of the text without its marks, with the marks in it."""
+    start, stop, _ = part.indices(len(without(text, marks)))
+    return _part(text, start, max(stop - start, 0), marks)
+
+
+def _part(text: str, start: int, length: int, marks: str) -> str:
+    """Return so many characters from a place on, marks aside, and all marks."""
     begin = _after(start, text, 0, marks)
-    end = _after(len(result), text, begin, marks)
+    end = _after(length, text, begin, marks)
     return _marks_in(text[:begin], marks) + text[begin:end] + _marks_in(text[end:], marks)
 
 
@@ -56,10 +69,20 @@ def _split(text: str, lengths: list[int], gap: int, marks: str) -> Iterator[str]
     begin, held = 0, ""
     for length in lengths[:-1]:
         end = _after(length + 1, text, begin, marks) - 1  # at the first character of the gap
-        yield held + text[begin:end]
-        begin = _after(gap, text, end, marks)
-        held = _marks_in(text[end:begin], marks)
+        after = _after(gap, text, end, marks)
+        if end > begin and _encloses(text, end, after, marks):  # a pair around what is gone
+            yield held + text[begin : end - 1] + marks[2]
+            begin, held = after + 1, marks[2]
+        else:
+            yield held + text[begin:end]
+            begin, held = after, _marks_in(text[end:after], marks)
     yield held + text[begin:]
+
+
+def _encloses(text: str, begin: int, end: int, marks: str) -> bool:
+    """Whether a pair of marks stands around text[begin:end], and none is in it."""
+    around = text[begin - 1 : begin] + text[end : end + 1]
+    return around == marks[:2] and not _marks_in(text[begin:end], marks)
 
 
 def _after(count: int, text: str, begin: int, marks: str) -> int:

@@ -6,20 +6,25 @@ import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
+from .overlook import without
+
 
 class Marks:
-    """Two private-use characters that the inputs do not hold, and what they are put around."""
+    """Private-use characters that the inputs do not hold, and what two of them are put around.
+
+    The third stands where a template took out what they enclosed: what was apart stays apart.
+    """
 
     def __init__(self, regex: re.Pattern[str], used: set[str], *, fold: bool) -> None:
         free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
-        self._open, self._close = next(free), next(free)
+        self._open, self._close, self._apart = next(free), next(free), next(free)
         self._regex = regex
         self._fold = fold
 
     @property
     def characters(self) -> str:
-        """Both of them."""
-        return self._open + self._close
+        """That which opens, that which closes, that which keeps apart."""
+        return self._open + self._close + self._apart
 
     def put_into(self, value: Any) -> Any:
         """Return the inputs with marks around control-token text, in keys and values."""
@@ -40,7 +45,7 @@ class Marks:
         """
         text = self._spelled_out(text)
         opened, closed = self._open, self._close
-        edge = re.compile(f"{opened}({pattern}){closed}?|({pattern}){closed}|[{opened}{closed}]")
+        edge = re.compile(f"{opened}({pattern}){closed}?|({pattern}){closed}|[{self.characters}]")
         position = 0
         for found in edge.finditer(text):
             yield from _piece(text[position : found.start()], False)
@@ -50,10 +55,10 @@ class Marks:
 
     def taken_from(self, text: str) -> str:
         """Return a rendering without its marks."""
-        return self._spelled_out(text).replace(self._open, "").replace(self._close, "")
+        return without(self._spelled_out(text), self.characters)
 
     def _spelled_out(self, text: str) -> str:
-        for mark in (self._open, self._close):
+        for mark in self.characters:
             text = _escaped(mark).sub(mark, text)
         return text
 

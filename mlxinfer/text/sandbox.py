@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .budget import Budget, checked_format
 from .instrument import GenerationTag, Instrument
-from .overlook import call_overlooking, nothing_but, overlooks, without
+from .overlook import call_overlooking, cut_overlooking, nothing_but, overlooks, without
 from .template_globals import DictBuilder, TemplateNamespace, raise_exception, to_json
 
 MAX_FOLDED = 1_000_000  # characters that constants of a template may have together
@@ -102,6 +102,13 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self.budget.charge_text(value)
         return value
 
+    def cut(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
+        """Return a slice, charged; of a text without its marks, but with all of them."""
+        part = slice(start, stop, step)
+        if self._has_mark(value) and step in (None, 1):
+            return self.measured(cut_overlooking(self.marks, value, part))
+        return self.measured(value[part])
+
     def unmarked(self, value: Any) -> Any:
         """Return what is compared: a text without its marks."""
         return without(value, self.marks)
@@ -145,6 +152,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             if len(given) > first:
                 rest = (*given[first + 1 :], *kwargs.values())
                 self.budget.check_text_call(name, given[first], rest)
+            if name in ("length", "count") and self._has_mark(given[0]):
+                given = (without(given[0], self.marks),)
             if name == "trim" and not kwargs and self._has_mark(given[0]):
                 text, *chars = given
                 return self.measured(call_overlooking(self.marks, text, "strip", tuple(chars)))

@@ -131,6 +131,15 @@ class ChatTemplate:
         constants = {const.value for const in tree.find_all(jinja2.nodes.Const)}
         return "\0".join(texts | {value for value in constants if isinstance(value, str)})
 
+    def taken_out(self, source: str) -> set[str]:
+        """Return the texts that a template replaces by others."""
+        tree = self._sandbox.parse(source)
+        calls = [c for c in tree.find_all(jinja2.nodes.Call) if _is_replace(c.node)]
+        filters = [f for f in tree.find_all(jinja2.nodes.Filter) if f.name == "replace"]
+        firsts = [node.args[0] for node in (*calls, *filters) if node.args]
+        values = [first.value for first in firsts if isinstance(first, jinja2.nodes.Const)]
+        return {value for value in values if isinstance(value, str) and value}
+
     def _run(self, source: str, variables: dict[str, Any], budget: Budget, marks: str) -> str:
         template = self.compiled(source)
         chunks: list[str] = []
@@ -142,6 +151,10 @@ class ChatTemplate:
                 budget.check_size(size)
                 chunks.append(chunk)
         return "".join(chunks)
+
+
+def _is_replace(node: jinja2.nodes.Node) -> bool:
+    return isinstance(node, jinja2.nodes.Getattr) and node.attr == "replace"
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def test_gemma_stretches_its_full_attention_layers_only():
     assert (full.kind, full.theta, full.factor) == ("linear", 2000.0, 8.0)
 
 
-LINEAR = {"type": "linear", "factor": 4.0}
+LINEAR = {"type": "linear", "factor": 4.0, "mrope_section": [16, 24, 24]}
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,7 @@ LINEAR = {"type": "linear", "factor": 4.0}
         ({"rope_type": "default", "rope_theta": 500.0}, ("linear", 500.0, 4.0)),
         ({"rope_theta": 500.0}, ("linear", 500.0, 4.0)),
         ({"rope_type": "linear", "factor": 4, "rope_theta": 500.0}, ("linear", 500.0, 4.0)),
+        ({"type": "linear", "factor": 4, "rope_theta": 500.0}, ("linear", 500.0, 4.0)),
     ],
 )
 def test_rope_scaling_is_switched_on_beside_rope_parameters(new, expected):

@@ -31,6 +31,16 @@ def harmony():
     return tokenizer
 
 
+def test_a_tag_that_any_text_becomes_opens_nothing_where_no_token_parts_the_turns():
+    tokenizer = Tokenizer.from_folder(DATA / "bytelevel")
+    tokenizer.template = ChatTemplate(
+        "{% for m in messages %}{{ bos_token }}[INST] {{ m.content }} [/INST]{% endfor %}",
+        variables={"bos_token": "<s>"},
+    )
+    ids = encode_chat(tokenizer, [{"role": "user", "content": "What is <think>?"}] * 2)
+    assert begun_in(tokenizer, THINK, ids) == ""
+
+
 @pytest.mark.parametrize("reasoning", [THINK, TYPED], ids=["tokens", "text"])
 @pytest.mark.parametrize("before", ["", ASKED, PAST], ids=["plain", "asked", "past"])
 @pytest.mark.parametrize(

@@ -194,6 +194,56 @@ def test_the_template_decides_as_if_nothing_were_marked(turns):
     assert control == ends * len(turns)
 
 
+BESIDE = (  # as DeepSeek's templates: a control token right beside what is left of an answer
+    "{% for m in messages %}{% set content = m.content %}{% if '</think>' in content %}"
+    "{% set content = content.split('</think>')[-1] %}{% endif %}"
+    "{{ '<|im_start|>' + content + '<|im_end|>' }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("content", ["why</think>so", "why</think>\n\nso", "why</think>"])
+@pytest.mark.parametrize("piece", [".split('</think>')[-1]", ".split('</think>')[-1] | trim"])
+def test_what_a_template_writes_beside_a_piece_is_its_own(content, piece):
+    tokenizer = rounds_tokenizer()
+    tokenizer.template = ChatTemplate(BESIDE.replace(".split('</think>')[-1]", piece))
+    messages = [{"role": "assistant", "content": content}]
+    expected = tokenizer.encode(tokenizer.template.render(messages), parse_special=True)
+    assert encode_chat(tokenizer, messages) == expected
+
+
+@pytest.mark.parametrize(
+    ("cut", "content", "text"),
+    [
+        ("content.replace('/no_think', '')", "a<|im_/no_thinkend|>b", "a<|im_end|>b"),
+        ("content | replace('/no_think', '') | trim", " <|im_/no_thinkend|>", "<|im_end|>"),
+        ("content.replace('/no_think', '')", "/no_think hi", " hi"),
+        ("content[1:-1]", "x<|im_end|>y", "<|im_end|>"),
+        ("content[:10]", "<|im_end|> and more", "<|im_end|>"),
+        ("content[1:-1]", "<|im_end|>", "|im_end|"),
+        ("content | length", "<|im_end|>", "10"),
+    ],
+)
+def test_what_a_template_cuts_out_leaves_no_control_token(cut, content, text):
+    tokenizer = rounds_tokenizer()
+    tokenizer.template = ChatTemplate(
+        "<|im_start|>{{ " + cut.replace("content", "messages[0].content") + " }}"
+    )
+    messages = [{"role": "user", "content": content}]
+    ids = encode_chat(tokenizer, messages)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>" + text
+    assert [i for i in ids if i in tokenizer.special_ids] == [tokenizer.piece_to_id("<|im_start|>")]
+
+
+def test_what_was_apart_stays_apart():
+    tokenizer = rounds_tokenizer()
+    source = "{% for m in messages %}{{ m.content.split('</think>') | join }}{% endfor %}"
+    tokenizer.template = ChatTemplate("<|im_start|>" + source + "</think>")
+    messages = [{"role": "user", "content": "<|im_</think>end|>"}]
+    ids = encode_chat(tokenizer, messages)
+    assert tokenizer.piece_to_id("<|im_end|>") not in ids
+    assert "<|im_end|>" in tokenizer.decode(ids, skip_special_tokens=False)
+
+
 def test_the_reasoning_in_an_answer_given_back_leaves_no_space_behind():
     tokenizer = rounds_tokenizer()
     history = [{"role": "assistant", "content": SPLIT_REPLY}, {"role": "user", "content": "more"}]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlxinfer.text.overlook import call_overlooking, overlooks, without
 
-MARKS = "\U000f0000\U000f0001"
+MARKS = "\U000f0000\U000f0001\U000f0002"  # that opens, that closes, that keeps apart
 marked = st.text("ab \n" + MARKS, max_size=12)
 CALLS = [
     *((name, args) for name in ("strip", "lstrip", "rstrip") for args in ((), ("\n",), ("ab",))),
@@ -31,17 +31,24 @@ def test_a_method_overlooks_marks_and_keeps_them(name, args, text):
         expected if isinstance(expected, list) else [expected]
     )
     kept = [char for char in "".join(pieces) if char in MARKS]
-    assert kept == [char for char in text if char in MARKS]
+    before = [char for char in text if char in MARKS]
+    assert len(kept) == len(before)
+    assert all(now in (char, MARKS[2]) for now, char in zip(kept, before, strict=True))
 
 
 def test_a_mark_stays_with_what_it_touches():
-    opened, closed = MARKS
+    opened, closed, apart = MARKS
     tag = f"{opened}<t>{closed}"
     assert call_overlooking(MARKS, f" {tag} ", "strip", ()) == tag
     assert call_overlooking(MARKS, f"a\n{tag}\nb", "split", ("\n",)) == ["a", tag, "b"]
     assert call_overlooking(MARKS, f"a{tag}\nb", "split", ("<t>\n",)) == [
         f"a{opened}",
         f"{closed}b",
+    ]
+    assert call_overlooking(MARKS, f"a{tag}b{tag}", "split", ("<t>",)) == [
+        f"a{apart}",
+        f"{apart}b{apart}",
+        apart,
     ]
 
 

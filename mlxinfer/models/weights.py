@@ -21,6 +21,7 @@ from .stored import Stored, fused
 Rename = Callable[[str], str | None]
 
 _PARTS = ("weight", "scales", "biases")
+_OF_PACKED = (".scales", ".biases")
 _FLOATS = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
 _DTYPES = {name: dtype for dtype, name in _FLOATS.items()}
 
@@ -197,7 +198,7 @@ def choose_dtype(
     """The dtype of activations: as asked for, or the checkpoint's own; float32 on the CPU.
 
     The checkpoint's own is that of most tensors but scales and biases of quantised matrices, which
-    may be narrower than what they were made from.
+    may be narrower than what they were made from. Vectors in float32 alone make no model wide.
 
     Args:
         tensors: by name.
@@ -212,8 +213,14 @@ def choose_dtype(
         return _DTYPES[dtype]
     if not mx.metal.is_available():
         return mx.float32
-    floats = {name: t.dtype for name, t in tensors.items() if t.dtype in _FLOATS}
-    own = [found for name, found in floats.items() if not name.endswith((".scales", ".biases"))]
-    votes = Counter(own or floats.values())
-    chosen = votes.most_common(1)[0][0] if votes else mx.float32
+    floats = {name: t for name, t in tensors.items() if t.dtype in _FLOATS}
+    packed = [t.dtype for name, t in floats.items() if name.endswith(_OF_PACKED)]
+    own = [t for name, t in floats.items() if not name.endswith(_OF_PACKED)]
+    chosen = _most([t.dtype for t in own] or packed)
+    if chosen == mx.float32 and packed and all(t.ndim < 2 for t in own):
+        chosen = _most(packed)
     return mx.bfloat16 if chosen == mx.float16 and not fits_float16 else chosen
+
+
+def _most(dtypes: Sequence[mx.Dtype]) -> mx.Dtype:
+    return Counter(dtypes).most_common(1)[0][0] if dtypes else mx.float32

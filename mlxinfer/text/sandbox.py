@@ -153,7 +153,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
                 rest = (*given[first + 1 :], *kwargs.values())
                 self.budget.check_text_call(name, given[first], rest)
             if name in ("length", "count") and self._has_mark(given[0]):
-                given = (without(given[0], self.marks),)
+                given = [without(given[0], self.marks)]
             if name == "trim" and not kwargs and self._has_mark(given[0]):
                 text, *chars = given
                 return self.measured(call_overlooking(self.marks, text, "strip", tuple(chars)))

@@ -134,9 +134,9 @@ class ChatTemplate:
     def taken_out(self, source: str) -> set[str]:
         """Return the texts that a template replaces by others."""
         tree = self._sandbox.parse(source)
-        calls = [c for c in tree.find_all(jinja2.nodes.Call) if _is_replace(c.node)]
-        filters = [f for f in tree.find_all(jinja2.nodes.Filter) if f.name == "replace"]
-        firsts = [node.args[0] for node in (*calls, *filters) if node.args]
+        calls = [c.args for c in tree.find_all(jinja2.nodes.Call) if _is_replace(c.node)]
+        filters = [f.args for f in tree.find_all(jinja2.nodes.Filter) if f.name == "replace"]
+        firsts = [args[0] for args in (*calls, *filters) if args]
         values = [first.value for first in firsts if isinstance(first, jinja2.nodes.Const)]
         return {value for value in values if isinstance(value, str) and value}
 

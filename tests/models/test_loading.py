@@ -192,6 +192,7 @@ def test_bfloat16_weights_are_float32_on_the_cpu(tmp_path):
         ("float16", "float16", True, "float16"),
         ("float16", "float16", False, "bfloat16"),
         ("float32", "float32", False, "float32"),
+        ("float16", "float32", True, "float16"),  # norms alone are wider
     ],
 )
 def test_a_gpu_takes_the_dtype_of_what_is_not_packed(monkeypatch, matrices, norms, fits, expected):

@@ -130,6 +130,13 @@ def test_gpt_oss_is_taken_apart_as_mlx_lm_does(tmp_path: Path) -> None:
     assert np.abs(by_mlxinfer(tmp_path / "out") - plain).max() < 0.2 * plain.std()
 
 
+def test_gpt_oss_says_how_it_stretches_positions(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source", "gpt_oss-v4", changes={"rope_scaling": None})
+    convert(source, tmp_path / "out", "8bit-g32")
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (said["rope_scaling"]["rope_type"], said["rope_scaling"]["factor"]) == ("yarn", 32.0)
+
+
 def test_logits_moments_and_reports(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source", "qwen3_moe-v4")
     out = tmp_path / "out"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..errors import InvalidRequestError
 from .check import parser_limits, readable
-from .effort import WATCHED_FROM_S, Effort
+from .effort import MAX_OWED_ONCE_S, MAX_OWED_S, WATCHED_FROM_S, Effort
 from .spec import GrammarSpec
 
 WORD_BITS = 32  # of a mask
@@ -92,7 +92,7 @@ class TokenGrammar:
         self._compiled = compiled
         self._matcher = matcher
         self._taken: list[int] = []
-        self._effort = Effort()
+        self._effort = Effort(MAX_OWED_S if compiled.spec.is_free else MAX_OWED_ONCE_S)
         self._is_afresh = False
 
     @property

@@ -6,17 +6,19 @@ where others use the machine.
 """
 
 FREE_S = 0.01  # of each mask or token followed; a thousand optional properties take a quarter
-MAX_OWED_S = 0.1  # what all of them may take beyond that
+MAX_OWED_S = 0.1  # what all of them may take beyond that, of a grammar that may be ambiguous
+MAX_OWED_ONCE_S = 1.0  # of others, which are slow at first: a lexer grows, and serves all later
 WATCHED_FROM_S = 0.05  # wall time of masks filled in parallel, whose shares nobody knows
 
 
 class Effort:
-    """The account of one answer.
+    """The account of one answer, which may owe so many seconds.
 
     `is_watched` asks for the next mask to be filled by itself, so that its time is known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_owed_s: float = MAX_OWED_S) -> None:
+        self._max_owed_s = max_owed_s
         self.owed_s = 0.0
         self.is_watched = False
 
@@ -29,7 +31,7 @@ class Effort:
     @property
     def is_spent(self) -> bool:
         """Whether it took too much, once and for all."""
-        return self.owed_s > MAX_OWED_S
+        return self.owed_s > self._max_owed_s
 
     @property
     def problem(self) -> str | None:
@@ -38,5 +40,5 @@ class Effort:
             return None
         return (
             f"working out which tokens may come takes more than {1e3 * FREE_S:.0f} ms of CPU time "
-            "a token; make it less ambiguous: fewer ways to derive the same text, longer terminals"
+            "a token; make it simpler: fewer properties, or fewer ways to derive the same text"
         )

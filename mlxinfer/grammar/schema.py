@@ -19,11 +19,13 @@ MAX_PROPERTIES = 1000  # of one object
 MAX_POINTER = 200  # characters that a message shows
 NOTES = frozenset(("title", "description", "$comment", "default", "examples", "deprecated"))
 LITERALS = frozenset(("const", "enum"))
+MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 # llguidance keeps numbers as floats, and rounds them wrongly where they have more digits than this
 # or a larger power of ten: they come out as other numbers.
 MAX_EXACT = 1 << 53
 MAX_POWER = 22
+ENDS_OF_TYPES = ((1 << 63) - 1, (1 << 64) - 1)  # llguidance keeps to these
 
 
 def check_schema(schema: Any, *, place: str) -> None:
@@ -91,7 +93,8 @@ def _walk(schema: Any) -> Iterator[tuple[str, Any, str]]:
             if not literal and key in NOTES and not isinstance(inner, Mapping):
                 continue  # of a schema; a property of that name has a schema, which is a Mapping
             step = f"{pointer}/{escaped(key)}"
-            stack.append((step, inner, depth + 1, keyword if literal else key))
+            inside = "" if keyword in MAPS else key  # there a key is a name, and no keyword
+            stack.append((step, inner, depth + 1, keyword if literal else inside))
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
@@ -132,6 +135,8 @@ def _number_problem(value: Any, keyword: str) -> str | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     if keyword not in LITERALS and not (keyword in BOUNDS and isinstance(value, int)):
+        return None
+    if keyword in ("minimum", "maximum") and value in ENDS_OF_TYPES:
         return None
     if _is_exact(value):
         return None

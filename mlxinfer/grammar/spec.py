@@ -126,7 +126,7 @@ def schema_part(schema: Any, *, place: str) -> SchemaPart:
 
 def quoted(text: str) -> str:
     """A string literal of Lark."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _lark(grammar: str, place: str, schemas: Sequence[SchemaPart] = ()) -> GrammarSpec:

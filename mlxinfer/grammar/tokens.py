@@ -61,7 +61,7 @@ class Spelling:
 
     def __init__(self, tokens: Tokens, end_id: int, size: int) -> None:
         self.eos_token_id = end_id
-        self.special_token_ids = sorted(tokens.added_tokens)
+        self.special_token_ids = sorted(i for i, t in tokens.added_tokens.items() if _is_control(t))
         self.tokens = [tokens.token_bytes(i) for i in range(tokens.vocab_size)]
         self.tokens += [b""] * (size - tokens.vocab_size)
         self._tokens = tokens
@@ -96,7 +96,8 @@ class Spelling:
         ids: list[int] = []
         at = 0
         while at < len(data):
-            parts = (data[at : at + n] for n in range(self._longest, 0, -1))
+            longest = self._longest_from.get(data[at : at + 2], 1)
+            parts = (data[at : at + n] for n in range(longest, 0, -1))
             found = next((part for part in parts if part in self._id_of), None)
             if found is None:
                 return ids
@@ -110,5 +111,15 @@ class Spelling:
         return {part: i for i, part in enumerate(self.tokens) if part and i not in special}
 
     @cached_property
-    def _longest(self) -> int:
-        return max(map(len, self._id_of), default=0)
+    def _longest_from(self) -> dict[bytes, int]:
+        """By their first two bytes, how long tokens are at most."""
+        longest: dict[bytes, int] = {}
+        for part in self._id_of:
+            longest[part[:2]] = max(longest.get(part[:2], 1), len(part))
+        return longest
+
+
+def _is_control(token: Any) -> bool:
+    """Whether an added token is none of an answer's text; others are words, or runs of space."""
+    is_tag = token.content.startswith("<") and token.content.endswith(">")
+    return bool(token.special or is_tag)

@@ -76,7 +76,7 @@ def _is_header(tokenizer: Tokenizer, ids: Sequence[int], place: int) -> bool:
     if place < 0 or ids[place] in tokenizer.eos_token_ids:
         return False
     is_bos = ids[place] == tokenizer.bos_token_id  # as a variable, templates write it anywhere
-    return not is_bos or _writes(tokenizer, tokenizer.added_tokens[ids[place]])
+    return not is_bos or (place > 0 and _writes(tokenizer, tokenizer.added_tokens[ids[place]]))
 
 
 def _added_id(tokenizer: Tokenizer, tag: str) -> int | None:

@@ -10,8 +10,9 @@ nothing is marked and the ids are those of the rendered text, as transformers gi
 import re
 import unicodedata
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import permutations
 from typing import Any
 
 from ..errors import InvalidRequestError, TemplateError
@@ -23,6 +24,7 @@ from .template import ChatTemplate
 from .tokenizer import Tokenizer
 
 MAX_BEGINNING = 64  # characters of a control token that one string may leave to the next
+MAX_PARTS = 8  # of what a template takes out, all pairs of which are tried
 _ANCHOR = "\n"  # stands before a piece, so that no space is put before it as at a text's beginning
 
 
@@ -142,7 +144,7 @@ class ControlTokens:
             return None
         more = [self._beginning.pattern] * bridged + [literal_pattern(split)] * bool(split)
         regex = re.compile("|".join([self.pattern, *more])) if more else self._regex
-        return Marks(regex, set().union(*strings), fold=folded)
+        return Marks(regex, set().union(*strings), names=self._regex, fold=folded)
 
     def encode_marked(self, text: str, marks: Marks) -> list[int]:
         """Return the ids of a rendering; the marks go, and what they enclose is plain text."""
@@ -175,14 +177,18 @@ class ControlTokens:
         )
 
     def _split_by(self, strings: list[str]) -> list[str]:
-        """Return what the template takes out of texts, if that leaves control tokens behind."""
-        found = [part for part in self._taken_out if any(part in text for text in strings)]
-        for text in strings if found else ():
-            left = text
-            for part in found:
-                left = left.replace(part, "")
-            if self._regex.search(left):
-                return found
+        """Return what the template takes out of texts, if that makes control tokens of the rest.
+
+        One part alone, two in either order, or all.
+        """
+        parts = self._taken_out
+        orders = [*permutations(parts[:MAX_PARTS], 2), parts, parts[::-1]]
+        for text in strings:
+            if not any(part in text for part in parts):
+                continue
+            whole = self._regex.sub("\0", text)
+            if any(self._regex.search(left) for order in orders for left in _lefts(whole, order)):
+                return parts
         return []
 
     def _encode(self, text: str) -> list[int]:
@@ -198,6 +204,13 @@ class ControlTokens:
     def _without_anchor(self, ids: list[int]) -> list[int]:
         size = len(self._anchor_ids)
         return ids[size:] if ids[:size] == self._anchor_ids else []
+
+
+def _lefts(text: str, parts: Iterable[str]) -> Iterator[str]:
+    """Yield what is left when one part after the other is taken out."""
+    for part in parts:
+        text = text.replace(part, "")
+        yield text
 
 
 _control_tokens: "weakref.WeakKeyDictionary[Tokenizer, dict[str, ControlTokens]]"

@@ -55,7 +55,7 @@ class Instrument(NodeTransformer):
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: D102
         self.generic_visit(node)
         if not isinstance(node.arg, nodes.Slice):
-            return node
+            return _call("item", [node.node, node.arg], node.lineno)
         given = (node.arg.start, node.arg.stop, node.arg.step)
         bounds = [bound or nodes.Const(None, lineno=node.lineno) for bound in given]
         return _call("cut", [node.node, *bounds], node.lineno)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-_QUESTIONS = frozenset(("startswith", "endswith"))
+_QUESTIONS = frozenset(("startswith", "endswith", "find", "rfind", "index", "rindex", "count"))
 _CUTS = frozenset(("strip", "lstrip", "rstrip", "removeprefix", "removesuffix"))
 _SPLITS = frozenset(("split", "rsplit"))
 

@@ -15,10 +15,13 @@ class Marks:
     The third stands where a template took out what they enclosed: what was apart stays apart.
     """
 
-    def __init__(self, regex: re.Pattern[str], used: set[str], *, fold: bool) -> None:
+    def __init__(
+        self, regex: re.Pattern[str], used: set[str], *, names: re.Pattern[str], fold: bool
+    ) -> None:
         free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
         self._open, self._close, self._apart = next(free), next(free), next(free)
         self._regex = regex
+        self._names = names  # what they are put around in keys, by which templates find values
         self._fold = fold
 
     @property
@@ -29,13 +32,19 @@ class Marks:
     def put_into(self, value: Any) -> Any:
         """Return the inputs with marks around control-token text, in keys and values."""
         if isinstance(value, str):
-            text = unicodedata.normalize("NFKC", value) if self._fold else value
-            return self._regex.sub(f"{self._open}\\g<0>{self._close}", text)
+            return self._around(self._regex, value)
         if isinstance(value, dict):
-            return {self.put_into(key): self.put_into(item) for key, item in value.items()}
+            names = self._names
+            return {self._around(names, key): self.put_into(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.put_into(item) for item in value]
         return value
+
+    def _around(self, regex: re.Pattern[str], value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        text = unicodedata.normalize("NFKC", value) if self._fold else value
+        return regex.sub(f"{self._open}\\g<0>{self._close}", text)
 
     def split(self, text: str, pattern: str) -> Iterator[tuple[str, bool]]:
         """Yield (piece, is plain text) of a rendering.

@@ -102,6 +102,12 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self.budget.charge_text(value)
         return value
 
+    def item(self, value: Any, key: Any) -> Any:
+        """Return what stands under a key, or at a place; of a text without its marks."""
+        if type(key) is int and self._has_mark(value):
+            return self.cut(value, key, key + 1 or None, None)
+        return self.getitem(value, key)
+
     def cut(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
         """Return a slice, charged; of a text without its marks, but with all of them."""
         part = slice(start, stop, step)

@@ -131,14 +131,15 @@ class ChatTemplate:
         constants = {const.value for const in tree.find_all(jinja2.nodes.Const)}
         return "\0".join(texts | {value for value in constants if isinstance(value, str)})
 
-    def taken_out(self, source: str) -> set[str]:
+    def taken_out(self, source: str) -> list[str]:
         """Return the texts that a template replaces by others."""
         tree = self._sandbox.parse(source)
-        calls = [c.args for c in tree.find_all(jinja2.nodes.Call) if _is_replace(c.node)]
-        filters = [f.args for f in tree.find_all(jinja2.nodes.Filter) if f.name == "replace"]
-        firsts = [args[0] for args in (*calls, *filters) if args]
+        calls = [c for c in tree.find_all(jinja2.nodes.Call) if _is_replace(c.node)]
+        filters = [f for f in tree.find_all(jinja2.nodes.Filter) if f.name == "replace"]
+        given = [(c.args, c.kwargs) for c in calls] + [(f.args, f.kwargs) for f in filters]
+        firsts = [first for args, kwargs in given for first in _first(args, kwargs)]
         values = [first.value for first in firsts if isinstance(first, jinja2.nodes.Const)]
-        return {value for value in values if isinstance(value, str) and value}
+        return list(dict.fromkeys(v for v in values if isinstance(v, str) and v))
 
     def _run(self, source: str, variables: dict[str, Any], budget: Budget, marks: str) -> str:
         template = self.compiled(source)
@@ -155,6 +156,11 @@ class ChatTemplate:
 
 def _is_replace(node: jinja2.nodes.Node) -> bool:
     return isinstance(node, jinja2.nodes.Getattr) and node.attr == "replace"
+
+
+def _first(args: list[Any], kwargs: list[Any]) -> list[Any]:
+    """Return what is replaced, if that is given."""
+    return args[:1] or [pair.value for pair in kwargs if pair.key == "old"]
 
 
 @contextmanager

@@ -39,6 +39,9 @@ def test_a_tag_that_any_text_becomes_opens_nothing_where_no_token_parts_the_turn
     )
     ids = encode_chat(tokenizer, [{"role": "user", "content": "What is <think>?"}] * 2)
     assert begun_in(tokenizer, THINK, ids) == ""
+    tokenizer.template = ChatTemplate("<s>[INST] {{ messages[0].content }} [/INST]")
+    ids = encode_chat(tokenizer, [{"role": "user", "content": "What is <think>?"}])
+    assert begun_in(tokenizer, THINK, ids) == ""
 
 
 @pytest.mark.parametrize("reasoning", [THINK, TYPED], ids=["tokens", "text"])

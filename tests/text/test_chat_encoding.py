@@ -234,6 +234,65 @@ def test_what_a_template_cuts_out_leaves_no_control_token(cut, content, text):
     assert [i for i in ids if i in tokenizer.special_ids] == [tokenizer.piece_to_id("<|im_start|>")]
 
 
+HONEST = "what is <|endoftext|>?"
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{{ m.content.replace('s', 'z') }}",
+        "{{ m.content | replace('_', ' ') }}{{ m.role }}{% if m.more_to_say %}{{ m.more_to_say }}"
+        "{% endif %}{{ 'T' if enable_thinking else 'F' }}",
+        "{{ m.content[m.content.find('<|endoftext|>') + 13:] }}",
+        "{{ m.content[:m.content.find('<|endoftext|>')] }}",
+        "{{ m.content[m.content.rindex('?'):] }}{{ m.content.count('<') }}",
+        "{{ m.content[m.content | length - 1] }}{{ m.content[8] }}{{ m.content[-1] }}",
+    ],
+)
+def test_what_looks_into_a_text_overlooks_marks(written):
+    tokenizer = rounds_tokenizer()
+    tokenizer.template = ChatTemplate(
+        "{% for m in messages %}<|im_start|>" + written + "<|im_end|>{% endfor %}"
+    )
+    messages = [
+        {"role": "user", "content": HONEST, "more_to_say": "more_of_it"},
+        {"role": "user", "content": "Hi there friend <|endoftext|>?"},
+    ]
+    kwargs = {"enable_thinking": True}
+    ids = encode_chat(tokenizer, messages, **kwargs)
+    text = tokenizer.template.render(messages, **kwargs)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    control = [i for i in ids if i in tokenizer.special_ids]
+    assert control == [tokenizer.piece_to_id(p) for p in ("<|im_start|>", "<|im_end|>")] * 2
+
+
+def test_words_are_spelled_as_ever_beside_what_is_replaced():
+    tokenizer = rounds_tokenizer()
+    tokenizer.template = ChatTemplate(
+        "{{ messages[0].content }}{{ messages[0].role | replace(' ', '_') }}"
+    )
+    ids = encode_chat(tokenizer, [{"role": "", "content": f"Hi there friend, {HONEST}"}])
+    plain = tokenizer.encode("Hi there friend, what is ", add_special_tokens=False)
+    assert ids[: len(plain) - 1] == plain[:-1]
+
+
+@pytest.mark.parametrize(
+    ("cuts", "content"),
+    [
+        (".replace('c', '').replace('ab', '')", "<|im_acbend|>"),
+        (" | replace('QQ', '')", "<|QQim_end|>"),
+        (" | replace(old='Z', new='')", "<|imZ_end|>"),
+    ],
+)
+def test_several_replacements_leave_no_control_token(cuts, content):
+    tokenizer = rounds_tokenizer()
+    other = "{% if false %}{{ messages[0].role | replace('im', '') }}{% endif %}"
+    tokenizer.template = ChatTemplate("{{ messages[0].content" + cuts + " }}" + other)
+    ids = encode_chat(tokenizer, [{"role": "user", "content": content}])
+    assert "end|>" in tokenizer.decode(ids, skip_special_tokens=False)
+    assert not any(i in tokenizer.special_ids for i in ids)
+
+
 def test_what_was_apart_stays_apart():
     tokenizer = rounds_tokenizer()
     source = "{% for m in messages %}{{ m.content.split('</think>') | join }}{% endfor %}"

@@ -145,6 +145,22 @@ def test_other_numbers_come_out_as_themselves() -> None:
     json_schema({"maximum": 1.5e300, "default": 10**20, "maxLength": 2**60})
 
 
+def test_the_ends_of_integer_types_are_kept_to() -> None:
+    for last in (2**63 - 1, 2**64 - 1):
+        spec = json_schema({"type": "integer", "minimum": 0, "maximum": last})
+        assert matches(spec, "5")
+    spec = json_schema({"type": "integer", "minimum": 0, "maximum": 2**63 - 1})
+    assert matches(spec, str(2**63 - 1))
+    assert not matches(spec, str(2**63))
+
+
+def test_a_property_may_be_called_like_a_keyword() -> None:
+    for name in ("enum", "const", "minimum"):
+        json_schema({"properties": {name: {"type": "number", "default": 0.12345678901234568}}})
+        with pytest.raises(InvalidRequestError, match=f"/properties/{name}/const"):
+            json_schema({"properties": {name: {"const": LARGE + 1}}})
+
+
 def plain(text: str) -> str:
     """Without a power of ten, as llguidance writes numbers."""
     return text if text == "true" else f"{Decimal(text).normalize():f}"

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from grammar.grammar_tools import PADDING, allowed, compiler_of, tokenizer_of
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.grammar import GrammarCompiler, GrammarSpec
@@ -21,6 +23,7 @@ from mlxinfer.grammar.spec import (
     tool_calls,
 )
 from mlxinfer.grammar.tokens import Spelling, Tokens, token_table
+from mlxinfer.text import Tokenizer
 
 KINDS = ("demo", "bytelevel", "sentencepiece")
 
@@ -76,6 +79,17 @@ def test_a_text_that_has_to_come_comes_whole_and_without_control_tokens(
         found, ids = only_answer(kind, spec)
         assert (found if value is None else json.loads(found)) == (text if value is None else value)
         assert not set(ids) & set(tokenizer_of(kind).added_tokens)
+
+
+def test_added_tokens_that_are_words_may_come() -> None:
+    backend = Backend.from_str(tokenizer_of("demo").to_json())
+    backend.add_tokens([AddedToken(word, special=False) for word in ("foozle", "    ", "<tag>")])
+    tokens = Tokenizer(backend)
+    size, ends = tokens.vocab_size, tokenizer_of("demo").eos_token_ids
+    table = token_table(tokens, vocab_size=size, end_ids=ends)
+    ids = [tokens.piece_to_id(word) for word in ("foozle", "    ", "<tag>")]
+    assert [table.is_special_token(i) for i in ids] == [False, False, True]
+    assert tokens.token_bytes(ids[0]) == b"foozle"
 
 
 @pytest.mark.parametrize("kind", KINDS)

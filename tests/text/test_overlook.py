@@ -63,4 +63,4 @@ def test_many_marks_take_no_longer_than_other_text(name, args):
     began = time.process_time()
     for text in (MARKS * 200_000 + "a", "a\n" + MARKS * 200_000, f"{MARKS}a\n" * 100_000):
         call_overlooking(MARKS, text, name, args)
-    assert time.process_time() - began < 2
+    assert time.process_time() - began < 20  # seconds, where squares would take hours

@@ -485,10 +485,11 @@ def test_results_tell_times(llm: LLM) -> None:
 
 def test_a_stream_that_waits_for_its_reader_is_not_queued(llm: LLM) -> None:
     stream = llm.stream("Hello", SamplingParams(max_tokens=3))
-    time.sleep(0.5)
+    time.sleep(0.2)
+    asked_s = time.monotonic()
     *_, last = stream
     assert last.result is not None
-    assert last.result.timing.queued_s < 0.4
+    assert last.result.timing.total_s <= time.monotonic() - asked_s
 
 
 def test_times_are_when_tokens_were_made_not_when_they_were_read(llm: LLM) -> None:

@@ -7,37 +7,48 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
+BITS = np.array([1 << place for place in range(8)], dtype=np.uint8)
 
 
 class TokenHistory:
     """Distinct tokens of the answer of each slot it follows, and how often each of them is there.
 
     A row of `ids` holds `sizes` tokens, then `spare`: the column of a padded row of logits that
-    stands for no token. `columns` finds a token in it, at a cost that does not grow with answers.
+    stands for no token. A bit for each token of the vocabulary says whether it is in the row; where
+    it is, only slots that are counted ask.
     """
 
     def __init__(self, spare: int) -> None:
         self.spare = spare
-        self._columns: dict[int, dict[int, int]] = {}  # slot -> token -> column
         self._sizes = np.full(1, -1)  # by slot, -1: not followed; the last: all that lie beyond
+        self._counted = np.zeros(0, dtype=np.bool_)
+        self._seen = np.zeros((0, spare // 8 + 1), dtype=np.uint8)  # token t: bit t % 8 of t // 8
         self._ids = np.zeros((0, 64), dtype=np.int32)
         self._counts = np.zeros((0, 64), dtype=np.float32)
 
-    def start(self, slot: int, output_ids: Sequence[int]) -> None:
-        """Follow a slot, whose request has said this so far."""
+    def start(self, slot: int, output_ids: Sequence[int], *, counted: bool) -> None:
+        """Follow a slot, whose request has said this so far.
+
+        Args:
+            slot: followed or not.
+            output_ids: the answer.
+            counted: whether somebody asks how often a token is there.
+        """
         ids, times = np.unique(np.asarray(output_ids, dtype=np.int32), return_counts=True)
         num_ids = len(ids)
         self._reserve(num_slots=slot + 1, num_ids=num_ids)
         self._ids[slot] = self.spare
-        self._counts[slot] = 0
         self._ids[slot, :num_ids] = ids
-        self._counts[slot, :num_ids] = times
+        self._counts[slot] = 0
+        self._counts[slot, :num_ids] = times if counted else 0
+        self._seen[slot] = 0
+        np.bitwise_or.at(self._seen[slot], ids >> 3, BITS[ids & 7])
         self._sizes[slot] = num_ids
-        self._columns[slot] = dict(zip(ids.tolist(), range(num_ids), strict=True))
+        self._counted[slot] = counted
 
     def stop(self, slot: int) -> None:
         """Follow a slot no longer, if it was followed."""
-        if self._columns.pop(slot, None) is not None:
+        if slot < len(self._sizes):
             self._sizes[slot] = -1
 
     def observe(self, slots: Ints, token_ids: Ints) -> None:
@@ -47,30 +58,35 @@ class TokenHistory:
         if not len(places):
             return
         rows, tokens = slots[places], token_ids[places]
-        columns = self._columns_of(rows, tokens)
-        self._reserve(num_slots=0, num_ids=int(columns.max()) + 1)
-        self._ids[rows, columns] = tokens
-        self._counts[rows, columns] += 1
+        byte, bit = tokens >> 3, BITS[tokens & 7]
+        seen = self._seen[rows, byte]
+        self._seen[rows, byte] = seen | bit
+        new = (seen & bit) == 0
+        self._add(rows[new], tokens[new])
+        again = ~new & self._counted[rows]
+        if again.any():
+            self._count(rows[again], tokens[again])
 
     def ids(self, slots: NDArray[np.int64]) -> Ints:
         """(P, N) distinct ids, as wide as the longest of these histories."""
         return self._ids[slots, : self._width(slots)]
 
     def counts(self, slots: NDArray[np.int64]) -> Floats:
-        """(P, N) how often each of the `ids` is there."""
+        """(P, N) how often each of the `ids` is there; 0 in rows that are not counted."""
         return self._counts[slots, : self._width(slots)]
 
-    def _columns_of(self, slots: Ints, token_ids: Ints) -> NDArray[np.int64]:
-        """(P,) where each token is in the row of its slot, or is to be from now on."""
-        sizes = self._sizes[slots]
-        tables = [self._columns[slot] for slot in slots.tolist()]
-        tokens = token_ids.tolist()
-        for known, token, size in zip(tables, tokens, sizes.tolist(), strict=True):
-            if token not in known:
-                known[token] = size
-        columns = np.array([known[token] for known, token in zip(tables, tokens, strict=True)])
-        self._sizes[slots] = np.maximum(sizes, columns + 1)
-        return columns
+    def _add(self, slots: Ints, token_ids: Ints) -> None:
+        """Tokens (N,) that these slots have not had."""
+        columns = self._sizes[slots]
+        self._reserve(num_slots=0, num_ids=int(columns.max(initial=-1)) + 1)
+        self._ids[slots, columns] = token_ids
+        self._counts[slots, columns] = self._counted[slots]
+        self._sizes[slots] = columns + 1
+
+    def _count(self, slots: Ints, token_ids: Ints) -> None:
+        """Tokens (N,) that these slots have."""
+        ids = self._ids[slots, : int(self._sizes[slots].max())]
+        self._counts[slots, (ids == token_ids[:, None]).argmax(axis=-1)] += 1
 
     def _width(self, slots: NDArray[np.int64]) -> int:
         return int(self._sizes[slots].max(initial=1))
@@ -85,3 +101,5 @@ class TokenHistory:
         self._ids = np.pad(self._ids, more, constant_values=self.spare)
         self._counts = np.pad(self._counts, more)
         self._sizes = np.pad(self._sizes, more[0], constant_values=-1)
+        self._counted = np.pad(self._counted, more[0])
+        self._seen = np.pad(self._seen, (more[0], (0, 0)))

@@ -72,7 +72,7 @@ class Sampler:
         if bias is not None:
             self._biases[slot] = bias
         if params.penalised:
-            self._history.start(slot, output_ids)
+            self._history.start(slot, output_ids, counted=params.frequency_penalty != 0)
         if params.repetition_penalty != 1:
             self._prompts[slot] = prompt_mask(prompt_ids, self._vocab_size)
         self._plans.clear()

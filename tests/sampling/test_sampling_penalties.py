@@ -27,7 +27,7 @@ def penalised(cases: list[Row], pending: list[int] | None = None) -> np.ndarray:
     history = TokenHistory(spare=VOCAB)
     prompts = {}
     for slot, row in enumerate(cases):
-        history.start(slot, row.output_ids)
+        history.start(slot, row.output_ids, counted=row.params.frequency_penalty != 0)
         if row.params.repetition_penalty != 1:
             prompts[slot] = prompt_mask(row.prompt_ids, VOCAB)
     plan = make_plan(tuple(range(len(cases))), table, {}, prompts, VOCAB)

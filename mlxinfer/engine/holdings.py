@@ -197,6 +197,11 @@ class Holdings:
         if self._windowed:
             self._written.append(sequence)
 
+    @property
+    def unsettled(self) -> bool:
+        """Whether there is anything to settle."""
+        return bool(self._written or self._windowed)
+
     def settle(self, running: Seq[Sequence]) -> bool:
         """Between two launches: publish what the last one writes, let go of what windows passed.
 

@@ -25,6 +25,7 @@ from .holdings import Holdings
 from .pagestore import PageStore
 from .sequence import Sequence
 from .shares import prefill_shares
+from .unwritten import Unwritten
 
 
 @dataclass(slots=True)
@@ -74,18 +75,25 @@ class Scheduler:
         self.prefill_chunk = prefill_chunk
         self._max_short = min(MAX_SHORT, page_size)  # fits in a tail beside a page begun
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of admission
+        self._running: list[Sequence] = []  # in order of admission
         self.counters = Counters()
         self._by_id: dict[str, Sequence] = {}
         self._free_slots = list(range(max_batch))  # a heap: low slots first keeps tails small
         self._admitted: list[Sequence] = []
         self._restores: list[Restore] = []
         self._last: Decodes | None = None  # of the last step, while nobody joined or left
+        self._unwritten = Unwritten([])
 
     @property
     def idle(self) -> bool:
         """Every request has ended."""
         return not self._by_id
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Those that hold a slot, in order of admission."""
+        self._unwritten.write()
+        return self._running
 
     # -- arrivals and departures ----------------------------------------------------------------
 
@@ -104,10 +112,12 @@ class Scheduler:
 
     def find(self, request_id: str) -> Sequence | None:
         """The unfinished sequence of a request."""
+        self._unwritten.write()
         return self._by_id.get(request_id)
 
     def unfinished(self) -> list[Sequence]:
         """All that run or wait."""
+        self._unwritten.write()
         return list(self._by_id.values())
 
     def finish(self, sequence: Sequence, *, keep: bool = True) -> None:
@@ -119,14 +129,12 @@ class Scheduler:
         sequence.finished = True
         del self._by_id[sequence.request.id]
         if sequence.slot >= 0:
-            self.running.remove(sequence)
             self._release(sequence, keep)
         else:
             self.waiting.remove(sequence)
 
     def preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Back to the head of the queue; what of it is evicted meanwhile is computed again."""
-        self.running.remove(sequence)
         self._release(sequence, keep)
         sequence.num_computed = sequence.num_sealed = 0
         sequence.num_preempted += 1
@@ -134,7 +142,9 @@ class Scheduler:
         self.counters.preemptions += 1
 
     def _release(self, sequence: Sequence, keep: bool) -> None:
-        self._last = None
+        self._unwritten.write()
+        self._last, self._unwritten = None, Unwritten([])
+        self._running.remove(sequence)
         self.holdings.end(sequence, keep=keep)
         self._restores = [r for r in self._restores if r.sequence is not sequence]
         heapq.heappush(self._free_slots, sequence.slot)
@@ -145,7 +155,7 @@ class Scheduler:
 
     def next_batch(self) -> Batch | None:
         """What to compute next; None where nothing can be done now."""
-        if self.holdings.settle(self.running):
+        if self.holdings.unsettled and self.holdings.settle(self.running):
             self._last = None
         decodes = self._next_decodes()
         segments, decodes = self._next_prefills(decodes)
@@ -170,6 +180,12 @@ class Scheduler:
         taken, stop_ids = Taken(), batch.sampling.told.stop_ids
         # Few tokens can end anything; which do is looked at one by one.
         last_ones = bool(batch.prefills) or batch.decodes.steps_left <= 1
+        steady = self._unwritten.sequences is batch.sampling.sequences
+        if steady and not last_ones and stop_ids.isdisjoint(token_ids):
+            self._unwritten.read(token_ids)
+            self.counters.tokens_sampled += len(token_ids)
+            return taken
+        self._unwritten.write()
         rows = zip(batch.sampling.sequences, token_ids, strict=True)
         for row, (sequence, token_id) in enumerate(rows):
             sequence.num_pending -= 1
@@ -201,7 +217,7 @@ class Scheduler:
         for row in crowded:
             sequence = decodes.sequences[row]
             if sequence.slot >= 0:  # else it just had to make room
-                self._hold(sequence, sequence.num_computed + 1)
+                self._hold(sequence, int(decodes.spans.starts[row]) + 1)
         return self._still_there(decodes.with_room(crowded), preemptions)
 
     def _still_there(self, decodes: Decodes, preemptions: int) -> Decodes:
@@ -210,15 +226,16 @@ class Scheduler:
 
     def _next_prefills(self, decodes: Decodes) -> tuple[list[Segment], Decodes]:
         """Prompts in work, and from the queue those for which there is room; who decodes still."""
-        if len(decodes) == len(self.running) and not self.waiting:
+        all_decode = len(decodes) == len(self._running)
+        if all_decode and not (self.waiting and self._free_slots):
             return [], decodes
         preemptions = self.counters.preemptions
-        prefilling = [s for s in self.running if s.num_left > 0 and not s.decoding]
+        prefilling = [] if all_decode else _prefilling(self.running)
         max_prefilling = self.prefill_chunk // self.page_size  # each gets a page at least
         while len(prefilling) < max_prefilling and (admitted := self._admit(prefilling)):
             prefilling.append(admitted)
         budget = self.prefill_chunk
-        if len(self.running) > 1:  # the budget is what the others wait for
+        if len(self._running) > 1:  # the budget is what the others wait for
             budget = max(budget // 2, self.page_size)
         shares = [
             (sequence, count)
@@ -243,9 +260,10 @@ class Scheduler:
 
     def _launch(self, batch: Batch) -> None:
         """Count the step as computed: it will be by the time that anything depends on it."""
-        for sequence in batch.decodes.sequences:
-            sequence.num_computed += 1
-            sequence.num_pending += 1
+        if self._unwritten.sequences is not batch.decodes.sequences:
+            self._unwritten.write()
+            self._unwritten = Unwritten(batch.decodes.sequences)
+        self._unwritten.launched()
         row = len(batch.decodes)
         for segment in batch.prefills:
             sequence = segment.sequence
@@ -317,12 +335,12 @@ class Scheduler:
             if self.holdings.shares_later(sequence, prefilling):
                 continue
             try:
-                restore = self.holdings.begin(sequence, spare=len(self.running))
+                restore = self.holdings.begin(sequence, spare=len(self._running))
             except OutOfPages:
                 return None
             self.waiting.remove(sequence)
             sequence.slot = heapq.heappop(self._free_slots)
-            self.running.append(sequence)
+            self._running.append(sequence)
             self._admitted.append(sequence)
             self._restores += [restore] if restore else []
             return sequence
@@ -338,11 +356,16 @@ class Scheduler:
                 self.holdings.extend(sequence, num_tokens)
                 return True
             except OutOfPages:
-                youngest = self.running[-1]
-                assert len(self.running) > 1, "a request that fits alone was admitted"
+                youngest = self._running[-1]
+                assert len(self._running) > 1, "a request that fits alone was admitted"
                 self.preempt(youngest)
                 if youngest is sequence:
                     return False
+
+
+def _prefilling(running: Seq[Sequence]) -> list[Sequence]:
+    """Those whose prompts are in work."""
+    return [s for s in running if s.num_left > 0 and not s.decoding]
 
 
 def _num_prompt_tokens(segments: Seq[Segment]) -> int:

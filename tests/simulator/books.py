@@ -28,12 +28,12 @@ def check_batch(scheduler: Scheduler, batch: Batch) -> None:
             assert segment.stop - segment.sealed <= 2 * page, "the tail is too short"
         for table in segment.tables:
             assert table.end >= segment.stop, "a token without a slot"
-    check_decodes(scheduler, batch.decodes)
 
 
 def check_decodes(scheduler: Scheduler, decodes: Decodes) -> None:
     """Rows that moved on say what their sequences say, and so does what they remember."""
     sequences, spans = decodes.sequences, decodes.spans
+    assert set(sequences) <= set(scheduler.running)
     assert list(decodes.slots) == spans.slots.tolist() == [s.slot for s in sequences]
     assert spans.rows.tolist() == list(range(len(sequences)))
     assert spans.starts.tolist() == [s.num_computed - 1 for s in sequences]  # it is launched

@@ -61,7 +61,8 @@ class Program:
             self.features |= {"the same again", "tight pool"}
         self.sizes = draw_sizes(rng, tight=tight, disk=disk, extra_pages=self.extra_pages)
         self.tier = FakeTier(random.Random(seed), fault_share=0.1 * ("bad disk" in self.features))
-        self.simulation = Simulation(self.sizes, self.tier)
+        look_every = random.Random(seed).choice([1, 1, 7, 40])
+        self.simulation = Simulation(self.sizes, self.tier, look_every=look_every)
         self.log = [f"seed {seed}: {sorted(self.features)}", str(self.sizes)]
         self.num_left = rng.randint(2, 20 if disk else 14)  # requests still to come
         self.preempt_share = rng.choice([0.05, 0.15, 0.5])
@@ -119,9 +120,12 @@ class Program:
             name = rng.choice(live)
             self._say(f"cancel {name}")
             simulation.abort(name)
-        running = simulation.scheduler.running
-        if running and self._on("forced preemption", self.preempt_share):
-            sequence = rng.choice(running)
+        if (
+            "forced preemption" in self.features
+            and simulation.scheduler.running
+            and self._on("forced preemption", self.preempt_share)
+        ):
+            sequence = rng.choice(simulation.scheduler.running)
             self._say(f"preempt {sequence.request.id}")
             simulation.scheduler.preempt(sequence)
         if self._on("faults", self.fault_share):

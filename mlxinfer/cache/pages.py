@@ -8,7 +8,6 @@ gather.
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
 
 
 class OutOfPages(Exception):
@@ -119,11 +118,14 @@ class PageAllocator:
 
     def _take(self, start: int, count: int) -> list[int]:
         """Up to `count` pages from the front of the free run at `start`."""
-        length = self._pop(start)
-        stop = start + length
-        if count < length:
-            stop = start + count
-            self._put(stop, length - count)
+        length = self._length_from[start]
+        stop = start + min(count, length)
+        if length - count > self._headroom:
+            self._move(start, stop, length)
+        else:
+            self._pop(start)
+            if count < length:
+                self._put(stop, length - count)
         if stop > self.extent:
             self.extent = stop
         return [*range(start, stop)]
@@ -144,6 +146,17 @@ class PageAllocator:
         self._start_before[start + length] = start
         insort(self._runs[length if length <= self._headroom else -1], start)
 
+    def _move(self, start: int, later: int, length: int) -> None:
+        """A long free run begins later, and is a long one still: what a sequence's next page does.
+
+        No other run begins in between, so it keeps its place among them.
+        """
+        del self._length_from[start]
+        self._length_from[later] = start + length - later
+        self._start_before[start + length] = later
+        starts = self._runs[-1]
+        starts[bisect_left(starts, start)] = later
+
     def _pop(self, start: int) -> int:
         """Forget the free run that starts here; its length."""
         length = self._length_from.pop(start)
@@ -153,82 +166,105 @@ class PageAllocator:
         return length
 
 
-@dataclass(slots=True)
 class PageTable:
     """The pages of one sequence in one group, in order of position.
 
     A window lets go of pages at the front, all but the first `num_kept`, which hold the sinks.
     After them follows page number (position // page_size) `first`.
+
+    Args:
+        page_size: tokens a page.
+        num_kept: pages at the front that stay.
+        first: see above; num_kept at least.
+        kept: pages of the first page numbers, up to `num_kept` of them.
+        pages: those from page number `first` on.
     """
 
-    page_size: int
-    num_kept: int = 0
-    first: int = 0
-    kept: list[int] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
-    _runs: list[tuple[int, int]] | None = field(default=None, repr=False)
-    _before: tuple[int, list[tuple[int, int]]] | None = field(default=None, repr=False)
-    _numbers: "array[int]" = field(init=False, repr=False)  # page of each page number, -1: gone
+    __slots__ = ("_before", "_numbers", "_runs", "first", "num_kept", "page_size")
 
-    def __post_init__(self) -> None:
-        self.first = max(self.first, self.num_kept)
-        gone = [-1] * (self.first - self.num_kept)
-        self._numbers = array("i", [*self.kept, *gone, *self.pages])
+    def __init__(
+        self,
+        page_size: int,
+        num_kept: int = 0,
+        first: int = 0,
+        kept: Iterable[int] = (),
+        pages: Iterable[int] = (),
+    ) -> None:
+        self.page_size = page_size
+        self.num_kept = num_kept
+        self.first = max(first, num_kept)
+        gone = [-1] * (self.first - num_kept)
+        self._numbers = array("i", [*kept, *gone, *pages])  # page of each page number, -1: gone
+        self._runs: list[tuple[int, int]] | None = None
+        self._before: tuple[int, list[tuple[int, int]]] | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PageTable) and self._says() == other._says()
+
+    def __repr__(self) -> str:
+        return "PageTable(page_size={}, num_kept={}, first={}, {})".format(*self._says())
+
+    def _says(self) -> tuple[int, int, int, "array[int]"]:
+        return self.page_size, self.num_kept, self.first, self._numbers
 
     @property
     def end(self) -> int:
         """One past the last position that has a slot."""
-        num_kept = len(self.kept)
-        number = self.first + len(self.pages) if num_kept == self.num_kept else num_kept
-        return number * self.page_size
+        return len(self._numbers) * self.page_size
+
+    @property
+    def kept(self) -> list[int]:
+        """Pages of the first page numbers, which stay."""
+        return self._numbers[: self.num_kept].tolist()
+
+    @property
+    def pages(self) -> list[int]:
+        """Pages from page number `first` on."""
+        return self._numbers[self.first :].tolist()
 
     @property
     def all_pages(self) -> list[int]:
         """Every page held, in order."""
         return self.kept + self.pages
 
+    @property
+    def last(self) -> int | None:
+        """The page of the last page number; None: it holds none."""
+        page = self._numbers[-1] if self._numbers else -1
+        return page if page >= 0 else None
+
     def page_at(self, page_number: int) -> int | None:
         """The page of a page number; None: it was let go of."""
-        if page_number < self.num_kept:
-            return self.kept[page_number]
-        place = page_number - self.first
-        return self.pages[place] if place >= 0 else None
+        page = self._numbers[page_number]
+        return page if page >= 0 else None
 
     def copy(self) -> "PageTable":
         """The same pages, whatever becomes of this table."""
-        return replace(self, kept=list(self.kept), pages=list(self.pages))
+        return PageTable(self.page_size, self.num_kept, self.first, self.kept, self.pages)
 
     def replace(self, page_number: int, page: int) -> None:
-        """Use `page` for the positions of `page_number` from now on."""
-        if page_number < self.num_kept:
-            self.kept[page_number] = page
-        else:
-            self.pages[page_number - self.first] = page
+        """Use `page` for the positions of `page_number`, which is held, from now on."""
         self._numbers[page_number] = page
         self._forget()
 
     def pages_from(self, page_number: int) -> list[int]:
         """Pages held whose number is at least `page_number`."""
-        return self.kept[page_number:] + self.pages[max(page_number - self.first, 0) :]
+        return [page for page in self._numbers[page_number:] if page >= 0]
 
     def append(self, pages: list[int]) -> None:
         """Take pages for the positions that follow."""
         self._numbers.extend(pages)
-        missing = self.num_kept - len(self.kept)
-        if missing:
-            self.kept += pages[:missing]
-            pages = pages[missing:]
-        self.pages += pages
         self._forget()
 
     def drop_before(self, page_number: int) -> list[int]:
         """Let go of the pages before `page_number` that are not kept; returns them."""
-        count = min(max(page_number - self.first, 0), len(self.pages))
-        dropped, self.pages = self.pages[:count], self.pages[count:]
-        self._numbers[self.first : self.first + count] = array("i", [-1]) * count
-        self.first += count
-        self._forget()
-        return dropped
+        stop = min(page_number, len(self._numbers))
+        dropped = self._numbers[self.first : stop]
+        if dropped:
+            self._numbers[self.first : stop] = array("i", [-1]) * len(dropped)
+            self.first = stop
+            self._forget()
+        return dropped.tolist()
 
     def numbers_before(self, stop: int) -> "array[int]":
         """The page of every page number of positions [0, stop), int32; -1: let go of."""

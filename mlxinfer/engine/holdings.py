@@ -180,8 +180,7 @@ class Holdings:
         allocator = self.allocators[group]
         if missing > allocator.num_free:
             self.tree.evict(group, missing - allocator.num_free)
-        held = table.pages or table.kept
-        table.append(allocator.allocate(missing, after=held[-1] if held else None))
+        table.append(allocator.allocate(missing, after=table.last))
         return end + missing * self.page_size
 
     def wrote(self, sequence: Sequence) -> None:

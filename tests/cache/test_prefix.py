@@ -143,7 +143,8 @@ def test_a_prompt_is_found_while_it_is_being_computed() -> None:
     tree.extend(first, tokens, tables, num_tokens=20)
     assert reused(tree, tokens) == 20
     own = tables_for(tree, 20)
-    own[0].pages[:2] = tables[0].pages[:2]
+    for number in range(2):
+        own[0].replace(number, tables[0].pages[number])
     duplicates = tree.extend(second, tokens, own, num_tokens=16)
     assert duplicates == [
         Duplicate(0, number, own[0].pages[number], tables[0].pages[number]) for number in (2, 3)

@@ -286,7 +286,7 @@ class PrefixMachine(RuleBasedStateMachine):
                 else:
                     duplicate = replaced.pop((group, number))
                     assert (duplicate.own, duplicate.tree) == (page, entry.pages[group])
-                    put_page(running.tables[group], number, duplicate.tree)
+                    running.tables[group].replace(number, duplicate.tree)
                     self.allocators[group].release([page])
             running.path.append(path)
         assert not replaced
@@ -493,13 +493,6 @@ class PrefixMachine(RuleBasedStateMachine):
 def page_of(table: PageTable, number: int) -> int | None:
     numbered = [*enumerate(table.kept), *enumerate(table.pages, table.first)]
     return dict(numbered).get(number)
-
-
-def put_page(table: PageTable, number: int, page: int) -> None:
-    if number < table.num_kept:
-        table.kept[number] = page
-    else:
-        table.pages[number - table.first] = page
 
 
 TestPrefixTree = PrefixMachine.TestCase

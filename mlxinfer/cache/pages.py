@@ -17,6 +17,9 @@ class OutOfPages(Exception):
 class PageAllocator:
     """Free pages as runs, merged when they meet.
 
+    Arrays hold them, because hundreds of sequences ask in turn: a dictionary, or numbers in a list,
+    lie all over memory.
+
     `headroom` pages are left after the last owner where a new run is placed, so that both can grow
     without breaking their runs; they stay free, and are used when nothing else is left.
 
@@ -32,10 +35,11 @@ class PageAllocator:
         self.near = num_pages
         self.extent = 0  # one more than the highest page id ever handed out
         self._headroom = headroom
-        self._length_from: dict[int, int] = {}  # first page of a free run -> its length
-        self._start_before: dict[int, int] = {}  # one past its last page -> first page
+        # Of a free run: its length at its first page, and that page at the one past its last.
+        self._length_from = array("i", [0]) * (num_pages + 1)
+        self._start_before = array("i", [-1]) * (num_pages + 1)
         # by length, the last for all that are longer than the headroom: first pages in order
-        self._runs: list[list[int]] = [[] for _ in range(headroom + 2)]
+        self._runs = [array("i") for _ in range(headroom + 2)]
         self._put(0, num_pages)
 
     @property
@@ -53,7 +57,7 @@ class PageAllocator:
             raise OutOfPages(f"{count} pages wanted, {self.num_free} of {self.num_pages} free")
         self.num_free -= count
         start = -1 if after is None else after + 1
-        taken = self._take(start, count) if start in self._length_from else []
+        taken = self._take(start, count) if start >= 0 and self._length_from[start] else []
         while len(taken) < count:
             missing = count - len(taken)
             taken += self._take(self._place(missing), missing)
@@ -81,7 +85,7 @@ class PageAllocator:
 
     def _with_headroom(self, count: int) -> tuple[int, int] | None:
         """The first free run with place for `count` pages, and how many to leave free before."""
-        if self._length_from.get(0, 0) >= count:
+        if self._length_from[0] >= count:
             return 0, 0
         for start in self._runs[-1]:
             if start and self._length_from[start] >= self._headroom + count:
@@ -133,10 +137,10 @@ class PageAllocator:
     def _free(self, page: int) -> None:
         assert 0 <= page < self.num_pages
         start, end = page, page + 1
-        if page in self._start_before:  # a free run ends right before this page
+        if self._start_before[page] >= 0:  # a free run ends right before this page
             start = self._start_before[page]
             self._pop(start)
-        if end in self._length_from:  # and one starts right after it
+        if self._length_from[end]:  # and one starts right after it
             end += self._pop(end)
         self._put(start, end - start)
 
@@ -151,7 +155,7 @@ class PageAllocator:
 
         No other run begins in between, so it keeps its place among them.
         """
-        del self._length_from[start]
+        self._length_from[start] = 0
         self._length_from[later] = start + length - later
         self._start_before[start + length] = later
         starts = self._runs[-1]
@@ -159,8 +163,9 @@ class PageAllocator:
 
     def _pop(self, start: int) -> int:
         """Forget the free run that starts here; its length."""
-        length = self._length_from.pop(start)
-        del self._start_before[start + length]
+        length = self._length_from[start]
+        self._length_from[start] = 0
+        self._start_before[start + length] = -1
         starts = self._runs[length if length <= self._headroom else -1]
         del starts[bisect_left(starts, start)]
         return length

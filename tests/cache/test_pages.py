@@ -1,5 +1,6 @@
 """The page allocator against a naive set, and page tables against arithmetic."""
 
+from array import array
 from itertools import count, pairwise
 from typing import NoReturn
 
@@ -94,13 +95,13 @@ def longest_run(free: set[int], stop: int) -> tuple[int, int]:
     return (starts[lengths.index(best)], best) if starts else (-1, 0)
 
 
-class Unlisted(dict[int, int]):
-    """Answers for one key at a time."""
+class Unlisted(array):  # type: ignore[type-arg]
+    """Answers for one page at a time."""
 
-    def items(self) -> NoReturn:  # type: ignore[override]
+    def __iter__(self) -> NoReturn:
         raise AssertionError("every free run was looked at")
 
-    __iter__ = keys = values = items  # type: ignore[assignment]
+    tolist = index = __iter__  # type: ignore[assignment]
 
 
 def test_a_page_is_found_without_a_look_at_every_free_run() -> None:
@@ -108,7 +109,7 @@ def test_a_page_is_found_without_a_look_at_every_free_run() -> None:
     allocator = PageAllocator(3000, headroom=8)
     held = [allocator.allocate(1) for _ in range(3000)]
     allocator.release(page for (page,) in held if page % 3)  # runs of two
-    allocator._length_from = Unlisted(allocator._length_from)
+    allocator._length_from = Unlisted("i", allocator._length_from)
     for start in range(1, 3000, 3):
         assert allocator.allocate(1) == [start]
 

@@ -54,7 +54,7 @@ def plan_queries(
         shape=(len(short), short.width),
         unpad=unpad,
         slots=short.lasting("slots", lambda: _as_index(short.slots)),
-        tail_mask=mx.array(_tail_mask(positions, short.sealed, reach, page_size)),
+        tail_mask=_tail_mask(positions, short.sealed, reach, page_size),
     )
     return queries, positions
 
@@ -78,23 +78,23 @@ def _as_index(rows: Ints) -> mx.array | slice:
     return mx.array(rows)
 
 
-def _tail_mask(positions: Ints, sealed: Ints, reach: Reach, page_size: int) -> NDArray[np.float32]:
+def _tail_mask(positions: Ints, sealed: Ints, reach: Reach, page_size: int) -> mx.array:
     """(B, 1, Q, R) additive: ring slot j holds the one position p >= sealed with p % R == j."""
     ring = 2 * page_size
     if reach.window is None or reach.window >= ring:  # a token sees all of the tail before it
-        half = (sealed[:, None] // page_size) % 2
-        return _ring_masks(page_size)[half, positions - sealed[:, None]][:, None]
+        start = sealed % ring * ring - sealed  # in rows of all masks, less the tail's position
+        return _ring_masks(page_size)[mx.array((positions + start[:, None])[:, None])]
     slots = np.arange(ring, dtype=np.int32)[None]
     held = sealed[:, None] + (slots - sealed[:, None]) % ring  # (B, R)
-    return additive(reach.sees(positions[:, :, None], held[:, None]))[:, None]
+    return mx.array(additive(reach.sees(positions[:, :, None], held[:, None]))[:, None])
 
 
 @cache
-def _ring_masks(page_size: int) -> NDArray[np.float32]:
-    """(2, R, R) additive, by the half in which a tail begins and a token's place in the tail."""
-    begins = page_size * np.arange(2)[:, None, None]
-    places = np.arange(2 * page_size)
-    return additive((places - begins) % (2 * page_size) <= places[:, None])
+def _ring_masks(page_size: int) -> mx.array:
+    """(R * R, R) additive: row s * R + t for the t-th token of a tail that begins in slot s."""
+    slots = np.arange(2 * page_size)
+    seen = (slots - slots[:, None, None]) % (2 * page_size) <= slots[:, None]
+    return mx.array(additive(seen).reshape(-1, 2 * page_size))
 
 
 def additive(visible: NDArray[np.bool_]) -> NDArray[np.float32]:

@@ -6,7 +6,7 @@ token in flight, or when a page was replaced by an equal one.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,17 +26,16 @@ class Decodes:
     output_index: NDArray[np.int64]  # (B,) which token of each answer is sampled, from 0
     num_guided: int  # under a grammar
     num_slots: int  # tails up to the last of theirs
-    ends: Ints  # (B,) positions that their tables have room for
     fullest: int  # tokens in the fullest tail, with the new one
     steps_left: int  # with this one, before the first of them has its last token in flight
-    steps_with_room: int  # with this one, before the first of them needs a page
+    age: int = 0  # steps since they were read
+    _at_page_start: dict[int, list[int]] = field(default_factory=dict, repr=False)  # by age
 
     @staticmethod
     def of(running: Iterable[Sequence]) -> "Decodes":
         """Those of which the newest token of the answer is all that is left to compute."""
         found = [s for s in running if s.decodes]
         slots = [s.slot for s in found]
-        ends = ints([s.num_slots for s in found])
         spans = ShortSpans(
             [s.tables for s in found],
             np.arange(len(found), dtype=np.int32),
@@ -53,10 +52,8 @@ class Decodes:
             np.array([s.num_output for s in found], dtype=np.int64),
             sum([s.request.grammar is not None for s in found]),
             max(slots, default=-1) + 1,
-            ends,
             max([s.num_computed + 1 - s.num_sealed for s in found], default=0),
             min([s.max_known - s.num_known - s.num_pending for s in found], default=0),
-            int((ends - spans.starts).min()) if found else 1,
         )
 
     def __len__(self) -> int:
@@ -73,28 +70,24 @@ class Decodes:
             self.output_index + 1,
             self.num_guided,
             self.num_slots,
-            self.ends,
             self.fullest + 1,
             self.steps_left - 1,
-            self.steps_with_room - 1,
+            self.age + 1,
+            self._at_page_start,
         )
 
     def still_running(self) -> "Decodes":
         """Without those that lost their slot."""
         return Decodes.of([s for s in self.sequences if s.slot >= 0])
 
-    def without_room(self) -> list[int]:
-        """Rows of those whose tables have no slot for the token."""
-        if self.steps_with_room > 0:
-            return []
-        found: list[int] = np.flatnonzero(self.spans.starts >= self.ends).tolist()
-        return found
-
-    def with_room(self, rows: list[int]) -> "Decodes":
-        """After the tables of these rows have grown."""
-        ends = self.ends.copy()
-        ends[rows] = [self.sequences[row].num_slots for row in rows]
-        return replace(self, ends=ends, steps_with_room=int((ends - self.spans.starts).min()))
+    def at_page_start(self, page_size: int) -> list[int]:
+        """Rows whose token is the first of a page; worked out once for each age modulo a page."""
+        phase = self.age % page_size
+        rows = self._at_page_start.get(phase)
+        if rows is None:
+            rows = np.flatnonzero(self.spans.starts % page_size == 0).tolist()
+            self._at_page_start[phase] = rows
+        return rows
 
     def sealed_to(self, stops: Ints) -> "Decodes":
         """After tails were sealed up to (B,) these positions."""

@@ -168,20 +168,19 @@ class Holdings:
         Raises:
             OutOfPages: all that is left of a group is in use; it may have got those of others.
         """
-        ends = [self._extend(t, group, num_tokens) for group, t in enumerate(sequence.tables)]
-        sequence.num_slots = min(ends)
+        for group, table in enumerate(sequence.tables):
+            self._extend(table, group, num_tokens)
 
-    def _extend(self, table: PageTable, group: int, num_tokens: int) -> int:
-        """The same of one group; one past the last position that has a slot now."""
+    def _extend(self, table: PageTable, group: int, num_tokens: int) -> None:
+        """The same of one group."""
         end = table.end
         if num_tokens <= end:
-            return end
+            return
         missing = -(-(num_tokens - end) // self.page_size)
         allocator = self.allocators[group]
         if missing > allocator.num_free:
             self.tree.evict(group, missing - allocator.num_free)
         table.append(allocator.allocate(missing, after=table.last))
-        return end + missing * self.page_size
 
     def wrote(self, sequence: Sequence) -> None:
         """A step that is being launched writes whole pages of a prompt."""
@@ -250,7 +249,6 @@ class Holdings:
             allocator.release(table.pages_from(own))
         self.tree.unlock(lease)
         sequence.tables = []
-        sequence.num_slots = 0
         sequence.lease = None
         sequence.sharers = {}
 

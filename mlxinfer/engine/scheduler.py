@@ -207,15 +207,12 @@ class Scheduler:
             decodes = last.moved_on()
         else:
             decodes = Decodes.of(self.running)
-        crowded = decodes.without_room()
-        if not crowded:
-            return decodes
         preemptions = self.counters.preemptions
-        for row in crowded:
+        for row in decodes.at_page_start(self.page_size):
             sequence = decodes.sequences[row]
             if sequence.slot >= 0:  # else it just had to make room
                 self._hold(sequence, int(decodes.spans.starts[row]) + 1)
-        return self._still_there(decodes.with_room(crowded), preemptions)
+        return self._still_there(decodes, preemptions)
 
     def _still_there(self, decodes: Decodes, preemptions: int) -> Decodes:
         """Without those who had to make room for others, since there were so many preemptions."""

@@ -22,7 +22,6 @@ class Sequence:
     num_prompt: int
     num_computed: int = 0  # positions whose KV is there, or in a launched step
     num_sealed: int = 0  # of these, in pages of the pool; the rest lies in the tail
-    num_slots: int = 0  # positions that its tables have room for
     num_pending: int = 0  # sampled in a launched step, not yet read: 0 or 1
     slot: int = -1  # row in the tails and in the sampler; -1: not running
     tables: list[PageTable] = field(default_factory=list)  # one per layer group

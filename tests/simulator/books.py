@@ -41,11 +41,11 @@ def check_decodes(scheduler: Scheduler, decodes: Decodes) -> None:
     assert decodes.output_index.tolist() == [s.num_output - 1 for s in sequences]
     lengths = [s.num_computed for s in sequences]
     tails = [n - s.num_sealed for n, s in zip(lengths, sequences, strict=True)]
-    rooms = [s.num_slots - n for n, s in zip(lengths, sequences, strict=True)]
     left = [s.max_known - s.num_known - s.num_pending for s in sequences]
     assert decodes.fullest == max(tails, default=0)
-    assert decodes.ends.tolist() == [s.num_slots for s in sequences]
-    assert decodes.steps_with_room == 1 + min(rooms, default=0)
+    page = scheduler.page_size
+    at_page_start = [row for row, n in enumerate(lengths) if (n - 1) % page == 0]
+    assert decodes.at_page_start(page) == at_page_start
     assert decodes.steps_left == 1 + min(left, default=-1)
     assert decodes.num_slots == 1 + max(decodes.slots, default=-1)
     assert decodes.num_guided == sum(s.request.grammar is not None for s in sequences)

@@ -7,7 +7,7 @@ gather.
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class OutOfPages(Exception):
@@ -62,6 +62,32 @@ class PageAllocator:
             missing = count - len(taken)
             taken += self._take(self._place(missing), missing)
         return taken
+
+    def extend(self, tables: "Sequence[PageTable]", num_tokens: Sequence[int]) -> bool:
+        """A page more for each table that has no slot for the last of so many tokens.
+
+        What one `allocate` after the other gives, in few calls: in each step of a large batch many
+        sequences come to the end of a page.
+
+        Args:
+            tables: each lacks one page at most.
+            num_tokens: of each.
+
+        Returns:
+            False: there are not enough free pages for all; then nothing is taken.
+        """
+        full = [t for t, n in zip(tables, num_tokens, strict=True) if t.end < n]
+        if len(full) > self.num_free:
+            return False
+        for table in full:
+            last = table.last
+            if last is not None and self._length_from[last + 1]:
+                self._shorten(last + 1)
+                self.num_free -= 1
+                table.append([last + 1])
+            else:
+                table.append(self.allocate(1))
+        return True
 
     def release(self, pages: Iterable[int]) -> None:
         """Give pages back."""
@@ -122,17 +148,9 @@ class PageAllocator:
 
     def _take(self, start: int, count: int) -> list[int]:
         """Up to `count` pages from the front of the free run at `start`."""
-        length = self._length_from[start]
-        stop = start + min(count, length)
-        if length - count > self._headroom:
-            self._move(start, stop, length)
-        else:
-            self._pop(start)
-            if count < length:
-                self._put(stop, length - count)
-        if stop > self.extent:
-            self.extent = stop
-        return [*range(start, stop)]
+        count = min(count, self._length_from[start])
+        self._shorten(start, count)
+        return [*range(start, start + count)]
 
     def _free(self, page: int) -> None:
         assert 0 <= page < self.num_pages
@@ -150,16 +168,23 @@ class PageAllocator:
         self._start_before[start + length] = start
         insort(self._runs[length if length <= self._headroom else -1], start)
 
-    def _move(self, start: int, later: int, length: int) -> None:
-        """A long free run begins later, and is a long one still: what a sequence's next page does.
-
-        No other run begins in between, so it keeps its place among them.
-        """
+    def _shorten(self, start: int, count: int = 1) -> None:
+        """Take the first pages of a free run."""
+        length = self._length_from[start]
+        stop, left = start + count, length - count
+        if stop > self.extent:
+            self.extent = stop
         self._length_from[start] = 0
-        self._length_from[later] = start + length - later
-        self._start_before[start + length] = later
-        starts = self._runs[-1]
-        starts[bisect_left(starts, start)] = later
+        self._length_from[stop] = left
+        self._start_before[start + length] = stop if left else -1
+        starts, longest = self._runs[min(length, self._headroom + 1)], self._headroom + 1
+        place = bisect_left(starts, start)
+        if left >= longest:  # it keeps its place: no other run begins in between
+            starts[place] = stop
+        else:
+            del starts[place]
+            if left:
+                insort(self._runs[left], stop)
 
     def _pop(self, start: int) -> int:
         """Forget the free run that starts here; its length."""

@@ -171,6 +171,17 @@ class Holdings:
         for group, table in enumerate(sequence.tables):
             self._extend(table, group, num_tokens)
 
+    def extend_each(self, sequences: Seq[Sequence], num_tokens: Seq[int]) -> bool:
+        """The same for sequences that lack a page of a group at most, while pages are free.
+
+        Returns:
+            False: not enough are; some may have got theirs of a group.
+        """
+        return all(
+            allocator.extend([s.tables[group] for s in sequences], num_tokens)
+            for group, allocator in enumerate(self.allocators)
+        )
+
     def _extend(self, table: PageTable, group: int, num_tokens: int) -> None:
         """The same of one group."""
         end = table.end

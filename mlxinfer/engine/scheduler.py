@@ -207,11 +207,17 @@ class Scheduler:
             decodes = last.moved_on()
         else:
             decodes = Decodes.of(self.running)
+        rows = decodes.at_page_start(self.page_size)
+        if not rows:
+            return decodes
+        crowded = [decodes.sequences[row] for row in rows]
+        num_tokens = (decodes.spans.starts[rows] + 1).tolist()
+        if self.holdings.extend_each(crowded, num_tokens):
+            return decodes
         preemptions = self.counters.preemptions
-        for row in decodes.at_page_start(self.page_size):
-            sequence = decodes.sequences[row]
+        for sequence, count in zip(crowded, num_tokens, strict=True):
             if sequence.slot >= 0:  # else it just had to make room
-                self._hold(sequence, int(decodes.spans.starts[row]) + 1)
+                self._hold(sequence, count)
         return self._still_there(decodes, preemptions)
 
     def _still_there(self, decodes: Decodes, preemptions: int) -> Decodes:

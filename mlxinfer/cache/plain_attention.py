@@ -38,11 +38,14 @@ class PlainPlanner:
 
     def __call__(self, spans: ShortSpans, num_rows: int) -> list[Part]:
         """Some spans of a step of `num_rows` tokens in parts: their flat rows and their plan."""
-        few = self._few(spans)
-        some = int(few.sum())
-        if some < 2:
+        if self._reach.window is None:  # what is seen of pages is what is sealed
+            few = spans.lasting(("few", self._group), lambda: self._few(spans))
+        else:
+            few = self._few(spans)
+        num_few = np.count_nonzero(few)
+        if num_few < 2:
             return [self._alone(spans, num_rows)]
-        if some == len(spans):
+        if num_few == len(spans):
             return [self._together(spans, num_rows)]
         short, long = self._parts(spans, few)
         return [self._together(short, num_rows), self._alone(long, num_rows)]

@@ -54,7 +54,7 @@ def plan_queries(
         shape=(len(short), short.width),
         unpad=unpad,
         slots=short.lasting("slots", lambda: _as_index(short.slots)),
-        tail_mask=_tail_mask(positions, short.sealed, reach, page_size),
+        tail_mask=_tail_mask(short, positions, reach, page_size),
     )
     return queries, positions
 
@@ -78,14 +78,15 @@ def _as_index(rows: Ints) -> mx.array | slice:
     return mx.array(rows)
 
 
-def _tail_mask(positions: Ints, sealed: Ints, reach: Reach, page_size: int) -> mx.array:
+def _tail_mask(short: ShortSpans, positions: Ints, reach: Reach, page_size: int) -> mx.array:
     """(B, 1, Q, R) additive: ring slot j holds the one position p >= sealed with p % R == j."""
-    ring = 2 * page_size
+    ring, sealed = 2 * page_size, short.sealed[:, None]
     if reach.window is None or reach.window >= ring:  # a token sees all of the tail before it
-        start = sealed % ring * ring - sealed  # in rows of all masks, less the tail's position
-        return _ring_masks(page_size)[mx.array((positions + start[:, None])[:, None])]
+        # Rows of the masks, but for the positions.
+        first = short.lasting("tail masks", lambda: (sealed % ring * ring - sealed)[:, None])
+        return _ring_masks(page_size)[mx.array(positions[:, None] + first)]
     slots = np.arange(ring, dtype=np.int32)[None]
-    held = sealed[:, None] + (slots - sealed[:, None]) % ring  # (B, R)
+    held = sealed + (slots - sealed) % ring  # (B, R)
     return mx.array(additive(reach.sees(positions[:, :, None], held[:, None]))[:, None])
 
 

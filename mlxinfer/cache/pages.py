@@ -6,8 +6,9 @@ gather.
 """
 
 from array import array
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
 
 
 class OutOfPages(Exception):
@@ -17,8 +18,8 @@ class OutOfPages(Exception):
 class PageAllocator:
     """Free pages as runs, merged when they meet.
 
-    Arrays hold them, because hundreds of sequences ask in turn: a dictionary, or numbers in a list,
-    lie all over memory.
+    Hundreds of sequences take their next page in turn, which must not touch much memory: a run is
+    known by the page where it ends, so that nothing is moved when it begins a page later.
 
     `headroom` pages are left after the last owner where a new run is placed, so that both can grow
     without breaking their runs; they stay free, and are used when nothing else is left.
@@ -38,8 +39,10 @@ class PageAllocator:
         # Of a free run: its length at its first page, and that page at the one past its last.
         self._length_from = array("i", [0]) * (num_pages + 1)
         self._start_before = array("i", [-1]) * (num_pages + 1)
-        # by length, the last for all that are longer than the headroom: first pages in order
-        self._runs = [array("i") for _ in range(headroom + 2)]
+        # Where runs ended when they were noted, in order: those longer than the headroom, and heaps
+        # of the others by their length. What is no run any more is thrown out by who looks.
+        self._long = array("i")
+        self._short: list[list[int]] = [[] for _ in range(headroom + 1)]
         self._put(0, num_pages)
 
     @property
@@ -113,8 +116,8 @@ class PageAllocator:
         """The first free run with place for `count` pages, and how many to leave free before."""
         if self._length_from[0] >= count:
             return 0, 0
-        for start in self._runs[-1]:
-            if start and self._length_from[start] >= self._headroom + count:
+        for start, length in self._long_runs():
+            if start and length >= self._headroom + count:
                 return start, self._headroom
         return None
 
@@ -125,18 +128,33 @@ class PageAllocator:
         the one, but for one run that may go on beyond `stop`.
         """
         best, most = -1, 0
-        for start in self._runs[-1]:
-            length = min(self._length_from[start], stop - start)
+        for start, whole in self._long_runs():
+            length = min(whole, stop - start)
             if length > most:
                 best, most = start, length
-        for most_here in range(self._headroom, 0, -1):
-            if most_here < most:
+        for whole in range(self._headroom, 0, -1):
+            if whole < most:
                 break
-            starts = self._runs[most_here]
-            length = min(most_here, stop - starts[0]) if starts else 0
-            if length > most or (length == most and starts and starts[0] < best):
-                best, most = starts[0], length
+            start = self._first_short(whole)
+            length = min(whole, stop - start) if start >= 0 else 0
+            if length > most or (length == most and 0 <= start < best):
+                best, most = start, length
         return best, most
+
+    def _long_runs(self) -> list[tuple[int, int]]:
+        """First pages and lengths of the runs longer than the headroom, in order."""
+        noted = [(self._start_before[end], end) for end in self._long]
+        runs = [(s, end - s) for s, end in noted if s >= 0 and end - s > self._headroom]
+        if len(runs) < len(noted):
+            self._long = array("i", [start + length for start, length in runs])
+        return runs
+
+    def _first_short(self, length: int) -> int:
+        """First page of the first run of this length, at most the headroom; -1: there is none."""
+        ends = self._short[length]
+        while ends and self._start_before[ends[0]] != ends[0] - length:
+            heappop(ends)
+        return ends[0] - length if ends else -1
 
     def _split(self, start: int, offset: int) -> int:
         """Cut a free run in two, `offset` pages in; the second part's first page."""
@@ -164,36 +182,41 @@ class PageAllocator:
 
     def _put(self, start: int, length: int) -> None:
         """Note a free run."""
+        end = start + length
         self._length_from[start] = length
-        self._start_before[start + length] = start
-        insort(self._runs[length if length <= self._headroom else -1], start)
-
-    def _shorten(self, start: int, count: int = 1) -> None:
-        """Take the first pages of a free run."""
-        length = self._length_from[start]
-        stop, left = start + count, length - count
-        if stop > self.extent:
-            self.extent = stop
-        self._length_from[start] = 0
-        self._length_from[stop] = left
-        self._start_before[start + length] = stop if left else -1
-        starts, longest = self._runs[min(length, self._headroom + 1)], self._headroom + 1
-        place = bisect_left(starts, start)
-        if left >= longest:  # it keeps its place: no other run begins in between
-            starts[place] = stop
-        else:
-            del starts[place]
-            if left:
-                insort(self._runs[left], stop)
+        self._start_before[end] = start
+        if length <= self._headroom:
+            self._note_short(end, length)
+            return
+        place = bisect_left(self._long, end)
+        if self._long[place : place + 1] != array("i", [end]):
+            self._long.insert(place, end)
 
     def _pop(self, start: int) -> int:
         """Forget the free run that starts here; its length."""
         length = self._length_from[start]
         self._length_from[start] = 0
         self._start_before[start + length] = -1
-        starts = self._runs[length if length <= self._headroom else -1]
-        del starts[bisect_left(starts, start)]
         return length
+
+    def _shorten(self, start: int, count: int = 1) -> None:
+        """Take the first pages of a free run."""
+        length = self._pop(start)
+        stop, left = start + count, length - count
+        if stop > self.extent:
+            self.extent = stop
+        if left:
+            self._length_from[stop] = left
+            self._start_before[stop + left] = stop
+            if left <= self._headroom:
+                self._note_short(stop + left, left)
+
+    def _note_short(self, end: int, length: int) -> None:
+        """A run of this length ends here; who never looks leaves as many notes as pages."""
+        ends = self._short[length]
+        heappush(ends, end)
+        if len(ends) > self.num_pages:
+            ends[:] = sorted({e for e in ends if self._start_before[e] == e - length})
 
 
 class PageTable:

@@ -228,7 +228,8 @@ class KVCache:
 
     def count_copies(self) -> None:
         """A step was launched while another held the tails: they are copied as they are written."""
-        self.bytes_copied += sum(pool.tail_bytes for pool in self.pools)
+        for group in self.groups:
+            self.bytes_copied += self.pools[group.layers[0]].num_slots * 2 * group.page_bytes
 
     # -- one step -------------------------------------------------------------------------------
 
@@ -252,6 +253,8 @@ class KVCache:
         Into the page that the tables have for these positions, and into the tail. Only behind a
         barrier, after `seal`.
         """
+        if not copies:
+            return
         taken = []
         for tables, slot, start, stop, pages in copies:
             for group, table, page in zip(self.groups, tables, pages, strict=True):

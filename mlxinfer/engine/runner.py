@@ -84,7 +84,8 @@ class Runner:
         self.cache.seal(batch.seal)
         spilled = self.read_out(batch.spill)
         self._fill(batch.load)
-        self._admit(batch)  # after the seals: they read the tails of those who were there before
+        if batch.admitted:  # after the seals: they read the tails of those who were there before
+            self._admit(batch)
         self.cache.restore(
             [(r.sequence.tables, r.sequence.slot, r.start, r.stop, r.pages) for r in batch.restore]
         )

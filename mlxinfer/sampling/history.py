@@ -64,12 +64,13 @@ class TokenHistory:
         Returns:
             (P, width) int32, of tokens of the prompt IN_PROMPT more.
         """
-        due = counts > self._num_counted[rows]
-        if due.any():
+        due = counts - self._num_counted[rows]  # (P,) 0 or 1
+        num_due = np.count_nonzero(due)
+        if num_due:
             assert newest is not None
-            assert (counts - due == self._num_counted[rows]).all(), "a token was passed by"
-            if not due.all():
-                newest = mx.where(mx.array(due), newest, self._vocab_size)
+            assert num_due == due.sum() == due @ due, "a token was passed by"
+            if num_due < len(due):
+                newest = mx.where(mx.array(due > 0), newest, self._vocab_size)
             self._table = self._table.at[device_rows, newest].add(1)
             self._num_counted[rows] = counts
         return self._table[device_rows]

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from ..cache.kv import KVCache
 from ..cache.layout import lay_out
-from ..cache.pages import PageTable
+from ..cache.page_table import PageTable
 from ..cache.spans import ShortSpans, StepSpans, ints
 from ..config import KVOptions
 from ..engine.kernels import choose_kernels

@@ -10,7 +10,8 @@ from ..metal_kernels.heads import Heads
 from .budget import check_memory, page_counts
 from .growth import FIRST_PAGES, calm_pages, layers_to_grow
 from .kernel_attention import KernelPlanner
-from .pages import PageAllocator, PageTable
+from .page_table import PageTable
+from .pages import PageAllocator
 from .plain_attention import PlainPlanner
 from .plan import padded_positions, plan_group
 from .plane import Plane

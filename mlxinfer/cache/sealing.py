@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .pages import PageTable
+from .page_table import PageTable
 from .spans import Ints, ints
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .pages import PageTable
+from .page_table import PageTable
 
 Ints = NDArray[np.int32]
 T = TypeVar("T")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cache.pages import PageTable
+from ..cache.page_table import PageTable
 from ..cache.sealing import Move
 from ..cache.spans import Ints, StepSpans, ints
 from .decodes import Decodes

@@ -7,7 +7,8 @@ of them before, as they are written too. Only a cut page is copied.
 
 from collections.abc import Sequence as Seq
 
-from ..cache.pages import OutOfPages, PageAllocator, PageTable
+from ..cache.page_table import PageTable
+from ..cache.pages import OutOfPages, PageAllocator
 from ..cache.prefix import PrefixTree
 from ..cache.prefix.match import Match
 from ..cache.reach import Reach

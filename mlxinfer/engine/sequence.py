@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..cache.pages import PageTable
+from ..cache.page_table import PageTable
 from ..cache.prefix.match import Lease
 from ..core import Request
 

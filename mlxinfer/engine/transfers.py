@@ -6,7 +6,8 @@ They belong to the tree: whatever becomes of a request, they are carried out bef
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from ..cache.pages import PageAllocator, PageTable
+from ..cache.page_table import PageTable
+from ..cache.pages import PageAllocator
 from ..cache.prefix import PrefixTree, StoredPage
 from ..cache.prefix.match import Match
 from .batch import Load, Spill

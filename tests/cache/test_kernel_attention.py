@@ -6,7 +6,7 @@ from metal_cpu import MetalCPU, requires_compiler
 from mlxinfer.metal_kernels.launch import running_on
 
 from mlxinfer.cache.kernel_attention import KernelPlan, KernelPlanner
-from mlxinfer.cache.pages import PageTable
+from mlxinfer.cache.page_table import PageTable
 from mlxinfer.cache.pool import LayerPool
 from mlxinfer.cache.reach import Reach
 from mlxinfer.cache.spans import ShortSpans, ints

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.cache.pages import OutOfPages, PageAllocator, PageTable
+from mlxinfer.cache.page_table import PageTable
+from mlxinfer.cache.pages import OutOfPages, PageAllocator
 
 
 def test_extends_a_run_while_it_can() -> None:
@@ -75,6 +76,38 @@ def test_allocator_equals_a_naive_set(data: st.DataObject) -> None:
     assert allocator.num_held == num_held
     assert allocator.num_free == total - num_held
     assert allocator.extent >= max((page + 1 for pages in held for page in pages), default=0)
+
+
+@given(st.data())
+def test_a_page_more_for_many_is_what_each_gets_in_turn(data: st.DataObject) -> None:
+    total, headroom = data.draw(st.integers(6, 60)), data.draw(st.integers(0, 4))
+    ways = [PageAllocator(total, headroom=headroom) for _ in range(2)]
+    tables = [[PageTable(4) for _ in range(data.draw(st.just(6)))] for _ in ways]
+    for _ in range(data.draw(st.integers(1, 12))):
+        chosen = data.draw(st.lists(st.integers(0, 5), unique=True))
+        grow = data.draw(st.lists(st.booleans(), min_size=len(chosen), max_size=len(chosen)))
+        ends = [tables[0][i].end + more for i, more in zip(chosen, grow, strict=True)]
+        free = ways[0].num_free
+        given_all = ways[0].extend([tables[0][i] for i in chosen], ends)
+        assert given_all == (sum(grow) <= free)
+        if not given_all:
+            assert ways[0].num_free == free
+            continue
+        for i, more in zip(chosen, grow, strict=True):
+            if more:
+                tables[1][i].append(ways[1].allocate(1, after=tables[1][i].last))
+        assert tables[0] == tables[1]
+        assert (ways[0].num_free, ways[0].extent) == (ways[1].num_free, ways[1].extent)
+        assert ways[0]._longest(total) == ways[1]._longest(total)
+
+
+def test_notes_of_runs_do_not_pile_up_where_nobody_looks() -> None:
+    allocator = PageAllocator(40, headroom=8)
+    for _ in range(500):
+        taken = allocator.allocate(36)
+        allocator.release(reversed(taken))
+    assert all(len(notes) <= 41 for notes in allocator._short)
+    assert len(allocator._long) <= 41
 
 
 def lowest_with_headroom(free: set[int], count: int, headroom: int) -> int | None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mlxinfer.metal_kernels.paged_attention import gathered_attention, paged_attention
 
 from mlxinfer.cache import plain_attention
-from mlxinfer.cache.pages import PageTable
+from mlxinfer.cache.page_table import PageTable
 from mlxinfer.cache.plain_attention import PlainPlanner
 from mlxinfer.cache.plan import plan_group
 from mlxinfer.cache.pool import Bits, LayerPool

@@ -117,7 +117,9 @@ def test_a_failed_step_fails_its_requests_only(
     model = tiny_model(CASE, quantized=True)
     harness = Harness(model, launch_ahead=launch_ahead, max_batch=2)
     (break_read if reading else break_launch)(harness, at)
-    params = SamplingParams(max_tokens=12, temperature=0.8, seed=3, repetition_penalty=1.2)
+    params = SamplingParams(
+        max_tokens=12, temperature=0.8, seed=3, repetition_penalty=1.2, frequency_penalty=0.5
+    )
     for i in range(4):
         harness.add(str(i), prompt(20 + 9 * i), params)
         harness.turn(late if i == 2 else 0)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from mlxinfer.cache.disk import DiskTier, namespace_key
-from mlxinfer.cache.pages import PageAllocator, PageTable
+from mlxinfer.cache.page_table import PageTable
+from mlxinfer.cache.pages import PageAllocator
 from mlxinfer.cache.prefix import PrefixTree
 from mlxinfer.cache.reach import Reach
 from mlxinfer.engine import pagestore

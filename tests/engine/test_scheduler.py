@@ -102,6 +102,32 @@ def test_chunks_end_at_page_boundaries() -> None:
             assert ends_prompt or segment.stop % PAGE == 0
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+def test_sequences_know_of_their_steps_when_somebody_looks(ahead: bool) -> None:
+    scheduler = build(pages=64)
+    sequences = [scheduler.add(request(name, 3, 90), max_output=90) for name in "ab"]
+    previous = None
+    unknown = 0
+    for number in range(1, 60):
+        batch = scheduler.next_batch()
+        assert batch is not None
+        done = previous if ahead else batch
+        if done is not None:
+            scheduler.commit(done, [number] * len(done.sampling))
+        previous = batch
+        unknown = max(unknown, *[batch.decodes.spans.starts.max(initial=0) - s.num_computed
+                                 for s in sequences])  # fmt: skip
+        if number % 25 == 0:
+            assert scheduler.running == sequences
+            for sequence in sequences:
+                assert sequence.num_computed == 2 + number  # the first step: the prompt
+                assert sequence.num_pending == ahead
+                assert sequence.token_ids[3:] == list(range(1 + ahead, number + 1))
+    assert unknown >= (8 if ahead else -1), "nothing was put off"
+    scheduler.finish(sequences[0])
+    assert len(sequences[0].token_ids) == len(sequences[1].token_ids) == 3 + 59 - ahead
+
+
 def test_tails_are_sealed_all_at_once() -> None:
     scheduler = build(pages=64)
     for name in "ab":

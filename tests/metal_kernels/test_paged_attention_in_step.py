@@ -10,7 +10,7 @@ from mlxinfer.metal_kernels.attention_plan import AttentionPlanner, page_table
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
 
-from mlxinfer.cache.pages import PageTable
+from mlxinfer.cache.page_table import PageTable
 from mlxinfer.cache.plain_attention import PlainPlanner
 from mlxinfer.cache.plan import padded_positions, plan_group
 from mlxinfer.cache.pool import Bits, LayerPool

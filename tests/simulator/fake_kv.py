@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from simulator.oracle import layer_groups
 
-from mlxinfer.cache.pages import PageAllocator, PageTable
+from mlxinfer.cache.page_table import PageTable
+from mlxinfer.cache.pages import PageAllocator
 from mlxinfer.cache.reach import Reach
 from mlxinfer.engine.batch import Load, Move, Restore, Segment, Spill
 

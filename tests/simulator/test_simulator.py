@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 from simulator.programs import Program
 
-from mlxinfer.cache.pages import PageTable
+from mlxinfer.cache.page_table import PageTable
 from mlxinfer.cache.reach import Reach
 from mlxinfer.engine.batch import Batch
 from mlxinfer.engine.holdings import Holdings

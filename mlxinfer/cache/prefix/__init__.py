@@ -9,7 +9,8 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..pages import PageAllocator, PageTable
+from ..page_table import PageTable
+from ..pages import PageAllocator
 from .match import Lease, Match, find
 from .node import Node, StoredPage
 from .store import NodeStore

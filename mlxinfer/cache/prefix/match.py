@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from ..pages import PageTable
+from ..page_table import PageTable
 from .node import Node
 
 

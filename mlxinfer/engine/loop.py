@@ -194,6 +194,7 @@ class Loop:
         self._fail_lost(lost)
         tokens = token_ids.tolist()
         taken = self.scheduler.commit(launched.batch, tokens)
+        self.runner.observe(launched.batch.sampling, token_ids, taken.away)
         self._tell_tokens(launched.batch.sampling, tokens, taken, logprobs)
         return True
 
@@ -252,7 +253,7 @@ class Loop:
         for sequence in self.scheduler.unfinished():
             sequence.num_pending = 0  # sampled on what failed; drawn again, the same
         self.scheduler.holdings.forget()
-        self.runner.forget()
+        self.cache.reset()
 
     def _fail_lost(self, sequences: list[Sequence]) -> None:
         """End those whose logits are no numbers: what was sampled from them is not told."""

@@ -17,6 +17,7 @@ from ..sampling.sampler import Sampled, Sampler
 from .batch import Batch, Load, Sampling, Segment, Spill
 from .sequence import Sequence
 
+Bools = NDArray[np.bool_]
 NO_TOKENS: Ints = np.zeros(0, dtype=np.int32)
 
 
@@ -29,7 +30,6 @@ class Launched:
     prompt_logits: list[tuple[Sequence, int, mx.array]]  # of a position on: (n, vocab), lazy
     outputs: list[mx.array]  # evaluating these finishes the step
     guided_logits: mx.array | None = None  # (G, vocab) of those guided, until they are sampled
-    guided_ids: mx.array | None = None  # (G,) their input ids
     sound: mx.array | None = None  # (R,) whether logits are numbers; None: not looked at
     guided: Sampled | None = None  # what came of them; their tokens are the last of `sampled`, too
     spilled: list[tuple[Spill, bytes]] = field(default_factory=list)  # read out before it
@@ -89,10 +89,10 @@ class Runner:
         self.cache.restore(
             [(r.sequence.tables, r.sequence.slot, r.start, r.stop, r.pages) for r in batch.restore]
         )
-        ids = _input_ids(batch, previous)
+        ids, pending = _input_ids(batch, previous)
         spans = batch.spans
         hidden = self.model(ids, mx.array(spans.positions), self.cache.begin_step(spans))
-        launched = self._heads(batch, hidden, ids)
+        launched = self._heads(batch, hidden, ids, pending)
         launched.spilled = spilled
         mx.async_eval(launched.outputs)
         if in_flight:
@@ -112,13 +112,12 @@ class Runner:
             launched.guided_logits,
             sampling.slots[sampling.num_free :],
             sampling.output_index[sampling.num_free :],
-            launched.guided_ids,
             mask=mx.array(masks),
         )
         free = launched.sampled
         tokens = guided.tokens if free is None else mx.concatenate([free.tokens, guided.tokens])
         launched.sampled = Sampled(tokens, None if free is None else free.logprobs)
-        launched.guided, launched.guided_logits, launched.guided_ids = guided, None, None
+        launched.guided, launched.guided_logits = guided, None
         new = [tokens, *guided.arrays()]
         launched.outputs += new
         mx.async_eval(new)
@@ -138,10 +137,13 @@ class Runner:
             payloads = [load.payload for load in some]
             write_pages(self.cache, group, [load.page for load in some], payloads)
 
-    def forget(self) -> None:
-        """A step failed: what came of it is not to be used, and nothing runs any more."""
-        self.cache.reset()
-        self.sampler.clear()
+    def observe(self, sampling: Sampling, token_ids: Ints, away: list[int]) -> None:
+        """Tell the sampler which tokens were read, but for rows whose slot was given up."""
+        slots = sampling.slot_ids
+        if away:
+            slots = slots.copy()
+            slots[away] = -1
+        self.sampler.observe(slots, token_ids)
 
     def _admit(self, batch: Batch) -> None:
         admitted = [s for s in batch.admitted if s.slot >= 0]  # others were preempted at once
@@ -160,7 +162,7 @@ class Runner:
                 request.stop_ids,
             )
 
-    def _heads(self, batch: Batch, hidden: mx.array, ids: mx.array) -> Launched:
+    def _heads(self, batch: Batch, hidden: mx.array, ids: mx.array, pending: Bools) -> Launched:
         """Logits and tokens of the rows that need them."""
         prompt_logits = [
             (s.sequence, s.start, self._prompt_logits(s, hidden))
@@ -170,9 +172,11 @@ class Runner:
         outputs = [logits for *_, logits in prompt_logits]
         if not batch.sampling:
             return Launched(batch, None, prompt_logits, [*outputs, hidden])
-        logits, ids = self._logits(batch.sampling, hidden, ids)
-        launched = Launched(batch, None, prompt_logits, outputs)
-        self._sample(launched, logits, ids)
+        logits, ids, pending = self._logits(batch.sampling, hidden, ids, pending)
+        sampled, guided_logits = self._sample(batch.sampling, logits, ids, pending)
+        outputs += [] if sampled is None else sampled.arrays()
+        outputs += [] if guided_logits is None else [guided_logits]
+        launched = Launched(batch, sampled, prompt_logits, outputs, guided_logits)
         if batch.begins_answers:  # once for each: damaged weights show at once, and others are rare
             launched.sound = mx.isfinite(mx.max(logits, axis=-1))
             outputs.append(launched.sound)
@@ -184,47 +188,50 @@ class Runner:
         return self.model.logits(hidden[segment.row : segment.row + count]).astype(mx.float32)
 
     def _logits(
-        self, sampling: Sampling, hidden: mx.array, ids: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        """Logits (R, vocab) of the rows that get a token, and their input ids (R,)."""
+        self, sampling: Sampling, hidden: mx.array, ids: mx.array, pending: Bools
+    ) -> tuple[mx.array, mx.array, Bools]:
+        """Logits (R, vocab) of the rows that get a token, their input ids and which are pending."""
         if sampling.rows is not None:
             chosen = mx.array(sampling.rows)
-            hidden, ids = hidden[chosen], ids[chosen]
-        return self.model.logits(hidden), ids
+            hidden, ids, pending = hidden[chosen], ids[chosen], pending[sampling.rows]
+        return self.model.logits(hidden), ids, pending
 
-    def _sample(self, launched: Launched, logits: mx.array, ids: mx.array) -> None:
-        """Choose tokens for rows without a grammar; the others (G, vocab) wait for their masks."""
-        sampling = launched.batch.sampling
-        num_free = sampling.num_free
+    def _sample(
+        self, sampling: Sampling, logits: mx.array, ids: mx.array, pending: Bools
+    ) -> tuple[Sampled | None, mx.array | None]:
+        """The tokens of rows without a grammar, and the logits (G, vocab) of the others."""
+        num_free, guided_logits = sampling.num_free, None
         if sampling.num_guided:
-            launched.guided_logits, launched.guided_ids = logits[num_free:], ids[num_free:]
-            launched.outputs += [launched.guided_logits, launched.guided_ids]
-            logits, ids = logits[:num_free], ids[:num_free]
-        if num_free:
-            slots, output_index = sampling.slots[:num_free], sampling.output_index[:num_free]
-            launched.sampled = self.sampler.sample(logits, slots, output_index, ids)
-            launched.outputs += launched.sampled.arrays()
+            logits, guided_logits = logits[:num_free], logits[num_free:]
+            ids, pending = ids[:num_free], pending[:num_free]
+        if not num_free:
+            return None, guided_logits
+        before = ids if pending.all() else None
+        if before is None and pending.any():
+            before = mx.where(mx.array(pending), ids, -1)
+        slots, output_index = sampling.slots[:num_free], sampling.output_index[:num_free]
+        return self.sampler.sample(logits, slots, output_index, before), guided_logits
 
 
-def _input_ids(batch: Batch, previous: Launched | None) -> mx.array:
-    """Token ids (T,), some of which only the device knows yet.
+def _input_ids(batch: Batch, previous: Launched | None) -> tuple[mx.array, Bools]:
+    """Token ids (T,), and which of them only the device knows yet (T,).
 
     A decode row's token may have been sampled by the step in flight: then it is taken from there.
     """
     decodes, num_rows = batch.decodes.sequences, batch.num_tokens
     if previous is None or previous.sampled is None:
-        return _known_ids(batch)
+        return _known_ids(batch), np.zeros(num_rows, dtype=np.bool_)
     tokens = previous.sampled.tokens
     if decodes is previous.batch.sampling.sequences and num_rows == len(decodes):
-        return tokens
+        return tokens, np.ones(num_rows, dtype=np.bool_)
     rows = np.full(num_rows, -1, dtype=np.int32)  # in the step in flight; -1: the host knows it
     place = {sequence: row for row, sequence in enumerate(previous.batch.sampling.sequences)}
     rows[: len(decodes)] = [place.get(sequence, -1) for sequence in decodes]
     pending = rows >= 0
     if pending.all():
-        return tokens[mx.array(rows)]
+        return tokens[mx.array(rows)], pending
     taken = tokens[mx.array(np.maximum(rows, 0))]
-    return mx.where(mx.array(pending), taken, _known_ids(batch))
+    return mx.where(mx.array(pending), taken, _known_ids(batch)), pending
 
 
 def _known_ids(batch: Batch) -> mx.array:

@@ -34,6 +34,7 @@ class Taken:
 
     ended: dict[int, FinishReason] = field(default_factory=dict)  # with this token
     late: list[int] = field(default_factory=list)  # had ended before: the token is thrown away
+    away: list[int] = field(default_factory=list)  # gave up the slot: these, and who was preempted
 
 
 class Scheduler:
@@ -188,9 +189,11 @@ class Scheduler:
         rows = zip(batch.sampling.sequences, token_ids, strict=True)
         for row, (sequence, token_id) in enumerate(rows):
             sequence.num_pending -= 1
-            if sequence.finished:
-                taken.late.append(row)
-                continue
+            if sequence.slot < 0:
+                taken.away.append(row)
+                if sequence.finished:
+                    taken.late.append(row)
+                    continue
             sequence.token_ids.append(token_id)
             if last_ones or token_id in stop_ids:
                 reason = _finish_reason(sequence, token_id)

@@ -1,86 +1,130 @@
-"""Which tokens came before in each request, and how often: a table on the device. Knows no logits.
+"""Which tokens each answer holds so far, and how often: tables for a whole batch. Knows no mlx."""
 
-The newest token of a request may exist on the device only, where the step in flight samples it. The
-table takes it in there, before the next one is chosen, so the host need not know it, ever.
-"""
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from collections.abc import Collection, Sequence
-
-import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from .blocks import padded_width
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+BITS = np.array([1 << place for place in range(8)], dtype=np.uint8)
 
-Ints = NDArray[np.int64]
-IN_PROMPT = 1 << 30  # added to the count of a token that the prompt has
-MIN_ROWS = 8
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Slots (N,), and the P of them that are followed."""
+
+    slots: Ints
+    places: NDArray[np.int64]  # (P,) among the slots
+    rows: Ints  # (P,) these slots
+    counted: NDArray[np.bool_] | None  # (P,) None: none is
 
 
 class TokenHistory:
-    """A row (width,) int32 for each slot that is followed: how often the answer has each token.
+    """Distinct tokens of the answer of each slot it follows, and how often each of them is there.
 
-    Every row has a column to spare, the one after the last token, where anything may be counted.
+    A row of `ids` holds `sizes` tokens, then `spare`: the column of a padded row of logits that
+    stands for no token. A bit for each token of the vocabulary says whether it is in the row; where
+    it is, only slots that are counted ask.
     """
 
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._width = padded_width(vocab_size)
-        self._rows: dict[int, int] = {}  # by slot
-        self._table = self._no_rows()
-        self._num_counted = np.zeros(0, dtype=np.int64)  # by row: tokens of the answer
+    def __init__(self, spare: int) -> None:
+        self.spare = spare
+        self._sizes = np.full(1, -1)  # by slot, -1: not followed; the last: all that lie beyond
+        self._counted = np.zeros(0, dtype=np.bool_)
+        self._last: _Asked | None = None  # while the same slots are asked about
+        self._seen = np.zeros((0, spare // 8 + 1), dtype=np.uint8)  # token t: bit t % 8 of t // 8
+        self._ids = np.zeros((0, 64), dtype=np.int32)
+        self._counts = np.zeros((0, 64), dtype=np.float32)
 
-    def start(self, slot: int, prompt_ids: Collection[int], output_ids: Sequence[int]) -> None:
-        """Follow a slot, which is not followed, whose request has said this so far."""
-        row = min(set(range(len(self._rows) + 1)) - set(self._rows.values()))
-        self._reserve(row + 1)
-        counts = np.zeros(self._width, dtype=np.int32)
-        counts[np.asarray(prompt_ids, dtype=np.int64)] = IN_PROMPT
-        np.add.at(counts, np.asarray(output_ids, dtype=np.int64), 1)
-        self._table[row] = mx.array(counts)
-        self._num_counted[row] = len(output_ids)
-        self._rows[slot] = row
+    def start(self, slot: int, output_ids: Sequence[int], *, counted: bool) -> None:
+        """Follow a slot, whose request has said this so far.
+
+        Args:
+            slot: followed or not.
+            output_ids: the answer.
+            counted: whether somebody asks how often a token is there.
+        """
+        ids, times = np.unique(np.asarray(output_ids, dtype=np.int32), return_counts=True)
+        num_ids = len(ids)
+        self._reserve(num_slots=slot + 1, num_ids=num_ids)
+        self._ids[slot] = self.spare
+        self._ids[slot, :num_ids] = ids
+        self._counts[slot] = 0
+        self._counts[slot, :num_ids] = times if counted else 0
+        self._seen[slot] = 0
+        np.bitwise_or.at(self._seen[slot], ids >> 3, BITS[ids & 7])
+        self._sizes[slot] = num_ids
+        self._counted[slot] = counted
+        self._last = None
 
     def stop(self, slot: int) -> None:
         """Follow a slot no longer, if it was followed."""
-        if self._rows.pop(slot, None) is not None and not self._rows:
-            self._table, self._num_counted = self._no_rows(), self._num_counted[:0]
+        if slot < len(self._sizes):
+            self._sizes[slot] = -1
+            self._last = None
 
-    def rows(self, slots: Sequence[int]) -> Ints:
-        """(P,) of the table, of slots that are followed."""
-        return np.array([self._rows[slot] for slot in slots], dtype=np.int64)
+    def observe(self, slots: Ints, token_ids: Ints) -> None:
+        """Add one token to each of these slots (N,), all different, that is followed; -1: none.
 
-    def came(
-        self, rows: Ints, device_rows: mx.array, counts: Ints, newest: mx.array | None
-    ) -> mx.array:
-        """How often each token came in these rows, with the newest of each.
-
-        Args:
-            rows: (P,) all different.
-            device_rows: (P,) int32 the same.
-            counts: (P,) tokens that their answers have: those counted, and one more at most.
-            newest: (P,) int32 the last of them; None: all are counted.
-
-        Returns:
-            (P, width) int32, of tokens of the prompt IN_PROMPT more.
+        Cheapest with the same array of slots, which nobody changes, while the batch is the same.
         """
-        due = counts - self._num_counted[rows]  # (P,) 0 or 1
-        num_due = np.count_nonzero(due)
-        if num_due:
-            assert newest is not None
-            assert num_due == due.sum() == due @ due, "a token was passed by"
-            if num_due < len(due):
-                newest = mx.where(mx.array(due > 0), newest, self._vocab_size)
-            self._table = self._table.at[device_rows, newest].add(1)
-            self._num_counted[rows] = counts
-        return self._table[device_rows]
+        if self._last is None or self._last.slots is not slots:
+            self._last = self._followed(slots)
+        rows, counted = self._last.rows, self._last.counted
+        if not len(rows):
+            return
+        tokens = token_ids[self._last.places]
+        byte, bit = tokens >> 3, BITS[tokens & 7]
+        seen = self._seen[rows, byte]
+        self._seen[rows, byte] = seen | bit
+        new = (seen & bit) == 0
+        self._add(rows[new], tokens[new])
+        if counted is not None and (again := counted & ~new).any():
+            self._count(rows[again], tokens[again])
 
-    def _no_rows(self) -> mx.array:
-        return mx.zeros((0, self._width), mx.int32)
+    def ids(self, slots: NDArray[np.int64]) -> Ints:
+        """(P, N) distinct ids, as wide as the longest of these histories."""
+        return self._ids[slots, : self._width(slots)]
 
-    def _reserve(self, num_rows: int) -> None:
-        missing = num_rows - len(self._table)
-        if missing > 0:
-            more = max(missing, len(self._table), MIN_ROWS)
-            self._table = mx.concatenate([self._table, mx.zeros((more, self._width), mx.int32)])
-            self._num_counted = np.pad(self._num_counted, (0, more))
+    def counts(self, slots: NDArray[np.int64]) -> Floats:
+        """(P, N) how often each of the `ids` is there; 0 in rows that are not counted."""
+        return self._counts[slots, : self._width(slots)]
+
+    def _followed(self, slots: Ints) -> "_Asked":
+        """Which of these slots (N,) are followed, and which of those are counted."""
+        beyond = len(self._sizes) - 1
+        places = np.flatnonzero(self._sizes[np.minimum(slots, beyond)] >= 0)
+        rows = slots[places]
+        counted = self._counted[rows]
+        return _Asked(slots, places, rows, counted if counted.any() else None)
+
+    def _add(self, slots: Ints, token_ids: Ints) -> None:
+        """Tokens (N,) that these slots have not had."""
+        columns = self._sizes[slots]
+        self._reserve(num_slots=0, num_ids=int(columns.max(initial=-1)) + 1)
+        self._ids[slots, columns] = token_ids
+        self._counts[slots, columns] = self._counted[slots]
+        self._sizes[slots] = columns + 1
+
+    def _count(self, slots: Ints, token_ids: Ints) -> None:
+        """Tokens (N,) that these slots have."""
+        ids = self._ids[slots, : int(self._sizes[slots].max())]
+        self._counts[slots, (ids == token_ids[:, None]).argmax(axis=-1)] += 1
+
+    def _width(self, slots: NDArray[np.int64]) -> int:
+        return int(self._sizes[slots].max(initial=1))
+
+    def _reserve(self, *, num_slots: int, num_ids: int) -> None:
+        rows, columns = self._ids.shape
+        if num_slots <= rows and num_ids <= columns:
+            return
+        more_rows = max(num_slots, 2 * rows) - rows if num_slots > rows else 0
+        more_columns = max(num_ids, 2 * columns) - columns if num_ids > columns else 0
+        more = ((0, more_rows), (0, more_columns))
+        self._ids = np.pad(self._ids, more, constant_values=self.spare)
+        self._counts = np.pad(self._counts, more)
+        self._sizes = np.pad(self._sizes, more[0], constant_values=-1)
+        self._counted = np.pad(self._counted, more[0])
+        self._seen = np.pad(self._seen, (more[0], (0, 0)))

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from ..metal_kernels.sample import SETTINGS
 from .biases import Biases, SparseBias
 from .blocks import padded_width, row_padding
-from .history import TokenHistory
 from .logprobs import LogprobRows, logprob_rows
-from .penalties import Penalties
+from .penalties import Penalties, Repetition
 from .settings import GREEDY, PLAIN, TOP_K, TOP_P
 from .truncation import RankCuts, WeightCuts
 
@@ -60,7 +59,7 @@ def make_plan(
     slots: tuple[int, ...],
     table: NDArray[np.void],
     biases: Mapping[int, SparseBias],
-    history: TokenHistory,
+    prompts: Mapping[int, mx.array],
     vocab_size: int,
 ) -> Plan:
     """Sort out a batch.
@@ -69,7 +68,7 @@ def make_plan(
         slots: (R,) of its rows.
         table: ROWs by slot.
         biases: by slot, of those that have any.
-        history: follows those that have penalties.
+        prompts: prompt_mask by slot, of those that have a repetition penalty.
         vocab_size: V
     """
     rows = table[list(slots)]
@@ -84,7 +83,7 @@ def make_plan(
         places=None if in_order else _ints(np.argsort(order)),
         num_greedy=len(places[0]),
         drawn=_drawn(rows, places[1:], vocab_size) if len(places[0]) < len(rows) else None,
-        penalties=_penalties(rows, slots, history, vocab_size),
+        penalties=_penalties(rows, np.array(slots), prompts, vocab_size),
         biases=Biases(biased, [biases[slots[place]] for place in biased], vocab_size)
         if biased
         else None,
@@ -137,23 +136,37 @@ def _rank_cuts(rows: NDArray[np.void], vocab_size: int) -> RankCuts:
 
 
 def _penalties(
-    rows: NDArray[np.void], slots: tuple[int, ...], history: TokenHistory, vocab_size: int
+    rows: NDArray[np.void],
+    slots: NDArray[np.int64],
+    prompts: Mapping[int, mx.array],
+    vocab_size: int,
 ) -> Penalties | None:
     places = np.flatnonzero(rows["penalised"])
     if not len(places):
         return None
     penalised = rows[places]
-    repetition = penalised["repetition"]
     presence, frequency = penalised["presence"], penalised["frequency"]
-    history_rows = history.rows([slots[place] for place in places.tolist()])
     return Penalties(
-        index=places,
+        slots=slots[places],
         places=None if len(places) == len(rows) else _ints(places),
-        rows=history_rows,
-        device_rows=_ints(history_rows),
-        repetition=_across(repetition, vocab_size) if (repetition != 1).any() else None,
+        repetition=_repetition(
+            penalised, [prompts.get(slot) for slot in slots[places].tolist()], vocab_size
+        ),
         presence=_column(presence) if presence.any() else None,
         frequency=_column(frequency) if frequency.any() else None,
+    )
+
+
+def _repetition(
+    rows: NDArray[np.void], prompts: Sequence[mx.array | None], vocab_size: int
+) -> Repetition | None:
+    given = [mask for mask in prompts if mask is not None]
+    if not given:
+        return None
+    empty = mx.zeros_like(given[0])
+    return Repetition(
+        strength=_across(rows["repetition"], vocab_size),
+        prompts=mx.stack([empty if mask is None else mask for mask in prompts]),
     )
 
 

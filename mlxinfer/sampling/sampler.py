@@ -11,9 +11,9 @@ from ..core import SamplingParams
 from .biases import SparseBias, sparse_bias
 from .blocks import pad_rows
 from .choice import Choice, KernelChoice, PlainChoice
-from .history import TokenHistory
+from .history import Ints, TokenHistory
 from .logprobs import LogprobArrays, compute_logprobs
-from .penalties import penalise
+from .penalties import penalise, prompt_mask
 from .plan import Plan, make_plan
 from .settings import ROW, row_of
 
@@ -44,7 +44,8 @@ class Sampler:
         self._choice: Choice = (KernelChoice if kernel else PlainChoice)(mask_kernel=mask_kernel)
         self._table = np.zeros(0, dtype=ROW)
         self._biases: dict[int, SparseBias] = {}
-        self._history = TokenHistory(vocab_size)
+        self._prompts: dict[int, mx.array] = {}
+        self._history = TokenHistory(spare=vocab_size)
         self._plans: dict[tuple[int, ...], Plan] = {}  # two batches may take turns
 
     def add(
@@ -71,30 +72,29 @@ class Sampler:
         if bias is not None:
             self._biases[slot] = bias
         if params.penalised:
-            repeats = params.repetition_penalty != 1  # of the prompt, too
-            self._history.start(slot, prompt_ids if repeats else (), output_ids)
+            self._history.start(slot, output_ids, counted=params.frequency_penalty != 0)
+        if params.repetition_penalty != 1:
+            self._prompts[slot] = prompt_mask(prompt_ids, self._vocab_size)
         self._plans.clear()
 
     def remove(self, slot: int) -> None:
         """Forget the request of this slot."""
         self._table[slot] = np.zeros((), dtype=ROW)
         self._biases.pop(slot, None)
+        self._prompts.pop(slot, None)
         self._history.stop(slot)
         self._plans.clear()
 
-    def clear(self) -> None:
-        """Forget every request: what the device holds of them cannot be trusted."""
-        self._table[:] = np.zeros((), dtype=ROW)
-        self._biases.clear()
-        self._plans.clear()
-        self._history = TokenHistory(self._vocab_size)
+    def observe(self, slots: Ints, token_ids: Ints) -> None:
+        """Take note of tokens (N,) read back, one for each slot (N,); -1: in use no longer."""
+        self._history.observe(slots, token_ids)
 
     def sample(
         self,
         logits: mx.array,
         slots: Sequence[int],
         counts: NDArray[np.int64],
-        newest: mx.array | None = None,
+        pending: mx.array | None = None,
         mask: mx.array | None = None,
     ) -> Sampled:
         """Choose a token for each row; nothing is evaluated.
@@ -103,7 +103,7 @@ class Sampler:
             logits: (R, V) any float dtype.
             slots: (R,) distinct; cheapest as the same tuple while the batch stays the same.
             counts: (R,) index of each token that is chosen: how many its answer has before it.
-            newest: (R,) int32 the token before this one, of answers that have any since `add`.
+            pending: (R,) int32 the token before this one where it was not observed yet, else -1.
             mask: (R, ceil(V / 32)) uint32 tokens that a grammar allows (see apply_bitmask).
         """
         plan = self._plan_for(slots)
@@ -111,7 +111,7 @@ class Sampler:
         if plan.adjusts:
             if mask is not None:
                 rows, mask = self._choice.masked(rows, mask), None
-            rows = self._adjusted(plan, pad_rows(rows, plan.padding), counts, newest)
+            rows = self._adjusted(plan, pad_rows(rows, plan.padding), counts, pending)
         tokens = self._choice.choose(plan, rows, counts, mask)
         if plan.logprobs is None:
             return Sampled(tokens, None)
@@ -123,16 +123,16 @@ class Sampler:
         if plan is None:
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
-            plan = make_plan(key, self._table, self._biases, self._history, self._vocab_size)
+            plan = make_plan(key, self._table, self._biases, self._prompts, self._vocab_size)
             self._plans[key] = plan
         return plan
 
     def _adjusted(
-        self, plan: Plan, rows: mx.array, counts: NDArray[np.int64], newest: mx.array | None
+        self, plan: Plan, rows: mx.array, counts: NDArray[np.int64], pending: mx.array | None
     ) -> mx.array:
         """Padded rows after penalties and biases."""
         if plan.penalties is not None:
-            rows = penalise(rows, plan.penalties, self._history, counts, newest)
+            rows = penalise(rows, plan.penalties, self._history, pending)
         if plan.biases is not None:
             rows = plan.biases.apply(rows, counts)
         return rows

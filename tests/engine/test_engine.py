@@ -193,21 +193,21 @@ def test_a_listener_that_raises_ends_its_own_request(
 def test_a_request_that_ended_just_before_a_fault_is_told(engine: Engine) -> None:
     """The scheduler knows it no longer, and its last token was lost."""
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-    loop, calls = engine._loop, itertools.count(1)
-    tell = loop._tell_tokens
+    runner, calls = engine._loop.runner, itertools.count(1)
+    observe = runner.observe
 
     def break_once(*args: Any) -> None:
         if next(calls) == 4:
-            raise MemoryError("no room for events")
-        tell(*args)
+            raise MemoryError("no room for a history")
+        observe(*args)
 
-    loop._tell_tokens = break_once  # type: ignore[method-assign]
+    runner.observe = break_once  # type: ignore[method-assign]
     ends, goes_on = (SamplingParams(max_tokens=n, ignore_eos=True) for n in (4, 20))
     requests = [Request("ends", prompt(9), ends), Request("goes on", prompt(9, 1), goes_on)]
     add_together(engine, requests, events.put)
     seen = collect(events, 2)
     assert all(seen[r.id][-1].finish_reason is FinishReason.ERROR for r in requests)
-    assert "no room for events" in str(seen["ends"][-1].error)
+    assert "no room for a history" in str(seen["ends"][-1].error)
     engine.submit(Request("after", prompt(9), ends), events.put)
     assert len(tokens(collect(events, 1)["after"])) == 4
 

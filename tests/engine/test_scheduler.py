@@ -240,7 +240,7 @@ def test_finished_is_noticed_one_step_late_and_counted_once() -> None:
     assert first is not None
     assert second is not None
     assert scheduler.commit(first, [99]) == Taken(ended={0: FinishReason.STOP})
-    assert scheduler.commit(second, [5]) == Taken(late=[0])
+    assert scheduler.commit(second, [5]) == Taken(late=[0], away=[0])
     assert sequence.token_ids == [1, 2, 99]
     assert scheduler.counters.tokens_sampled == 1
     assert scheduler.idle

@@ -70,12 +70,15 @@ def test_a_run_launched_ahead_and_one_resumed_in_the_middle_give_the_same_tokens
     prompts, stops = [[1, 2], [3]], frozenset(range(0, VOCAB, 2))
 
     def run(sampler: Sampler, steps: range) -> list[list[int]]:
-        said: list[mx.array] = []
+        said, pending = [], None
         for step in steps:
-            newest = said[-1] if said else None
-            sampled = sampler.sample(logits[step], (0, 1), np.array([step, step]), newest)
-            said.append(sampled.tokens)
-        return [tokens.tolist() for tokens in said]
+            sampled = sampler.sample(logits[step], (0, 1), np.array([step, step]), pending)
+            if pending is not None:
+                said.append(pending.tolist())
+                sampler.observe(np.array([0, 1]), np.array(said[-1]))
+            pending = sampled.tokens
+        assert pending is not None
+        return [*said, pending.tolist()]
 
     logits = steps
     undisturbed = Sampler(VOCAB)
@@ -215,7 +218,8 @@ def calls_of_a_step(num_rows: int, params: list[SamplingParams]) -> int:
     for slot in slots:
         sampler.add(slot, params[slot % len(params)], [1, 2, 3], [], frozenset({2}))
     logits, counts = mx.zeros((num_rows, VOCAB)), np.zeros(num_rows, np.int64)
-    tokens = sampler.sample(logits, slots, counts).tokens
+    pending = sampler.sample(logits, slots, counts).tokens
+    slot_ids, tokens = np.array(slots), np.array(pending)
     calls = 0
 
     def count(_frame: object, event: str, _arg: object) -> None:
@@ -224,7 +228,8 @@ def calls_of_a_step(num_rows: int, params: list[SamplingParams]) -> int:
 
     sys.setprofile(count)
     try:
-        sampler.sample(logits, slots, counts + 1, tokens)
+        sampler.sample(logits, slots, counts + 1, pending)
+        sampler.observe(slot_ids, tokens)
     finally:
         sys.setprofile(None)
     return calls
@@ -241,9 +246,9 @@ def test_nothing_of_a_step_is_held_after_it():
     sampler.add(0, params, [1, 2], [], frozenset())
 
     def step(count: int) -> None:
-        newest = mx.array([count])
-        sampled = sampler.sample(mx.random.normal((1, 5000)), (0,), np.array([count]), newest)
+        sampled = sampler.sample(mx.random.normal((1, 5000)), (0,), np.array([count]))
         mx.eval(sampled.arrays())
+        sampler.observe(np.array([0]), np.array(sampled.tokens))
 
     step(0)
     mx.synchronize()

@@ -1,78 +1,74 @@
 from collections import Counter
 
-import mlx.core as mx
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.sampling.history import IN_PROMPT, TokenHistory
+from mlxinfer.sampling.history import TokenHistory
 
-VOCAB = 300
-
-
-def came(history: TokenHistory, slots: list[int], counts: list[int], newest: list[int]) -> list:
-    """By slot: token -> how often, as the device has it."""
-    rows = history.rows(slots)
-    device_rows = mx.array(rows.astype(np.int32))
-    table = history.came(rows, device_rows, np.array(counts), mx.array(newest, mx.int32))
-    found = np.array(table)
-    assert found.dtype == np.int32
-    assert not found[:, VOCAB + 1 :].any()
-    return [{int(t): int(row[t]) for t in np.flatnonzero(row[:VOCAB])} for row in found]
+SPARE = 300
 
 
-tokens = st.integers(0, VOCAB - 1)
+def as_dicts(history: TokenHistory, slots: np.ndarray) -> list[dict[int, float]]:
+    ids, counts = history.ids(slots), history.counts(slots)
+    assert (counts[ids == SPARE] == 0).all()
+    found = [
+        [(int(token), float(times)) for token, times in zip(*row, strict=True) if token != SPARE]
+        for row in zip(ids, counts, strict=True)
+    ]
+    assert all(len(dict(pairs)) == len(pairs) for pairs in found)  # each token once
+    return [dict(pairs) for pairs in found]
 
 
 @given(
-    prompt=st.lists(tokens, max_size=9),
-    before=st.lists(tokens, max_size=9),
-    output=st.lists(tokens, max_size=20),
-    evaluated=st.booleans(),
+    before=st.lists(st.integers(0, 200), max_size=90),
+    output=st.lists(st.integers(0, 200), max_size=150),
 )
-def test_counts_each_token_of_each_slot(
-    prompt: list[int], before: list[int], output: list[int], evaluated: bool
-):
-    history = TokenHistory(VOCAB)
-    history.start(3, prompt, before)
-    history.start(1, [], [])
-    found = came(history, [3, 1], [len(before), 0], [-1, -1])  # nothing new: not looked at
-    for step, token in enumerate(output, start=1):
-        counts = [len(before) + step, step]
-        found = came(history, [3, 1], counts, [token, VOCAB - 1 - token])
-        assert not evaluated or found == came(history, [3, 1], counts, [7, 7])  # counted once
-    expected = Counter(before + output)
-    expected.update(dict.fromkeys(prompt, IN_PROMPT))
-    assert found == [expected, Counter(VOCAB - 1 - token for token in output)]
+def test_counts_each_token_of_each_slot(before: list[int], output: list[int]):
+    history = TokenHistory(SPARE)
+    history.start(3, before, counted=True)
+    history.start(1, [], counted=True)
+    slots = np.array([3, 1])
+    for token in output:
+        # nobody follows 0, 2 or 9, and -1 is no slot
+        history.observe(np.array([3, 2, 9, 1, -1, 0]), np.array([token, 7, 7, 200 - token, 7, 7]))
+    expected = [Counter(before + output), Counter(200 - token for token in output)]
+    assert as_dicts(history, slots) == [dict(counter) for counter in expected]
 
 
-def test_who_is_not_asked_for_keeps_what_it_has():
-    history = TokenHistory(VOCAB)
-    for slot in range(20):  # the table grows
-        history.start(slot, [slot], [])
-    assert came(history, [4, 17], [1, 1], [5, 6]) == [{4: IN_PROMPT, 5: 1}, {17: IN_PROMPT, 6: 1}]
-    assert came(history, [4, 9], [2, 0], [5, 8]) == [{4: IN_PROMPT, 5: 2}, {9: IN_PROMPT}]
-    assert came(history, [17], [1], [0]) == [{17: IN_PROMPT, 6: 1}]
+@given(
+    before=st.lists(st.integers(0, SPARE - 1), max_size=90),
+    output=st.lists(st.integers(0, SPARE - 1), max_size=150),
+)
+def test_a_slot_that_is_not_counted_has_the_same_tokens(before: list[int], output: list[int]):
+    history, slots = TokenHistory(SPARE), np.array([0, 1])
+    for slot in slots:
+        history.start(slot, before, counted=bool(slot))
+    for token in output:
+        history.observe(slots, np.array([token, token]))
+    ids = history.ids(slots)
+    np.testing.assert_array_equal(ids[0], ids[1])
+    assert set(ids[0].tolist()) - {SPARE} == {*before, *output}
+    assert not history.counts(slots)[0].any()
+
+
+def test_ids_are_as_wide_as_the_longest_of_the_histories_asked_for():
+    history = TokenHistory(SPARE)
+    history.start(0, range(5), counted=True)
+    history.start(1, [9], counted=True)
+    history.observe(np.array([1]), np.array([8]))
+    assert history.ids(np.array([1, 0])).tolist() == [[9, 8, SPARE, SPARE, SPARE], [0, 1, 2, 3, 4]]
+    assert history.ids(np.array([1])).tolist() == [[9, 8]]
+    history.stop(0)
+    history.observe(np.array([0]), np.array([1]))
+    history.stop(1)
+    history.start(0, [], counted=True)
+    assert as_dicts(history, np.array([0])) == [{}]
 
 
 def test_a_slot_used_again_starts_empty():
-    history = TokenHistory(VOCAB)
-    history.start(0, [], [4, 4, 5])
-    history.start(6, [], [8])
-    history.stop(0)
-    history.stop(0)
-    history.stop(2)  # was never followed
-    history.start(1, [], [7])
-    assert came(history, [1, 6], [1, 1], [0, 0]) == [{7: 1}, {8: 1}]
-    history.stop(1)
-    history.stop(6)
-    history.start(0, [], [])
-    assert came(history, [0], [0], [0]) == [{}]
-
-
-def test_a_token_that_nobody_told_of_is_noticed():
-    history = TokenHistory(VOCAB)
-    history.start(0, [], [1])
-    with pytest.raises(AssertionError, match="passed by"):
-        came(history, [0], [3], [2])
+    history = TokenHistory(SPARE)
+    history.start(0, [4, 4, 5], counted=True)
+    history.start(0, [7], counted=True)
+    history.start(1, [], counted=True)
+    assert as_dicts(history, np.array([0, 1])) == [{7: 1.0}, {}]

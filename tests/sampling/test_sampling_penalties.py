@@ -9,7 +9,7 @@ from sampling_reference import Row, adjusted_logits
 from mlxinfer.core import SamplingParams
 from mlxinfer.sampling.blocks import pad_rows
 from mlxinfer.sampling.history import TokenHistory
-from mlxinfer.sampling.penalties import penalise
+from mlxinfer.sampling.penalties import penalise, prompt_mask
 from mlxinfer.sampling.plan import make_plan
 from mlxinfer.sampling.settings import ROW, row_of
 
@@ -24,20 +24,17 @@ def only_penalties(row: Row) -> Row:
 def penalised(cases: list[Row], pending: list[int] | None = None) -> np.ndarray:
     """(R, VOCAB) logits after the penalties; tokens of `pending` come after those of the rows."""
     table = np.array([row_of(row.params, VOCAB) for row in cases], dtype=ROW)
-    history = TokenHistory(VOCAB)
+    history = TokenHistory(spare=VOCAB)
+    prompts = {}
     for slot, row in enumerate(cases):
-        if row.params.penalised:
-            repeats = row.params.repetition_penalty != 1
-            history.start(slot, row.prompt_ids if repeats else (), row.output_ids)
-    plan = make_plan(tuple(range(len(cases))), table, {}, history, VOCAB)
+        history.start(slot, row.output_ids, counted=row.params.frequency_penalty != 0)
+        if row.params.repetition_penalty != 1:
+            prompts[slot] = prompt_mask(row.prompt_ids, VOCAB)
+    plan = make_plan(tuple(range(len(cases))), table, {}, prompts, VOCAB)
     logits = pad_rows(mx.array(np.stack([row.logits for row in cases])))
-    counts = np.array([len(row.output_ids) for row in cases])
-    newest = None
-    if pending is not None:
-        newest = mx.array(pending, mx.int32)
-        counts += np.array(pending) >= 0
     if plan.penalties is not None:
-        logits = penalise(logits, plan.penalties, history, counts, newest)
+        newest = None if pending is None else mx.array(pending, mx.int32)
+        logits = penalise(logits, plan.penalties, history, newest)
     assert mx.isinf(logits[:, VOCAB:]).all()
     return np.array(logits)[:, :VOCAB]
 

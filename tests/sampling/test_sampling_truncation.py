@@ -11,7 +11,6 @@ from sampling_reference import Row, kept_tokens
 from mlxinfer.core import SamplingParams
 from mlxinfer.sampling import truncation
 from mlxinfer.sampling.blocks import pad_rows
-from mlxinfer.sampling.history import TokenHistory
 from mlxinfer.sampling.plan import make_plan
 from mlxinfer.sampling.settings import ROW, row_of
 from mlxinfer.sampling.truncation import kept_weights
@@ -22,8 +21,7 @@ DRAWN = PARAMS.filter(lambda params: not params.greedy)
 def weights(x: np.ndarray, *params: SamplingParams) -> np.ndarray:
     """(V,) or (R, V) what is kept of the same logits under each of these settings."""
     table = np.array([row_of(p, len(x)) for p in params], dtype=ROW)
-    table["penalised"] = False  # that was before
-    plan = make_plan(tuple(range(len(params))), table, {}, TokenHistory(len(x)), len(x))
+    plan = make_plan(tuple(range(len(params))), table, {}, {}, len(x))
     assert plan.drawn is not None
     rows = pad_rows(mx.array(np.broadcast_to(x, (len(params), len(x)))))
     kept = np.zeros((len(params), len(x)), np.float32)

@@ -3,7 +3,7 @@
 A step runs when it is launched; its tokens are read one turn later, or never.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -25,7 +25,7 @@ class Launched:
     batch: Batch
     tokens: list[int] = field(default_factory=list)
     spilled: list[tuple[Spill, bytes]] = field(default_factory=list)
-    unguided: list[tuple[Segment, int, int]] = field(default_factory=list)  # yet to be sampled
+    unguided: list[tuple[Segment, int]] = field(default_factory=list)  # rows yet to be sampled
     rows: dict[EngineSequence, int] = field(default_factory=dict)  # of who gets a token
     fault: str | None = None
     unreadable: bool = False  # a fault: whoever wants its results gets an error
@@ -43,15 +43,7 @@ class SamplerSlot:
     """What the sampler knows of a running sequence."""
 
     seed: int
-    history: int  # sum of all tokens that came before
-    num_counted: int  # of the answer
-
-    def take_in(self, output_index: int, newest: int) -> None:
-        """The input of the row that samples is the newest token, unless it was counted."""
-        if output_index > self.num_counted:
-            self.history += newest
-            self.num_counted += 1
-        assert output_index == self.num_counted
+    history: int  # sum of all tokens that it was told of
 
 
 class FakeRunner:
@@ -99,10 +91,7 @@ class FakeRunner:
         drawn = [segments[sequence] for sequence in sampling.sequences]
         launched.tokens = [self._sample(s, ids, hidden) for s in drawn[: sampling.num_free]]
         guided = drawn[sampling.num_free :]
-        last = [s.row + s.num_tokens - 1 for s in guided]
-        launched.unguided = [
-            (s, ids[row], hidden[row]) for s, row in zip(guided, last, strict=True)
-        ]
+        launched.unguided = [(s, hidden[s.row + s.num_tokens - 1]) for s in guided]
         launched.rows = {sequence: row for row, sequence in enumerate(sampling.sequences)}
         self._fail(fault, "end")
         return launched
@@ -110,17 +99,23 @@ class FakeRunner:
     def guide(self, launched: Launched) -> None:
         """Sample the rows under a grammar; everything before them was read."""
         self._fail(launched.fault, "guide")
-        for segment, newest, x in launched.unguided:
+        for segment, x in launched.unguided:
             rules, known = rules_of(segment.sequence), self._sampler[segment.slot]
             if segment.sequence.finished:
                 launched.tokens.append(0)
                 continue
             assert len(rules.said) == segment.output_index
-            known.take_in(segment.output_index, newest)
             history = known.history + rules.state
             token = sample(x, known.seed, segment.output_index, history, self.vocab)
             launched.tokens.append(token)
         launched.unguided = []
+
+    def observe(self, sampling: Sampling, tokens: Sequence[int], away: list[int]) -> None:
+        """Tokens were read; rows that are away have no slot any more."""
+        for row, (slot, token) in enumerate(zip(sampling.slots, tokens, strict=True)):
+            assert int(sampling.slot_ids[row]) == slot
+            if row not in away:
+                self._sampler[slot].history += token
 
     def _fail(self, fault: str | None, stage: str) -> None:
         if fault == stage:
@@ -132,9 +127,7 @@ class FakeRunner:
                 if sequence.slot < self.kv.num_slots:
                     self.kv.poison_tail(sequence.slot)
                 seed = sequence.request.params.seed or 0
-                self._sampler[sequence.slot] = SamplerSlot(
-                    seed, sum(sequence.token_ids), sequence.num_answered
-                )
+                self._sampler[sequence.slot] = SamplerSlot(seed, sum(sequence.token_ids))
 
     def _forward(self, batch: Batch, ids: list[int]) -> list[int]:
         segments = batch.segments
@@ -159,8 +152,9 @@ class FakeRunner:
 
     def _sample(self, segment: Segment, ids: list[int], hidden: list[int]) -> int:
         known, row = self._sampler[segment.slot], segment.row + segment.num_tokens - 1
-        known.take_in(segment.output_index, ids[row])
-        return sample(hidden[row], known.seed, segment.output_index, known.history, self.vocab)
+        in_flight = segment.stop > segment.sequence.num_known  # its newest token: not told of yet
+        history = known.history + (ids[row] if in_flight else 0)
+        return sample(hidden[row], known.seed, segment.output_index, history, self.vocab)
 
 
 def _input_ids(batch: Batch, previous: Launched | None) -> list[int]:

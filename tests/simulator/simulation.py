@@ -158,6 +158,7 @@ class Simulation:
             self.store.put(launched.spilled)
         sampling = launched.batch.sampling
         taken = self.scheduler.commit(launched.batch, launched.tokens)
+        self.runner.observe(sampling, launched.tokens, taken.away)
         for row, (sequence, token) in enumerate(
             zip(sampling.sequences, launched.tokens, strict=True)
         ):

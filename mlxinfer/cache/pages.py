@@ -6,7 +6,7 @@ gather.
 """
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
@@ -41,8 +41,8 @@ class PageAllocator:
         # Of a free run: its length at its first page, and that page at the one past its last.
         self._length_from = array("i", [0]) * (num_pages + 1)
         self._start_before = array("i", [-1]) * (num_pages + 1)
-        # Where runs ended when they were noted, in order: those longer than the headroom, and heaps
-        # of the others by their length. What is no run any more is thrown out by who looks.
+        # Where the runs longer than the headroom end, in order; and heaps of where the others ended
+        # when they were noted, by length: what is no run any more is thrown out by who looks.
         self._long = array("i")
         self._short: list[list[int]] = [[] for _ in range(headroom + 1)]
         self._put(0, num_pages)
@@ -118,8 +118,9 @@ class PageAllocator:
         """The first free run with place for `count` pages, and how many to leave free before."""
         if self._length_from[0] >= count:
             return 0, 0
-        for start, length in self._long_runs():
-            if start and length >= self._headroom + count:
+        for end in self._long:
+            start = self._start_before[end]
+            if start and end - start >= self._headroom + count:
                 return start, self._headroom
         return None
 
@@ -130,8 +131,9 @@ class PageAllocator:
         the one, but for one run that may go on beyond `stop`.
         """
         best, most = -1, 0
-        for start, whole in self._long_runs():
-            length = min(whole, stop - start)
+        for end in self._long:
+            start = self._start_before[end]
+            length = min(end, stop) - start
             if length > most:
                 best, most = start, length
         for whole in range(self._headroom, 0, -1):
@@ -142,14 +144,6 @@ class PageAllocator:
             if length > most or (length == most and 0 <= start < best):
                 best, most = start, length
         return best, most
-
-    def _long_runs(self) -> list[tuple[int, int]]:
-        """First pages and lengths of the runs longer than the headroom, in order."""
-        noted = [(self._start_before[end], end) for end in self._long]
-        runs = [(s, end - s) for s, end in noted if s >= 0 and end - s > self._headroom]
-        if len(runs) < len(noted):
-            self._long = array("i", [start + length for start, length in runs])
-        return runs
 
     def _first_short(self, length: int) -> int:
         """First page of the first run of this length, at most the headroom; -1: there is none."""
@@ -184,34 +178,37 @@ class PageAllocator:
 
     def _put(self, start: int, length: int) -> None:
         """Note a free run."""
-        end = start + length
         self._length_from[start] = length
-        self._start_before[end] = start
-        if length <= self._headroom:
-            self._note_short(end, length)
-            return
-        place = bisect_left(self._long, end)
-        if self._long[place : place + 1] != array("i", [end]):
-            self._long.insert(place, end)
+        self._start_before[start + length] = start
+        if length > self._headroom:
+            insort(self._long, start + length)
+        else:
+            self._note_short(start + length, length)
 
     def _pop(self, start: int) -> int:
         """Forget the free run that starts here; its length."""
         length = self._length_from[start]
+        if length > self._headroom:
+            self._long.pop(bisect_left(self._long, start + length))
         self._length_from[start] = 0
         self._start_before[start + length] = -1
         return length
 
     def _shorten(self, start: int, count: int = 1) -> None:
         """Take the first pages of a free run."""
-        length = self._pop(start)
+        length = self._length_from[start]
         stop, left = start + count, length - count
+        assert 0 < count <= length, "no such run"
         if stop > self.extent:
             self.extent = stop
-        if left:
+        if left > self._headroom:  # it ends where it ended
+            self._length_from[start] = 0
             self._length_from[stop] = left
             self._start_before[stop + left] = stop
-            if left <= self._headroom:
-                self._note_short(stop + left, left)
+            return
+        self._pop(start)
+        if left:
+            self._put(stop, left)
 
     def _note_short(self, end: int, length: int) -> None:
         """A run of this length ends here; who never looks leaves as many notes as pages."""

@@ -82,9 +82,10 @@ def _tail_mask(short: ShortSpans, positions: Ints, reach: Reach, page_size: int)
     """(B, 1, Q, R) additive: ring slot j holds the one position p >= sealed with p % R == j."""
     ring, sealed = 2 * page_size, short.sealed[:, None]
     if reach.window is None or reach.window >= ring:  # a token sees all of the tail before it
-        # Rows of the masks, but for the positions.
-        first = short.lasting("tail masks", lambda: (sealed % ring * ring - sealed)[:, None])
-        return _ring_masks(page_size)[mx.array(positions[:, None] + first)]
+        begins = short.lasting(  # rows of the masks, but for the positions
+            "tail masks", lambda: (sealed // page_size % 2 * ring - sealed)[:, None]
+        )
+        return _ring_masks(page_size)[mx.array(positions[:, None] + begins)]
     slots = np.arange(ring, dtype=np.int32)[None]
     held = sealed + (slots - sealed) % ring  # (B, R)
     return mx.array(additive(reach.sees(positions[:, :, None], held[:, None]))[:, None])
@@ -92,9 +93,10 @@ def _tail_mask(short: ShortSpans, positions: Ints, reach: Reach, page_size: int)
 
 @cache
 def _ring_masks(page_size: int) -> mx.array:
-    """(R * R, R) additive: row s * R + t for the t-th token of a tail that begins in slot s."""
-    slots = np.arange(2 * page_size)
-    seen = (slots - slots[:, None, None]) % (2 * page_size) <= slots[:, None]
+    """(2 * R, R) additive: row h * R + t for the t-th token of a tail that begins in half h."""
+    begins = page_size * np.arange(2)[:, None, None]
+    places = np.arange(2 * page_size)
+    seen = (places - begins) % (2 * page_size) <= places[:, None]
     return mx.array(additive(seen).reshape(-1, 2 * page_size))
 
 

@@ -113,7 +113,8 @@ def sampling_of(decodes: Decodes, prefills: list[Segment]) -> Sampling:
         slots += tuple([s.slot for s in ends])
         slot_ids = ints(list(slots))
         told = Told.of(sequences)
-        output_index = np.concatenate([output_index, [s.output_index for s in ends]])
+        firsts = np.array([s.output_index for s in ends], dtype=np.int64)
+        output_index = np.concatenate([output_index, firsts])
     num_guided = decodes.num_guided + sum([s.sequence.request.grammar is not None for s in ends])
     if not num_guided:
         return Sampling(sequences, told, slots, slot_ids, output_index, rows)

@@ -185,7 +185,10 @@ class Scheduler:
             self._unwritten.read(token_ids)
             self.counters.tokens_sampled += len(token_ids)
             return taken
-        self._unwritten.write()
+        if steady:
+            self._unwritten.read_one_by_one()
+        else:
+            self._unwritten.write()
         rows = zip(batch.sampling.sequences, token_ids, strict=True)
         for row, (sequence, token_id) in enumerate(rows):
             sequence.num_pending -= 1

@@ -31,19 +31,25 @@ class Unwritten:
 
         Where no step is in flight after it, the next one starts from what the sequences know.
         """
+        assert len(token_ids) == len(self.sequences)
         self.num_in_flight -= 1
         self.token_ids.append(token_ids)
         if not self.num_in_flight or len(self.token_ids) >= MAX_STEPS:
             self.write()
 
+    def read_one_by_one(self) -> None:
+        """The first step in flight is being read, and its tokens are told by who reads them."""
+        self.num_in_flight -= 1
+        self.write()
+
     def write(self) -> None:
         """Tell them."""
-        num_launched, num_read = self.num_launched, len(self.token_ids)
-        if num_launched == num_read == 0:
+        num_launched, steps = self.num_launched, self.token_ids
+        if num_launched == len(steps) == 0:
             return
-        answers = zip(*self.token_ids, strict=True) if num_read else [()] * len(self.sequences)
+        self.num_launched, self.token_ids = 0, []  # first: a fault must not come again and again
+        answers = zip(*steps, strict=True) if steps else [()] * len(self.sequences)
         for sequence, token_ids in zip(self.sequences, answers, strict=True):
             sequence.num_computed += num_launched
-            sequence.num_pending += num_launched - num_read
+            sequence.num_pending += num_launched - len(steps)
             sequence.token_ids.extend(token_ids)
-        self.num_launched, self.token_ids = 0, []

@@ -101,13 +101,43 @@ def test_a_page_more_for_many_is_what_each_gets_in_turn(data: st.DataObject) -> 
         assert ways[0]._longest(total) == ways[1]._longest(total)
 
 
-def test_notes_of_runs_do_not_pile_up_where_nobody_looks() -> None:
-    allocator = PageAllocator(40, headroom=8)
-    for _ in range(500):
-        taken = allocator.allocate(36)
-        allocator.release(reversed(taken))
-    assert all(len(notes) <= 41 for notes in allocator._short)
-    assert len(allocator._long) <= 41
+@given(st.data())
+def test_notes_of_runs_do_not_pile_up_where_nobody_looks(data: st.DataObject) -> None:
+    total = 12
+    allocator = PageAllocator(total, headroom=data.draw(st.integers(0, 4)))
+    held: set[int] = set()
+    for page, take in data.draw(st.lists(st.tuples(st.integers(0, total - 1), st.booleans()))):
+        for _ in range(20):  # notes of what comes and goes
+            if allocator.num_free:
+                allocator.release(allocator.allocate(1))
+        if take and page not in held:
+            held.update(allocator.allocate(1, after=page - 1))
+        elif not take and page in held:
+            held.remove(page)
+            allocator.release([page])
+        assert all(len(notes) <= total + 1 for notes in allocator._short)
+        free = set(range(total)) - held
+        assert allocator._longest(total) == longest_run(free, total)
+
+
+def test_a_place_is_found_without_a_look_at_every_long_run() -> None:
+    allocator = PageAllocator(3000, headroom=8)
+    held = allocator.allocate(3000)
+    allocator.release(page for page in held if page % 30 < 20)  # runs of twenty
+    allocator._start_before = Counted("i", allocator._start_before)
+    assert allocator.allocate(1) == [0]
+    assert allocator.allocate(1) == [9]  # after the headroom
+    assert allocator._start_before.looks < 30
+
+
+class Counted(array):  # type: ignore[type-arg]
+    """Counts how often it is read."""
+
+    looks = 0
+
+    def __getitem__(self, place: int) -> int:  # type: ignore[override]
+        self.looks += 1
+        return super().__getitem__(place)
 
 
 def lowest_with_headroom(free: set[int], count: int, headroom: int) -> int | None:
@@ -180,6 +210,9 @@ def test_kept_pages_stay_while_a_window_moves_on() -> None:
     assert table.runs(13, 20) == [(13, 20)]
     assert table.all_pages == [9, 3, 4]
     assert table.end == 20
+    assert table.last == 4
+    table.drop_before(5)
+    assert table.last is None
 
 
 @given(st.data())

@@ -54,10 +54,11 @@ def test_windows_hold_a_window_and_a_page(case: str) -> None:
     assert window == 8
     most = 0
     while not harness.loop.idle:
+        computed = {s: s.num_computed for s in scheduler.running}
         harness.turn()
         for sequence in scheduler.running:
-            scheduler.holdings.trim(sequence)  # as the next turn begins
-            held = sequence.num_computed - sequence.tables[group].first * PAGE
+            # As the turn began, it let go of what no later token sees.
+            held = computed.get(sequence, 0) - sequence.tables[group].first * PAGE
             assert held <= window + PAGE
             most = max(most, held)
     assert most > window, "nothing was held"
@@ -82,7 +83,8 @@ def test_a_decode_step_copies_no_pages_though_one_is_in_flight() -> None:
     harness.turn(40)
     extra = mx.get_peak_memory() - before
     assert extra < array_bytes / 2, "some K or V array was there twice"
-    assert harness.loop.cache.bytes_copied - copied <= 40 * tails
+    behind_barriers = 40 - (harness.loop.cache.bytes_copied - copied) / tails
+    assert 0 < behind_barriers <= 4, "steps that wait for the one before copy nothing"
     assert harness.loop.scheduler.counters.pages_sealed >= 4, "no barrier in between"
     harness.loop.abort_all()
     harness.drain()

@@ -66,6 +66,19 @@ def test_ids_are_as_wide_as_the_longest_of_the_histories_asked_for():
     assert as_dicts(history, np.array([0])) == [{}]
 
 
+def test_who_is_followed_may_change_while_the_batch_is_the_same():
+    history, slots = TokenHistory(SPARE), np.array([0, 1])
+    history.start(0, [], counted=True)
+    history.observe(slots, np.array([5, 6]))
+    history.start(1, [], counted=True)
+    history.observe(slots, np.array([7, 8]))
+    assert as_dicts(history, slots) == [{5: 1, 7: 1}, {8: 1}]
+    history.stop(0)
+    history.observe(slots, np.array([9, 9]))
+    history.start(0, [], counted=False)
+    assert as_dicts(history, slots) == [{}, {8: 1, 9: 1}]
+
+
 def test_a_slot_used_again_starts_empty():
     history = TokenHistory(SPARE)
     history.start(0, [4, 4, 5], counted=True)

@@ -16,6 +16,7 @@ from bad_input import COMPLETIONS, MESSAGES, RESPONSES, unharmed
 from live_server import CHAT, LONG_TOKENS, LiveServer, chat, events_of, wait_until
 
 from mlxinfer.answer import Answer
+from mlxinfer.engine import runner
 from mlxinfer.engine.guides import Guides
 from mlxinfer.engine.runner import Launched, Runner
 from mlxinfer.engine.scheduler import Scheduler
@@ -194,7 +195,7 @@ def test_in_other_words(live: LiveServer, path: str) -> None:
 
 STEPS: dict[str, tuple[Any, str]] = {
     "launch": (Runner, "launch"),
-    "input": (Runner, "_admit"),
+    "input": (runner, "_input_ids"),
     "head": (Runner, "_heads"),
     "sample": (Sampler, "sample"),
     "read": (Launched, "token_ids"),

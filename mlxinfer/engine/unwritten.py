@@ -1,7 +1,7 @@
 """Steps of a batch that nobody joins or leaves, before its sequences know. Knows no pages.
 
 Such a step does the same to all of them: a position more is computed, a token is read. It is noted
-once for all, and written to each when somebody looks at one of them, or after a page of steps.
+once for all, and written to each when somebody looks at one of them, or after MAX_STEPS.
 """
 
 from collections.abc import Sequence as Seq
@@ -18,7 +18,7 @@ class Unwritten:
 
     sequences: list[Sequence]  # (B,) told from another batch's by the list, not by what is in it
     num_in_flight: int = 0  # steps that were launched and not read
-    num_launched: int = 0  # steps
+    num_launched: int = 0  # steps that the sequences do not know to be launched
     token_ids: list[Seq[int]] = field(default_factory=list)  # (B,) of each step that was read
 
     def launched(self) -> None:

@@ -333,3 +333,22 @@ def test_slots_that_have_no_tail_yet_are_not_written(monkeypatch: pytest.MonkeyP
     for i in range(16):
         assert outcomes[f"2 {i}"].token_ids == outcomes[f"1 {i}"].token_ids
     assert cleared
+
+
+def test_tokens_that_do_not_fit_the_step_are_a_fault_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was noted of the step does not stand in the way of starting afresh."""
+    harness = Harness(tiny_model(CASE, quantized=True), max_batch=4)
+    params = SamplingParams(max_tokens=60)
+    for name in "ab":
+        harness.add(name, prompt(20, ord(name)), params)
+    harness.turn(8)
+    sound = Launched.token_ids
+    with monkeypatch.context() as patch:
+        patch.setattr(Launched, "token_ids", lambda launched: sound(launched)[:-1])
+        with pytest.raises(AssertionError) as caught:
+            harness.turn()
+    harness.loop.fail_all(caught.value)
+    assert {o.reason for o in harness.drain().values()} == {FinishReason.ERROR}
+    harness.add("after", prompt(20, 1), params)
+    expected = alone(tiny_model(CASE, quantized=True), prompt(20, 1), params)
+    assert harness.drain()["after"].token_ids == expected.token_ids

@@ -194,6 +194,13 @@ class Batch:
         return any(s.samples and not s.output_index for s in self.prefills)
 
     @property
+    def looks_for_numbers(self) -> bool:
+        """Whether to look if logits are numbers at all: where an answer begins, since damaged
+        weights show at once, and as often as tails are sealed, for what goes wrong later.
+        """
+        return bool(self.seal) or self.begins_answers
+
+    @property
     def writes_pages(self) -> bool:
         """Whether the step writes the pool or reads it out, and so must wait for the one in flight.
 

@@ -2,14 +2,15 @@
 
 import gc
 import weakref
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from tempfile import mkdtemp
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from engine.fake_grammar import FakeGrammar
-from engine.harness import Harness, alone, prompt, tiny_model
+from engine.harness import PAGE, Harness, alone, prompt, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.tiny import tiny_checkpoint
@@ -26,6 +27,7 @@ from mlxinfer.errors import (
     RequestFailedError,
 )
 from mlxinfer.models import load
+from mlxinfer.models.decoder import Model
 
 CASE = "qwen3-v4"
 
@@ -248,12 +250,45 @@ def test_logits_that_are_no_numbers_end_their_own_request_only(
             assert outcome.token_ids == alone(model, ids, params).token_ids
 
 
-def test_what_is_left_in_a_tail_reaches_no_later_owner() -> None:
-    """NaN times 0 is NaN: what is masked must be numbers, whoever had the tail before."""
+def with_a_damaged_token(token_id: int) -> Model:
+    """Whoever reads it has no numbers from then on."""
     model = load(tiny_checkpoint(Path(mkdtemp()), "llama-v4"))
     weight = model.embed_tokens.weight
-    weight[7] = mx.full((weight.shape[1],), float("nan"))
-    fine = [token_id if token_id != 7 else 8 for token_id in prompt(5)]
+    weight[token_id] = mx.full((weight.shape[1],), float("nan"))
+    return model
+
+
+def without(token_id: int, ids: list[int]) -> list[int]:
+    return [other if other != token_id else token_id + 1 for other in ids]
+
+
+@pytest.mark.parametrize("launch_ahead", [False, True])
+def test_where_numbers_end_within_an_answer_the_next_seal_shows_it(launch_ahead: bool) -> None:
+    model = with_a_damaged_token(7)
+    harness = Harness(model, launch_ahead=launch_ahead)
+    params = SamplingParams(max_tokens=80, logit_bias={7: -1e9}, ignore_eos=True)
+    prompts = {name: without(7, prompt(20, seed=ord(name))) for name in "ab"}
+    for name, ids in prompts.items():
+        harness.add(name, ids, params)
+    sample = harness.loop.runner.sampler.sample
+
+    def spoiling(logits, slots, counts, *rest, **others):  # type: ignore[no-untyped-def]
+        sampled = sample(logits, slots, counts, *rest, **others)
+        bad = (counts == 30) & (np.array(slots) == 0)
+        return replace(sampled, tokens=mx.where(mx.array(bad), 7, sampled.tokens))
+
+    harness.loop.runner.sampler.sample = spoiling  # type: ignore[method-assign]
+    outcomes = harness.drain()
+    assert isinstance(outcomes["a"].error, RequestFailedError)
+    assert "NaN" in str(outcomes["a"].error)
+    assert 31 <= len(outcomes["a"].token_ids) <= 31 + 2 * PAGE
+    assert outcomes["b"].token_ids == alone(model, prompts["b"], params).token_ids
+
+
+def test_what_is_left_in_a_tail_reaches_no_later_owner() -> None:
+    """NaN times 0 is NaN: what is masked must be numbers, whoever had the tail before."""
+    model = with_a_damaged_token(7)
+    fine = without(7, prompt(5))
     params = SamplingParams(max_tokens=12, logit_bias={7: -1e9})
     expected = alone(model, fine, params).token_ids
     for bits in (None, 8):

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..cache.page_table import PageTable
-from ..cache.prefix.match import Lease
+from ..cache.prefix.leases import Lease
 from ..core import Request
 
 

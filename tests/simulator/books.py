@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from itertools import pairwise
 
-from mlxinfer.cache.prefix.match import Lease
+from mlxinfer.cache.prefix.leases import Lease
 from mlxinfer.cache.prefix.node import Node
 from mlxinfer.engine.batch import MAX_SHORT, Batch
 from mlxinfer.engine.decodes import Decodes

@@ -12,7 +12,7 @@ from simulator.oracle import Rules
 from simulator.simulation import Simulation
 from simulator.sizes import draw_sizes
 
-from mlxinfer.cache.prefix.match import Lease
+from mlxinfer.cache.prefix.leases import Lease
 from mlxinfer.core import Grammar, Request, SamplingParams
 
 FEATURES = (

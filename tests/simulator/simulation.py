@@ -15,7 +15,7 @@ from simulator.oracle import ROUNDS, Oracle
 from simulator.sizes import Sizes
 
 from mlxinfer.cache.disk import DiskTier
-from mlxinfer.cache.prefix.match import Lease
+from mlxinfer.cache.prefix.leases import Lease
 from mlxinfer.core import FinishReason, Request
 from mlxinfer.engine.batch import Batch
 from mlxinfer.engine.pagestore import PageStore

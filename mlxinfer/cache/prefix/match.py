@@ -1,4 +1,4 @@
-"""How much of a prompt a prefix tree has, where all layer groups can resume, and who uses it."""
+"""How much of a prompt a prefix tree has, where all layer groups can resume. Changes nothing."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -37,33 +37,6 @@ class Match:
             )
             for group, (first, num_kept) in enumerate(zip(self.first, self.num_kept, strict=True))
         ]
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """What one sequence (or one pin) keeps in the tree: a path, and where its windows begin.
-
-    `nodes[n]` is page number n. Of a windowed group g the sinks' pages and those from number
-    `first[g]` on are protected, of the others all.
-    """
-
-    root: Node
-    nodes: list[Node]
-    first: list[int]
-    cut: Node | None
-    priority: int
-    epoch: int
-    released: bool = False
-
-    @property
-    def num_pages(self) -> int:
-        """Whole pages of the sequence that belong to the tree; later ones are the sequence's."""
-        return len(self.nodes)
-
-    @property
-    def tip(self) -> Node:
-        """The last node of the path."""
-        return self.nodes[-1] if self.nodes else self.root
 
 
 def find(

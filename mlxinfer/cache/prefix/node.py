@@ -49,6 +49,10 @@ class Node:
         self.alive = True  # in the tree
         self.digest: bytes | None = None
 
+    def raise_priority(self, priority: int) -> None:
+        """It was used by somebody of this priority."""
+        self.priority = max(self.priority, priority)
+
     @property
     def evictable(self) -> bool:
         """Whether it may go as a whole now."""

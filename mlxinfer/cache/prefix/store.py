@@ -59,12 +59,11 @@ class NodeStore:
             self.num_unlocked -= node.alive
             self.leaves.discard(node)
 
-    def unlock(self, node: Node, now: int, priority: int) -> None:
-        """One user less; its time and priority stay with the node. Children before parents."""
+    def unlock(self, node: Node, now: int) -> None:
+        """One user less, at a time that stays with the node. Children before parents."""
         node.locks -= 1
         assert node.locks >= 0
         node.tick = now
-        node.priority = max(node.priority, priority)
         if node.locks:
             return
         if not node.alive:

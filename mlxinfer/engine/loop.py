@@ -97,7 +97,7 @@ class Loop:
     @property
     def idle(self) -> bool:
         """Nothing runs, waits or is in flight."""
-        return self._in_flight is None and self.scheduler.idle
+        return self._in_flight is None and self.scheduler.roster.idle
 
     def turn(self) -> None:
         """Launch the next step, then read the one before it: Python works while MLX does.
@@ -129,18 +129,18 @@ class Loop:
 
     def add(self, request: Request, max_output: int) -> None:
         """Queue a request that `check` passed."""
-        self.scheduler.add(request, max_output=max_output)
+        self.scheduler.roster.add(request, max_output=max_output)
 
     def abort(self, request_id: str) -> None:
         """End a request if it has not ended."""
-        sequence = self.scheduler.find(request_id)
+        sequence = self.scheduler.roster.find(request_id)
         if sequence is not None:
-            self.scheduler.finish(sequence)
+            self.scheduler.roster.finish(sequence)
             self._emit([TokenEvent.without_token(request_id, FinishReason.ABORT)])
 
     def abort_all(self) -> None:
         """End every request."""
-        for sequence in self.scheduler.unfinished():
+        for sequence in self.scheduler.roster.unfinished():
             self.abort(sequence.request.id)
 
     # -- steps ----------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class Loop:
             self._fail_step(launched.batch, error)
             return False
         for sequence, problem in stuck:
-            self.scheduler.finish(sequence)
+            self.scheduler.roster.finish(sequence)
             self._emit([stuck_in_grammar(sequence, problem)])
         return True
 
@@ -226,7 +226,7 @@ class Loop:
     def _end_whole(self, sequence: Sequence) -> TokenEvent:
         """End an answer whose grammar is finished: its last token was text, no end token."""
         if not sequence.finished:  # else that token was also the last there was room for
-            self.scheduler.finish(sequence)
+            self.scheduler.roster.finish(sequence)
         return TokenEvent.without_token(sequence.request.id, FinishReason.STOP)
 
     def _tell(self, store: PageStore, launched: Launched) -> None:
@@ -246,11 +246,11 @@ class Loop:
         self.scheduler.counters.step_failures += 1
         for sequence in batch.sequences:
             if not sequence.finished:
-                self.scheduler.finish(sequence, keep=False)
+                self.scheduler.roster.finish(sequence, keep=False)
                 self._emit([failed(sequence, error)])
-        for sequence in reversed(list(self.scheduler.running)):
-            self.scheduler.preempt(sequence, keep=False)
-        for sequence in self.scheduler.unfinished():
+        for sequence in reversed(list(self.scheduler.roster.running)):
+            self.scheduler.roster.preempt(sequence, keep=False)
+        for sequence in self.scheduler.roster.unfinished():
             sequence.num_pending = 0  # sampled on what failed; drawn again, the same
         self.scheduler.holdings.forget()
         self.cache.reset()
@@ -259,13 +259,13 @@ class Loop:
         """End those whose logits are no numbers: what was sampled from them is not told."""
         for sequence in sequences:
             if not (sequence.finished or sequence.request.prompt_logits):  # who looks shall see
-                self.scheduler.finish(sequence, keep=False)
+                self.scheduler.roster.finish(sequence, keep=False)
                 self._emit([without_numbers(sequence)])
 
     def fail_all(self, error: BaseException) -> None:
         """Fail every request and start afresh: the books themselves were wrong."""
         let_go(error)
-        self._emit([failed(sequence, error) for sequence in self.scheduler.unfinished()])
+        self._emit([failed(sequence, error) for sequence in self.scheduler.roster.unfinished()])
         counters = self.scheduler.counters
         counters.step_failures += 1
         self.assemble()

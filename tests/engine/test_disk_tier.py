@@ -137,11 +137,11 @@ def begun_and_ended(folder: Path) -> Harness:
     earlier.loop.close()
     harness = on_disk(folder)
     scheduler = harness.loop.scheduler
-    gone = scheduler.add(Request("gone", prompt(100), FEW), max_output=4)
+    gone = scheduler.roster.add(Request("gone", prompt(100), FEW), max_output=4)
     scheduler.holdings.begin(gone, spare=0)
     assert gone.num_computed == 96
     scheduler.holdings.end(gone, keep=True)
-    scheduler.finish(gone)
+    scheduler.roster.finish(gone)
     return harness
 
 

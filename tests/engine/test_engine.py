@@ -127,8 +127,8 @@ def test_a_fault_in_the_books_does_not_kill_the_engine(engine: Engine) -> None:
 
     def corrupt() -> None:
         scheduler = engine._loop.scheduler
-        scheduler.preempt(scheduler.running[0])
-        scheduler.waiting.clear()
+        scheduler.roster.preempt(scheduler.roster.running[0])
+        scheduler.roster.waiting.clear()
 
     engine.call(corrupt)
     assert collect(events, 1)["a"][-1].finish_reason is FinishReason.ERROR
@@ -233,8 +233,8 @@ def test_an_engine_that_cannot_start_afresh_ends_and_says_so(
 
     def corrupt() -> None:
         scheduler = engine._loop.scheduler
-        scheduler.preempt(scheduler.running[0])
-        scheduler.waiting.clear()
+        scheduler.roster.preempt(scheduler.roster.running[0])
+        scheduler.roster.waiting.clear()
 
     engine.call(corrupt)
     last = collect(events, 1)["a"][-1]

@@ -315,11 +315,13 @@ def test_who_was_not_in_the_failed_step_starts_over(at: int, late: int, also_lau
 
     def noting(batch, error):  # type: ignore[no-untyped-def]
         failed = {s.request.id for s in batch.sequences}
-        running = [s.request.id for s in harness.loop.scheduler.running]
-        waiting = [s.request.id for s in harness.loop.scheduler.waiting]
+        running = [s.request.id for s in harness.loop.scheduler.roster.running]
+        waiting = [s.request.id for s in harness.loop.scheduler.roster.waiting]
         tell(batch, error)
         left = [name for name in running + waiting if name not in failed]
-        assert [s.request.id for s in harness.loop.scheduler.waiting] == left, "in order of arrival"
+        assert [s.request.id for s in harness.loop.scheduler.roster.waiting] == left, (
+            "in order of arrival"
+        )
 
     harness.loop._fail_step = noting  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=10, temperature=0.8, seed=3)

@@ -84,9 +84,9 @@ def play(
                 )
             if asked.cancel_after is not None and asked.turn + asked.cancel_after == turn:
                 harness.loop.abort(str(i))
-        running = harness.loop.scheduler.running
+        running = harness.loop.scheduler.roster.running
         if preempt_every and running and turn < 90 and turn % preempt_every == 0:
-            harness.loop.scheduler.preempt(running[turn % len(running)])
+            harness.loop.scheduler.roster.preempt(running[turn % len(running)])
         harness.turn()
         turn += 1
         assert turn < 3000, "the queue did not drain"

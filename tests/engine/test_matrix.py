@@ -75,8 +75,10 @@ def play(harness: Harness, program: list[Asked], preempt_every: int | None) -> N
             if asked.cancel_after is not None and asked.turn + asked.cancel_after == turn:
                 harness.loop.abort(str(i))
         forced = preempt_every and turn < 90 and turn % preempt_every == preempt_every - 1
-        if forced and scheduler.running:  # not for ever: without a prefix cache nothing would end
-            scheduler.preempt(scheduler.running[turn % len(scheduler.running)])
+        if (
+            forced and scheduler.roster.running
+        ):  # not for ever: without a prefix cache nothing would end
+            scheduler.roster.preempt(scheduler.roster.running[turn % len(scheduler.roster.running)])
         harness.turn()
         turn += 1
         assert turn < 3000, "the queue did not drain"

@@ -82,7 +82,7 @@ def test_prompt_logits_come_once_though_it_was_preempted() -> None:
     harness = Harness(tiny_model("qwen3-v4"), prefill_chunk=16)
     harness.add("it", prompt(50), GREEDY, prompt_logits=True)
     harness.turn(3)
-    harness.loop.scheduler.preempt(harness.loop.scheduler.running[0])
+    harness.loop.scheduler.roster.preempt(harness.loop.scheduler.roster.running[0])
     assert sum(len(rows) for rows in harness.drain()["it"].logits) == 50
 
 

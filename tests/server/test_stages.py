@@ -254,7 +254,7 @@ def test_wrong_books_fail_all_who_are_there(single: LiveServer) -> None:
     """The scheduler itself raises: all start afresh, and the server goes on."""
     alone = ask(single, QUESTIONS[0])
     long = chat("Count", ignore_eos=True, max_tokens=1500)
-    late = lambda scheduler: any(s.num_output > 3 for s in scheduler.running)  # noqa: E731
+    late = lambda scheduler: any(s.num_output > 3 for s in scheduler.roster.running)  # noqa: E731
     with fault(Scheduler, "next_batch", late), single.stream(CHAT, long) as response:
         *_, last = events_of(response)
     check_hidden(last["error"])

@@ -33,7 +33,7 @@ def check_batch(scheduler: Scheduler, batch: Batch) -> None:
 def check_decodes(scheduler: Scheduler, decodes: Decodes) -> None:
     """Rows that moved on say what their sequences say, and so does what they remember."""
     sequences, spans = decodes.sequences, decodes.spans
-    assert set(sequences) <= set(scheduler.running)
+    assert set(sequences) <= set(scheduler.roster.running)
     assert list(decodes.slots) == spans.slots.tolist() == [s.slot for s in sequences]
     assert spans.rows.tolist() == list(range(len(sequences)))
     assert spans.starts.tolist() == [s.num_computed - 1 for s in sequences]  # it is launched
@@ -63,24 +63,24 @@ def check_books(scheduler: Scheduler, pins: Seq[Lease]) -> None:
     for group, allocator in enumerate(holdings.allocators):
         own = [
             page
-            for s in scheduler.running
+            for s in scheduler.roster.running
             for page in s.tables[group].pages_from(s.lease_of.num_pages)
         ]
         trees = [p for s in holdings.tree.stored() if (p := s.pages[group]) is not None]
         assert len(set(own + trees)) == len(own) + len(trees), "a page has two owners"
         assert len(own) + holdings.tree.num_pages(group) == allocator.num_held
         assert allocator.num_held + allocator.num_free == allocator.num_pages
-    running, waiting = set(scheduler.running), set(scheduler.waiting)
+    running, waiting = set(scheduler.roster.running), set(scheduler.roster.waiting)
     assert not running & waiting
-    assert running | waiting == set(scheduler.unfinished())
-    slots = [s.slot for s in scheduler.running]
+    assert running | waiting == set(scheduler.roster.unfinished())
+    slots = [s.slot for s in scheduler.roster.running]
     assert len(set(slots)) == len(slots)
     assert min(slots, default=0) >= 0
-    for s in scheduler.waiting:
+    for s in scheduler.roster.waiting:
         assert s.slot < 0
         assert not s.tables
         assert s.lease is None
-    check_locks(scheduler, [s.lease_of for s in scheduler.running] + list(pins))
+    check_locks(scheduler, [s.lease_of for s in scheduler.roster.running] + list(pins))
 
 
 def check_locks(scheduler: Scheduler, leases: list[Lease]) -> None:

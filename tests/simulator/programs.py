@@ -121,11 +121,11 @@ class Program:
             self._say(f"cancel {name}")
             simulation.abort(name)
         # Asking who runs tells the sequences of their steps: not in every turn.
-        some_run = simulation.scheduler._running
+        some_run = simulation.scheduler.roster.num_running
         if some_run and self._on("forced preemption", self.preempt_share):
-            sequence = rng.choice(simulation.scheduler.running)
+            sequence = rng.choice(simulation.scheduler.roster.running)
             self._say(f"preempt {sequence.request.id}")
-            simulation.scheduler.preempt(sequence)
+            simulation.scheduler.roster.preempt(sequence)
         if self._on("faults", self.fault_share):
             simulation.next_fault = rng.choice(["start", "middle", "end", "guide", "read"])
             self._say(f"the next step fails: {simulation.next_fault}")

@@ -76,7 +76,7 @@ class Simulation:
 
     @property
     def idle(self) -> bool:
-        return self._in_flight is None and self.scheduler.idle
+        return self._in_flight is None and self.scheduler.roster.idle
 
     # -- what may happen between two turns -------------------------------------------------------
 
@@ -89,13 +89,13 @@ class Simulation:
             guided=request.grammar is not None,
         )
         expected, reason = oracle.answer(request, max_output)
-        sequence = self.scheduler.add(request, max_output=max_output)
+        sequence = self.scheduler.roster.add(request, max_output=max_output)
         self.asked[request.id] = Asked(request, sequence, oracle, expected, reason)
 
     def abort(self, name: str) -> None:
-        sequence = self.scheduler.find(name)
+        sequence = self.scheduler.roster.find(name)
         if sequence is not None:
-            self.scheduler.finish(sequence)
+            self.scheduler.roster.finish(sequence)
             self.asked[name].end(FinishReason.ABORT)
 
     def restart(self) -> None:
@@ -172,11 +172,11 @@ class Simulation:
     def _fail_step(self, batch: Batch) -> None:
         for sequence in batch.sequences:
             if not sequence.finished:
-                self.scheduler.finish(sequence, keep=False)
+                self.scheduler.roster.finish(sequence, keep=False)
                 self.asked[sequence.request.id].end(FinishReason.ERROR)
-        for sequence in reversed(list(self.scheduler.running)):
-            self.scheduler.preempt(sequence, keep=False)
-        for sequence in self.scheduler.unfinished():
+        for sequence in reversed(list(self.scheduler.roster.running)):
+            self.scheduler.roster.preempt(sequence, keep=False)
+        for sequence in self.scheduler.roster.unfinished():
             sequence.num_pending = 0
         self.scheduler.holdings.forget()
         self.kv.reset()

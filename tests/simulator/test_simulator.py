@@ -15,7 +15,7 @@ from mlxinfer.cache.page_table import PageTable
 from mlxinfer.cache.reach import Reach
 from mlxinfer.engine.batch import Batch
 from mlxinfer.engine.holdings import Holdings
-from mlxinfer.engine.scheduler import Scheduler
+from mlxinfer.engine.tails import Tails
 
 NUM_SEEDS = int(os.environ.get("MLXINFER_SEEDS", "400"))
 FIRST_SEED = int(os.environ.get("MLXINFER_FIRST_SEED", "0"))
@@ -71,7 +71,7 @@ def one_page_more(self: Reach, position: int, page_size: int) -> int:
         (Holdings, "take_closing", lambda holdings: []),
         (PageTable, "replace", nothing),
         (Reach, "first_page", one_page_more),
-        (Scheduler, "_seal_tails", lambda *_: []),
+        (Tails, "seal", nothing),
     ],
 )
 def test_what_is_broken_is_noticed(

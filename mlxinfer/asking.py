@@ -111,7 +111,8 @@ class Asking:
         ids = encode_chat(self.tokenizer, text_messages(messages), tools=named, **variables)
         self._check_variables(variables)
         spec = self.guidance.plan(ids, response_format, use)
-        return self.answer(ids, params, continues=False, use=use), spec
+        goes_on = bool(variables.get("continue_final_message"))
+        return self.answer(ids, params, continues=goes_on, use=use), spec
 
     def beginning(self, prompt: Prompt | Sequence[Message]) -> list[int]:
         """The tokens of a prompt, or of a conversation that goes on."""
@@ -168,7 +169,8 @@ class Asking:
         Args:
             ids: the whole prompt.
             params: how to sample.
-            continues: the answer goes on within the prompt's text, as in a plain completion.
+            continues: the answer goes on within the prompt's text, as in a plain completion, or
+                where the last message is to be continued.
             reasons: what the model marks as its reasoning is split off, if it reasons at all.
             use: tools that the answer may call.
         """

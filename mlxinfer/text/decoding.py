@@ -22,6 +22,13 @@ class Step(Protocol):
         """Return what was held back."""
         ...
 
+    def settle(self) -> list[str]:
+        """Return what is held of a prompt, whose text is known; no later token may bring it up.
+
+        Half a character stays: the answer may complete it.
+        """
+        ...
+
 
 class EachToken:
     """A step that changes every token by itself."""
@@ -34,6 +41,10 @@ class EachToken:
         return [self._change(token)]
 
     def finish(self) -> list[str]:
+        """Nothing is held."""
+        return []
+
+    def settle(self) -> list[str]:
         """Nothing is held."""
         return []
 
@@ -51,6 +62,10 @@ class FirstToken:
         return [changed]
 
     def finish(self) -> list[str]:
+        """Nothing is held."""
+        return []
+
+    def settle(self) -> list[str]:
         """Nothing is held."""
         return []
 
@@ -72,6 +87,10 @@ class ByteLevel:
     def finish(self) -> list[str]:
         """Return U+FFFD for a character that stayed incomplete."""
         return [self._utf8.decode(b"", final=True)]
+
+    def settle(self) -> list[str]:
+        """What is held is half a character."""
+        return []
 
 
 class ByteFallback:
@@ -101,6 +120,13 @@ class ByteFallback:
         except UnicodeDecodeError:
             return ["\ufffd"] * len(run)
 
+    def settle(self) -> list[str]:
+        """Return the run but for half a character at its end."""
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        text = utf8.decode(bytes(self._run))
+        self._run = bytearray(utf8.getstate()[0])
+        return [text] if text else []
+
 
 class StripEnds:
     """Takes up to `start` and `stop` characters `content` off the ends of the whole text."""
@@ -127,6 +153,11 @@ class StripEnds:
     def finish(self) -> list[str]:
         """What is held at the end is what goes."""
         return []
+
+    def settle(self) -> list[str]:
+        """Return what is held: it is not at the end of the text."""
+        tail, self._tail = self._tail, ""
+        return [tail] if tail else []
 
 
 def steps_of(spec: dict[str, Any] | None) -> list[Step] | None:

@@ -1,8 +1,8 @@
 """Token ids to text as they come, never half a character. Knows ids; no stops, no requests."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from .decoding import steps_of
+from .decoding import Step, steps_of
 from .tokenizer import Tokenizer
 
 PROMPT_TAIL = 16  # prompt tokens that can matter to the first characters of an answer
@@ -36,7 +36,8 @@ class Detokenizer:
         self._held: list[int] = []  # where the decoder has no incremental form
         for token_id in prompt_ids[-PROMPT_TAIL:]:
             self.push(token_id)
-        self._held.clear()
+        self._drain(lambda step: step.settle())
+        self._before = len(self._decoded())  # characters that are the prompt's
 
     def push(self, token_id: int) -> str:
         """Return the text that is certain now that this token has come; often "" ."""
@@ -56,10 +57,18 @@ class Detokenizer:
     def flush(self) -> str:
         """Return what is left; half a character comes out as U+FFFD. Push nothing after it."""
         if self._steps is None:
-            text = self._tokenizer.decode(self._held, skip_special_tokens=False)
-            self._held.clear()
+            text = self._decoded()[self._before :]
+            self._held, self._before = [], 0
             return text
+        return self._drain(lambda step: step.finish())
+
+    def _drain(self, held_by: Callable[[Step], list[str]]) -> str:
+        """What the steps hold, each one's given to those after it."""
         tokens: list[str] = []
-        for step in self._steps:
-            tokens = [out for token in tokens for out in step.feed(token)] + step.finish()
+        for step in self._steps or ():
+            tokens = [out for token in tokens for out in step.feed(token)] + held_by(step)
         return "".join(tokens)
+
+    def _decoded(self) -> str:
+        """The text of what is held where the decoder has no incremental form."""
+        return self._tokenizer.decode(self._held, skip_special_tokens=False) if self._held else ""

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from text_data import KINDS, load_tokenizer
 from tokenizers import decoders, models
@@ -130,6 +130,47 @@ def test_an_answer_that_goes_on_with_the_prompt_keeps_its_space():
     prompt, answer = tokenizer.encode("The cat"), tokenizer.encode("sleeps")[1:]
     assert joined(Detokenizer(tokenizer), answer) == "sleeps"
     assert joined(Detokenizer(tokenizer, prompt_ids=prompt), answer) == " sleeps"
+
+
+SNIPPETS = ["The cat", "\n", " ", "🎉", "€", "é", "x", "  ", "a b", "1", "\t", "sleeps ", "日本"]
+snippets = st.lists(st.sampled_from(SNIPPETS), min_size=1, max_size=9).map("".join)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(prompt=snippets, answer=snippets)
+def test_nothing_of_the_prompt_comes_again(kind, prompt, answer):
+    tokenizer = load_tokenizer(kind)
+    ids, whole = tokenizer.encode(prompt), tokenizer.encode(prompt + answer)
+    assume(whole[: len(ids)] == ids)
+    detokenizer = Detokenizer(tokenizer, prompt_ids=ids)
+    expected = tokenizer.decode(whole)[len(tokenizer.decode(ids)) :]
+    assert joined(detokenizer, whole[len(ids) :]) == expected
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@settings(max_examples=100)
+@given(
+    prompt=st.lists(st.integers(0, len(PIECES) - 1), max_size=8),
+    answer=st.lists(st.integers(0, len(PIECES) - 1), max_size=8),
+)
+def test_an_answer_is_what_it_adds_to_the_prompt(name, prompt, answer):
+    tokenizer = make(DECODERS[name])
+    if name == "strip the end":
+        prompt = [*prompt, PIECES.index("é")]  # of what it strips, some could be the prompt's
+    before, whole = tokenizer.decode(prompt), tokenizer.decode(prompt + answer)
+    assume(whole.startswith(before))
+    assume("\ufffd" not in whole)  # else bytes of both may be one character, or each be one
+    assert joined(Detokenizer(tokenizer, prompt_ids=prompt), answer) == whole[len(before) :]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_completes_half_a_character(kind):
+    tokenizer = load_tokenizer(kind)
+    ids = tokenizer.encode("so\n🦎", add_special_tokens=False)
+    for count in range(1, len(ids)):
+        text = joined(Detokenizer(tokenizer, prompt_ids=ids[:count]), ids[count:])
+        assert text.endswith("🦎")
+        assert "\ufffd" not in text
 
 
 def test_special_tokens_that_are_to_be_kept(tokenizer):

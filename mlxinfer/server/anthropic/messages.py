@@ -51,7 +51,9 @@ async def messages(call: Call, body: MessagesRequest) -> Reply:
     (grammar,) = await call.in_worker(
         start_grammars, model, asked, use, prompt_ids, 1, reasons=True
     )
-    answer = model.answer(prompt_ids, params, continues=False, use=use, grammar=grammar)
+    answer = model.answer(
+        prompt_ids, params, continues=goes_on(body.messages), use=use, grammar=grammar
+    )
     generation = call.generate(model, [answer])
     clipped = body.max_tokens > room
     if body.stream:

@@ -57,8 +57,9 @@ async def chat(call: Call, body: ChatRequest) -> Reply:
     grammars = await call.in_worker(
         start_grammars, model, asked, use, prompt_ids, len(params), reasons=True
     )
+    goes_on = bool(body.continue_final_message)
     answers = [
-        model.answer(prompt_ids, choice, continues=False, use=use, grammar=grammar)
+        model.answer(prompt_ids, choice, continues=goes_on, use=use, grammar=grammar)
         for choice, grammar in zip(params, grammars, strict=True)
     ]
     generation = call.generate(model, answers)

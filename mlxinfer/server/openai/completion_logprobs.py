@@ -9,7 +9,7 @@ import codecs
 import msgspec
 
 from ...core import TokenLogprobs
-from ...text import Tokenizer
+from ...text import Detokenizer, Tokenizer
 from .logprobs import finite
 
 
@@ -44,12 +44,20 @@ class LogprobsWriter:
         lists.token_logprobs.append(None if found is None else finite(found.logprob))
         lists.top_logprobs.append(None if found is None else self._top(token_id, found))
         if token_id not in self._tokenizer.special_ids:  # those are not in the text
-            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+            self._offset += self._num_characters(token_id)
 
     def take(self) -> CompletionLogprobs:
         """What was written since the last time."""
         lists, self._lists = self._lists, _empty()
         return lists
+
+    def _num_characters(self, token_id: int) -> int:
+        """How many a token adds to the text, whose first space some decoders take off."""
+        spelled = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        if self._offset:
+            return len(spelled)
+        first = Detokenizer(self._tokenizer)
+        return min(len(spelled), len(first.push(token_id) + first.flush()))
 
     def _top(self, token_id: int, found: TokenLogprobs) -> dict[str, float]:
         """The most probable tokens, and the one that came if it is none of them."""

@@ -45,7 +45,7 @@ async def complete(call: Call, body: CompletionRequest) -> Reply:
     pairs = [(prompt, choice) for prompt in prompts for choice in params]
     grammars = await call.in_worker(_grammars, model, body, len(pairs))
     answers = [
-        model.answer(prompt.ids, choice, continues=True, grammar=grammar)
+        model.answer(prompt.ids, choice, continues=True, reasons=False, grammar=grammar)
         for (prompt, choice), grammar in zip(pairs, grammars, strict=True)
     ]
     writers = [

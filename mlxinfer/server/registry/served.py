@@ -70,6 +70,7 @@ class ServedModel:
         params: SamplingParams,
         *,
         continues: bool,
+        reasons: bool = True,
         use: ToolUse | None = None,
         grammar: Grammar | None = None,
     ) -> Answer:
@@ -78,13 +79,13 @@ class ServedModel:
         Args:
             prompt_ids: the whole prompt.
             params: checked.
-            continues: the answer goes on within the prompt's text, as in a plain completion; then
-                all of it is text, reasoning too.
+            continues: see `Asking.answer`.
+            reasons: see there; where it is False all is text, reasoning too.
             use: tools that the answer may call.
             grammar: what the answer must look like; a state of this answer alone.
         """
         answer = self.asking.answer(
-            prompt_ids, params, continues=continues, reasons=not continues, use=use
+            prompt_ids, params, continues=continues, reasons=reasons, use=use
         )
         answer.request.grammar = grammar
         return answer

@@ -1,0 +1,70 @@
+"""An answer that goes on with the last message keeps the space that others begin without."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from scripted import ScriptedServer
+from text.text_data import load_tokenizer
+
+from mlxinfer.asking import Asking
+from mlxinfer.core import FinishReason, TokenEvent
+from mlxinfer.text import ChatTemplate
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+ASKED = {"role": "user", "content": "What does the cat do?"}
+BEGUN = {"role": "assistant", "content": "The cat"}
+
+
+@pytest.fixture
+def spaced() -> Iterator[ScriptedServer]:
+    """A server whose decoder takes the first space off a text."""
+    with ScriptedServer() as server:
+        tokenizer = load_tokenizer("sentencepiece")
+        tokenizer.template = ChatTemplate(TEMPLATE, variables={})
+        model = server.model
+        model.asking.close()
+        info = replace(model.info, vocab_size=tokenizer.vocab_size)
+        model.asking = Asking(tokenizer, info, "auto")
+        server.script._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
+        yield server
+
+
+def chat(server: ScriptedServer, messages: list[Any], **fields: Any) -> str:
+    answer = server.post("/v1/chat/completions", {"messages": messages, **fields}).json()
+    text: str = answer["choices"][0]["message"]["content"]
+    return text
+
+
+def test_a_chat_completion(spaced: ScriptedServer) -> None:
+    with spaced.says("sleeps"):
+        assert chat(spaced, [ASKED]) == "sleeps"
+        assert chat(spaced, [ASKED, BEGUN], continue_final_message=True) == " sleeps"
+
+
+def test_a_message_of_anthropics(spaced: ScriptedServer) -> None:
+    with spaced.says("sleeps"):
+        for messages, expected in (([ASKED], "sleeps"), ([ASKED, BEGUN], " sleeps")):
+            body = {"messages": messages, "max_tokens": 20, "model": "demo"}
+            answer = spaced.post("/v1/messages", body).json()
+            assert answer["content"] == [{"type": "text", "text": expected}]
+
+
+def test_the_library(spaced: ScriptedServer) -> None:
+    asking = spaced.model.asking
+    ids = asking.tokenizer.encode("sleeps", add_special_tokens=False)
+    goes_on = {"add_generation_prompt": False, "continue_final_message": True}
+    for messages, variables, expected in (
+        ([ASKED], {}, "sleeps"),
+        ([ASKED, BEGUN], goes_on, " sleeps"),
+    ):
+        answer, _ = asking.chat(messages, None, chat_template_kwargs=variables)
+        for token_id in ids:
+            answer.push(TokenEvent(answer.request.id, token_id))
+        answer.push(TokenEvent.without_token(answer.request.id, FinishReason.LENGTH))
+        assert answer.result is not None
+        assert answer.result.text == expected

@@ -198,12 +198,13 @@ class Scheduler:
             roster.unwritten.write()
             roster.unwritten = Unwritten(batch.decodes.sequences)
         roster.unwritten.launched()
+        for sequence in batch.admitted:  # some are given no token in it, but what they share
+            sequence.started = sequence.slot >= 0
         row = len(batch.decodes)
         for segment in batch.prefills:
             sequence = segment.sequence
             segment.row = row
             row += segment.num_tokens
-            sequence.started = True
             sequence.num_computed += segment.num_tokens
             sequence.num_pending += segment.samples
             if segment.samples:  # nobody waits for it any more

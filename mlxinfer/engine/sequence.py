@@ -26,7 +26,7 @@ class Sequence:
     slot: int = -1  # row in the tails and in the sampler; -1: not running
     tables: list[PageTable] = field(default_factory=list)  # one per layer group
     lease: Lease | None = None  # on what it shares with the prefix tree; None: not running
-    started: bool = False  # its first step since it runs was launched
+    started: bool = False  # the step was launched before which it is given what it shares
     num_logits: int = 0  # positions whose logits were given out, where they were asked for
     num_cached: int = 0  # prompt tokens that it found computed
     finished: bool = False

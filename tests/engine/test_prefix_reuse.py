@@ -86,6 +86,22 @@ def test_prompt_logits_come_once_though_it_was_preempted() -> None:
     assert sum(len(rows) for rows in harness.drain()["it"].logits) == 50
 
 
+def test_what_goes_on_with_no_prompt_left_keeps_its_tail() -> None:
+    """All of a page's share goes to another's prompt: it begins as one that decodes."""
+    harness = Harness(tiny_model("qwen3-v4", quantized=True), prefill_chunk=2 * PAGE)
+    roster = harness.loop.scheduler.roster
+    harness.add("it", prompt(20), SamplingParams(max_tokens=30))
+    harness.turn(8)
+    harness.add("long", prompt(300, seed=1), SamplingParams(max_tokens=2))
+    harness.turn(2)
+    it = roster.find("it")
+    assert it is not None
+    roster.preempt(it)
+    said = harness.drain()["it"].token_ids
+    harness.add("next", [*prompt(20), *said, 5, 6, 7], SamplingParams(max_tokens=2))
+    assert harness.drain()["next"].cached_tokens == 49  # the last token was never computed
+
+
 def test_an_answer_is_for_others_when_it_ends() -> None:
     """While it grows its prompt can be shared, and nothing is done for each of its pages."""
     harness = Harness(tiny_model("qwen3-v4", quantized=True))

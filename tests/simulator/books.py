@@ -18,6 +18,7 @@ def check_batch(scheduler: Scheduler, batch: Batch) -> None:
     prefill = [s for s in segments if s.num_tokens > 1 or s.start < s.sequence.num_prompt]
     assert sum(s.num_tokens for s in prefill) <= scheduler.prefill_chunk
     assert len({s.slot for s in segments}) == len(segments)
+    assert all(s.started for s in scheduler.roster.running)
     assert all(s.slot == s.sequence.slot >= 0 for s in segments)
     assert all(a.row + a.num_tokens == b.row for a, b in pairwise(segments))
     for segment in segments:

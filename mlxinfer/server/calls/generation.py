@@ -109,6 +109,8 @@ class Generation:
     async def steps(self) -> AsyncIterator[list[Step]]:
         """Yield what has come, until every answer is complete; an empty list is silence.
 
+        What came before an error is yielded before it is raised.
+
         Raises:
             RequestFailedError: a step went wrong.
             the error of an interrupt.
@@ -120,10 +122,12 @@ class Generation:
             messages = [await self._inbox.get()]
             while not self._inbox.empty():
                 messages.append(self._inbox.get_nowait())
-            steps = [step for message in messages for step in self._take(message)]
+            steps, error = self._take_all(messages)
             self._heard_s = loop.time()
-            if steps or SILENCE in messages:
+            if steps or (SILENCE in messages and error is None):
                 yield steps
+            if error is not None:
+                raise error
 
     async def results(self) -> list[Result]:
         """Wait for all answers; raises as `steps`."""
@@ -142,6 +146,16 @@ class Generation:
             self._leave_queue(request_id)
         if self._timer is not None:
             self._timer.cancel()
+
+    def _take_all(self, messages: Sequence[Message]) -> tuple[list[Step], Exception | None]:
+        """What messages become, up to the first that is an error; and that error."""
+        steps: list[Step] = []
+        try:
+            for message in messages:
+                steps += self._take(message)
+        except Exception as error:
+            return steps, error
+        return steps, None
 
     def _take(self, message: Message) -> list[Step]:
         if isinstance(message, Interrupt):

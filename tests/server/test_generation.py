@@ -1,0 +1,87 @@
+"""The answers of one call, from the engine's events, however many of them come at once."""
+
+import asyncio
+from collections.abc import Sequence as Seq
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from live_server import LiveServer
+
+from mlxinfer.answer import Answer
+from mlxinfer.core import FinishReason, SamplingParams, TokenEvent
+from mlxinfer.engine.failures import failed
+from mlxinfer.engine.sequence import Sequence
+from mlxinfer.errors import RequestFailedError
+from mlxinfer.server.calls.generation import Generation
+
+PROMPT = [5, 6, 7]
+
+
+class Listening:
+    """A model that is asked, and whose engine says what a test says."""
+
+    def __init__(self, server: LiveServer) -> None:
+        self.server = server
+        self.aborted: list[str] = []
+        self.engine = SimpleNamespace(abort=self.aborted.append)
+
+    def submit(self, *_: Any) -> None:
+        pass
+
+    def answers(self, *params: SamplingParams) -> list[Answer]:
+        model = self.server.model
+        return [model.answer(PROMPT, each, continues=False) for each in params]
+
+    def says(self, answer: Answer, text: str) -> list[TokenEvent]:
+        ids = self.server.model.tokenizer.encode(text, add_special_tokens=False)
+        return [TokenEvent(answer.request.id, token_id) for token_id in ids]
+
+    def hear(self, answers: list[Answer], events: Seq[TokenEvent]) -> list[str]:
+        """The text of each answer when all events were there at once."""
+        return asyncio.run(self._hear(answers, events))
+
+    async def _hear(self, answers: list[Answer], events: Seq[TokenEvent]) -> list[str]:
+        service = self.server.service
+        tally = service.tallies[self.server.model.name]
+        model: Any = self
+        generation = Generation(model, answers, service.admission, tally, keep_alive_s=10)
+        texts = [""] * len(answers)
+        try:
+            generation.start()
+            for event in events:
+                generation._inbox.put_nowait(event)
+            async for steps in generation.steps():
+                for step in steps:
+                    texts[step.index] += step.delta.text
+        except RequestFailedError as error:
+            texts.append(str(error))
+        finally:
+            generation.close()
+        return texts
+
+
+@pytest.fixture
+def listening(server: LiveServer) -> Listening:
+    return Listening(server)
+
+
+def test_what_came_before_a_failure_is_told_with_it(listening: Listening) -> None:
+    (answer,) = answers = listening.answers(SamplingParams())
+    failure = failed(Sequence(answer.request, 9, PROMPT, 3), ValueError("the GPU is gone"))
+    text, error = listening.hear(answers, [*listening.says(answer, "hello"), failure])
+    assert text == "hello"
+    assert "the GPU is gone" in error
+
+
+def test_what_comes_after_a_stop_string_is_not_the_others_end(listening: Listening) -> None:
+    stops, goes_on = answers = listening.answers(SamplingParams(stop=("ll",)), SamplingParams())
+    events = [
+        *listening.says(stops, "hello"),
+        *listening.says(stops, "late"),
+        TokenEvent.without_token(stops.request.id, FinishReason.ABORT),
+        *listening.says(goes_on, "hello"),
+        TokenEvent.without_token(goes_on.request.id, FinishReason.LENGTH),
+    ]
+    assert listening.hear(answers, events) == ["he", "hello"]
+    assert listening.aborted == [stops.request.id]

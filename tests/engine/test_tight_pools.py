@@ -1,9 +1,11 @@
 """A prompt that was answered before must find room where it found room the first time."""
 
 import pytest
-from engine.harness import PAGE, Harness, prompt, tiny_model
+from engine.harness import PAGE, Harness, alone, prompt, tiny_model
 
+from mlxinfer.config import KVOptions
 from mlxinfer.core import SamplingParams
+from mlxinfer.engine.sequence import Sequence
 
 
 @pytest.mark.parametrize("case", ["qwen3-v4", "mistral-v4", "gemma3_text-v4"])
@@ -18,3 +20,36 @@ def test_a_repeated_prompt_fits_in_a_pool_of_its_own_size(case: str, length: int
     first, *others = [outcome.token_ids for outcome in harness.outcomes.values()]
     assert len(first) == 5
     assert others == [first, first]
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_who_makes_room_in_the_turn_of_its_admission_touches_nobody(bits: int | None) -> None:
+    """It has no slot when the step begins: the last one is somebody else's."""
+    model = tiny_model("qwen3-v4", quantized=True)
+    harness = Harness(model, max_batch=4, prefix_cache=False, kv=KVOptions(bits=(bits, bits)))
+    params = {
+        name: SamplingParams(max_tokens=3 if name == "a" else 40, repetition_penalty=1.5)
+        for name in "abcd"
+    }
+    for name in "abcd":
+        harness.add(name, prompt(9, seed=ord(name)), params[name])
+    harness.turn(6)
+    roster, times = harness.loop.scheduler.roster, [2]
+    hold = roster.hold
+
+    def held(sequence: Sequence, num_tokens: int) -> bool:
+        if sequence.request.id != "late" or not times[0]:
+            return hold(sequence, num_tokens)
+        times[0] -= 1
+        roster.preempt(sequence)
+        return False
+
+    roster.hold = held  # type: ignore[method-assign]
+    harness.add("late", prompt(9, seed=7), SamplingParams(max_tokens=5))
+    outcomes = harness.drain()
+    assert not times[0]
+    for name in "bcd":
+        expected = alone(
+            model, prompt(9, seed=ord(name)), params[name], kv=KVOptions(bits=(bits, bits))
+        )
+        assert outcomes[name].token_ids == expected.token_ids

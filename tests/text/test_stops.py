@@ -60,6 +60,13 @@ def test_of_two_that_end_together_the_longer_counts():
     assert matcher.matched == "ab"
 
 
+def test_one_within_the_beginning_of_another_is_found():
+    assert StopMatcher(["abcd", "bc"]).push("xabcz") == "xa"
+    matcher = StopMatcher(["abcde", "bcdx", "c"])
+    assert matcher.push("abcd") == "ab"
+    assert matcher.matched == "c"
+
+
 def test_a_match_does_not_count_while_it_is_disabled():
     matcher = StopMatcher(["ab"])
     assert matcher.push("ab", enabled=False) == "ab"[: 2 - len(matcher._held)]

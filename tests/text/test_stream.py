@@ -113,6 +113,17 @@ def test_no_stop_before_min_tokens(tokenizer):
     assert late.num_tokens >= 6
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stop_string_completed_by_token_number_min_tokens_counts(kind):
+    tokenizer = load_tokenizer(kind)
+    ids = tokenizer.encode("a b c d e", add_special_tokens=False)
+    count = next(n for n in range(len(ids)) if "c" in tokenizer.decode(ids[:n]))
+    at, after = (TextStream(tokenizer, stop=["c"], min_tokens=n) for n in (count, count + 1))
+    assert run(at, ids)[0] == "a b "
+    assert at.num_tokens == count
+    assert run(after, ids)[0] == "a b c d e"
+
+
 def test_what_may_be_a_stop_string_is_shown_at_the_end(tokenizer):
     assert answer(tokenizer, "wait ST", stop=["STOP"]) == ("wait ST", "")
 

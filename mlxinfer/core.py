@@ -48,7 +48,9 @@ class SamplingParams:
     presence_penalty: float = 0.0  # over the answer
     frequency_penalty: float = 0.0  # over the answer
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
-    seed: int | None = None  # same seed, same tokens, whatever else is in the batch
+    # Same seed, same tokens, whatever else is in the batch; with 16-bit activations but for
+    # tokens nearly as probable as each other, see README.
+    seed: int | None = None
     min_tokens: int = 0  # no end token and no stop before this many
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()  # strings, matched on text

@@ -10,7 +10,7 @@ import click
 import pytest
 
 from mlxinfer import LLM
-from mlxinfer.cli import cli
+from mlxinfer.cli._commands import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text()

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import click
 
 from ..errors import BackendMissingError, MlxinferError, ModelNotFoundError
+from ._surroundings import INTERRUPTED
 
-FAILED, USAGE, INTERRUPTED = 1, 2, 130
+FAILED, USAGE = 1, 2
 TRACEBACK = "MLXINFER_TRACEBACK"
 
 _HINTS: dict[type[MlxinferError], str] = {

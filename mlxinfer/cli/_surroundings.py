@@ -3,7 +3,11 @@
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+INTERRUPTED = 130  # the exit code, as shells have it
 
 
 def open_missing_streams() -> None:
@@ -30,9 +34,26 @@ def settle_home() -> None:
         os.environ["HOME"] = "/"
 
 
-def end_at_next_interrupt(code: int) -> None:
+@contextmanager
+def ending_at_interrupts() -> Iterator[None]:
+    """Meanwhile Ctrl-C ends the process where it stands, unless it means something else already.
+
+    An interrupt within an import is a traceback, or is lost.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:
+        yield
+        return
+    end_at_next_interrupt()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def end_at_next_interrupt() -> None:
     """The process ends, and Ctrl-C came already: one more ends it where it stands."""
-    signal.signal(signal.SIGINT, lambda *_: os._exit(code))
+    signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
 
 
 def _is_open(number: int) -> bool:

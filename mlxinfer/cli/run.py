@@ -8,7 +8,6 @@ import click
 
 from ..core import FinishReason, SamplingParams
 from ..results import Delta, Result
-from ._errors import INTERRUPTED
 from ._model import open_llm
 from ._options import (
     engine_options,
@@ -19,6 +18,7 @@ from ._options import (
     sampling_params,
 )
 from ._output import emit_json, note, printable, styled
+from ._surroundings import INTERRUPTED
 
 
 @click.command()

@@ -9,7 +9,7 @@ import pytest
 from fake_llm import FakeLLM
 
 from mlxinfer import __version__
-from mlxinfer.cli import cli
+from mlxinfer.cli._commands import cli
 from mlxinfer.cli._errors import guarded
 
 

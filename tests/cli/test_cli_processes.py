@@ -120,6 +120,26 @@ def test_ctrl_c_twice_aborts_nothing(model: str, gap_s: float) -> None:
     assert err.strip() == b""
 
 
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+from mlxinfer.cli import main
+main(["list"])
+"""
+
+
+@pytest.mark.parametrize("module", ["click", "mlxinfer.cli.list"])
+def test_ctrl_c_within_its_imports_is_quiet(module: str) -> None:
+    """Otherwise it would be a traceback, or lost: Python lets no exception out of some places."""
+    code = INTERRUPTED_IMPORT.format(module=module)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 class Terminal:
     """A command with a pseudo-terminal as its stdin, stdout and stderr."""
 

@@ -72,6 +72,23 @@ def test_a_wrong_token_in_a_field_that_nobody_reads(live: LiveServer, name: str)
     expect_refusal(live, CHAT, with_raw(CHAT, TOKENS[name]))
 
 
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', r"surrogate pair, \ud83d:"),
+        (b'{"x": "\\ud83d\\ude00 \\uDE00"}', r"surrogate pair, \uDE00:"),
+        (b'{"x": "\\ud83d\\ude00', "truncated"),
+    ],
+)
+def test_the_problem_is_named(live: LiveServer, body: bytes, problem: str) -> None:
+    headers = {"content-type": "application/json"}
+    answer = live.client.post(CHAT, content=body, headers=headers)
+    assert answer.status_code == 400
+    assert problem in answer.json()["error"]["message"]
+
+
 HUGE: dict[str, tuple[bytes, str]] = {
     "a count": (b'"max_tokens": ' + b"9" * 5000, "max_tokens"),
     "a float": (b'"temperature": 1e999', "temperature"),

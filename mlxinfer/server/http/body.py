@@ -12,6 +12,10 @@ from ..errors import BodyTooLargeError, SlowBodyError
 
 T = TypeVar("T")
 MAX_CONTAINERS = 1_000_000  # brackets and braces, those in texts included
+_HALF_A_PAIR = re.compile(  # escaped; in order: a first half alone, a second one alone
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
 _AT = re.compile(r" - at (`key` in |`value` in )?`\$\.?(.*)`$")
 
 
@@ -75,7 +79,20 @@ def decode(body: bytes, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         raise _wrong_field(str(error)) from None
     except msgspec.DecodeError as error:
-        raise InvalidRequestError(f"The body is not valid JSON: {error}") from None
+        raise InvalidRequestError(_not_json(body, str(error))) from None
+
+
+def _not_json(body: bytes, message: str) -> str:
+    """Why, where the parser says of what is missing only that something is."""
+    if not body.strip():
+        return "The body is empty; expected a JSON object."
+    half = _HALF_A_PAIR.search(body)
+    if half:
+        return (
+            f"The body holds half of a surrogate pair, {half.group().decode()}: a text was cut "
+            "in the middle of a character. Send valid Unicode."
+        )
+    return f"The body is not valid JSON: {message}"
 
 
 def _check_containers(body: bytes) -> None:

@@ -1,4 +1,4 @@
-"""A model folder -> numbers about it, from JSON files and safetensors headers. Loads no model."""
+"""A model folder -> numbers about it, from JSON files and safetensors headers. Loads no weights."""
 
 from dataclasses import dataclass
 from math import prod
@@ -9,6 +9,7 @@ from ..models.config import ModelConfig, load_config
 from ..models.files import read_headers
 from ..models.jsonfields import read_json
 from ..models.safetensors import TensorInfo
+from ..text import Tokenizer
 from ..text.files import read_tokenizer_files
 
 KV_GROUP = 64  # numbers that share a 16-bit scale and a 16-bit bias in a quantised KV cache
@@ -49,6 +50,7 @@ def summarise(folder: Path) -> Summary:
         problem = str(error)
     try:
         weights = count_weights(folder, config)
+        Tokenizer.from_folder(folder)
     except MlxinferError as error:
         problem = problem or str(error)
     return Summary(folder, _model_type(folder), config, weights, template, problem)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from mlxinfer.cli._inspect import kv_bytes, summarise
 
@@ -39,7 +41,7 @@ def write_model(folder: Path, config: dict[str, Any], *, template: bool = True) 
     text = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text("{}")
+    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
     if template:
         (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
@@ -107,7 +109,7 @@ def test_for_people(tmp_path: Path, outcome: Any) -> None:
     assert "at 4,096" in out
 
 
-@pytest.mark.parametrize("broken", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("broken", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_broken_file_is_named_and_the_rest_is_shown(
     broken: str, tmp_path: Path, outcome: Any
 ) -> None:

@@ -93,11 +93,13 @@ def read_config_file(path: Path | None) -> ConfigFile:
         if name not in ("serve", "models"):
             raise _wrong(path, name, "a file has a table [serve] and tables [models.NAME], no more")
     serve = _table(path, "serve", document.get("serve", {}))
-    models = _table(path, "models", document.get("models", {}))
+    tables = _table(path, "models", document.get("models", {}))
+    models = {name: _model(path, name, entry) for name, entry in tables.items()}
+    _check_names(path, models)
     return ConfigFile(
         path=path,
         serve={name.replace("-", "_"): value for name, value in serve.items()},
-        models={name: _model(path, name, entry) for name, entry in models.items()},
+        models=models,
     )
 
 
@@ -152,6 +154,16 @@ def _model(path: Path, name: str, entry: object) -> ModelEntry:
         raise _wrong(path, f"{place}.ttl", str(error).rstrip(".")) from error
     options = {key.replace("-", "_"): value for key, value in given.items()}
     return ModelEntry(source=source, aliases=tuple(aliases), pin=pin, ttl_s=ttl_s, options=options)
+
+
+def _check_names(path: Path, models: Mapping[str, ModelEntry]) -> None:
+    """A name or alias stands for one model, and is given once."""
+    taken: set[str] = set()
+    for name, entry in models.items():
+        for called in (name, *entry.aliases):
+            if called in taken:
+                raise _wrong(path, f"models.{name}", f"{called!r} is the name of a model already")
+            taken.add(called)
 
 
 def _table(path: Path, place: str, value: object) -> Mapping[str, Any]:

@@ -162,7 +162,7 @@ def _check_names(path: Path, models: Mapping[str, ModelEntry]) -> None:
     for name, entry in models.items():
         for called in (name, *entry.aliases):
             if called in taken:
-                raise _wrong(path, f"models.{name}", f"{called!r} is the name of a model already")
+                raise _wrong(path, f"models.{name}", f"a model is called {called} already")
             taken.add(called)
 
 

@@ -13,6 +13,7 @@ import mlx.core as mx
 from ..cache.step import StepKV
 from ..config import EngineConfig
 from ..core import Grammar, Request, SamplingParams, TokenEvent
+from ..engine.kernels import Chooser, choose_none
 from ..engine.loop import Loop
 from ..models.decoder import Model
 from .meter import FORWARD, PLAN, Meter
@@ -58,7 +59,8 @@ class MeteredModel:
 
     def __init__(self, model: Model, meter: Meter) -> None:
         self.config = model.config
-        self.kv_specs, self.activations = model.kv_specs, model.activations
+        self.kv_specs, self.attentions = model.kv_specs, model.attentions
+        self.activations = model.activations
         self.activation_dtype = model.activation_dtype
         self.work = Work()
         self.storing = False
@@ -98,6 +100,7 @@ class OurDriver:
         prefill_chunk: prompt tokens a step.
         num_pages: of KV cache; None: as many as 4 GB hold.
         launch_ahead: as the engine does.
+        kernels: says which Metal kernels are used.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class OurDriver:
         prefill_chunk: int = 256,
         num_pages: int | None = None,
         launch_ahead: bool = True,
+        kernels: Chooser = choose_none,
     ) -> None:
         self.meter = Meter()
         self.done = Work()
@@ -122,7 +126,7 @@ class OurDriver:
             num_pages=num_pages,
             launch_ahead=launch_ahead,
         )
-        self.loop = Loop(cast(Model, self._model), config, self._take)
+        self.loop = Loop(cast(Model, self._model), config, self._take, kernels=kernels)
         cache = self.loop.cache
         cache.begin_step = self.meter.timed(PLAN, cache.begin_step)  # type: ignore[method-assign]
 

@@ -18,9 +18,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..core import SamplingParams
+from ..engine.kernels import Chooser, choose_none
+from ..metal_kernels.launch import running_on
 from ..models import load
 from .checkpoints import MANY_LAYERS, TWO_LAYERS, Dense, random_prompt, write_checkpoint
 from .driver import Driver, OurDriver
+from .metal_sampling import OneOperation, only_sampling
 from .meter import DISPATCH, FORWARD, PLAN, Meter, counted_operations, metered_evaluation
 from .peer import PeerDriver, PeerStream, load_peer_model
 from .report import Report, Table, ratio
@@ -39,6 +42,7 @@ MIXED = (  # what different users ask for at once; round robin over the requests
     SamplingParams(temperature=0.8, min_p=0.05, repetition_penalty=1.1),
     SamplingParams(),
 )
+GREEDY = (SamplingParams(),)  # all the same, and next to nothing to sample: what is left is books
 
 
 class Steps(Protocol):
@@ -78,6 +82,8 @@ class Decode:
     requests: int
     whole: list[StepCost]
     without_model: list[StepCost]  # which returns stored logits: sampling and its dispatch are in
+    in_kernel: list[StepCost]  # ours alone, without the model, where a kernel samples
+    greedy: list[StepCost]  # as without_model, where all requests are greedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +140,17 @@ def until_decoding(driver: Driver, names: set[str]) -> None:
         names = names.difference(driver.step())
 
 
-def fill(driver: Driver, count: int, length: int, vocab: int) -> None:
-    """Start `count` requests that sample differently and bring them to decoding."""
+def fill(
+    driver: Driver,
+    count: int,
+    length: int,
+    vocab: int,
+    settings: Sequence[SamplingParams] = MIXED,
+) -> None:
+    """Start `count` requests with these settings in turn and bring them to decoding."""
     names = {str(index) for index in range(count)}
     for index in range(count):
-        params = MIXED[index % len(MIXED)]
+        params = settings[index % len(settings)]
         prompt = random_prompt(length + index % 8, vocab, seed=index)
         driver.add(str(index), prompt, endless(params))
     until_decoding(driver, names)
@@ -160,19 +172,33 @@ def decode_costs(sizes: Sequence[int], *, blocks: int, peer: bool, folder: Path)
     write_checkpoint(folder, TWO_LAYERS)
     model = load(folder)
     peer_model = load_peer_model(folder) if peer else None
-    found: list[Decode] = []
-    for count in sizes:
-        sides: list[Driver] = [
-            OurDriver(model, max_batch=count, num_pages=pages_for(count, PROMPT, blocks))
-        ]
-        if peer:
-            sides.append(PeerDriver(peer_model, max_batch=count))
+
+    def ours(count: int, kernels: Chooser = choose_none) -> Driver:
+        num_pages = pages_for(count, PROMPT, blocks)
+        return OurDriver(model, max_batch=count, num_pages=num_pages, kernels=kernels)
+
+    def both(count: int) -> list[Driver]:
+        return [ours(count), *([PeerDriver(peer_model, max_batch=count)] if peer else [])]
+
+    def decoding(sides: list[Driver], count: int, settings: Sequence[SamplingParams]) -> None:
         for side in sides:
-            fill(side, count, PROMPT, TWO_LAYERS.vocab)
-        whole = measure(sides, blocks=blocks)
+            fill(side, count, PROMPT, TWO_LAYERS.vocab, settings)
+
+    def without_model(sides: list[Driver]) -> list[StepCost]:
         for side in sides:
             side.store_model()
-        found.append(Decode(count, whole, measure(sides, blocks=blocks)))
+        return measure(sides, blocks=blocks)
+
+    found: list[Decode] = []
+    for count in sizes:
+        decoding(mixed := both(count), count, MIXED)
+        whole = measure(mixed, blocks=blocks)
+        beside = without_model(mixed)
+        with running_on(OneOperation()):
+            decoding(sampled := [ours(count, only_sampling)], count, MIXED)
+            in_kernel = without_model(sampled)
+        decoding(greedy := both(count), count, GREEDY)
+        found.append(Decode(count, whole, beside, in_kernel, without_model(greedy)))
     return found
 
 
@@ -228,6 +254,8 @@ def run(
                 "requests": d.requests,
                 "whole": _data(d.whole),
                 "without_model": _data(d.without_model),
+                "in_kernel": _data(d.in_kernel),
+                "greedy": _data(d.greedy),
             }
             for d in decode
         ],
@@ -249,6 +277,8 @@ def _decode_table(found: list[Decode]) -> Table:
         ("beside the model", lambda d: [c.total for c in d.without_model]),
         ("Python alone", lambda d: [c.outside for c in d.whole]),
         ("with the model", lambda d: [c.total for c in d.whole]),
+        ("sampling kernel", lambda d: [c.total for c in d.in_kernel]),
+        ("all greedy", lambda d: [c.total for c in d.greedy]),
     ]
     rows = []
     for label, field in kinds:
@@ -256,7 +286,7 @@ def _decode_table(found: list[Decode]) -> Table:
         if len(found) > 1:
             each = [
                 slope([(d.requests, field(d)[side]) for d in found])
-                for side in range(len(found[0].whole))
+                for side in range(len(field(found[0])))
             ]
             rows.append([label, "each more", *_pair(each, digits=1)])
     return Table(
@@ -264,7 +294,8 @@ def _decode_table(found: list[Decode]) -> Table:
         ["", "requests", "mlxinfer", "mlx-lm", "ratio"],
         rows,
         "Beside the model: it returns stored logits. Python alone: less the model's graph and less "
-        "mx.eval and mx.async_eval.",
+        "mx.eval and mx.async_eval. The others are beside the model, too. Sampling kernel: one "
+        "operation stands for it. All greedy: next to nothing to sample.",
     )
 
 

@@ -1,10 +1,19 @@
 import mlx.core as mx
 import pytest
 from bench_models import VOCAB, two_layers
+from mlxinfer.metal_kernels.launch import running_on
 
 from mlxinfer.bench.driver import OurDriver
 from mlxinfer.bench.host import BLOCK, MIXED, fill, measure, measure_block, pages_for, slope
-from mlxinfer.bench.meter import DISPATCH, FORWARD, Meter, metered_evaluation
+from mlxinfer.bench.metal_sampling import OneOperation, only_sampling
+from mlxinfer.bench.meter import (
+    DISPATCH,
+    FORWARD,
+    Meter,
+    counted_operations,
+    metered_evaluation,
+)
+from mlxinfer.engine.kernels import choose_none
 
 
 def decoding(count: int) -> OurDriver:
@@ -74,3 +83,19 @@ def test_requests_ask_for_different_things() -> None:
 
 def test_slope_is_of_a_line_through_all_points() -> None:
     assert slope([(1, 103.0), (8, 124.0), (64, 292.0)]) == pytest.approx(3.0)
+
+
+def test_where_a_kernel_samples_a_step_has_few_operations() -> None:
+    counts = []
+    for kernels in (choose_none, only_sampling):
+        with running_on(OneOperation()):
+            driver = OurDriver(two_layers(), max_batch=8, num_pages=200, kernels=kernels)
+            assert driver.loop.kernels.samples == (kernels is only_sampling)
+            fill(driver, 8, 20, VOCAB)
+            driver.store_model()
+            driver.step()
+            with counted_operations() as found:
+                driver.step()
+            counts.append(max(found))
+    plain, in_kernel = counts
+    assert in_kernel < plain / 3

@@ -175,7 +175,7 @@ def test_types_of_a_schema(schema, types):
 def test_a_schema_that_refers_to_itself_many_times():
     root = {"properties": {"p": {"$ref": "#"}}, "anyOf": [{"$ref": "#"}] * 50}
     began = time.process_time()
-    assert tool(root).types_of("p") == set()
+    assert tool(root).types_of("p") == {"object"}
     assert time.process_time() - began < 1
 
 

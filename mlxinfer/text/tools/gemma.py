@@ -7,16 +7,19 @@ between <escape>). Keys are bare, or strings; lists, objects, numbers, true, fal
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from .flat import sequence, standing_alone
 from .format import Calls, Clues, ToolFormat
 from .jsontext import MAX_DEPTH, MAX_KEY, Emit
-from .lark import Lark, strings_of
+from .lark import Lark
 from .reader import Malformed, Reader, Steps, compiled
 from .schema import Tool, Toolbox
 
-_NAME = compiled(r"[\w./-]+")
+_NAME = compiled(r"[\w.:/-]+")
+_BARE_KEY = compiled(r"\w+")
 _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+PLAIN = frozenset(("integer", "number", "boolean", "null"))  # written as in JSON
 _NOTHING = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
@@ -104,35 +107,51 @@ class Gemma(ToolFormat):
             emit(json.dumps(piece, ensure_ascii=False)[1:-1])
         emit('"')
 
+    def _spelled(self, value: object) -> str:
+        """A plain value as a call has it."""
+        return f"{self._quote}{value}{self._quote}" if isinstance(value, str) else json.dumps(value)
+
     def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
-        """Parameters by their schemas' types; within objects and lists any value."""
+        """Parameters by their schemas; of lists and objects the type alone, and any value within.
+
+        What is in them has no JSON: strings stand between marks.
+        """
         number, any_value = lark.rule(f"/{_NUMBER.pattern}/"), lark.name()
         string = f"{lark.text(self._quote)} {lark.free_text(self._quote)}"
-        pair = lark.rule(f'/[A-Za-z_][A-Za-z0-9_]*/ ":" {any_value}')
-        lark.rule(
-            f'{string} | {number} | "true" | "false" | "[" ({any_value} ("," {any_value})*)? "]"'
-            f' | "{{" ({pair} ("," {pair})*)? "}}"',
-            name=any_value,
-        )
-        simple = {"string": string, "integer": lark.rule("/-?[0-9]+/"), "number": number}
-        simple["boolean"] = '("true" | "false")'
+        pair = lark.rule(f'(/[A-Za-z_][A-Za-z0-9_]*/ | {string}) ":" {any_value}')
+        items = lark.rule(f'"[" ({any_value} ("," {any_value})*)? "]"')
+        members = lark.rule(f'"{{" ({pair} ("," {pair})*)? "}}"')
+        lark.rule(f'{string} | {number} | "true" | "false" | {items} | {members}', name=any_value)
+        of_type = {"string": string, "array": items, "object": members}
+
+        def value_of(tool: Tool, name: str) -> str:
+            schema, types = tool.properties[name], tool.types_of(name)
+            listed = _listed(schema)
+            if listed:
+                return lark.one_of([lark.text(self._spelled(value)) for value in listed])
+            if types and types <= PLAIN:
+                return lark.json(standing_alone(schema, tool.parameters))
+            options = [of_type.get(kind, lark.json({"type": kind})) for kind in sorted(types)]
+            return lark.one_of(options) if options else any_value
 
         def call_rule(tool: Tool) -> str:
             def pair_of(name: str) -> str:
-                fixed = strings_of(tool.properties[name])
-                if fixed:
-                    options = [lark.text(f"{self._quote}{f}{self._quote}") for f in fixed]
-                    return f"{lark.text(f'{name}:')} {lark.one_of(options)}"
-                types = tool.types_of(name) & simple.keys()
-                return f"{lark.text(f'{name}:')} " + (
-                    simple[next(iter(types))] if len(types) == 1 else any_value
-                )
+                key = name if _BARE_KEY.fullmatch(name) else f"{self._quote}{name}{self._quote}"
+                return f"{lark.text(f'{key}:')} {value_of(tool, name)}"
 
             head = lark.text(f"{self.begins[0]}call:{tool.name}{{")
             return f"{head} {lark.arguments(tool, pair_of, ',')} {lark.text('}' + self._end)}"
 
         call = lark.one_of([call_rule(tool) for tool in tools])
         return lark.repeated(call, "", parallel=parallel)
+
+
+def _listed(schema: object) -> list[object]:
+    """The values that an `enum` or `const` allows, where all are plain or strings; else none."""
+    if not isinstance(schema, Mapping):
+        return []
+    found = list(sequence(schema.get("enum"))) or [schema[k] for k in ("const",) if k in schema]
+    return found if not any(isinstance(value, (Mapping, list, tuple)) for value in found) else []
 
 
 def _items(reader: Reader, emit: Emit, end: str, item: Callable[[], Steps[None]]) -> Steps[None]:

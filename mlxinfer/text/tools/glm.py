@@ -24,7 +24,7 @@ class Glm(ToolFormat):
 
     def read(self, reader: Reader, calls: Calls, mark: str) -> Steps[None]:
         """Read one call."""
-        name = yield from reader.until("<arg_key>", "</tool_call>", limit=MAX_WORD)
+        name = yield from reader.until("<arg_key>", "</tool_call>", "<tool_call>", limit=MAX_WORD)
         if not name.strip() or len(name.split()) != 1:
             raise Malformed(f"{name!r} is no name")
         calls.begin(name.strip())

@@ -15,7 +15,7 @@ from .schema import Toolbox
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
 CALL_END = "<|tool_call_end|>"
-_ID = re.compile(r"\s*(?:functions\.)?([\w./-]+?)(?::[0-9]+)?\s*")
+_ID = re.compile(r"\s*(?:functions\.)?([\w.:/-]+?)(?::[0-9]+)?\s*")
 
 
 class Kimi(ToolFormat):

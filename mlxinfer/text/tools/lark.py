@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from .flat import standing_alone
 from .schema import Tool
 
 MAX_CALLS = 32  # in one answer: where calls are forced some models repeat one until max_tokens
@@ -64,7 +65,9 @@ class Lark:
     def parameters(self, tool: Tool) -> str:
         """Return what matches a tool's arguments: of declared parameters only, if there are any."""
         schema = dict(tool.parameters)
-        if "properties" in schema and _COMPOSED.isdisjoint(schema):
+        declared = schema.get("properties")
+        whole = isinstance(declared, Mapping) and all(name in declared for name in tool.required)
+        if whole and _COMPOSED.isdisjoint(schema):
             schema["additionalProperties"] = False
         return self.json(schema)
 
@@ -132,7 +135,7 @@ def value_rule(lark: Lark, tool: Tool, parameter: str, end: str) -> str:
         return f"{lark.one_of([lark.text(option) for option in fixed])} {lark.text(end)}"
     if "string" in tool.types_of(parameter) or not tool.types_of(parameter):
         return lark.free_text(end)
-    return f"{lark.json(with_definitions(schema, tool))} {lark.text(end)}"
+    return f"{lark.json(standing_alone(schema, tool.parameters))} {lark.text(end)}"
 
 
 def strings_of(schema: object) -> list[str]:
@@ -146,10 +149,3 @@ def strings_of(schema: object) -> list[str]:
 def all_strings(options: Collection[object]) -> bool:
     """Whether there is something, and nothing but strings."""
     return bool(options) and all(isinstance(option, str) for option in options)
-
-
-def with_definitions(schema: object, tool: Tool) -> Mapping[str, Any]:
-    """Return a parameter's schema with the definitions that it may refer to."""
-    found = dict(schema) if isinstance(schema, Mapping) else {}
-    shared = {k: tool.parameters[k] for k in ("$defs", "definitions") if k in tool.parameters}
-    return {**shared, **found}

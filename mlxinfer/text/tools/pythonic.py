@@ -9,14 +9,16 @@ Source: Meta's prompt formats of Llama 3.2 and 4 (a bare list, for Llama 4 at ti
 import json
 from collections.abc import Sequence
 
+from ...errors import InvalidRequestError
+from .flat import standing_alone
 from .format import Calls, Clues, ToolFormat, require_known
-from .lark import Lark, with_definitions
+from .lark import Lark
 from .pyliteral import copy_literal
 from .reader import Malformed, Reader, Steps, compiled
 from .schema import Tool, Toolbox
 
-_NAME = compiled(r"[\w.-]+")
-_KEY = compiled(r"\w+")
+_NAME = compiled(r"[\w.:/-]+")
+_KEY = compiled(r"[\w.:/$@-]+")  # tools have more names than Python does
 
 
 class Pythonic(ToolFormat):
@@ -113,7 +115,13 @@ def _keyword(reader: Reader, calls: Calls, names: set[str]) -> Steps[None]:
 
 def _call_rule(lark: Lark, tool: Tool) -> str:
     def keyword(name: str) -> str:
-        schema = with_definitions(tool.properties[name], tool)
+        if not _KEY.fullmatch(name):
+            raise InvalidRequestError(
+                f"The tool {tool.name!r} cannot be forced on this model: its calls are Python's, "
+                f"which have no way to name the parameter {name!r}.",
+                param="tools",
+            )
+        schema = standing_alone(tool.properties[name], tool.parameters)
         return f"{lark.text(f'{name}=')} {lark.json(schema)}"
 
     return f"{lark.text(f'{tool.name}(')} {lark.arguments(tool, keyword, ', ')} {lark.text(')')}"

@@ -3,17 +3,15 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import InvalidRequestError, shown
+from .flat import MAX_PLACES, Flat, Schema, flattened, resolve, sequence
 from .jsontext import without_halves
 from .pyliteral import python_to_json
 
-Schema = Mapping[str, Any]
-
-MAX_PLACES = 200  # of a schema that are looked at for a type: it may refer to itself
 _INTEGER = re.compile(r"[-+]?[0-9]{1,400}(?:\.0*)?")
 _TYPE_OF = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
@@ -26,21 +24,24 @@ class Tool:
     description: str = ""
     parameters: Schema = field(default_factory=lambda: {"type": "object", "properties": {}})
     strict: bool = False  # calls have to keep to the schema
+    _flat: Flat = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_flat", flattened(self.parameters))
 
     @property
     def properties(self) -> Mapping[str, Any]:
         """The schema of each parameter."""
-        found = self.parameters.get("properties")
-        return found if isinstance(found, Mapping) else {}
+        return self._flat.properties
 
     @property
-    def required(self) -> frozenset[str]:
+    def required(self) -> Collection[str]:
         """The parameters that must be given."""
-        return frozenset(n for n in _list(self.parameters.get("required")) if isinstance(n, str))
+        return self._flat.required
 
     def types_of(self, parameter: str) -> frozenset[str]:
         """The JSON types that a parameter may have; none where the schema does not say."""
-        schema = self.properties.get(parameter)
+        schema = self.properties.get(parameter, self._flat.others)
         return frozenset(_types(schema, self.parameters))
 
 
@@ -123,10 +124,10 @@ def _types(schema: object, root: Schema) -> Iterator[str]:
             continue
         yield from _own_types(place)
         for choice in ("anyOf", "oneOf", "allOf"):
-            waiting += _list(place.get(choice))[:MAX_PLACES]
+            waiting += sequence(place.get(choice))[:MAX_PLACES]
         reference = place.get("$ref")
         if isinstance(reference, str):
-            waiting.append(_resolve(reference, root))
+            waiting.append(resolve(reference, root))
 
 
 def _own_types(schema: Schema) -> Iterator[str]:
@@ -134,23 +135,11 @@ def _own_types(schema: Schema) -> Iterator[str]:
     if isinstance(declared, str):
         yield declared
     elif declared is not None:
-        yield from (kind for kind in _list(declared) if isinstance(kind, str))
+        yield from (kind for kind in sequence(declared) if isinstance(kind, str))
     elif "enum" in schema:
-        yield from (_TYPE_OF.get(type(value), "null") for value in _list(schema["enum"]))
+        yield from (_TYPE_OF.get(type(value), "null") for value in sequence(schema["enum"]))
     elif "const" in schema:
         yield _TYPE_OF.get(type(schema["const"]), "null")
-
-
-def _resolve(reference: str, root: Schema) -> object:
-    """Return what `#/$defs/name` points at, None for anything else."""
-    place: object = root
-    for key in reference.removeprefix("#/").split("/"):
-        place = place.get(key) if isinstance(place, Mapping) else None
-    return place
-
-
-def _list(value: object) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else ()
 
 
 def json_of(text: str, types: frozenset[str]) -> str:

@@ -1,0 +1,151 @@
+"""Tools whose schemas are put together from others, and names that are no identifiers, in every
+format: forced calls keep to them, and what was forced is read as the same call.
+"""
+
+import json
+
+import pytest
+from test_tools_grammar import SAMPLES, TOKENIZERS, allowed, every_format, without_ids, written
+
+from mlxinfer.errors import InvalidRequestError
+from mlxinfer.text import TextStream
+from mlxinfer.text.tools import Toolbox, ToolParser, forced_grammar, tool_format
+from mlxinfer.text.tools.flat import flattened, resolve
+
+WRITER_OF = dict(SAMPLES)
+OWN = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+WHOLE = {
+    "a reference": {"$ref": "#/$defs/P", "$defs": {"P": OWN}},
+    "a reference with escapes": {
+        "$ref": "#/definitions/a~1b%3Cc%3E",
+        "definitions": {"a/b<c>": OWN},
+    },
+    "all of two": {"type": "object", "allOf": [OWN, {"properties": {"b": {"type": "string"}}}]},
+    "what others are": {
+        "type": "object",
+        "properties": {},
+        "required": ["a"],
+        "additionalProperties": {"type": "integer"},
+    },
+}
+
+
+def box(parameters, name="f"):
+    return Toolbox.of([{"name": name, "parameters": parameters}])
+
+
+def forced(name, parameters, function="f"):
+    return forced_grammar(TOKENIZERS["text"], tool_format(name), box(parameters, function))
+
+
+def text_of(name, writer, arguments, function="f"):
+    return without_ids(written(name, writer, [(function, arguments)]))
+
+
+@every_format
+@pytest.mark.parametrize("schema", WHOLE.values(), ids=WHOLE)
+def test_a_forced_call_keeps_to_the_whole_schema(name, writer, schema):
+    grammar = forced(name, schema)
+    assert allowed("text", grammar, text_of(name, writer, {"a": 5}))
+    assert not allowed("text", grammar, text_of(name, writer, {}))
+    assert not allowed("text", grammar, text_of(name, writer, {"a": "x"}))
+
+
+@every_format
+def test_a_parameter_may_refer_to_anything_in_the_tool(name, writer):
+    count = {"type": "integer", "minimum": 1, "maximum": 9}
+    schema = {
+        "type": "object",
+        "properties": {"a": count, "b": {"$ref": "#/properties/a"}},
+        "required": ["b"],
+    }
+    grammar = forced(name, schema)
+    assert allowed("text", grammar, text_of(name, writer, {"b": 5}))
+    assert not allowed("text", grammar, text_of(name, writer, {"b": 50}))
+
+
+@pytest.mark.parametrize("name", ["qwen_xml", "lfm2", "hermes", "glm"])
+def test_a_tool_may_refer_to_itself(name):
+    kids = {"type": "array", "items": {"$ref": "#"}}
+    grammar = forced(name, {"type": "object", "properties": {"kids": kids}})
+    writer = WRITER_OF[name]
+    assert allowed("text", grammar, text_of(name, writer, {"kids": [{"kids": []}]}))
+    assert not allowed("text", grammar, text_of(name, writer, {"kids": [[]]}))
+
+
+@pytest.mark.parametrize("name", ["gemma4", "functiongemma"])
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "integer", "minimum": 50, "maximum": 55}, 52, 16408),
+        ({"type": "array", "items": {"type": "integer"}}, [1, 2], 1.5),
+        ({"enum": [1, 2, "x"]}, 2, 3),
+        ({"enum": [1, 2, "x"]}, "x", "y"),
+        ({"type": ["integer", "null"]}, None, "x"),
+        ({"type": "object"}, {"k": "v"}, []),
+    ],
+)
+def test_gemma_keeps_to_types_and_bounds(name, schema, right, wrong):
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    grammar, writer = forced(name, parameters), WRITER_OF[name]
+    assert allowed("text", grammar, text_of(name, writer, {"a": right}))
+    assert not allowed("text", grammar, text_of(name, writer, {"a": wrong}))
+
+
+@every_format
+@pytest.mark.parametrize("function", ["ns/tool", "mcp:search", "a.b-c"])
+@pytest.mark.parametrize("key", ["user-id", "x.y", "$top", "@type", "a:b"])
+def test_what_is_forced_is_read_as_a_call(name, writer, function, key):
+    """Whatever tools and parameters are called."""
+    schema = {"type": "object", "properties": {key: {"type": "string"}}, "required": [key]}
+    text = text_of(name, writer, {key: "v"}, function)
+    if name in ("gemma4", "functiongemma") and not key.isidentifier():
+        quote = tool_format(name).ends[1]
+        text = text.replace(f"{{{key}:", f"{{{quote}{key}{quote}:")
+    assert allowed("text", forced(name, schema, function), text), text
+    if name == "harmony":
+        return  # its calls are found among its channels, not in text
+    tokenizer = TOKENIZERS["text"]
+    stream = TextStream(tokenizer, tools=ToolParser(tool_format(name), box(schema, function)))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    found = [*stream.push(ids).tool_calls, *stream.finish().tool_calls]
+    assert "".join(piece.name or "" for piece in found) == function
+    assert json.loads("".join(piece.arguments for piece in found)) == {key: "v"}
+
+
+def test_a_name_that_cannot_be_written_is_refused():
+    schema = {"type": "object", "properties": {"a b": {"type": "string"}}}
+    with pytest.raises(InvalidRequestError, match="'a b'"):
+        forced("lfm2", schema)
+
+
+@pytest.mark.parametrize("schema", WHOLE.values(), ids=WHOLE)
+def test_types_are_known_wherever_they_are_declared(schema):
+    (tool,) = box(schema)
+    assert tool.types_of("a") == {"integer"}
+
+
+def test_where_two_places_speak_of_one_parameter_both_count():
+    parts = [{"properties": {"a": {"type": "integer"}}}, {"properties": {"a": {"minimum": 3}}}]
+    assert flattened({"allOf": parts}).properties["a"] == {
+        "allOf": [{"type": "integer"}, {"minimum": 3}]
+    }
+    found = flattened({"anyOf": [{**part, "required": ["a"]} for part in parts]})
+    assert found.properties["a"] == {"anyOf": [{"type": "integer"}, {"minimum": 3}]}
+    assert not found.required
+
+
+@pytest.mark.parametrize(
+    ("reference", "expected"),
+    [("#", "all"), ("#/a", 1), ("#/b/0", 2), ("#/b/1", None), ("#/c", None), ("x#/a", None)],
+)
+def test_references(reference, expected):
+    root = {"a": 1, "b": [2]}
+    assert resolve(reference, root) == (root if expected == "all" else expected)
+
+
+def test_a_tool_whose_required_parameter_is_declared_nowhere():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a", "b"]}
+    for name in ("hermes", "qwen_xml"):
+        text = text_of(name, WRITER_OF[name], {"a": 1, "b": "x"})
+        assert allowed("text", forced(name, schema), text)

@@ -46,7 +46,7 @@ def check_schema(schema: Any, *, place: str) -> None:
 
 def _check_values(schema: Any, place: str) -> None:
     for pointer, value, keyword in _walk(schema):
-        problem = _problem(value) or _number_problem(value, keyword)
+        problem = _problem(value, keyword) or _number_problem(value, keyword)
         if problem:
             raise at(place, pointer, problem)
 
@@ -78,9 +78,9 @@ def escaped(key: str) -> str:
 
 
 def _walk(schema: Any) -> Iterator[tuple[str, Any, str]]:
-    """(pointer, value, keyword) of all that counts, notes left out; without recursion.
+    """(pointer, value, keyword) of all that counts, plain notes left out; without recursion.
 
-    The keyword is that of a literal, for all that is in it, else the name of the value.
+    The keyword is that of a literal or note, for all that is in it, else the name of the value.
     """
     stack: list[tuple[str, Any, int, str]] = [("", schema, 0, "")]
     while stack:
@@ -88,10 +88,11 @@ def _walk(schema: Any) -> Iterator[tuple[str, Any, str]]:
         yield pointer, (value if depth <= MAX_DEPTH else TooDeep()), keyword
         if depth > MAX_DEPTH:
             return
-        literal = keyword in LITERALS
+        literal = keyword in LITERALS or keyword in NOTES
         for key, inner in _children(value):
-            if not literal and key in NOTES and not isinstance(inner, Mapping):
-                continue  # of a schema; a property of that name has a schema, which is a Mapping
+            is_note = key in NOTES and not literal and keyword not in MAPS  # there it is a name
+            if is_note and not isinstance(inner, (Mapping, list, tuple)):
+                continue
             step = f"{pointer}/{escaped(key)}"
             inside = "" if keyword in MAPS else key  # there a key is a name, and no keyword
             stack.append((step, inner, depth + 1, keyword if literal else inside))
@@ -108,19 +109,23 @@ class TooDeep:
     """Stands for what lies below MAX_DEPTH."""
 
 
-def _problem(value: Any) -> str | None:
+def _problem(value: Any, keyword: str) -> str | None:
     """What is wrong with one value, taken by itself."""
     if isinstance(value, TooDeep):
         return f"the schema is nested more than {MAX_DEPTH} levels deep."
+    if keyword in NOTES:
+        return None
     if isinstance(value, str) and len(value) > MAX_STRING:
         return f"a string of {len(value)} characters; at most {MAX_STRING} are accepted."
     if not isinstance(value, Mapping):
         return None
-    if "x-guidance" in value:
-        return "'x-guidance' is not supported; the options of a grammar are the server's."
     longest = max(map(len, map(str, value)), default=0)
     if longest > MAX_STRING:
         return f"a name of {longest} characters; at most {MAX_STRING} are accepted."
+    if keyword in LITERALS or keyword in MAPS:
+        return None  # no schema: its keys are anything
+    if "x-guidance" in value:
+        return "'x-guidance' is not supported; the options of a grammar are the server's."
     reference = value.get("$ref")
     if isinstance(reference, str) and not reference.startswith("#"):
         return f"$ref {reference[:200]!r} points to another document; put it into $defs."

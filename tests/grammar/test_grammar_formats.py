@@ -102,6 +102,19 @@ def test_notes_may_be_long_and_properties_may_have_their_names() -> None:
         json_schema({"properties": {"description": {"const": "x" * 5000}}})
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": {"$ref": "x", "x-guidance": 1}},
+        {"enum": [{"$ref": "x"}]},
+        {"type": "object", "default": {"$ref": "x", "deep": ["y" * 9000]}},
+        {"properties": {"x-guidance": {"type": "string"}, "$ref": {"type": "string"}}},
+    ],
+)
+def test_values_and_names_are_no_schemas(schema: dict[str, object]) -> None:
+    json_schema(schema)
+
+
 LARGE = 2**53
 
 

@@ -144,6 +144,28 @@ def test_a_truncated_call_is_text(client: openai.OpenAI, scripted: ScriptedServe
         assert WEATHER.startswith(answer.output_text)
 
 
+def test_a_call_that_breaks_within_its_arguments_is_no_item(
+    client: openai.OpenAI, scripted: ScriptedServer
+) -> None:
+    """A stream has begun to tell of it by then; what is left at the end is none the less whole."""
+    broken = '<tool_call>{"name": "get_weather", "arguments": {"city": "a" oops}}</tool_call>'
+    with scripted.says(f"I look.\n{broken}"):
+        whole = ask(client, tools=TOOLS)
+        *_, last = ask(client, tools=TOOLS, stream=True)
+    for answer in (whole, last.response):
+        assert {item.type for item in answer.output} == {"message"}
+        assert "oops" in answer.output_text
+
+
+def test_tokens_of_reasoning_are_counted(client: openai.OpenAI, scripted: ScriptedServer) -> None:
+    thought, said = "<think>one two three", "</think>four five"
+    ids = scripted.model.tokenizer.encode(thought, parse_special=True, add_special_tokens=False)
+    with scripted.says(thought + said):
+        usage = ask(client).usage
+    assert len(ids) <= usage.output_tokens_details.reasoning_tokens <= len(ids) + 2
+    assert usage.output_tokens_details.reasoning_tokens < usage.output_tokens
+
+
 def test_a_conversation_with_tools(client: openai.OpenAI, scripted: ScriptedServer) -> None:
     with scripted.says(f"<think>hm</think>I look.\n{WEATHER}\n{NOW}"):
         first = ask(client, tools=TOOLS, include=["reasoning.encrypted_content"])

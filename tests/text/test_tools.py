@@ -173,6 +173,7 @@ def test_a_call_of_an_unknown_tool_is_a_call_where_it_is_marked():
     "text",
     [
         '{"name": "now", "arguments": null}',
+        '{"name": "now", "arguments": ""}',
         '{"name": "now", "arguments": "{}"}',
         '{"name": "now"}',
         '{"arguments": {}, "name": "now"}',

@@ -93,8 +93,10 @@ class _CallObject:
 
 
 def _unwrapped(text: str) -> str:
-    """Return the object within a JSON string, {} for null; raise Malformed for anything else."""
+    """Return the object within a JSON string, {} for none; raise Malformed for anything else."""
     value = json.loads(text)
+    if value is None or value == "":
+        return "{}"
     if isinstance(value, str):
         reader = Reader()
         reader.feed(value.strip())
@@ -104,6 +106,4 @@ def _unwrapped(text: str) -> str:
         assert next(steps, "done") == "done", "a closed reader waits for nothing"
         if "".join(pieces)[0] == "{":
             return "".join(pieces)
-    if value is None:
-        return "{}"
     raise Malformed("the arguments are no object")

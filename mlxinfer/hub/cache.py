@@ -13,7 +13,7 @@ from typing import Any
 
 from .names import ASSETS, BUNDLED, RepoName, cache_folder
 
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _COMMIT = re.compile(r"[\w.-]+", re.ASCII)
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "*.tiktoken")
 
@@ -62,7 +62,7 @@ def find_snapshot(repo: RepoName) -> Path | None:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """What a model folder lacks to be loaded; the weights are those that its index names."""
+    """What a model folder lacks to be loaded; the weights are those that the loader would open."""
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     weights = _indexed_weights(folder)
     missing += [name for name in sorted(weights) if not (folder / name).is_file()]
@@ -89,6 +89,9 @@ def disk_bytes(folder: Path) -> int:
 
 
 def _indexed_weights(folder: Path) -> set[str]:
+    """The files that the index names; none beside a whole file, which the loader prefers."""
+    if (folder / WHOLE).is_file():
+        return set()
     names = read_json(folder / INDEX).get("weight_map")
     if not isinstance(names, dict):
         return set()

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import DownloadError
 from ..memory import human_bytes
+from .cache import INDEX, WHOLE
 from .errors import hub_failures
 from .fetch import Source, fetch, partial_path
 from .listing import Listing, RemoteFile, endpoint, list_files
@@ -142,6 +143,8 @@ def _needed(names: list[str], repo: RepoName) -> set[str]:
         )
     if any(name.startswith("model") for name in weights):  # then these are the same weights again
         wanted -= {name for name in weights if name.startswith("consolidated")}
+    if WHOLE in weights:  # an index beside it is what an upload in shards left, and nobody reads it
+        wanted.discard(INDEX)
     return wanted
 
 

@@ -89,11 +89,24 @@ def test_an_interrupted_download_is_listed_as_such(standin: StandIn) -> None:
 
 
 def test_a_missing_shard_makes_it_incomplete(standin: StandIn) -> None:
-    index = b'{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}'
-    standin.repos["org/tiny"] = Repo({**MODEL, "model.safetensors.index.json": index})
+    index = b'{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
+    files = {**MODEL, hub_cache.INDEX: index, "model-1.safetensors": WEIGHTS}
+    del files["model.safetensors"]
+    standin.repos["org/tiny"] = Repo(files)
     folder = hub.pull("org/tiny")
     assert hub_cache.missing_files(folder) == ["model-2.safetensors"]
     assert names(complete=False) == ["org/tiny"]
+
+
+def test_a_stale_index_beside_the_whole_weights_counts_for_nothing(standin: StandIn) -> None:
+    index = b'{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
+    standin.repos["org/tiny"] = Repo({**MODEL, hub_cache.INDEX: index})
+    folder = hub.pull("org/tiny")
+    assert not (folder / hub_cache.INDEX).exists()
+    (folder / hub_cache.INDEX).write_bytes(index)  # as other programs download it
+    assert hub_cache.missing_files(folder) == []
+    assert names(complete=False) == []
+    assert hub.resolve("org/tiny", download=False) == folder
 
 
 def test_a_broken_link_makes_it_incomplete(standin: StandIn) -> None:

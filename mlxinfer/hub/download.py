@@ -2,7 +2,8 @@
 
 Weights are fetched by fetch.py, which resumes after an interruption and checks the SHA-256 that
 the hub announces; the rest, and the cache's links, are huggingface_hub's work. A branch is pointed
-at the new commit only when every file is there, so an old version stays usable until then.
+at the new commit only when every file is there, so an old version stays usable until then. A file
+in the cache counts as there when it has the size that the hub announces.
 """
 
 import fnmatch
@@ -103,6 +104,7 @@ def download(repo: RepoName, *, progress: Progress | None = None) -> Path:
     plan.check_room()
     tally = _Tally(plan, progress)
     with hub_failures(repo):
+        _remove_damaged(plan)
         _fetch_weights(plan, tally)
         _complete_snapshot(plan, plan.commit)
         folder = _complete_snapshot(plan, repo.revision)
@@ -157,16 +159,39 @@ def _is_wanted(name: str) -> bool:
 
 
 def _planned(listing: Listing, file: RemoteFile) -> PlannedFile:
-    folder = listing.repo.folder
-    present = file.size if (folder / "snapshots" / listing.commit / file.path).is_file() else 0
-    if not present and file.sha256:
-        blob = folder / "blobs" / file.sha256
-        partial = partial_path(blob)
-        if blob.is_file():
-            present = file.size
-        elif partial.is_file():
-            present = partial.stat().st_size
+    present = 0
+    if any(_is_whole(path, file) for path in _places(listing, file)):
+        present = file.size
+    elif file.sha256:
+        partial = partial_path(listing.repo.folder / "blobs" / file.sha256)
+        present = partial.stat().st_size if partial.is_file() else 0
     return PlannedFile(file.path, file.size, file.sha256, min(present, file.size))
+
+
+def _places(source: Listing | Plan, file: RemoteFile | PlannedFile) -> list[Path]:
+    """Where the cache has a file, if it has: its name in the snapshot, and its content."""
+    folder = source.repo.folder
+    places = [folder / "snapshots" / source.commit / file.path]
+    return [*places, folder / "blobs" / file.sha256] if file.sha256 else places
+
+
+def _is_whole(path: Path, file: RemoteFile | PlannedFile) -> bool:
+    """Whether it is there with the size that the hub announced, where it announced one."""
+    return path.is_file() and file.size in (0, path.stat().st_size)
+
+
+def _remove_damaged(plan: Plan) -> None:
+    """Make room for what has another size than the hub's: huggingface_hub would keep it for good.
+
+    It is of no use to anybody: every snapshot that shares it has the same content in mind.
+    """
+    for file in plan.files:
+        for path in _places(plan, file):
+            if path.is_file() and not _is_whole(path, file):
+                content = path.resolve()
+                if content.is_relative_to(plan.repo.folder.resolve()):
+                    content.unlink()
+                path.unlink(missing_ok=True)
 
 
 def _fetch_weights(plan: Plan, tally: _Tally) -> None:

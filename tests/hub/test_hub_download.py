@@ -54,6 +54,32 @@ def test_pull_asks_and_fetches_only_what_is_new(standin: StandIn) -> None:
     assert hub.resolve("org/tiny") == new
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+@pytest.mark.parametrize("linked", [True, False])
+def test_pull_replaces_a_file_of_the_wrong_size(standin: StandIn, name: str, linked: bool) -> None:
+    damaged = hub.pull("org/tiny") / name
+    if not linked:  # a cache on a disk without links has the file itself there
+        damaged.resolve().unlink()
+        damaged.unlink()
+    damaged.write_bytes(MODEL[name][:10])
+    assert hub.plan_pull("org/tiny").missing_bytes == len(MODEL[name])
+    seen: list[hub.DownloadProgress] = []
+    assert hub.pull("org/tiny", progress=seen.append) / name == damaged
+    assert damaged.read_bytes() == MODEL[name]
+    assert seen[-1].done_bytes == seen[-1].total_bytes
+    assert hub.plan_pull("org/tiny").missing_bytes == 0
+
+
+def test_a_damaged_file_that_cannot_be_had_again_is_not_taken_for_whole(standin: StandIn) -> None:
+    folder = hub.pull("org/tiny")
+    (folder / "model.safetensors").write_bytes(WEIGHTS[:10])
+    standin.faults.cut_after = [0] * 20
+    with pytest.raises(DownloadError):
+        hub.pull("org/tiny")
+    assert not (folder / "model.safetensors").exists()
+    assert [model.complete for model in hub.list_models() if model.source == "cache"] == [False]
+
+
 def test_an_update_that_fails_leaves_the_old_version_in_place(standin: StandIn) -> None:
     old = hub.pull("org/tiny")
     newer = {**MODEL, "config.json": b'{"model_type": "qwen3"}'}

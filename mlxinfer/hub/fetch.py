@@ -109,6 +109,13 @@ def _receive(
                     report(-done)
                     digest, done = hashlib.sha256(), 0
                     before = 0
+                if done + len(chunk) > source.size:  # it might never end, and fill the disk
+                    file.truncate(0)
+                    report(-done)
+                    raise DownloadError(
+                        f"The hub sends more of {source.label} than the {source.size} bytes that "
+                        "it announced. Nothing of it was kept; try again."
+                    )
                 file.write(chunk)
                 digest.update(chunk)
                 done += len(chunk)
@@ -122,8 +129,6 @@ def _receive(
             failures = 1 if done > before else failures + 1
             if failures >= MAX_FAILURES:
                 raise DownloadError(f"The hub sends no more of {source.label}; try again later.")
-        if done > source.size:
-            break
     file.flush()
     return str(digest.hexdigest())
 

@@ -18,6 +18,7 @@ from typing import Self
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LARGE = (".safetensors", "tokenizer.json")
+ENDLESS_BYTES = 64 << 20
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Faults:
     busy_status: int = 503
     cut_after: list[int] = field(default_factory=list)  # one body each: bytes, then hang up
     damage: bool = False  # flip a bit of every large body
+    endless: bool = False  # a large body goes on and on, up to ENDLESS_BYTES
     no_ranges: bool = False  # ignore Range
     short_length: int = 0  # announce and send that many bytes less than there are, once
     gate_files: bool = False  # files are gated, the listing is not
@@ -188,6 +190,8 @@ class _Handler(BaseHTTPRequestHandler):
             status = 206
         end -= faults.short_length
         faults.short_length = 0
+        if faults.endless:
+            data, end = data + bytes(ENDLESS_BYTES), end + ENDLESS_BYTES
         self._answer(status, data[start:end], headers, body=body, large=True)
 
     def _json(self, value: object) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from standin import Repo, StandIn
+from standin import ENDLESS_BYTES, Repo, StandIn
 from standin_fixtures import MODEL, WEIGHTS, safetensors
 
 from mlxinfer import hub
@@ -175,6 +175,18 @@ def test_damaged_content_is_never_linked(standin: StandIn, cache: Path) -> None:
         hub.resolve("org/tiny")
     assert not list(cache.rglob("model.safetensors"))
     assert [model.complete for model in hub.list_models() if model.source == "cache"] == [False]
+
+
+def test_a_body_without_end_is_not_written_to_the_disk(standin: StandIn, cache: Path) -> None:
+    standin.faults.endless = True
+    seen: list[hub.DownloadProgress] = []
+    with pytest.raises(DownloadError, match=f"sends more of .* than the {len(WEIGHTS)} bytes"):
+        hub.resolve("org/tiny", progress=seen.append)
+    assert max(step.done_bytes for step in seen) <= seen[-1].total_bytes
+    assert standin.sent[CDN] < ENDLESS_BYTES // 2, "the connection is left at once"
+    assert hub_fetch.partial_path(blob(cache)).stat().st_size == 0
+    standin.faults.endless = False
+    assert (hub.resolve("org/tiny") / "model.safetensors").read_bytes() == WEIGHTS
 
 
 def test_a_short_content_length_is_made_good(standin: StandIn) -> None:

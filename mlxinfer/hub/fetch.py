@@ -184,5 +184,5 @@ def _wait_s(error: Exception, failures: int) -> float:
     wait_s = RETRY_WAIT_S * 2 ** (failures - 1)
     if isinstance(error, HfHubHTTPError):
         asked = error.response.headers.get("Retry-After", "")
-        wait_s = max(wait_s, float(asked)) if asked.isdigit() else wait_s
+        wait_s = max(wait_s, float(asked)) if asked.isdecimal() else wait_s
     return min(wait_s, MAX_WAIT_S)

@@ -39,6 +39,7 @@ class Faults:
     code: str | None = None
     busy: int = 0  # answer that many requests with `busy_status`
     busy_status: int = 503
+    retry_after: str = "0"  # what a busy hub says
     cut_after: list[int] = field(default_factory=list)  # one body each: bytes, then hang up
     damage: bool = False  # flip a bit of every large body
     endless: bool = False  # a large body goes on and on, up to ENDLESS_BYTES
@@ -128,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
         faults = self.hub.faults
         if faults.busy > 0:
             faults.busy -= 1
-            self._answer(faults.busy_status, b"", {"Retry-After": "0"})
+            self._answer(faults.busy_status, b"", {"Retry-After": faults.retry_after})
             return True
         if faults.status is not None:
             self._error(faults.status, faults.code)

@@ -208,6 +208,14 @@ def test_a_busy_hub_is_asked_again(status: int, standin: StandIn) -> None:
 
 
 @pytest.mark.parametrize(
+    "asked", ["", "\u00b2", "-1", "1e9", "soon", "Wed, 21 Oct 2015 07:28:00 GMT"]
+)
+def test_a_hub_that_says_when_in_other_words_is_asked_again(asked: str, standin: StandIn) -> None:
+    standin.faults.busy, standin.faults.retry_after = 1, asked
+    assert (hub.resolve("org/tiny") / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
     ("status", "code", "error", "words"),
     [
         (401, None, DownloadError, "hf auth login"),

@@ -121,9 +121,10 @@ def _snapshot_of(reference: Path, repo_folder: Path) -> Path:
 
 
 def _newest_snapshot(repo_folder: Path) -> Path:
-    """It, or what is not there."""
-    found = sorted((repo_folder / "snapshots").glob("*"), key=lambda s: s.stat().st_mtime)
-    return found[-1] if found else repo_folder / "snapshots" / "none"
+    """It, or what is not there; a link to nowhere is no snapshot."""
+    snapshots = repo_folder / "snapshots"
+    found = [entry for entry in snapshots.glob("*") if entry.is_dir()]
+    return max(found, key=lambda entry: entry.stat().st_mtime, default=snapshots / "none")
 
 
 def _is_language_model(snapshot: Path) -> bool:

@@ -177,6 +177,17 @@ def test_a_reference_that_a_power_cut_tore_hides_no_model(
     assert "org/tiny" not in names()
 
 
+def test_a_link_to_nowhere_among_the_snapshots_hides_no_model(
+    standin: StandIn, cache: Path
+) -> None:
+    folder = hub.pull("org/tiny")
+    (cache / "models--org--tiny/refs/main").unlink()
+    (folder.parent / "zzz").symlink_to("/no/such/folder")
+    assert "org/tiny" in names()
+    folder.rename(folder.parent.parent / "aside")
+    assert "org/tiny" in names(complete=False)
+
+
 def test_remove_refuses_what_is_not_in_the_cache(bundled: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="stays"):
         hub.remove("demo")

@@ -105,7 +105,7 @@ def check_removable(name: str) -> None:
     """See that remove() will find something to delete.
 
     Raises:
-        InvalidRequestError: a bundled model or a folder of the user's own.
+        InvalidRequestError: a bundled model, a folder of the user's own, or a link to one.
         ModelNotFoundError: not in the cache.
     """
     if name in BUNDLED:
@@ -115,6 +115,12 @@ def check_removable(name: str) -> None:
     repo = _parse(name)
     if not repo.folder.is_dir():
         raise ModelNotFoundError(f"{repo} is not in the hub cache.{_suggestion(name)}")
+    if repo.folder.is_symlink():  # to delete the link alone would free nothing and lose track of it
+        raise InvalidRequestError(
+            f"{repo} is a link to {repo.folder.resolve()}: delete that folder "
+            f"and the link {repo.folder} yourself.",
+            param="name",
+        )
 
 
 def _delete(repo: RepoName, *, whole: bool) -> None:

@@ -153,6 +153,19 @@ def test_remove_one_revision_keeps_the_other(standin: StandIn) -> None:
         hub.remove("org/tiny@v1")
 
 
+@pytest.mark.parametrize("name", ["org/tiny", "org/tiny@main"])
+def test_remove_follows_no_link_out_of_the_cache(
+    standin: StandIn, cache: Path, tmp_path: Path, name: str
+) -> None:
+    hub.pull("org/tiny")
+    link, elsewhere = cache / "models--org--tiny", tmp_path / "elsewhere"
+    link.rename(elsewhere)
+    link.symlink_to(elsewhere)
+    with pytest.raises(InvalidRequestError, match=f"is a link to {elsewhere}.* yourself"):
+        hub.remove(name)
+    assert (hub.resolve("org/tiny", download=False) / "model.safetensors").read_bytes() == WEIGHTS
+
+
 def test_remove_an_interrupted_download(standin: StandIn) -> None:
     standin.faults.cut_after = [100_000] + [0] * 20
     with pytest.raises(DownloadError):

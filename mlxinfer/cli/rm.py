@@ -19,15 +19,16 @@ def command(names: tuple[str, ...], yes: bool, as_json: bool) -> None:
 
     org/name@revision deletes one revision only.
     """
-    for name in names:
+    wanted = list(dict.fromkeys(names))  # a name given twice is there to be deleted once
+    for name in wanted:
         hub.check_removable(name)
     if not yes:
         if not sys.stdin.isatty():
             raise click.UsageError("Nobody is here to be asked; add --yes.")
-        if not click.confirm(f"Delete {', '.join(names)}?", err=True):
+        if not click.confirm(f"Delete {', '.join(wanted)}?", err=True):
             raise click.exceptions.Exit(1)
     removed = []
-    for name in names:
+    for name in wanted:
         freed = hub.remove(name)
         removed.append({"name": name, "freed_bytes": freed})
         if not as_json:

@@ -126,6 +126,13 @@ def test_rm_asks_first(standin: StandIn, outcome: Any, monkeypatch: pytest.Monke
     assert outcome("rm", "org/tiny").code == 0
 
 
+def test_rm_of_one_name_given_twice(standin: StandIn, outcome: Any) -> None:
+    outcome("pull", "org/tiny")
+    seen = outcome("rm", "--yes", "org/tiny", "org/tiny")
+    assert (seen.code, seen.err) == (0, "")
+    assert seen.out.count("Deleted") == 1
+
+
 def test_rm_refuses_bundled_models(outcome: Any) -> None:
     seen = outcome("rm", "--yes", "demo")
     assert (seen.code, seen.err) == (1, "error: demo is part of mlxinfer and stays.\n")

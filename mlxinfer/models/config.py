@@ -104,8 +104,7 @@ def _heads(fields: Fields) -> dict[str, Any]:
             f"num_attention_heads is {num_heads}, which num_key_value_heads, {num_kv_heads}, "
             "does not divide."
         )
-    stated = fields.integer("head_dim", high=2**14, default=None)
-    head_dim = stated or fields.integer("hidden_size", high=2**20) // num_heads
+    head_dim = _head_dim(fields, num_heads)
     query_scalar = fields.number("query_pre_attn_scalar", above=0.0, default=float(head_dim))
     return {
         "num_heads": num_heads,
@@ -113,6 +112,19 @@ def _heads(fields: Fields) -> dict[str, Any]:
         "head_dim": head_dim,
         "attention_scale": query_scalar**-0.5,
     }
+
+
+def _head_dim(fields: Fields, num_heads: int) -> int:
+    """As it is stated, or the head's share of the hidden size."""
+    if stated := fields.integer("head_dim", high=2**14, default=None):
+        return stated
+    hidden_size = fields.integer("hidden_size", high=2**20)
+    if hidden_size < num_heads:
+        raise CheckpointError(
+            f"hidden_size is {hidden_size} for num_attention_heads of {num_heads}, which leaves "
+            "nothing for a head; expected more, or a head_dim."
+        )
+    return hidden_size // num_heads
 
 
 def _positions(fields: Fields, num_layers: int, head_dim: int) -> dict[str, Any]:

@@ -304,6 +304,14 @@ def test_hostile_values_are_named(key, value):
     assert len(str(caught.value)) < 300
 
 
+def test_heads_need_a_size():
+    config = llama(head_dim=..., hidden_size=3, num_attention_heads=4, num_key_value_heads=4)
+    with pytest.raises(CheckpointError, match=r"hidden_size is 3 .*expected more, or a head_dim"):
+        normalise(config)
+    assert normalise(config | {"head_dim": 16}).head_dim == 16
+    assert normalise(config | {"hidden_size": 8}).head_dim == 2
+
+
 def test_layer_types_must_match_the_layers():
     for types in (
         ["full_attention"],

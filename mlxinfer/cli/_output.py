@@ -11,7 +11,8 @@ _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all 
 
 def emit_json(value: Any) -> None:
     """Write `value` as one JSON document to stdout."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    print(text.encode(errors="backslashreplace").decode())  # half a pair is written as JSON does
 
 
 def human_count(count: float) -> str:
@@ -46,6 +47,11 @@ def styled(text: str, code: str, stream: TextIO) -> str:
 def printable(text: str) -> str:
     """`text` without control characters: what a model writes must not steer the terminal."""
     return text.translate(_CONTROLS)
+
+
+def escaped(text: str) -> str:
+    """`text` with escapes for what cannot be shown: names in a checkpoint are anybody's work."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def note(text: str) -> None:

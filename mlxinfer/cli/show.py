@@ -7,7 +7,7 @@ import click
 from .. import hub
 from ..memory import human_bytes
 from ._options import json_option
-from ._output import emit_json, human_count, table
+from ._output import emit_json, escaped, human_count, table
 
 if TYPE_CHECKING:
     from ._inspect import Summary
@@ -89,7 +89,7 @@ def render(facts: dict[str, Any]) -> str:
         for step in facts["memory"]
     ]
     rows += [("file", f"{f['name']}  {human_bytes(f['size_bytes'])}") for f in facts["files"]]
-    return table(rows)
+    return table([(label, escaped(value)) for label, value in rows])
 
 
 def _memory(summary: "Summary", context: int | None) -> list[dict[str, int]]:

@@ -121,6 +121,27 @@ def test_a_broken_file_is_named_and_the_rest_is_shown(
     assert broken in facts["problem"]
 
 
+@pytest.mark.parametrize(
+    ("evil", "written"),
+    [
+        ("\x1b[31mred\x07", "\\x1b[31mred\\x07"),
+        ("a\rb\nc\x9b", "a\\rb\\nc\\x9b"),
+        ("\ud800", "\\ud800"),
+        ("モデル", "モデル"),
+    ],
+)
+def test_what_a_checkpoint_says_does_not_steer_the_terminal(
+    tmp_path: Path, outcome: Any, evil: str, written: str
+) -> None:
+    folder = write_model(tmp_path / "m", {**CONFIG, "model_type": evil})
+    shown = outcome("show", str(folder))
+    assert shown.code == 0, shown.err
+    assert f"architecture   {written}\n" in shown.out
+    assert shown.out.replace("\n", "").isprintable()
+    facts = json.loads(outcome("show", "--json", str(folder)).out)
+    assert facts["architecture"] == evil
+
+
 @pytest.mark.parametrize("text", ['{"model_type": NaN}', '{"model_type": 5}', "[" * 100_000])
 def test_a_config_that_is_none_is_a_problem_and_no_fault(
     tmp_path: Path, outcome: Any, text: str

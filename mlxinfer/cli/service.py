@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -113,12 +114,23 @@ def _write(service: Service) -> None:
     try:
         for path in (service.plist_path, service.log_path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        service.plist_path.write_bytes(service.property_list())
-        service.plist_path.chmod(0o600)
+        _replace_private(service.plist_path, service.property_list())
     except PermissionError as error:
         raise ServiceError(
             f"{service.plist_path} cannot be written: {error.strerror}; a daemon needs sudo."
         ) from error
+
+
+def _replace_private(path: Path, content: bytes) -> None:
+    """Write a file that at no moment anybody else may read, and that is never there in part."""
+    number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # its mode is 0o600
+    try:
+        with open(number, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
 
 
 def _require_launchd() -> None:

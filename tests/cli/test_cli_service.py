@@ -1,6 +1,8 @@
 """mlxinfer service: the property list, letter for letter, and what launchctl is told."""
 
+import errno
 import json
+import os
 import plistlib
 import stat
 import sys
@@ -86,6 +88,40 @@ def test_install_writes_the_file_and_tells_launchd(
     assert outcome("service", "uninstall").code == 0
     assert not path.exists()
     assert launchctl.read_text().splitlines()[-1].startswith("bootout gui/")
+
+
+def test_at_no_moment_the_file_is_open_to_others(
+    launchctl: Path, tmp_path: Path, outcome: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rights are watched where the content is in the file, and before it has its name."""
+    folder, modes = tmp_path / "Library" / "LaunchAgents", []
+    folder.mkdir(parents=True)
+    path = folder / f"{LABEL}.plist"
+    path.write_text("an older one")
+    path.chmod(0o644)
+    move = os.replace
+
+    def watched(source: str, target: Path) -> None:
+        modes.append(stat.S_IMODE(os.stat(source).st_mode))
+        assert b"secret" in Path(source).read_bytes()
+        move(source, target)
+
+    monkeypatch.setattr("mlxinfer.cli.service.os.replace", watched)
+    assert outcome("service", "install", "--", "--api-key", "secret").code == 0
+    assert modes == [0o600] == [stat.S_IMODE(path.stat().st_mode)]
+    assert list(folder.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(
+    launchctl: Path, tmp_path: Path, outcome: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: str, target: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("mlxinfer.cli.service.os.replace", refuse)
+    ended = outcome("service", "install")
+    assert (ended.code, "cannot be written" in ended.err) == (1, True)
+    assert list((tmp_path / "Library" / "LaunchAgents").iterdir()) == []
 
 
 def test_launchd_refuses(launchctl: Path, outcome: Any, monkeypatch: pytest.MonkeyPatch) -> None:

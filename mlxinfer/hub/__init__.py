@@ -16,6 +16,7 @@ from .cache import (
 )
 from .download import DownloadProgress, Plan, Progress, plan_download
 from .download import download as download_repo
+from .fetch import is_locked
 from .names import ASSETS, BUNDLED, RepoName, cache_folder, offline, parse_repo_name
 
 __all__ = [
@@ -105,7 +106,8 @@ def check_removable(name: str) -> None:
     """See that remove() will find something to delete.
 
     Raises:
-        InvalidRequestError: a bundled model, a folder of the user's own, or a link to one.
+        InvalidRequestError: a bundled model, a folder of the user's own, or a link to one; or a
+            process is just downloading it.
         ModelNotFoundError: not in the cache.
     """
     if name in BUNDLED:
@@ -121,6 +123,19 @@ def check_removable(name: str) -> None:
             f"and the link {repo.folder} yourself.",
             param="name",
         )
+    if _is_being_downloaded(repo):
+        raise InvalidRequestError(
+            f"{repo} is being downloaded by another process; wait for it or stop it, then try "
+            "again.",
+            param="name",
+        )
+
+
+def _is_being_downloaded(repo: RepoName) -> bool:
+    """Whether a large file of it is locked by us, or a small one by huggingface_hub."""
+    ours = (repo.folder / "blobs").glob("*.incomplete")
+    theirs = (cache_folder() / ".locks" / repo.folder.name).glob("*.lock")
+    return any(is_locked(path) for path in (*ours, *theirs))
 
 
 def _delete(repo: RepoName, *, whole: bool) -> None:

@@ -172,6 +172,18 @@ def _lock(file: BinaryIO, source: Source) -> None:
         ) from None
 
 
+def is_locked(path: Path) -> bool:
+    """Whether somebody holds the lock of a file; one that is gone nobody holds."""
+    try:
+        with path.open("rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
+
+
 def _worth_another_try(error: Exception) -> bool:
     from huggingface_hub.errors import HfHubHTTPError
 

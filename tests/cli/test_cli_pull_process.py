@@ -4,25 +4,31 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 from standin import StandIn
 from standin_fixtures import WEIGHTS
 
-PULL = [sys.executable, "-m", "mlxinfer.cli", "pull", "org/tiny"]
+MLXINFER = [sys.executable, "-m", "mlxinfer.cli"]
+PULL = [*MLXINFER, "pull", "org/tiny"]
 
 
 def kept_bytes(cache: Path) -> int:
     return sum(path.stat().st_size for path in cache.rglob("*.incomplete"))
 
 
+def wait_for_bytes(cache: Path) -> None:
+    end = time.monotonic() + 30
+    while not kept_bytes(cache) and time.monotonic() < end:
+        time.sleep(0.02)
+
+
 def test_an_interrupted_pull_goes_on(standin: StandIn, cache: Path) -> None:
     standin.faults.on_chunk = lambda: time.sleep(0.02)  # 256 KiB take five seconds
     with subprocess.Popen(PULL, env=os.environ, stderr=subprocess.PIPE) as process:
-        end = time.monotonic() + 30
-        while not kept_bytes(cache) and time.monotonic() < end:
-            time.sleep(0.02)
+        wait_for_bytes(cache)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
@@ -38,3 +44,19 @@ def test_an_interrupted_pull_goes_on(standin: StandIn, cache: Path) -> None:
     assert standin.asked_for(f"bytes={kept}-")
     [weights] = cache.rglob("model.safetensors")
     assert weights.read_bytes() == WEIGHTS
+
+
+def test_rm_leaves_a_pull_that_runs_alone(standin: StandIn, cache: Path) -> None:
+    go_on = threading.Event()
+    standin.faults.on_chunk = lambda: kept_bytes(cache) and go_on.wait(60)
+    with subprocess.Popen(PULL, env=os.environ, stderr=subprocess.PIPE) as process:
+        wait_for_bytes(cache)
+        remove = [*MLXINFER, "rm", "--yes", "org/tiny"]
+        refused = subprocess.run(remove, env=os.environ, capture_output=True, text=True)
+        go_on.set()
+        _, errors = process.communicate(timeout=60)
+    assert refused.returncode == 1
+    assert "org/tiny is being downloaded by another process" in refused.stderr
+    assert (process.returncode, errors) == (0, b"")
+    subprocess.run(remove, env=os.environ, check=True)
+    assert not list(cache.rglob("model.safetensors"))

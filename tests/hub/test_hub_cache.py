@@ -1,5 +1,6 @@
 """What lies on this disk: finding, listing, removing."""
 
+import fcntl
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,24 @@ def test_remove_an_interrupted_download(standin: StandIn) -> None:
         hub.pull("org/tiny")
     assert hub.remove("org/tiny") >= 64 * 1024
     assert names(complete=False) == []
+
+
+@pytest.mark.parametrize(
+    "locked",
+    ["models--org--tiny/blobs/abc.incomplete", ".locks/models--org--tiny/abc.lock"],
+)
+@pytest.mark.parametrize("name", ["org/tiny", "org/tiny@main"])
+def test_remove_waits_for_a_download_to_end(
+    standin: StandIn, cache: Path, locked: str, name: str
+) -> None:
+    hub.pull("org/tiny")
+    (cache / locked).parent.mkdir(parents=True, exist_ok=True)
+    with (cache / locked).open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(InvalidRequestError, match="is being downloaded by another process"):
+            hub.remove(name)
+        assert "org/tiny" in names()
+    assert hub.remove(name) > len(WEIGHTS)
 
 
 @pytest.mark.parametrize("torn", [b"", b"\0" * 40, b"\xff\xfe", b"../../elsewhere\n"])

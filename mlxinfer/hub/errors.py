@@ -94,6 +94,11 @@ def _disk(error: BaseException, repo: RepoName) -> MlxinferError:
             f"The disk is full while downloading {repo}; what has arrived is kept. Make room, then "
             "run the same command again."
         )
+    if number == errno.ENOENT:
+        return DownloadError(
+            f"Somebody deleted files of {repo} in {cache_folder()} during the download; run the "
+            "same command again."
+        )
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return DownloadError(
             f"{cache_folder()} cannot be written ({_first_line(error)}). Set HF_HOME to a folder "

@@ -1,6 +1,7 @@
 """Downloads from a stand-in hub: what is fetched, resumed, refused, and how it is said."""
 
 import hashlib
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -287,6 +288,14 @@ def test_a_disk_that_fills_during_the_download(standin: StandIn, cache: Path) ->
 
     with pytest.raises(DownloadError, match="disk is full"):
         hub.resolve("org/tiny", progress=full)
+
+
+def test_a_cache_that_is_deleted_during_the_download(standin: StandIn, cache: Path) -> None:
+    standin.faults.on_chunk = lambda: shutil.rmtree(cache, ignore_errors=True)
+    with pytest.raises(DownloadError, match=r"deleted files of org/tiny .* run the same command"):
+        hub.resolve("org/tiny")
+    standin.faults.on_chunk = None
+    assert (hub.resolve("org/tiny") / "model.safetensors").read_bytes() == WEIGHTS
 
 
 def test_a_repository_without_safetensors(standin: StandIn) -> None:

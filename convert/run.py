@@ -119,7 +119,7 @@ class Conversion:
         label = Path(self.source.label) if self._is_local else None
         files = [path for path in place.root.rglob("*") if path.is_file()]
         there = sum(path.stat().st_blocks * 512 for path in files)
-        check_target(self.out, label, max(0, self.disk_bytes() - there))
+        check_target(place, label, max(0, self.disk_bytes() - there))
         limit, needed = self.options.max_memory, self.peak_bytes()
         if limit is not None and needed > limit:
             raise InvalidRequestError(

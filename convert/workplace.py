@@ -69,18 +69,37 @@ class Workplace:
         shutil.rmtree(self.root)
 
 
-def check_target(out: Path, source: Path | None, needed_bytes: int) -> None:
-    """Whether something may be written to `out`.
+def check_place(place: Workplace, source: Path | None) -> None:
+    """Whether `place` may be worked in: what is there is deleted in the end.
+
+    Raises:
+        ConversionError: it is the source, inside it or around it.
+    """
+    if source is None:
+        return
+    root, theirs = place.root.resolve(), source.resolve()
+    if root.is_relative_to(theirs) or theirs.is_relative_to(root):
+        where = "is" if root == theirs else "is inside" if root in theirs.parents else "holds"
+        raise ConversionError(
+            f"The source {source} {where} {place.root}, the folder that this conversion would work "
+            "in and delete; choose another name for the output. Nothing was changed."
+        )
+
+
+def check_target(place: Workplace, source: Path | None, needed_bytes: int) -> None:
+    """Whether something may be written to the output, and to where the work is.
 
     Raises:
         ConversionError: it exists, is the source or inside it, cannot be written, or the disk has
             no room for `needed_bytes`.
     """
+    out = place.out
     if source is not None and out.resolve().is_relative_to(source.resolve()):
         raise ConversionError(
             f"{out} is {'' if out.resolve() == source.resolve() else 'inside '}the source; choose "
             "a folder elsewhere."
         )
+    check_place(place, source)
     if out.exists() or out.is_symlink():
         raise ConversionError(
             f"{out} exists already. Delete it or choose another name; nothing was changed."

@@ -47,6 +47,29 @@ def test_the_source_is_no_target(source: Path, below: str) -> None:
     assert contents(source) == before
 
 
+@pytest.mark.parametrize("run", [{}, {"resume": True}, {"restart": True}])
+@pytest.mark.parametrize("source", ["x.partial", "x.partial/inner"])
+def test_the_work_is_not_done_where_the_source_is(
+    tmp_path: Path, source: str, run: dict[str, bool]
+) -> None:
+    """`convert x.partial x` would work in x.partial, and delete it in the end."""
+    write_source(tmp_path / source)
+    (tmp_path / "x.partial" / "journal.jsonl").write_text("")  # however much it looks like ours
+    before = contents(tmp_path)
+    with pytest.raises(ConversionError, match=r"The source .* the folder that this conv"):
+        convert(tmp_path / source, tmp_path / "x", run=run)
+    assert contents(tmp_path) == before
+
+
+def test_a_link_to_where_the_work_is_done_is_no_source(tmp_path: Path) -> None:
+    write_source(tmp_path / "x.partial")
+    (tmp_path / "link").symlink_to(tmp_path / "x.partial")
+    before = contents(tmp_path / "x.partial")
+    with pytest.raises(ConversionError, match=r"source .*link is .*x\.partial, the folder that"):
+        convert(tmp_path / "link", tmp_path / "x")
+    assert contents(tmp_path / "x.partial") == before
+
+
 @pytest.mark.parametrize("out", [".", "/", ""])
 def test_a_target_has_a_name(source: Path, out: str) -> None:
     with pytest.raises(ConversionError, match="has no name"):

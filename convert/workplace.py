@@ -4,7 +4,7 @@
     OUT.partial/journal.jsonl  what is done
     OUT.partial/model/         becomes OUT when everything is
 
-OUT is there and complete, or it is not there.
+OUT is there and complete, or it is not there. Nothing else in OUT.partial is ever deleted.
 """
 
 import errno
@@ -12,16 +12,20 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConversionError
+from ..errors import ConversionError, shown
 from ..memory import human_bytes
 from .files import sync_folder
 
 SPARE_BYTES = 64 << 20  # left free on the disk
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+_DOWNLOADS = "hub-downloads"
+_MADE = ("model", _DOWNLOADS, "measured.npz", "plan.json", "short.npy", "long.npy")
+_OURS = (*_MADE, *(f"{name}.partial" for name in _MADE), "journal.jsonl", "lock")  # lock goes last
+_MARKS = tuple(name for name in _OURS if not name.startswith("model"))  # anybody may have a "model"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -66,17 +70,41 @@ class Workplace:
         sync_folder(self.model)
         os.rename(self.model, self.out)
         sync_folder(self.out.parent)
-        shutil.rmtree(self.root)
+        self.tidy_up()
+
+    def tidy_up(self) -> None:
+        """Delete what a conversion leaves here; the folder stays where it holds anything else."""
+        for name in _OURS:
+            _delete(self.root / name)
+        with suppress(OSError):  # not empty, or another process has made its lock
+            self.root.rmdir()
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def check_place(place: Workplace, source: Path | None) -> None:
     """Whether `place` may be worked in: what is there is deleted in the end.
 
     Raises:
-        ConversionError: it is the source, inside it or around it.
+        ConversionError: it is the source, inside it or around it, or somebody else's.
     """
-    if source is None:
-        return
+    if source is not None:
+        _check_apart(place, source)
+    there = [path.name for path in place.root.iterdir()] if place.root.is_dir() else []
+    if there and not any(name in _MARKS for name in there):
+        raise ConversionError(
+            f"{place.root}, where this conversion would work, is there and not of mlxinfer: it "
+            f"holds {shown(min(there))}. Move it or choose another name for the output; nothing "
+            "was changed."
+        )
+
+
+def _check_apart(place: Workplace, source: Path) -> None:
     root, theirs = place.root.resolve(), source.resolve()
     if root.is_relative_to(theirs) or theirs.is_relative_to(root):
         where = "is" if root == theirs else "is inside" if root in theirs.parents else "holds"
@@ -146,7 +174,7 @@ def working(place: Workplace, *, resume: bool, restart: bool) -> Iterator[None]:
         finally:
             os.close(lock)
             if not place.journal.exists():  # nothing was begun
-                shutil.rmtree(place.root, ignore_errors=True)
+                place.tidy_up()
 
 
 @contextmanager
@@ -183,6 +211,14 @@ def _clear(place: Workplace) -> None:
         path.unlink(missing_ok=True)
 
 
-def downloads_folder(out: Path) -> Path:
-    """Where shards from the hub lie until they are converted; kept for --resume."""
-    return Workplace(out).root / "downloads"
+def downloads_folder(out: Path, source: Path | None) -> Path:
+    """Where shards from the hub lie until they are converted; kept for --resume.
+
+    They may come before the conversion begins, so the place is looked at now.
+
+    Raises:
+        ConversionError: as check_place().
+    """
+    place = Workplace(out)
+    check_place(place, source)
+    return place.root / _DOWNLOADS

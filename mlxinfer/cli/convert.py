@@ -48,9 +48,11 @@ def command(source: str, out: Path, as_json: bool, **given: Any) -> int:
     from ..convert.workplace import downloads_folder
 
     tokenizer = given["tokenizer"]
-    downloads = downloads_folder(out) if not (given["dry_run"] or given["check_only"]) else None
     if hub.is_bundled(source):
         source = str(hub.resolve(source))
+    local, downloads = Path(source).expanduser(), None
+    if not (given["dry_run"] or given["check_only"]):
+        downloads = downloads_folder(out, local if local.exists() else None)
     arrived = Downloads()
     opened = open_source(source, tokenizer=tokenizer, downloads=downloads, report=arrived.add)
     try:

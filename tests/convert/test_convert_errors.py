@@ -15,7 +15,7 @@ from mlxinfer.convert.options import Options
 from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import make_recipe
 from mlxinfer.convert.run import Conversion
-from mlxinfer.convert.workplace import Workplace, working
+from mlxinfer.convert.workplace import Workplace, downloads_folder, working
 
 from mlxinfer.errors import (
     CheckpointError,
@@ -68,6 +68,37 @@ def test_a_link_to_where_the_work_is_done_is_no_source(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=r"source .*link is .*x\.partial, the folder that"):
         convert(tmp_path / "link", tmp_path / "x")
     assert contents(tmp_path / "x.partial") == before
+
+
+@pytest.mark.parametrize("name", ["diary.txt", "model/weights.safetensors"])
+def test_a_folder_that_is_somebody_elses_is_left_alone(
+    source: Path, tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / "out.partial" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("dear diary")
+    with pytest.raises(ConversionError, match=r"out\.partial, where .* not of mlxinfer: it holds"):
+        convert(source, tmp_path / "out")
+    with pytest.raises(ConversionError, match="not of mlxinfer"):
+        downloads_folder(tmp_path / "out", source)
+    assert contents(tmp_path / "out.partial") == {name: b"dear diary"}
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_what_others_put_beside_the_work_stays(
+    source: Path, tmp_path: Path, monkeypatch, resume: bool
+) -> None:
+    interrupted(source, tmp_path / "out", monkeypatch)
+    (tmp_path / "out.partial" / "notes").mkdir()
+    (tmp_path / "out.partial" / "notes" / "diary.txt").write_text("dear diary")
+    convert(source, tmp_path / "out", run={"resume": resume, "restart": not resume})
+    assert contents(tmp_path / "out.partial") == {"notes/diary.txt": b"dear diary"}
+
+
+def test_an_empty_folder_will_do(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    convert(source, tmp_path / "out")
+    assert not (tmp_path / "out.partial").exists()
 
 
 @pytest.mark.parametrize("out", [".", "/", ""])

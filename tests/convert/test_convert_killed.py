@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from convert_cases import contents, convert, write_source
 from mlxinfer.convert.journal import Journal
+from mlxinfer.convert.workplace import Workplace
 from slow_convert import SHARD_BYTES
 
 SCRIPT = str(Path(__file__).parent / "slow_convert.py")
@@ -108,7 +109,7 @@ def test_killed_before_tidying_up_and_the_output_deleted(tmp_path: Path, monkeyp
     """The journal says that all is done, but what it speaks of is gone."""
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr("mlxinfer.convert.workplace.shutil.rmtree", lambda *a, **k: None)
+        patch.setattr(Workplace, "tidy_up", lambda self: None)
         convert(source, out)
     expected = contents(out)
     assert (tmp_path / "out.partial" / "journal.jsonl").exists()

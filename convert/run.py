@@ -181,7 +181,7 @@ class Conversion:
         if not self._needs_texts:
             return None, Measured()
         texts = self._texts(place)
-        references = reference_paths(place) if self._comparing else ()
+        references = place.references if self._comparing else ()
         if place.measured.exists():
             return texts, kept.load(place.measured, self.arranged)
         state = Pass(
@@ -265,7 +265,7 @@ class Conversion:
     def _compare(self, place: Workplace, plan: Plan, texts: Texts) -> list[Any]:
         assert self.open_model is not None
         limit = self.options.max_kl or limit_for(plan.bits_per_weight)
-        pairs = list(zip((texts.short, texts.long), reference_paths(place), strict=True))
+        pairs = list(zip((texts.short, texts.long), place.references, strict=True))
         with self.open_model(place.model) as logits_of:
             found = []
             for number, (sequences, reference) in enumerate(pairs, 1):
@@ -276,15 +276,10 @@ class Conversion:
 
 def check_same_plan(place: Workplace, plan: Plan) -> None:
     """The plan itself, kept beside the journal: a different version may plan differently."""
-    path, text = place.root / "plan.json", dumped(plan)
-    if path.exists() and path.read_text() != text:
+    path, data = place.plan, dumped(plan).encode()
+    if path.exists() and path.read_bytes() != data:
         raise ConversionError(
             "This version of mlxinfer plans otherwise than the one that was interrupted; use "
             "--restart to begin anew."
         )
-    write_file(path, text.encode())
-
-
-def reference_paths(place: Workplace) -> tuple[Path, Path]:
-    """Logits of the source, of short and of long contexts."""
-    return place.root / "short.npy", place.root / "long.npy"
+    write_file(path, data)

@@ -59,9 +59,19 @@ class Workplace:
         return self.root / "journal.jsonl"
 
     @property
+    def plan(self) -> Path:
+        """Formats and files, as they were planned."""
+        return self.root / "plan.json"
+
+    @property
     def measured(self) -> Path:
         """What calibration found."""
         return self.root / "measured.npz"
+
+    @property
+    def references(self) -> tuple[Path, Path]:
+        """Logits of the source, of short and of long contexts."""
+        return self.root / "short.npy", self.root / "long.npy"
 
     def publish(self) -> None:
         """Make the finished folder the output."""
@@ -205,10 +215,13 @@ def _lock(lock: int, place: Workplace) -> None:
 
 
 def _clear(place: Workplace) -> None:
-    """Throw away what an earlier conversion left, but for the lock that we hold."""
-    shutil.rmtree(place.model, ignore_errors=True)
-    for path in (place.journal, place.measured):
-        path.unlink(missing_ok=True)
+    """Throw away what an earlier conversion left, but for the lock that we hold.
+
+    Downloads stay: they are of the source, whatever becomes of it.
+    """
+    for name in _OURS:
+        if name != "lock" and not name.startswith(_DOWNLOADS):
+            _delete(place.root / name)
 
 
 def downloads_folder(out: Path, source: Path | None) -> Path:

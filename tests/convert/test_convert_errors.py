@@ -199,6 +199,20 @@ def test_an_interrupted_conversion_is_not_thrown_away_unasked(
     convert(source, tmp_path / "out", run={"restart": True})
 
 
+@pytest.mark.parametrize("journal", [True, False])
+def test_beginning_anew_is_free_to_choose_other_options(
+    source: Path, tmp_path: Path, monkeypatch, journal: bool
+) -> None:
+    """The old plan goes with the journal, however it went."""
+    interrupted(source, tmp_path / "out", monkeypatch)
+    assert (tmp_path / "out.partial" / "plan.json").exists()
+    if not journal:
+        (tmp_path / "out.partial" / "journal.jsonl").unlink()
+    convert(source, tmp_path / "out", "8bit", run={"restart": journal})
+    convert(source, tmp_path / "undisturbed", "8bit")
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+
+
 def test_other_options_do_not_go_on(source: Path, tmp_path: Path, monkeypatch) -> None:
     interrupted(source, tmp_path / "out", monkeypatch)
     with pytest.raises(ConversionError, match=r"other options \(recipe: 4bit-g32, now 8bit"):

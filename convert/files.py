@@ -5,8 +5,10 @@ tensor can be written on its own: no tensor is ever held whole. The file is call
 until all of it is on the disk.
 """
 
+import errno
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +20,8 @@ from numpy.typing import NDArray
 from .plan import Stored
 
 ALIGNMENT = 8
+_ZEROS = 1 << 20  # written at once
+_NO_FALLOCATE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # some file systems have none
 
 
 def header_of(arrays: Sequence[Stored]) -> tuple[bytes, dict[str, int]]:
@@ -107,6 +111,25 @@ def write_file(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+
+
+def allocate(handle: int, start: int, count: int) -> None:
+    """Make a file `count` bytes longer than `start`, zeros, and have the disk's room for them.
+
+    Raises:
+        OSError: there is no room.
+    """
+    if sys.platform != "darwin":  # which has none
+        try:
+            os.posix_fallocate(handle, start, count)
+            return
+        except OSError as error:
+            if error.errno not in _NO_FALLOCATE:
+                raise
+    zeros = bytes(min(count, _ZEROS))
+    end = start + count
+    while start < end:
+        start += os.pwrite(handle, zeros[: end - start], start)
 
 
 def sync_folder(folder: Path) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from .arrange import Arranged
 from .arrays import as_numpy
+from .files import allocate
 from .numbers import Floats
 from .quantise import Method
 from .roundtrip import after
@@ -44,12 +45,33 @@ def blocks(
 
 
 def write(path: Path, arranged: Arranged, streamed: Streamed, hidden: mx.array) -> None:
-    """All logits of hidden (T, hidden) into a .npy file, (T, vocab_size) float32."""
-    shape = (hidden.shape[0], arranged.config.vocab_size)
-    file = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
-    for columns, logits in blocks(arranged, streamed, hidden):
-        file[:, columns] = logits
-    file.flush()
+    """All logits of hidden (T, hidden) into a .npy file, (T, vocab_size) float32.
+
+    Raises:
+        OSError: the disk is full; then there is no file.
+    """
+    try:
+        _lay_out(path, (hidden.shape[0], arranged.config.vocab_size))
+        file = np.lib.format.open_memmap(path, mode="r+")
+        for columns, logits in blocks(arranged, streamed, hidden):
+            file[:, columns] = logits
+        file.flush()
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _lay_out(path: Path, shape: tuple[int, int]) -> None:
+    """A .npy file of float32 zeros whose bytes the disk has.
+
+    A map of a file with holes is no way to write: where the disk is full, the system ends the
+    process (SIGBUS).
+    """
+    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        file.flush()
+        allocate(file.fileno(), file.tell(), shape[0] * shape[1] * 4)
 
 
 def log_normaliser(parts: Iterator[tuple[slice, Floats]], count: int) -> Doubles:

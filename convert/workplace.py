@@ -101,10 +101,16 @@ def check_place(place: Workplace, source: Path | None) -> None:
     """Whether `place` may be worked in: what is there is deleted in the end.
 
     Raises:
-        ConversionError: it is the source, inside it or around it, or somebody else's.
+        ConversionError: it is the source, inside it or around it, or somebody else's, or no folder.
     """
     if source is not None:
         _check_apart(place, source)
+    kind = "link" if place.root.is_symlink() else "file"
+    if place.root.is_symlink() or (place.root.exists() and not place.root.is_dir()):
+        raise ConversionError(
+            f"{place.root}, where this conversion would work, is a {kind}; expected a folder or "
+            "nothing. Move it or choose another name for the output; nothing was changed."
+        )
     there = [path.name for path in place.root.iterdir()] if place.root.is_dir() else []
     if there and not any(name in _MARKS for name in there):
         raise ConversionError(

@@ -86,6 +86,22 @@ def test_a_folder_that_is_somebody_elses_is_left_alone(
     assert contents(tmp_path / "out.partial") == {name: b"dear diary"}
 
 
+@pytest.mark.parametrize("kind", ["file", "link", "dangling link"])
+def test_the_work_needs_a_folder(source: Path, tmp_path: Path, kind: str) -> None:
+    work = tmp_path / "out.partial"
+    if kind == "file":
+        work.write_text("dear diary")
+    else:
+        work.symlink_to(tmp_path / "elsewhere")
+    if kind == "link":
+        (tmp_path / "elsewhere").mkdir()
+    before = sorted(tmp_path.iterdir())
+    match = rf"out\.partial, where .* is a {kind.split()[-1]}; expected a folder"
+    with pytest.raises(ConversionError, match=match):
+        convert(source, tmp_path / "out")
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize("resume", [True, False])
 def test_what_others_put_beside_the_work_stays(
     source: Path, tmp_path: Path, monkeypatch, resume: bool

@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import CheckpointError, ConversionError
 from ..models.config import load_config
 from ..models.files import read_headers
-from ..models.quantization import Quantization
+from ..models.quantization import QuantFormat, Quantization, format_of_shapes
 from ..models.safetensors import TensorInfo
 from .arrange import Arranged, Output
 from .plan import Planned
@@ -58,9 +58,18 @@ def _planned(
             continue
         if formats is None:
             raise CheckpointError(f"{output.path} has scales, but config.json no quantization.")
-        form = formats.of(output.path)
+        form = formats.of(output.path, _fitting(output, header[output.name], scales))
         dtype = _dtype(scales) if form.mode == "affine" else output.dtype
         yield Planned(output, form, dtype, packed=_copied(output, form))
+
+
+def _fitting(output: Output, weight: TensorInfo, scales: TensorInfo) -> QuantFormat | None:
+    """What the tensors look like; configs may leave out exceptions."""
+    if not (weight.shape and scales.shape):
+        return None
+    return format_of_shapes(
+        output.shape[-1], weight.shape[-1], scales.shape[-1], integer_scales=scales.dtype == "U8"
+    )
 
 
 def _dtype(info: TensorInfo) -> str:

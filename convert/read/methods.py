@@ -15,6 +15,7 @@ from .schemes.gpt_oss import gpt_oss_experts
 from .schemes.gptq import GPTQ
 from .schemes.integers import Integers
 from .schemes.mlx import MLXModules
+from .widths import widths_of
 
 _KEYS = ("quantization", "quantization_config", "compression_config")
 _MODELOPT = (
@@ -62,7 +63,7 @@ def choose_method(
     if stated is None:
         return Method("safetensors", (*experts, FP8()))
     name = stated.text("quant_method", default="mlx")
-    method = _named(name, stated, is_here=is_here)
+    method = _mlx(stated, config) if name == "mlx" else _named(name, stated, is_here=is_here)
     return Method(method.label, (*experts, *method.claims), method.dtype)
 
 
@@ -83,11 +84,13 @@ def _stated(config: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any]]) 
     return Fields({"quant_method": "modelopt", **inner.values}, inner.where) if inner else None
 
 
+def _mlx(stated: Fields, config: Mapping[str, Any]) -> Method:
+    quantization = read_quantization(Fields({"quantization": stated.values}, "config.json"))
+    assert quantization is not None
+    return Method("MLX", (MLXModules(quantization, widths_of(without_quantization(config))),))
+
+
 def _named(name: str, stated: Fields, *, is_here: bool) -> Method:
-    if name == "mlx":
-        quantization = read_quantization(Fields({"quantization": stated.values}, "config.json"))
-        assert quantization is not None
-        return Method("MLX", (MLXModules(quantization),))
     if name == "awq":
         return Method("AWQ", (AWQ(stated),), "float16")
     if name == "gptq":

@@ -1,5 +1,6 @@
 """From other formats to an MLX folder: codes are copied where MLX has the format."""
 
+import json
 from pathlib import Path
 
 import gguf
@@ -7,6 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from convert_cases import TEXT, convert, write_source
+from mlxinfer.convert.arrange import arrange
+from mlxinfer.convert.check import check_folder
 from mlxinfer.convert.options import Options
 from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import make_recipe
@@ -96,6 +99,29 @@ def test_mlx_checkpoints_are_sources_too(tmp_path: Path, recipe: str) -> None:
     before, after = logits(tmp_path / "four"), logits(tmp_path / "out")
     assert np.abs(after - before).max() <= close * before.std()
     assert (set(report.counts) == {"exact"}) == (recipe == "keep")
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe-v4", "gpt_oss-v4", "gemma3_text-v4"])
+@pytest.mark.parametrize("overrides", [("down_proj=8bit-g32",), ("o_proj=mxfp4", "q_proj=8bit")])
+def test_exceptions_that_a_config_leaves_out(
+    tmp_path: Path, case: str, overrides: tuple[str, ...]
+) -> None:
+    """8 bits in groups of 32 have the shapes of 4 in groups of 64 and twice the inputs."""
+    four, out = tmp_path / "four", tmp_path / "out"
+    sizes = {"intermediate_size": 64, "head_dim": 32}
+    if "moe" in case:
+        sizes["moe_intermediate_size"] = 64
+    source = write_source(tmp_path / "plain", case, changes=sizes)
+    convert(source, four, "4bit-g64", overrides=overrides)
+    config = json.loads((four / "config.json").read_text())
+    stated = config["quantization"]
+    assert any(isinstance(value, dict) for value in stated.values())
+    config["quantization"] = {k: v for k, v in stated.items() if not isinstance(v, dict)}
+    del config["quantization_config"]
+    (four / "config.json").write_text(json.dumps(config))
+    assert len(check_folder(arrange(open_source(source)), four, lambda *_: None))
+    assert set(convert(four, out, "keep").counts) == {"exact"}
+    assert np.array_equal(logits(out), logits(four))
 
 
 def test_experts_of_gpt_oss_stay_mxfp4(tmp_path: Path) -> None:

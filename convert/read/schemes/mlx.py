@@ -9,34 +9,45 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 
-from ....models.quantization import QuantFormat, Quantization
+from ....models.quantization import QuantFormat, Quantization, format_of_shapes
 from ...bits import Words
 from ..affine import AffineReader
 from ..modules import Leaves
 from ..reader import Reader
 from ..source import Packed, TensorInfo
 from ..stored import E4M3, FLOATS, Array, StoredArray, to_float32
+from ..widths import Widths
 from .fp4 import fp4_values
 
 
 class MLXModules:
     """The modules of a checkpoint that MLX quantised."""
 
-    def __init__(self, quantization: Quantization) -> None:
+    def __init__(self, quantization: Quantization, widths: Widths) -> None:
         self._quantization = quantization
+        self._widths = widths
 
     def __call__(self, path: str, leaves: Leaves) -> Iterator[Reader]:
         """The matrix of a module that has scales."""
         if "scales" not in leaves or "weight" not in leaves:
             return
         weight, scales = leaves.pop("weight"), leaves.pop("scales")
-        form = self._quantization.of(path)
+        form = self._format_of(path, weight, scales)
         if form.mode == "affine":
             if "biases" not in leaves:
                 raise weight.fail("has scales, but no biases beside it")
             yield _Affine(path, weight, scales, leaves.pop("biases"), form)
         else:
             yield _Floats(path, weight, scales, form)
+
+    def _format_of(self, path: str, weight: StoredArray, scales: StoredArray) -> QuantFormat:
+        """As models/weights.py finds it: what can be run can be converted."""
+        width, fitting = self._widths(path), None
+        if width is not None and weight.shape and scales.shape:
+            fitting = format_of_shapes(
+                width, weight.shape[-1], scales.shape[-1], integer_scales=scales.dtype == "U8"
+            )
+        return self._quantization.of(path, fitting)
 
 
 def _shape(weight: StoredArray, scales: StoredArray, form: QuantFormat) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import ConversionError
 from .plan import Stored
 
 ALIGNMENT = 8
@@ -130,6 +131,13 @@ def allocate(handle: int, start: int, count: int) -> None:
     end = start + count
     while start < end:
         start += os.pwrite(handle, zeros[: end - start], start)
+
+
+def damaged(path: Path) -> ConversionError:
+    """What to say of a file of the unfinished conversion that is not as we write it."""
+    return ConversionError(
+        f"{path} is damaged, so this conversion cannot go on; use --restart to begin anew."
+    )
 
 
 def sync_folder(folder: Path) -> None:

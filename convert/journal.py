@@ -9,7 +9,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConversionError
+from ..errors import ConversionError, shown
+from .files import damaged
 
 VERSION = 1
 
@@ -64,24 +65,38 @@ class Journal:
     def _load(self) -> None:
         data = self.path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
-        lines = [json.loads(line) for line in whole.splitlines()]
+        try:
+            self._take([_object(json.loads(line)) for line in whole.splitlines()])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise damaged(self.path) from error
         if len(whole) < len(data):
             with self.path.open("r+b") as file:
                 file.truncate(len(whole))
+
+    def _take(self, lines: list[dict[str, Any]]) -> None:
+        """What the lines say, the first of which is the start."""
+        if lines and "version" not in lines[0]:
+            raise ValueError("the first line says nothing of a conversion")
+        self.start = lines[0] if lines else {}
         for line in lines[1:]:
             if "tensor" in line:
                 self.tensors[line.pop("tensor")] = line
             elif "gone" in line:
                 self._drop(line["gone"], line["tensors"])
             else:
-                self.shards[line["shard"]] = line["checked"]
-        self.start = lines[0] if lines else {}
+                self.shards[line["shard"]] = [_object(entry) for entry in line["checked"]]
 
     def _append(self, lines: list[dict[str, Any]]) -> None:
         with self.path.open("ab") as file:
             file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
             file.flush()
             os.fsync(file.fileno())
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{shown(value)} is no object")
+    return value
 
 
 def _changed(key: str, before: object, now: object) -> str:

@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from .files import damaged
+
 LogitsOf = Callable[[list[int]], NDArray[np.float32]]  # ids (T,) -> logits (T, vocab_size)
 MAX_KL = ((15.0, 0.005), (7.5, 0.02), (5.5, 0.1), (4.9, 0.2), (3.9, 0.4), (2.9, 1.5), (0.0, 4.0))
 ROWS = 64  # positions that are compared at once
@@ -47,8 +49,12 @@ def limit_for(bits_per_weight: float) -> float:
 def compare_logits(
     sequences: Sequence[list[int]], reference: Path, logits_of: LogitsOf, max_kl: float
 ) -> LogitCheck:
-    """Run sequences of one length and compare with the .npy file of the source's logits."""
-    kept = np.load(reference, mmap_mode="r")
+    """Run sequences of one length and compare with the .npy file of the source's logits.
+
+    Raises:
+        ConversionError: the file is damaged.
+    """
+    kept = _logits(reference, sum(len(ids) for ids in sequences))
     kl: list[NDArray[np.float64]] = []
     same: list[NDArray[np.bool_]] = []
     losses: list[NDArray[np.float64]] = []
@@ -76,6 +82,17 @@ def compare_logits(
         source_perplexity=_short(np.exp(source_loss)),
         max_kl=max_kl,
     )
+
+
+def _logits(path: Path, count: int) -> NDArray[np.float32]:
+    """`count` rows of them, read when they are looked at."""
+    try:
+        kept: NDArray[np.float32] = np.lib.format.open_memmap(path, mode="r")
+    except (ValueError, EOFError, FileNotFoundError) as error:
+        raise damaged(path) from error
+    if kept.ndim != 2 or len(kept) != count or kept.dtype != np.float32:
+        raise damaged(path)
+    return kept
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:

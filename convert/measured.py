@@ -2,18 +2,22 @@
 
 import json
 import os
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
-from .arrange import Arranged, by_name
+from .arrange import Arranged, Output, by_name
 from .candidates import MeasuredUnit
-from .files import partial_path
+from .files import damaged, partial_path
 from .formats import name_of, parse_format
 from .measure import Measured
 from .read import MLXFormat
 
 _UNITS = "units"
+_BROKEN = (ValueError, KeyError, TypeError, AttributeError, EOFError, BadZipFile, zlib.error)
 
 
 def save(path: Path, found: Measured) -> None:
@@ -38,9 +42,19 @@ def save(path: Path, found: Measured) -> None:
 
 
 def load(path: Path, arranged: Arranged) -> Measured:
-    """What save() kept."""
-    outputs = by_name(arranged.outputs)
-    with np.load(path) as file:
+    """What save() kept.
+
+    Raises:
+        ConversionError: it is damaged.
+    """
+    try:
+        return _load(path, by_name(arranged.outputs))
+    except _BROKEN as error:
+        raise damaged(path) from error
+
+
+def _load(path: Path, outputs: Mapping[str, Output]) -> Measured:
+    with path.open("rb") as raw, np.load(raw) as file:  # np.load would not close a broken one
         importance = {
             key.removeprefix("importance:"): file[key] for key in file.files if key != _UNITS
         }
@@ -62,5 +76,6 @@ def load(path: Path, arranged: Arranged) -> Measured:
 
 def _form(name: str) -> MLXFormat:
     form = parse_format(name)
-    assert form is not None
+    if form is None:
+        raise ValueError(f"{name} is no format of MLX")
     return form

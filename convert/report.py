@@ -81,9 +81,28 @@ def read_report(folder: Path) -> dict[str, Any]:
     """report.json of a folder that was converted.
 
     Raises:
-        ConversionError: it has none.
+        ConversionError: it has none, or one that is damaged.
     """
     path = folder / "report.json"
     if not path.is_file():
         raise ConversionError(f"{folder} has no report.json: it was not converted by mlxinfer.")
-    return read_json(path)
+    report = read_json(path)
+    tensors = report.get("tensors")
+    sound = isinstance(tensors, list) and all(map(_is_entry, tensors))
+    if not sound or not isinstance(report.get("tensors_compared"), bool):
+        raise ConversionError(
+            f"{path} does not say what is in the tensors: it is damaged, or not of mlxinfer. "
+            "Convert the source anew."
+        )
+    return report
+
+
+def _is_entry(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    kinds: dict[str, type | tuple[type, ...]] = {
+        "name": str,
+        "checksums": list,
+        "relative": (int, float),
+    }
+    return all(isinstance(value.get(key), kind) for key, kind in kinds.items())

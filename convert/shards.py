@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .arrange import Arranged
-from .files import ShardFile
+from .files import ShardFile, damaged
 from .journal import Journal
 from .plan import Planned
 from .quantise import Error
@@ -101,5 +101,8 @@ def checked_entries(
 
 
 def _journalled(journal: Journal, tensor: Planned) -> tuple[Error, list[int]]:
-    entry = journal.tensors[tensor.output.name]
-    return Error(**entry["error"]), entry["checksums"]
+    try:
+        entry = journal.tensors[tensor.output.name]
+        return Error(**entry["error"]), entry["checksums"]
+    except (KeyError, TypeError) as error:
+        raise damaged(journal.path) from error

@@ -10,8 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from convert_cases import TEXT, contents, convert, write_source
+from mlxinfer.convert.arrange import arrange
+from mlxinfer.convert.check import check_folder
 from mlxinfer.convert.files import ShardFile, allocate
 from mlxinfer.convert.options import Options
 from mlxinfer.convert.read import open_source
@@ -274,6 +277,82 @@ def test_beginning_anew_is_free_to_choose_other_options(
     convert(source, tmp_path / "out", "8bit", run={"restart": journal})
     convert(source, tmp_path / "undisturbed", "8bit")
     assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+
+
+STARTED = b'{"version": 1}\n'
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"[1]\n", b"null\n", b"{}\n", bytes(50) + b"\n", b"\xff\n", b"[" * 99_999 + b"\n"),
+        STARTED + b"[1]\n",
+        STARTED + b'{"shard": "model.safetensors"}\n',
+        STARTED + b'{"shard": "model.safetensors", "checked": [1]}\n',
+        STARTED + b'{"gone": "model.safetensors"}\n',
+        STARTED + b'{"tensor": ["a"]}\n',
+    ],
+)
+def test_a_damaged_journal(source: Path, tmp_path: Path, monkeypatch, line: bytes) -> None:
+    interrupted(source, tmp_path / "out", monkeypatch)
+    journal = tmp_path / "out.partial" / "journal.jsonl"
+    journal.write_bytes(line)
+    with pytest.raises(ConversionError, match=r"journal\.jsonl is damaged, .* use --restart"):
+        convert(source, tmp_path / "out", run={"resume": True})
+    assert journal.read_bytes() == line
+    convert(source, tmp_path / "out", run={"restart": True})
+
+
+@pytest.mark.parametrize("entry", ['"error": {}', '"error": {"a": 1}, "checksums": []'])
+def test_a_damaged_entry_of_the_journal(
+    source: Path, tmp_path: Path, monkeypatch, entry: str
+) -> None:
+    interrupted(source, tmp_path / "out", monkeypatch)
+    with (tmp_path / "out.partial" / "journal.jsonl").open("a") as journal:
+        journal.write(f'{{"tensor": "model.norm.weight", {entry}}}\n')
+    with pytest.raises(ConversionError, match=r"journal\.jsonl is damaged"):
+        convert(source, tmp_path / "out", run={"resume": True})
+
+
+@pytest.mark.parametrize("name", ["measured.npz", "short.npy", "long.npy"])
+@pytest.mark.parametrize("data", [b"", b"PK broken", bytes(5000), None])
+def test_what_was_measured_is_damaged(
+    source: Path, tmp_path: Path, name: str, data: bytes | None
+) -> None:
+    @contextmanager
+    def stopping(folder: Path) -> Iterator[object]:
+        if not resumed:
+            raise KeyboardInterrupt
+        yield lambda ids: np.zeros((len(ids), 96), np.float32)
+
+    options = {"calibration": TEXT, "open_model": stopping}
+    resumed: list[bool] = []
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "out", **options)
+    resumed.append(True)
+    path = tmp_path / "out.partial" / name
+    path.write_bytes(path.read_bytes()[:-100] if data is None else data)
+    with pytest.raises(ConversionError, match=rf"{name} is damaged, .* use --restart"):
+        convert(source, tmp_path / "out", **options, run={"resume": True})
+    convert(source, tmp_path / "out", **options, run={"restart": True})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{}", '{"tensors": [], "tensors_compared": 1}'),
+        *(
+            '{"tensors": {}, "tensors_compared": true}',
+            '{"tensors": [1], "tensors_compared": true}',
+        ),
+        '{"tensors": [{"name": "a", "checksums": []}], "tensors_compared": true}',
+    ],
+)
+def test_a_damaged_report(source: Path, tmp_path: Path, text: str) -> None:
+    convert(source, tmp_path / "out")
+    (tmp_path / "out" / "report.json").write_text(text)
+    with pytest.raises(ConversionError, match=r"report\.json does not say .* damaged"):
+        check_folder(arrange(open_source(source)), tmp_path / "out", lambda *_: None)
 
 
 def test_other_options_do_not_go_on(source: Path, tmp_path: Path, monkeypatch) -> None:

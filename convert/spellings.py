@@ -1,7 +1,8 @@
 """A config.json that mlx-lm reads as we do. Knows spellings, no tensors and no files.
 
 mlx-lm reads what transformers 4 wrote; where a key is missing it takes a default of its own and
-answers nonsense. So transformers 5's keys are there in the old spelling, too.
+answers nonsense. So transformers 5's keys are there in the old spelling, too, and what a family
+assumes here is spelled out.
 """
 
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ def spelled_out(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]
         _spell_gemma3(text, model)
     if model.model_type == "gpt_oss":
         _fill(text, "rope_scaling", model.fields.get("rope_scaling"))
+    _spell_silent(text, model)
     if text is top:
         top["model_type"] = model.model_type
     else:
@@ -58,8 +60,6 @@ def _old_spelling(stated: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(local, Mapping):
             _fill(config, "rope_local_base_freq", local.get("rope_theta"))
     _fill(config, "torch_dtype", config.get("dtype"))
-    if config.get("model_type") == "qwen3_moe":
-        _fill(config, "num_experts", config.get("num_local_experts"))
     return config
 
 
@@ -71,6 +71,32 @@ def _spell_gemma3(config: dict[str, Any], model: ModelConfig) -> None:
     full = [window is None for window in model.windows]
     if period and full == [not (i + 1) % period for i in range(len(full))]:
         config["sliding_window_pattern"] = period
+
+
+def _spell_silent(config: dict[str, Any], model: ModelConfig) -> None:
+    """What families assume here where a config is silent: mlx-lm refuses or assumes otherwise."""
+    ropes = zip(model.ropes, model.windows, strict=True)
+    rope = next((rope for rope, window in ropes if window is None), model.ropes[0])
+    found: dict[str, Any] = {
+        "vocab_size": model.vocab_size,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "rms_norm_eps": model.rms_norm_eps,
+        "rope_theta": rope.theta,
+        "max_position_embeddings": model.fields.get("max_position_embeddings"),
+    }
+    if model.num_experts:
+        own = "num_local_experts" if model.model_type == "gpt_oss" else "num_experts"
+        found |= {own: model.num_experts, "num_experts_per_tok": model.experts_per_token}
+    if model.model_type == "qwen3_moe":
+        found |= {
+            "moe_intermediate_size": model.moe_intermediate_size,
+            "norm_topk_prob": model.norm_topk_prob,
+            "decoder_sparse_step": model.fields.get("decoder_sparse_step") or 1,
+            "mlp_only_layers": model.fields.get("mlp_only_layers") or [],
+        }
+    for key, value in found.items():
+        _fill(config, key, value)
 
 
 def _fill(config: dict[str, Any], key: str, value: Any) -> None:

@@ -95,6 +95,51 @@ def test_gemma_in_every_spelling(
     assert np.abs(ours - plain).max() < 0.2 * plain.std()
 
 
+_ALL_HEADS = {"num_key_value_heads": 4}
+_ASSUMED = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
+
+
+@pytest.mark.parametrize(
+    ("case", "assumed"),
+    [
+        ("llama-v4", {**_ALL_HEADS, "head_dim": 16}),
+        ("mistral-v4", {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}),
+        ("qwen2-v4", {"num_attention_heads": 32, "num_key_value_heads": 32}),
+        ("qwen3-v4", {**_ALL_HEADS, "head_dim": 128, "tie_word_embeddings": False}),
+        (
+            "qwen3_moe-v4",
+            {**_ALL_HEADS, "head_dim": 16, "num_experts": 128, "num_experts_per_tok": 8}
+            | {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        ),
+        ("gemma3_text-v4", {"rope_theta": 1e6, "max_position_embeddings": 131_072}),
+    ],
+)
+def test_a_silent_config_means_the_same_in_mlx_lm(
+    tmp_path: Path, case: str, assumed: dict[str, object]
+) -> None:
+    """Most keys have a default in mlx-lm that is another one, or none."""
+    assumed = {**_ASSUMED, **assumed}
+    source = write_source(tmp_path / "source", case, changes={**assumed, "rope_scaling": None})
+    convert(source, tmp_path / "spelled", "8bit-g32")
+    config = json.loads((source / "config.json").read_text())
+    dropped = assumed.keys() - {"num_attention_heads"}
+    silent = {key: value for key, value in config.items() if key not in dropped}
+    (source / "config.json").write_text(json.dumps(silent))
+    convert(source, tmp_path / "out", "8bit-g32")
+    ours, theirs = by_mlxinfer(tmp_path / "out"), by_mlx_lm(tmp_path / "out")
+    assert np.abs(ours - theirs).max() <= 2e-4 * max(1.0, theirs.std())
+    assert np.array_equal(ours, by_mlxinfer(tmp_path / "spelled"))
+
+
+def test_what_a_config_says_stays(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source", "qwen3_moe-v4")
+    convert(source, tmp_path / "out", "bf16")
+    before, after = (
+        json.loads((tmp_path / n / "config.json").read_text()) for n in ("source", "out")
+    )
+    assert {key: after[key] for key in before} == {**before, "torch_dtype": after["torch_dtype"]}
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_a_head_beside_the_table_it_is_tied_to(tmp_path: Path, same: bool) -> None:
     table = tiny_tensors(CASES["qwen3-v4"])["model.embed_tokens.weight"]

@@ -100,7 +100,7 @@ def test_any_ids_of_a_real_tokenizer(kind, data):
 @given(text=st.text(min_size=1))
 def test_no_replacement_character_for_what_is_still_coming(kind, text):
     tokenizer = load_tokenizer(kind)
-    text = text.replace("\ufffd", "")
+    text = text.replace("\ufffd", "").replace("▁", "")  # which SentencePiece takes for a space
     detokenizer = Detokenizer(tokenizer)
     ids = tokenizer.encode(text, add_special_tokens=False)
     deltas = [detokenizer.push(token_id) for token_id in ids]

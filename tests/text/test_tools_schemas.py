@@ -64,6 +64,24 @@ def test_a_parameter_may_refer_to_anything_in_the_tool(name, writer):
     assert not allowed("text", grammar, text_of(name, writer, {"b": 50}))
 
 
+@every_format
+@pytest.mark.parametrize(
+    "schema", [{"$ref": "#/$defs/C"}, {"allOf": [{"$ref": "#/$defs/C"}], "default": "red"}]
+)
+def test_what_is_listed_elsewhere_is_kept_to(name, writer, schema):
+    """As libraries write an enumeration."""
+    kinds = {"C": {"enum": ["red", "blue"], "type": "string"}}
+    parameters = {
+        "type": "object",
+        "properties": {"a": schema},
+        "required": ["a"],
+        "$defs": kinds,
+    }
+    grammar = forced(name, parameters)
+    assert allowed("text", grammar, text_of(name, writer, {"a": "blue"}))
+    assert not allowed("text", grammar, text_of(name, writer, {"a": "green"}))
+
+
 @pytest.mark.parametrize("name", ["qwen_xml", "lfm2", "hermes", "glm"])
 def test_a_tool_may_refer_to_itself(name):
     kids = {"type": "array", "items": {"$ref": "#"}}

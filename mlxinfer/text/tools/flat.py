@@ -82,6 +82,22 @@ def resolve(reference: str, root: Schema) -> object:
     return place
 
 
+def listed(schema: object, root: Schema) -> list[object]:
+    """The values that an `enum` or `const` allows, where a reference stands for it, too."""
+    for _ in range(MAX_PLACES):
+        own = _mapping(schema)
+        if "enum" in own or "const" in own:
+            return list(sequence(own.get("enum"))) or [own.get("const")]
+        parts = sequence(own.get("allOf"))
+        if isinstance(own.get("$ref"), str):
+            schema = resolve(own["$ref"], root)
+        elif len(parts) == 1:  # how a reference is written that has a default beside it
+            schema = parts[0]
+        else:
+            break
+    return []
+
+
 def standing_alone(schema: object, root: Schema) -> Schema:
     """A parameter's schema as a document, with all of the tool's if it refers to anything."""
     own = _mapping(schema)

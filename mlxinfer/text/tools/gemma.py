@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
-from .flat import sequence, standing_alone
+from .flat import listed, standing_alone
 from .format import Calls, Clues, ToolFormat
 from .jsontext import MAX_DEPTH, MAX_KEY, Emit
 from .lark import Lark
@@ -126,9 +126,9 @@ class Gemma(ToolFormat):
 
         def value_of(tool: Tool, name: str) -> str:
             schema, types = tool.properties[name], tool.types_of(name)
-            listed = _listed(schema)
-            if listed:
-                return lark.one_of([lark.text(self._spelled(value)) for value in listed])
+            values = listed(schema, tool.parameters)
+            if values and not any(isinstance(value, (Mapping, list)) for value in values):
+                return lark.one_of([lark.text(self._spelled(value)) for value in values])
             if types and types <= PLAIN:
                 return lark.json(standing_alone(schema, tool.parameters))
             options = [of_type.get(kind, lark.json({"type": kind})) for kind in sorted(types)]
@@ -144,14 +144,6 @@ class Gemma(ToolFormat):
 
         call = lark.one_of([call_rule(tool) for tool in tools])
         return lark.repeated(call, "", parallel=parallel)
-
-
-def _listed(schema: object) -> list[object]:
-    """The values that an `enum` or `const` allows, where all are plain or strings; else none."""
-    if not isinstance(schema, Mapping):
-        return []
-    found = list(sequence(schema.get("enum"))) or [schema[k] for k in ("const",) if k in schema]
-    return found if not any(isinstance(value, (Mapping, list, tuple)) for value in found) else []
 
 
 def _items(reader: Reader, emit: Emit, end: str, item: Callable[[], Steps[None]]) -> Steps[None]:

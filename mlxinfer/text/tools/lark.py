@@ -7,10 +7,10 @@ where its suffix stands.
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .flat import standing_alone
+from .flat import listed, standing_alone
 from .schema import Tool
 
 MAX_CALLS = 32  # in one answer: where calls are forced some models repeat one until max_tokens
@@ -130,7 +130,7 @@ def value_rule(lark: Lark, tool: Tool, parameter: str, end: str) -> str:
     Strings are free text, or one of an `enum`; everything else is JSON of its schema.
     """
     schema = tool.properties[parameter]
-    fixed = strings_of(schema)
+    fixed = strings_of(tool, parameter)
     if fixed:
         return f"{lark.one_of([lark.text(option) for option in fixed])} {lark.text(end)}"
     if "string" in tool.types_of(parameter) or not tool.types_of(parameter):
@@ -138,14 +138,8 @@ def value_rule(lark: Lark, tool: Tool, parameter: str, end: str) -> str:
     return f"{lark.json(standing_alone(schema, tool.parameters))} {lark.text(end)}"
 
 
-def strings_of(schema: object) -> list[str]:
-    """Return the strings that an `enum` or `const` allows, [] where it is not about strings."""
-    if not isinstance(schema, Mapping):
-        return []
-    options: Collection[object] = schema.get("enum") or [schema.get("const")]
-    return [o for o in options if isinstance(o, str)] if all_strings(options) else []
-
-
-def all_strings(options: Collection[object]) -> bool:
-    """Whether there is something, and nothing but strings."""
-    return bool(options) and all(isinstance(option, str) for option in options)
+def strings_of(tool: Tool, parameter: str) -> list[str]:
+    """The strings that an `enum` or `const` allows, [] where it is not about strings."""
+    options = listed(tool.properties[parameter], tool.parameters)
+    strings = [option for option in options if isinstance(option, str)]
+    return strings if len(strings) == len(options) else []

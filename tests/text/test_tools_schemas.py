@@ -137,6 +137,14 @@ def test_a_name_that_cannot_be_written_is_refused():
         forced("lfm2", schema)
 
 
+def test_what_is_nested_without_end_is_refused():
+    schema = {"type": "integer"}
+    for _ in range(2000):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(InvalidRequestError, match="deeply"):
+        forced("qwen_xml", {"type": "object", "properties": {"a": schema}})
+
+
 @pytest.mark.parametrize("schema", WHOLE.values(), ids=WHOLE)
 def test_types_are_known_wherever_they_are_declared(schema):
     (tool,) = box(schema)

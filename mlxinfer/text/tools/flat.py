@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
+from ...errors import InvalidRequestError
+
 Schema = Mapping[str, Any]
 
 MAX_PLACES = 200  # of a schema that are looked at: it may refer to itself
@@ -99,12 +101,22 @@ def listed(schema: object, root: Schema) -> list[object]:
 
 
 def standing_alone(schema: object, root: Schema) -> Schema:
-    """A parameter's schema as a document, with all of the tool's if it refers to anything."""
+    """A parameter's schema as a document, with all of the tool's if it refers to anything.
+
+    Raises:
+        InvalidRequestError: it is nested too deeply.
+    """
     own = _mapping(schema)
-    if not _refers(own):
-        return own
-    moved: dict[str, Any] = _moved(own)
-    return {**moved, "$defs": {**_mapping(moved.get("$defs")), "tool": _moved(root)}}
+    try:
+        if not _refers(own):
+            return own
+        moved: dict[str, Any] = _moved(own)
+        return {**moved, "$defs": {**_mapping(moved.get("$defs")), "tool": _moved(root)}}
+    except RecursionError:
+        raise InvalidRequestError(
+            "The schema of a tool's parameters is nested too deeply to force calls of it.",
+            param="tools",
+        ) from None
 
 
 def _refers(value: object) -> bool:

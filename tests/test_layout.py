@@ -92,7 +92,7 @@ WITHOUT_MLX = (
     "grammar",
     "engine.batch",
     "engine.scheduler",
-    "engine.holdings",
+    "engine.kv_manager",
     "engine.pagestore",
     "engine.transfers",
     "engine.sequence",

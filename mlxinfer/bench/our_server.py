@@ -57,7 +57,7 @@ class OurServer:
     @property
     def running_bytes(self) -> int:
         """Pages that running requests hold, and all tails."""
-        tree = self.loop.scheduler.holdings.tree
+        tree = self.loop.scheduler.kv_manager.tree
         groups = enumerate(self.loop.cache.groups)
         kept = sum(tree.num_evictable(g) * group.page_bytes for g, group in groups)
         return self.kv_bytes - kept

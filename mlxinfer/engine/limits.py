@@ -5,11 +5,11 @@ from ..config import EngineConfig
 from ..core import Request, check_token_ids
 from ..errors import ContextLengthError, InsufficientMemoryError, InvalidRequestError
 from ..memory import human_bytes
-from .holdings import Holdings
+from .kv_manager import KVManager
 
 
 def check_request(
-    request: Request, vocab_size: int, config: EngineConfig, cache: KVCache, holdings: Holdings
+    request: Request, vocab_size: int, config: EngineConfig, cache: KVCache, kv_manager: KVManager
 ) -> int:
     """How many tokens the answer of a request may have at most.
 
@@ -29,14 +29,14 @@ def check_request(
             f"{config.max_context} with the answer; shorten the prompt.",
             param="prompt",
         )
-    _check_memory(num_prompt, cache, holdings)
+    _check_memory(num_prompt, cache, kv_manager)
     max_tokens = request.params.max_tokens or room
     return min(max_tokens, room, cache.max_tokens - num_prompt)
 
 
-def _check_memory(num_prompt: int, cache: KVCache, holdings: Holdings) -> None:
+def _check_memory(num_prompt: int, cache: KVCache, kv_manager: KVManager) -> None:
     for index, group in enumerate(cache.groups):
-        needed = holdings.pages_needed(index, num_prompt + 1)
+        needed = kv_manager.pages_needed(index, num_prompt + 1)
         if needed > group.allocator.num_pages:
             raise InsufficientMemoryError(
                 f"The prompt has {num_prompt} tokens and needs {needed} pages of KV cache "

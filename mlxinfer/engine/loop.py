@@ -124,7 +124,11 @@ class Loop:
     def check(self, request: Request) -> int:
         """How many tokens the answer may have at most; errors as of `check_request`."""
         return check_request(
-            request, self.model.config.vocab_size, self.config, self.cache, self.scheduler.holdings
+            request,
+            self.model.config.vocab_size,
+            self.config,
+            self.cache,
+            self.scheduler.kv_manager,
         )
 
     def add(self, request: Request, max_output: int) -> None:
@@ -252,7 +256,7 @@ class Loop:
             self.scheduler.roster.preempt(sequence, keep=False)
         for sequence in self.scheduler.roster.unfinished():
             sequence.num_pending = 0  # sampled on what failed; drawn again, the same
-        self.scheduler.holdings.forget()
+        self.scheduler.kv_manager.forget()
         self.cache.reset()
 
     def _fail_lost(self, sequences: list[Sequence]) -> None:
@@ -289,10 +293,10 @@ class Loop:
         if self._in_flight is not None and not self._commit(self._in_flight):
             return
         self._in_flight = None
-        holdings = self.scheduler.holdings
+        kv_manager = self.scheduler.kv_manager
         self.cache.make_room(0)
-        self.cache.seal(holdings.take_closing())
-        store.save(holdings.take_all(), self.runner.read_out)
+        self.cache.seal(kv_manager.take_closing())
+        store.save(kv_manager.take_all(), self.runner.read_out)
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers of what was done and what is held."""

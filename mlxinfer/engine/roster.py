@@ -12,7 +12,7 @@ from ..cache.pages import OutOfPages
 from ..core import Request
 from .batch import Restore
 from .counters import Counters
-from .holdings import Holdings
+from .kv_manager import KVManager
 from .sequence import Sequence
 from .unwritten import Unwritten
 
@@ -21,15 +21,15 @@ class Roster:
     """Every unfinished request: waiting in order of arrival, or running with a slot and pages.
 
     Args:
-        holdings: what those that run hold.
+        kv_manager: what those that run hold.
         counters: of requests and preemptions.
         max_batch: sequences that may run at once.
     """
 
-    def __init__(self, holdings: Holdings, counters: Counters, *, max_batch: int) -> None:
+    def __init__(self, kv_manager: KVManager, counters: Counters, *, max_batch: int) -> None:
         self.waiting: deque[Sequence] = deque()
         self.unwritten = Unwritten([])  # of the batch that nobody has joined or left
-        self._holdings = holdings
+        self._kv = kv_manager
         self._counters = counters
         self._running: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
@@ -108,7 +108,7 @@ class Roster:
         self.unwritten.write()
         self.unwritten = Unwritten([])
         self._running.remove(sequence)
-        self._holdings.end(sequence, keep=keep)
+        self._kv.end(sequence, keep=keep)
         self._restores = [r for r in self._restores if r.sequence is not sequence]
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = -1
@@ -126,10 +126,10 @@ class Roster:
         for sequence in self.waiting:
             if sequence.num_pending:
                 return None  # preempted with a step in flight, whose token it gets first
-            if self._holdings.shares_later(sequence, prefilling):
+            if self._kv.shares_later(sequence, prefilling):
                 continue
             try:
-                restore = self._holdings.begin(sequence, spare=len(self._running))
+                restore = self._kv.begin(sequence, spare=len(self._running))
             except OutOfPages:
                 return None
             self.waiting.remove(sequence)
@@ -153,7 +153,7 @@ class Roster:
         """
         while True:
             try:
-                self._holdings.extend(sequence, num_tokens)
+                self._kv.extend(sequence, num_tokens)
                 return True
             except OutOfPages:
                 youngest = self._running[-1]

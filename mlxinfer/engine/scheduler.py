@@ -16,7 +16,7 @@ from ..core import FinishReason
 from .batch import MAX_SHORT, Batch, Segment, sampling_of
 from .counters import Counters
 from .decodes import Decodes
-from .holdings import Holdings
+from .kv_manager import KVManager
 from .pagestore import PageStore
 from .roster import Roster
 from .sequence import Sequence
@@ -60,7 +60,7 @@ class Scheduler:
     ) -> None:
         assert len(reaches) == len(allocators)
         assert prefill_chunk % page_size == 0
-        self.holdings = Holdings(
+        self.kv_manager = KVManager(
             reaches=reaches,
             allocators=allocators,
             page_size=page_size,
@@ -72,8 +72,8 @@ class Scheduler:
         self.prefill_chunk = prefill_chunk
         self._max_short = min(MAX_SHORT, page_size)  # fits in a tail beside a page begun
         self.counters = Counters()
-        self.roster = Roster(self.holdings, self.counters, max_batch=max_batch)
-        self._tails = Tails(self.holdings, self.counters, page_size)
+        self.roster = Roster(self.kv_manager, self.counters, max_batch=max_batch)
+        self._tails = Tails(self.kv_manager, self.counters, page_size)
         self._last: Decodes | None = None  # of the last step; its rows move on while nobody joins
 
     # -- the next step --------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class Scheduler:
     def next_batch(self) -> Batch | None:
         """What to compute next; None where nothing can be done now."""
         roster = self.roster
-        if self.holdings.unsettled and self.holdings.settle(roster.running):
+        if self.kv_manager.unsettled and self.kv_manager.settle(roster.running):
             self._last = None
         decodes = self._next_decodes()
         segments, decodes = self._next_prefills(decodes)
@@ -92,10 +92,10 @@ class Scheduler:
             decodes,
             short=sorted([s for s in segments if not s.seals], key=lambda s: s.num_tokens > 1),
             long=[s for s in segments if s.seals],
-            seal=self.holdings.take_closing(),
+            seal=self.kv_manager.take_closing(),
         )
         batch.admitted, batch.restore = roster.take_admitted()
-        batch.spill, batch.load = self.holdings.take_transfers()
+        batch.spill, batch.load = self.kv_manager.take_transfers()
         self._tails.seal(batch)
         self._launch(batch)
         return batch
@@ -144,7 +144,7 @@ class Scheduler:
             return decodes
         crowded = [decodes.sequences[row] for row in rows]
         num_tokens = (decodes.spans.starts[rows] + 1).tolist()
-        if self.holdings.extend_each(crowded, num_tokens):
+        if self.kv_manager.extend_each(crowded, num_tokens):
             return decodes
         preemptions = self.counters.preemptions
         for sequence, count in zip(crowded, num_tokens, strict=True):
@@ -211,9 +211,9 @@ class Scheduler:
                 sequence.sharers = {}
         for segment in batch.long:
             segment.sequence.num_sealed = segment.stop - segment.stop % self.page_size
-            self.holdings.wrote(segment.sequence)
+            self.kv_manager.wrote(segment.sequence)
         for restore in batch.restore:
-            self.holdings.tree.release_cut(restore.sequence.lease_of)
+            self.kv_manager.tree.release_cut(restore.sequence.lease_of)
         batch.sampling = sampling_of(batch.decodes, batch.prefills)
         batch.num_tokens = row
         self._last = None if batch.prefills or batch.admitted else batch.decodes  # they may join

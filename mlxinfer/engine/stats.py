@@ -22,7 +22,7 @@ def stats_of(scheduler: Scheduler, cache: KVCache, store: PageStore | None) -> d
         "kv_bytes_held": sum(g["pages_held"] * g["page_bytes"] for g in groups),
         "kv_bytes_cached": sum(g["pages_cached"] * g["page_bytes"] for g in groups),
         "kv_bytes_allocated": cache.bytes_allocated,
-        "prompt_tokens_reused": scheduler.holdings.tree.counters.tokens_reused,
+        "prompt_tokens_reused": scheduler.kv_manager.tree.counters.tokens_reused,
         "bytes_copied": cache.bytes_copied,
         "bytes_grown": cache.bytes_grown,
         "peak_memory_bytes": mx.get_peak_memory(),
@@ -32,7 +32,7 @@ def stats_of(scheduler: Scheduler, cache: KVCache, store: PageStore | None) -> d
 
 
 def _groups(scheduler: Scheduler, cache: KVCache) -> list[dict[str, Any]]:
-    tree = scheduler.holdings.tree
+    tree = scheduler.kv_manager.tree
     return [
         {
             "window": group.reach.window,

@@ -8,7 +8,7 @@ import numpy as np
 from ..cache.sealing import Move
 from .batch import Batch
 from .counters import Counters
-from .holdings import Holdings
+from .kv_manager import KVManager
 from .sequence import Sequence
 
 
@@ -16,13 +16,13 @@ class Tails:
     """The tails of those that run, each a ring of two pages.
 
     Args:
-        holdings: is told of pages that are written.
+        kv_manager: is told of pages that are written.
         counters: of pages sealed.
         page_size: tokens a page.
     """
 
-    def __init__(self, holdings: Holdings, counters: Counters, page_size: int) -> None:
-        self._holdings = holdings
+    def __init__(self, kv_manager: KVManager, counters: Counters, page_size: int) -> None:
+        self._kv = kv_manager
         self._counters = counters
         self._page_size = page_size
 
@@ -57,7 +57,7 @@ class Tails:
         sequence.num_sealed = stop
         self._counters.pages_sealed += (stop - start) // self._page_size
         if start < sequence.num_prompt:
-            self._holdings.wrote(sequence)
+            self._kv.wrote(sequence)
         else:
-            self._holdings.wrote_answer(sequence)
+            self._kv.wrote_answer(sequence)
         return Move(sequence.tables, sequence.slot, start, stop)

@@ -115,7 +115,7 @@ class Harness:
 
     def check_pages(self) -> None:
         """When nothing runs, only the prefix tree has pages, all of them free to go."""
-        tree = self.loop.scheduler.holdings.tree
+        tree = self.loop.scheduler.kv_manager.tree
         tree.check()
         for g, group in enumerate(self.loop.cache.groups):
             held = group.allocator.num_held

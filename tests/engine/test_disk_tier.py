@@ -74,13 +74,13 @@ def test_an_evicted_prefix_comes_back(case: str, bits: int | None, tmp_path: Pat
 def test_what_failed_does_not_go_to_the_disk(tmp_path: Path) -> None:
     harness = on_disk(tmp_path, num_pages=9)
     answer(harness, prompt(100))
-    holdings = harness.loop.scheduler.holdings
-    holdings.tree.evict(0, 2)
-    spills, _ = holdings.take_transfers()
+    kv_manager = harness.loop.scheduler.kv_manager
+    kv_manager.tree.evict(0, 2)
+    spills, _ = kv_manager.take_transfers()
     assert spills
-    holdings.tree.evict(0, 2)
-    holdings.forget()
-    assert holdings.take_transfers() == ([], [])
+    kv_manager.tree.evict(0, 2)
+    kv_manager.forget()
+    assert kv_manager.take_transfers() == ([], [])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -138,9 +138,9 @@ def begun_and_ended(folder: Path) -> Harness:
     harness = on_disk(folder)
     scheduler = harness.loop.scheduler
     gone = scheduler.roster.add(Request("gone", prompt(100), FEW), max_output=4)
-    scheduler.holdings.begin(gone, spare=0)
+    scheduler.kv_manager.begin(gone, spare=0)
     assert gone.num_computed == 96
-    scheduler.holdings.end(gone, keep=True)
+    scheduler.kv_manager.end(gone, keep=True)
     scheduler.roster.finish(gone)
     return harness
 
@@ -159,9 +159,9 @@ def test_pages_that_go_before_they_were_filled_are_not_stored(tmp_path: Path) ->
     harness = begun_and_ended(tmp_path)
     for path in files_in(tmp_path):
         path.unlink()
-    holdings = harness.loop.scheduler.holdings
-    assert holdings.tree.evict(0, 100) == 6
-    assert holdings.take_transfers() == ([], [])
+    kv_manager = harness.loop.scheduler.kv_manager
+    assert kv_manager.tree.evict(0, 100) == 6
+    assert kv_manager.take_transfers() == ([], [])
 
 
 # -- whatever becomes of the files --------------------------------------------------------------

@@ -362,7 +362,7 @@ def test_slots_that_have_no_tail_yet_are_not_written(monkeypatch: pytest.MonkeyP
     for i in range(16):
         plain = alone(model, prompt(150, seed=i + 100), params)
         assert outcomes[f"1 {i}"].token_ids == plain.token_ids
-    harness.loop.scheduler.holdings.forget()  # as after a fault: few tails again, all slots used
+    harness.loop.scheduler.kv_manager.forget()  # as after a fault: few tails again, all slots used
     harness.loop.cache.reset()
     for i in range(16):
         harness.add(f"2 {i}", prompt(150, seed=i + 100), params)

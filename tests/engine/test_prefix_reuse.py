@@ -105,7 +105,7 @@ def test_what_goes_on_with_no_prompt_left_keeps_its_tail() -> None:
 def test_an_answer_is_for_others_when_it_ends() -> None:
     """While it grows its prompt can be shared, and nothing is done for each of its pages."""
     harness = Harness(tiny_model("qwen3-v4", quantized=True))
-    tree = harness.loop.scheduler.holdings.tree
+    tree = harness.loop.scheduler.kv_manager.tree
     harness.add("it", prompt(2 * PAGE), SamplingParams(max_tokens=8 * PAGE, ignore_eos=True))
     harness.turn(4 * PAGE)
     assert tree.num_nodes == 2
@@ -121,7 +121,7 @@ def test_an_answer_is_for_others_when_it_ends() -> None:
 
 def test_the_page_in_which_a_prompt_ends_is_shared_when_it_is_full() -> None:
     harness = Harness(tiny_model("qwen3-v4", quantized=True))
-    tree = harness.loop.scheduler.holdings.tree
+    tree = harness.loop.scheduler.kv_manager.tree
     ids = prompt(2 * PAGE + 5)
     harness.add("it", ids, SamplingParams(max_tokens=8 * PAGE, ignore_eos=True))
     harness.turn(3 * PAGE)

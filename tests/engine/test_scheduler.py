@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mlxinfer.cache.pages import PageAllocator
 from mlxinfer.cache.reach import Reach
 from mlxinfer.core import FinishReason, Request, SamplingParams
-from mlxinfer.engine import holdings
+from mlxinfer.engine import kv_manager
 from mlxinfer.engine.batch import MAX_SHORT, Batch
 from mlxinfer.engine.scheduler import Scheduler, Taken
 from mlxinfer.engine.sequence import Sequence
@@ -44,9 +44,9 @@ def request(name: str, num_prompt: int, max_tokens: int = 8, *, shared: int = 0)
 
 def assert_only_cached(scheduler: Scheduler) -> None:
     """Nothing runs: the tree has every page that is not free, and could let go of it."""
-    tree = scheduler.holdings.tree
+    tree = scheduler.kv_manager.tree
     tree.check()
-    for group, allocator in enumerate(scheduler.holdings.allocators):
+    for group, allocator in enumerate(scheduler.kv_manager.allocators):
         assert allocator.num_held == tree.num_pages(group) == tree.num_evictable(group)
 
 
@@ -179,9 +179,9 @@ def test_who_makes_room_before_its_first_step_leaves_nothing_unwritten() -> None
     scheduler.roster.preempt(sequence)
     assert scheduler.roster.admit([]) is sequence
     assert sequence.num_computed % PAGE, "a cut page, whose copy was not made yet"
-    scheduler.holdings.take_closing()
+    scheduler.kv_manager.take_closing()
     scheduler.roster.preempt(sequence)
-    assert scheduler.holdings.take_closing() == [], "its tail holds what somebody else wrote"
+    assert scheduler.kv_manager.take_closing() == [], "its tail holds what somebody else wrote"
     assert_only_cached(scheduler)
 
 
@@ -240,8 +240,8 @@ def test_long_prompts_that_wait_are_compared_once(monkeypatch: pytest.MonkeyPatc
         compared += 1
         return common_prefix(a, b, stop)
 
-    common_prefix = holdings._common_prefix
-    monkeypatch.setattr(holdings, "_common_prefix", counting)
+    common_prefix = kv_manager._common_prefix
+    monkeypatch.setattr(kv_manager, "_common_prefix", counting)
     scheduler = build(pages=400, chunk=2 * PAGE)
     for i in range(30):
         scheduler.roster.add(request(str(i), 100 * PAGE, shared=90 * PAGE), max_output=8)
@@ -347,7 +347,7 @@ def check_batch(scheduler: Scheduler, batch: Batch, chunk: int) -> None:
             assert 0 <= segment.start - segment.sealed < PAGE  # more than 0: after a cut page
         else:
             assert segment.stop - segment.sealed <= 2 * PAGE, "the tail is too short"
-        for reach, table in zip(scheduler.holdings.reaches, segment.sequence.tables, strict=True):
+        for reach, table in zip(scheduler.kv_manager.reaches, segment.sequence.tables, strict=True):
             assert table.end >= segment.stop, "a token without a slot"
             for part in reach.ranges(segment.start, segment.stop):
                 table.runs(*part)  # asserts that every visible position is held
@@ -355,9 +355,9 @@ def check_batch(scheduler: Scheduler, batch: Batch, chunk: int) -> None:
 
 def check_books(scheduler: Scheduler) -> None:
     for group, (reach, allocator) in enumerate(
-        zip(scheduler.holdings.reaches, scheduler.holdings.allocators, strict=True)
+        zip(scheduler.kv_manager.reaches, scheduler.kv_manager.allocators, strict=True)
     ):
-        tree = scheduler.holdings.tree
+        tree = scheduler.kv_manager.tree
         own = [
             page
             for s in scheduler.roster.running
@@ -368,7 +368,7 @@ def check_books(scheduler: Scheduler) -> None:
         assert allocator.num_held + allocator.num_free == allocator.num_pages
         if reach.window is not None:
             for sequence in scheduler.roster.running:
-                scheduler.holdings.trim(sequence)
+                scheduler.kv_manager.trim(sequence)
                 kept = sequence.num_computed - sequence.tables[group].first * PAGE
                 assert kept <= reach.window + PAGE
     running, waiting = set(scheduler.roster.running), set(scheduler.roster.waiting)

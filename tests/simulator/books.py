@@ -51,7 +51,7 @@ def check_decodes(scheduler: Scheduler, decodes: Decodes) -> None:
     assert decodes.num_slots == 1 + max(decodes.slots, default=-1)
     assert decodes.num_guided == sum(s.request.grammar is not None for s in sequences)
     assert all(a is b.tables for a, b in zip(spans.tables, sequences, strict=True))
-    for group, reach in enumerate(scheduler.holdings.reaches):
+    for group, reach in enumerate(scheduler.kv_manager.reaches):
         if reach.window is None:
             found = [s.tables[group].numbers_before(s.num_sealed).tolist() for s in sequences]
             assert spans.lasting(("books", group), list(found).copy) == found
@@ -59,17 +59,17 @@ def check_decodes(scheduler: Scheduler, decodes: Decodes) -> None:
 
 def check_books(scheduler: Scheduler, pins: Seq[Lease]) -> None:
     """Every page is free, a sequence's or the tree's; every request runs or waits; locks agree."""
-    holdings = scheduler.holdings
-    holdings.tree.check()
-    for group, allocator in enumerate(holdings.allocators):
+    kv_manager = scheduler.kv_manager
+    kv_manager.tree.check()
+    for group, allocator in enumerate(kv_manager.allocators):
         own = [
             page
             for s in scheduler.roster.running
             for page in s.tables[group].pages_from(s.lease_of.num_pages)
         ]
-        trees = [p for s in holdings.tree.stored() if (p := s.pages[group]) is not None]
+        trees = [p for s in kv_manager.tree.stored() if (p := s.pages[group]) is not None]
         assert len(set(own + trees)) == len(own) + len(trees), "a page has two owners"
-        assert len(own) + holdings.tree.num_pages(group) == allocator.num_held
+        assert len(own) + kv_manager.tree.num_pages(group) == allocator.num_held
         assert allocator.num_held + allocator.num_free == allocator.num_pages
     running, waiting = set(scheduler.roster.running), set(scheduler.roster.waiting)
     assert not running & waiting
@@ -86,18 +86,18 @@ def check_books(scheduler: Scheduler, pins: Seq[Lease]) -> None:
 
 def check_locks(scheduler: Scheduler, leases: list[Lease]) -> None:
     """Nodes count just the leases that there are, and windowed pages those that need them."""
-    holdings = scheduler.holdings
+    kv_manager = scheduler.kv_manager
     locks: Counter[Node] = Counter()
-    holds: list[Counter[Node]] = [Counter() for _ in holdings.reaches]
+    holds: list[Counter[Node]] = [Counter() for _ in kv_manager.reaches]
     for lease in leases:
         assert not lease.released
         cut = [lease.cut] if lease.cut else []
         locks.update(lease.nodes + cut)
-        for group, reach in enumerate(holdings.reaches):
+        for group, reach in enumerate(kv_manager.reaches):
             if reach.window is not None:
-                kept = reach.kept_pages(holdings.page_size)
+                kept = reach.kept_pages(kv_manager.page_size)
                 holds[group].update(lease.nodes[:kept] + lease.nodes[lease.first[group] :] + cut)
-    for stored in holdings.tree.stored():
+    for stored in kv_manager.tree.stored():
         node = stored.node
         assert node.locks == locks[node]
         assert node.holds == [counter[node] for counter in holds]

@@ -131,7 +131,7 @@ class Program:
             self._say(f"the next step fails: {simulation.next_fault}")
         if self._on("clears", 0.03):
             self._say("clear")
-            simulation.scheduler.holdings.tree.clear()
+            simulation.scheduler.kv_manager.tree.clear()
         if simulation.idle and not self.pins and self._on("restarts", 0.2):
             self._say("restart")
             simulation.restart()
@@ -141,7 +141,7 @@ class Program:
 
     def _pin(self) -> None:
         """Keep a prefix, as long as all pins together leave what requests need."""
-        tree = self.simulation.scheduler.holdings.tree
+        tree = self.simulation.scheduler.kv_manager.tree
         tokens = self._prompt()
         match = tree.match(None, tokens, limit=len(tokens))
         num_pages = len(match.nodes) + (match.cut is not None)
@@ -154,7 +154,7 @@ class Program:
     def _unpin(self, *, everything: bool = False) -> None:
         for pin in list(self.pins):
             if everything or pin.until <= self.simulation.turns:
-                self.simulation.scheduler.holdings.tree.unlock(pin.lease)
+                self.simulation.scheduler.kv_manager.tree.unlock(pin.lease)
                 self.pins.remove(pin)
         self.simulation.pins = [pin.lease for pin in self.pins]
 
@@ -184,10 +184,10 @@ class Program:
 
     def _check(self, request: Request) -> int | None:
         """How long the answer may be, so that the request fits alone; None: it never does."""
-        holdings, sizes = self.simulation.scheduler.holdings, self.sizes
+        kv_manager, sizes = self.simulation.scheduler.kv_manager, self.sizes
         for max_output in range(request.params.max_tokens or 1, 0, -1):
             num_tokens = len(request.prompt_ids) + max_output
-            needed = [holdings.pages_needed(g, num_tokens) for g in range(len(sizes.reaches))]
+            needed = [kv_manager.pages_needed(g, num_tokens) for g in range(len(sizes.reaches))]
             spare = [n - m - self.extra_pages for n, m in zip(sizes.num_pages, needed, strict=True)]
             if min(spare) >= 0:
                 return max_output

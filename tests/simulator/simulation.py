@@ -100,11 +100,11 @@ class Simulation:
 
     def restart(self) -> None:
         """Save what is cached and start afresh. Nothing runs or waits."""
-        holdings = self.scheduler.holdings
+        kv_manager = self.scheduler.kv_manager
         self.kv.may_write_pages = True
-        self.kv.seal(holdings.take_closing())
+        self.kv.seal(kv_manager.take_closing())
         if self.store is not None and self.sizes.reuse:
-            self.store.save(holdings.take_all(), self.kv.read_out)
+            self.store.save(kv_manager.take_all(), self.kv.read_out)
         self.start()
 
     # -- one turn, as in engine/loop.py ----------------------------------------------------------
@@ -178,7 +178,7 @@ class Simulation:
             self.scheduler.roster.preempt(sequence, keep=False)
         for sequence in self.scheduler.roster.unfinished():
             sequence.num_pending = 0
-        self.scheduler.holdings.forget()
+        self.scheduler.kv_manager.forget()
         self.kv.reset()
 
     def _take_fault(self) -> str | None:
@@ -210,11 +210,11 @@ class Simulation:
         """Every request ended; what the tree has is what it says, and all of it can go."""
         assert all(a.reason is not None for a in self.asked.values())
         self.kv.may_write_pages = True
-        self.scheduler.holdings.settle(())
-        self.kv.seal(self.scheduler.holdings.take_closing())
+        self.scheduler.kv_manager.settle(())
+        self.kv.seal(self.scheduler.kv_manager.take_closing())
         self._check_stored()
-        tree = self.scheduler.holdings.tree
-        for group, allocator in enumerate(self.scheduler.holdings.allocators):
+        tree = self.scheduler.kv_manager.tree
+        for group, allocator in enumerate(self.scheduler.kv_manager.allocators):
             assert allocator.num_held == tree.num_pages(group) == tree.num_evictable(group)
             tree.evict(group, allocator.num_held)
             assert allocator.num_free == allocator.num_pages
@@ -223,7 +223,7 @@ class Simulation:
     def _check_stored(self) -> None:
         """Every page of the tree holds the keys of the tokens that lead to it."""
         size, reaches = self.sizes.page_size, self.sizes.reaches
-        for stored in self.scheduler.holdings.tree.stored():
+        for stored in self.scheduler.kv_manager.tree.stored():
             tokens = stored.token_ids()
             oracle = Oracle(reaches, tokens, seed=0, vocab=self.sizes.vocab)
             start = stored.page_number * size

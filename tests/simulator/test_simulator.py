@@ -14,7 +14,7 @@ from simulator.programs import Program
 from mlxinfer.cache.page_table import PageTable
 from mlxinfer.cache.reach import Reach
 from mlxinfer.engine.batch import Batch
-from mlxinfer.engine.holdings import Holdings
+from mlxinfer.engine.kv_manager import KVManager
 from mlxinfer.engine.tails import Tails
 
 NUM_SEEDS = int(os.environ.get("MLXINFER_SEEDS", "400"))
@@ -66,9 +66,9 @@ def one_page_more(self: Reach, position: int, page_size: int) -> int:
     ("owner", "name", "broken"),
     [
         (Batch, "writes_pages", property(lambda batch: bool(batch.long))),
-        (Holdings, "_restore", nothing),
-        (Holdings, "forget", nothing),
-        (Holdings, "take_closing", lambda holdings: []),
+        (KVManager, "_restore", nothing),
+        (KVManager, "forget", nothing),
+        (KVManager, "take_closing", lambda kv_manager: []),
         (PageTable, "replace", nothing),
         (Reach, "first_page", one_page_more),
         (Tails, "seal", nothing),

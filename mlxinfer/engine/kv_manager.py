@@ -19,7 +19,7 @@ from .sequence import Sequence
 from .transfers import Transfers
 
 
-class Holdings:
+class KVManager:
     """Takes and gives back pages for sequences.
 
     Args:

@@ -10,7 +10,7 @@ from ..models.files import read_headers
 from ..models.jsonfields import read_json
 from ..models.safetensors import TensorInfo
 from ..text import Tokenizer
-from ..text.files import read_tokenizer_files
+from ..text.tokenizer_files import read_tokenizer_files
 
 KV_GROUP = 64  # numbers that share a 16-bit scale and a 16-bit bias in a quantised KV cache
 

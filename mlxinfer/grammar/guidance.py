@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..text import ReasoningFormat, Tokenizer, ToolUse
-from ..text.tools.reasoned import after_reasoning, calls_or_answer
+from ..text.tools.use import after_reasoning, calls_or_answer
 from .compiler import GrammarCompiler
 from .formats import response_format
 from .spec import GrammarSpec, schema_part, tool_calls

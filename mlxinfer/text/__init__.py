@@ -1,11 +1,10 @@
 """Strings into token ids and back: tokenizer, chat template, detokenizer, streams. No mlx."""
 
 from .chat import encode_chat
-from .conversation import text_messages
 from .detokenizer import Detokenizer
+from .messages import text_messages
 from .reasoning import ReasoningFormat, detect_reasoning
-from .stops import StopMatcher
-from .stream import TextDelta, TextStream
+from .stream import StopMatcher, TextDelta, TextStream
 from .template import ChatTemplate
 from .tokenizer import Tokenizer
 from .tools import ToolFormat, ToolUse, detect_tools, tool_format

@@ -16,10 +16,8 @@ from itertools import permutations
 from typing import Any
 
 from ..errors import InvalidRequestError, TemplateError
-from .history import has_calls, in_text, with_objects
-from .literals import literal_pattern
-from .messages import plain_data
-from .quoting import Marks
+from .marked_text import Marks, literal_pattern
+from .messages import has_calls, in_text, plain_data, with_objects
 from .template import ChatTemplate
 from .tokenizer import Tokenizer
 

@@ -1,9 +1,225 @@
-"""Token ids to text as they come, never half a character. Knows ids; no stops, no requests."""
+"""Token ids to text as they come, never half a character. Knows ids; no stops, no requests.
 
+A tokenizer's decoder, one token at a time. Knows the steps of decoders; no ids.
+
+A decoder is a chain of steps over a list of tokens. Each step is done here as the tokens come,
+holding only what a later token could still change.
+"""
+
+import codecs
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
-from .decoding import Step, steps_of
-from .tokenizer import Tokenizer
+from .tokenizer import BYTE_OF, Tokenizer, byte_of_fallback
+
+
+class Step(Protocol):
+    """One step of a decoder, a token at a time."""
+
+    def feed(self, token: str) -> list[str]:
+        """Return the tokens that are certain once `token` has come."""
+        ...
+
+    def finish(self) -> list[str]:
+        """Return what was held back."""
+        ...
+
+    def settle(self) -> list[str]:
+        """Return what is held of a prompt, whose text is known; no later token may bring it up.
+
+        Half a character stays: the answer may complete it.
+        """
+        ...
+
+
+class EachToken:
+    """A step that changes every token by itself."""
+
+    def __init__(self, change: Callable[[str], str]) -> None:
+        self._change = change
+
+    def feed(self, token: str) -> list[str]:
+        """Return the token, changed."""
+        return [self._change(token)]
+
+    def finish(self) -> list[str]:
+        """Nothing is held."""
+        return []
+
+    def settle(self) -> list[str]:
+        """Nothing is held."""
+        return []
+
+
+class FirstToken:
+    """A step that treats the first token differently from all others."""
+
+    def __init__(self, first: Callable[[str], str], other: Callable[[str], str]) -> None:
+        self._change, self._other = first, other
+
+    def feed(self, token: str) -> list[str]:
+        """Return the token, changed."""
+        changed = self._change(token)
+        self._change = self._other
+        return [changed]
+
+    def finish(self) -> list[str]:
+        """Nothing is held."""
+        return []
+
+    def settle(self) -> list[str]:
+        """Nothing is held."""
+        return []
+
+
+class ByteLevel:
+    """GPT-2's alphabet: each character of a token stands for a byte."""
+
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token: str) -> list[str]:
+        """Return the characters that are complete."""
+        try:
+            data = bytes([BYTE_OF[char] for char in token])
+        except KeyError:  # an added token, outside of the alphabet
+            data = token.encode()
+        return [self._utf8.decode(data)]
+
+    def finish(self) -> list[str]:
+        """Return U+FFFD for a character that stayed incomplete."""
+        return [self._utf8.decode(b"", final=True)]
+
+    def settle(self) -> list[str]:
+        """What is held is half a character."""
+        return []
+
+
+class ByteFallback:
+    """Tokens `<0xE2>` stand for bytes; a run of them is a text, or as many U+FFFD if it is not.
+
+    Whether a run is valid shows at its end only, so that all of it is held until then.
+    """
+
+    def __init__(self) -> None:
+        self._run = bytearray()
+
+    def feed(self, token: str) -> list[str]:
+        """Return the run that this token ends, and the token."""
+        byte = byte_of_fallback(token)
+        if byte is not None:
+            self._run.append(byte)
+            return []
+        return [*self.finish(), token]
+
+    def finish(self) -> list[str]:
+        """Return the run."""
+        run, self._run = bytes(self._run), bytearray()
+        if not run:
+            return []
+        try:
+            return [run.decode()]
+        except UnicodeDecodeError:
+            return ["\ufffd"] * len(run)
+
+    def settle(self) -> list[str]:
+        """Return the run but for half a character at its end."""
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        text = utf8.decode(bytes(self._run))
+        self._run = bytearray(utf8.getstate()[0])
+        return [text] if text else []
+
+
+class StripEnds:
+    """Takes up to `start` and `stop` characters `content` off the ends of the whole text."""
+
+    def __init__(self, content: str, start: int, stop: int) -> None:
+        self._content, self._start, self._stop = content, start, stop
+        self._tail = ""  # trailing `content`, which may be the end
+
+    def feed(self, token: str) -> list[str]:
+        """Return the text so far, less what may have to go."""
+        while self._start and token:
+            if token[0] != self._content:
+                self._start = 0
+            else:
+                self._start -= 1
+                token = token[1:]
+        text = self._tail + token
+        kept = len(text)
+        while kept and len(text) - kept < self._stop and text[kept - 1] == self._content:
+            kept -= 1
+        self._tail = text[kept:]
+        return [text[:kept]]
+
+    def finish(self) -> list[str]:
+        """What is held at the end is what goes."""
+        return []
+
+    def settle(self) -> list[str]:
+        """Return what is held: it is not at the end of the text."""
+        tail, self._tail = self._tail, ""
+        return [tail] if tail else []
+
+
+def steps_of(spec: dict[str, Any] | None) -> list[Step] | None:
+    """Return fresh steps that do what the decoder does, None where it has no incremental form."""
+    if spec is None:  # without a decoder, tokens are joined by spaces
+        return [FirstToken(str, lambda token: " " + token)]
+    fused = False
+    steps: list[Step] = []
+    for part in spec["decoders"] if spec.get("type") == "Sequence" else [spec]:
+        kind = part.get("type")
+        step = None if kind == "Fuse" else _step_of(part, fused)
+        if kind != "Fuse" and step is None:
+            return None
+        steps.extend([step] if step else [])
+        fused = fused or kind in ("Fuse", "ByteLevel")
+    return steps
+
+
+def _step_of(part: dict[str, Any], fused: bool) -> Step | None:
+    """Return one step; after Fuse the whole text is a single token, which few steps fit."""
+    kind = part.get("type")
+    if kind == "Strip":
+        return _strip(part["content"], part["start"], part["stop"], fused)
+    if kind == "Replace":
+        return _replace(part["pattern"].get("String"), part["content"], fused)
+    if kind == "ByteLevel" and not fused:
+        return ByteLevel()
+    if kind == "ByteFallback" and not fused:
+        return ByteFallback()
+    if kind == "Metaspace" and not fused:
+        return _metaspace(part["replacement"], part.get("prepend_scheme", "always"))
+    return None
+
+
+def _strip(content: str, start: int, stop: int, fused: bool) -> Step:
+    if fused:
+        return StripEnds(content, start, stop)
+
+    def strip(token: str) -> str:
+        whole = StripEnds(content, start, stop)
+        return "".join(whole.feed(token))
+
+    return EachToken(strip)
+
+
+def _replace(old: str | None, new: str, fused: bool) -> Step | None:
+    if not old or (fused and len(old) > 1):  # a match could lie across tokens
+        return None
+    return EachToken(lambda token: token.replace(old, new))
+
+
+def _metaspace(mark: str, prepend_scheme: str) -> Step:
+    def other(token: str) -> str:
+        return token.replace(mark, " ")
+
+    def first(token: str) -> str:
+        return token.replace(mark, "")
+
+    return FirstToken(other if prepend_scheme == "never" else first, other)
+
 
 PROMPT_TAIL = 16  # prompt tokens that can matter to the first characters of an answer
 

@@ -1,9 +1,247 @@
-"""How models mark their reasoning, and which way a model uses. Knows tags; does no splitting."""
+"""How models mark their reasoning, and which way a model uses. Knows tags; does no splitting.
 
+Splits an answer into reasoning and what the user sees. Knows text and marks; no token ids.
+
+Marks are found in the text, so that it does not matter whether a model writes `<think>` as one
+token or as four.
+
+Fixed marks found in text that arrives in pieces. Knows characters only; no tokens.
+"""
+
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from .splitters import HARMONY, HARMONY_ENDS, HarmonySplitter, Splitter, TagSplitter, channel_of
 from .tokenizer import Tokenizer
+
+MAX_LEADING_SPACE = 64  # before a start tag; more than that, and the answer has begun
+HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
+HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+
+
+class MarkScanner:
+    """Splits arriving text at marks such as `</think>`; holds back what may become one.
+
+    The mark that begins first wins; of two at the same place, the longer.
+    """
+
+    def __init__(self, marks: Sequence[str]) -> None:
+        self._marks = sorted(marks, key=len, reverse=True)
+        self._first = re.compile("[" + re.escape("".join({m[0] for m in marks})) + "]")
+        self._held = ""
+
+    def push(self, text: str) -> list[tuple[str, bool]]:
+        """Return (text, is a mark) in order, all that is certain."""
+        text = self._held + text
+        parts: list[tuple[str, bool]] = []
+        start = position = 0
+        while candidate := self._first.search(text, position):
+            position = candidate.start()
+            mark = self._mark_at(text, position)
+            if mark is None:
+                position += 1
+                continue
+            if len(mark) > len(text) - position:  # the text ends within it
+                break
+            parts += [(text[start:position], False), (mark, True)]
+            start = position = position + len(mark)
+        else:
+            position = len(text)
+        self._held = text[position:]
+        parts.append((text[start:position], False))
+        return [part for part in parts if part[0]]
+
+    def finish(self) -> str:
+        """Return what was held back: no mark after all."""
+        held, self._held = self._held, ""
+        return held
+
+    def _mark_at(self, text: str, position: int) -> str | None:
+        """Return the longest mark that stands here, or of which the text ends in the beginning."""
+        rest = len(text) - position
+        for mark in self._marks:
+            if text.startswith(mark[:rest], position):
+                return mark
+        return None
+
+
+class Splitter(Protocol):
+    """Text in, (reasoning, visible text) out; the same whatever pieces the text comes in."""
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Return the (reasoning, visible text) that is certain now."""
+        ...
+
+    def finish(self) -> tuple[str, str]:
+        """Return what was held back."""
+        ...
+
+
+class TagSplitter:
+    """Reasoning between a start and an end tag, at the beginning of the answer.
+
+    Spaces around the reasoning and before the answer after it are dropped. Tags further on are
+    ordinary text: an answer may speak of them.
+
+    Args:
+        start: the tag before the reasoning.
+        end: the tag after it.
+        opened: the start tag stands in the prompt already.
+        continued: and so does some of the reasoning, so that a space after it is part of it.
+    """
+
+    def __init__(
+        self, start: str, end: str, *, opened: bool = False, continued: bool = False
+    ) -> None:
+        self._start = start
+        self._scanner = MarkScanner((end,))
+        self._head: str | None = ""  # the answer's beginning, None once it is decided
+        self._thinking = opened
+        # nothing but space so far, of the reasoning or of the answer after it
+        self._bare = opened and not continued
+        self._space: list[str] = []  # trailing space of the reasoning
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Return the (reasoning, visible text) that is certain now."""
+        if self._head is not None:
+            text = self._begin(self._head + text)
+        return self._split(text)
+
+    def finish(self) -> tuple[str, str]:
+        """Return what was held back: a tag that stayed incomplete is text."""
+        reasoning, shown = self._split(self._head or "")
+        self._head = None
+        if self._thinking:
+            reasoning += self._reasoning(self._scanner.finish())
+        return reasoning, shown
+
+    def _begin(self, head: str) -> str:
+        """Decide whether the answer begins with the start tag; return what comes after it."""
+        body = head.lstrip()
+        near = len(head) - len(body) <= MAX_LEADING_SPACE
+        if near and len(body) < len(self._start) and self._start.startswith(body):
+            self._head = head
+            return ""
+        self._head = None
+        if near and body.startswith(self._start):
+            self._thinking = self._bare = True
+            return body[len(self._start) :]
+        return head
+
+    def _split(self, text: str) -> tuple[str, str]:
+        reasoning = shown = ""
+        if not self._thinking:
+            return "", self._answer(text)
+        for part, is_mark in self._scanner.push(text):
+            if not self._thinking:
+                shown += self._answer(part)
+            elif is_mark:
+                self._thinking, self._bare = False, True
+            else:
+                reasoning += self._reasoning(part)
+        if not self._thinking:
+            shown += self._answer(self._scanner.finish())
+        return reasoning, shown
+
+    def _reasoning(self, text: str) -> str:
+        text = text.lstrip() if self._bare else text
+        body = text.rstrip()
+        if not body:
+            self._space.append(text)
+            return ""
+        self._bare = False
+        space = "".join(self._space)
+        self._space = [text[len(body) :]]
+        return space + body
+
+    def _answer(self, text: str) -> str:
+        text = text.lstrip() if self._bare else text
+        self._bare = self._bare and not text
+        return text
+
+
+class HarmonySplitter:
+    """Channels: analysis is reasoning; final, and commentary to the user, is the answer.
+
+    A message to a tool goes into the text with its header and marks, <|start|> first (even where
+    the prompt had that), so that a tool-call parser finds it. Text without any channel is the
+    answer.
+    Source: the harmony response format of gpt-oss.
+    """
+
+    def __init__(self) -> None:
+        self._scanner = MarkScanner((*HARMONY, *HARMONY_ENDS))
+        self._header: list[str] | None = []  # between messages: what stands before <|message|>
+        self._seen_mark = False
+        self._is_header = False  # decided: after a mark, or where the text begins with a recipient
+        self._channel = "final"
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Return the (reasoning, visible text) that is certain now."""
+        return self._take(self._scanner.push(text))
+
+    def finish(self) -> tuple[str, str]:
+        """Return what was held back: half a mark is text."""
+        reasoning, shown = self._take([(self._scanner.finish(), False)])
+        if not self._seen_mark and self._header:
+            shown += "".join(self._header)
+        self._header = None
+        return reasoning, shown
+
+    def _take(self, parts: list[tuple[str, bool]]) -> tuple[str, str]:
+        reasoning = shown = ""
+        for part, is_mark in parts:
+            out = self._mark(part) if is_mark else self._text(part)
+            if self._channel == "analysis":
+                reasoning += out
+            else:
+                shown += out
+        return reasoning, shown
+
+    def _text(self, text: str) -> str:
+        if self._header is None:
+            return text
+        self._header.append(text)
+        if self._is_header:
+            return ""
+        held = "".join(self._header)
+        begun = held.lstrip()
+        if len(held) - len(begun) <= MAX_LEADING_SPACE:
+            self._is_header = begun.startswith("to=")
+            if self._is_header or "to=".startswith(begun):
+                return ""
+        self._header = None  # an answer without any marks
+        return held
+
+    def _mark(self, mark: str) -> str:
+        """Go on to the next part of the message; return what the mark itself adds to the output."""
+        self._seen_mark = self._is_header = True
+        if mark in HARMONY_ENDS:
+            closing = mark if self._header is None and self._channel == "tool" else ""
+            self._header = []
+            return closing
+        if mark == "<|message|>":
+            return self._begin_body("".join(self._header or []))
+        if mark == "<|start|>" or self._header is None:
+            self._header = []
+        if mark != "<|start|>":
+            self._header.append(mark)
+        return ""
+
+    def _begin_body(self, header: str) -> str:
+        self._header = None
+        self._channel = channel_of(header)
+        return f"<|start|>{header}<|message|>" if self._channel == "tool" else ""
+
+
+def channel_of(header: str) -> str:
+    """Return "analysis", "tool" or "final" for a message with this header."""
+    if " to=" in f" {header}":
+        return "tool"
+    _, _, channel = header.partition("<|channel|>")
+    return "analysis" if channel.split()[:1] == ["analysis"] else "final"
+
 
 _TAGS = (
     ("<think>", "</think>"),

@@ -8,7 +8,6 @@ from typing import Any
 import jinja2
 
 from ..errors import TemplateError
-from .budget import Budget, LimitError, size_of
 from .messages import (
     checked,
     cut_at_mark,
@@ -17,7 +16,7 @@ from .messages import (
     with_reasoning_names,
     without_none,
 )
-from .sandbox import TemplateSandbox
+from .sandbox import Budget, LimitError, TemplateSandbox, size_of
 
 MAX_SOURCE_CHARS = 1 << 17  # compiling as much takes some seconds; those in use have some 10k
 MAX_RENDER_S = 10.0

@@ -1,24 +1,33 @@
-"""Text to token ids and back. Knows the tokenizer's files; no chat, no streams, no model."""
+"""Text to token ids and back. Knows the tokenizer's files; no chat, no streams, no model.
 
+Whether texts are far too long for a context, found without encoding all of them.
+
+Encoding takes seconds a million characters, in a thread that cannot be interrupted. Knows
+tokenizers; no contexts, no errors.
+
+How vocabularies spell bytes and spaces. Knows single tokens; no ids and no sequences.
+"""
+
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from ..errors import InvalidRequestError
-from .backend import (
+from .template import ChatTemplate
+from .tokenizer_files import (
     NOT_TEXT,
+    TokenizerFiles,
     TokenizerPanicError,
     encode_guarded,
     load_backend,
     panic_guard,
     part_spec,
+    read_tokenizer_files,
 )
-from .files import TokenizerFiles, read_tokenizer_files
-from .pieces import piece_bytes
-from .template import ChatTemplate
 
 MAX_TEXT_CHARS = 16_000_000
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|call|>")
@@ -200,3 +209,71 @@ def _check_text(text: object) -> None:
         raise InvalidRequestError(
             f"The text has {len(text)} characters; at most {MAX_TEXT_CHARS} are accepted."
         )
+
+
+USUAL_CHARS = 8  # a token; texts with no more are encoded anyway
+PIECE_CHARS = 32_768
+SLACK = 2  # a text that is cut has more tokens than in one piece, by a few a cut
+
+
+def far_longer(
+    encode: Callable[[str], Sequence[int]], texts: Sequence[str], num_tokens: int
+) -> bool:
+    """Whether `texts` together have more than `num_tokens` tokens, as `encode` turns them to ids.
+
+    False says nothing: all of them have to be encoded to be sure. True costs no more than the
+    encoding of about twice `num_tokens` tokens.
+    """
+    if sum(map(len, texts)) <= USUAL_CHARS * num_tokens:
+        return False
+    count = 0
+    for piece in _pieces(texts):
+        count += len(encode(piece))
+        if count > SLACK * num_tokens:
+            return True
+    return False
+
+
+def _pieces(texts: Iterable[str]) -> Iterable[str]:
+    for text in texts:
+        for start in range(0, len(text), PIECE_CHARS):
+            yield text[start : start + PIECE_CHARS]
+
+
+_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def byte_of_fallback(piece: str) -> int | None:
+    """Return the byte that a piece such as `<0xE2>` stands for, None for any other piece."""
+    found = _FALLBACK.fullmatch(piece)
+    return int(found.group(1), 16) if found else None
+
+
+def piece_bytes(piece: str, decoder: dict[str, Any] | None) -> bytes:
+    """Return the bytes of a token in the middle of a text, as the decoder with this spec has it."""
+    parts = (decoder or {}).get("decoders") or [decoder or {}]
+    kinds = {part.get("type"): part for part in parts}
+    if "ByteLevel" in kinds and all(char in BYTE_OF for char in piece):
+        return bytes(BYTE_OF[char] for char in piece)
+    byte = byte_of_fallback(piece) if "ByteFallback" in kinds else None
+    if byte is not None:
+        return bytes([byte])
+    if "Metaspace" in kinds:
+        piece = piece.replace(kinds["Metaspace"]["replacement"], " ")
+    for part in parts:
+        if part.get("type") == "Replace" and "String" in part["pattern"]:
+            piece = piece.replace(part["pattern"]["String"], part["content"])
+    return piece.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return {character: byte} of GPT-2: printable bytes are themselves, the others U+0100 and up.
+
+    Source: Radford et al. 2019, bytes_to_unicode.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+BYTE_OF = _byte_alphabet()

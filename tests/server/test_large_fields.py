@@ -28,7 +28,7 @@ from mlxinfer.server.anthropic import messages as messages_api
 from mlxinfer.server.fields import extent
 from mlxinfer.server.http import body
 from mlxinfer.server.openai import chat, completions, responses
-from mlxinfer.text.lengths import PIECE_CHARS
+from mlxinfer.text.tokenizer import PIECE_CHARS
 
 MANY = [0] * 600_000  # of which a request may have two bytes each, and a field has too many
 SCHEMA = {"enum": MANY}

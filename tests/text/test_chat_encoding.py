@@ -13,8 +13,7 @@ from text_data import KINDS, load_tokenizer, read_data, read_template
 from mlxinfer.errors import InvalidRequestError, TemplateError
 from mlxinfer.text import ChatTemplate, Tokenizer, encode_chat
 from mlxinfer.text.chat import ControlTokens
-from mlxinfer.text.literals import literal_pattern
-from mlxinfer.text.quoting import _escaped
+from mlxinfer.text.marked_text import _escaped, literal_pattern
 
 CONTROL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")

@@ -10,7 +10,7 @@ from text_data import KINDS, load_tokenizer
 from tokenizers import decoders, models
 
 from mlxinfer.text import Detokenizer, Tokenizer
-from mlxinfer.text.decoding import steps_of
+from mlxinfer.text.detokenizer import steps_of
 
 PIECES = [
     "▁",

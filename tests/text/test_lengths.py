@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from mlxinfer import hub
 from mlxinfer.text import Tokenizer
-from mlxinfer.text.lengths import far_longer
+from mlxinfer.text.tokenizer import far_longer
 
 TOKENIZER = Tokenizer.from_folder(hub.resolve("demo"))
 

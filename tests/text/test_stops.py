@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from text_data import pieces
 
 from mlxinfer.text import StopMatcher
-from mlxinfer.text.marks import MarkScanner
+from mlxinfer.text.reasoning import MarkScanner
 
 texts = st.text("abc", max_size=30)
 stop_lists = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4)

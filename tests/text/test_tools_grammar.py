@@ -10,13 +10,12 @@ from tool_samples import TOOLS, WRITERS
 
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.text import ReasoningFormat, Tokenizer
-from mlxinfer.text.backend import load_backend
+from mlxinfer.text.tokenizer_files import load_backend
 from mlxinfer.text.tools import FORMATS, Toolbox, ToolUse, forced_grammar, tool_format
 from mlxinfer.text.tools.deepseek import DeepSeek
-from mlxinfer.text.tools.forced import offered_grammar
 from mlxinfer.text.tools.lark import MAX_CALLS
 from mlxinfer.text.tools.mistral import Mistral
-from mlxinfer.text.tools.reasoned import after_reasoning, calls_or_answer
+from mlxinfer.text.tools.use import after_reasoning, calls_or_answer, offered_grammar
 
 BOX = Toolbox.of(TOOLS)
 THINK = ReasoningFormat()

@@ -10,7 +10,7 @@ from test_tools_grammar import SAMPLES, TOKENIZERS, allowed, every_format, witho
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.text import TextStream
 from mlxinfer.text.tools import Toolbox, ToolParser, forced_grammar, tool_format
-from mlxinfer.text.tools.flat import flattened, resolve
+from mlxinfer.text.tools.schema import flattened, resolve
 
 WRITER_OF = dict(SAMPLES)
 OWN = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

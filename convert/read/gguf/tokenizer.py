@@ -9,7 +9,7 @@ import tokenizers
 
 from ....errors import CheckpointError, UnsupportedModelError
 from ....models.jsonfields import Fields
-from ....text.backend import panic_guard
+from ....text.tokenizer_files import panic_guard
 from .words import Json, byte_level, pretokenizer_of, sentence_pieces, token_id, token_of
 
 MAX_TOKENS = 1 << 22

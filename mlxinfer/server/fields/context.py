@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from ...errors import ContextLengthError
-from ...text.lengths import far_longer
+from ...text.tokenizer import far_longer
 from ..registry.served import ServedModel
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...text.files import read_json
+from ...text.tokenizer_files import read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

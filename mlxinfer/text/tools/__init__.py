@@ -1,11 +1,9 @@
 """Tool calls in an answer: a format is a file, the parser is one for all of them."""
 
 from .detect import FORMATS, detect_tools, require_tools, tool_format
-from .forced import forced_grammar
-from .format import ToolFormat
-from .parser import ToolParser
+from .format import ToolFormat, ToolParser
 from .schema import Tool, Toolbox
-from .use import ToolUse
+from .use import ToolUse, forced_grammar
 
 __all__ = [
     "FORMATS",

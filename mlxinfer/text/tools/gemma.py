@@ -9,12 +9,11 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
-from .flat import listed, standing_alone
 from .format import Calls, Clues, ToolFormat
 from .jsontext import MAX_DEPTH, MAX_KEY, Emit
 from .lark import Lark
 from .reader import Malformed, Reader, Steps, compiled
-from .schema import Tool, Toolbox
+from .schema import Tool, Toolbox, listed, standing_alone
 
 _NAME = compiled(r"[\w.:/-]+")
 _BARE_KEY = compiled(r"\w+")

@@ -10,8 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .flat import listed, standing_alone
-from .schema import Tool
+from .schema import Tool, listed, standing_alone
 
 MAX_CALLS = 32  # in one answer: where calls are forced some models repeat one until max_tokens
 _STYLE = {

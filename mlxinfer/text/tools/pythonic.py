@@ -10,12 +10,11 @@ import json
 from collections.abc import Sequence
 
 from ...errors import InvalidRequestError
-from .flat import standing_alone
 from .format import Calls, Clues, ToolFormat, require_known
 from .lark import Lark
 from .pyliteral import copy_literal
 from .reader import Malformed, Reader, Steps, compiled
-from .schema import Tool, Toolbox
+from .schema import Tool, Toolbox, standing_alone
 
 _NAME = compiled(r"[\w.:/-]+")
 _KEY = compiled(r"[\w.:/$@-]+")  # tools have more names than Python does

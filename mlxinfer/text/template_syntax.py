@@ -1,11 +1,17 @@
 """Rewrites a template's tree so that what it does is measured. Knows jinja's nodes; no limits.
 
 What a template decides goes through calls too, so that marks within a text have no say in it.
+
+What templates may call besides jinja's own: as in transformers. Knows no messages, no limits.
 """
 
+from typing import Any
+
+import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 
@@ -119,3 +125,43 @@ def _as_constant(node: nodes.Expr) -> nodes.Expr:
     return (
         nodes.Const(node.data, lineno=node.lineno) if isinstance(node, nodes.TemplateData) else node
     )
+
+
+class DictBuilder:
+    """`dict(...)` for templates, without the attributes of the class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        """Return dict(*args, **kwargs)."""
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """Return dict.fromkeys(*args)."""
+        return dict.fromkeys(*args)
+
+
+class TemplateNamespace(Namespace):
+    """`namespace(...)` for templates; names with a leading underscore are refused."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *rest = args
+        attributes = dict(*rest, **kwargs)
+        for name in attributes:
+            _check_attribute(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
+
+    def __repr__(self) -> str:
+        return "<Namespace>"  # namespaces may refer to each other: written out, that can explode
+
+
+def _check_attribute(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"A namespace cannot have the attribute {name!r}.")
+
+
+def raise_exception(message: object) -> None:
+    """Let a template refuse its messages."""
+    raise jinja2.TemplateError(str(message))

@@ -6,8 +6,8 @@ import pytest
 from text_data import DATA, load_tokenizer, read_template
 
 from mlxinfer.text import ChatTemplate, ReasoningFormat, TextStream, Tokenizer, encode_chat
-from mlxinfer.text.backend import load_backend
-from mlxinfer.text.begun import begun_in
+from mlxinfer.text.answer_prefix import begun_in
+from mlxinfer.text.tokenizer_files import load_backend
 
 THINK = ReasoningFormat()
 TYPED = ReasoningFormat("<reason>", "</reason>")  # no tokens of the tokenizer

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.text.overlook import call_overlooking, overlooks, without
+from mlxinfer.text.marked_text import call_overlooking, overlooks, without
 
 MARKS = "\U000f0000\U000f0001\U000f0002"  # that opens, that closes, that keeps apart
 marked = st.text("ab \n" + MARKS, max_size=12)

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import tokenizers
 
-from .reasoning import ReasoningFormat
-from .splitters import HARMONY_ENDS
+from .reasoning import HARMONY_ENDS, ReasoningFormat
 from .tokenizer import Tokenizer
 
 _TAIL = 64  # tokens at the end of a prompt among which a start tag ends it

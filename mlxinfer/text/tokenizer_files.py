@@ -1,10 +1,14 @@
-"""The `tokenizers` library behind a guard. Knows how it fails; no requests, no templates."""
+"""The `tokenizers` library behind a guard. Knows how it fails; no requests, no templates.
+
+The small JSON files and templates beside a tokenizer. Knows the folder, not their use.
+"""
 
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +155,135 @@ def encode_guarded(backend: tokenizers.Tokenizer, text: str, *, special: bool) -
 
 
 NOT_TEXT = "The text is not valid Unicode: it holds half of a surrogate pair, or was not UTF-8."
+
+
+MAX_JSON_BYTES = 64 << 20
+MAX_TEMPLATE_BYTES = 1 << 20  # the longest in use have some tens of kilobytes
+NAMED_TOKENS = tuple(f"{name}_token" for name in ["bos", "eos", "unk", "sep", "pad", "cls", "mask"])
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What the files around tokenizer.json say, normalised.
+
+    `named` holds what templates call bos_token, eos_token, ...; `added` are (token, special) in the
+    order of their ids; `templates` maps a template's name to its source.
+    """
+
+    named: Mapping[str, str] = field(default_factory=dict)
+    added: tuple[tuple[dict[str, Any], bool], ...] = ()
+    eos_ids: frozenset[int] = frozenset()
+    bos_id: int | None = None
+    templates: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_tokenizer_files(folder: Path) -> TokenizerFiles:
+    """Read what stands beside tokenizer.json; a missing file is an empty one.
+
+    Raises:
+        CheckpointError: a file is not JSON, not an object, too large, or not UTF-8.
+    """
+    config = read_json(folder / "tokenizer_config.json")
+    model = read_json(folder / "config.json")
+    generation = read_json(folder / "generation_config.json")
+    if "added_tokens_decoder" not in config:
+        config = {**config, **read_json(folder / "special_tokens_map.json")}
+    return TokenizerFiles(
+        named=_named_tokens(config),
+        added=_added_tokens(config, folder),
+        eos_ids=_eos_ids(generation) or _eos_ids(model),
+        bos_id=_bos_id({**model, **generation}),
+        templates=_templates(folder, config),
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in the file, or {} where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(read_text(path, MAX_JSON_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}; expected a JSON object.")
+    return value
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """Return a UTF-8 file of at most `max_bytes`."""
+    size = path.stat().st_size
+    if size > max_bytes:
+        raise CheckpointError(f"{path} has {size} bytes; at most {max_bytes} are accepted.")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not UTF-8: {error}") from None
+
+
+def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
+    named = {name: _token_text(config.get(name)) for name in NAMED_TOKENS}
+    return {name: text for name, text in named.items() if text is not None}
+
+
+def _token_text(value: object) -> str | None:
+    """Return the text of a token spelled as a string or as {"content": ...}."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _added_tokens(config: dict[str, Any], folder: Path) -> tuple[tuple[dict[str, Any], bool], ...]:
+    entries = config.get("added_tokens_decoder", {})
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{folder}: added_tokens_decoder is not a JSON object.")
+    sound = [
+        (int(index), entry)
+        for index, entry in entries.items()
+        if index.isdecimal() and isinstance(entry, dict) and _token_text(entry)
+    ]
+    return tuple(
+        (entry, bool(entry.get("special"))) for _, entry in sorted(sound, key=lambda pair: pair[0])
+    )
+
+
+def _eos_ids(config: dict[str, Any]) -> frozenset[int]:
+    value = config.get("eos_token_id")
+    if value is None and isinstance(config.get("text_config"), dict):
+        value = config["text_config"].get("eos_token_id")
+    values = value if isinstance(value, list) else [value]
+    return frozenset(v for v in values if type(v) is int and v >= 0)
+
+
+def _bos_id(config: dict[str, Any]) -> int | None:
+    value = config.get("bos_token_id")
+    return value if type(value) is int and value >= 0 else None
+
+
+def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Return {name: source}; template files win over chat_template.json, and that over the config.
+
+    The same precedence as transformers' tokenizer and processor classes have together.
+    """
+    found = {
+        path.name.removesuffix(".jinja"): read_text(path, MAX_TEMPLATE_BYTES)
+        for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    }
+    single = folder / "chat_template.jinja"
+    if single.is_file():
+        found = {"default": read_text(single, MAX_TEMPLATE_BYTES), **found}
+    if found:
+        return found
+    legacy = read_json(folder / "chat_template.json").get("chat_template")
+    return _as_templates(legacy) or _as_templates(config.get("chat_template"))
+
+
+def _as_templates(value: object) -> dict[str, str]:
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, dict):
+        return {k: v for k, v in value.items() if isinstance(v, str)}
+    if isinstance(value, list):
+        entries = [entry for entry in value if isinstance(entry, dict)]
+        pairs = [(entry.get("name"), entry.get("template")) for entry in entries]
+        return {k: v for k, v in pairs if isinstance(k, str) and isinstance(v, str)}
+    return {}

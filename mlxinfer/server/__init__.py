@@ -5,7 +5,7 @@ What imports what, from the bottom up (a test keeps it so):
     errors keys settings background
     http/        bytes to ASGI, the guard, bodies, replies, event streams, how errors look
     registry/    models by name: loaded when asked for, within a memory budget, unloaded
-    watch/       tallies, vitals, readiness, the log
+    watch/       request_metrics, vitals, readiness, the log
     fields/      what the fields of requests mean
     calls/       one request while it is answered: endpoint, call, generation, admission
     openai/ anthropic/ ops/    the paths; none of them knows another

@@ -16,7 +16,7 @@ import uvicorn
 from ..errors import InvalidRequestError
 from .app import build_app
 from .calls.service import Service
-from .http.protocol import PatientProtocol
+from .http.protocol import TimedProtocol
 from .settings import ServerConfig
 
 log = logging.getLogger("mlxinfer.server")
@@ -44,7 +44,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 build_app(service),
-                http=PatientProtocol.with_timeout(config.header_timeout_s),
+                http=TimedProtocol.with_timeout(config.header_timeout_s),
                 loop="asyncio",
                 ws="none",
                 lifespan="off",

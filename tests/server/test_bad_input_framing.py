@@ -12,7 +12,7 @@ from bad_input import GOOD, unharmed
 from live_server import CHAT, LiveServer, long_chat, wait_until
 from raw_http import exchange, post, read_answer, status_of
 
-from mlxinfer.server.http.protocol import READ_BYTES, PatientProtocol
+from mlxinfer.server.http.protocol import READ_BYTES, TimedProtocol
 
 BODY = json.dumps(GOOD[CHAT]).encode()
 LENGTH = f"content-length: {len(BODY)}\r\n".encode()
@@ -191,13 +191,13 @@ def test_others_have_their_turn_between_two_reads(
 ) -> None:
     """What is read at once is worked off at once, event by event."""
     sizes: list[int] = []
-    received = PatientProtocol.data_received
+    received = TimedProtocol.data_received
 
-    def note(self: PatientProtocol, data: bytes) -> None:
+    def note(self: TimedProtocol, data: bytes) -> None:
         sizes.append(len(data))
         received(self, data)
 
-    monkeypatch.setattr(PatientProtocol, "data_received", note)
+    monkeypatch.setattr(TimedProtocol, "data_received", note)
     assert status_of(exchange(live, post(CHAT, b" " * 2_000_000 + BODY))) == 200
     assert sum(sizes) > 2_000_000
     assert max(sizes) <= READ_BYTES

@@ -43,9 +43,9 @@ class Listening:
 
     async def _hear(self, answers: list[Answer], events: Seq[TokenEvent]) -> list[str]:
         service = self.server.service
-        tally = service.tallies[self.server.model.name]
+        metrics = service.request_metrics[self.server.model.name]
         model: Any = self
-        generation = Generation(model, answers, service.admission, tally, keep_alive_s=10)
+        generation = Generation(model, answers, service.admission, metrics, keep_alive_s=10)
         texts = [""] * len(answers)
         try:
             generation.start()

@@ -72,7 +72,7 @@ def test_an_engine_that_fails_is_not_ready(server: LiveServer) -> None:
 def test_to_ask_often_costs_one_token(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxinfer.server.watch.readiness.FRESH_S", 60.0)
     assert FRESH_S < 5
-    server.service.readiness._trial = None
+    server.service.readiness._running = None
     before = server.stats()["requests"]
     assert [server.get("/ready").status_code for _ in range(5)] == [200] * 5
     assert server.stats()["requests"] == before + 1

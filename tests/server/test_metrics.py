@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from steps import break_next_step
 
 from mlxinfer.server.keys import ApiKeys
-from mlxinfer.server.watch.tally import Histogram
+from mlxinfer.server.watch.request_metrics import Histogram
 
 Numbers = dict[str, float]
 DASHBOARDS = """
@@ -49,8 +49,8 @@ def numbers(server: LiveServer) -> Iterator[Numbers]:
     """What is counted before the test; afterwards nothing runs or waits."""
     yield read(server)
     wait_until(lambda: not server.service.calls)
-    tally = server.service.tallies["demo"]
-    assert (tally.num_waiting, tally.num_running) == (0, 0)
+    metrics = server.service.request_metrics["demo"]
+    assert (metrics.num_waiting, metrics.num_running) == (0, 0)
     after = read(server)
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
 
@@ -150,8 +150,8 @@ def test_a_full_queue_is_counted() -> None:
         assert now["vllm:admission_rejections_total"] == 1
         assert now["vllm:num_requests_waiting"] == 1
         wait_until(lambda: not server.service.calls)
-        tally = server.service.tallies["demo"]
-        assert (tally.num_waiting, tally.num_running) == (0, 0)
+        metrics = server.service.request_metrics["demo"]
+        assert (metrics.num_waiting, metrics.num_running) == (0, 0)
 
 
 def test_models_that_are_not_loaded_have_numbers_too() -> None:

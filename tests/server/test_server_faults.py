@@ -5,7 +5,7 @@ from live_server import CHAT, LiveServer, chat, events_of, long_chat
 from steps import SECRET, break_next_step
 
 from mlxinfer.server.calls.endpoint import Endpoint
-from mlxinfer.server.http.styles import HIDDEN
+from mlxinfer.server.http.replies import HIDDEN
 
 
 def test_a_failed_step_is_a_500_without_details(server: LiveServer) -> None:

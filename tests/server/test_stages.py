@@ -25,7 +25,7 @@ from mlxinfer.sampling.sampler import Sampler
 from mlxinfer.server.calls.admission import Admission
 from mlxinfer.server.calls.generation import Generation
 from mlxinfer.server.http import sse
-from mlxinfer.server.http.styles import HIDDEN
+from mlxinfer.server.http.replies import HIDDEN
 from mlxinfer.server.openai import chat as chat_module
 from mlxinfer.text import ChatTemplate, Tokenizer
 

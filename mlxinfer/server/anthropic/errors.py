@@ -2,8 +2,7 @@
 
 from ...errors import MlxinferError
 from ..http import sse
-from ..http.replies import encode
-from ..http.styles import MAX_MESSAGE_CHARS, ErrorStyle
+from ..http.replies import ErrorStyle, clipped_message, encode
 
 _TYPES = {
     401: "authentication_error",
@@ -19,11 +18,8 @@ _TYPES = {
 def anthropic_error(error: MlxinferError) -> dict[str, object]:
     """The body of an error."""
     fallback = "invalid_request_error" if error.status < 500 else "api_error"
-    message = str(error)
-    if len(message) > MAX_MESSAGE_CHARS:
-        message = message[:MAX_MESSAGE_CHARS] + "…"
     kind = _TYPES.get(error.status, fallback)
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"type": "error", "error": {"type": kind, "message": clipped_message(error)}}
 
 
 ANTHROPIC = ErrorStyle(

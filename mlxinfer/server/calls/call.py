@@ -94,7 +94,7 @@ class Call:
             model,
             answers,
             self.service.admission,
-            self.service.tallies[model.name],
+            self.service.request_metrics[model.name],
             keep_alive_s=self.service.config.keep_alive_s,
             scores=scores,
         )

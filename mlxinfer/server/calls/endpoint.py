@@ -11,9 +11,18 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ..http.body import ClientGoneError, decode, read_body
 from ..http.protocol import ABORT
-from ..http.replies import NO_STORE, Body, Events, Reply, send_body
-from ..http.stall import StallWatch
-from ..http.styles import OPENAI, ErrorStyle, logged, public
+from ..http.replies import (
+    NO_STORE,
+    OPENAI,
+    Body,
+    ErrorStyle,
+    Events,
+    Reply,
+    logged,
+    public,
+    send_body,
+)
+from ..http.sse import StallWatch
 from .call import Call
 from .service import BODY_BYTES, LARGE_BODY, Service
 

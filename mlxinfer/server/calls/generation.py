@@ -10,8 +10,7 @@ from ...errors import EngineClosedError, OverloadedError
 from ...results import Delta, Result
 from ..registry.prompt_scores import PromptScores
 from ..registry.served import ServedModel
-from ..watch.meter import Meter
-from ..watch.tally import Tally
+from ..watch.request_metrics import Meter, RequestMetrics
 from .admission import Admission
 
 
@@ -46,7 +45,7 @@ class Generation:
         model: that answers.
         answers: made by it, in the order of the choices.
         admission: where they queue.
-        tally: of the model, for the metrics.
+        metrics: of the model, for the metrics.
         keep_alive_s: seconds of silence after which `steps` yields an empty list.
         scores: for each answer where to score its prompt; None: no prompt is scored.
     """
@@ -56,7 +55,7 @@ class Generation:
         model: ServedModel,
         answers: Sequence[Answer],
         admission: Admission,
-        tally: Tally,
+        metrics: RequestMetrics,
         *,
         keep_alive_s: float,
         scores: Sequence[PromptScores] | None = None,
@@ -68,7 +67,7 @@ class Generation:
         self._scores = scores
         self._admission = admission
         self._keep_alive_s = keep_alive_s
-        self._meter = Meter(tally, [answer.request for answer in self.answers])
+        self._meter = Meter(metrics, [answer.request for answer in self.answers])
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
         self._index_of = {a.request.id: i for i, a in enumerate(self.answers)}
         self._unfinished: set[str] = set()
@@ -169,7 +168,7 @@ class Generation:
         self._leave_queue(message.request_id)
         index = self._index_of[message.request_id]
         answer = self.answers[index]
-        self._meter.hear(index, message)
+        self._meter.record(index, message)
         if message.error is not None:
             self._meter.end(index, "error")
         delta = answer.push(message)

@@ -10,9 +10,8 @@ from starlette.types import Scope
 from ..errors import ShuttingDownError
 from ..registry.models import Models
 from ..settings import ServerConfig
-from ..watch.readiness import Readiness
-from ..watch.tally import Tally
-from ..watch.vitals import Vitals
+from ..watch.readiness import EngineStats, Readiness
+from ..watch.request_metrics import RequestMetrics
 from .admission import Admission
 from .workers import Workers
 
@@ -40,16 +39,16 @@ class Service:
     admission: Admission = field(init=False)
     workers: Workers = field(init=False)
     long_workers: Workers = field(init=False)
-    tallies: dict[str, Tally] = field(init=False)  # by model name
-    vitals: Vitals = field(default_factory=Vitals)
+    request_metrics: dict[str, RequestMetrics] = field(init=False)  # by model name
+    engine_stats: EngineStats = field(default_factory=EngineStats)
     readiness: Readiness = field(init=False)
 
     def __post_init__(self) -> None:
         self.admission = Admission(self.config.max_waiting, self.config.max_waiting_tokens)
         self.workers = Workers(self.config.text_workers)
         self.long_workers = Workers(self.config.long_text_workers)
-        self.tallies = {name: Tally() for name in self.models.names()}
-        self.readiness = Readiness(self.models, self.vitals, self.config.ready_deadline_s)
+        self.request_metrics = {name: RequestMetrics() for name in self.models.names()}
+        self.readiness = Readiness(self.models, self.engine_stats, self.config.ready_deadline_s)
 
     def workers_for(self, scope: Scope) -> Workers:
         """Threads for the texts of a request: large bodies have their own, and wait for each other.

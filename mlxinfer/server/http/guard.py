@@ -1,6 +1,6 @@
-"""Who may ask, and what every answer carries: the outermost ASGI layer. Knows headers, no bodies.
+"""The outermost ASGI layer: which requests are served, and what every answer carries.
 
-Everything is refused unless a rule lets it in. Paths are compared as uvicorn decoded them
+Everything is refused unless a rule allows it. Paths are compared as uvicorn decoded them
 (`scope["path"]`), never as a URL put together from the Host header.
 """
 
@@ -10,61 +10,56 @@ import secrets
 import time
 from collections.abc import Sequence
 from typing import Protocol
+from urllib.parse import unquote
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...errors import InvalidRequestError, OverloadedError
-from ..errors import (
-    HeadersTooLargeError,
-    MediaTypeError,
-    MethodError,
-    NoSuchPathError,
-)
+from ..errors import HeadersTooLargeError, MediaTypeError, MethodError, NoSuchPathError
 from ..keys import Headers
 from ..settings import ServerConfig, is_loopback
 from .body import ClientGoneError
 from .origins import HostRules
 from .protocol import CONNECTIONS
-from .replies import send_body
-from .styles import OPENAI, ErrorStyle, error_reply, logged
-from .targets import read_target
+from .replies import OPENAI, ErrorStyle, error_reply, logged, send_body
 
 METRICS = "/metrics"
-POLLED = frozenset({"/health", "/ready", METRICS})  # again and again: the log shows what is odd
-CLIENT_GONE = 499  # in the log, where nobody was left to get a status
+POLLED = frozenset({"/health", "/ready", METRICS})  # logged at level info only on errors
+CLIENT_GONE = 499  # the log's status of a request whose client disconnected
+_ABSOLUTE = re.compile(rb"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 access_log = logging.getLogger("mlxinfer.access")
 log = logging.getLogger("mlxinfer.server")
 
 
 class Listed(Protocol):
-    """What the guard wants to know of an endpoint."""
+    """The attributes of an endpoint that the guard reads."""
 
     @property
     def path(self) -> str:
-        """As in a router: `{name}` is a parameter."""
+        """Of a router: `{name}` is a parameter."""
 
     @property
     def style(self) -> ErrorStyle:
-        """How its errors look."""
+        """Of its errors."""
 
     @property
     def needs_key(self) -> bool:
-        """False: anybody is answered."""
+        """False: it is served without a key."""
 
     @property
     def if_header(self) -> bytes | None:
-        """Of two with one path this one answers requests that carry the header."""
+        """Of two endpoints with one path this one serves requests that carry the header."""
 
 
 class Guard:
-    """Checks a request, runs the app, and answers for whatever it raises.
+    """Checks a request, runs the app, and turns its exceptions into error replies.
 
     Args:
-        app: what is guarded.
+        app: the ASGI app behind it.
         config: keys and limits.
-        endpoints: which paths need no key, and how errors of each look.
+        endpoints: say which paths need no key, and the error style of each.
     """
 
     def __init__(
@@ -77,10 +72,10 @@ class Guard:
         self._hosts = HostRules(config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; the access log gets one line of it."""
+        """Answer one request and write its line of the access log."""
         if scope["type"] != "http":
             return
-        read_target(scope)
+        _split_target(scope)
         exchange = Exchange(scope, send, self._style_of(scope))
         try:
             _check_framing(exchange, scope, self._config.max_connections)
@@ -96,7 +91,7 @@ class Guard:
             exchange.write_log()
 
     def _style_of(self, scope: Scope) -> ErrorStyle:
-        """Of the endpoint whose path is the longest beginning of this one, and its header here."""
+        """The style of the endpoint with the longest matching path, one with a header first."""
         path, headers = scope["path"], {name for name, _ in scope["headers"]}
         fitting = [
             (len(start), header is not None, style)
@@ -117,7 +112,7 @@ class Guard:
             _check_json(headers)
 
     def _is_open(self, scope: Scope) -> bool:
-        """Whether this request needs no key."""
+        """Whether this request is served without a key."""
         if scope["path"] == METRICS and self._config.open_metrics:
             client = scope.get("client")
             return client is not None and is_loopback(client[0])
@@ -125,7 +120,7 @@ class Guard:
 
 
 class Exchange:
-    """One request on the wire: what is added to its answer and written to the log."""
+    """One request and its answer: headers that every answer carries, and the access log."""
 
     def __init__(self, scope: Scope, send: Send, style: ErrorStyle) -> None:
         self._scope = scope
@@ -139,15 +134,15 @@ class Exchange:
         scope["mlxinfer.log"] = {}
 
     async def send(self, message: Message) -> None:
-        """Pass a message on; the first one gets the headers that every answer carries."""
+        """Pass a message on, the first one with the headers that every answer carries."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message["headers"], *self.headers]
         await self._send(message)
 
     async def fail(self, error: Exception) -> None:
-        """Answer with an error, if an answer has not begun."""
-        error = _as_ours(error)
+        """Answer with an error, unless the answer has begun."""
+        error = _server_error(error)
         self._scope["mlxinfer.log"].update(logged(error))
         reply = error_reply(error, self._style)
         if reply.status == 500:
@@ -156,7 +151,7 @@ class Exchange:
             await send_body(self.send, reply)
 
     def write_log(self) -> None:
-        """One line; never anything of the prompt or the answer."""
+        """Write one line, with nothing of the prompt or the answer."""
         scope = self._scope
         client = scope.get("client")
         polled = scope["path"] in POLLED and self.status == 200
@@ -175,7 +170,7 @@ class Exchange:
         )
 
 
-def _as_ours(error: Exception) -> Exception:
+def _server_error(error: Exception) -> Exception:
     if not isinstance(error, HTTPException):
         return error
     if error.status_code == 405:
@@ -184,7 +179,7 @@ def _as_ours(error: Exception) -> Exception:
 
 
 def _check_framing(exchange: Exchange, scope: Scope, max_connections: int) -> None:
-    """Refuse, and hang up, where the connection itself is not to go on."""
+    """Refuse requests after which the connection has to be closed."""
     names = {name for name, _ in scope["headers"]}
     ambiguous = names >= {b"content-length", b"transfer-encoding"}
     num_open = len(scope["state"][CONNECTIONS])
@@ -192,12 +187,12 @@ def _check_framing(exchange: Exchange, scope: Scope, max_connections: int) -> No
         exchange.headers.append((b"connection", b"close"))
     if num_open > max_connections:
         raise OverloadedError(f"More than {max_connections} connections are open.")
-    if ambiguous:  # somebody in between may have found another end of it (RFC 9112, 6.1)
+    if ambiguous:  # a proxy may disagree on where it ends (RFC 9112, 6.1)
         raise InvalidRequestError("content-length and transfer-encoding exclude each other.")
 
 
 def _check_sizes(scope: Scope, config: ServerConfig) -> None:
-    """Refuse what h11 takes where it comes whole: it bounds what is incomplete only."""
+    """Refuse large headers that came in one piece: h11 bounds incomplete ones only."""
     headers = scope["headers"]
     if len(headers) > config.max_headers:
         raise HeadersTooLargeError(
@@ -224,3 +219,19 @@ def _check_json(headers: Headers) -> None:
 def _request_id(scope: Scope) -> str:
     given: bytes = dict(scope["headers"]).get(b"x-request-id", b"")
     return given.decode() if _ID.fullmatch(given) else secrets.token_hex(12)
+
+
+def _split_target(scope: Scope) -> None:
+    """Split a request target that is a whole URL, as proxies' clients send it, into Host and path.
+
+    The URL's host replaces the Host header (RFC 9112, 3.2.2), so that the host that the client
+    named is the one that is checked.
+    """
+    found = _ABSOLUTE.fullmatch(scope["raw_path"])
+    if found is None:
+        return
+    host, path = found.group(1), found.group(2) or b"/"
+    scope["raw_path"] = path
+    scope["path"] = unquote(path.decode())
+    others = [(name, value) for name, value in scope["headers"] if name != b"host"]
+    scope["headers"] = [(b"host", host), *others]

@@ -1,4 +1,4 @@
-"""HTTP bytes to ASGI: uvicorn's protocol, which waits for headers without end otherwise."""
+"""HTTP bytes to ASGI: uvicorn's protocol and h11, with limits on slow headers and tiny chunks."""
 
 import asyncio
 from typing import Any
@@ -7,53 +7,89 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ...errors import InvalidRequestError
-from .reader import Reader
-from .styles import OPENAI
+from .replies import OPENAI
 
+MIN_CHUNK_BYTES = 64  # of a body's chunks on average, once there are more than MAX_SMALL_CHUNKS
+MAX_SMALL_CHUNKS = 1000
 ABORT = "mlxinfer.abort"  # in a request's state: ends its connection without sending what waits
-CONNECTIONS = "mlxinfer.connections"  # the set of those that are open
+CONNECTIONS = "mlxinfer.connections"  # in a request's state: the set of open connections
 READ_BYTES = 32 << 10  # at once: thousands of small events may be in them, and others wait
-MAX_AHEAD = 64 << 10  # bytes that a client may send before it has the answer to what it sent
+MAX_AHEAD = 64 << 10  # bytes that a client may send ahead of the answer to its request
 
 
-class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
-    """Closes a connection whose request line and headers are not complete after a while.
+class ChunkLimitedConnection(h11.Connection):
+    """h11's parser, which also refuses bodies in tiny chunks: each costs as much as a large one.
 
-    It goes on reading while it answers, or it would not notice that a client that has sent more
-    than its request hangs up. How many may connect, the guard says, in the words of the API.
+    `refusal` is the message of such a refusal; None for what is not HTTP at all.
+    """
+
+    refusal: str | None = None
+    _num_chunks = 0
+    _num_bytes = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """The next event; raises h11.RemoteProtocolError, also for too many small chunks."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_chunks = self._num_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._count(event)
+        return event
+
+    def _count(self, data: h11.Data) -> None:
+        self._num_chunks += data.chunk_start
+        self._num_bytes += len(data.data)
+        if (
+            self._num_chunks > MAX_SMALL_CHUNKS
+            and self._num_bytes < MIN_CHUNK_BYTES * self._num_chunks
+        ):
+            self.refusal = (
+                f"The first {self._num_chunks} chunks of the body hold {self._num_bytes} bytes; "
+                f"expected {MIN_CHUNK_BYTES} in each on average. Send larger chunks, or the body "
+                "with a content-length."
+            )
+            raise h11.RemoteProtocolError(self.refusal)
+
+
+class TimedProtocol(H11Protocol, asyncio.BufferedProtocol):
+    """uvicorn's HTTP/1.1 protocol, which also closes connections whose headers do not arrive.
+
+    Reading goes on while a request is answered: otherwise a client that pipelines and hangs up
+    would not be noticed. The number of connections is limited by the guard, whose answer is in the
+    style of the API.
     """
 
     header_timeout_s = 30.0
-    conn: Reader
+    conn: ChunkLimitedConnection
     _buffer = bytearray()
     _header_timer: asyncio.TimerHandle | None = None
 
     @classmethod
-    def with_timeout(cls, header_timeout_s: float) -> "type[PatientProtocol]":
-        """The protocol with another patience."""
-        return type("PatientProtocol", (cls,), {"header_timeout_s": header_timeout_s})
+    def with_timeout(cls, header_timeout_s: float) -> "type[TimedProtocol]":
+        """The protocol with this limit on the time until the headers are complete."""
+        return type("TimedProtocol", (cls,), {"header_timeout_s": header_timeout_s})
 
     def connection_made(self, transport: Any) -> None:
         """A client has connected."""
         super().connection_made(transport)
         max_header_bytes = self.config.h11_max_incomplete_event_size
-        assert max_header_bytes is not None  # running.py says so
-        self.conn = Reader(h11.SERVER, max_header_bytes)
+        assert max_header_bytes is not None  # set in running.py
+        self.conn = ChunkLimitedConnection(h11.SERVER, max_header_bytes)
         self.app_state = {**self.app_state, ABORT: transport.abort, CONNECTIONS: self.connections}
         self.limit_concurrency = None
         self._wait_for_headers()
 
     def get_buffer(self, sizehint: int) -> bytearray:
-        """Where the next bytes go; as many as fit are read at once."""
+        """The buffer that the next bytes are read into."""
         self._buffer = bytearray(READ_BYTES)
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Bytes have come."""
+        """Handle bytes that were read into the buffer."""
         self.data_received(bytes(memoryview(self._buffer)[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come; they may complete the headers, or begin the next ones."""
+        """Handle bytes, which may complete the headers or begin the next request's."""
         before = self.cycle
         super().data_received(data)
         if self.cycle is not before:
@@ -64,21 +100,21 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
             self._listen_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client has left."""
+        """The client has disconnected."""
         self._stop_waiting()
         super().connection_lost(exc)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close a connection that is silent; who does not even read what is left is cut off."""
+        """Close a silent connection; abort it if the client does not read what is left."""
         super().timeout_keep_alive_handler()
         self.loop.call_later(self.header_timeout_s, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, in the shape that other errors have; nobody else answers it."""
+        """Answer bytes that are not HTTP, in the style of other errors; no handler sees them."""
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer has begun
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # the answer has begun
             self.transport.abort()
             return
         body = OPENAI.body(InvalidRequestError(self.conn.refusal or msg))
@@ -93,7 +129,7 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
         self.transport.close()
 
     def _listen_on(self) -> None:
-        """Read although the next request has to wait: a little of it, and the end."""
+        """Read on while the next request waits: its first bytes, and a disconnect."""
         ahead, _ = self.conn.trailing_data
         if len(ahead) > MAX_AHEAD:
             self.transport.abort()

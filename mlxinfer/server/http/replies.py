@@ -1,16 +1,24 @@
-"""What a handler gives back: one JSON body, or a stream of events. Knows HTTP, no API."""
+"""Replies of handlers: a JSON body, a stream of events, or an error in the style of an API."""
 
-from collections.abc import AsyncIterator
+import math
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from starlette.types import Send
 
+from ...errors import MlxinferError, OverloadedError
+from . import sse
+
+HIDDEN = "The server failed to answer this request. Its log says why, under the request id."
+MAX_LOGGED_CHARS = 60  # of a field's name, which a schema may choose
+MAX_MESSAGE_CHARS = 2000
+NO_STORE = (b"cache-control", b"no-store")
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _encoder = msgspec.json.Encoder()
 
 Headers = list[tuple[bytes, bytes]]
-NO_STORE = (b"cache-control", b"no-store")
 
 
 @dataclass(slots=True)
@@ -25,7 +33,7 @@ class Body:
 
 @dataclass(slots=True)
 class Events:
-    """Server-sent events. `frames` come as they are to be sent, several at a time or one."""
+    """A stream of server-sent events; an item of `frames` holds one frame or several."""
 
     frames: AsyncIterator[bytes]
 
@@ -53,3 +61,62 @@ async def send_body(send: Send, reply: Body) -> None:
     ]
     await send({"type": "http.response.start", "status": reply.status, "headers": headers})
     await send({"type": "http.response.body", "body": reply.content, "more_body": False})
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorStyle:
+    """How an API writes errors: `body` gives an error's JSON, `event` a stream's last frame."""
+
+    body: Callable[[MlxinferError], bytes]
+    event: Callable[[MlxinferError], bytes]
+
+
+def public(error: Exception) -> MlxinferError:
+    """The error that a client is shown: details of the server's own faults are hidden."""
+    if isinstance(error, MlxinferError) and error.status != 500:
+        return error
+    return MlxinferError(HIDDEN)
+
+
+def logged(error: Exception) -> dict[str, object]:
+    """The log's fields of an error: its class and parameter. Messages may quote a prompt."""
+    param = error.param if isinstance(error, MlxinferError) else None
+    return {"error": type(error).__name__, "param": param and param[:MAX_LOGGED_CHARS]}
+
+
+def error_reply(error: Exception, style: ErrorStyle) -> Body:
+    """The answer to a request that failed before its reply began."""
+    shown = public(error)
+    reply = Body(style.body(shown), shown.status)
+    if isinstance(shown, OverloadedError):
+        reply.headers.append((b"retry-after", str(max(1, math.ceil(shown.retry_after_s))).encode()))
+    if shown.status == 401:
+        reply.headers.append((b"www-authenticate", b"Bearer"))
+    if shown.status in (408, 504):  # to try again would cost as much and end the same way
+        reply.headers.append((b"x-should-retry", b"false"))
+    return reply
+
+
+def clipped_message(error: MlxinferError) -> str:
+    """The message of an error, at most MAX_MESSAGE_CHARS of it."""
+    message = str(error)
+    return message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "…"
+
+
+def openai_error(error: MlxinferError) -> dict[str, object]:
+    """The body of OpenAI's errors; all four keys are always there."""
+    fallback = "invalid_request_error" if error.status < 500 else "server_error"
+    return {
+        "error": {
+            "message": clipped_message(error),
+            "type": _TYPES.get(error.status, fallback),
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+OPENAI = ErrorStyle(
+    body=lambda error: encode(openai_error(error)),
+    event=lambda error: sse.data(openai_error(error)),
+)

@@ -19,8 +19,16 @@ from ..fields.guidance import start_grammars
 from ..fields.template import effort_variables
 from ..fields.tools import tool_use
 from ..http import sse
-from ..http.replies import Events, Reply, encode, json_body
-from ..http.styles import ErrorStyle, logged, openai_error, public
+from ..http.replies import (
+    ErrorStyle,
+    Events,
+    Reply,
+    encode,
+    json_body,
+    logged,
+    openai_error,
+    public,
+)
 from ..registry.served import ServedModel
 from .responses_input import conversation, openai_choice, openai_tools
 from .responses_output import Items, Numbered

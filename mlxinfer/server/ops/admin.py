@@ -116,7 +116,7 @@ def _answer(call: Call, name: str) -> Reply:
 
 
 def _state(service: Service, slot: Slot) -> ModelState:
-    tally = service.tallies[slot.entry.name]
+    metrics = service.request_metrics[slot.entry.name]
     return ModelState(
         name=slot.entry.name,
         aliases=list(slot.entry.aliases),
@@ -126,8 +126,8 @@ def _state(service: Service, slot: Slot) -> ModelState:
         kv_bytes=slot.kv_bytes,
         max_model_len=slot.max_context,
         calls=slot.users,
-        requests_running=tally.num_running,
-        requests_waiting=tally.num_waiting,
+        requests_running=metrics.num_running,
+        requests_waiting=metrics.num_waiting,
         ttl_left_s=service.models.ttl_left_s(slot),
         failure=None if slot.failure is None else str(slot.failure),
         failures_in_a_row=slot.brake.num_failures,

@@ -1,81 +1,103 @@
-"""Whether the models get on with their work: proved by a token, never by a flag. Knows no HTTP.
+"""Readiness of the loaded models: proved by a token or by finished steps, never by a flag.
 
-A server whose process lives while its engine hangs is the failure that a load balancer cannot see.
-An idle engine has to make one token; one that works has to finish steps.
+A process that lives while its engine hangs is the failure that a load balancer cannot see. An idle
+engine has to generate one token; a working one has to finish steps.
 """
 
 import asyncio
 import itertools
 import logging
 import time
+import weakref
 from enum import StrEnum
 from typing import Any
 
 from ...core import FinishReason, Request, SamplingParams, TokenEvent
 from ...errors import EngineClosedError, MlxinferError
+from ..background import in_background
 from ..registry.models import Models
 from ..registry.served import ServedModel
-from .vitals import Vitals
 
-PROGRESS_STEPS = 3  # so many later one was computed and read: the next two may be under way
+PROGRESS_STEPS = 3  # two steps may be in flight at the first look: the third was launched after it
 POLL_S = 0.02
-FRESH_S = 1.0  # that an answer holds: to ask often costs nothing
+FRESH_S = 1.0  # that an answer is reused: frequent probes cost nothing
 CANARY_TOKEN = 0
 log = logging.getLogger("mlxinfer.server")
 _ids = itertools.count()
 
 
+class EngineStats:
+    """Engine.stats of running models. A stuck engine costs one thread, however often it is read."""
+
+    def __init__(self) -> None:
+        self._pending: weakref.WeakKeyDictionary[ServedModel, asyncio.Future[dict[str, Any]]]
+        self._pending = weakref.WeakKeyDictionary()
+
+    async def of(self, model: ServedModel) -> dict[str, Any]:
+        """The stats of one model; waits as long as its engine takes to answer.
+
+        Raises:
+            EngineClosedError: the engine was closed.
+        """
+        pending = self._pending.get(model)
+        if pending is None or pending.done():
+            pending = asyncio.wrap_future(in_background(model.engine.stats, "mlxinfer-stats"))
+            pending.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._pending[model] = pending
+        return await asyncio.shield(pending)
+
+
 class Health(StrEnum):
-    """What keeps a server from answering."""
+    """Whether requests would be answered, and what is in the way."""
 
     READY = "ready"
-    LOADING = "loading"  # what is to be there from the start
-    DRAINING = "draining"  # it is about to end
-    STUCK = "stuck"  # an engine does nothing
+    LOADING = "loading"  # pinned and preloaded models
+    DRAINING = "draining"  # the server is about to end
+    STUCK = "stuck"  # an engine makes no progress
     FAILING = "failing"  # an engine ends requests with errors
 
 
 class Readiness:
-    """Tries the loaded models; loads none.
+    """Checks the loaded models; loads none.
 
     Args:
         models: the registry.
-        vitals: asks engines.
-        deadline_s: for a token, or for steps.
+        engine_stats: reads the engines' step counters.
+        deadline_s: seconds in which a model must generate a token or finish steps.
     """
 
-    def __init__(self, models: Models, vitals: Vitals, deadline_s: float) -> None:
+    def __init__(self, models: Models, engine_stats: EngineStats, deadline_s: float) -> None:
         self._models = models
-        self._vitals = vitals
+        self._engine_stats = engine_stats
         self._deadline_s = deadline_s
-        self._trial: asyncio.Task[Health] | None = None
-        self._found_s = 0.0
+        self._running: asyncio.Task[Health] | None = None
+        self._checked_s = 0.0
 
     async def check(self) -> Health:
-        """Try all loaded models at once; whoever asks meanwhile gets the same answer."""
+        """Check all loaded models at once; concurrent callers share one check."""
         if not self._models.started:
             return Health.LOADING
-        stale = self._trial is None or (
-            self._trial.done() and time.monotonic() > self._found_s + FRESH_S
+        stale = self._running is None or (
+            self._running.done() and time.monotonic() > self._checked_s + FRESH_S
         )
         if stale:
-            self._trial = asyncio.create_task(self._try_all())
-        assert self._trial is not None
-        return await asyncio.shield(self._trial)
+            self._running = asyncio.create_task(self._check_all())
+        assert self._running is not None
+        return await asyncio.shield(self._running)
 
-    async def _try_all(self) -> Health:
-        found = await asyncio.gather(*(self._try(model) for model in self._models.running()))
-        self._found_s = time.monotonic()
+    async def _check_all(self) -> Health:
+        found = await asyncio.gather(*(self._check(model) for model in self._models.running()))
+        self._checked_s = time.monotonic()
         return next((health for health in found if health is not Health.READY), Health.READY)
 
-    async def _try(self, model: ServedModel) -> Health:
+    async def _check(self, model: ServedModel) -> Health:
         health = Health.READY
         try:
             async with asyncio.timeout(self._deadline_s):
-                await self._prove(model)
+                await self._progress(model)
         except TimeoutError:
             health = Health.STUCK
-        except EngineClosedError:  # of a model that was unloaded just now nothing is expected
+        except EngineClosedError:  # a model that was unloaded just now need not answer
             health = Health.FAILING if model in self._models.running() else Health.READY
         except MlxinferError:
             health = Health.FAILING
@@ -83,29 +105,30 @@ class Readiness:
             log.error("model is %s", health, extra={"model": model.name})
         return health
 
-    async def _prove(self, model: ServedModel) -> None:
-        """Wait until it has computed something new."""
-        before = await self._vitals.of(model)
-        idle = not _works(before)
-        sign = asyncio.create_task(sing(model) if idle else asyncio.sleep(2 * self._deadline_s))
+    async def _progress(self, model: ServedModel) -> None:
+        """Wait until the model has computed something new."""
+        before = await self._engine_stats.of(model)
+        idle = not _is_busy(before)
+        work = generate_canary(model) if idle else asyncio.sleep(2 * self._deadline_s)
+        canary = asyncio.create_task(work)
         try:
-            while not sign.done():
-                await asyncio.wait({sign}, timeout=POLL_S)
-                now = await self._vitals.of(model)
-                steps = now["steps"] - before["steps"]  # less than none: it has started afresh
-                if not 0 <= steps < PROGRESS_STEPS or not (idle or _works(now)):
+            while not canary.done():
+                await asyncio.wait({canary}, timeout=POLL_S)
+                now = await self._engine_stats.of(model)
+                steps = now["steps"] - before["steps"]  # negative: the engine was restarted
+                if not 0 <= steps < PROGRESS_STEPS or not (idle or _is_busy(now)):
                     return
-            sign.result()
+            canary.result()
         finally:
-            sign.cancel()
+            canary.cancel()
 
 
-async def sing(model: ServedModel) -> None:
-    """Let a model make one token.
+async def generate_canary(model: ServedModel) -> None:
+    """Generate one token with a model.
 
     Raises:
-        RequestFailedError: it could not.
-        EngineClosedError: it was closed.
+        RequestFailedError: the request failed.
+        EngineClosedError: the engine was closed.
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[TokenEvent] = loop.create_future()
@@ -130,5 +153,5 @@ async def sing(model: ServedModel) -> None:
         raise EngineClosedError("The model was unloaded.")
 
 
-def _works(stats: dict[str, Any]) -> bool:
+def _is_busy(stats: dict[str, Any]) -> bool:
     return bool(stats["running"] or stats["waiting"])

@@ -1,13 +1,16 @@
-"""Numbers of one model's requests, in vLLM's words. Knows no format; nothing is locked.
+"""Metrics of the requests of one model, under vLLM's names: histograms, counters, the meter.
 
-Everything happens on the event loop, and a token costs a bisection and a few additions.
+Everything happens on the event loop, so nothing is locked. A token costs a bisection and a few
+additions.
 """
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from ...core import Request, TokenEvent
 from ...results import Result
 
 # vLLM's buckets, so that its dashboards and alerts fit (vllm/v1/metrics/loggers.py)
@@ -44,7 +47,7 @@ class Histogram:
         self.sum += value
 
     def cumulative(self) -> Iterable[tuple[str, int]]:
-        """(upper bound, values up to it), as Prometheus wants them."""
+        """Pairs of an upper bound and the number of values up to it, as Prometheus has them."""
         names = [*map(str, self._bounds), "+Inf"]
         return zip(names, accumulate(self._counts), strict=True)
 
@@ -58,13 +61,13 @@ def _tokens() -> Histogram:
 
 
 @dataclass(slots=True)
-class Tally:
-    """What happened to the requests of one model since the server started.
+class RequestMetrics:
+    """Counters and histograms of the requests of one model since the server started.
 
     `*_s` are seconds. A request is one answer: a call with n=3 has three.
     """
 
-    num_waiting: int = 0  # handed to the engine, without a token
+    num_waiting: int = 0  # submitted to the engine, without a token
     num_running: int = 0  # with a token
     num_rejected: int = 0  # calls that found the queue full
     prompt_tokens: int = 0
@@ -82,7 +85,7 @@ class Tally:
     request_prompt_tokens: Histogram = field(default_factory=_tokens)
     request_tokens: Histogram = field(default_factory=_tokens)
     longest_tokens: Histogram = field(default_factory=_tokens)  # of the answers of a call
-    max_tokens: Histogram = field(default_factory=_tokens)  # as asked
+    max_tokens: Histogram = field(default_factory=_tokens)  # as the request says
     choices: Histogram = field(default_factory=lambda: Histogram(CHOICES))
 
     def finish(self, reason: str, result: Result | None) -> None:
@@ -100,3 +103,69 @@ class Tally:
         self.request_tokens.observe(num_tokens)
         if num_tokens > 1:
             self.per_token_s.observe(timing.decode_s / (num_tokens - 1))
+
+
+class Meter:
+    """Counts the requests of one call in their model's metrics, each from waiting to its end.
+
+    Every request is ended exactly once, by `end` or by `close`.
+    """
+
+    def __init__(self, metrics: RequestMetrics, requests: Sequence[Request]) -> None:
+        self._metrics = metrics
+        self._requests = requests
+        self._last_token_s: list[float | None] = [None] * len(requests)
+        self._num_tokens = [0] * len(requests)
+        self._open: set[int] = set()
+
+    def begin(self) -> None:
+        """Count all requests as waiting; called before they are submitted to the engine."""
+        self._open.update(range(len(self._requests)))
+        self._metrics.num_waiting += len(self._requests)
+
+    def refuse(self, *, full: bool = False) -> None:
+        """Take `begin` back: the requests were not submitted. `full`: the queue was full."""
+        if full:
+            self._metrics.num_rejected += 1
+        self._metrics.num_waiting -= len(self._open)
+        self._open.clear()
+
+    def record(self, index: int, event: TokenEvent) -> None:
+        """Count the token of an event, if it has one."""
+        if event.token_id is None:
+            return
+        metrics, now_s, before_s = self._metrics, time.monotonic(), self._last_token_s[index]
+        self._last_token_s[index] = now_s
+        self._num_tokens[index] += 1
+        metrics.generation_tokens += 1
+        if before_s is not None:
+            metrics.inter_token_s.observe(now_s - before_s)
+            return
+        request = self._requests[index]
+        metrics.num_waiting -= 1
+        metrics.num_running += 1
+        metrics.prompt_tokens += len(request.prompt_ids)
+        metrics.cached_tokens += event.cached_tokens
+        metrics.first_token_s.observe(now_s - request.arrived_s)
+
+    def end(self, index: int, reason: str, result: Result | None = None) -> None:
+        """Count the end of a request, with its result where it was answered."""
+        if index not in self._open:
+            return
+        self._open.discard(index)
+        if self._last_token_s[index] is None:
+            self._metrics.num_waiting -= 1
+        else:
+            self._metrics.num_running -= 1
+        self._metrics.finish(reason, result)
+        max_tokens = self._requests[index].params.max_tokens
+        if max_tokens is not None:
+            self._metrics.max_tokens.observe(max_tokens)
+        if not self._open:
+            self._metrics.choices.observe(len(self._requests))
+            self._metrics.longest_tokens.observe(max(self._num_tokens))
+
+    def close(self) -> None:
+        """Count the requests that have not ended as aborted."""
+        for index in list(self._open):
+            self.end(index, "abort")

@@ -86,7 +86,7 @@ WITHOUT_MLX = (
     "answer",
     "cache.pages",
     "cache.budget",
-    "cache.reach",
+    "cache.window",
     "cache.prefix",
     "cache.disk",
     "grammar",

@@ -17,7 +17,7 @@ import mlx.core as mx
 from ..cache.kv import KVCache
 from ..cache.layout import lay_out
 from ..cache.page_table import PageTable
-from ..cache.spans import ShortSpans, StepSpans, ints
+from ..cache.segments import Segments, StepSegments, ints
 from ..config import KVOptions
 from ..engine.kernels import choose_kernels
 from ..models import load
@@ -51,7 +51,7 @@ def our_steps(folder: Path, bits: int | None, requests: int) -> Graph:
     )
     cache.make_room(requests)
     rows = range(requests)
-    spans = ShortSpans(
+    spans = Segments(
         [[PageTable(PAGE, pages=list(range(first, first + SEQUENCE_PAGES)))] for first in rows],
         ints(list(rows)),
         ints([CONTEXT] * requests),
@@ -62,8 +62,8 @@ def our_steps(folder: Path, bits: int | None, requests: int) -> Graph:
 
     def step(ids: mx.array) -> mx.array:
         nonlocal spans
-        found = StepSpans.of([], [], spans)
-        spans = spans.moved_on()
+        found = StepSegments.of([], [], spans)
+        spans = spans.advance()
         positions = mx.array(found.positions)
         return model.logits(model(ids, positions, cache.begin_step(found)))
 

@@ -7,8 +7,8 @@ import mlx.core as mx
 import numpy as np
 
 from .pool import LayerPool
-from .reach import Reach
-from .spans import Span
+from .segments import QuerySegment
+from .window import AttentionWindow
 
 QUERY_BLOCK = 128  # prefill queries at a time where attention materialises its scores,
 MIN_QUERY_BLOCK = 16
@@ -57,41 +57,43 @@ class ChunkPlan:
         return joined[0].swapaxes(0, 1).flatten(1)  # (n, heads * V)
 
 
-def plan_chunk(span: Span, group: int, reach: Reach) -> ChunkPlan:
+def plan_chunk(segment: QuerySegment, group: int, window: AttentionWindow) -> ChunkPlan:
     """Plan one chunk for layer group `group`."""
     # What of its first page is there already was copied into the page as well as into the tail.
-    assert span.sealed == span.start - span.start % span.tables[group].page_size, (
+    assert segment.sealed == segment.start - segment.start % segment.tables[group].page_size, (
         "a full page is not sealed"
     )
-    table = span.tables[group]
-    ranges = reach.ranges(span.start, span.stop)
+    table = segment.tables[group]
+    ranges = window.ranges(segment.start, segment.stop)
     return ChunkPlan(
-        rows=slice(span.row, span.row + span.num_tokens),
-        writes=table.runs(span.start, span.stop),
+        rows=slice(segment.row, segment.row + segment.num_tokens),
+        writes=table.runs(segment.start, segment.stop),
         reads=[run for part in ranges for run in table.runs(*part)],
-        blocks=_query_blocks(span, ranges, reach),
+        blocks=_query_blocks(segment, ranges, window),
     )
 
 
-def _query_blocks(span: Span, ranges: Sequence[tuple[int, int]], reach: Reach) -> list[Block]:
+def _query_blocks(
+    segment: QuerySegment, ranges: Sequence[tuple[int, int]], window: AttentionWindow
+) -> list[Block]:
     """Blocks of queries with the keys that they can see, so that no score matrix is larger.
 
     MLX's fused attention on Metal keeps no scores: without a window one block is best there.
     """
-    whole = mx.metal.is_available() and reach.window is None
+    whole = mx.metal.is_available() and window.size is None
     num_keys = sum([stop - start for start, stop in ranges])
     fitting = max(MIN_QUERY_BLOCK, min(QUERY_BLOCK, MAX_SCORES // num_keys))
-    width = span.num_tokens if whole else fitting
+    width = segment.num_tokens if whole else fitting
     keys = np.concatenate([np.arange(start, stop, dtype=np.int32) for start, stop in ranges])
     blocks = []
-    for first in range(0, span.num_tokens, width):
-        last = min(first + width, span.num_tokens)
-        queries = np.arange(span.start + first, span.start + last, dtype=np.int32)
-        seen = reach.sees(queries[[0, -1], None], keys[None])  # an old end leaves, a new one comes
+    for first in range(0, segment.num_tokens, width):
+        last = min(first + width, segment.num_tokens)
+        queries = np.arange(segment.start + first, segment.start + last, dtype=np.int32)
+        seen = window.sees(queries[[0, -1], None], keys[None])  # an old end leaves, a new one comes
         columns = np.flatnonzero(seen.any(axis=0))
         low, high = int(columns[0]), int(columns[-1]) + 1
         mask: mx.array | str = "causal"
         if not seen[1, low:high].all():
-            mask = mx.array(reach.sees(queries[:, None], keys[None, low:high]))
+            mask = mx.array(window.sees(queries[:, None], keys[None, low:high]))
         blocks.append(Block(slice(first, last), slice(low, high), mask))
     return blocks

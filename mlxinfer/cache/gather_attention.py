@@ -1,4 +1,4 @@
-"""Short spans attend in plain MLX: over their pages, gathered into one padded array. No queue.
+"""Short segments attend in plain MLX: over their pages, gathered into one padded array. No queue.
 
 Where sequences are many and short this takes a handful of operations for all of them, where views
 of runs take a handful for each; the copy is what it costs.
@@ -15,13 +15,13 @@ from ..metal_kernels.attention_plan import Numbers, joined
 from ..metal_kernels.paged_attention import gathered_attention
 from .pool import LayerPool
 from .queries import ShortQueries, additive, plan_queries
-from .reach import Reach
-from .spans import Ints, ShortSpans
+from .segments import Ints, Segments
+from .window import AttentionWindow
 
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """B spans that see n pages each, padded."""
+    """B segments that see n pages each, padded."""
 
     queries: ShortQueries
     page_ids: mx.array  # (B, n)
@@ -30,7 +30,7 @@ class GatherPlan:
     def attend(
         self, pool: LayerPool, queries: mx.array, *, scale: float, sinks: mx.array | None
     ) -> mx.array:
-        """Flat queries (T, heads, D) -> what those of these spans see, (T', heads * V)."""
+        """Flat queries (T, heads, D) -> what those of these segments see, (T', heads * V)."""
         own = self.queries.take(queries)
         ids = mx.depends([self.page_ids], [own])[0]  # else all layers might gather first
         outputs = gathered_attention(
@@ -46,28 +46,28 @@ class GatherPlan:
 
 
 def plan_gather(
-    short: ShortSpans, group: int, reach: Reach, page_size: int, num_rows: int
+    short: Segments, group: int, window: AttentionWindow, page_size: int, num_rows: int
 ) -> GatherPlan:
-    """Plan spans of one step, each of which sees a page at least."""
-    queries, positions = plan_queries(short, reach, page_size, num_rows)
-    if reach.window is None:
-        ids, mask = short.lasting(("gather", group), lambda: _all_pages(short, group, page_size))
+    """Plan segments of one step, each of which sees a page at least."""
+    queries, positions = plan_queries(short, window, page_size, num_rows)
+    if window.size is None:
+        ids, mask = short.memoised(("gather", group), lambda: _all_pages(short, group, page_size))
     else:
-        ids, mask = _window_pages(short, group, reach, page_size, positions)
+        ids, mask = _window_pages(short, group, window, page_size, positions)
     return GatherPlan(queries, ids, mask)
 
 
-def num_visible(short: ShortSpans, reach: Reach, page_size: int) -> Ints:
-    """(B,) sealed pages of which each span sees anything."""
+def num_visible(short: Segments, window: AttentionWindow, page_size: int) -> Ints:
+    """(B,) sealed pages of which each segment sees anything."""
     pages = short.sealed // page_size
-    if reach.window is None:
+    if window.size is None:
         return pages
-    first = np.maximum(short.starts - reach.window + 1, 0) // page_size
-    kept = np.minimum(reach.kept_pages(page_size), first)
+    first = np.maximum(short.starts - window.size + 1, 0) // page_size
+    kept = np.minimum(window.kept_pages(page_size), first)
     return np.minimum(kept, pages) + np.maximum(pages - first, 0)
 
 
-def _all_pages(short: ShortSpans, group: int, page_size: int) -> tuple[mx.array, mx.array | None]:
+def _all_pages(short: Segments, group: int, page_size: int) -> tuple[mx.array, mx.array | None]:
     """Ids (B, n) of all sealed pages, and the mask (B, 1, 1, n * page_size) of the padding."""
     ids, real = _padded(short.sealed_pages(group))
     if real.all():
@@ -77,22 +77,22 @@ def _all_pages(short: ShortSpans, group: int, page_size: int) -> tuple[mx.array,
 
 
 def _window_pages(
-    short: ShortSpans, group: int, reach: Reach, page_size: int, positions: Ints
+    short: Segments, group: int, window: AttentionWindow, page_size: int, positions: Ints
 ) -> tuple[mx.array, mx.array]:
     """Ids (B, n) of the pages that anything is seen of, and the mask (B, 1, Q, n * page_size)."""
     tables, numbers = [], []
     for row, start, sealed in zip(
         short.tables, short.starts.tolist(), short.sealed.tolist(), strict=True
     ):
-        first = reach.first_page(start, page_size)
+        first = window.first_page(start, page_size)
         stop = sealed // page_size
-        kept = np.arange(min(reach.kept_pages(page_size), first, stop), dtype=np.int32)
+        kept = np.arange(min(window.kept_pages(page_size), first, stop), dtype=np.int32)
         seen = np.concatenate([kept, np.arange(first, stop, dtype=np.int32)])
         numbers.append(seen)
         tables.append(np.asarray(row[group].numbers_before(sealed))[seen])
     ids, real = _padded(tables)
     keys = _padded(numbers)[0][:, :, None] * page_size + np.arange(page_size)  # (B, n, P)
-    visible = reach.sees(positions[:, :, None], keys.reshape(len(short), 1, -1))
+    visible = window.sees(positions[:, :, None], keys.reshape(len(short), 1, -1))
     visible &= np.repeat(real, page_size, axis=1)[:, None]
     return mx.array(ids), mx.array(additive(visible)[:, None])
 
@@ -100,7 +100,7 @@ def _window_pages(
 def _padded(rows: Sequence[Numbers]) -> tuple[Ints, NDArray[np.bool_]]:
     """(B, n) rows, each padded with its own last entry, and which entries are real.
 
-    Its own: what another sequence has computed must not reach this one, not even times zero.
+    Its own: what another sequence has computed must not window this one, not even times zero.
     """
     entries, lengths = joined(rows)
     assert lengths.all()

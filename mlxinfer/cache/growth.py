@@ -14,7 +14,7 @@ LEAD = 8  # growth begins when one part in so many is left, or
 MIN_LEAD = 32  # ... so many pages
 
 
-def calm_pages(pages: int, limit: int) -> int:
+def growth_threshold(pages: int, limit: int) -> int:
     """How many of the first pages may be handed out before a pool of `pages` begins to grow.
 
     Args:
@@ -30,7 +30,7 @@ def wanted_pages(pages: int, extent: int, limit: int) -> int:
     Args:
         extent: one more than the highest page handed out.
     """
-    while extent > calm_pages(pages, limit):
+    while extent > growth_threshold(pages, limit):
         if pages >= limit:
             return limit
         pages = min(pages + max(pages // GROWTH, FIRST_PAGES), limit)
@@ -50,7 +50,7 @@ def layers_to_grow(sizes: Sequence[int], extent: int, limit: int) -> tuple[range
     if wanted == pages:
         return range(0), pages
     num_grown = sum([size >= wanted for size in sizes])
-    calm = calm_pages(pages, limit)
-    taken, lead = extent - calm, pages - calm
+    threshold = growth_threshold(pages, limit)
+    taken, lead = extent - threshold, pages - threshold
     asked = -(-len(sizes) * taken * taken // (lead * lead))
     return range(num_grown, min(max(asked, num_grown + 1), len(sizes))), wanted

@@ -1,4 +1,4 @@
-"""Short spans attend through a Metal kernel: one dispatch, two where a sequence is split.
+"""Short segments attend through a Metal kernel: one dispatch, two where a sequence is split.
 
 Knows page tables and tails; chooses nothing.
 """
@@ -12,9 +12,9 @@ import numpy as np
 from ..metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page_table
 from ..metal_kernels.paged_attention_kernel import PagedAttention
 from .pool import LayerPool
-from .reach import Reach
+from .segments import Ints, Segments
 from .short_plan import Part
-from .spans import Ints, ShortSpans
+from .window import AttentionWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class KernelPlan:
     def attend(
         self, pool: LayerPool, queries: mx.array, *, scale: float, sinks: mx.array | None
     ) -> mx.array:
-        """Flat queries (T, heads, D) -> what those of these spans see, (T', heads * V)."""
+        """Flat queries (T, heads, D) -> what those of these segments see, (T', heads * V)."""
         own = queries if self.rows is None else queries[self.rows]
         sizes = pool.form, own.shape, scale, sinks is None
         attention = self._prepared.get(sizes)
@@ -47,51 +47,53 @@ class KernelPlan:
 
 
 class KernelPlanner:
-    """Plans the short spans of a layer group.
+    """Plans the short segments of a layer group.
 
     Args:
         group: the layer group.
-        reach: what its layers keep.
+        window: what its layers keep.
         page_size: tokens a page.
         kv_heads: of its layers.
     """
 
-    def __init__(self, group: int, reach: Reach, page_size: int, *, kv_heads: int) -> None:
+    def __init__(
+        self, group: int, window: AttentionWindow, page_size: int, *, kv_heads: int
+    ) -> None:
         self._group = group
-        self._reach = reach
+        self._window = window
         self._page_size = page_size
         self._kv_heads = kv_heads
 
-    def __call__(self, short: ShortSpans, num_rows: int) -> list[Part]:
+    def __call__(self, short: Segments, num_rows: int) -> list[Part]:
         """Spans of a step whose tokens stand one after another in the flat list."""
-        planner = short.lasting(("attention", self._group), lambda: self._planner(short))
+        planner = short.memoised(("attention", self._group), lambda: self._planner(short))
         plan = planner(short.starts, self._pages(short))
-        rows = short.lasting("flat rows", lambda: _flat_rows(short, plan.num_queries))
+        rows = short.memoised("flat rows", lambda: _flat_rows(short, plan.num_queries))
         everything = plan.num_queries == num_rows
         return [(rows, KernelPlan(None if everything else slice(rows[0], rows[-1] + 1), plan))]
 
-    def _planner(self, short: ShortSpans) -> AttentionPlanner:
+    def _planner(self, short: Segments) -> AttentionPlanner:
         return AttentionPlanner(
             counts=short.counts,
             sealed=short.sealed,
             slots=short.slots,
             page_size=self._page_size,
             kv_heads=self._kv_heads,
-            window=self._reach.window,
-            sinks=self._reach.sinks,
+            window=self._window.size,
+            sinks=self._window.sinks,
         )
 
-    def _pages(self, short: ShortSpans) -> mx.array:
-        if self._reach.window is None:
-            return short.lasting(("pages", self._group), lambda: _page_table(short, self._group))
+    def _pages(self, short: Segments) -> mx.array:
+        if self._window.size is None:
+            return short.memoised(("pages", self._group), lambda: _page_table(short, self._group))
         return _page_table(short, self._group)
 
 
-def _flat_rows(short: ShortSpans, count: int) -> Ints:
+def _flat_rows(short: Segments, count: int) -> Ints:
     """(T',) one after another."""
     return int(short.rows[0]) + np.arange(count, dtype=np.int32)
 
 
-def _page_table(short: ShortSpans, group: int) -> mx.array:
-    """For each span the page of every page number that is sealed."""
+def _page_table(short: Segments, group: int) -> mx.array:
+    """For each segment the page of every page number that is sealed."""
     return page_table(short.sealed_pages(group))

@@ -8,7 +8,7 @@ import mlx.core as mx
 from ..core import KVSpec
 from ..metal_kernels.heads import Heads
 from .budget import check_memory, page_counts
-from .growth import FIRST_PAGES, calm_pages, layers_to_grow
+from .growth import FIRST_PAGES, growth_threshold, layers_to_grow
 from .kernel_attention import KernelPlanner
 from .page_table import PageTable
 from .pages import PageAllocator
@@ -16,11 +16,11 @@ from .plain_attention import PlainPlanner
 from .plan import padded_positions, plan_group
 from .plane import Plane
 from .pool import PLAIN, Bits, LayerPool, token_bytes
-from .reach import Reach
 from .sealing import Move, seal_index
+from .segments import StepSegments
 from .short_plan import Planner
-from .spans import StepSpans
 from .step import StepKV
+from .window import AttentionWindow
 
 FIRST_SLOTS = 4
 MAX_TAIL_SHARE = 4  # tails may take one part in so many of the budget
@@ -30,11 +30,11 @@ MAX_TAIL_SHARE = 4  # tails may take one part in so many of the budget
 class LayerGroup:
     """Layers that keep the same positions, and so share page tables."""
 
-    reach: Reach
+    window: AttentionWindow
     layers: list[int]
     page_bytes: int  # of all its layers
     allocator: PageAllocator
-    planner: Planner  # of short spans
+    planner: Planner  # of short segments
 
 
 class KVCache:
@@ -98,42 +98,44 @@ class KVCache:
 
     def _layer_groups(self, budget_bytes: int, num_pages: int | None) -> list[LayerGroup]:
         """Layers that keep the same positions, and as many pages for them as there is room for."""
-        reaches = sorted({_reach(s) for s in self.specs}, key=lambda r: (r.window or 0, r.sinks))
-        layers = [[i for i, s in enumerate(self.specs) if _reach(s) == reach] for reach in reaches]
+        windows = sorted({_window_of(s) for s in self.specs}, key=lambda r: (r.size or 0, r.sinks))
+        layers = [
+            [i for i, s in enumerate(self.specs) if _window_of(s) == window] for window in windows
+        ]
         costs = [[self._page_bytes[i] for i in members] for members in layers]
         counts = page_counts(
             [sum(cost) + max(cost) for cost in costs],  # the keys or values of one are there twice
             budget_bytes,
-            max_held=[self._max_held(reach, self._prefill_chunk) for reach in reaches],
+            max_held=[self._max_held(window, self._prefill_chunk) for window in windows],
             num_pages=num_pages,
         )
         return [
             LayerGroup(
-                reach, members, sum(cost), PageAllocator(count), self._planner(g, reach, members)
+                window, members, sum(cost), PageAllocator(count), self._planner(g, window, members)
             )
-            for g, (reach, members, cost, count) in enumerate(
-                zip(reaches, layers, costs, counts, strict=True)
+            for g, (window, members, cost, count) in enumerate(
+                zip(windows, layers, costs, counts, strict=True)
             )
         ]
 
-    def _planner(self, group: int, reach: Reach, layers: list[int]) -> Planner:
-        """How short spans of a group attend: through kernels, or in plain MLX."""
+    def _planner(self, group: int, window: AttentionWindow, layers: list[int]) -> Planner:
+        """How short segments of a group attend: through kernels, or in plain MLX."""
         if self._kernel_layers.issuperset(layers):
             kv_heads = self.specs[layers[0]].num_kv_heads
-            return KernelPlanner(group, reach, self.page_size, kv_heads=kv_heads)
+            return KernelPlanner(group, window, self.page_size, kv_heads=kv_heads)
         return PlainPlanner(
             group,
-            reach,
+            window,
             self.page_size,
             token_bytes=max([token_bytes(self.specs[i], self.dtype, PLAIN) for i in layers]),
             decodes=any(self.bits[i] != PLAIN for i in layers),
         )
 
-    def _max_held(self, reach: Reach, prefill_chunk: int) -> int | None:
+    def _max_held(self, window: AttentionWindow, prefill_chunk: int) -> int | None:
         """Pages of a window that `max_batch` sequences can hold; None: bound by their length."""
-        if reach.window is None:
+        if window.size is None:
             return None
-        held = -(-(reach.window - 1) // self.page_size) + 2 + reach.kept_pages(self.page_size)
+        held = -(-(window.size - 1) // self.page_size) + 2 + window.kept_pages(self.page_size)
         return self.max_batch * held + prefill_chunk // self.page_size
 
     def reset(self) -> None:
@@ -165,7 +167,7 @@ class KVCache:
         """Positions that one sequence may ever have, if it runs alone."""
         endless = 2**31
         held = [
-            g.reach.max_pages(endless, self._prefill_chunk, self.page_size) for g in self.groups
+            g.window.max_pages(endless, self._prefill_chunk, self.page_size) for g in self.groups
         ]
         short = [
             group.allocator.num_pages * self.page_size
@@ -183,7 +185,7 @@ class KVCache:
         """Whether a step needs more pages or tails than the arrays have, or will before long."""
         return any(
             num_slots > self.pools[group.layers[0]].num_slots
-            or group.allocator.extent > group.allocator.near
+            or group.allocator.extent > group.allocator.num_present
             for group in self.groups
         )
 
@@ -193,7 +195,7 @@ class KVCache:
         Pages that are soon wanted come a layer a step, see `growth.py`.
         """
         for group in self.groups:
-            if group.allocator.extent > group.allocator.near:
+            if group.allocator.extent > group.allocator.num_present:
                 self._grow_pages(group)
             slots = self.pools[group.layers[0]].num_slots
             if num_slots > slots:
@@ -216,7 +218,7 @@ class KVCache:
         The last layer is the last to grow: what it has all have.
         """
         pages = self.pools[group.layers[-1]].num_pages
-        group.allocator.near = calm_pages(pages, group.allocator.num_pages)
+        group.allocator.num_present = growth_threshold(pages, group.allocator.num_pages)
 
     def clear_tails(self, slots: Sequence[int]) -> None:
         """Before new owners write to tails: what is masked there is still multiplied, by 0.
@@ -264,12 +266,12 @@ class KVCache:
                     place = target, slot, start % (2 * self.page_size)
                     source = page * self.page_size
                     taken += [
-                        (plane, plane.peek(source, source + stop - start), place)
+                        (plane, plane.copy_out(source, source + stop - start), place)
                         for plane in self._planes_of(group)
                     ]
         mx.eval([parts for _, parts, _ in taken])  # before the pages that they lie in are written
         for plane, parts, place in taken:
-            plane.paste(parts, *place)
+            plane.copy_in(parts, *place)
 
     def planes(self, group: int) -> list[Plane]:
         """Keys and values of each layer of a group, in order."""
@@ -278,14 +280,14 @@ class KVCache:
     def _planes_of(self, group: LayerGroup) -> list[Plane]:
         return [plane for i in group.layers for plane in (self.pools[i].keys, self.pools[i].values)]
 
-    def begin_step(self, spans: StepSpans) -> list[StepKV]:
-        """What each layer attends through, for a step of these spans, until the next begins."""
-        positions = padded_positions(spans.positions) if self._heads else None
+    def begin_step(self, segments: StepSegments) -> list[StepKV]:
+        """What each layer attends through, for a step of these segments, until the next begins."""
+        positions = padded_positions(segments.positions) if self._heads else None
         plans = [
             plan_group(
-                spans,
+                segments,
                 group=g,
-                reach=group.reach,
+                window=group.window,
                 page_size=self.page_size,
                 planner=group.planner,
                 positions=positions,
@@ -302,5 +304,5 @@ class KVCache:
         return self._steps
 
 
-def _reach(spec: KVSpec) -> Reach:
-    return Reach(spec.window, spec.sinks)
+def _window_of(spec: KVSpec) -> AttentionWindow:
+    return AttentionWindow(spec.window, spec.sinks)

@@ -27,15 +27,15 @@ class PageAllocator:
     without breaking their runs; they stay free, and are used when nothing else is left.
 
     Attributes:
-        near: pages that are there already: a new run is placed among them, without headroom if need
-            be, before one is begun further on.
+        num_present: pages that the arrays have: a new run is placed among them, without headroom
+            if need be, before one is begun further on.
     """
 
     def __init__(self, num_pages: int, *, headroom: int = 8) -> None:
         assert num_pages > 0
         self.num_pages = num_pages
         self.num_free = num_pages
-        self.near = num_pages
+        self.num_present = num_pages
         self.extent = 0  # one more than the highest page id ever handed out
         self._headroom = headroom
         # Of a free run: its length at its first page, and that page at the one past its last.
@@ -107,9 +107,9 @@ class PageAllocator:
         place with headroom anywhere; the longest free run.
         """
         roomy = self._with_headroom(count)
-        if roomy is not None and sum(roomy) + count <= self.near:
+        if roomy is not None and sum(roomy) + count <= self.num_present:
             return self._split(*roomy)
-        longest, length = self._longest(self.near)
+        longest, length = self._longest(self.num_present)
         if length >= count:
             return longest
         return self._longest(self.num_pages)[0] if roomy is None else self._split(*roomy)

@@ -1,4 +1,4 @@
-"""Which short spans attend how in plain MLX: those with little to see together, others one by one.
+"""How short segments attend in plain MLX: those that see little together, others one by one.
 
 Knows sizes; attends nothing itself.
 """
@@ -7,68 +7,78 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .gather_attention import num_visible, plan_gather
-from .reach import Reach
 from .run_attention import plan_runs
+from .segments import Segments
 from .short_plan import Part
-from .spans import ShortSpans
+from .window import AttentionWindow
 
-SPAN_BYTES = 1 << 19  # gathered for one span and layer, at most: operations of its own cost as much
+SPAN_BYTES = (
+    1 << 19
+)  # gathered for one segment and layer, at most: operations of its own cost as much
 STEP_BYTES = 1 << 25  # gathered for a layer, at most: what a step takes for a moment stays small
 
 
 class PlainPlanner:
-    """Plans the short spans of a layer group.
+    """Plans the short segments of a layer group.
 
     Args:
         group: the layer group.
-        reach: what its layers keep.
+        window: what its layers keep.
         page_size: tokens a page.
         token_bytes: of keys and values of one layer, as they are attended to.
         decodes: a layer of it stores something else than vectors.
     """
 
     def __init__(
-        self, group: int, reach: Reach, page_size: int, *, token_bytes: int, decodes: bool
+        self,
+        group: int,
+        window: AttentionWindow,
+        page_size: int,
+        *,
+        token_bytes: int,
+        decodes: bool,
     ) -> None:
         self._group = group
-        self._reach = reach
+        self._window = window
         self._page_size = page_size
         self._page_bytes = token_bytes * page_size
         self._decodes = decodes
 
-    def __call__(self, spans: ShortSpans, num_rows: int) -> list[Part]:
-        """Some spans of a step of `num_rows` tokens in parts: their flat rows and their plan."""
-        if self._reach.window is None:  # what is seen of pages is what is sealed
-            few = spans.lasting(("few", self._group), lambda: self._few(spans))
+    def __call__(self, segments: Segments, num_rows: int) -> list[Part]:
+        """Some segments of a step of `num_rows` tokens in parts: their flat rows and their plan."""
+        if self._window.size is None:  # what is seen of pages is what is sealed
+            few = segments.memoised(("few", self._group), lambda: self._few(segments))
         else:
-            few = self._few(spans)
+            few = self._few(segments)
         num_few = np.count_nonzero(few)
         if num_few < 2:
-            return [self._alone(spans, num_rows)]
-        if num_few == len(spans):
-            return [self._together(spans, num_rows)]
-        short, long = self._parts(spans, few)
+            return [self._alone(segments, num_rows)]
+        if num_few == len(segments):
+            return [self._together(segments, num_rows)]
+        short, long = self._parts(segments, few)
         return [self._together(short, num_rows), self._alone(long, num_rows)]
 
-    def _few(self, spans: ShortSpans) -> NDArray[np.bool_]:
-        """(B,) which spans see something, and little enough to be gathered."""
-        pages = num_visible(spans, self._reach, self._page_size)
-        most = min(SPAN_BYTES, STEP_BYTES // len(spans)) // self._page_bytes
+    def _few(self, segments: Segments) -> NDArray[np.bool_]:
+        """(B,) which segments see something, and little enough to be gathered."""
+        pages = num_visible(segments, self._window, self._page_size)
+        most = min(SPAN_BYTES, STEP_BYTES // len(segments)) // self._page_bytes
         few: NDArray[np.bool_] = (pages > 0) & (pages <= most)
         return few
 
-    def _parts(self, spans: ShortSpans, few: NDArray[np.bool_]) -> tuple[ShortSpans, ShortSpans]:
+    def _parts(self, segments: Segments, few: NDArray[np.bool_]) -> tuple[Segments, Segments]:
         """Those that are gathered, and the others."""
-        short, long = spans.lasting(
+        short, long = segments.memoised(
             ("parts", few.tobytes()),
-            lambda: (spans.some(np.flatnonzero(few)), spans.some(np.flatnonzero(~few))),
+            lambda: (segments.some(np.flatnonzero(few)), segments.some(np.flatnonzero(~few))),
         )
-        return short.at(spans.starts[few]), long.at(spans.starts[~few])
+        return short.at(segments.starts[few]), long.at(segments.starts[~few])
 
-    def _together(self, spans: ShortSpans, num_rows: int) -> Part:
-        plan = plan_gather(spans, self._group, self._reach, self._page_size, num_rows)
-        return spans.tokens()[0], plan
+    def _together(self, segments: Segments, num_rows: int) -> Part:
+        plan = plan_gather(segments, self._group, self._window, self._page_size, num_rows)
+        return segments.tokens()[0], plan
 
-    def _alone(self, spans: ShortSpans, num_rows: int) -> Part:
-        plan = plan_runs(spans, self._group, self._reach, self._page_size, num_rows, self._decodes)
-        return spans.tokens()[0], plan
+    def _alone(self, segments: Segments, num_rows: int) -> Part:
+        plan = plan_runs(
+            segments, self._group, self._window, self._page_size, num_rows, self._decodes
+        )
+        return segments.tokens()[0], plan

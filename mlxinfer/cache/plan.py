@@ -13,19 +13,19 @@ import numpy as np
 from ..metal_kernels.heads import Form
 from ..metal_kernels.kv_write import KVWrite
 from .chunk_attention import ChunkPlan, plan_chunk
-from .reach import Reach
+from .segments import Ints, QuerySegment, Segments, StepSegments
 from .short_plan import Planner, ShortPlan
-from .spans import Ints, ShortSpans, Span, StepSpans
 from .tail_place import TailPlace
+from .window import AttentionWindow
 
 MIN_POSITIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """All spans of one step for one layer group."""
+    """All segments of one step for one layer group."""
 
-    parts: Sequence[ShortPlan | ChunkPlan]  # of short spans, then `long`
+    parts: Sequence[ShortPlan | ChunkPlan]  # of short segments, then `long`
     long: Sequence[ChunkPlan]
     order: mx.array | None  # (T,) from what the parts give, one after another, to flat order
     tail_rows: mx.array | None  # (N,) flat rows that go to tails; None: all of them, in order
@@ -36,20 +36,20 @@ class GroupPlan:
 
 
 def plan_group(
-    spans: StepSpans,
+    segments: StepSegments,
     *,
     group: int,
-    reach: Reach,
+    window: AttentionWindow,
     page_size: int,
     planner: Planner,
     positions: mx.array | None,
 ) -> GroupPlan:
     """Plan one step of layer group `group`; `positions` as `padded_positions` gives them."""
     ring = 2 * page_size
-    rows, slots, places = _tail_writes(spans.short, spans.long, page_size)
-    num_rows = len(spans.positions)
-    parts = [part for some in spans.short for part in planner(some, num_rows)]
-    long = [plan_chunk(span, group, reach) for span in spans.long]
+    rows, slots, places = _tail_writes(segments.short, segments.long, page_size)
+    num_rows = len(segments.positions)
+    parts = [part for some in segments.short for part in planner(some, num_rows)]
+    long = [plan_chunk(segment, group, window) for segment in segments.long]
     return GroupPlan(
         parts=[*[plan for _, plan in parts], *long],
         long=long,
@@ -82,13 +82,13 @@ def padded_positions(positions: Ints) -> mx.array:
 
 
 def _tail_writes(
-    short: Sequence[ShortSpans], long: Sequence[Span], page_size: int
+    short: Sequence[Segments], long: Sequence[QuerySegment], page_size: int
 ) -> tuple[Ints, Ints, Ints]:
     """Flat rows, slots and positions (N,) of the tokens that go to tails.
 
     Of a prefill chunk that is what its last, not yet full page holds.
     """
-    parts = [spans.tokens() for spans in short]
+    parts = [segments.tokens() for segments in short]
     for s in long:
         rest = min(s.stop % page_size, s.num_tokens)  # what came before is in the tail already
         step = np.arange(-rest, 0, dtype=np.int32)

@@ -80,11 +80,11 @@ class Plane:
                 pages[:, start:stop] = part[row:end].swapaxes(0, 1)  # (H, N, W)
             row = end
 
-    def peek(self, start: int, stop: int) -> list[mx.array]:
+    def copy_out(self, start: int, stop: int) -> list[mx.array]:
         """The stored parts (H, N, W) of one run of pages, as copies of their own."""
         return [mx.contiguous(pages[:, start:stop]) for pages in self.pages]
 
-    def paste(self, parts: list[mx.array], start: int, slot: int, offset: int) -> None:
+    def copy_in(self, parts: list[mx.array], start: int, slot: int, offset: int) -> None:
         """Store parts (H, N, W) in the pages from pool slot `start` on, and in a tail."""
         for i, (pages, part) in enumerate(zip(self.pages, parts, strict=True)):
             count = part.shape[1]

@@ -1,6 +1,6 @@
 """What all ways to attend in plain MLX share: which queries are asked, and what of tails they see.
 
-B spans, Q tokens each (padded), R = 2 * page_size: the ring of a tail.
+B segments, Q tokens each (padded), R = 2 * page_size: the ring of a tail.
 """
 
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .pool import LayerPool
-from .reach import Reach
-from .spans import Ints, ShortSpans
+from .segments import Ints, Segments
+from .window import AttentionWindow
 
 HIDDEN = float(np.finfo(np.float32).min)  # additive mask of what must not be seen
 
 
 @dataclass(frozen=True, slots=True)
 class ShortQueries:
-    """The queries of B short spans and their tails."""
+    """The queries of B short segments and their tails."""
 
     rows: mx.array | slice | None  # (B * Q,) flat rows of the queries; None: all of them
     shape: tuple[int, int]  # (B, Q)
@@ -43,30 +43,30 @@ class ShortQueries:
 
 
 def plan_queries(
-    short: ShortSpans, reach: Reach, page_size: int, num_rows: int
+    short: Segments, window: AttentionWindow, page_size: int, num_rows: int
 ) -> tuple[ShortQueries, Ints]:
-    """The queries of some spans of a step of `num_rows` tokens, and their positions (B, Q)."""
-    step, unpad = short.lasting("padding", lambda: _padding(short))
+    """The queries of some segments of a step of `num_rows` tokens, and their positions (B, Q)."""
+    step, unpad = short.memoised("padding", lambda: _padding(short))
     positions = short.starts[:, None] + step
     everything = step.size == num_rows and unpad is None
     queries = ShortQueries(
-        rows=None if everything else short.lasting("rows", lambda: _rows(short, step)),
+        rows=None if everything else short.memoised("rows", lambda: _rows(short, step)),
         shape=(len(short), short.width),
         unpad=unpad,
-        slots=short.lasting("slots", lambda: _as_index(short.slots)),
-        tail_mask=_tail_mask(short, positions, reach, page_size),
+        slots=short.memoised("slots", lambda: _as_index(short.slots)),
+        tail_mask=_tail_mask(short, positions, window, page_size),
     )
     return queries, positions
 
 
-def _padding(short: ShortSpans) -> tuple[Ints, mx.array | None]:
-    """(B, Q) which token of its span stands where, its last one repeated; and how to undo that."""
+def _padding(short: Segments) -> tuple[Ints, mx.array | None]:
+    """(B, Q) the token of its segment at each place, the last one repeated; and how to undo it."""
     step = np.minimum(np.arange(short.width, dtype=np.int32), short.counts[:, None] - 1)
     real = np.arange(short.width) < short.counts[:, None]  # (B, Q)
     return step, None if real.all() else mx.array(np.flatnonzero(real))
 
 
-def _rows(short: ShortSpans, step: Ints) -> mx.array | slice:
+def _rows(short: Segments, step: Ints) -> mx.array | slice:
     return _as_index((short.rows[:, None] + step).ravel())
 
 
@@ -78,17 +78,19 @@ def _as_index(rows: Ints) -> mx.array | slice:
     return mx.array(rows)
 
 
-def _tail_mask(short: ShortSpans, positions: Ints, reach: Reach, page_size: int) -> mx.array:
+def _tail_mask(
+    short: Segments, positions: Ints, window: AttentionWindow, page_size: int
+) -> mx.array:
     """(B, 1, Q, R) additive: ring slot j holds the one position p >= sealed with p % R == j."""
     ring, sealed = 2 * page_size, short.sealed[:, None]
-    if reach.window is None or reach.window >= ring:  # a token sees all of the tail before it
-        begins = short.lasting(  # rows of the masks, but for the positions
+    if window.size is None or window.size >= ring:  # a token sees all of the tail before it
+        begins = short.memoised(  # rows of the masks, but for the positions
             "tail masks", lambda: (sealed // page_size % 2 * ring - sealed)[:, None]
         )
         return _ring_masks(page_size)[mx.array(positions[:, None] + begins)]
     slots = np.arange(ring, dtype=np.int32)[None]
     held = sealed + (slots - sealed) % ring  # (B, R)
-    return mx.array(additive(reach.sees(positions[:, :, None], held[:, None]))[:, None])
+    return mx.array(additive(window.sees(positions[:, :, None], held[:, None]))[:, None])
 
 
 @cache

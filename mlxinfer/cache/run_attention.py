@@ -1,4 +1,4 @@
-"""Short spans attend in plain MLX: over views of runs of pages, and over tails. Knows no queue.
+"""Short segments attend in plain MLX: over views of runs of pages, and over tails. Knows no queue.
 
 Scores of a few runs, joined before the softmax, cost what scores of one contiguous cache cost.
 """
@@ -13,8 +13,8 @@ from ..metal_kernels.paged_attention import paged_attention
 from .plane import Views
 from .pool import LayerPool
 from .queries import ShortQueries, additive, plan_queries
-from .reach import Reach
-from .spans import Ints, ShortSpans
+from .segments import Ints, Segments
+from .window import AttentionWindow
 
 COVER_GAP = 64  # tokens decoded for nobody, at most, to decode those around them in one go
 COVER_TOKENS = 2048  # decoded together: what a layer takes for a moment stays small
@@ -22,7 +22,7 @@ COVER_TOKENS = 2048  # decoded together: what a layer takes for a moment stays s
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """Spans of at most 8 tokens that attend together. B spans, Q tokens each (padded)."""
+    """Spans of at most 8 tokens that attend together. B segments, Q tokens each (padded)."""
 
     queries: ShortQueries
     views: Views
@@ -31,7 +31,7 @@ class RunPlan:
     def attend(
         self, pool: LayerPool, queries: mx.array, *, scale: float, sinks: mx.array | None
     ) -> mx.array:
-        """Flat queries (T, heads, D) -> what those of these spans see, (T', heads * V)."""
+        """Flat queries (T, heads, D) -> what those of these segments see, (T', heads * V)."""
         own = self.queries.take(queries)
         several = len(self.views.covers) > 1
         # Else MLX may decode the first ranges of all layers before it computes the first layer.
@@ -50,34 +50,41 @@ class RunPlan:
 
 
 def plan_runs(
-    short: ShortSpans, group: int, reach: Reach, page_size: int, num_rows: int, decodes: bool
+    short: Segments,
+    group: int,
+    window: AttentionWindow,
+    page_size: int,
+    num_rows: int,
+    decodes: bool,
 ) -> RunPlan:
-    """Plan spans of one step; `decodes`: a layer stores something else than vectors."""
-    queries, positions = plan_queries(short, reach, page_size, num_rows)
-    views = _views(short, group, reach, decodes)
-    return RunPlan(queries, views, _run_masks(short, positions, reach))
+    """Plan segments of one step; `decodes`: a layer stores something else than vectors."""
+    queries, positions = plan_queries(short, window, page_size, num_rows)
+    views = _views(short, group, window, decodes)
+    return RunPlan(queries, views, _run_masks(short, positions, window))
 
 
-def _views(short: ShortSpans, group: int, reach: Reach, decodes: bool) -> Views:
-    """What each span sees in pages, and the ranges to decode for it."""
+def _views(short: Segments, group: int, window: AttentionWindow, decodes: bool) -> Views:
+    """What each segment sees in pages, and the ranges to decode for it."""
 
     def work_out() -> Views:
-        runs = _visible_runs(short, group, reach)
+        runs = _visible_runs(short, group, window)
         if not decodes:
             return Views.of(runs, [])
         runs = [split_long(some, COVER_TOKENS) for some in runs]
         return Views.of(runs, cover(runs, gap=COVER_GAP, most=COVER_TOKENS))
 
-    return short.lasting(("runs", group), work_out) if reach.window is None else work_out()
+    return short.memoised(("runs", group), work_out) if window.size is None else work_out()
 
 
-def _visible_runs(short: ShortSpans, group: int, reach: Reach) -> list[list[tuple[int, int]]]:
-    """For each span the pool slots of the sealed positions that it sees."""
+def _visible_runs(
+    short: Segments, group: int, window: AttentionWindow
+) -> list[list[tuple[int, int]]]:
+    """For each segment the pool slots of the sealed positions that it sees."""
     tables, sealed = [some[group] for some in short.tables], short.sealed.tolist()
-    if reach.window is None:
+    if window.size is None:
         return [table.runs_before(stop) for table, stop in zip(tables, sealed, strict=True)]
     return [
-        [run for part in reach.ranges(start, stop) for run in table.runs(*part)]
+        [run for part in window.ranges(start, stop) for run in table.runs(*part)]
         for table, start, stop in zip(tables, short.starts.tolist(), sealed, strict=True)
     ]
 
@@ -111,14 +118,14 @@ def cover(
     return covers
 
 
-def _run_masks(short: ShortSpans, positions: Ints, reach: Reach) -> list[mx.array | None]:
-    """Additive (Q, tokens in runs): later queries of a span see less of a window's old end."""
-    if reach.window is None or short.width == 1:
+def _run_masks(short: Segments, positions: Ints, window: AttentionWindow) -> list[mx.array | None]:
+    """Additive (Q, tokens in runs): later queries of a segment see less of a window's old end."""
+    if window.size is None or short.width == 1:
         return [None] * len(short)
     masks: list[mx.array | None] = []
     for own, sealed in zip(positions, short.sealed.tolist(), strict=True):
-        ranges = reach.ranges(int(own[0]), sealed)
+        ranges = window.ranges(int(own[0]), sealed)
         keys = np.concatenate([np.arange(*part, dtype=np.int32) for part in ranges] or [own[:0]])
-        seen = reach.sees(own[:, None], keys[None])
+        seen = window.sees(own[:, None], keys[None])
         masks.append(mx.array(additive(seen)) if len(keys) else None)
     return masks

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .page_table import PageTable
-from .spans import Ints, ints
+from .segments import Ints, ints
 
 
 class Move(NamedTuple):

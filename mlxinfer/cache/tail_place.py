@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 
-from .spans import Ints
+from .segments import Ints
 
 
 class TailPlace:

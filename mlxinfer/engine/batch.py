@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from ..cache.page_table import PageTable
 from ..cache.sealing import Move
-from ..cache.spans import Ints, StepSpans, ints
+from ..cache.segments import Ints, StepSegments, ints
 from .decodes import Decodes
 from .sequence import Sequence, Told
 
@@ -16,7 +16,7 @@ MAX_SHORT = 8  # query tokens that the decode path takes; longer segments are pr
 
 @dataclass(slots=True)
 class Segment:
-    """Consecutive new tokens of one sequence; what the KV cache calls a Span, and what to do."""
+    """Consecutive new tokens of one sequence: a `QuerySegment` of the KV cache, its sampling."""
 
     sequence: Sequence
     start: int  # position of the first
@@ -176,10 +176,10 @@ class Batch:
         )
 
     @property
-    def spans(self) -> StepSpans:
+    def spans(self) -> StepSegments:
         """As the KV cache sees them."""
         single = self.decodes.spans if len(self.decodes) else None
-        return StepSpans.of(self.short, self.long, single)
+        return StepSegments.of(self.short, self.long, single)
 
     @property
     def num_slots(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cache.spans import Ints, ShortSpans, ints
+from ..cache.segments import Ints, Segments, ints
 from .sequence import Sequence, Told
 
 
@@ -22,7 +22,7 @@ class Decodes:
     sequences: list[Sequence]  # (B,) in order of admission
     slots: tuple[int, ...]  # (B,) of their tails and in the sampler
     told: Told
-    spans: ShortSpans  # the same order; flat rows 0 to B - 1
+    spans: Segments  # the same order; flat rows 0 to B - 1
     output_index: NDArray[np.int64]  # (B,) which token of each answer is sampled, from 0
     num_guided: int  # under a grammar
     num_slots: int  # tails up to the last of theirs
@@ -36,7 +36,7 @@ class Decodes:
         """Those of which the newest token of the answer is all that is left to compute."""
         found = [s for s in running if s.decodes]
         slots = [s.slot for s in found]
-        spans = ShortSpans(
+        spans = Segments(
             [s.tables for s in found],
             np.arange(len(found), dtype=np.int32),
             ints([s.num_computed for s in found]),
@@ -66,7 +66,7 @@ class Decodes:
             self.sequences,
             self.slots,
             self.told,
-            self.spans.moved_on(),
+            self.spans.advance(),
             self.output_index + 1,
             self.num_guided,
             self.num_slots,

@@ -11,8 +11,8 @@ from ..cache.page_table import PageTable
 from ..cache.pages import OutOfPages, PageAllocator
 from ..cache.prefix import PrefixTree
 from ..cache.prefix.match import Match
-from ..cache.reach import Reach
 from ..cache.sealing import Move
+from ..cache.window import AttentionWindow
 from .batch import Load, Restore, Spill
 from .pagestore import PageStore
 from .sequence import Sequence
@@ -23,7 +23,7 @@ class KVManager:
     """Takes and gives back pages for sequences.
 
     Args:
-        reaches: what each layer group keeps.
+        windows: what each layer group keeps.
         allocators: the pages of each group.
         page_size: tokens a page.
         prefill_chunk: tokens of a step's prefill: windows hold that much more for a moment.
@@ -34,33 +34,33 @@ class KVManager:
     def __init__(
         self,
         *,
-        reaches: Seq[Reach],
+        windows: Seq[AttentionWindow],
         allocators: Seq[PageAllocator],
         page_size: int,
         prefill_chunk: int,
         reuse: bool,
         store: PageStore | None = None,
     ) -> None:
-        self.reaches = reaches
+        self.windows = windows
         self.allocators = allocators
         self.page_size = page_size
         self.reuse = reuse
         self._prefill_chunk = prefill_chunk
-        self._windowed = [(g, r) for g, r in enumerate(reaches) if r.window is not None]
+        self._windowed = [(g, r) for g, r in enumerate(windows) if r.size is not None]
         self._written: list[Sequence] = []
         self._closing: list[Move] = []
         self._transfers = Transfers(store, allocators) if store and reuse else None
         self.tree = PrefixTree(
             allocators,
-            windows=[reach.window for reach in reaches],
-            num_kept=[reach.kept_pages(page_size) for reach in reaches],
+            windows=[window.size for window in windows],
+            num_kept=[window.kept_pages(page_size) for window in windows],
             page_size=page_size,
             on_evict=self._transfers.note_evicted if self._transfers else None,
         )
 
     def pages_needed(self, group: int, num_tokens: int) -> int:
         """Pages of a group that a sequence of `num_tokens` needs at once, at most."""
-        return self.reaches[group].max_pages(num_tokens, self._prefill_chunk, self.page_size)
+        return self.windows[group].max_pages(num_tokens, self._prefill_chunk, self.page_size)
 
     # -- beginning ------------------------------------------------------------------------------
 
@@ -86,8 +86,8 @@ class KVManager:
         sequence.num_sealed = match.num_tokens - match.cut_tokens
         if not sequence.num_preempted:  # later it finds what it left itself
             sequence.num_cached = match.num_tokens
-        for group, reach in enumerate(self.reaches):
-            if reach.window is None:  # in one go, so that a prompt lies in one run
+        for group, window in enumerate(self.windows):
+            if window.size is None:  # in one go, so that a prompt lies in one run
                 self._extend(sequence.tables[group], group, sequence.num_known)
             elif match.cut_tokens:
                 self._extend(sequence.tables[group], group, match.num_tokens)
@@ -230,9 +230,9 @@ class KVManager:
 
     def trim(self, sequence: Sequence) -> None:
         """Let go of pages that no later token can see."""
-        for group, reach in self._windowed:
+        for group, window in self._windowed:
             table = sequence.tables[group]
-            first = reach.first_page(sequence.num_computed, self.page_size)
+            first = window.first_page(sequence.num_computed, self.page_size)
             if first <= table.first:
                 continue
             lease = sequence.lease_of

@@ -77,7 +77,7 @@ class Loop:
         if config.disk is not None and self.store is None:
             self.store = _open_store(config.disk, self.cache)
         self.scheduler = Scheduler(
-            reaches=[group.reach for group in self.cache.groups],
+            windows=[group.window for group in self.cache.groups],
             allocators=[group.allocator for group in self.cache.groups],
             page_size=config.page_size,
             max_batch=self.cache.max_batch,
@@ -312,7 +312,7 @@ def _open_store(options: DiskOptions, cache: KVCache) -> PageStore:
     )
     return PageStore(
         DiskTier(str(options.folder), namespace, max_bytes=options.max_bytes),
-        reaches=[group.reach for group in cache.groups],
+        windows=[group.window for group in cache.groups],
         page_bytes=[payload_bytes(cache, group) for group in range(len(cache.groups))],
         page_size=cache.page_size,
         max_bytes=options.max_bytes,

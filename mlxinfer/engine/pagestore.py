@@ -13,7 +13,7 @@ from typing import Any
 from ..cache.disk import DiskTier, chain_keys, page_key
 from ..cache.prefix import StoredPage
 from ..cache.prefix.match import Match, first_page
-from ..cache.reach import Reach
+from ..cache.window import AttentionWindow
 from .batch import Spill
 
 MIN_PAGES = 2  # fewer are not worth a look at the disk
@@ -54,7 +54,7 @@ class PageStore:
 
     Args:
         tier: of this model and KV format.
-        reaches: what each layer group keeps.
+        windows: what each layer group keeps.
         page_bytes: of a page's payload, by group.
         page_size: tokens a page.
         max_bytes: what the tier may hold.
@@ -65,14 +65,14 @@ class PageStore:
         self,
         tier: DiskTier,
         *,
-        reaches: Seq[Reach],
+        windows: Seq[AttentionWindow],
         page_bytes: Seq[int],
         page_size: int,
         max_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tier = tier
-        self.reaches = reaches
+        self.windows = windows
         self.page_bytes = page_bytes
         self.page_size = page_size
         self.tokens_loaded = 0
@@ -214,16 +214,16 @@ class _Search:
 
     def reachable(self) -> int:
         """The most pages after which all groups can go on, from memory and disk together."""
-        reaches = list(enumerate(self.store.reaches))
-        full = [g for g, reach in reaches if reach.window is None]
+        windows = list(enumerate(self.store.windows))
+        full = [g for g, window in windows if window.size is None]
         num_pages = len(self.match.nodes)
         while num_pages < self.stop and all(self._has(num_pages, g) for g in full):
             num_pages += 1
         checked = -1
         while num_pages != checked:
             checked = num_pages
-            for group, reach in reaches:
-                if reach.window is not None:
+            for group, window in windows:
+                if window.size is not None:
                     num_pages = self._lower(num_pages, group)
         return num_pages
 
@@ -231,14 +231,14 @@ class _Search:
         """Places to be read for going on after `num_pages`, the first pages first."""
         return sorted(
             (number, group)
-            for group in range(len(self.store.reaches))
+            for group in range(len(self.store.windows))
             for number in self._needed(num_pages, group)
             if not self._in_memory(number, group) and (number, group) not in self.payloads
         )
 
     def found(self, num_pages: int) -> Found:
         """What was read of what is needed."""
-        payloads: list[dict[int, memoryview]] = [{} for _ in self.store.reaches]
+        payloads: list[dict[int, memoryview]] = [{} for _ in self.store.windows]
         for group, pages in enumerate(payloads):
             for number in self._needed(num_pages, group):
                 if (number, group) in self.payloads:
@@ -265,9 +265,9 @@ class _Search:
 
     def _needed(self, num_pages: int, group: int) -> Seq[int]:
         """Page numbers of a group that the token after `num_pages` sees."""
-        size, reach = self.store.page_size, self.store.reaches[group]
-        first = first_page(num_pages * size, reach.window, size)
-        return [*range(min(reach.kept_pages(size), first)), *range(first, num_pages)]
+        size, window = self.store.page_size, self.store.windows[group]
+        first = first_page(num_pages * size, window.size, size)
+        return [*range(min(window.kept_pages(size), first)), *range(first, num_pages)]
 
     def _has(self, number: int, group: int) -> bool:
         if self._in_memory(number, group):

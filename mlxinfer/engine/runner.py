@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cache.kv import KVCache
-from ..cache.spans import Ints
+from ..cache.segments import Ints
 from ..cache.transfer import read_pages, write_pages
 from ..core import TokenLogprobs
 from ..models.decoder import Model

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from ..cache.pages import PageAllocator
-from ..cache.reach import Reach
+from ..cache.window import AttentionWindow
 from ..core import FinishReason
 from .batch import MAX_SHORT, Batch, Segment, sampling_of
 from .counters import Counters
@@ -38,7 +38,7 @@ class Scheduler:
     """Continuous batching over paged KV.
 
     Args:
-        reaches: what each layer group keeps.
+        windows: what each layer group keeps.
         allocators: the pages of each group.
         page_size: tokens a page.
         max_batch: sequences that may run at once.
@@ -50,7 +50,7 @@ class Scheduler:
     def __init__(
         self,
         *,
-        reaches: Seq[Reach],
+        windows: Seq[AttentionWindow],
         allocators: Seq[PageAllocator],
         page_size: int,
         max_batch: int,
@@ -58,10 +58,10 @@ class Scheduler:
         reuse: bool = True,
         store: PageStore | None = None,
     ) -> None:
-        assert len(reaches) == len(allocators)
+        assert len(windows) == len(allocators)
         assert prefill_chunk % page_size == 0
         self.kv_manager = KVManager(
-            reaches=reaches,
+            windows=windows,
             allocators=allocators,
             page_size=page_size,
             prefill_chunk=prefill_chunk,

@@ -35,8 +35,8 @@ def _groups(scheduler: Scheduler, cache: KVCache) -> list[dict[str, Any]]:
     tree = scheduler.kv_manager.tree
     return [
         {
-            "window": group.reach.window,
-            "sinks": group.reach.sinks,
+            "window": group.window.size,
+            "sinks": group.window.sinks,
             "layers": len(group.layers),
             "page_bytes": group.page_bytes,
             "pages": group.allocator.num_pages,

@@ -99,8 +99,8 @@ class Transfers:
                     last[2].append(page)
                 else:
                     runs.append((group, number, [page]))
-        reaches = self._store.reaches
-        whole = [run for run in runs if reaches[run[0]].window is None]
+        windows = self._store.windows
+        whole = [run for run in runs if windows[run[0]].size is None]
         for some in [whole, *[[run] for run in runs if run not in whole]]:
             if some:
                 self._insert_runs(tree, ids, some)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.cache.growth import FIRST_PAGES, calm_pages, layers_to_grow, wanted_pages
+from mlxinfer.cache.growth import FIRST_PAGES, growth_threshold, layers_to_grow, wanted_pages
 from mlxinfer.cache.pages import PageAllocator
 
 
@@ -51,7 +51,7 @@ def test_a_layer_a_step_though_no_page_is_taken() -> None:
 def test_a_step_that_takes_few_pages_copies_few_layers(num_layers: int, pages: int) -> None:
     """At most twice the part of the layers that the step takes of the pages left, and one."""
     sizes = [1000] * num_layers
-    lead = 1000 - calm_pages(1000, 10_000)
+    lead = 1000 - growth_threshold(1000, 10_000)
     extent = 1000 - lead
     while extent + pages <= 1000:
         extent += pages
@@ -85,7 +85,7 @@ def test_the_limit_is_all_there_is(limit: int) -> None:
 def test_short_prompts_fill_what_is_there_before_more_is_taken() -> None:
     """Kept prompts of three pages: with headroom beside each, 96 pages would hold nine."""
     allocator = PageAllocator(10_000)
-    allocator.near = calm_pages(128, 10_000)
+    allocator.num_present = growth_threshold(128, 10_000)
     for _ in range(26):
         allocator.allocate(3)
-    assert allocator.extent <= allocator.near == 96
+    assert allocator.extent <= allocator.num_present == 96

@@ -8,23 +8,23 @@ from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.cache.kernel_attention import KernelPlan, KernelPlanner
 from mlxinfer.cache.page_table import PageTable
 from mlxinfer.cache.pool import LayerPool
-from mlxinfer.cache.reach import Reach
-from mlxinfer.cache.spans import ShortSpans, ints
+from mlxinfer.cache.segments import Segments, ints
+from mlxinfer.cache.window import AttentionWindow
 from mlxinfer.core import KVSpec
 
 PAGE, KV_HEADS, DIM = 16, 2, 64
 LAYERS = [(4, 0.125, False), (8, 0.125, False), (4, 0.5, False), (4, 0.125, True)]
 
 
-def spans() -> ShortSpans:
+def spans() -> Segments:
     """Two sequences in decode: of 21 and of 7 tokens."""
     tables = [[PageTable(PAGE, pages=[2, 0])], [PageTable(PAGE, pages=[1])]]
     counts = ints([1, 1])
-    return ShortSpans(tables, ints([0, 1]), ints([20, 6]), counts, ints([16, 0]), ints([1, 0]))
+    return Segments(tables, ints([0, 1]), ints([20, 6]), counts, ints([16, 0]), ints([1, 0]))
 
 
-def planned(short: ShortSpans) -> KernelPlan:
-    [(_, plan)] = KernelPlanner(0, Reach(), PAGE, kv_heads=KV_HEADS)(short, 2)
+def planned(short: Segments) -> KernelPlan:
+    [(_, plan)] = KernelPlanner(0, AttentionWindow(), PAGE, kv_heads=KV_HEADS)(short, 2)
     assert isinstance(plan, KernelPlan)
     return plan
 

@@ -31,7 +31,7 @@ def test_fills_the_headroom_when_nothing_else_is_left() -> None:
 
 def test_fills_what_is_near_before_it_goes_further() -> None:
     allocator = PageAllocator(100, headroom=8)
-    allocator.near = 24
+    allocator.num_present = 24
     assert allocator.allocate(3) == [0, 1, 2]
     assert allocator.allocate(3) == [11, 12, 13]
     assert allocator.allocate(4) == [14, 15, 16, 17]  # with headroom it would end in page 25
@@ -43,7 +43,7 @@ def test_fills_what_is_near_before_it_goes_further() -> None:
 def test_allocator_equals_a_naive_set(data: st.DataObject) -> None:
     total = data.draw(st.integers(1, 40))
     allocator = PageAllocator(total, headroom=data.draw(st.integers(0, 4)))
-    allocator.near = data.draw(st.integers(0, total))
+    allocator.num_present = data.draw(st.integers(0, total))
     held: list[list[int]] = []
     for _ in range(data.draw(st.integers(0, 40))):
         free = set(range(total)) - {page for pages in held for page in pages}
@@ -62,7 +62,7 @@ def test_allocator_equals_a_naive_set(data: st.DataObject) -> None:
         pages = allocator.allocate(num, after=after)
         if after is None:
             place = lowest_with_headroom(free, num, allocator._headroom)
-            if place is not None and place + num <= allocator.near:
+            if place is not None and place + num <= allocator.num_present:
                 assert pages == list(range(place, place + num))
         assert len(pages) == num == len(set(pages))
         assert set(pages) <= free

@@ -13,19 +13,19 @@ from mlxinfer.cache.plain_attention import PlainPlanner
 from mlxinfer.cache.plan import plan_group
 from mlxinfer.cache.pool import Bits, LayerPool
 from mlxinfer.cache.queries import HIDDEN
-from mlxinfer.cache.reach import Reach
-from mlxinfer.cache.spans import ShortSpans, StepSpans
+from mlxinfer.cache.segments import Segments, StepSegments
 from mlxinfer.cache.step import StepKV
+from mlxinfer.cache.window import AttentionWindow
 from mlxinfer.core import KVSpec
 
 PAGE, HEADS, GROUP, DIM = 16, 2, 3, 32
 NUM_PAGES = 80
 
 
-def filled_pool(reach: Reach, bits: Bits, num_slots: int) -> LayerPool:
+def filled_pool(window: AttentionWindow, bits: Bits, num_slots: int) -> LayerPool:
     """A pool whose pages and tails hold noise."""
     rng = np.random.default_rng(5)
-    spec = KVSpec(HEADS, DIM, DIM, reach.window, reach.sinks)
+    spec = KVSpec(HEADS, DIM, DIM, window.size, window.sinks)
     pool = LayerPool(
         spec,
         page_size=PAGE,
@@ -41,23 +41,25 @@ def filled_pool(reach: Reach, bits: Bits, num_slots: int) -> LayerPool:
     return pool
 
 
-def spans_of(draws: list[tuple[int, int, int]], reach: Reach, *, scattered: bool) -> ShortSpans:
+def spans_of(
+    draws: list[tuple[int, int, int]], window: AttentionWindow, *, scattered: bool
+) -> Segments:
     """Spans of (sealed pages, tokens in the tail before, new tokens) each, in flat order."""
     free = list(range(NUM_PAGES))
     if scattered:
         free = [*free[::2], *free[1::2]]
     tables, starts, sealed = [], [], []
     for num_pages, in_tail, _ in draws:
-        kept = reach.kept_pages(PAGE)
+        kept = window.kept_pages(PAGE)
         pages, free = free[: num_pages + 3], free[num_pages + 3 :]
         table = PageTable(PAGE, num_kept=kept, kept=pages[:kept], pages=pages[kept:])
         start = num_pages * PAGE + in_tail
-        table.drop_before(min(reach.first_page(start, PAGE), num_pages))
+        table.drop_before(min(window.first_page(start, PAGE), num_pages))
         tables.append([table])
         starts.append(start)
         sealed.append(num_pages * PAGE)
     counts = np.array([count for *_, count in draws], np.int32)
-    return ShortSpans(
+    return Segments(
         tables,
         rows=(np.cumsum(counts) - counts).astype(np.int32),
         starts=np.array(starts, np.int32),
@@ -67,17 +69,17 @@ def spans_of(draws: list[tuple[int, int, int]], reach: Reach, *, scattered: bool
     )
 
 
-def attend(spans: ShortSpans, pool: LayerPool, reach: Reach, limit: int) -> mx.array:
+def attend(spans: Segments, pool: LayerPool, window: AttentionWindow, limit: int) -> mx.array:
     """What one step's attention gives, in flat order, if `limit` bytes a span may be gathered."""
     token_bytes = 2 * HEADS * DIM * 4
-    planner = PlainPlanner(0, reach, PAGE, token_bytes=token_bytes, decodes=True)
+    planner = PlainPlanner(0, window, PAGE, token_bytes=token_bytes, decodes=True)
     positions = spans.tokens()[2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plain_attention, "SPAN_BYTES", limit * PAGE * token_bytes)
         plan = plan_group(
-            StepSpans([spans], [], positions),
+            StepSegments([spans], [], positions),
             group=0,
-            reach=reach,
+            window=window,
             page_size=PAGE,
             planner=planner,
             positions=None,
@@ -99,7 +101,14 @@ draws = st.lists(
 @given(
     draws=draws,
     single=st.booleans(),
-    reach=st.sampled_from([Reach(), Reach(window=20), Reach(window=40, sinks=3), Reach(window=7)]),
+    window=st.sampled_from(
+        [
+            AttentionWindow(),
+            AttentionWindow(size=20),
+            AttentionWindow(size=40, sinks=3),
+            AttentionWindow(size=7),
+        ]
+    ),
     bits=st.sampled_from([(None, None), (8, 8), (8, 4), (8, None), (None, 8)]),
     limit=st.sampled_from([1, 2, 3, 100]),
     scattered=st.booleans(),
@@ -108,26 +117,26 @@ draws = st.lists(
 def test_gathered_as_run_by_run(
     draws: list[tuple[int, int, int]],
     single: bool,
-    reach: Reach,
+    window: AttentionWindow,
     bits: Bits,
     limit: int,
     scattered: bool,
 ) -> None:
     if single:
         draws = [(pages, in_tail, 1) for pages, in_tail, _ in draws]
-    spans = spans_of(draws, reach, scattered=scattered)
-    expected = attend(spans, filled_pool(reach, bits, len(draws)), reach, limit=0)
-    found = attend(spans, filled_pool(reach, bits, len(draws)), reach, limit)
+    spans = spans_of(draws, window, scattered=scattered)
+    expected = attend(spans, filled_pool(window, bits, len(draws)), window, limit=0)
+    found = attend(spans, filled_pool(window, bits, len(draws)), window, limit)
     assert mx.allclose(found, expected, rtol=1e-5, atol=1e-6).item()
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_what_another_sequence_left_does_not_reach_through_the_padding(place: int) -> None:
     """Not even what is no number: its weight is 0, but 0 times that is none either."""
-    reach, pool = Reach(), filled_pool(Reach(), (None, None), 3)
+    window, pool = AttentionWindow(), filled_pool(AttentionWindow(), (None, None), 3)
     draws = [(1, 5, 1), (2, 0, 1)]
     draws.insert(place, (4, 2, 1))
-    spans, sound = spans_of(draws, reach, scattered=False), [i for i in range(3) if i != place]
+    spans, sound = spans_of(draws, window, scattered=False), [i for i in range(3) if i != place]
     for plane in (pool.keys, pool.values):
         (pages,) = plane.pages
         held = [run for i in sound for run in spans.tables[i][0].runs(0, draws[i][0] * PAGE)]
@@ -135,24 +144,30 @@ def test_what_another_sequence_left_does_not_reach_through_the_padding(place: in
         for start, stop in held:
             broken[:, start:stop] = np.array(pages[:, start:stop])
         plane.pages[0] = mx.array(broken)
-    found = attend(spans, pool, reach, limit=100)
+    found = attend(spans, pool, window, limit=100)
     assert mx.isnan(found[place]).all().item(), "it has nothing else"
     assert not mx.isnan(found[mx.array(sound)]).any().item()
 
 
 def test_parts_are_found_again_while_only_tokens_join() -> None:
-    spans = spans_of([(4, 2, 1), (1, 5, 1), (2, 0, 1), (0, 3, 1)], Reach(), scattered=False)
+    spans = spans_of(
+        [(4, 2, 1), (1, 5, 1), (2, 0, 1), (0, 3, 1)], AttentionWindow(), scattered=False
+    )
     for step in range(3):
         for limit in (2, 100):
-            pool = filled_pool(Reach(), (None, None), 4)
+            pool = filled_pool(AttentionWindow(), (None, None), 4)
             fresh = spans_of(
                 [(4, 2 + step, 1), (1, 5 + step, 1), (2, step, 1), (0, 3 + step, 1)],
-                Reach(),
+                AttentionWindow(),
                 scattered=False,
             )
-            expected = attend(fresh, filled_pool(Reach(), (None, None), 4), Reach(), limit=0)
-            assert mx.allclose(attend(spans, pool, Reach(), limit), expected, atol=1e-6).item()
-        spans = spans.moved_on()
+            expected = attend(
+                fresh, filled_pool(AttentionWindow(), (None, None), 4), AttentionWindow(), limit=0
+            )
+            assert mx.allclose(
+                attend(spans, pool, AttentionWindow(), limit), expected, atol=1e-6
+            ).item()
+        spans = spans.advance()
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from models.tiny import tiny_checkpoint
 
 from mlxinfer.cache.pool import LayerPool
-from mlxinfer.cache.spans import Ints
+from mlxinfer.cache.segments import Ints
 from mlxinfer.config import KVOptions
 from mlxinfer.core import FinishReason, Request, SamplingParams
 from mlxinfer.engine.runner import Launched, Runner

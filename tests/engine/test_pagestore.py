@@ -9,7 +9,7 @@ from mlxinfer.cache.disk import DiskTier, namespace_key
 from mlxinfer.cache.page_table import PageTable
 from mlxinfer.cache.pages import PageAllocator
 from mlxinfer.cache.prefix import PrefixTree
-from mlxinfer.cache.reach import Reach
+from mlxinfer.cache.window import AttentionWindow
 from mlxinfer.engine import pagestore
 from mlxinfer.engine.batch import Spill
 from mlxinfer.engine.pagestore import TRIES, Found, PageStore
@@ -45,13 +45,13 @@ class Bench:
     def __init__(self, folder: Path, max_bytes: int = 1 << 20) -> None:
         self.folder = folder
         self.keys: dict[tuple[int, int], bytes] = {}  # (page number, group) -> of its entry
-        self.reaches = [Reach(), Reach(window=9, sinks=1)]
+        self.windows = [AttentionWindow(), AttentionWindow(size=9, sinks=1)]
         self.clock = Clock()
         self.tier = SlowTier(str(folder), namespace_key("test"), max_bytes=1 << 20)
         self.tier.clock = self.clock
         self.store = PageStore(
             self.tier,
-            reaches=self.reaches,
+            windows=self.windows,
             page_bytes=PAGE_BYTES,
             page_size=PAGE,
             max_bytes=max_bytes,
@@ -63,8 +63,8 @@ class Bench:
         allocators = [PageAllocator(20), PageAllocator(20)]
         tree = PrefixTree(
             allocators,
-            windows=[reach.window for reach in self.reaches],
-            num_kept=[reach.kept_pages(PAGE) for reach in self.reaches],
+            windows=[window.size for window in self.windows],
+            num_kept=[window.kept_pages(PAGE) for window in self.windows],
             page_size=PAGE,
         )
         tables = [PageTable(PAGE, pages=a.allocate(num_pages)) for a in allocators]

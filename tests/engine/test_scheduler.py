@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxinfer.cache.pages import PageAllocator
-from mlxinfer.cache.reach import Reach
+from mlxinfer.cache.window import AttentionWindow
 from mlxinfer.core import FinishReason, Request, SamplingParams
 from mlxinfer.engine import kv_manager
 from mlxinfer.engine.batch import MAX_SHORT, Batch
@@ -27,7 +27,7 @@ def build(
     chunk: int = 16,
 ) -> Scheduler:
     return Scheduler(
-        reaches=[Reach(window, sinks if window else 0) for window in windows],
+        windows=[AttentionWindow(window, sinks if window else 0) for window in windows],
         allocators=[PageAllocator(pages, headroom=2) for _ in windows],
         page_size=PAGE,
         max_batch=max_batch,
@@ -347,15 +347,17 @@ def check_batch(scheduler: Scheduler, batch: Batch, chunk: int) -> None:
             assert 0 <= segment.start - segment.sealed < PAGE  # more than 0: after a cut page
         else:
             assert segment.stop - segment.sealed <= 2 * PAGE, "the tail is too short"
-        for reach, table in zip(scheduler.kv_manager.reaches, segment.sequence.tables, strict=True):
+        for window, table in zip(
+            scheduler.kv_manager.windows, segment.sequence.tables, strict=True
+        ):
             assert table.end >= segment.stop, "a token without a slot"
-            for part in reach.ranges(segment.start, segment.stop):
+            for part in window.ranges(segment.start, segment.stop):
                 table.runs(*part)  # asserts that every visible position is held
 
 
 def check_books(scheduler: Scheduler) -> None:
-    for group, (reach, allocator) in enumerate(
-        zip(scheduler.kv_manager.reaches, scheduler.kv_manager.allocators, strict=True)
+    for group, (window, allocator) in enumerate(
+        zip(scheduler.kv_manager.windows, scheduler.kv_manager.allocators, strict=True)
     ):
         tree = scheduler.kv_manager.tree
         own = [
@@ -366,11 +368,11 @@ def check_books(scheduler: Scheduler) -> None:
         assert len(own) == len(set(own))
         assert len(own) + tree.num_pages(group) == allocator.num_held
         assert allocator.num_held + allocator.num_free == allocator.num_pages
-        if reach.window is not None:
+        if window.size is not None:
             for sequence in scheduler.roster.running:
                 scheduler.kv_manager.trim(sequence)
                 kept = sequence.num_computed - sequence.tables[group].first * PAGE
-                assert kept <= reach.window + PAGE
+                assert kept <= window.size + PAGE
     running, waiting = set(scheduler.roster.running), set(scheduler.roster.waiting)
     assert not running & waiting
     assert running | waiting == set(scheduler.roster.unfinished())

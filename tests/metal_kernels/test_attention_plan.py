@@ -12,7 +12,7 @@ from mlxinfer.metal_kernels.attention_plan import (
 )
 from mlxinfer.metal_kernels.attention_shape import threadgroup_shape
 
-from mlxinfer.cache.reach import Reach
+from mlxinfer.cache.window import AttentionWindow
 
 counts = st.lists(st.integers(1, 200), min_size=1, max_size=9)
 
@@ -56,16 +56,16 @@ def test_a_long_sequence_is_split_and_a_full_batch_is_not() -> None:
 def test_blocks_hold_all_that_is_seen(
     start: int, queries: int, window: int | None, sinks: int
 ) -> None:
-    reach = Reach(window, sinks if window is not None else 0)
+    seen_by = AttentionWindow(window, sinks if window is not None else 0)
     stop = start + queries
     sink_blocks, gap, num_blocks = (
         int(field[0])
         for field in visible_blocks(
-            np.array([start], np.int32), np.array([stop], np.int32), reach.window, reach.sinks
+            np.array([start], np.int32), np.array([stop], np.int32), seen_by.size, seen_by.sinks
         )
     )
     blocks = [i if i < sink_blocks else i + gap for i in range(num_blocks)]
-    seen = reach.sees(np.arange(start, stop, dtype=np.int32)[:, None], np.arange(stop)[None])
+    seen = seen_by.sees(np.arange(start, stop, dtype=np.int32)[:, None], np.arange(stop)[None])
     assert blocks == np.unique(np.flatnonzero(seen.any(axis=0)) // BLOCK).tolist()
 
 

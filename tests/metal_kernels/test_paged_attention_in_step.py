@@ -14,9 +14,9 @@ from mlxinfer.cache.page_table import PageTable
 from mlxinfer.cache.plain_attention import PlainPlanner
 from mlxinfer.cache.plan import padded_positions, plan_group
 from mlxinfer.cache.pool import Bits, LayerPool
-from mlxinfer.cache.reach import Reach
-from mlxinfer.cache.spans import Span, StepSpans
+from mlxinfer.cache.segments import QuerySegment, StepSegments
 from mlxinfer.cache.step import StepKV
+from mlxinfer.cache.window import AttentionWindow
 from mlxinfer.core import KVSpec
 
 PAGE, HEADS, GROUP, DIM = 16, 2, 3, 64
@@ -52,16 +52,16 @@ def vectors(count: int, heads: int, seed: int) -> mx.array:
 
 @requires_compiler
 @pytest.mark.parametrize("bits", [(None, None), (8, 4), (4, 4)])
-@pytest.mark.parametrize("reach", [Reach(), Reach(window=18, sinks=3)])
-def test_same_as_the_step(bits: Bits, reach: Reach) -> None:
-    spec = KVSpec(HEADS, DIM, DIM, reach.window, reach.sinks)
+@pytest.mark.parametrize("window", [AttentionWindow(), AttentionWindow(size=18, sinks=3)])
+def test_same_as_the_step(bits: Bits, window: AttentionWindow) -> None:
+    spec = KVSpec(HEADS, DIM, DIM, window.size, window.sinks)
     pool = LayerPool(spec, page_size=PAGE, num_pages=7, num_slots=4, dtype=mx.float32, bits=bits)
-    kept = reach.kept_pages(PAGE)
+    kept = window.kept_pages(PAGE)
     tables = [PageTable(PAGE, kept, kept, pages[:kept], pages[kept:]) for pages in PAGES]
     for slot, (length, table) in enumerate(zip(LENGTHS, tables, strict=True)):
         prompt = Tokens(0, 0, length, 0, slot, [table])
-        attend(pool, [], [prompt], reach, seed=slot)
-        table.drop_before(reach.first_page(length, PAGE))
+        attend(pool, [], [prompt], window, seed=slot)
+        table.drop_before(window.first_page(length, PAGE))
 
     rows = np.cumsum(QUERIES) - QUERIES
     spans = [
@@ -70,12 +70,12 @@ def test_same_as_the_step(bits: Bits, reach: Reach) -> None:
             zip(rows, LENGTHS, QUERIES, tables, strict=True)
         )
     ]
-    queries, expected = attend(pool, spans, [], reach, seed=9)
+    queries, expected = attend(pool, spans, [], window, seed=9)
     queries, _ = pool.rotate(queries, queries)
     machine = MetalCPU()
     found = []
     with running_on(machine):
-        for short in StepSpans.of(spans, []).short:
+        for short in StepSegments.of(spans, []).short:
             first, count = int(short.rows[0]), int(short.counts.sum())
             planner = AttentionPlanner(
                 counts=short.counts,
@@ -83,8 +83,8 @@ def test_same_as_the_step(bits: Bits, reach: Reach) -> None:
                 slots=short.slots,
                 page_size=PAGE,
                 kv_heads=HEADS,
-                window=reach.window,
-                sinks=reach.sinks,
+                window=window.size,
+                sinks=window.sinks,
             )
             pages = page_table(
                 [
@@ -102,16 +102,20 @@ def test_same_as_the_step(bits: Bits, reach: Reach) -> None:
 
 
 def attend(
-    pool: LayerPool, short: list[Span], long: list[Span], reach: Reach, seed: int
+    pool: LayerPool,
+    short: list[QuerySegment],
+    long: list[QuerySegment],
+    window: AttentionWindow,
+    seed: int,
 ) -> tuple[mx.array, mx.array]:
     """Queries of a step, and what its attention gives."""
     count = sum(span.num_tokens for span in (*short, *long))
-    planner = PlainPlanner(0, reach, PAGE, token_bytes=1 << 20, decodes=True)
-    spans = StepSpans.of(short, long)
+    planner = PlainPlanner(0, window, PAGE, token_bytes=1 << 20, decodes=True)
+    spans = StepSegments.of(short, long)
     plan = plan_group(
         spans,
         group=0,
-        reach=reach,
+        window=window,
         page_size=PAGE,
         planner=planner,
         positions=padded_positions(spans.positions),

@@ -51,10 +51,10 @@ def check_decodes(scheduler: Scheduler, decodes: Decodes) -> None:
     assert decodes.num_slots == 1 + max(decodes.slots, default=-1)
     assert decodes.num_guided == sum(s.request.grammar is not None for s in sequences)
     assert all(a is b.tables for a, b in zip(spans.tables, sequences, strict=True))
-    for group, reach in enumerate(scheduler.kv_manager.reaches):
-        if reach.window is None:
+    for group, window in enumerate(scheduler.kv_manager.windows):
+        if window.size is None:
             found = [s.tables[group].numbers_before(s.num_sealed).tolist() for s in sequences]
-            assert spans.lasting(("books", group), list(found).copy) == found
+            assert spans.memoised(("books", group), list(found).copy) == found
 
 
 def check_books(scheduler: Scheduler, pins: Seq[Lease]) -> None:
@@ -88,14 +88,14 @@ def check_locks(scheduler: Scheduler, leases: list[Lease]) -> None:
     """Nodes count just the leases that there are, and windowed pages those that need them."""
     kv_manager = scheduler.kv_manager
     locks: Counter[Node] = Counter()
-    holds: list[Counter[Node]] = [Counter() for _ in kv_manager.reaches]
+    holds: list[Counter[Node]] = [Counter() for _ in kv_manager.windows]
     for lease in leases:
         assert not lease.released
         cut = [lease.cut] if lease.cut else []
         locks.update(lease.nodes + cut)
-        for group, reach in enumerate(kv_manager.reaches):
-            if reach.window is not None:
-                kept = reach.kept_pages(kv_manager.page_size)
+        for group, window in enumerate(kv_manager.windows):
+            if window.size is not None:
+                kept = window.kept_pages(kv_manager.page_size)
                 holds[group].update(lease.nodes[:kept] + lease.nodes[lease.first[group] :] + cut)
     for stored in kv_manager.tree.stored():
         node = stored.node

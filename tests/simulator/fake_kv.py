@@ -12,7 +12,7 @@ from simulator.oracle import layer_groups
 
 from mlxinfer.cache.page_table import PageTable
 from mlxinfer.cache.pages import PageAllocator
-from mlxinfer.cache.reach import Reach
+from mlxinfer.cache.window import AttentionWindow
 from mlxinfer.engine.batch import Load, Move, Restore, Segment, Spill
 
 POISON = 1 << 80  # no hash is as large
@@ -38,15 +38,15 @@ class FakeKV:
 
     def __init__(
         self,
-        reaches: Sequence[Reach],
+        windows: Sequence[AttentionWindow],
         allocators: Sequence[WatchedAllocator],
         *,
         page_size: int,
         max_batch: int,
     ) -> None:
-        self.reaches, self.allocators = reaches, allocators
+        self.windows, self.allocators = windows, allocators
         self.page_size, self.max_batch = page_size, max_batch
-        self.groups = layer_groups(len(reaches))
+        self.groups = layer_groups(len(windows))
         self.may_write_pages = False
         self.reset()
 
@@ -170,13 +170,13 @@ class FakeKV:
 
     def places(self, segment: Segment, group: int, position: int) -> Places:
         """Where the keys lie that a token of a segment sees."""
-        reach, table = self.reaches[group], segment.tables[group]
+        window, table = self.windows[group], segment.tables[group]
         stop = position + 1
         sealed = stop if segment.seals else min(segment.sealed, stop)
-        runs = [run for part in reach.ranges(position, sealed) for run in table.runs(*part)]
-        lowest = reach.lowest(position)
+        runs = [run for part in window.ranges(position, sealed) for run in table.runs(*part)]
+        lowest = window.lowest(position)
         tail = [
-            p % (2 * self.page_size) for p in range(sealed, stop) if p >= lowest or p < reach.sinks
+            p % (2 * self.page_size) for p in range(sealed, stop) if p >= lowest or p < window.sinks
         ]
         return runs, tail
 

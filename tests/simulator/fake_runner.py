@@ -136,7 +136,7 @@ class FakeRunner:
         hidden = [embed(token, position) for token, (_, position) in zip(ids, rows, strict=True)]
         places = [
             [self.kv.places(segment, g, position) for segment, position in rows]
-            for g in range(len(self.kv.reaches))
+            for g in range(len(self.kv.windows))
         ]
         for layer, g in enumerate(self.kv.groups):
             keys = [key(layer, position, x) for (_, position), x in zip(rows, hidden, strict=True)]

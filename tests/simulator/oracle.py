@@ -7,7 +7,7 @@ stale, missing or of another sequence changes every later token, in later layers
 
 from collections.abc import Iterator, Sequence
 
-from mlxinfer.cache.reach import Reach
+from mlxinfer.cache.window import AttentionWindow
 from mlxinfer.core import FinishReason, Request
 
 ROUNDS = 2  # layers of every group; they alternate, as in a real model
@@ -49,12 +49,12 @@ class Rules:
 class Oracle:
     """One request alone: its tokens, without end, and what each position computes.
 
-    Windows are taken from their definition, by sums over ranges; nothing is shared with `Reach`.
+    Windows follow their definition, by sums over ranges, and share no code with the package.
     """
 
     def __init__(
         self,
-        reaches: Sequence[Reach],
+        windows: Sequence[AttentionWindow],
         prompt_ids: Sequence[int],
         *,
         seed: int,
@@ -65,7 +65,7 @@ class Oracle:
         self._num_prompt = len(prompt_ids)
         self._seed, self._vocab = seed, vocab
         self._rules = Rules() if guided else None
-        self._reaches = [reaches[g] for g in layer_groups(len(reaches))]
+        self._reaches = [windows[g] for g in layer_groups(len(windows))]
         self._sums = [[0] for _ in self._reaches]  # by layer: of the keys of the first n positions
         self._hidden: list[int] = []
 
@@ -111,16 +111,16 @@ class Oracle:
             if position == len(self.tokens):
                 self._append()
             x = embed(self.tokens[position], position)
-            for layer, (reach, sums) in enumerate(zip(self._reaches, self._sums, strict=True)):
+            for layer, (window, sums) in enumerate(zip(self._reaches, self._sums, strict=True)):
                 sums.append(sums[-1] + key(layer, position, x))
-                x = mix(x, _seen(sums, reach))
+                x = mix(x, _seen(sums, window))
             self._hidden.append(x)
 
 
-def _seen(sums: list[int], reach: Reach) -> int:
+def _seen(sums: list[int], window: AttentionWindow) -> int:
     """Sum of the keys that the newest position sees."""
     num_keys = len(sums) - 1
-    if reach.window is None:
+    if window.size is None:
         return sums[-1]
-    lowest = max(num_keys - reach.window, 0)
-    return sums[-1] - sums[lowest] + sums[min(reach.sinks, lowest)]
+    lowest = max(num_keys - window.size, 0)
+    return sums[-1] - sums[lowest] + sums[min(window.sinks, lowest)]

@@ -45,8 +45,8 @@ class Simulation:
         sizes = self.sizes
         return PageStore(
             cast(DiskTier, tier),
-            reaches=sizes.reaches,
-            page_bytes=[ROUNDS * sizes.page_size * 8 for _ in sizes.reaches],
+            windows=sizes.windows,
+            page_bytes=[ROUNDS * sizes.page_size * 8 for _ in sizes.windows],
             page_size=sizes.page_size,
             max_bytes=2**40,
             clock=lambda: 0.0,
@@ -57,7 +57,7 @@ class Simulation:
         sizes = self.sizes
         allocators = [WatchedAllocator(n, headroom=sizes.headroom) for n in sizes.num_pages]
         self.scheduler = Scheduler(
-            reaches=sizes.reaches,
+            windows=sizes.windows,
             allocators=allocators,
             page_size=sizes.page_size,
             max_batch=sizes.max_batch,
@@ -66,7 +66,7 @@ class Simulation:
             store=self.store,
         )
         self.kv = FakeKV(
-            sizes.reaches, allocators, page_size=sizes.page_size, max_batch=sizes.max_batch
+            sizes.windows, allocators, page_size=sizes.page_size, max_batch=sizes.max_batch
         )
         self.runner = FakeRunner(
             self.kv, vocab=sizes.vocab, verify=self._verify, fault=self._take_fault
@@ -82,7 +82,7 @@ class Simulation:
 
     def add(self, request: Request, max_output: int) -> None:
         oracle = Oracle(
-            self.sizes.reaches,
+            self.sizes.windows,
             request.prompt_ids,
             seed=request.params.seed or 0,
             vocab=self.sizes.vocab,
@@ -222,10 +222,10 @@ class Simulation:
 
     def _check_stored(self) -> None:
         """Every page of the tree holds the keys of the tokens that lead to it."""
-        size, reaches = self.sizes.page_size, self.sizes.reaches
+        size, windows = self.sizes.page_size, self.sizes.windows
         for stored in self.scheduler.kv_manager.tree.stored():
             tokens = stored.token_ids()
-            oracle = Oracle(reaches, tokens, seed=0, vocab=self.sizes.vocab)
+            oracle = Oracle(windows, tokens, seed=0, vocab=self.sizes.vocab)
             start = stored.page_number * size
             keys = [oracle.keys(position) for position in range(start, len(tokens))]
             for layer, group in enumerate(self.kv.groups):

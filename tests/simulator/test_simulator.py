@@ -12,7 +12,7 @@ import pytest
 from simulator.programs import Program
 
 from mlxinfer.cache.page_table import PageTable
-from mlxinfer.cache.reach import Reach
+from mlxinfer.cache.window import AttentionWindow
 from mlxinfer.engine.batch import Batch
 from mlxinfer.engine.kv_manager import KVManager
 from mlxinfer.engine.tails import Tails
@@ -58,7 +58,7 @@ def nothing(*args: object, **kwargs: object) -> None:
     pass
 
 
-def one_page_more(self: Reach, position: int, page_size: int) -> int:
+def one_page_more(self: AttentionWindow, position: int, page_size: int) -> int:
     return self.lowest(position) // page_size + 1
 
 
@@ -70,7 +70,7 @@ def one_page_more(self: Reach, position: int, page_size: int) -> int:
         (KVManager, "forget", nothing),
         (KVManager, "take_closing", lambda kv_manager: []),
         (PageTable, "replace", nothing),
-        (Reach, "first_page", one_page_more),
+        (AttentionWindow, "first_page", one_page_more),
         (Tails, "seal", nothing),
     ],
 )

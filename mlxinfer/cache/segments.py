@@ -14,7 +14,7 @@ Ints = NDArray[np.int32]
 T = TypeVar("T")
 
 
-class Span(Protocol):
+class QuerySegment(Protocol):
     """New tokens of one sequence, as the KV cache sees them."""
 
     row: int  # of the first token in the step's flat list
@@ -31,27 +31,27 @@ class Span(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ShortSpans:
-    """B short spans that attend together, as arrays: worked out once for all layer groups."""
+class Segments:
+    """B short segments that attend together, as arrays: worked out once for all layer groups."""
 
-    tables: list[list[PageTable]]  # (B,) of each span one per layer group
+    tables: list[list[PageTable]]  # (B,) of each segment one per layer group
     rows: Ints  # (B,) of the first tokens in the flat list
     starts: Ints  # (B,) their positions
     counts: Ints  # (B,)
     sealed: Ints  # (B,)
     slots: Ints  # (B,)
-    _lasting: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
-    def of(spans: Sequence[Span]) -> "ShortSpans":
-        """Read the spans."""
-        return ShortSpans(
-            [span.tables for span in spans],
-            ints([span.row for span in spans]),
-            ints([span.start for span in spans]),
-            ints([span.num_tokens for span in spans]),
-            ints([span.sealed for span in spans]),
-            ints([span.slot for span in spans]),
+    def of(segments: Sequence[QuerySegment]) -> "Segments":
+        """Read the segments."""
+        return Segments(
+            [segment.tables for segment in segments],
+            ints([segment.row for segment in segments]),
+            ints([segment.start for segment in segments]),
+            ints([segment.num_tokens for segment in segments]),
+            ints([segment.sealed for segment in segments]),
+            ints([segment.slot for segment in segments]),
         )
 
     def __len__(self) -> int:
@@ -60,46 +60,46 @@ class ShortSpans:
     @property
     def width(self) -> int:
         """Tokens of the longest."""
-        return self.lasting("width", lambda: int(self.counts.max()))
+        return self.memoised("width", lambda: int(self.counts.max()))
 
-    def lasting(self, what: Hashable, work_out: Callable[[], T]) -> T:
-        """What follows from all but `starts` is worked out once, and lasts over `moved_on`."""
-        if what not in self._lasting:
-            self._lasting[what] = work_out()
-        found: T = self._lasting[what]
+    def memoised(self, what: Hashable, work_out: Callable[[], T]) -> T:
+        """What follows from all but `starts` is worked out once, and lasts over `advance`."""
+        if what not in self._memo:
+            self._memo[what] = work_out()
+        found: T = self._memo[what]
         return found
 
-    def moved_on(self) -> "ShortSpans":
+    def advance(self) -> "Segments":
         """The next tokens of the same sequences, whose pages hold what they held."""
         return self.at(self.starts + 1)
 
-    def at(self, starts: Ints) -> "ShortSpans":
+    def at(self, starts: Ints) -> "Segments":
         """The same sequences at other positions (B,); what lasts is known of these, too."""
-        return ShortSpans(
+        return Segments(
             self.tables,
             self.rows,
             starts,
             self.counts,
             self.sealed,
             self.slots,
-            self._lasting,
+            self._memo,
         )
 
-    def sealed_to(self, stops: Ints) -> "ShortSpans":
+    def sealed_to(self, stops: Ints) -> "Segments":
         """The same tokens, with pages up to (B,) these positions before the tails."""
-        return ShortSpans(self.tables, self.rows, self.starts, self.counts, stops, self.slots)
+        return Segments(self.tables, self.rows, self.starts, self.counts, stops, self.slots)
 
     def sealed_pages(self, group: int) -> "list[array[int]]":
-        """(B,) of each span the page of every page number that is sealed, int32; -1: let go of."""
+        """(B,) for each segment the page of every sealed page number, int32; -1: recycled."""
         stops = self.sealed.tolist()
         return [
             tables[group].numbers_before(stop)
             for tables, stop in zip(self.tables, stops, strict=True)
         ]
 
-    def some(self, places: NDArray[np.int64]) -> "ShortSpans":
+    def some(self, places: NDArray[np.int64]) -> "Segments":
         """Those at these places among the B."""
-        return ShortSpans(
+        return Segments(
             [self.tables[place] for place in places.tolist()],
             self.rows[places],
             self.starts[places],
@@ -108,9 +108,9 @@ class ShortSpans:
             self.slots[places],
         )
 
-    def joined(self, other: "ShortSpans") -> "ShortSpans":
+    def joined(self, other: "Segments") -> "Segments":
         """These and others that come right after them in the flat list."""
-        return ShortSpans(
+        return Segments(
             self.tables + other.tables,
             np.concatenate([self.rows, other.rows]),
             np.concatenate([self.starts, other.starts]),
@@ -131,37 +131,37 @@ class ShortSpans:
 
 
 @dataclass(frozen=True, slots=True)
-class StepSpans:
+class StepSegments:
     """All new tokens of one step."""
 
-    short: list[ShortSpans]  # first in the flat list: what goes to tails
-    long: Sequence[Span]  # prefill chunks, which go to pages
+    short: list[Segments]  # first in the flat list: what goes to tails
+    long: Sequence[QuerySegment]  # prefill chunks, which go to pages
     positions: Ints  # (T,) each token's place in its own sequence, in flat order
 
     @staticmethod
     def of(
-        short: Sequence[Span], long: Sequence[Span], single: ShortSpans | None = None
-    ) -> "StepSpans":
-        """Read the spans of a step.
+        short: Sequence[QuerySegment], long: Sequence[QuerySegment], single: Segments | None = None
+    ) -> "StepSegments":
+        """Read the segments of a step.
 
         Args:
             short: those of few tokens, single ones first.
             long: prefill chunks, which come last in the flat list.
-            single: spans of one token that come first of all.
+            single: segments of one token that come first of all.
         """
         together = _by_width(short, single)
-        parts = [spans.tokens()[2] for spans in together]
-        parts += [np.arange(span.start, span.stop, dtype=np.int32) for span in long]
-        return StepSpans(together, long, parts[0] if len(parts) == 1 else np.concatenate(parts))
+        parts = [segments.tokens()[2] for segments in together]
+        parts += [np.arange(segment.start, segment.stop, dtype=np.int32) for segment in long]
+        return StepSegments(together, long, parts[0] if len(parts) == 1 else np.concatenate(parts))
 
 
-def _by_width(short: Sequence[Span], single: ShortSpans | None) -> list[ShortSpans]:
-    """Single tokens together, and the few wider spans together: padding stays small."""
+def _by_width(short: Sequence[QuerySegment], single: Segments | None) -> list[Segments]:
+    """Single tokens together, and the few wider segments together: padding stays small."""
     if not short:
         return [] if single is None else [single]
-    ones = [span for span in short if span.num_tokens == 1]
-    wide = [span for span in short if span.num_tokens > 1]
-    together = [ShortSpans.of(spans) for spans in (ones, wide) if spans]
+    ones = [segment for segment in short if segment.num_tokens == 1]
+    wide = [segment for segment in short if segment.num_tokens > 1]
+    together = [Segments.of(segments) for segments in (ones, wide) if segments]
     if single is None:
         return together
     return [single.joined(together[0]), *together[1:]] if ones else [single, *together]

@@ -1,86 +1,112 @@
-"""The wheel: every package, every asset, nothing else."""
+"""The wheel has every module and asset and nothing else; the sdist has the tests as well."""
 
+import os
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+SHIPPED = (".ci", "docs", "examples", "mlxinfer", "tests")  # and files beside them
+LEFT_OUT = ("__pycache__", "*.egg-info", ".*_cache", ".venv", ".git", ".hypothesis", "build")
+BUILD = "import setuptools.build_meta as b, sys; getattr(b, sys.argv[1])(sys.argv[2])"
+
+
+class Built(NamedTuple):
+    """What `python -m build` makes: an unpacked sdist of the checkout, and its wheel."""
+
+    sdist: Path
+    wheel: zipfile.ZipFile
+    said: str
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """Built from a copy, so that the checkout stays clean and old build folders play no part."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    names = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
-    for name in names:
-        if not name.startswith(("tests/", "examples/")) and (ROOT / name).is_file():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
-    code = "import setuptools.build_meta as b, sys; b.build_wheel(sys.argv[1])"
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, str(out)],
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("out")
+    shutil.copytree(
+        ROOT, source, symlinks=True, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*LEFT_OUT)
+    )
+    said = build("build_sdist", source, out)
+    with tarfile.open(next(out.glob("*.tar.gz"))) as archive:
+        archive.extractall(out, filter="data")
+    sdist = next(path for path in out.iterdir() if path.is_dir())
+    said += build("build_wheel", sdist, out)
+    return Built(sdist, zipfile.ZipFile(next(out.glob("*.whl"))), said)
+
+
+def build(kind: str, source: Path, out: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, kind, str(out)],
         cwd=source,
         check=True,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
     )
-    return zipfile.ZipFile(next(out.glob("*.whl")))
+    return done.stdout
 
 
-def test_every_module_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
-    names = set(wheel.namelist())
-    expected = {f"mlxinfer/{p.relative_to(ROOT / 'mlxinfer')}" for p in modules("mlxinfer")}
-    expected |= {
-        f"mlxinfer/metal_kernels/{p.relative_to(ROOT / 'metal_kernels')}"
-        for p in modules("metal_kernels")
+def files(folder: Path, pattern: str = "*") -> set[str]:
+    """Files below a folder, as the repository has them; folders that are links are followed."""
+    return {
+        str((Path(at) / name).relative_to(folder))
+        for at, _, names in os.walk(folder, followlinks=True)
+        for name in names
+        if Path(name).match(pattern) and "__pycache__" not in at
     }
-    assert expected <= names
 
 
-def modules(folder: str) -> list[Path]:
-    return [p for p in (ROOT / folder).rglob("*.py") if "__pycache__" not in p.parts]
+def test_building_warns_of_nothing(built: Built) -> None:
+    assert "running bdist_wheel" in built.said
+    assert [line for line in built.said.splitlines() if "warn" in line.lower()] == []
 
 
-def test_kernels_and_assets_are_in_the_wheel(wheel: zipfile.ZipFile) -> None:
-    names = set(wheel.namelist())
-    kernels = {f"mlxinfer/metal_kernels/{p.name}" for p in (ROOT / "metal_kernels").glob("*.metal")}
-    assert kernels <= names
-    for model in ("demo", "demo-draft"):
-        for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
-            assert f"mlxinfer/assets/{model}/{name}" in names
-    assert "mlxinfer/py.typed" in names
-    assert "mlxinfer/bench/held_out.txt" in names
-    assert any(name.endswith("licenses/LICENSE") for name in names)
+def test_the_wheel_has_every_module_and_asset_and_nothing_else(built: Built) -> None:
+    names = {name for name in built.wheel.namelist() if ".dist-info/" not in name}
+    assert names == {f"mlxinfer/{name}" for name in files(ROOT / "mlxinfer")}
+    suffixes = {Path(name).suffix for name in names}
+    assert suffixes >= {".py", ".metal", ".h", ".safetensors", ".json", ".txt"}
 
 
-def test_the_bundled_models_are_small(wheel: zipfile.ZipFile) -> None:
-    packed = [i.compress_size for i in wheel.infolist() if i.filename.startswith("mlxinfer/assets")]
+def test_the_bundled_models_are_small(built: Built) -> None:
+    infos = built.wheel.infolist()
+    packed = [i.compress_size for i in infos if i.filename.startswith("mlxinfer/assets")]
     assert 0 < sum(packed) <= 8_000_000
 
 
-def test_nothing_else_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
-    strange = [
-        name
-        for name in wheel.namelist()
-        if not name.startswith(("mlxinfer/", "mlxinfer-"))
-        or name.endswith((".pyc", ".safetensors~"))
-    ]
-    assert not strange
-
-
-def test_metadata_names_the_extras(wheel: zipfile.ZipFile) -> None:
-    metadata = next(n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
-    text = wheel.read(metadata).decode()
+def test_metadata_names_extras_urls_and_licence(built: Built) -> None:
+    [path] = [name for name in built.wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    text = built.wheel.read(path).decode()
     for extra in ("cpu", "cuda", "test", "dev"):
-        assert f"Provides-Extra: {extra}" in text
+        assert f"Provides-Extra: {extra}\n" in text
     assert "mlx[cpu]" in text
+    assert "Project-URL: Source, https://" in text
+    assert any(name.endswith("licenses/LICENSE") for name in built.wheel.namelist())
     needed = [line for line in text.splitlines() if line.startswith("Requires-Dist")]
-    assert not [line for line in needed if "torch" in line or "transformers" in line]
+    always = [line for line in needed if "extra ==" not in line]
+    assert not [line for line in always if "torch" in line or "transformers" in line]
+
+
+@pytest.mark.parametrize("folder", SHIPPED)
+def test_the_sdist_has_what_the_checkout_has(built: Built, folder: str) -> None:
+    assert files(built.sdist / folder) == files(ROOT / folder)
+
+
+def test_tests_run_in_the_unpacked_sdist(built: Built) -> None:
+    """With the package of that folder, whatever else is installed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0"]
+    tests = ["tests/test_public_names.py", "tests/metal_kernels/test_attention_plan.py"]
+    here = "import mlxinfer.metal_kernels, mlxinfer.convert; print(mlxinfer.convert.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", here], cwd=built.sdist, check=True, capture_output=True, text=True
+    )
+    assert Path(done.stdout.strip()).is_relative_to(built.sdist)
+    ran = subprocess.run([*command, *tests], cwd=built.sdist, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -2,13 +2,13 @@ from pathlib import Path
 
 import pytest
 from metal_cpu import requires_compiler
-from mlxinfer.metal_kernels import launch
 
 from mlxinfer.bench import kernels
 from mlxinfer.bench.kernel_traffic import machine
 from mlxinfer.bench.kernels import compare, run
 from mlxinfer.bench.markdown import as_text
 from mlxinfer.errors import BackendMissingError
+from mlxinfer.metal_kernels import launch
 
 
 @requires_compiler

@@ -1,7 +1,6 @@
 import mlx.core as mx
 import pytest
 from bench_models import VOCAB, two_layers
-from mlxinfer.metal_kernels.launch import running_on
 
 from mlxinfer.bench.driver import OurDriver
 from mlxinfer.bench.host import BLOCK, MIXED, fill, measure, measure_block, pages_for, slope
@@ -14,6 +13,7 @@ from mlxinfer.bench.meter import (
     metered_evaluation,
 )
 from mlxinfer.engine.kernels import choose_none
+from mlxinfer.metal_kernels.launch import running_on
 
 
 def decoding(count: int) -> OurDriver:

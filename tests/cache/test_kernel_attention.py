@@ -3,7 +3,6 @@
 import mlx.core as mx
 import numpy as np
 from metal_cpu import MetalCPU, requires_compiler
-from mlxinfer.metal_kernels.launch import running_on
 
 from mlxinfer.cache.kernel_attention import KernelPlan, KernelPlanner
 from mlxinfer.cache.page_table import PageTable
@@ -11,6 +10,7 @@ from mlxinfer.cache.pool import LayerPool
 from mlxinfer.cache.segments import Segments, ints
 from mlxinfer.cache.window import AttentionWindow
 from mlxinfer.core import KVSpec
+from mlxinfer.metal_kernels.launch import running_on
 
 PAGE, KV_HEADS, DIM = 16, 2, 64
 LAYERS = [(4, 0.125, False), (8, 0.125, False), (4, 0.5, False), (4, 0.125, True)]

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlxinfer.metal_kernels.paged_attention import gathered_attention, paged_attention
 
 from mlxinfer.cache import plain_attention
 from mlxinfer.cache.page_table import PageTable
@@ -17,6 +16,7 @@ from mlxinfer.cache.segments import Segments, StepSegments
 from mlxinfer.cache.step import StepKV
 from mlxinfer.cache.window import AttentionWindow
 from mlxinfer.core import KVSpec
+from mlxinfer.metal_kernels.paged_attention import gathered_attention, paged_attention
 
 PAGE, HEADS, GROUP, DIM = 16, 2, 3, 32
 NUM_PAGES = 80

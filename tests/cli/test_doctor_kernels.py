@@ -12,12 +12,12 @@ sys.path.append(str(Path(__file__).parents[1] / "metal_kernels"))
 
 import fake_gpu
 from metal_cpu import requires_compiler
-from mlxinfer.metal_kernels.kinds import KINDS
-from mlxinfer.metal_kernels.selfcheck import Gpu
-from mlxinfer.metal_kernels.verdicts import Verdict
 
 from mlxinfer.cli import _kernels
 from mlxinfer.cli._checks import OK, WARN, judge_kernels, kernels
+from mlxinfer.metal_kernels.kinds import KINDS
+from mlxinfer.metal_kernels.selfcheck import Gpu
+from mlxinfer.metal_kernels.verdicts import Verdict
 
 TIMED_HEADER = [
     *("VARIANT", "VERDICT", "ERROR", "ALLOWED"),

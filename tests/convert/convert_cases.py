@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from models.cases import CASES
+from models.random_weights import tiny_tensors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
 from mlxinfer.convert.options import Options
 from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import make_recipe
 from mlxinfer.convert.report import Report
 from mlxinfer.convert.run import Conversion
-from models.cases import CASES
-from models.random_weights import tiny_tensors
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 TEXT = "The quick brown fox jumps over the lazy dog, 12 times; then it sleeps. " * 12
 NAMES = {mx.bfloat16: "bfloat16", mx.float32: "float32"}

@@ -12,6 +12,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 from convert_cases import convert  # noqa: E402
+
 from mlxinfer.convert import card, shards  # noqa: E402
 from mlxinfer.convert.files import ShardFile  # noqa: E402
 

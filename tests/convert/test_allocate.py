@@ -4,6 +4,7 @@ from itertools import pairwise, product
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from mlxinfer.convert.allocate import Choice, Unit, allocate, lower_hull
 from mlxinfer.convert.formats import affine
 

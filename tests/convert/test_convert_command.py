@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 from convert_cases import TEXT, contents, write_source
-from mlxinfer.convert import formats
 from upload_standin import UploadHub, upload_hub
 
 from mlxinfer.cli import _convert_options, _convert_view, main
+from mlxinfer.convert import formats
 
 PLAIN = ("--calibration", "none", "--check", "tensors")
 Outcome = Callable[..., SimpleNamespace]

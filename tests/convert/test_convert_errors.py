@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from convert_cases import TEXT, contents, convert, write_source
+
 from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.check import check_folder
 from mlxinfer.convert.files import ShardFile, allocate
@@ -21,7 +22,6 @@ from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import make_recipe
 from mlxinfer.convert.run import Conversion
 from mlxinfer.convert.workplace import Workplace, downloads_folder, working
-
 from mlxinfer.errors import (
     CheckpointError,
     ConversionError,

@@ -8,6 +8,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from convert_cases import TEXT, convert, write_source
+from models.dense_kv import DenseCache
+from models.random_weights import tiny_tensors
+from models.tiny import tiny_config
+from oracles.gguf_files import write_model
+
 from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.check import check_folder
 from mlxinfer.convert.options import Options
@@ -15,11 +20,6 @@ from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import make_recipe
 from mlxinfer.convert.run import Conversion
 from mlxinfer.convert.verify import ShardReader
-from models.dense_kv import DenseCache
-from models.random_weights import tiny_tensors
-from models.tiny import tiny_config
-from oracles.gguf_files import write_model
-
 from mlxinfer.errors import ConversionError
 from mlxinfer.models import load
 

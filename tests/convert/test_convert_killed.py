@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from convert_cases import contents, convert, write_source
+from slow_convert import SHARD_BYTES
+
 from mlxinfer.convert.journal import Journal
 from mlxinfer.convert.workplace import Workplace
-from slow_convert import SHARD_BYTES
 
 SCRIPT = str(Path(__file__).parent / "slow_convert.py")
 LASTS_S = 1.2  # about as long as an undisturbed run

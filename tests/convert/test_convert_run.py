@@ -12,6 +12,10 @@ import pytest
 from convert_cases import TEXT, contents, convert, write_source
 from hypothesis import given
 from hypothesis import strategies as st
+from models.cases import CASES
+from models.random_weights import tiny_tensors
+
+from mlxinfer import LLM
 from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.check import check_folder
 from mlxinfer.convert.files import ShardFile
@@ -31,10 +35,6 @@ from mlxinfer.convert.verify import (
     confirm,
 )
 from mlxinfer.convert.write import BASE_BYTES, BYTES_PER_WEIGHT, CACHED_BYTES, MIN_BLOCK, Budget
-from models.cases import CASES
-from models.random_weights import tiny_tensors
-
-from mlxinfer import LLM
 from mlxinfer.errors import CheckpointError, ConversionError
 
 IDS = [5, 17, 3, 80, 41, 9, 22, 64]  # no longer than the shortest window: mlx-lm ignores some

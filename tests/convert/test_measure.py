@@ -6,6 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from convert_cases import TEXT, contents, convert, write_source
+from models.dense_kv import DenseCache
+
 from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.formats import affine
 from mlxinfer.convert.measure import Measured, Pass
@@ -16,8 +18,6 @@ from mlxinfer.convert.recipes import make_recipe
 from mlxinfer.convert.roundtrip import after
 from mlxinfer.convert.stream import Streamed
 from mlxinfer.convert.texts import Texts, make_texts
-from models.dense_kv import DenseCache
-
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.models import load
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from convert_cases import write_source
+
 from mlxinfer.convert.arrange import Output, arrange
 from mlxinfer.convert.candidates import units_of
 from mlxinfer.convert.formats import affine, name_of
@@ -15,7 +16,6 @@ from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import make_recipe
 from mlxinfer.convert.rules import floor_bits, raised
 from mlxinfer.convert.sidefiles import write_side_files
-
 from mlxinfer.errors import InvalidRequestError
 
 

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mlxinfer.convert.bits import pack
 from mlxinfer.convert.formats import BITS, FLOATS, GROUPS, affine, name_of, parse_format
 from mlxinfer.convert.numbers import narrow, rounded, widen
 from mlxinfer.convert.quantise import Method, compare, quantise
 from mlxinfer.convert.roundtrip import unpacked
-
 from mlxinfer.errors import InvalidRequestError
 
 FORMATS = [affine(bits, group) for bits in BITS for group in GROUPS] + list(FLOATS.values())

@@ -6,12 +6,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlxinfer.convert.read import Packed, Source, TensorInfo, open_source
 from models.random_weights import tiny_tensors
 from models.tiny import tiny_checkpoint, tiny_config
 from oracles.checkpoints import bf16, f16, f32, from_bf16, write_folder
 from oracles.floats import E2M1_VALUES, E4M3_VALUES, finite_e4m3, fp4_rows
 
+from mlxinfer.convert.read import Packed, Source, TensorInfo, open_source
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
 
 PATH = "model.layers.0.mlp.up_proj"

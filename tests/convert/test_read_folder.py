@@ -8,10 +8,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlxinfer.convert.read import expert_groups, open_source
 from models.tiny import tiny_checkpoint
 from oracles.checkpoints import bf16, f16, f32, from_bf16, write_file, write_folder
 
+from mlxinfer.convert.read import expert_groups, open_source
 from mlxinfer.errors import CheckpointError, ModelNotFoundError
 
 RNG = np.random.default_rng(0)

@@ -9,12 +9,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
-from mlxinfer.convert.read import Source, open_source
 from models.dense_kv import DenseCache
 from models.random_weights import tiny_tensors
 from models.tiny import tiny_checkpoint, tiny_config
 from oracles.gguf_files import llama3_factors, write_model
 
+from mlxinfer.convert.read import Source, open_source
 from mlxinfer.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from mlxinfer.models import load
 

@@ -10,15 +10,15 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from mlxinfer.convert.read import Source, open_source
-from mlxinfer.convert.read.gguf.pretokenizers import PRETOKENIZERS
-from mlxinfer.convert.read.gguf.words import merges_from_scores
 from models.random_weights import tiny_tensors
 from models.tiny import tiny_config
 from oracles.gguf_files import write_model
 from oracles.sentencepiece import pieces_of
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
+from mlxinfer.convert.read import Source, open_source
+from mlxinfer.convert.read.gguf.pretokenizers import PRETOKENIZERS
+from mlxinfer.convert.read.gguf.words import merges_from_scores
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
 from mlxinfer.text.tokenizer import Tokenizer
 

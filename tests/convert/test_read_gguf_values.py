@@ -7,9 +7,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
-from mlxinfer.convert.read import Source, open_source
 from oracles.gguf_files import random_blocks
 
+from mlxinfer.convert.read import Source, open_source
 from mlxinfer.errors import UnsupportedModelError
 
 LOSSLESS = {  # the format of MLX, and whether float16 holds the scales

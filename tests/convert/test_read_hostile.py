@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
-from mlxinfer.convert.read import expert_groups, open_source
 from models.random_weights import tiny_tensors
 from models.tiny import tiny_checkpoint, tiny_config
 from oracles.checkpoints import f32, write_folder
@@ -24,6 +23,7 @@ from oracles.gguf_files import write_model
 from oracles.integers import awq_gemm, gptq, pack_columns
 from oracles.mutate import mutate_bytes, mutate_json
 
+from mlxinfer.convert.read import expert_groups, open_source
 from mlxinfer.errors import MlxinferError
 
 MAX_SECONDS = 5.0

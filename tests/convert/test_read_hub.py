@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from hub import standin as standin_module
 from hub.standin import Repo, StandIn
-from mlxinfer.convert.read import hub as hub_source
-from mlxinfer.convert.read import open_source
 from models.random_weights import tiny_tensors
 from models.tiny import tiny_config
 from oracles.checkpoints import Stored, f16, f32, write_file, write_folder
@@ -17,6 +15,8 @@ from oracles.gguf_files import llama3_factors, write_model
 from oracles.integers import gptq
 
 from mlxinfer import hub as hub_package
+from mlxinfer.convert.read import hub as hub_source
+from mlxinfer.convert.read import open_source
 from mlxinfer.errors import CheckpointError, DownloadError, ModelNotFoundError
 from mlxinfer.hub import fetch as hub_fetch
 from mlxinfer.hub.listing import Listing

@@ -6,10 +6,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlxinfer.convert.read import Packed, Source, TensorInfo, open_source
 from oracles.checkpoints import bf16, f16, from_bf16, i32, write_folder
 from oracles.integers import awq_gemm, awq_gemv, awq_values, gptq, gptq_values, pack_columns
 
+from mlxinfer.convert.read import Packed, Source, TensorInfo, open_source
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
 
 PATH = "model.layers.0.self_attn.q_proj"

@@ -9,14 +9,14 @@ import pytest
 from engine.fake_grammar import FakeGrammar
 from engine.harness import Harness, Outcome, prompt
 from metal_cpu import MetalCPU, requires_compiler
-from mlxinfer.metal_kernels.launch import running_on
-from mlxinfer.metal_kernels.variants import Variant
 from models.cases import CASES
 from models.tiny import tiny_checkpoint
 
 from mlxinfer.config import KVOptions
 from mlxinfer.core import SamplingParams
 from mlxinfer.engine.kernels import Chooser, choose_none
+from mlxinfer.metal_kernels.launch import running_on
+from mlxinfer.metal_kernels.variants import Variant
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 

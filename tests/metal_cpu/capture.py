@@ -10,12 +10,12 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlxinfer.metal_kernels import launch as launching
-from mlxinfer.metal_kernels.launch import Launch, MetalKernel
 
 from metal_cpu import arrays
 from metal_cpu.report import Size
 from metal_cpu.source import Kernel, Part
+from mlxinfer.metal_kernels import launch as launching
+from mlxinfer.metal_kernels.launch import Launch, MetalKernel
 
 UTILITIES = Part("utils", '#include "mlx/backend/metal/kernels/utils.h"\n')  # MLX prepends it
 

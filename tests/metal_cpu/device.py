@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
-from mlxinfer.metal_kernels.launch import Launch
 
 from metal_cpu import arrays
 from metal_cpu.capture import Captured, capture
 from metal_cpu.dispatch import Buffer, dispatch
 from metal_cpu.lint import lint
 from metal_cpu.report import KernelStopped, Report
+from mlxinfer.metal_kernels.launch import Launch
 
 
 class MetalCPU:

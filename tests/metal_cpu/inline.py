@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
-from mlxinfer.metal_kernels.launch import Launch, MetalKernel, TemplateValue
 
 from metal_cpu.device import MetalCPU
 from metal_cpu.report import Size
+from mlxinfer.metal_kernels.launch import Launch, MetalKernel, TemplateValue
 
 
 @dataclass(frozen=True, slots=True)

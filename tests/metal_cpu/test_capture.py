@@ -6,12 +6,12 @@ from importlib.resources import files
 
 import mlx.core as mx
 import pytest
-from mlxinfer.metal_kernels.launch import Launch, MetalKernel, TemplateValue
 
 from metal_cpu import MetalCPU, requires_compiler
 from metal_cpu.build import CompileError
 from metal_cpu.capture import capture
 from metal_cpu.inline import Example
+from mlxinfer.metal_kernels.launch import Launch, MetalKernel, TemplateValue
 
 pytestmark = requires_compiler
 

@@ -6,9 +6,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from metal_cpu import MetalCPU
-from mlxinfer.metal_kernels.launch import running_on
 
 from mlxinfer.bench.kernel_scenes import Inputs
+from mlxinfer.metal_kernels.launch import running_on
 
 Attention = Callable[..., list[mx.array]]
 

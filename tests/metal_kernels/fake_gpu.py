@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import mlx.core as mx
+
 from mlxinfer.metal_kernels.bitmask import bitmask_twin
 from mlxinfer.metal_kernels.launch import Launch
 from mlxinfer.metal_kernels.sample import sample_twin

@@ -1,6 +1,8 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+
+from mlxinfer.cache.window import AttentionWindow
 from mlxinfer.metal_kernels.attention_plan import (
     BLOCK,
     MIN_ITEM_BLOCKS,
@@ -11,8 +13,6 @@ from mlxinfer.metal_kernels.attention_plan import (
     visible_blocks,
 )
 from mlxinfer.metal_kernels.attention_shape import threadgroup_shape
-
-from mlxinfer.cache.window import AttentionWindow
 
 counts = st.lists(st.integers(1, 200), min_size=1, max_size=9)
 

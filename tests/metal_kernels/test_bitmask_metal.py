@@ -4,9 +4,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from metal_cpu import MetalCPU, requires_compiler
+
 from mlxinfer.metal_kernels.bitmask import allowed, bitmask, bitmask_twin
 from mlxinfer.metal_kernels.launch import running_on
-
 from mlxinfer.sampling.bitmask import apply_bitmask
 
 

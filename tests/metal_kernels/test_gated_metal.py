@@ -4,10 +4,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from metal_cpu import MetalCPU, requires_compiler
-from mlxinfer.metal_kernels.gated import FUNCTIONS, Gate, gate_of, gated, gated_twin
-from mlxinfer.metal_kernels.launch import running_on
 
 from mlxinfer.layers import activations
+from mlxinfer.metal_kernels.gated import FUNCTIONS, Gate, gate_of, gated, gated_twin
+from mlxinfer.metal_kernels.launch import running_on
 
 ROUNDING = {mx.float32: 2e-6, mx.float16: 2**-10, mx.bfloat16: 2**-7}
 LAYERS = {

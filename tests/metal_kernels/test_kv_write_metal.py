@@ -4,14 +4,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from metal_cpu import MetalCPU, requires_compiler
-from mlxinfer.metal_kernels.heads import Heads, group_size, hadamard_order
-from mlxinfer.metal_kernels.kv_write import Written, kv_write, kv_write_twin
-from mlxinfer.metal_kernels.launch import running_on
 
 from mlxinfer.cache.formats import Affine, make_format, rotatable
 from mlxinfer.layers.frequencies import RopeSpec, inverse_frequencies
 from mlxinfer.layers.norm import rms_norm
 from mlxinfer.layers.rope import make_rope
+from mlxinfer.metal_kernels.heads import Heads, group_size, hadamard_order
+from mlxinfer.metal_kernels.kv_write import Written, kv_write, kv_write_twin
+from mlxinfer.metal_kernels.launch import running_on
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 ROUNDING = {mx.float32: 2e-6, mx.float16: 2**-9, mx.bfloat16: 2**-6}  # of numbers next to 4

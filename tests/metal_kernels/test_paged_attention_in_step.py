@@ -6,9 +6,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from metal_cpu import MetalCPU, requires_compiler
-from mlxinfer.metal_kernels.attention_plan import AttentionPlanner, page_table
-from mlxinfer.metal_kernels.launch import running_on
-from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
 
 from mlxinfer.cache.page_table import PageTable
 from mlxinfer.cache.plain_attention import PlainPlanner
@@ -18,6 +15,9 @@ from mlxinfer.cache.segments import QuerySegment, StepSegments
 from mlxinfer.cache.step import StepKV
 from mlxinfer.cache.window import AttentionWindow
 from mlxinfer.core import KVSpec
+from mlxinfer.metal_kernels.attention_plan import AttentionPlanner, page_table
+from mlxinfer.metal_kernels.launch import running_on
+from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
 
 PAGE, HEADS, GROUP, DIM = 16, 2, 3, 64
 LENGTHS = (37, 20, 5)  # before the step

@@ -4,6 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from metal_cpu import MetalCPU, requires_compiler
+from sample_reference import kept_tokens, possible_tokens
+
 from mlxinfer.metal_kernels.bitmask import allowed
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.sample import (
@@ -20,8 +22,6 @@ from mlxinfer.metal_kernels.sampling_cases import (
     random_logits,
     repeated_settings,
 )
-from sample_reference import kept_tokens, possible_tokens
-
 from mlxinfer.sampling.blocks import pad_rows
 from mlxinfer.sampling.draw import DrawRanks, draw
 from mlxinfer.sampling.randomness import stream_of, uniforms

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from fake_gpu import BITMASK, SAMPLE, gpu
 from metal_cpu import MetalCPU, requires_compiler
+
 from mlxinfer.metal_kernels import selfcheck
 from mlxinfer.metal_kernels.heads import Heads
 from mlxinfer.metal_kernels.kinds import KINDS

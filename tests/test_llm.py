@@ -177,7 +177,7 @@ def test_leaving_a_stream_ends_its_request(llm: LLM) -> None:
 def test_ctrl_c_ends_the_requests_of_a_cell(llm: LLM) -> None:
     def press() -> bool:
         """On the engine's thread, where nothing ends meanwhile."""
-        running = len(llm._engine._loop.scheduler.roster.running) == 2
+        running = len(llm._engine._loop.scheduler.queues.running) == 2
         if running:
             _thread.interrupt_main()
         return running

@@ -7,9 +7,15 @@ from numpy.typing import NDArray
 
 from ..cache.page_table import PageTable
 from ..cache.sealing import Move
+<<<<<<< Updated upstream
 from ..cache.segments import Ints, StepSegments, ints
 from .decodes import Decodes
 from .sequence import Sequence, Told
+=======
+from ..cache.spans import Ints, StepSpans, ints
+from .decodes import DecodeBatch
+from .sequence import EventFields, Sequence
+>>>>>>> Stashed changes
 
 MAX_SHORT = 8  # query tokens that the decode path takes; longer segments are prefill
 
@@ -36,7 +42,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Restore:
+class PartialCopy:
     """Tokens of a shared page to be copied, before a step, into a page and a tail of one's own."""
 
     sequence: Sequence
@@ -67,15 +73,15 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Who gets a token in a step: first those that are free to take any, then those guided."""
+    """Who gets a token in a step: first those that are free to take any, then those constrained."""
 
     sequences: list[Sequence]  # (R,)
-    told: Told  # of them
+    event_fields: EventFields  # of them
     slots: tuple[int, ...]  # (R,)
     slot_ids: Ints  # (R,) the same
     output_index: NDArray[np.int64]  # (R,) which token of each answer it is, from 0
     rows: Ints | None  # (R,) flat rows whose logits give it; None: all of the step's, in order
-    num_guided: int = 0  # the last so many are under a grammar
+    num_constrained: int = 0  # the last so many are under a grammar
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -83,17 +89,17 @@ class Sampling:
     @property
     def num_free(self) -> int:
         """How many are not under a grammar."""
-        return len(self.sequences) - self.num_guided
+        return len(self.sequences) - self.num_constrained
 
     @property
-    def guided(self) -> list[Sequence]:
+    def constrained(self) -> list[Sequence]:
         """Those under a grammar."""
         return self.sequences[self.num_free :]
 
 
 NOBODY = Sampling(
     [],
-    Told([], [], frozenset()),
+    EventFields([], [], frozenset()),
     (),
     np.zeros(0, dtype=np.int32),
     np.zeros(0, dtype=np.int64),
@@ -101,33 +107,35 @@ NOBODY = Sampling(
 )
 
 
-def sampling_of(decodes: Decodes, prefills: list[Segment]) -> Sampling:
+def sampling_of(decodes: DecodeBatch, prefills: list[Segment]) -> Sampling:
     """Who gets a token: all that decode, and the prompts that end in this step."""
     ends = [segment for segment in prefills if segment.samples]
     sequences = decodes.sequences + [s.sequence for s in ends] if ends else decodes.sequences
     rows, slots, output_index = None, decodes.slots, decodes.output_index
-    told, slot_ids = decodes.told, decodes.spans.slots
+    event_fields, slot_ids = decodes.event_fields, decodes.spans.slots
     if prefills:
         last = [s.row + s.num_tokens - 1 for s in ends]
         rows = np.concatenate([decodes.spans.rows, ints(last)])
         slots += tuple([s.slot for s in ends])
         slot_ids = ints(list(slots))
-        told = Told.of(sequences)
+        event_fields = EventFields.of(sequences)
         firsts = np.array([s.output_index for s in ends], dtype=np.int64)
         output_index = np.concatenate([output_index, firsts])
-    num_guided = decodes.num_guided + sum([s.sequence.request.grammar is not None for s in ends])
-    if not num_guided:
-        return Sampling(sequences, told, slots, slot_ids, output_index, rows)
+    num_constrained = decodes.num_constrained + sum(
+        [s.sequence.request.grammar is not None for s in ends]
+    )
+    if not num_constrained:
+        return Sampling(sequences, event_fields, slots, slot_ids, output_index, rows)
     order = np.argsort([s.request.grammar is not None for s in sequences], kind="stable")
     in_order = [sequences[place] for place in order]
     return Sampling(
         in_order,
-        Told.of(in_order),
+        EventFields.of(in_order),
         tuple([slots[place] for place in order]),
         slot_ids[order],
         output_index[order],
         order.astype(np.int32) if rows is None else rows[order],
-        num_guided,
+        num_constrained,
     )
 
 
@@ -135,13 +143,13 @@ def sampling_of(decodes: Decodes, prefills: list[Segment]) -> Sampling:
 class Batch:
     """One step. The flat order of its tokens: decodes, short segments, prefill chunks."""
 
-    decodes: Decodes
+    decodes: DecodeBatch
     short: list[Segment]  # single tokens before others
     long: list[Segment]
     seal: list[Move] = field(default_factory=list)  # tails, before the step
     spill: list[Spill] = field(default_factory=list)
     load: list[Load] = field(default_factory=list)
-    restore: list[Restore] = field(default_factory=list)
+    restore: list[PartialCopy] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)  # took their slot for this step
     sampling: Sampling = NOBODY
     num_tokens: int = 0  # rows of the forward pass

@@ -11,20 +11,30 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+<<<<<<< Updated upstream
 from ..cache.segments import Ints, Segments, ints
 from .sequence import Sequence, Told
+=======
+from ..cache.spans import Ints, ShortSpans, ints
+from .sequence import EventFields, Sequence
+>>>>>>> Stashed changes
 
 
 @dataclass(frozen=True, slots=True)
-class Decodes:
+class DecodeBatch:
     """B sequences in one step. Nothing in it is ever changed: a step in flight has its own."""
 
     sequences: list[Sequence]  # (B,) in order of admission
     slots: tuple[int, ...]  # (B,) of their tails and in the sampler
+<<<<<<< Updated upstream
     told: Told
     spans: Segments  # the same order; flat rows 0 to B - 1
+=======
+    event_fields: EventFields
+    spans: ShortSpans  # the same order; flat rows 0 to B - 1
+>>>>>>> Stashed changes
     output_index: NDArray[np.int64]  # (B,) which token of each answer is sampled, from 0
-    num_guided: int  # under a grammar
+    num_constrained: int  # under a grammar
     num_slots: int  # tails up to the last of theirs
     fullest: int  # tokens in the fullest tail, with the new one
     steps_left: int  # with this one, before the first of them has its last token in flight
@@ -32,7 +42,7 @@ class Decodes:
     _at_page_start: dict[int, list[int]] = field(default_factory=dict, repr=False)  # by age
 
     @staticmethod
-    def of(running: Iterable[Sequence]) -> "Decodes":
+    def of(running: Iterable[Sequence]) -> "DecodeBatch":
         """Those of which the newest token of the answer is all that is left to compute."""
         found = [s for s in running if s.decodes]
         slots = [s.slot for s in found]
@@ -44,10 +54,10 @@ class Decodes:
             ints([s.num_sealed for s in found]),
             ints(slots),
         )
-        return Decodes(
+        return DecodeBatch(
             found,
             tuple(slots),
-            Told.of(found),
+            EventFields.of(found),
             spans,
             np.array([s.num_output for s in found], dtype=np.int64),
             sum([s.request.grammar is not None for s in found]),
@@ -59,16 +69,21 @@ class Decodes:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def moved_on(self) -> "Decodes":
+    def moved_on(self) -> "DecodeBatch":
         """The next token of each."""
         assert self.steps_left > 1
-        return Decodes(
+        return DecodeBatch(
             self.sequences,
             self.slots,
+<<<<<<< Updated upstream
             self.told,
             self.spans.advance(),
+=======
+            self.event_fields,
+            self.spans.moved_on(),
+>>>>>>> Stashed changes
             self.output_index + 1,
-            self.num_guided,
+            self.num_constrained,
             self.num_slots,
             self.fullest + 1,
             self.steps_left - 1,
@@ -76,9 +91,9 @@ class Decodes:
             self._at_page_start,
         )
 
-    def still_running(self) -> "Decodes":
+    def without_preempted(self) -> "DecodeBatch":
         """Without those that lost their slot."""
-        return Decodes.of([s for s in self.sequences if s.slot >= 0])
+        return DecodeBatch.of([s for s in self.sequences if s.slot >= 0])
 
     def at_page_start(self, page_size: int) -> list[int]:
         """Rows whose token is the first of a page; worked out once for each age modulo a page."""
@@ -89,7 +104,7 @@ class Decodes:
             self._at_page_start[phase] = rows
         return rows
 
-    def sealed_to(self, stops: Ints) -> "Decodes":
+    def sealed_to(self, stops: Ints) -> "DecodeBatch":
         """After tails were sealed up to (B,) these positions."""
         fullest = int((self.spans.starts - stops).max(initial=-1)) + 1
         return replace(self, spans=self.spans.sealed_to(stops), fullest=fullest)

@@ -12,8 +12,12 @@ from ..cache.pages import OutOfPages, PageAllocator
 from ..cache.prefix import PrefixTree
 from ..cache.prefix.match import Match
 from ..cache.sealing import Move
+<<<<<<< Updated upstream
 from ..cache.window import AttentionWindow
 from .batch import Load, Restore, Spill
+=======
+from .batch import Load, PartialCopy, Spill
+>>>>>>> Stashed changes
 from .pagestore import PageStore
 from .sequence import Sequence
 from .transfers import Transfers
@@ -64,7 +68,7 @@ class KVManager:
 
     # -- beginning ------------------------------------------------------------------------------
 
-    def begin(self, sequence: Sequence, *, spare: int) -> Restore | None:
+    def begin(self, sequence: Sequence, *, spare: int) -> PartialCopy | None:
         """Take what the tree has of a sequence and the pages for the rest of its known tokens.
 
         Args:
@@ -120,8 +124,8 @@ class KVManager:
                 return False
         return True
 
-    def _restore(self, match: Match, sequence: Sequence) -> Restore:
-        return Restore(
+    def _restore(self, match: Match, sequence: Sequence) -> PartialCopy:
+        return PartialCopy(
             sequence=sequence,
             start=sequence.num_sealed,
             stop=match.num_tokens,

@@ -19,12 +19,12 @@ from ..models.decoder import Model
 from ..sampling.sampler import Sampler
 from .batch import Batch, Sampling
 from .failures import failed, let_go, stuck_in_grammar, without_numbers
-from .guides import Guides, follow
+from .grammar_masks import GrammarMasks, follow
 from .kernels import Chooser, choose_kernels, choose_none
 from .limits import check_request
 from .pagestore import PageStore
 from .runner import Launched, Runner
-from .scheduler import Scheduler, Taken
+from .scheduler import CommitResult, Scheduler
 from .sequence import Sequence
 from .stats import stats_of
 
@@ -91,13 +91,13 @@ class Loop:
             mask_kernel=self.kernels.masks,
         )
         self.runner = Runner(self.model, self.cache, sampler)
-        self.guides = Guides(self.model.config.vocab_size)
+        self.grammar_masks = GrammarMasks(self.model.config.vocab_size)
         self._in_flight = None
 
     @property
     def idle(self) -> bool:
         """Nothing runs, waits or is in flight."""
-        return self._in_flight is None and self.scheduler.roster.idle
+        return self._in_flight is None and self.scheduler.queues.idle
 
     def turn(self) -> None:
         """Launch the next step, then read the one before it: Python works while MLX does.
@@ -112,7 +112,11 @@ class Loop:
         current = self._launch(batch, previous) if batch else None
         if previous is not None and not self._commit(previous):
             current = None  # it ran on what the failed step left
-        if current is not None and current.guided_logits is not None and not self._guide(current):
+        if (
+            current is not None
+            and current.constrained_logits is not None
+            and not self._sample_constrained(current)
+        ):
             current = None
         if current is not None and not self.config.launch_ahead:
             self._commit(current)
@@ -133,18 +137,18 @@ class Loop:
 
     def add(self, request: Request, max_output: int) -> None:
         """Queue a request that `check` passed."""
-        self.scheduler.roster.add(request, max_output=max_output)
+        self.scheduler.queues.add(request, max_output=max_output)
 
     def abort(self, request_id: str) -> None:
         """End a request if it has not ended."""
-        sequence = self.scheduler.roster.find(request_id)
+        sequence = self.scheduler.queues.find(request_id)
         if sequence is not None:
-            self.scheduler.roster.finish(sequence)
+            self.scheduler.queues.finish(sequence)
             self._emit([TokenEvent.without_token(request_id, FinishReason.ABORT)])
 
     def abort_all(self) -> None:
         """End every request."""
-        for sequence in self.scheduler.roster.unfinished():
+        for sequence in self.scheduler.queues.unfinished():
             self.abort(sequence.request.id)
 
     # -- steps ----------------------------------------------------------------------------------
@@ -162,16 +166,16 @@ class Loop:
                 self._fail_step(batch, error)
             return None
 
-    def _guide(self, launched: Launched) -> bool:
+    def _sample_constrained(self, launched: Launched) -> bool:
         """Sample the rows under a grammar, all tokens before known; False: the step failed."""
         try:
-            masks, stuck = self.guides.fill(launched.batch.sampling.guided)
-            self.runner.guide(launched, masks)
+            masks, stuck = self.grammar_masks.fill(launched.batch.sampling.constrained)
+            self.runner.sample_constrained(launched, masks)
         except BaseException as error:  # the fault boundary of a step, as in _launch
             self._fail_step(launched.batch, error)
             return False
         for sequence, problem in stuck:
-            self.scheduler.roster.finish(sequence)
+            self.scheduler.queues.finish(sequence)
             self._emit([stuck_in_grammar(sequence, problem)])
         return True
 
@@ -197,26 +201,26 @@ class Loop:
                 self._emit([TokenEvent.without_token(sequence.request.id, prompt_logits=new)])
         self._fail_lost(lost)
         tokens = token_ids.tolist()
-        taken = self.scheduler.commit(launched.batch, tokens)
-        self.runner.observe(launched.batch.sampling, token_ids, taken.away)
-        self._tell_tokens(launched.batch.sampling, tokens, taken, logprobs)
+        result = self.scheduler.commit(launched.batch, tokens)
+        self.runner.observe(launched.batch.sampling, token_ids, result.released)
+        self._tell_tokens(launched.batch.sampling, tokens, result, logprobs)
         return True
 
     def _tell_tokens(
         self,
         sampling: Sampling,
         token_ids: list[int],
-        taken: Taken,
+        result: CommitResult,
         logprobs: dict[int, TokenLogprobs],
     ) -> None:
         """An event for each token of a step, and what few of them have beside it."""
-        told = sampling.told
-        events = TokenEvent.of_step(told.request_ids, token_ids, told.cached_tokens)
-        for row, reason in taken.ended.items():
+        fields = sampling.event_fields
+        events = TokenEvent.of_step(fields.request_ids, token_ids, fields.cached_tokens)
+        for row, reason in result.finished.items():
             events[row] = events[row]._replace(finish_reason=reason)
         for row, found in logprobs.items():
             events[row] = events[row]._replace(logprobs=found)
-        late, ends = set(taken.late), []
+        late, ends = set(result.discarded), []
         try:
             for row in range(sampling.num_free, len(sampling)):
                 if row not in late and follow(sampling.sequences[row].request, token_ids[row]):
@@ -230,7 +234,7 @@ class Loop:
     def _end_whole(self, sequence: Sequence) -> TokenEvent:
         """End an answer whose grammar is finished: its last token was text, no end token."""
         if not sequence.finished:  # else that token was also the last there was room for
-            self.scheduler.roster.finish(sequence)
+            self.scheduler.queues.finish(sequence)
         return TokenEvent.without_token(sequence.request.id, FinishReason.STOP)
 
     def _tell(self, store: PageStore, launched: Launched) -> None:
@@ -250,11 +254,11 @@ class Loop:
         self.scheduler.counters.step_failures += 1
         for sequence in batch.sequences:
             if not sequence.finished:
-                self.scheduler.roster.finish(sequence, keep=False)
+                self.scheduler.queues.finish(sequence, keep=False)
                 self._emit([failed(sequence, error)])
-        for sequence in reversed(list(self.scheduler.roster.running)):
-            self.scheduler.roster.preempt(sequence, keep=False)
-        for sequence in self.scheduler.roster.unfinished():
+        for sequence in reversed(list(self.scheduler.queues.running)):
+            self.scheduler.queues.preempt(sequence, keep=False)
+        for sequence in self.scheduler.queues.unfinished():
             sequence.num_pending = 0  # sampled on what failed; drawn again, the same
         self.scheduler.kv_manager.forget()
         self.cache.reset()
@@ -263,13 +267,13 @@ class Loop:
         """End those whose logits are no numbers: what was sampled from them is not told."""
         for sequence in sequences:
             if not (sequence.finished or sequence.request.prompt_logits):  # who looks shall see
-                self.scheduler.roster.finish(sequence, keep=False)
+                self.scheduler.queues.finish(sequence, keep=False)
                 self._emit([without_numbers(sequence)])
 
     def fail_all(self, error: BaseException) -> None:
         """Fail every request and start afresh: the books themselves were wrong."""
         let_go(error)
-        self._emit([failed(sequence, error) for sequence in self.scheduler.roster.unfinished()])
+        self._emit([failed(sequence, error) for sequence in self.scheduler.queues.unfinished()])
         counters = self.scheduler.counters
         counters.step_failures += 1
         self.assemble()

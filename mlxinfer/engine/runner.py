@@ -29,9 +29,13 @@ class Launched:
     sampled: Sampled | None  # lazy; None: no row samples, or all wait for their masks
     prompt_logits: list[tuple[Sequence, int, mx.array]]  # of a position on: (n, vocab), lazy
     outputs: list[mx.array]  # evaluating these finishes the step
-    guided_logits: mx.array | None = None  # (G, vocab) of those guided, until they are sampled
+    constrained_logits: mx.array | None = (
+        None  # (G, vocab) of those constrained, until they are sampled
+    )
     sound: mx.array | None = None  # (R,) whether logits are numbers; None: not looked at
-    guided: Sampled | None = None  # what came of them; their tokens are the last of `sampled`, too
+    constrained: Sampled | None = (
+        None  # what came of them; their tokens are the last of `sampled`, too
+    )
     spilled: list[tuple[Spill, bytes]] = field(default_factory=list)  # read out before it
     began_s: float = 0.0  # when its launch began
     committed: bool = False  # its tokens were passed on
@@ -57,10 +61,10 @@ class Launched:
         found: dict[int, TokenLogprobs] = {}
         if self.sampled is not None and self.sampled.logprobs is not None:
             found = read_logprobs(self.sampled.logprobs)
-        if self.guided is not None and self.guided.logprobs is not None:
+        if self.constrained is not None and self.constrained.logprobs is not None:
             first = self.batch.sampling.num_free
-            guided = read_logprobs(self.guided.logprobs)
-            found.update({first + row: logprobs for row, logprobs in guided.items()})
+            constrained = read_logprobs(self.constrained.logprobs)
+            found.update({first + row: logprobs for row, logprobs in constrained.items()})
         return found
 
 
@@ -99,26 +103,30 @@ class Runner:
             self.cache.count_copies()
         return launched
 
-    def guide(self, launched: Launched, masks: NDArray[np.uint32]) -> None:
+    def sample_constrained(self, launched: Launched, masks: NDArray[np.uint32]) -> None:
         """Start sampling the rows under a grammar, while the forward pass of their step runs.
 
         Args:
             launched: in flight, and the step before it was read: no token is unknown to the host.
             masks: (G, ceil(V / 32)) what their grammars allow.
         """
-        assert launched.guided_logits is not None
+        assert launched.constrained_logits is not None
         sampling = launched.batch.sampling
-        guided = self.sampler.sample(
-            launched.guided_logits,
+        constrained = self.sampler.sample(
+            launched.constrained_logits,
             sampling.slots[sampling.num_free :],
             sampling.output_index[sampling.num_free :],
             mask=mx.array(masks),
         )
         free = launched.sampled
-        tokens = guided.tokens if free is None else mx.concatenate([free.tokens, guided.tokens])
+        tokens = (
+            constrained.tokens
+            if free is None
+            else mx.concatenate([free.tokens, constrained.tokens])
+        )
         launched.sampled = Sampled(tokens, None if free is None else free.logprobs)
-        launched.guided, launched.guided_logits = guided, None
-        new = [tokens, *guided.arrays()]
+        launched.constrained, launched.constrained_logits = constrained, None
+        new = [tokens, *constrained.arrays()]
         launched.outputs += new
         mx.async_eval(new)
 
@@ -173,10 +181,10 @@ class Runner:
         if not batch.sampling:
             return Launched(batch, None, prompt_logits, [*outputs, hidden])
         logits, ids, pending = self._logits(batch.sampling, hidden, ids, pending)
-        sampled, guided_logits = self._sample(batch.sampling, logits, ids, pending)
+        sampled, constrained_logits = self._sample(batch.sampling, logits, ids, pending)
         outputs += [] if sampled is None else sampled.arrays()
-        outputs += [] if guided_logits is None else [guided_logits]
-        launched = Launched(batch, sampled, prompt_logits, outputs, guided_logits)
+        outputs += [] if constrained_logits is None else [constrained_logits]
+        launched = Launched(batch, sampled, prompt_logits, outputs, constrained_logits)
         if batch.looks_for_numbers:
             launched.sound = mx.isfinite(mx.max(logits, axis=-1))
             outputs.append(launched.sound)
@@ -200,17 +208,17 @@ class Runner:
         self, sampling: Sampling, logits: mx.array, ids: mx.array, pending: Bools
     ) -> tuple[Sampled | None, mx.array | None]:
         """The tokens of rows without a grammar, and the logits (G, vocab) of the others."""
-        num_free, guided_logits = sampling.num_free, None
-        if sampling.num_guided:
-            logits, guided_logits = logits[:num_free], logits[num_free:]
+        num_free, constrained_logits = sampling.num_free, None
+        if sampling.num_constrained:
+            logits, constrained_logits = logits[:num_free], logits[num_free:]
             ids, pending = ids[:num_free], pending[:num_free]
         if not num_free:
-            return None, guided_logits
+            return None, constrained_logits
         before = ids if pending.all() else None
         if before is None and pending.any():
             before = mx.where(mx.array(pending), ids, -1)
         slots, output_index = sampling.slots[:num_free], sampling.output_index[:num_free]
-        return self.sampler.sample(logits, slots, output_index, before), guided_logits
+        return self.sampler.sample(logits, slots, output_index, before), constrained_logits
 
 
 def _input_ids(batch: Batch, previous: Launched | None) -> tuple[mx.array, Bools]:

@@ -15,10 +15,10 @@ from ..cache.window import AttentionWindow
 from ..core import FinishReason
 from .batch import MAX_SHORT, Batch, Segment, sampling_of
 from .counters import Counters
-from .decodes import Decodes
+from .decodes import DecodeBatch
 from .kv_manager import KVManager
 from .pagestore import PageStore
-from .roster import Roster
+from .queues import RequestQueues
 from .sequence import Sequence
 from .shares import prefill_shares
 from .tails import Tails
@@ -26,12 +26,14 @@ from .unwritten import Unwritten
 
 
 @dataclass(slots=True)
-class Taken:
+class CommitResult:
     """What came of a step's tokens, by row of its `sampling`; of most there is nothing to say."""
 
-    ended: dict[int, FinishReason] = field(default_factory=dict)  # with this token
-    late: list[int] = field(default_factory=list)  # had ended before: the token is thrown away
-    away: list[int] = field(default_factory=list)  # gave up the slot: these, and who was preempted
+    finished: dict[int, FinishReason] = field(default_factory=dict)  # with this token
+    discarded: list[int] = field(default_factory=list)  # had ended before: the token is thrown away
+    released: list[int] = field(
+        default_factory=list
+    )  # gave up the slot: these, and who was preempted
 
 
 class Scheduler:
@@ -72,21 +74,23 @@ class Scheduler:
         self.prefill_chunk = prefill_chunk
         self._max_short = min(MAX_SHORT, page_size)  # fits in a tail beside a page begun
         self.counters = Counters()
-        self.roster = Roster(self.kv_manager, self.counters, max_batch=max_batch)
+        self.queues = RequestQueues(self.kv_manager, self.counters, max_batch=max_batch)
         self._tails = Tails(self.kv_manager, self.counters, page_size)
-        self._last: Decodes | None = None  # of the last step; its rows move on while nobody joins
+        self._last: DecodeBatch | None = (
+            None  # of the last step; its rows move on while nobody joins
+        )
 
     # -- the next step --------------------------------------------------------------------------
 
     def next_batch(self) -> Batch | None:
         """What to compute next; None where nothing can be done now."""
-        roster = self.roster
-        if self.kv_manager.unsettled and self.kv_manager.settle(roster.running):
+        queues = self.queues
+        if self.kv_manager.unsettled and self.kv_manager.settle(queues.running):
             self._last = None
         decodes = self._next_decodes()
         segments, decodes = self._next_prefills(decodes)
         if not segments and not decodes:
-            assert roster.idle or any(s.num_pending for s in roster.unfinished()), "stuck"
+            assert queues.idle or any(s.num_pending for s in queues.unfinished()), "stuck"
             return None
         batch = Batch(
             decodes,
@@ -94,22 +98,26 @@ class Scheduler:
             long=[s for s in segments if s.seals],
             seal=self.kv_manager.take_closing(),
         )
-        batch.admitted, batch.restore = roster.take_admitted()
+        batch.admitted, batch.restore = queues.take_admitted()
         batch.spill, batch.load = self.kv_manager.take_transfers()
         self._tails.seal(batch)
         self._launch(batch)
         return batch
 
-    def commit(self, batch: Batch, token_ids: Seq[int]) -> Taken:
+    def commit(self, batch: Batch, token_ids: Seq[int]) -> CommitResult:
         """Take in the tokens that a step sampled, one for each row of `batch.sampling`."""
-        taken, stop_ids, unwritten = Taken(), batch.sampling.told.stop_ids, self.roster.unwritten
+        result, stop_ids, unwritten = (
+            CommitResult(),
+            batch.sampling.event_fields.stop_ids,
+            self.queues.unwritten,
+        )
         # Few tokens can end anything; which do is looked at one by one.
         last_ones = bool(batch.prefills) or batch.decodes.steps_left <= 1
         steady = unwritten.sequences is batch.sampling.sequences
         if steady and not last_ones and stop_ids.isdisjoint(token_ids):
             unwritten.read(token_ids)
             self.counters.tokens_sampled += len(token_ids)
-            return taken
+            return result
         if steady:
             unwritten.read_one_by_one()
         else:
@@ -118,27 +126,27 @@ class Scheduler:
         for row, (sequence, token_id) in enumerate(rows):
             sequence.num_pending -= 1
             if sequence.slot < 0:
-                taken.away.append(row)
+                result.released.append(row)
                 if sequence.finished:
-                    taken.late.append(row)
+                    result.discarded.append(row)
                     continue
             sequence.token_ids.append(token_id)
             if last_ones or token_id in stop_ids:
                 reason = _finish_reason(sequence, token_id)
                 if reason is not None:
-                    self.roster.finish(sequence)
-                    taken.ended[row] = reason
-        self.counters.tokens_sampled += len(batch.sampling) - len(taken.late)
-        return taken
+                    self.queues.finish(sequence)
+                    result.finished[row] = reason
+        self.counters.tokens_sampled += len(batch.sampling) - len(result.discarded)
+        return result
 
-    def _next_decodes(self) -> Decodes:
+    def _next_decodes(self) -> DecodeBatch:
         """The newest token of every sequence whose prompt is computed, where there is room."""
         last = self._last
-        steady = last is not None and last.sequences is self.roster.unwritten.sequences
+        steady = last is not None and last.sequences is self.queues.unwritten.sequences
         if last is not None and steady and last.steps_left > 1:
             decodes = last.moved_on()
         else:
-            decodes = Decodes.of(self.roster.running)
+            decodes = DecodeBatch.of(self.queues.running)
         rows = decodes.at_page_start(self.page_size)
         if not rows:
             return decodes
@@ -149,31 +157,31 @@ class Scheduler:
         preemptions = self.counters.preemptions
         for sequence, count in zip(crowded, num_tokens, strict=True):
             if sequence.slot >= 0:  # else it just had to make room
-                self.roster.hold(sequence, count)
+                self.queues.hold(sequence, count)
         return self._still_there(decodes, preemptions)
 
-    def _still_there(self, decodes: Decodes, preemptions: int) -> Decodes:
+    def _still_there(self, decodes: DecodeBatch, preemptions: int) -> DecodeBatch:
         """Without those who had to make room for others, since there were so many preemptions."""
-        return decodes if self.counters.preemptions == preemptions else decodes.still_running()
+        return decodes if self.counters.preemptions == preemptions else decodes.without_preempted()
 
-    def _next_prefills(self, decodes: Decodes) -> tuple[list[Segment], Decodes]:
+    def _next_prefills(self, decodes: DecodeBatch) -> tuple[list[Segment], DecodeBatch]:
         """Prompts in work, and from the queue those for which there is room; who decodes still."""
-        roster = self.roster
-        all_decode = len(decodes) == roster.num_running
-        if all_decode and not roster.may_admit:
+        queues = self.queues
+        all_decode = len(decodes) == queues.num_running
+        if all_decode and not queues.may_admit:
             return [], decodes
         preemptions = self.counters.preemptions
-        prefilling = [] if all_decode else _prefilling(roster.running)
+        prefilling = [] if all_decode else _prefilling(queues.running)
         max_prefilling = self.prefill_chunk // self.page_size  # each gets a page at least
-        while len(prefilling) < max_prefilling and (admitted := roster.admit(prefilling)):
+        while len(prefilling) < max_prefilling and (admitted := queues.admit(prefilling)):
             prefilling.append(admitted)
         budget = self.prefill_chunk
-        if roster.num_running > 1:  # the budget is what the others wait for
+        if queues.num_running > 1:  # the budget is what the others wait for
             budget = max(budget // 2, self.page_size)
         shares = [
             (sequence, count)
             for sequence, count in prefill_shares(prefilling, budget, self.page_size)
-            if sequence.slot >= 0 and roster.hold(sequence, sequence.num_computed + count)
+            if sequence.slot >= 0 and queues.hold(sequence, sequence.num_computed + count)
         ]
         segments = [self._prefill(s, count) for s, count in shares if s.slot >= 0]
         return segments, self._still_there(decodes, preemptions)
@@ -193,11 +201,11 @@ class Scheduler:
 
     def _launch(self, batch: Batch) -> None:
         """Count the step as computed: it will be by the time that anything depends on it."""
-        roster = self.roster
-        if roster.unwritten.sequences is not batch.decodes.sequences:
-            roster.unwritten.write()
-            roster.unwritten = Unwritten(batch.decodes.sequences)
-        roster.unwritten.launched()
+        queues = self.queues
+        if queues.unwritten.sequences is not batch.decodes.sequences:
+            queues.unwritten.write()
+            queues.unwritten = Unwritten(batch.decodes.sequences)
+        queues.unwritten.launched()
         for sequence in batch.admitted:  # some are given no token in it, but what they share
             sequence.started = sequence.slot >= 0
         row = len(batch.decodes)

@@ -72,7 +72,7 @@ class Sequence:
         return self.num_computed + 1 == num_tokens and self.num_prompt < num_tokens < self.max_known
 
 
-class Told(NamedTuple):
+class EventFields(NamedTuple):
     """What every event of R sequences says, and what may end one; as it is while they run."""
 
     request_ids: list[str]  # (R,)
@@ -80,8 +80,8 @@ class Told(NamedTuple):
     stop_ids: frozenset[int]  # of any of them
 
     @staticmethod
-    def of(sequences: list[Sequence]) -> "Told":
+    def of(sequences: list[Sequence]) -> "EventFields":
         """Of these."""
         asked = [(s.request.id, s.num_cached) for s in sequences]
         stops: frozenset[int] = frozenset().union(*[s.request.stop_ids for s in sequences])
-        return Told([name for name, _ in asked], [cached for _, cached in asked], stops)
+        return EventFields([name for name, _ in asked], [cached for _, cached in asked], stops)

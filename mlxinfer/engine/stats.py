@@ -15,8 +15,8 @@ def stats_of(scheduler: Scheduler, cache: KVCache, store: PageStore | None) -> d
     groups = _groups(scheduler, cache)
     return {
         **asdict(scheduler.counters),
-        "running": len(scheduler.roster.running),
-        "waiting": len(scheduler.roster.waiting),
+        "running": len(scheduler.queues.running),
+        "waiting": len(scheduler.queues.waiting),
         "page_size": cache.page_size,
         "groups": groups,
         "kv_bytes_held": sum(g["pages_held"] * g["page_bytes"] for g in groups),

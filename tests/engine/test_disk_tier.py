@@ -137,11 +137,11 @@ def begun_and_ended(folder: Path) -> Harness:
     earlier.loop.close()
     harness = on_disk(folder)
     scheduler = harness.loop.scheduler
-    gone = scheduler.roster.add(Request("gone", prompt(100), FEW), max_output=4)
+    gone = scheduler.queues.add(Request("gone", prompt(100), FEW), max_output=4)
     scheduler.kv_manager.begin(gone, spare=0)
     assert gone.num_computed == 96
     scheduler.kv_manager.end(gone, keep=True)
-    scheduler.roster.finish(gone)
+    scheduler.queues.finish(gone)
     return harness
 
 

@@ -127,8 +127,8 @@ def test_a_fault_in_the_books_does_not_kill_the_engine(engine: Engine) -> None:
 
     def corrupt() -> None:
         scheduler = engine._loop.scheduler
-        scheduler.roster.preempt(scheduler.roster.running[0])
-        scheduler.roster.waiting.clear()
+        scheduler.queues.preempt(scheduler.queues.running[0])
+        scheduler.queues.waiting.clear()
 
     engine.call(corrupt)
     assert collect(events, 1)["a"][-1].finish_reason is FinishReason.ERROR
@@ -161,16 +161,16 @@ def test_who_ends_in_the_step_of_a_fault_is_told(engine: Engine) -> None:
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     broken = Request("broken", prompt(9), SamplingParams(max_tokens=20))
     broken.grammar = BreakingGrammar()
-    guided = Request("guided", prompt(9, 1), params)
-    guided.grammar = FakeGrammar(1)
-    requests = [Request("free", prompt(9, 2), params), broken, guided]
+    constrained = Request("constrained", prompt(9, 1), params)
+    constrained.grammar = FakeGrammar(1)
+    requests = [Request("free", prompt(9, 2), params), broken, constrained]
     add_together(engine, requests, events.put)
     seen = collect(events, 3)
     free, failed = seen["free"], seen["broken"][-1]
     assert (len(tokens(free)), free[-1].finish_reason) == (4, FinishReason.LENGTH)
     assert failed.finish_reason is FinishReason.ERROR
     assert "the grammar broke" in str(failed.error)
-    assert len(tokens(seen["guided"])) == 4
+    assert len(tokens(seen["constrained"])) == 4
 
 
 def test_a_listener_that_raises_ends_its_own_request(
@@ -233,8 +233,8 @@ def test_an_engine_that_cannot_start_afresh_ends_and_says_so(
 
     def corrupt() -> None:
         scheduler = engine._loop.scheduler
-        scheduler.roster.preempt(scheduler.roster.running[0])
-        scheduler.roster.waiting.clear()
+        scheduler.queues.preempt(scheduler.queues.running[0])
+        scheduler.queues.waiting.clear()
 
     engine.call(corrupt)
     last = collect(events, 1)["a"][-1]

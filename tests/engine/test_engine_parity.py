@@ -54,7 +54,7 @@ def test_steps_beside_others(case: str, num_prompt: int) -> None:
         return wrapped(rows, slots, *rest)
 
     harness.loop.runner.sampler.sample = spy  # type: ignore[method-assign]
-    sequence = harness.loop.scheduler.roster.find("it")
+    sequence = harness.loop.scheduler.queues.find("it")
     assert sequence is not None
     while len(logits) <= len(ids) - num_prompt:
         harness.turn()

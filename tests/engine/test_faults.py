@@ -225,12 +225,12 @@ def spoil(harness: Harness, token_id: int) -> None:
 @given(
     bad=st.sets(st.integers(0, 3), min_size=1),
     launch_ahead=st.booleans(),
-    guided=st.booleans(),
+    constrained=st.booleans(),
     length=st.sampled_from([3, 20, 90]),
 )
 @settings(max_examples=25)
 def test_logits_that_are_no_numbers_end_their_own_request_only(
-    bad: set[int], launch_ahead: bool, guided: bool, length: int
+    bad: set[int], launch_ahead: bool, constrained: bool, length: int
 ) -> None:
     model = tiny_model(CASE, quantized=True)
     harness = Harness(model, launch_ahead=launch_ahead, max_batch=3)
@@ -238,7 +238,9 @@ def test_logits_that_are_no_numbers_end_their_own_request_only(
     params = SamplingParams(max_tokens=8, temperature=0.8, seed=5, logprobs=2, logit_bias={1: -1e9})
     prompts = {str(i): prompt(length + i) + ([1] if i in bad else [2]) for i in range(4)}
     for name, ids in prompts.items():
-        harness.add(name, ids, params, grammar=FakeGrammar() if guided and name == "2" else None)
+        harness.add(
+            name, ids, params, grammar=FakeGrammar() if constrained and name == "2" else None
+        )
     outcomes = harness.drain()
     for i, (name, ids) in enumerate(prompts.items()):
         outcome = outcomes[name]
@@ -246,7 +248,7 @@ def test_logits_that_are_no_numbers_end_their_own_request_only(
             assert isinstance(outcome.error, RequestFailedError)
             assert "NaN" in str(outcome.error)
             assert outcome.token_ids == []
-        elif not (guided and name == "2"):
+        elif not (constrained and name == "2"):
             assert outcome.token_ids == alone(model, ids, params).token_ids
 
 
@@ -315,11 +317,11 @@ def test_who_was_not_in_the_failed_step_starts_over(at: int, late: int, also_lau
 
     def noting(batch, error):  # type: ignore[no-untyped-def]
         failed = {s.request.id for s in batch.sequences}
-        running = [s.request.id for s in harness.loop.scheduler.roster.running]
-        waiting = [s.request.id for s in harness.loop.scheduler.roster.waiting]
+        running = [s.request.id for s in harness.loop.scheduler.queues.running]
+        waiting = [s.request.id for s in harness.loop.scheduler.queues.waiting]
         tell(batch, error)
         left = [name for name in running + waiting if name not in failed]
-        assert [s.request.id for s in harness.loop.scheduler.roster.waiting] == left, (
+        assert [s.request.id for s in harness.loop.scheduler.queues.waiting] == left, (
             "in order of arrival"
         )
 

@@ -84,9 +84,9 @@ def play(
                 )
             if asked.cancel_after is not None and asked.turn + asked.cancel_after == turn:
                 harness.loop.abort(str(i))
-        running = harness.loop.scheduler.roster.running
+        running = harness.loop.scheduler.queues.running
         if preempt_every and running and turn < 90 and turn % preempt_every == 0:
-            harness.loop.scheduler.roster.preempt(running[turn % len(running)])
+            harness.loop.scheduler.queues.preempt(running[turn % len(running)])
         harness.turn()
         turn += 1
         assert turn < 3000, "the queue did not drain"
@@ -253,14 +253,16 @@ def test_a_grammar_holds_nobody_back() -> None:
     """The forward pass is launched before the grammar has its token; the answers come as fast."""
     harness = Harness(tiny_model(CASE), max_batch=4)
     harness.add("free", prompt(20), SamplingParams(max_tokens=12))
-    harness.add("guided", prompt(20, 1), SamplingParams(max_tokens=12), grammar=FakeGrammar())
+    harness.add("constrained", prompt(20, 1), SamplingParams(max_tokens=12), grammar=FakeGrammar())
     said: list[str] = []
     watch(said, harness.loop.runner, "launch")
-    watch(said, harness.loop.runner, "guide")
+    watch(said, harness.loop.runner, "sample_constrained")
     watch(said, harness.loop.scheduler, "commit")
     outcomes = harness.drain()
-    assert max(outcomes["guided"].turns) <= max(outcomes["free"].turns) + 1
-    assert "launch commit guide " * 10 in " ".join(said), "one call for guided rows, a step ahead"
+    assert max(outcomes["constrained"].turns) <= max(outcomes["free"].turns) + 1
+    assert "launch commit sample_constrained " * 10 in " ".join(said), (
+        "one call for constrained rows, a step ahead"
+    )
 
 
 def watch(said: list[str], owner: object, name: str) -> None:
@@ -276,13 +278,13 @@ def watch(said: list[str], owner: object, name: str) -> None:
 def test_log_probabilities_are_those_of_the_model() -> None:
     harness = Harness(tiny_model(CASE), max_batch=4)
     params = SamplingParams(max_tokens=5, logprobs=2)
-    harness.add("guided", prompt(20), params, grammar=FakeGrammar())
+    harness.add("constrained", prompt(20), params, grammar=FakeGrammar())
     harness.add("free", prompt(20), params)
     outcomes = harness.drain()
-    guided, free = (outcomes[name].logprobs for name in ("guided", "free"))
-    assert dict(guided[0].top) == pytest.approx(dict(free[0].top), abs=1e-4)
-    assert guided[0].logprob <= free[0].logprob
-    assert len(guided) == len(free) == 5
+    constrained, free = (outcomes[name].logprobs for name in ("constrained", "free"))
+    assert dict(constrained[0].top) == pytest.approx(dict(free[0].top), abs=1e-4)
+    assert constrained[0].logprob <= free[0].logprob
+    assert len(constrained) == len(free) == 5
 
 
 def test_the_seed_is_printed() -> None:

@@ -40,7 +40,7 @@ def wide_model(monkeypatch: pytest.MonkeyPatch, case: str, *, layers: int = 2) -
 
 
 def run(model: Model, kv: KVOptions, kernels: Chooser) -> list[Outcome]:
-    """Mixed requests at once: greedy, drawn, penalised, guided, ragged, some joining later."""
+    """Mixed requests at once: greedy, drawn, penalised, constrained, ragged, some joining later."""
     harness = Harness(model, kernels=kernels, kv=kv, max_batch=4, num_pages=40)
     seeded = SamplingParams(max_tokens=9, temperature=0.9, top_p=0.8, seed=5)
     top_k = SamplingParams(max_tokens=7, temperature=1.1, top_k=12, min_p=0.02, seed=2)
@@ -48,7 +48,7 @@ def run(model: Model, kv: KVOptions, kernels: Chooser) -> list[Outcome]:
     harness.add("drawn", prompt(20, seed=1), seeded)
     harness.turn(4)
     harness.add("penalised", prompt(5, seed=2), replace(top_k, repetition_penalty=1.3))
-    harness.add("guided", prompt(18, seed=3), top_k, grammar=FakeGrammar(seed=4))
+    harness.add("constrained", prompt(18, seed=3), top_k, grammar=FakeGrammar(seed=4))
     return list(harness.drain().values())
 
 

@@ -76,9 +76,9 @@ def play(harness: Harness, program: list[Asked], preempt_every: int | None) -> N
                 harness.loop.abort(str(i))
         forced = preempt_every and turn < 90 and turn % preempt_every == preempt_every - 1
         if (
-            forced and scheduler.roster.running
+            forced and scheduler.queues.running
         ):  # not for ever: without a prefix cache nothing would end
-            scheduler.roster.preempt(scheduler.roster.running[turn % len(scheduler.roster.running)])
+            scheduler.queues.preempt(scheduler.queues.running[turn % len(scheduler.queues.running)])
         harness.turn()
         turn += 1
         assert turn < 3000, "the queue did not drain"

@@ -14,14 +14,14 @@ def held_bytes(harness: Harness) -> int:
     """Pages that sequences hold and the tails of those that run."""
     cache = harness.loop.cache
     tails = sum(2 * group.page_bytes for group in cache.groups) * len(
-        harness.loop.scheduler.roster.running
+        harness.loop.scheduler.queues.running
     )
     return sum(g.allocator.num_held * g.page_bytes for g in cache.groups) + tails
 
 
 def ideal_bytes(harness: Harness) -> int:
     """Lengths rounded up to pages."""
-    pages = sum(-(-s.num_computed // PAGE) for s in harness.loop.scheduler.roster.running)
+    pages = sum(-(-s.num_computed // PAGE) for s in harness.loop.scheduler.queues.running)
     return pages * sum(group.page_bytes for group in harness.loop.cache.groups)
 
 
@@ -31,10 +31,10 @@ def test_mixed_lengths_take_what_they_are_long() -> None:
     harness = Harness(model, prefill_chunk=512, max_context=10_000, num_pages=600)
     for seed, length in enumerate([8000] + [100] * 7):
         harness.add(str(seed), prompt(length, seed), SamplingParams(max_tokens=40))
-    while any(not s.decoding for s in harness.loop.scheduler.roster.unfinished()):
+    while any(not s.decoding for s in harness.loop.scheduler.queues.unfinished()):
         harness.turn()
     harness.turn(5)
-    assert len(harness.loop.scheduler.roster.running) == 8
+    assert len(harness.loop.scheduler.queues.running) == 8
     assert held_bytes(harness) <= 1.05 * ideal_bytes(harness)
     counters = harness.loop.scheduler.counters
     assert counters.prompt_tokens_computed == 8700
@@ -54,9 +54,9 @@ def test_windows_hold_a_window_and_a_page(case: str) -> None:
     assert window == 8
     most = 0
     while not harness.loop.idle:
-        computed = {s: s.num_computed for s in scheduler.roster.running}
+        computed = {s: s.num_computed for s in scheduler.queues.running}
         harness.turn()
-        for sequence in scheduler.roster.running:
+        for sequence in scheduler.queues.running:
             # As the turn began, it let go of what no later token sees.
             held = computed.get(sequence, 0) - sequence.tables[group].first * PAGE
             assert held <= window + PAGE

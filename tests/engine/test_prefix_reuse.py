@@ -82,21 +82,21 @@ def test_prompt_logits_come_once_though_it_was_preempted() -> None:
     harness = Harness(tiny_model("qwen3-v4"), prefill_chunk=16)
     harness.add("it", prompt(50), GREEDY, prompt_logits=True)
     harness.turn(3)
-    harness.loop.scheduler.roster.preempt(harness.loop.scheduler.roster.running[0])
+    harness.loop.scheduler.queues.preempt(harness.loop.scheduler.queues.running[0])
     assert sum(len(rows) for rows in harness.drain()["it"].logits) == 50
 
 
 def test_what_goes_on_with_no_prompt_left_keeps_its_tail() -> None:
     """All of a page's share goes to another's prompt: it begins as one that decodes."""
     harness = Harness(tiny_model("qwen3-v4", quantized=True), prefill_chunk=2 * PAGE)
-    roster = harness.loop.scheduler.roster
+    queues = harness.loop.scheduler.queues
     harness.add("it", prompt(20), SamplingParams(max_tokens=30))
     harness.turn(8)
     harness.add("long", prompt(300, seed=1), SamplingParams(max_tokens=2))
     harness.turn(2)
-    it = roster.find("it")
+    it = queues.find("it")
     assert it is not None
-    roster.preempt(it)
+    queues.preempt(it)
     said = harness.drain()["it"].token_ids
     harness.add("next", [*prompt(20), *said, 5, 6, 7], SamplingParams(max_tokens=2))
     assert harness.drain()["next"].cached_tokens == 49  # the last token was never computed

@@ -12,7 +12,7 @@ from mlxinfer.cache.window import AttentionWindow
 from mlxinfer.core import FinishReason, Request, SamplingParams
 from mlxinfer.engine import kv_manager
 from mlxinfer.engine.batch import MAX_SHORT, Batch
-from mlxinfer.engine.scheduler import Scheduler, Taken
+from mlxinfer.engine.scheduler import CommitResult, Scheduler
 from mlxinfer.engine.sequence import Sequence
 
 PAGE = 4
@@ -64,9 +64,9 @@ def rows(batch: Batch) -> dict[str, int]:
 
 def test_decode_comes_first_and_prefill_is_chunked() -> None:
     scheduler = build()
-    scheduler.roster.add(request("short", 3), max_output=8)
+    scheduler.queues.add(request("short", 3), max_output=8)
     assert rows(step(scheduler)) == {"short": 3}
-    scheduler.roster.add(request("long", 20), max_output=8)
+    scheduler.queues.add(request("long", 20), max_output=8)
     assert rows(step(scheduler)) == {"short": 1, "long": 8}  # half a chunk while others run
     assert rows(step(scheduler)) == {"short": 1, "long": 8}
     assert rows(step(scheduler)) == {"short": 1, "long": 4}
@@ -75,16 +75,16 @@ def test_decode_comes_first_and_prefill_is_chunked() -> None:
 
 def test_alone_a_prompt_gets_whole_chunks() -> None:
     scheduler = build()
-    scheduler.roster.add(request("long", 40), max_output=8)
+    scheduler.queues.add(request("long", 40), max_output=8)
     assert [rows(step(scheduler))["long"] for _ in range(4)] == [16, 16, 8, 1]
 
 
 def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
     scheduler = build(chunk=32)
-    scheduler.roster.add(request("long", 100), max_output=8)
+    scheduler.queues.add(request("long", 100), max_output=8)
     step(scheduler)
-    scheduler.roster.add(request("short", 5), max_output=8)
-    scheduler.roster.add(request("middle", 60), max_output=8)
+    scheduler.queues.add(request("short", 5), max_output=8)
+    scheduler.queues.add(request("middle", 60), max_output=8)
     batch = step(scheduler)
     # the shortest is served whole, the oldest keeps a quarter of what is halved for others' sake
     assert rows(batch) == {"short": 5, "long": 4, "middle": 4}
@@ -95,9 +95,9 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
 
 def test_chunks_end_at_page_boundaries() -> None:
     scheduler = build(chunk=16)
-    scheduler.roster.add(request("a", 30), max_output=1)
-    scheduler.roster.add(request("b", 30), max_output=1)
-    while not scheduler.roster.idle:
+    scheduler.queues.add(request("a", 30), max_output=1)
+    scheduler.queues.add(request("b", 30), max_output=1)
+    while not scheduler.queues.idle:
         for segment in step(scheduler).segments:
             ends_prompt = segment.stop >= segment.sequence.num_prompt
             assert ends_prompt or segment.stop % PAGE == 0
@@ -106,7 +106,7 @@ def test_chunks_end_at_page_boundaries() -> None:
 @pytest.mark.parametrize("ahead", [True, False])
 def test_sequences_know_of_their_steps_when_somebody_looks(ahead: bool) -> None:
     scheduler = build(pages=64)
-    sequences = [scheduler.roster.add(request(name, 3, 90), max_output=90) for name in "ab"]
+    sequences = [scheduler.queues.add(request(name, 3, 90), max_output=90) for name in "ab"]
     previous = None
     unknown = 0
     for number in range(1, 60):
@@ -119,14 +119,14 @@ def test_sequences_know_of_their_steps_when_somebody_looks(ahead: bool) -> None:
         unknown = max(unknown, *[batch.decodes.spans.starts.max(initial=0) - s.num_computed
                                  for s in sequences])  # fmt: skip
         if number % 25 == 0:
-            assert scheduler.roster.running == sequences
+            assert scheduler.queues.running == sequences
             for sequence in sequences:
                 assert sequence.num_computed == 2 + number  # the first step: the prompt
                 assert sequence.num_pending == ahead
                 assert sequence.token_ids[3:] == list(range(1 + ahead, number + 1))
     assert unknown in (range(8, 18) if ahead else (0,)), "how long it was put off"
     assert scheduler.counters.tokens_sampled == 2 * (59 - ahead)
-    scheduler.roster.finish(sequences[0])
+    scheduler.queues.finish(sequences[0])
     assert len(sequences[0].token_ids) == len(sequences[1].token_ids) == 3 + 59 - ahead
 
 
@@ -137,8 +137,8 @@ def test_a_token_that_ends_nobody_leaves_nothing_unknown() -> None:
     """
     scheduler = build(pages=64)
     stops = replace(request("a", 3, 90), stop_ids=frozenset({99}))
-    first = scheduler.roster.add(stops, max_output=90)
-    second = scheduler.roster.add(request("b", 3, 90), max_output=90)
+    first = scheduler.queues.add(stops, max_output=90)
+    second = scheduler.queues.add(request("b", 3, 90), max_output=90)
     for number in range(20):
         batch = scheduler.next_batch()
         assert batch is not None
@@ -150,7 +150,7 @@ def test_a_token_that_ends_nobody_leaves_nothing_unknown() -> None:
 def test_tails_are_sealed_all_at_once() -> None:
     scheduler = build(pages=64)
     for name in "ab":
-        scheduler.roster.add(request(name, 3, 60), max_output=60)
+        scheduler.queues.add(request(name, 3, 60), max_output=60)
     sealed = [len(step(scheduler).seal) for _ in range(30)]
     assert set(sealed) == {0, 2}  # at a barrier everybody seals
     first, second = [i for i, count in enumerate(sealed) if count][:2]
@@ -159,10 +159,10 @@ def test_tails_are_sealed_all_at_once() -> None:
 
 def test_the_youngest_makes_room_and_comes_back() -> None:
     scheduler = build(pages=6, max_batch=2)
-    old = scheduler.roster.add(request("old", 8, 12), max_output=12)
-    young = scheduler.roster.add(request("young", 8, 12), max_output=12)
+    old = scheduler.queues.add(request("old", 8, 12), max_output=12)
+    young = scheduler.queues.add(request("young", 8, 12), max_output=12)
     preempted = False
-    while not scheduler.roster.idle:
+    while not scheduler.queues.idle:
         step(scheduler)
         preempted |= young.slot < 0 and not young.finished
         assert old.num_preempted == 0
@@ -174,22 +174,22 @@ def test_the_youngest_makes_room_and_comes_back() -> None:
 
 def test_who_makes_room_before_its_first_step_leaves_nothing_unwritten() -> None:
     scheduler = build()
-    sequence = scheduler.roster.add(request("a", 6), max_output=8)
+    sequence = scheduler.queues.add(request("a", 6), max_output=8)
     step(scheduler)
-    scheduler.roster.preempt(sequence)
-    assert scheduler.roster.admit([]) is sequence
+    scheduler.queues.preempt(sequence)
+    assert scheduler.queues.admit([]) is sequence
     assert sequence.num_computed % PAGE, "a cut page, whose copy was not made yet"
     scheduler.kv_manager.take_closing()
-    scheduler.roster.preempt(sequence)
+    scheduler.queues.preempt(sequence)
     assert scheduler.kv_manager.take_closing() == [], "its tail holds what somebody else wrote"
     assert_only_cached(scheduler)
 
 
 def test_a_token_in_flight_survives_preemption() -> None:
     scheduler = build(pages=6, max_batch=2)
-    sequences = [scheduler.roster.add(request(n, 8, 12), max_output=12) for n in ("old", "young")]
+    sequences = [scheduler.queues.add(request(n, 8, 12), max_output=12) for n in ("old", "young")]
     previous, token = None, 0
-    while not scheduler.roster.idle:  # launched one ahead, as the engine does
+    while not scheduler.queues.idle:  # launched one ahead, as the engine does
         batch = scheduler.next_batch()
         if previous is not None:
             token += 1
@@ -202,12 +202,12 @@ def test_a_token_in_flight_survives_preemption() -> None:
 
 def test_nobody_passes_who_waits_for_a_token_in_flight() -> None:
     scheduler = build(max_batch=1)
-    first = scheduler.roster.add(request("first", 8), max_output=8)
+    first = scheduler.queues.add(request("first", 8), max_output=8)
     step(scheduler)
     in_flight = scheduler.next_batch()
     assert in_flight is not None
-    scheduler.roster.preempt(first)
-    scheduler.roster.add(request("second", 8), max_output=8)
+    scheduler.queues.preempt(first)
+    scheduler.queues.add(request("second", 8), max_output=8)
     assert scheduler.next_batch() is None
     scheduler.commit(in_flight, [7])
     assert list(rows(step(scheduler))) == ["first"]
@@ -216,19 +216,19 @@ def test_nobody_passes_who_waits_for_a_token_in_flight() -> None:
 def test_a_prompt_waits_for_whole_pages_that_another_computes_and_no_longer() -> None:
     scheduler = build(chunk=4 * PAGE)
     shared = 4 * PAGE + 1  # the last one lies in a page that cannot be shared in time
-    first = scheduler.roster.add(request("a", 12 * PAGE, shared=shared), max_output=8)
-    scheduler.roster.add(request("b", 12 * PAGE, shared=shared), max_output=8)
+    first = scheduler.queues.add(request("a", 12 * PAGE, shared=shared), max_output=8)
+    scheduler.queues.add(request("b", 12 * PAGE, shared=shared), max_output=8)
     assert rows(step(scheduler)) == {"a": 4 * PAGE}
     assert set(rows(step(scheduler))) == {"a", "b"}
     while not first.decoding:
         step(scheduler)
     assert first.sharers == {}, "who waited is let go"
     scheduler = build(chunk=4 * PAGE)
-    scheduler.roster.add(request("a", 12 * PAGE, shared=12 * PAGE), max_output=8)
+    scheduler.queues.add(request("a", 12 * PAGE, shared=12 * PAGE), max_output=8)
     step(scheduler)
     asks_logits = request("c", 12 * PAGE, shared=12 * PAGE)
     asks_logits.prompt_logits = True  # it computes all of its prompt, whatever there is
-    scheduler.roster.add(asks_logits, max_output=8)
+    scheduler.queues.add(asks_logits, max_output=8)
     assert "c" in rows(step(scheduler))
 
 
@@ -244,7 +244,7 @@ def test_long_prompts_that_wait_are_compared_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(kv_manager, "_common_prefix", counting)
     scheduler = build(pages=400, chunk=2 * PAGE)
     for i in range(30):
-        scheduler.roster.add(request(str(i), 100 * PAGE, shared=90 * PAGE), max_output=8)
+        scheduler.queues.add(request(str(i), 100 * PAGE, shared=90 * PAGE), max_output=8)
     for _ in range(50):
         step(scheduler)
     assert compared == 29
@@ -253,27 +253,27 @@ def test_long_prompts_that_wait_are_compared_once(monkeypatch: pytest.MonkeyPatc
 def test_finished_is_noticed_one_step_late_and_counted_once() -> None:
     scheduler = build()
     stopping = Request("a", [1, 2], SamplingParams(max_tokens=9), stop_ids=frozenset({99}))
-    sequence = scheduler.roster.add(stopping, max_output=9)
+    sequence = scheduler.queues.add(stopping, max_output=9)
     first = scheduler.next_batch()
     second = scheduler.next_batch()  # launched before the first is read
     assert first is not None
     assert second is not None
-    assert scheduler.commit(first, [99]) == Taken(ended={0: FinishReason.STOP})
-    assert scheduler.commit(second, [5]) == Taken(late=[0], away=[0])
+    assert scheduler.commit(first, [99]) == CommitResult(finished={0: FinishReason.STOP})
+    assert scheduler.commit(second, [5]) == CommitResult(discarded=[0], released=[0])
     assert sequence.token_ids == [1, 2, 99]
     assert scheduler.counters.tokens_sampled == 1
-    assert scheduler.roster.idle
+    assert scheduler.queues.idle
 
 
 def test_min_tokens_holds_back_the_end() -> None:
     scheduler = build()
     params = SamplingParams(max_tokens=9, min_tokens=2)
-    scheduler.roster.add(Request("a", [1], params, stop_ids=frozenset({7})), max_output=9)
-    ended = [commit_sevens(scheduler).ended for _ in range(3)]
+    scheduler.queues.add(Request("a", [1], params, stop_ids=frozenset({7})), max_output=9)
+    ended = [commit_sevens(scheduler).finished for _ in range(3)]
     assert ended == [{}, {}, {0: FinishReason.STOP}]
 
 
-def commit_sevens(scheduler: Scheduler) -> Taken:
+def commit_sevens(scheduler: Scheduler) -> CommitResult:
     batch = scheduler.next_batch()
     assert batch is not None
     return scheduler.commit(batch, [7] * len(batch.sampling))
@@ -297,24 +297,24 @@ def test_books_balance_over_random_programs(data: st.DataObject) -> None:
     ended: Counter[str] = Counter()
     previous, arrivals = None, data.draw(st.integers(1, 8))
     for tick in range(1000):
-        if arrivals and (scheduler.roster.idle or data.draw(st.booleans())):
+        if arrivals and (scheduler.queues.idle or data.draw(st.booleans())):
             arrivals -= 1
             prompt, answer = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 16))
             name = f"r{tick}"
             shared = data.draw(st.sampled_from([0, 0, 4, 7, 18]))
-            live[name] = scheduler.roster.add(
+            live[name] = scheduler.queues.add(
                 request(name, prompt, answer, shared=shared), max_output=answer
             )
         if live and data.draw(st.integers(0, 9)) == 0:
             name = data.draw(st.sampled_from(sorted(live)))
-            scheduler.roster.finish(live.pop(name))
+            scheduler.queues.finish(live.pop(name))
             ended[name] += 1
         batch = scheduler.next_batch()
         if batch is not None:
             check_batch(scheduler, batch, chunk)
         for done in [previous] if ahead else [batch]:
-            taken = scheduler.commit(done, [3] * len(done.sampling)) if done else Taken()
-            for row in taken.ended:
+            result = scheduler.commit(done, [3] * len(done.sampling)) if done else CommitResult()
+            for row in result.finished:
                 assert done is not None
                 sequence = done.sampling.sequences[row]
                 ended[sequence.request.id] += 1
@@ -322,7 +322,7 @@ def test_books_balance_over_random_programs(data: st.DataObject) -> None:
                 del live[sequence.request.id]
         previous = batch
         check_books(scheduler)
-        if scheduler.roster.idle and not arrivals and previous is None:
+        if scheduler.queues.idle and not arrivals and previous is None:
             break
     else:
         pytest.fail("the queue did not drain")
@@ -362,18 +362,27 @@ def check_books(scheduler: Scheduler) -> None:
         tree = scheduler.kv_manager.tree
         own = [
             page
-            for s in scheduler.roster.running
+            for s in scheduler.queues.running
             for page in s.tables[group].pages_from(s.lease_of.num_pages)
         ]
         assert len(own) == len(set(own))
         assert len(own) + tree.num_pages(group) == allocator.num_held
         assert allocator.num_held + allocator.num_free == allocator.num_pages
+<<<<<<< Updated upstream
         if window.size is not None:
             for sequence in scheduler.roster.running:
                 scheduler.kv_manager.trim(sequence)
                 kept = sequence.num_computed - sequence.tables[group].first * PAGE
                 assert kept <= window.size + PAGE
     running, waiting = set(scheduler.roster.running), set(scheduler.roster.waiting)
+=======
+        if reach.window is not None:
+            for sequence in scheduler.queues.running:
+                scheduler.kv_manager.trim(sequence)
+                kept = sequence.num_computed - sequence.tables[group].first * PAGE
+                assert kept <= reach.window + PAGE
+    running, waiting = set(scheduler.queues.running), set(scheduler.queues.waiting)
+>>>>>>> Stashed changes
     assert not running & waiting
-    assert running | waiting == set(scheduler.roster.unfinished())
+    assert running | waiting == set(scheduler.queues.unfinished())
     assert all(s.slot < 0 and not s.tables for s in waiting)

@@ -34,17 +34,17 @@ def test_who_makes_room_in_the_turn_of_its_admission_touches_nobody(bits: int | 
     for name in "abcd":
         harness.add(name, prompt(9, seed=ord(name)), params[name])
     harness.turn(6)
-    roster, times = harness.loop.scheduler.roster, [2]
-    hold = roster.hold
+    queues, times = harness.loop.scheduler.queues, [2]
+    hold = queues.hold
 
     def held(sequence: Sequence, num_tokens: int) -> bool:
         if sequence.request.id != "late" or not times[0]:
             return hold(sequence, num_tokens)
         times[0] -= 1
-        roster.preempt(sequence)
+        queues.preempt(sequence)
         return False
 
-    roster.hold = held  # type: ignore[method-assign]
+    queues.hold = held  # type: ignore[method-assign]
     harness.add("late", prompt(9, seed=7), SamplingParams(max_tokens=5))
     outcomes = harness.drain()
     assert not times[0]

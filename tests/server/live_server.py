@@ -43,7 +43,7 @@ def in_no_hurry(model: ServedModel) -> ServedModel:
     def emit_slowly(events: list[TokenEvent]) -> None:
         for event in events:
             emit([event])
-            sequence = loop.scheduler.roster.find(event.request_id)
+            sequence = loop.scheduler.queues.find(event.request_id)
             if sequence is not None and sequence.max_known - sequence.num_prompt >= LONG_TOKENS:
                 time.sleep(LONG_TOKEN_S)
 

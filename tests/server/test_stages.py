@@ -17,7 +17,7 @@ from live_server import CHAT, LONG_TOKENS, LiveServer, chat, events_of, wait_unt
 
 from mlxinfer.answer import Answer
 from mlxinfer.engine import runner
-from mlxinfer.engine.guides import Guides
+from mlxinfer.engine.grammar_masks import GrammarMasks
 from mlxinfer.engine.runner import Launched, Runner
 from mlxinfer.engine.scheduler import Scheduler
 from mlxinfer.grammar import GrammarCompiler
@@ -215,7 +215,9 @@ def single() -> Iterator[LiveServer]:
 def test_in_a_step(single: LiveServer, name: str) -> None:
     """Whoever waits while a step fails is answered as ever."""
     model = type(single.model.engine._loop.model)
-    owner, attribute = {**STEPS, "forward": (model, "__call__"), "mask": (Guides, "fill")}[name]
+    owner, attribute = {**STEPS, "forward": (model, "__call__"), "mask": (GrammarMasks, "fill")}[
+        name
+    ]
     request = chat(f"A {VICTIM}", guided_json=FORM, max_tokens=LONG_TOKENS)
     with single.stream(CHAT, request) as response:
         events = events_of(response)
@@ -254,7 +256,7 @@ def test_wrong_books_fail_all_who_are_there(single: LiveServer) -> None:
     """The scheduler itself raises: all start afresh, and the server goes on."""
     alone = ask(single, QUESTIONS[0])
     long = chat("Count", ignore_eos=True, max_tokens=1500)
-    late = lambda scheduler: any(s.num_output > 3 for s in scheduler.roster.running)  # noqa: E731
+    late = lambda scheduler: any(s.num_output > 3 for s in scheduler.queues.running)  # noqa: E731
     with fault(Scheduler, "next_batch", late), single.stream(CHAT, long) as response:
         *_, last = events_of(response)
     check_hidden(last["error"])

@@ -7,7 +7,7 @@ from itertools import pairwise
 from mlxinfer.cache.prefix.leases import Lease
 from mlxinfer.cache.prefix.node import Node
 from mlxinfer.engine.batch import MAX_SHORT, Batch
-from mlxinfer.engine.decodes import Decodes
+from mlxinfer.engine.decodes import DecodeBatch
 from mlxinfer.engine.scheduler import Scheduler
 
 
@@ -18,7 +18,7 @@ def check_batch(scheduler: Scheduler, batch: Batch) -> None:
     prefill = [s for s in segments if s.num_tokens > 1 or s.start < s.sequence.num_prompt]
     assert sum(s.num_tokens for s in prefill) <= scheduler.prefill_chunk
     assert len({s.slot for s in segments}) == len(segments)
-    assert all(s.started for s in scheduler.roster.running)
+    assert all(s.started for s in scheduler.queues.running)
     assert all(s.slot == s.sequence.slot >= 0 for s in segments)
     assert all(a.row + a.num_tokens == b.row for a, b in pairwise(segments))
     for segment in segments:
@@ -31,10 +31,10 @@ def check_batch(scheduler: Scheduler, batch: Batch) -> None:
             assert table.end >= segment.stop, "a token without a slot"
 
 
-def check_decodes(scheduler: Scheduler, decodes: Decodes) -> None:
+def check_decodes(scheduler: Scheduler, decodes: DecodeBatch) -> None:
     """Rows that moved on say what their sequences say, and so does what they remember."""
     sequences, spans = decodes.sequences, decodes.spans
-    assert set(sequences) <= set(scheduler.roster.running)
+    assert set(sequences) <= set(scheduler.queues.running)
     assert list(decodes.slots) == spans.slots.tolist() == [s.slot for s in sequences]
     assert spans.rows.tolist() == list(range(len(sequences)))
     assert spans.starts.tolist() == [s.num_computed - 1 for s in sequences]  # it is launched
@@ -49,7 +49,7 @@ def check_decodes(scheduler: Scheduler, decodes: Decodes) -> None:
     assert decodes.at_page_start(page) == at_page_start
     assert decodes.steps_left == 1 + min(left, default=-1)
     assert decodes.num_slots == 1 + max(decodes.slots, default=-1)
-    assert decodes.num_guided == sum(s.request.grammar is not None for s in sequences)
+    assert decodes.num_constrained == sum(s.request.grammar is not None for s in sequences)
     assert all(a is b.tables for a, b in zip(spans.tables, sequences, strict=True))
     for group, window in enumerate(scheduler.kv_manager.windows):
         if window.size is None:
@@ -64,24 +64,24 @@ def check_books(scheduler: Scheduler, pins: Seq[Lease]) -> None:
     for group, allocator in enumerate(kv_manager.allocators):
         own = [
             page
-            for s in scheduler.roster.running
+            for s in scheduler.queues.running
             for page in s.tables[group].pages_from(s.lease_of.num_pages)
         ]
         trees = [p for s in kv_manager.tree.stored() if (p := s.pages[group]) is not None]
         assert len(set(own + trees)) == len(own) + len(trees), "a page has two owners"
         assert len(own) + kv_manager.tree.num_pages(group) == allocator.num_held
         assert allocator.num_held + allocator.num_free == allocator.num_pages
-    running, waiting = set(scheduler.roster.running), set(scheduler.roster.waiting)
+    running, waiting = set(scheduler.queues.running), set(scheduler.queues.waiting)
     assert not running & waiting
-    assert running | waiting == set(scheduler.roster.unfinished())
-    slots = [s.slot for s in scheduler.roster.running]
+    assert running | waiting == set(scheduler.queues.unfinished())
+    slots = [s.slot for s in scheduler.queues.running]
     assert len(set(slots)) == len(slots)
     assert min(slots, default=0) >= 0
-    for s in scheduler.roster.waiting:
+    for s in scheduler.queues.waiting:
         assert s.slot < 0
         assert not s.tables
         assert s.lease is None
-    check_locks(scheduler, [s.lease_of for s in scheduler.roster.running] + list(pins))
+    check_locks(scheduler, [s.lease_of for s in scheduler.queues.running] + list(pins))
 
 
 def check_locks(scheduler: Scheduler, leases: list[Lease]) -> None:

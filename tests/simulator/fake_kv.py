@@ -12,8 +12,13 @@ from simulator.oracle import layer_groups
 
 from mlxinfer.cache.page_table import PageTable
 from mlxinfer.cache.pages import PageAllocator
+<<<<<<< Updated upstream
 from mlxinfer.cache.window import AttentionWindow
 from mlxinfer.engine.batch import Load, Move, Restore, Segment, Spill
+=======
+from mlxinfer.cache.reach import Reach
+from mlxinfer.engine.batch import Load, Move, PartialCopy, Segment, Spill
+>>>>>>> Stashed changes
 
 POISON = 1 << 80  # no hash is as large
 
@@ -131,7 +136,7 @@ class FakeKV:
                     for slot in range(load.page * size, (load.page + 1) * size):
                         self._write(self.pools[layer], slot, next(values))
 
-    def restore(self, restores: Sequence[Restore]) -> None:
+    def restore(self, restores: Sequence[PartialCopy]) -> None:
         """Beginnings of shared pages to a page and a tail of one's own; all read before written."""
         ring = 2 * self.page_size
         copies = []

@@ -25,7 +25,7 @@ class Launched:
     batch: Batch
     tokens: list[int] = field(default_factory=list)
     spilled: list[tuple[Spill, bytes]] = field(default_factory=list)
-    unguided: list[tuple[Segment, int]] = field(default_factory=list)  # rows yet to be sampled
+    unconstrained: list[tuple[Segment, int]] = field(default_factory=list)  # rows yet to be sampled
     rows: dict[EngineSequence, int] = field(default_factory=dict)  # of who gets a token
     fault: str | None = None
     unreadable: bool = False  # a fault: whoever wants its results gets an error
@@ -51,8 +51,8 @@ class FakeRunner:
 
     Args:
         verify: called with (request id, position, what the last layer gives there) of every token.
-        fault: asked at each launch where it is to fail: "start", "middle", "end", "guide", "read"
-            or None.
+        fault: asked at each launch where it is to fail: "start", "middle", "end",
+            "sample_constrained", "read" or None.
     """
 
     def __init__(
@@ -90,16 +90,16 @@ class FakeRunner:
         check_sampling(sampling, segments, batch.num_tokens)
         drawn = [segments[sequence] for sequence in sampling.sequences]
         launched.tokens = [self._sample(s, ids, hidden) for s in drawn[: sampling.num_free]]
-        guided = drawn[sampling.num_free :]
-        launched.unguided = [(s, hidden[s.row + s.num_tokens - 1]) for s in guided]
+        constrained = drawn[sampling.num_free :]
+        launched.unconstrained = [(s, hidden[s.row + s.num_tokens - 1]) for s in constrained]
         launched.rows = {sequence: row for row, sequence in enumerate(sampling.sequences)}
         self._fail(fault, "end")
         return launched
 
-    def guide(self, launched: Launched) -> None:
+    def sample_constrained(self, launched: Launched) -> None:
         """Sample the rows under a grammar; everything before them was read."""
-        self._fail(launched.fault, "guide")
-        for segment, x in launched.unguided:
+        self._fail(launched.fault, "sample_constrained")
+        for segment, x in launched.unconstrained:
             rules, known = rules_of(segment.sequence), self._sampler[segment.slot]
             if segment.sequence.finished:
                 launched.tokens.append(0)
@@ -108,7 +108,7 @@ class FakeRunner:
             history = known.history + rules.state
             token = sample(x, known.seed, segment.output_index, history, self.vocab)
             launched.tokens.append(token)
-        launched.unguided = []
+        launched.unconstrained = []
 
     def observe(self, sampling: Sampling, tokens: Sequence[int], away: list[int]) -> None:
         """Tokens were read; rows that are away have no slot any more."""
@@ -165,7 +165,7 @@ def _input_ids(batch: Batch, previous: Launched | None) -> list[int]:
         if len(known) < segment.num_tokens:
             assert segment.num_tokens == 1
             assert previous is not None
-            assert not previous.unguided
+            assert not previous.unconstrained
             known = [previous.tokens[previous.rows[segment.sequence]]]
         ids += known
     return ids
@@ -181,8 +181,8 @@ def check_sampling(
     assert sampling.output_index.tolist() == [s.output_index for s in drawn]
     rows = range(num_tokens) if sampling.rows is None else sampling.rows.tolist()
     assert list(rows) == [s.row + s.num_tokens - 1 for s in drawn]
-    guided = [s.sequence for s in drawn if s.sequence.request.grammar is not None]
-    assert sampling.guided == guided == sampling.sequences[sampling.num_free :]
+    constrained = [s.sequence for s in drawn if s.sequence.request.grammar is not None]
+    assert sampling.constrained == constrained == sampling.sequences[sampling.num_free :]
 
 
 def rules_of(sequence: EngineSequence) -> Rules:

@@ -59,13 +59,18 @@ class Oracle:
         *,
         seed: int,
         vocab: int,
-        guided: bool = False,
+        constrained: bool = False,
     ) -> None:
         self.tokens = list(prompt_ids)
         self._num_prompt = len(prompt_ids)
         self._seed, self._vocab = seed, vocab
+<<<<<<< Updated upstream
         self._rules = Rules() if guided else None
         self._reaches = [windows[g] for g in layer_groups(len(windows))]
+=======
+        self._rules = Rules() if constrained else None
+        self._reaches = [reaches[g] for g in layer_groups(len(reaches))]
+>>>>>>> Stashed changes
         self._sums = [[0] for _ in self._reaches]  # by layer: of the keys of the first n positions
         self._hidden: list[int] = []
 

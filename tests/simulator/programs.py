@@ -121,13 +121,15 @@ class Program:
             self._say(f"cancel {name}")
             simulation.abort(name)
         # Asking who runs tells the sequences of their steps: not in every turn.
-        some_run = simulation.scheduler.roster.num_running
+        some_run = simulation.scheduler.queues.num_running
         if some_run and self._on("forced preemption", self.preempt_share):
-            sequence = rng.choice(simulation.scheduler.roster.running)
+            sequence = rng.choice(simulation.scheduler.queues.running)
             self._say(f"preempt {sequence.request.id}")
-            simulation.scheduler.roster.preempt(sequence)
+            simulation.scheduler.queues.preempt(sequence)
         if self._on("faults", self.fault_share):
-            simulation.next_fault = rng.choice(["start", "middle", "end", "guide", "read"])
+            simulation.next_fault = rng.choice(
+                ["start", "middle", "end", "sample_constrained", "read"]
+            )
             self._say(f"the next step fails: {simulation.next_fault}")
         if self._on("clears", 0.03):
             self._say("clear")

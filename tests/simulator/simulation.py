@@ -76,7 +76,7 @@ class Simulation:
 
     @property
     def idle(self) -> bool:
-        return self._in_flight is None and self.scheduler.roster.idle
+        return self._in_flight is None and self.scheduler.queues.idle
 
     # -- what may happen between two turns -------------------------------------------------------
 
@@ -86,16 +86,16 @@ class Simulation:
             request.prompt_ids,
             seed=request.params.seed or 0,
             vocab=self.sizes.vocab,
-            guided=request.grammar is not None,
+            constrained=request.grammar is not None,
         )
         expected, reason = oracle.answer(request, max_output)
-        sequence = self.scheduler.roster.add(request, max_output=max_output)
+        sequence = self.scheduler.queues.add(request, max_output=max_output)
         self.asked[request.id] = Asked(request, sequence, oracle, expected, reason)
 
     def abort(self, name: str) -> None:
-        sequence = self.scheduler.roster.find(name)
+        sequence = self.scheduler.queues.find(name)
         if sequence is not None:
-            self.scheduler.roster.finish(sequence)
+            self.scheduler.queues.finish(sequence)
             self.asked[name].end(FinishReason.ABORT)
 
     def restart(self) -> None:
@@ -119,7 +119,7 @@ class Simulation:
         current = self._launch(batch, previous) if batch else None
         if previous is not None and not self._commit(previous):
             current = None
-        if current is not None and current.unguided and not self._guide(current):
+        if current is not None and current.unconstrained and not self._sample_constrained(current):
             current = None
         if current is not None and not self.sizes.launch_ahead:
             self._commit(current)
@@ -138,9 +138,9 @@ class Simulation:
                 self._fail_step(batch)
             return None
 
-    def _guide(self, launched: Launched) -> bool:
+    def _sample_constrained(self, launched: Launched) -> bool:
         try:
-            self.runner.guide(launched)
+            self.runner.sample_constrained(launched)
             return True
         except StepFailed:
             self._fail_step(launched.batch)
@@ -157,26 +157,26 @@ class Simulation:
         if self.store is not None:
             self.store.put(launched.spilled)
         sampling = launched.batch.sampling
-        taken = self.scheduler.commit(launched.batch, launched.tokens)
-        self.runner.observe(sampling, launched.tokens, taken.away)
+        result = self.scheduler.commit(launched.batch, launched.tokens)
+        self.runner.observe(sampling, launched.tokens, result.released)
         for row, (sequence, token) in enumerate(
             zip(sampling.sequences, launched.tokens, strict=True)
         ):
-            if row in taken.late:
+            if row in result.discarded:
                 continue
             if sequence.request.grammar is not None and token not in sequence.request.stop_ids:
                 rules_of(sequence).said.append(token)
-            self.asked[sequence.request.id].take(token, taken.ended.get(row))
+            self.asked[sequence.request.id].take(token, result.finished.get(row))
         return True
 
     def _fail_step(self, batch: Batch) -> None:
         for sequence in batch.sequences:
             if not sequence.finished:
-                self.scheduler.roster.finish(sequence, keep=False)
+                self.scheduler.queues.finish(sequence, keep=False)
                 self.asked[sequence.request.id].end(FinishReason.ERROR)
-        for sequence in reversed(list(self.scheduler.roster.running)):
-            self.scheduler.roster.preempt(sequence, keep=False)
-        for sequence in self.scheduler.roster.unfinished():
+        for sequence in reversed(list(self.scheduler.queues.running)):
+            self.scheduler.queues.preempt(sequence, keep=False)
+        for sequence in self.scheduler.queues.unfinished():
             sequence.num_pending = 0
         self.scheduler.kv_manager.forget()
         self.kv.reset()

@@ -13,7 +13,7 @@ Masks = NDArray[np.uint32]
 ALL = np.uint32(0xFFFFFFFF)
 
 
-class Guides:
+class GrammarMasks:
     """Fills the masks of rows under a grammar, from the tokens that are known.
 
     An answer may end where its grammar is satisfied, nowhere else: there its end tokens are allowed

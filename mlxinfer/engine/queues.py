@@ -1,6 +1,6 @@
 """Who waits, who runs and with which slot: from arrival to the end. Pure Python; plans no step.
 
-Whoever looks at a sequence through the roster finds it as it is: what `unwritten` has of a steady
+Whoever looks at a sequence through the queues finds it as it is: what `unwritten` has of a steady
 batch is written first.
 """
 
@@ -10,14 +10,14 @@ from collections.abc import Sequence as Seq
 
 from ..cache.pages import OutOfPages
 from ..core import Request
-from .batch import Restore
+from .batch import PartialCopy
 from .counters import Counters
 from .kv_manager import KVManager
 from .sequence import Sequence
 from .unwritten import Unwritten
 
 
-class Roster:
+class RequestQueues:
     """Every unfinished request: waiting in order of arrival, or running with a slot and pages.
 
     Args:
@@ -35,7 +35,7 @@ class Roster:
         self._by_id: dict[str, Sequence] = {}
         self._free_slots = list(range(max_batch))  # a heap: low slots first keeps tails small
         self._admitted: list[Sequence] = []
-        self._restores: list[Restore] = []
+        self._restores: list[PartialCopy] = []
 
     @property
     def idle(self) -> bool:
@@ -140,7 +140,7 @@ class Roster:
             return sequence
         return None
 
-    def take_admitted(self) -> tuple[list[Sequence], list[Restore]]:
+    def take_admitted(self) -> tuple[list[Sequence], list[PartialCopy]]:
         """Who was admitted since the last step, and the copies to be made before their first."""
         admitted, self._admitted = self._admitted, []
         restores, self._restores = self._restores, []

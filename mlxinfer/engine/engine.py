@@ -1,13 +1,18 @@
-"""The engine: the one thread that touches MLX, and how to talk to it. Knows no text, no HTTP."""
+"""The engine: the one thread that touches MLX, and how to talk to it. Knows no text, no HTTP.
 
+Callers may be interrupted by Ctrl-C at any point. So what they share with the engine's thread is
+locked by C locks that `with` takes directly, and answers come by SimpleQueue: a lock of Python's
+(that of a Future, an Event, a generator around a lock) can stay taken where a signal handler raises
+between its acquisition and its `try`.
+"""
+
+import _thread
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 
@@ -16,12 +21,39 @@ from ..core import FinishReason, Request, TokenEvent
 from ..errors import EngineClosedError, MlxinferError, RequestFailedError
 from ..models.decoder import Model
 from .kernels import choose_on_this_machine
+from .limits import EngineLimits
 from .loop import Loop
 from .process import await_end, claim_process, is_fork, require_process
 
 Listener = Callable[[TokenEvent], None]
 log = logging.getLogger("mlxinfer.engine")
 T = TypeVar("T")
+
+
+class Reply(Generic[T]):
+    """One value, or error, from one thread to another that waits for it."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[T, None] | tuple[None, BaseException]]
+        self._queue = queue.SimpleQueue()
+
+    def put(self, value: T) -> None:
+        """Let `wait` return."""
+        self._queue.put((value, None))
+
+    def fail(self, error: BaseException) -> None:
+        """Let `wait` raise."""
+        self._queue.put((None, error))
+
+    def wait(self) -> T:
+        """Return the value, or raise the error, once it is there. Only one call gets it."""
+        value, error = self._queue.get()
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame
+        return value  # type: ignore[return-value]  # no error: a T
 
 
 class Engine:
@@ -43,16 +75,17 @@ class Engine:
         self._listeners: dict[str, Listener] = {}
         self._stopping = False
         self._pid = claim_process()
-        self._gate = threading.Lock()
-        self._ended = threading.Event()  # the thread has left MLX
-        ready: Future[Loop] = Future()
+        self._gate = threading.Lock()  # what is put into the inbox under it is answered
+        self._running = threading.Lock()  # held until the thread has left MLX
+        self._limits: EngineLimits  # set on the engine's thread, which is ready then
+        ready: Reply[None] = Reply()
         self._thread = threading.Thread(
             target=self._work, args=(load, ready), name="mlxinfer-engine", daemon=True
         )
         try:
-            self._thread.start()
-            self._loop = ready.result()
-        except BaseException:  # Ctrl-C: nobody is left who could close what is being loaded
+            _thread.start_new_thread(self._start, (ready,))
+            ready.wait()
+        except BaseException:  # Ctrl-C: no caller is left to close what is being loaded
             self.close()
             raise
 
@@ -63,14 +96,19 @@ class Engine:
             InvalidRequestError, ContextLengthError, InsufficientMemoryError: it can never run.
             EngineClosedError: the engine was closed.
         """
-        with self._while_open():
-            max_output = self._loop.check(request)
-            request.arrived_s = time.monotonic()
-            self._inbox.put(lambda: self._add(request, max_output, listener))
+        self.require_open()
+        max_output = self._limits.check(request)
+        request.arrived_s = time.monotonic()
+        self._put(lambda: self._add(request, max_output, listener))
 
-    def abort(self, request_id: str) -> None:
-        """End a request if it has not ended; its last event says FinishReason.ABORT."""
-        self._inbox.put(lambda: self._abort(request_id))
+    def abort(self, *request_ids: str) -> None:
+        """End the requests that have not ended; the last event of each has FinishReason.ABORT."""
+        self._inbox.put(lambda: self._abort(request_ids))
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What requests must fit into; a new value after each restart of the loop."""
+        return self._limits
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers of what was done and what is held.
@@ -78,7 +116,7 @@ class Engine:
         Raises:
             EngineClosedError: the engine was closed.
         """
-        return self.call(self._loop.stats)
+        return self.call(lambda: self._loop.stats())
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function on the engine's thread, between two steps, and return its result.
@@ -87,20 +125,19 @@ class Engine:
             EngineClosedError: the engine was closed, or is before the function's turn comes.
             whatever the function raises.
         """
-        future: Future[T] = Future()
+        reply: Reply[T] = Reply()
 
         def work() -> None:
             if self._stopping:
-                future.set_exception(EngineClosedError("The engine was closed."))
+                reply.fail(EngineClosedError("The engine was closed."))
                 return
             try:
-                future.set_result(function())
-            except BaseException as error:  # it belongs to the caller, who gets it
-                future.set_exception(error)
+                reply.put(function())
+            except BaseException as error:  # the caller raises it
+                reply.fail(error)
 
-        with self._while_open():
-            self._inbox.put(work)
-        return future.result()
+        self._put(work)
+        return reply.wait()
 
     def close(self) -> None:
         """Abort what runs, stop the thread and free the memory. Closing twice is fine."""
@@ -109,46 +146,65 @@ class Engine:
         with self._gate:
             self._stopping = True
         self._inbox.put(lambda: None)
-        began = self._thread.ident is not None  # else there was no thread to be had
-        if began and threading.current_thread() is not self._thread:
-            await_end(self._ended)
-            self._thread.join()
+        if threading.current_thread() is not self._thread:
+            await_end(self._running)
+            if self._thread.ident is not None:  # it has been started
+                self._thread.join()
 
     def require_process(self) -> None:
         """Raise EngineClosedError in a fork of the engine's process, where nothing comes."""
         require_process(self._pid)
+
+    def require_open(self) -> None:
+        """Raise EngineClosedError where the engine was closed, or runs in another process."""
+        self.require_process()
+        if self._stopping:
+            raise EngineClosedError("The engine is closed; build a new LLM.")
 
     @property
     def closed(self) -> bool:
         """Whether close() was called, or a fault left nothing to go on with."""
         return self._stopping
 
-    @contextmanager
-    def _while_open(self) -> Iterator[None]:
-        """What is put into the inbox meanwhile is answered."""
-        self.require_process()
+    def _put(self, message: Callable[[], None]) -> None:
+        """Queue a message that is certainly answered; raises as `require_open`."""
+        self.require_process()  # in a fork the gate may be held for ever
         with self._gate:
-            if self._stopping:
-                raise EngineClosedError("The engine is closed; build a new LLM.")
-            yield
+            self.require_open()
+            self._inbox.put(message)
+
+    def _start(self, ready: Reply[None]) -> None:
+        """Start the engine's thread, from a thread that Ctrl-C does not reach.
+
+        `Thread.start` waits for an Event, whose lock the new thread needs to begin.
+        """
+        with self._gate:
+            if self._stopping:  # the constructor was interrupted, and has closed the engine
+                return
+            self._running.acquire()
+        try:
+            self._thread.start()
+        except BaseException as error:  # the constructor raises it
+            self._running.release()
+            ready.fail(error)
 
     # -- on the engine's thread -----------------------------------------------------------------
 
-    def _work(self, load: Callable[[], tuple[Model, EngineConfig]], ready: "Future[Loop]") -> None:
+    def _work(self, load: Callable[[], tuple[Model, EngineConfig]], ready: Reply[None]) -> None:
         try:
             self._run(load, ready)
         finally:
-            self._ended.set()
+            self._running.release()
 
-    def _run(self, load: Callable[[], tuple[Model, EngineConfig]], ready: "Future[Loop]") -> None:
+    def _run(self, load: Callable[[], tuple[Model, EngineConfig]], ready: Reply[None]) -> None:
         try:
             model, config = load()
             loop = Loop(model, config, self._emit, kernels=choose_on_this_machine())
         except BaseException as error:  # the constructor raises it in its caller
-            ready.set_exception(error)
+            ready.fail(error)
             return
-        self._loop = loop
-        ready.set_result(loop)
+        self._loop, self._limits = loop, loop.limits
+        ready.put(None)
         del model, ready
         sound = True
         while not self._stopping:
@@ -163,6 +219,7 @@ class Engine:
         """Fail all requests and go on; where not even that works (False), the engine ends."""
         try:
             loop.fail_all(error)
+            self._limits = loop.limits
             what = f"{type(error).__name__}: {error}"
             self._fail_rest(RequestFailedError(f"A fault came before its end: {what}"), error)
             return True
@@ -175,22 +232,22 @@ class Engine:
             return False
 
     def _fail_rest(self, failure: MlxinferError, cause: BaseException) -> None:
-        """End all who still listen: those too that the loop had ended, and nobody had told."""
+        """End every request that has a listener; the last events of some were lost in the fault."""
         failure.__cause__ = cause
         error = FinishReason.ERROR
         self._emit([TokenEvent.without_token(i, error, error=failure) for i in self._listeners])
 
     def _finish(self, loop: Loop, sound: bool) -> None:
-        """Answer what is left in the inbox, end what runs, and let go of the arrays."""
+        """Answer what is left in the inbox, end what runs, and release the arrays."""
         while not self._inbox.empty():
             sound &= self._survives(lambda: self._drain_inbox(block=False))
-        if sound:  # else all were told already
+        if sound:  # else every request has had its last event
             sound = self._survives(loop.abort_all)
         loop.close(save=sound)
         mx.clear_cache()
 
     def _survives(self, last_work: Callable[[], None]) -> bool:
-        """Whether it went well; else whoever still listens is told that nothing will come."""
+        """Whether it went well; else every request that has a listener ends with an error."""
         try:
             last_work()
         except BaseException as error:
@@ -216,9 +273,10 @@ class Engine:
             return
         self._loop.add(request, max_output)
 
-    def _abort(self, request_id: str) -> None:
-        if request_id in self._listeners:  # else it has had its last event, whatever the loop knows
-            self._loop.abort(request_id)
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if request_id in self._listeners:  # else it has had its last event
+                self._loop.abort(request_id)
 
     def _emit(self, events: list[TokenEvent]) -> None:
         listeners = self._listeners
@@ -228,16 +286,16 @@ class Engine:
                 if event.finish_reason is not None:
                     del listeners[event.request_id]
                 listener(event)
-            except BaseException as error:  # it ends this request alone; the others hear theirs
+            except BaseException as error:  # it ends this request alone; the others get theirs
                 self._drop(event.request_id, error)
 
     def _drop(self, request_id: str, error: BaseException) -> None:
         """End a request whose listener does not take its events."""
-        log.error("nobody hears request %s any more, it ends", request_id, exc_info=error)
+        log.error("the listener of request %s failed, the request ends", request_id, exc_info=error)
         if request_id in self._listeners:
-            self._listeners[request_id] = _deaf
+            self._listeners[request_id] = _ignore
             self.abort(request_id)
 
 
-def _deaf(event: TokenEvent) -> None:
-    """Listens for a request that nobody hears."""
+def _ignore(event: TokenEvent) -> None:
+    """The listener of a request that is being ended because its own one failed."""

@@ -1,46 +1,90 @@
-"""Whether a request can ever run, and how long its answer may be. Knows sizes; queues nothing."""
+"""What a request must fit into, as plain values that any thread may read. Queues nothing."""
+
+from dataclasses import dataclass
 
 from ..cache.kv import KVCache
 from ..config import EngineConfig
 from ..core import Request, check_token_ids
 from ..errors import ContextLengthError, InsufficientMemoryError, InvalidRequestError
 from ..memory import human_bytes
-from .kv_manager import KVManager
+
+_ENDLESS = 2**31  # tokens; more than any context
 
 
-def check_request(
-    request: Request, vocab_size: int, config: EngineConfig, cache: KVCache, kv_manager: KVManager
-) -> int:
-    """How many tokens the answer of a request may have at most.
+@dataclass(frozen=True, slots=True)
+class GroupLimits:
+    """Pages of one layer group."""
 
-    Raises:
-        InvalidRequestError, ContextLengthError, InsufficientMemoryError: it can never run.
+    num_pages: int
+    page_bytes: int
+    max_pages: int  # that one sequence holds at once, however long it is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What the thread of a caller needs to know of an engine.
+
+    The engine hands it over when it is ready, and a new one after each restart: nothing in it
+    changes, and no caller reads the loop's own objects.
     """
-    num_prompt = len(request.prompt_ids)
-    if not num_prompt:
-        raise InvalidRequestError("The prompt is empty; give at least one token.", param="prompt")
-    check_token_ids(request.prompt_ids, vocab_size, param="prompt")
-    check_token_ids(request.stop_ids, vocab_size, param="stop_token_ids")
-    request.params.check_vocabulary(vocab_size)
-    room = config.max_context - num_prompt
-    if room < 1:
-        raise ContextLengthError(
-            f"The prompt has {num_prompt} tokens, and the context holds "
-            f"{config.max_context} with the answer; shorten the prompt.",
-            param="prompt",
+
+    vocab_size: int
+    page_size: int  # tokens
+    max_context: int  # tokens of prompt and answer of one request
+    max_positions: int  # that the KV cache holds of one sequence, if it runs alone
+    groups: tuple[GroupLimits, ...]
+
+    @classmethod
+    def of(cls, config: EngineConfig, vocab_size: int, cache: KVCache) -> "EngineLimits":
+        """Read them off a cache that has been set up."""
+        return cls(
+            vocab_size=vocab_size,
+            page_size=config.page_size,
+            max_context=config.max_context,
+            max_positions=cache.max_tokens,
+            groups=tuple(
+                GroupLimits(
+                    group.allocator.num_pages,
+                    group.page_bytes,
+                    group.reach.max_pages(_ENDLESS, config.prefill_chunk, config.page_size),
+                )
+                for group in cache.groups
+            ),
         )
-    _check_memory(num_prompt, cache, kv_manager)
-    max_tokens = request.params.max_tokens or room
-    return min(max_tokens, room, cache.max_tokens - num_prompt)
 
+    def check(self, request: Request) -> int:
+        """How many tokens the answer of a request may have at most.
 
-def _check_memory(num_prompt: int, cache: KVCache, kv_manager: KVManager) -> None:
-    for index, group in enumerate(cache.groups):
-        needed = kv_manager.pages_needed(index, num_prompt + 1)
-        if needed > group.allocator.num_pages:
-            raise InsufficientMemoryError(
-                f"The prompt has {num_prompt} tokens and needs {needed} pages of KV cache "
-                f"({human_bytes(needed * group.page_bytes)}), and there are only "
-                f"{group.allocator.num_pages}; shorten it or raise max_memory.",
+        Raises:
+            InvalidRequestError, ContextLengthError, InsufficientMemoryError: it can never run.
+        """
+        num_prompt = len(request.prompt_ids)
+        if not num_prompt:
+            raise InvalidRequestError(
+                "The prompt is empty; give at least one token.", param="prompt"
+            )
+        check_token_ids(request.prompt_ids, self.vocab_size, param="prompt")
+        check_token_ids(request.stop_ids, self.vocab_size, param="stop_token_ids")
+        request.params.check_vocabulary(self.vocab_size)
+        room = self.max_context - num_prompt
+        if room < 1:
+            raise ContextLengthError(
+                f"The prompt has {num_prompt} tokens, and the context holds "
+                f"{self.max_context} with the answer; shorten the prompt.",
                 param="prompt",
             )
+        self._check_memory(num_prompt)
+        max_tokens = request.params.max_tokens or room
+        return min(max_tokens, room, self.max_positions - num_prompt)
+
+    def _check_memory(self, num_prompt: int) -> None:
+        """Raise InsufficientMemoryError where the prompt and one token need too many pages."""
+        for group in self.groups:
+            needed = min(-(-(num_prompt + 1) // self.page_size), group.max_pages)
+            if needed > group.num_pages:
+                raise InsufficientMemoryError(
+                    f"The prompt has {num_prompt} tokens and needs {needed} pages of KV cache "
+                    f"({human_bytes(needed * group.page_bytes)}), and there are only "
+                    f"{group.num_pages}; shorten it or raise max_memory.",
+                    param="prompt",
+                )

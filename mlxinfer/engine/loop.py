@@ -21,7 +21,7 @@ from .batch import Batch, Sampling
 from .failures import failed, let_go, stuck_in_grammar, without_numbers
 from .grammar_masks import GrammarMasks, follow
 from .kernels import Chooser, choose_kernels, choose_none
-from .limits import check_request
+from .limits import EngineLimits
 from .pagestore import PageStore
 from .runner import Launched, Runner
 from .scheduler import CommitResult, Scheduler
@@ -125,15 +125,14 @@ class Loop:
 
     # -- requests -------------------------------------------------------------------------------
 
+    @property
+    def limits(self) -> EngineLimits:
+        """What requests must fit into."""
+        return EngineLimits.of(self.config, self.model.config.vocab_size, self.cache)
+
     def check(self, request: Request) -> int:
-        """How many tokens the answer may have at most; errors as of `check_request`."""
-        return check_request(
-            request,
-            self.model.config.vocab_size,
-            self.config,
-            self.cache,
-            self.scheduler.kv_manager,
-        )
+        """How many tokens the answer may have at most; errors as of `EngineLimits.check`."""
+        return self.limits.check(request)
 
     def add(self, request: Request, max_output: int) -> None:
         """Queue a request that `check` passed."""

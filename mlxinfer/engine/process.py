@@ -7,6 +7,7 @@ a process that ends while a thread is inside MLX is aborted. Knows no engine.
 import atexit
 import os
 import threading
+from _thread import LockType as Lock
 
 from ..errors import EngineClosedError
 
@@ -45,16 +46,18 @@ def require_process(pid: int) -> None:
         )
 
 
-def await_end(ended: threading.Event) -> None:
-    """Wait until a thread has left MLX. Ctrl-C leaves, and then the process waits at its own end.
+def await_end(running: Lock) -> None:
+    """Wait for a lock that a thread holds as long as it uses MLX.
 
-    There a further Ctrl-C ends it where it stands. Not by joining the thread: after an interrupted
-    `join` Python 3.11 takes it for ended.
+    Ctrl-C ends the wait, and then the process waits at its own end. There a further Ctrl-C ends it
+    at once. The thread is not joined for this: after an interrupted `join` Python 3.11 takes it for
+    ended.
     """
     try:
-        ended.wait()
+        with running:
+            pass
     except KeyboardInterrupt:
         if not threading.main_thread().is_alive():  # that is how Python says that it ends
             os._exit(130)
-        atexit.register(await_end, ended)
+        atexit.register(await_end, running)
         raise

@@ -186,7 +186,7 @@ def test_a_listener_that_raises_ends_its_own_request(
     add_together(engine, [Request("heard", prompt(9, 1), params)], events.put)
     assert len(tokens(collect(events, 1)["heard"])) == 20
     assert engine.stats()["running"] == engine.stats()["waiting"] == 0
-    assert caplog.text.count("nobody hears request deaf any more") == 1
+    assert caplog.text.count("the listener of request deaf failed") == 1
     assert engine.call(lambda: not engine._listeners)
 
 

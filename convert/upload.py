@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import DownloadError, InvalidRequestError, ModelNotFoundError
-from ..hub.errors import LOGIN
-from ..hub.listing import endpoint
-from ..hub.names import offline, parse_repo_name
+from ..hub.cache import offline, parse_repo_name
+from ..hub.fetch import LOGIN
+from ..hub.remote import endpoint
 from .report import read_report
 
 

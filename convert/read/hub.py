@@ -12,10 +12,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ...errors import CheckpointError, DownloadError, ModelNotFoundError
-from ...hub.cache import find_snapshot, missing_files
-from ...hub.listing import list_files
-from ...hub.names import RepoName, parse_repo_name
-from ...hub.remote import fetch_small, read_range
+from ...hub.cache import RepoName, find_snapshot, missing_files, parse_repo_name
+from ...hub.remote import fetch_small, list_files, read_range
 from ...models.files import INDEX, read_headers
 from ...models.jsonfields import read_json
 from ...models.safetensors import MAX_HEADER_BYTES

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...hub.listing import Listing, RemoteFile
-from ...hub.remote import cached_file, fetch_file, fetch_small, read_range
+from ...hub.remote import Listing, RemoteFile, cached_file, fetch_file, fetch_small, read_range
 from .stored import Array, StoredArray
 
 Report = Callable[[int], None]

@@ -1,7 +1,6 @@
 """What an answer must look like: grammars compiled to masks over tokens. Knows no mlx."""
 
 from .compiler import GrammarCompiler
-from .formats import response_format
-from .spec import GrammarSpec
+from .spec import GrammarSpec, response_format
 
 __all__ = ["GrammarCompiler", "GrammarSpec", "response_format"]

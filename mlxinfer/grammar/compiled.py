@@ -1,4 +1,10 @@
-"""A compiled grammar, and the state of one answer under it. Knows matchers, no requests.
+"""What the masks of one answer may cost. Knows CPU time, no grammars.
+
+Masks are filled on the engine's thread, where every other answer waits for them. What they cost
+cannot be seen in a grammar, so it is measured: CPU time of the thread, which does not pass faster
+where others use the machine.
+
+A compiled grammar, and the state of one answer under it. Knows matchers, no requests.
 
 Matchers of one compiled grammar share the states of their lexer, which grow with use, to a limit.
 So a grammar that was used much gets a new lexer, and an answer that runs into the limit starts over
@@ -16,9 +22,48 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InvalidRequestError
-from .check import parser_limits, readable
-from .effort import MAX_OWED_ONCE_S, MAX_OWED_S, WATCHED_FROM_S, Effort
+from .check_process import parser_limits, readable
 from .spec import GrammarSpec
+
+ALLOWED_S = 0.01  # of each mask or token followed; a thousand optional properties take a quarter
+MAX_EXCESS_S = 0.1  # what all of them may take beyond that, of a grammar that may be ambiguous
+MAX_EXCESS_FIXED_S = 1.0  # of others, which are slow at first: a lexer grows, and serves all later
+TIMED_ALONE_FROM_S = 0.05  # wall time of masks filled in parallel, whose shares nobody knows
+
+
+class MaskTimeLimit:
+    """The account of one answer, which may owe so many seconds.
+
+    `is_timed_alone` asks for the next mask to be filled by itself, so that its time is known.
+    """
+
+    def __init__(self, max_excess_s: float = MAX_EXCESS_S) -> None:
+        self._max_excess_s = max_excess_s
+        self.excess_s = 0.0
+        self.is_timed_alone = False
+
+    def add(self, seconds: float) -> None:
+        """Count a mask, or a token followed; what is not used of its time pays what is owed."""
+        if not self.is_exceeded:
+            self.excess_s = max(0.0, self.excess_s + seconds - ALLOWED_S)
+        self.is_timed_alone = self.excess_s > 0.0
+
+    @property
+    def is_exceeded(self) -> bool:
+        """Whether it took too much, once and for all."""
+        return self.excess_s > self._max_excess_s
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with the grammar, and what to do."""
+        if not self.is_exceeded:
+            return None
+        return (
+            "working out which tokens may come takes more than "
+            f"{1e3 * ALLOWED_S:.0f} ms of CPU time a token; make it "
+            "simpler: fewer properties, or fewer ways to derive the same text"
+        )
+
 
 WORD_BITS = 32  # of a mask
 PARALLEL_FROM = 16  # rows; fewer are done sooner than several threads are told to
@@ -92,7 +137,9 @@ class TokenGrammar:
         self._compiled = compiled
         self._matcher = matcher
         self._taken: list[int] = []
-        self._effort = Effort(MAX_OWED_S if compiled.spec.is_free else MAX_OWED_ONCE_S)
+        self._mask_time = MaskTimeLimit(
+            MAX_EXCESS_S if compiled.spec.is_free else MAX_EXCESS_FIXED_S
+        )
         self._is_afresh = False
 
     @property
@@ -115,7 +162,7 @@ class TokenGrammar:
         """Why it cannot go on."""
         if self._matcher.is_error():
             return readable(self._matcher.get_error())
-        return self._effort.problem
+        return self._mask_time.problem
 
     def accept(self, token_id: int) -> None:
         """Take in the next token of the answer."""
@@ -123,7 +170,7 @@ class TokenGrammar:
         self._compiled.num_uses += 1
         began_s = time.thread_time()
         taken = self._matcher.consume_token(token_id)
-        self._effort.charge(time.thread_time() - began_s)
+        self._mask_time.add(time.thread_time() - began_s)
         if not taken:
             self._start_afresh()
 
@@ -140,7 +187,7 @@ class TokenGrammar:
         if words != masks.shape[1]:  # the tokenizer has tokens that the model has not
             whole = np.zeros((len(masks), words), dtype=np.uint32)
         pairs = list(zip(grammars, rows, strict=True))
-        _compute([pair for pair in pairs if not pair[0]._effort.is_spent], whole)
+        _compute([pair for pair in pairs if not pair[0]._mask_time.is_exceeded], whole)
         for grammar, row in pairs:
             if grammar._matcher.is_error() and grammar._start_afresh():
                 _compute([(grammar, row)], whole)
@@ -168,14 +215,16 @@ def _compute(pairs: Sequence[tuple[TokenGrammar, int]], masks: NDArray[np.uint32
         return
     assert masks.flags.c_contiguous
     assert max(row for _, row in pairs) < len(masks)
-    if len(pairs) >= PARALLEL_FROM and not any(grammar._effort.is_watched for grammar, _ in pairs):
+    if len(pairs) >= PARALLEL_FROM and not any(
+        grammar._mask_time.is_timed_alone for grammar, _ in pairs
+    ):
         _compute_together(pairs, masks)
         return
     address, row_bytes = _place(masks)
     for grammar, row in pairs:
         began_s = time.thread_time()
         grammar._matcher.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
-        grammar._effort.charge(time.thread_time() - began_s)
+        grammar._mask_time.add(time.thread_time() - began_s)
 
 
 def _compute_together(pairs: Sequence[tuple[TokenGrammar, int]], masks: NDArray[np.uint32]) -> None:
@@ -184,9 +233,9 @@ def _compute_together(pairs: Sequence[tuple[TokenGrammar, int]], masks: NDArray[
     jobs = [(grammar._matcher, row) for grammar, row in pairs]
     began_s = time.monotonic()
     _executor().unsafe_compute_mask_ptr(jobs, address, row_bytes, len(masks))
-    if time.monotonic() - began_s > WATCHED_FROM_S:
+    if time.monotonic() - began_s > TIMED_ALONE_FROM_S:
         for grammar, _ in pairs:
-            grammar._effort.is_watched = True
+            grammar._mask_time.is_timed_alone = True
 
 
 def _place(masks: NDArray[np.uint32]) -> tuple[int, int]:

@@ -1,16 +1,27 @@
-"""From a grammar's description to a compiled one: checked, built, kept. Knows no requests.
+"""Tries grammars out in a process of their own, which is killed when it takes too much.
 
-A grammar that a stranger sent is first tried in a process that can be killed (`checker.py`), then
+Knows processes and time; what a grammar is, `check_process.py` knows.
+
+From a grammar's description to a compiled one: checked, built, kept. Knows no requests.
+
+A grammar that a stranger sent is first tried in a process that can be killed (`compiler.py`), then
 built here under llguidance's own limits. Building holds no lock of Python, and runs on the caller's
 thread, never on the engine's.
 """
 
+import contextlib
+import signal
+import subprocess
+import sys
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from .checker import Checker
+from ..errors import InvalidRequestError, MlxinferError, OverloadedError
+from .schema import at
 from .spec import GrammarSpec
 
 if TYPE_CHECKING:
@@ -18,6 +29,181 @@ if TYPE_CHECKING:
 
     from .compiled import CompiledGrammar, TokenGrammar
     from .tokens import Tokens
+
+
+START_SECONDS = 30.0
+END_SECONDS = 5.0  # for a process whose streams are closed
+NOTHING = {
+    "source": '{"grammars": [{"lark_grammar": "start: \\"a\\""}]}',
+    "schemas": [],
+    "is_free": False,
+}
+PROGRAM = Path(__file__).with_name("check_process.py")
+# A process that these ended did nothing wrong; a grammar that takes too much ends it otherwise.
+FROM_OUTSIDE = frozenset(
+    -number
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGKILL, signal.SIGTERM)
+)
+
+
+class _EndedError(Exception):
+    """The process ended over a job, by its own doing or not."""
+
+    def __init__(self, *, is_to_blame: bool) -> None:
+        super().__init__()
+        self.is_to_blame = is_to_blame  # the job
+
+
+class CheckProcess:
+    """One process that lives on between grammars; a new one takes the place of one that was killed.
+
+    Safe to use from several threads, which wait for each other.
+
+    Args:
+        max_seconds: what one grammar may take, and at most how long one waits for its turn.
+        max_bytes: what the process may take.
+    """
+
+    def __init__(self, *, max_seconds: float = 5.0, max_bytes: int = 1 << 30) -> None:
+        self.max_seconds = max_seconds
+        self.max_bytes = max_bytes
+        self.num_started = 0
+        self._turn = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
+
+    def check(
+        self, spec: GrammarSpec, special: Mapping[int, str] | None = None, vocab_size: int = 0
+    ) -> None:
+        """Return if a grammar can be compiled.
+
+        Args:
+            spec: of the grammar.
+            special: control tokens that it may name, by id.
+            vocab_size: up to which ids may be named.
+
+        Raises:
+            InvalidRequestError: it cannot; with the place in the request and a JSON pointer.
+            OverloadedError: others were checked all the time, or the process was ended.
+        """
+        job = {
+            "source": spec.source,
+            "schemas": [[p.place, p.text] for p in spec.schemas],
+            "is_free": spec.is_free,
+            "special": special or {},
+            "vocab_size": vocab_size,
+        }
+        if not self._turn.acquire(timeout=self.max_seconds):
+            raise OverloadedError("Other grammars are being compiled; try again.")
+        try:
+            reply = self._ask_twice(job)
+        except _EndedError as ended:
+            raise self._error_of(ended, spec) from None
+        finally:
+            self._turn.release()
+        if reply:
+            raise at(reply["place"] or spec.place, reply["pointer"], reply["error"])
+
+    def close(self) -> None:
+        """End the process; the next check starts another."""
+        with self._turn:
+            self._stop()
+
+    def _error_of(self, ended: _EndedError, spec: GrammarSpec) -> MlxinferError:
+        if not ended.is_to_blame:
+            return OverloadedError(
+                "The process that tries grammars out was ended from outside; try again."
+            )
+        return InvalidRequestError(
+            f"{spec.place} takes more than {self.max_seconds:g} s or "
+            f"{self.max_bytes / 1e6:.0f} MB to compile; make it simpler.",
+            param=spec.place,
+        )
+
+    def _ask_twice(self, job: dict[str, Any]) -> dict[str, Any]:
+        """The reply, of a second process if the first one was ended from outside."""
+        try:
+            return self._ask(job)
+        except _EndedError as ended:
+            if ended.is_to_blame:
+                raise
+        return self._ask(job)
+
+    def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return _exchange(self._running(), job, self.max_seconds)
+        except _EndedError:
+            self._stop()
+            raise
+
+    def _running(self) -> "subprocess.Popen[bytes]":
+        if self._process is None or self._process.poll() is not None:
+            self._stop()
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(PROGRAM), str(self.max_bytes)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+            self.num_started += 1
+            self._finalizer = weakref.finalize(self, _end, self._process)
+            with contextlib.suppress(_EndedError):  # the job's turn will show it
+                _exchange(self._process, NOTHING, START_SECONDS)  # not the grammar's time
+        return self._process
+
+    def _stop(self) -> None:
+        self._process = None
+        if self._finalizer is not None:
+            self._finalizer()
+
+
+def _exchange(
+    process: "subprocess.Popen[bytes]", job: dict[str, Any], seconds: float
+) -> dict[str, Any]:
+    """Send a job and wait for its reply.
+
+    Raises:
+        _EndedError: the process was killed or died over it.
+    """
+    from .check_process import receive, send  # imports llguidance: the first grammar pays for it
+
+    assert process.stdin is not None
+    assert process.stdout is not None
+    is_late = threading.Event()
+
+    def give_up() -> None:
+        is_late.set()
+        process.kill()
+
+    waiting = threading.Timer(seconds, give_up)
+    waiting.start()
+    reply: dict[str, Any] | None = None
+    try:
+        send(process.stdin, {"special": {}, "vocab_size": 0, **job})  # type: ignore[arg-type]
+        reply = receive(process.stdout)  # type: ignore[arg-type]
+    except (OSError, ValueError):  # it died while it was written to, or halfway through
+        pass
+    finally:
+        waiting.cancel()
+    if reply is None:
+        raise _EndedError(is_to_blame=is_late.is_set() or not _was_ended(process))
+    return reply
+
+
+def _was_ended(process: "subprocess.Popen[bytes]") -> bool:
+    """Whether somebody else ended a process whose streams are closed."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(END_SECONDS) in FROM_OUTSIDE
+    return False
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
 
 
 class GrammarCompiler:
@@ -41,14 +227,14 @@ class GrammarCompiler:
         vocab_size: int,
         end_ids: Iterable[int],
         cache_bytes: int = 64 << 20,
-        checker: Checker | None = None,
+        checker: CheckProcess | None = None,
     ) -> None:
         self._tokens = tokens
         self._vocab_size = vocab_size
         self._end_ids = frozenset(end_ids)
         self._special = {i: tokens.token_bytes(i).decode() for i in sorted(tokens.added_tokens)}
         self._cache_bytes = cache_bytes
-        self._checker = checker or Checker()
+        self._checker = checker or CheckProcess()
         self._table: llguidance.LLTokenizer | None = None
         self._table_lock = threading.Lock()
         self._cache: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..text import ReasoningFormat, Tokenizer, ToolUse
 from ..text.tools.use import after_reasoning, calls_or_answer
 from .compiler import GrammarCompiler
-from .formats import response_format
-from .spec import GrammarSpec, schema_part, tool_calls
+from .spec import GrammarSpec, response_format, schema_part, tool_calls
 
 if TYPE_CHECKING:
     from .compiled import TokenGrammar

@@ -1,6 +1,6 @@
 """Which JSON schemas are worth trying: size, depth, references, numbers. Knows few keywords.
 
-What a schema may cost when it is compiled is bounded elsewhere (`checker.py`); these limits keep
+What a schema may cost when it is compiled is bounded elsewhere (`compiler.py`); these limits keep
 the masks of an accepted one cheap, which are filled while a step runs.
 """
 

@@ -50,11 +50,11 @@ def token_table(
     if not ends:
         raise UnsupportedModelError("A grammar needs a tokenizer with an end token.")
     size = max(vocab_size, tokens.vocab_size)
-    wrapped = llguidance.TokenizerWrapper(Spelling(tokens, ends[0], size))
+    wrapped = llguidance.TokenizerWrapper(TokenizerAdapter(tokens, ends[0], size))
     return llguidance.LLTokenizer(wrapped, n_vocab=size, eos_token=ends)
 
 
-class Spelling:
+class TokenizerAdapter:
     """A tokenizer as llguidance asks for it: every token as its bytes, every text as tokens."""
 
     bos_token_id = None

@@ -7,22 +7,27 @@ from pathlib import Path
 
 from ..errors import InvalidRequestError, ModelNotFoundError
 from .cache import (
+    ASSETS,
+    BUNDLED,
     LocalModel,
+    RepoName,
     bundled_models,
+    cache_folder,
     cached_models,
     disk_bytes,
     find_snapshot,
     missing_files,
+    offline,
+    parse_repo_name,
 )
-from .download import DownloadProgress, Plan, Progress, plan_download
+from .download import DownloadPlan, DownloadProgress, Progress, plan_download
 from .download import download as download_repo
 from .fetch import is_locked
-from .names import ASSETS, BUNDLED, RepoName, cache_folder, offline, parse_repo_name
 
 __all__ = [
+    "DownloadPlan",
     "DownloadProgress",
     "LocalModel",
-    "Plan",
     "Progress",
     "cache_folder",
     "check_removable",
@@ -70,7 +75,7 @@ def pull(name: str, *, progress: Progress | None = None) -> Path:
     return _local_folder(name) or _fetch(_parse(name), progress)
 
 
-def plan_pull(name: str) -> Plan:
+def plan_pull(name: str) -> DownloadPlan:
     """What pull() would fetch, and whether it fits on the disk.
 
     Raises: as resolve(); and InvalidRequestError for a model that is not the hub's.

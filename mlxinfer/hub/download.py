@@ -17,11 +17,9 @@ from typing import Any
 
 from ..errors import DownloadError
 from ..memory import human_bytes
-from .cache import INDEX, WHOLE
-from .errors import hub_failures
-from .fetch import Source, fetch, partial_path
-from .listing import Listing, RemoteFile, endpoint, list_files
-from .names import RepoName, cache_folder
+from .cache import INDEX, WHOLE, RepoName, cache_folder
+from .fetch import Source, fetch, hub_failures, partial_path
+from .remote import Listing, RemoteFile, endpoint, list_files
 
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "tokenizer*", "*.tiktoken")
 NEVER = ("*.bin", "*.pt", "*.pth", "*.py", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.pkl")
@@ -52,7 +50,7 @@ class PlannedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DownloadPlan:
     """What a download will do."""
 
     repo: RepoName
@@ -81,7 +79,7 @@ class Plan:
             )
 
 
-def plan_download(repo: RepoName) -> Plan:
+def plan_download(repo: RepoName) -> DownloadPlan:
     """Ask the hub what `repo` holds and compare with the cache.
 
     Raises:
@@ -91,7 +89,7 @@ def plan_download(repo: RepoName) -> Plan:
     listing = list_files(repo)
     names = _needed([file.path for file in listing.files], repo)
     files = [_planned(listing, file) for file in listing.files if file.path in names]
-    return Plan(repo, listing.commit, tuple(files), _free_bytes())
+    return DownloadPlan(repo, listing.commit, tuple(files), _free_bytes())
 
 
 def download(repo: RepoName, *, progress: Progress | None = None) -> Path:
@@ -115,7 +113,7 @@ def download(repo: RepoName, *, progress: Progress | None = None) -> Path:
 class _Tally:
     """Counts bytes of several threads and tells the listener."""
 
-    def __init__(self, plan: Plan, progress: Progress | None) -> None:
+    def __init__(self, plan: DownloadPlan, progress: Progress | None) -> None:
         self._total = plan.total_bytes
         self._done = self._total - plan.missing_bytes
         self._progress = progress
@@ -168,7 +166,7 @@ def _planned(listing: Listing, file: RemoteFile) -> PlannedFile:
     return PlannedFile(file.path, file.size, file.sha256, min(present, file.size))
 
 
-def _places(source: Listing | Plan, file: RemoteFile | PlannedFile) -> list[Path]:
+def _places(source: Listing | DownloadPlan, file: RemoteFile | PlannedFile) -> list[Path]:
     """Where the cache has a file, if it has: its name in the snapshot, and its content."""
     folder = source.repo.folder
     places = [folder / "snapshots" / source.commit / file.path]
@@ -180,7 +178,7 @@ def _is_whole(path: Path, file: RemoteFile | PlannedFile) -> bool:
     return path.is_file() and file.size in (0, path.stat().st_size)
 
 
-def _remove_damaged(plan: Plan) -> None:
+def _remove_damaged(plan: DownloadPlan) -> None:
     """Make room for what has another size than the hub's: huggingface_hub would keep it for good.
 
     It is of no use to anybody: every snapshot that shares it has the same content in mind.
@@ -194,7 +192,7 @@ def _remove_damaged(plan: Plan) -> None:
                 path.unlink(missing_ok=True)
 
 
-def _fetch_weights(plan: Plan, tally: _Tally) -> None:
+def _fetch_weights(plan: DownloadPlan, tally: _Tally) -> None:
     """Fetch the large files side by side; the first failure or Ctrl-C stops them all."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.constants import MAX_HTTP_DOWNLOAD_SIZE
@@ -222,7 +220,7 @@ def _fetch_weights(plan: Plan, tally: _Tally) -> None:
             stop.set()
 
 
-def _complete_snapshot(plan: Plan, revision: str) -> Path:
+def _complete_snapshot(plan: DownloadPlan, revision: str) -> Path:
     """Let huggingface_hub fetch the small files and link all; a branch name moves the branch."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import tqdm

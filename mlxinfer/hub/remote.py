@@ -1,19 +1,73 @@
-"""Files of a hub repository one by one: read a part of one, fetch one. No mlx.
+"""What a hub repository holds, at which commit. Knows no cache, and fetches no file.
+
+Files of a hub repository one by one: read a part of one, fetch one. No mlx.
 
 For whoever works through a repository without keeping it: nothing here moves a branch of the
 cache, and large files go where the caller wants them.
 """
 
+import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import DownloadError
-from .cache import find_snapshot
-from .errors import hub_failures
-from .fetch import Source, fetch, patiently
-from .listing import Listing, RemoteFile, endpoint
-from .names import RepoName, cache_folder
+from .cache import RepoName, cache_folder, find_snapshot, offline
+from .fetch import Source, fetch, hub_failures, patiently
+
+METADATA_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """One file of a repository."""
+
+    path: str
+    size: int  # bytes
+    sha256: str | None  # None: small enough to be kept in git
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What a repository holds at one commit."""
+
+    repo: RepoName
+    commit: str
+    files: tuple[RemoteFile, ...]
+
+
+def list_files(repo: RepoName) -> Listing:
+    """Ask the hub what `repo` holds.
+
+    Raises:
+        ModelNotFoundError, DownloadError: as hub_failures() words them.
+    """
+    if offline():
+        raise DownloadError(f"HF_HUB_OFFLINE forbids to ask the hub for {repo}.")
+    with hub_failures(repo):
+        from huggingface_hub import HfApi
+
+        api = HfApi(endpoint=endpoint(), library_name="mlxinfer")
+        info = patiently(
+            lambda: api.model_info(
+                repo.repo_id,
+                revision=repo.revision,
+                files_metadata=True,
+                timeout=METADATA_TIMEOUT_S,
+            )
+        )
+    files = (
+        RemoteFile(s.rfilename, s.size or 0, s.lfs.sha256 if s.lfs else None)
+        for s in info.siblings or ()
+    )
+    return Listing(repo, info.sha, tuple(files))
+
+
+def endpoint() -> str | None:
+    """The hub's address, where the user gave one (HF_ENDPOINT)."""
+    address = os.environ.get("HF_ENDPOINT")
+    return address.rstrip("/") if address else None
 
 
 def cached_file(listing: Listing, path: str) -> Path | None:

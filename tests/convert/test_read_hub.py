@@ -19,7 +19,7 @@ from mlxinfer.convert.read import hub as hub_source
 from mlxinfer.convert.read import open_source
 from mlxinfer.errors import CheckpointError, DownloadError, ModelNotFoundError
 from mlxinfer.hub import fetch as hub_fetch
-from mlxinfer.hub.listing import Listing
+from mlxinfer.hub.remote import Listing
 
 VALUES = {name: np.full((64, 64), place, np.float32) for place, name in enumerate("abcd")}
 

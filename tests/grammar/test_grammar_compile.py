@@ -11,9 +11,9 @@ import pytest
 from grammar.grammar_tools import PADDING, allowed, compiler_of, matches, tokenizer_of
 
 from mlxinfer.errors import InvalidRequestError, OverloadedError, UnsupportedModelError
-from mlxinfer.grammar import GrammarCompiler, check, checker, compiled
-from mlxinfer.grammar.checker import Checker
+from mlxinfer.grammar import GrammarCompiler, check_process, compiled, compiler
 from mlxinfer.grammar.compiled import CompiledGrammar
+from mlxinfer.grammar.compiler import CheckProcess
 from mlxinfer.grammar.spec import (
     GrammarSpec,
     choice,
@@ -139,7 +139,7 @@ def test_the_schema_of_a_tool_is_named() -> None:
 
 
 def test_what_takes_too_long_is_killed_and_the_next_is_served() -> None:
-    checker = Checker(max_seconds=0.001)
+    checker = CheckProcess(max_seconds=0.001)
     with pytest.raises(InvalidRequestError, match=r"more than 0\.001 s"):
         checker.check(SLOW)
     checker.max_seconds = 20.0
@@ -151,7 +151,7 @@ def test_what_takes_too_long_is_killed_and_the_next_is_served() -> None:
 
 
 def test_what_takes_too_much_memory_is_killed_and_the_next_is_served() -> None:
-    checker = Checker(max_bytes=250 << 20)
+    checker = CheckProcess(max_bytes=250 << 20)
     schema = json.dumps({"json_schema": {"enum": [f"value {i}" for i in range(400_000)]}})
     with pytest.raises(InvalidRequestError, match=r"more than .* 262 MB"):
         checker.check(GrammarSpec("here", schema))  # larger than any that json_schema lets pass
@@ -161,7 +161,7 @@ def test_what_takes_too_much_memory_is_killed_and_the_next_is_served() -> None:
 
 
 def test_those_who_wait_too_long_come_again_later() -> None:
-    checker = Checker()
+    checker = CheckProcess()
     checker.check(json_object())
     checker.max_seconds = 0.05
     with checker._turn, pytest.raises(OverloadedError):
@@ -170,7 +170,7 @@ def test_those_who_wait_too_long_come_again_later() -> None:
 
 
 def test_a_process_that_died_is_replaced() -> None:
-    checker = Checker()
+    checker = CheckProcess()
     checker.check(json_object())
     assert checker._process is not None
     checker._process.kill()
@@ -184,7 +184,7 @@ def test_a_process_that_died_is_replaced() -> None:
 
 
 def test_ctrl_c_is_not_for_the_process() -> None:
-    checker = Checker()
+    checker = CheckProcess()
     checker.check(json_object())
     assert checker._process is not None
     os.kill(checker._process.pid, signal.SIGINT)
@@ -195,7 +195,7 @@ def test_ctrl_c_is_not_for_the_process() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_that_is_ended_from_outside_is_not_the_grammars_fault(number: int) -> None:
-    checker = Checker()
+    checker = CheckProcess()
     checker.check(json_object())
     assert checker._process is not None
     os.kill(checker._process.pid, signal.SIGSTOP)  # so that it ends with the job in its hands
@@ -224,8 +224,8 @@ def test_a_process_that_ends_every_time(
 ) -> None:
     program = tmp_path / "ends.py"
     program.write_text(f"import os, signal, sys\n{code}\n")
-    monkeypatch.setattr(checker, "PROGRAM", program)
-    ending = Checker()
+    monkeypatch.setattr(compiler, "PROGRAM", program)
+    ending = CheckProcess()
     with pytest.raises(error):
         ending.check(json_object())
     assert ending.num_started == (2 if error is OverloadedError else 1)
@@ -309,7 +309,7 @@ def test_a_lexer_that_was_used_much_is_replaced(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_lexer_that_is_full_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(check.LIMITS, "max_lexer_states", 500)
+    monkeypatch.setitem(check_process.LIMITS, "max_lexer_states", 500)
     made = CompiledGrammar(compiler_of().table(), regex(FULL))
     tokenizer = tokenizer_of("demo")
     started_afresh = False

@@ -22,7 +22,7 @@ from mlxinfer.grammar.spec import (
     regex,
     tool_calls,
 )
-from mlxinfer.grammar.tokens import Spelling, Tokens, token_table
+from mlxinfer.grammar.tokens import TokenizerAdapter, Tokens, token_table
 from mlxinfer.text import Tokenizer
 
 KINDS = ("demo", "bytelevel", "sentencepiece")
@@ -95,7 +95,7 @@ def test_added_tokens_that_are_words_may_come() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_is_spelled_as_the_tokenizer_does(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
-    spelling = Spelling(tokenizer, 0, tokenizer.vocab_size)
+    spelling = TokenizerAdapter(tokenizer, 0, tokenizer.vocab_size)
     for text in ("yes", '{"name": "a"}', "two words", "\n x", "née"):
         ids = spelling(text)
         assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
@@ -113,7 +113,7 @@ def test_a_tokenizer_that_changes_texts_still_spells_them() -> None:
 
     for kind in (Small, Failing):
         tokens = kind(tokenizer_of("demo"))
-        ids = Spelling(tokens, 0, tokens.vocab_size)("Yes <|im_end|>")
+        ids = TokenizerAdapter(tokens, 0, tokens.vocab_size)("Yes <|im_end|>")
         assert b"".join(map(tokens.token_bytes, ids)) == b"Yes <|im_end|>"
         assert not set(ids) & set(tokens.added_tokens)
 

@@ -11,7 +11,6 @@ import mlxinfer
 from mlxinfer import hub
 from mlxinfer.errors import DownloadError, InvalidRequestError, ModelNotFoundError
 from mlxinfer.hub import cache as hub_cache
-from mlxinfer.hub import names as hub_names
 
 
 @pytest.fixture
@@ -233,4 +232,4 @@ def test_remove_refuses_what_is_not_in_the_cache(bundled: Path, tmp_path: Path) 
 
 
 def test_the_assets_folder_is_beside_the_package() -> None:
-    assert hub_names.ASSETS.parent == Path(mlxinfer.__file__).parent
+    assert hub_cache.ASSETS.parent == Path(mlxinfer.__file__).parent

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.errors import ModelNotFoundError
-from mlxinfer.hub.names import RepoName, cache_folder, offline, parse_repo_name
+from mlxinfer.hub.cache import RepoName, cache_folder, offline, parse_repo_name
 
 
 @pytest.mark.parametrize(

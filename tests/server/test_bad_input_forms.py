@@ -9,7 +9,7 @@ from bad_input import CHAT, COMPLETIONS, MESSAGES, RESPONSES, expect_refusal, un
 from live_server import LiveServer, chat
 
 from mlxinfer.grammar import spec
-from mlxinfer.grammar.checker import Checker
+from mlxinfer.grammar.compiler import CheckProcess
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -156,7 +156,7 @@ def test_grammars_compile_in_a_server_that_is_larger_than_their_limit() -> None:
     """The peak of the parent, which Linux hands down, is not the checking process's own."""
     limit = 300 << 20
     filled = bytearray(b"x") * limit  # touched, so that it counts
-    checker = Checker(max_bytes=limit)
+    checker = CheckProcess(max_bytes=limit)
     checker.check(spec.json_schema({"type": "string"}))
     checker.close()
     assert len(filled) == limit

@@ -52,7 +52,7 @@ def parser_limits(*, is_free: bool) -> "llguidance.LLParserLimits":
     return llguidance.LLParserLimits(**LIMITS, **items)
 
 
-class Bytes:
+class ByteTokenizer:
     """A tokenizer whose tokens are the bytes and the control tokens of a model, at their ids."""
 
     bos_token_id = None
@@ -75,12 +75,12 @@ class Bytes:
         return [self._ids[byte] for byte in data]
 
 
-class Checker:
+class GrammarChecker:
     """Finds out whether a grammar can be compiled and has a beginning."""
 
     def __init__(self) -> None:
         self._special: dict[str, str] = {}
-        self._tokens = Bytes({}, 0)
+        self._tokens = ByteTokenizer({}, 0)
         self._make_table()
 
     def _make_table(self) -> None:
@@ -90,7 +90,7 @@ class Checker:
         """Know these control tokens from now on."""
         if special != self._special or vocab_size > len(self._tokens.tokens):
             self._special = special
-            self._tokens = Bytes({int(i): text for i, text in special.items()}, vocab_size)
+            self._tokens = ByteTokenizer({int(i): text for i, text in special.items()}, vocab_size)
             self._make_table()
 
     def answer(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def main() -> None:
     """Answer messages until there is nobody to send any."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who started this
     watch_memory(int(sys.argv[1]))
-    checker = Checker()
+    checker = GrammarChecker()
     while (job := receive(sys.stdin.buffer)) is not None:
         send(sys.stdout.buffer, checker.answer(job))
 

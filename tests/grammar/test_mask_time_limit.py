@@ -8,9 +8,15 @@ import pytest
 from grammar.grammar_tools import PADDING, allowed, compiler_of, matches, tokenizer_of
 
 from mlxinfer.errors import InvalidRequestError
-from mlxinfer.grammar import GrammarSpec, compiled, effort
-from mlxinfer.grammar.compiled import CompiledGrammar, TokenGrammar
-from mlxinfer.grammar.effort import FREE_S, MAX_OWED_ONCE_S, MAX_OWED_S, Effort
+from mlxinfer.grammar import GrammarSpec, compiled
+from mlxinfer.grammar.compiled import (
+    ALLOWED_S,
+    MAX_EXCESS_FIXED_S,
+    MAX_EXCESS_S,
+    CompiledGrammar,
+    MaskTimeLimit,
+    TokenGrammar,
+)
 from mlxinfer.grammar.spec import choice, json_object, json_schema, lark, regex
 
 SIZE = tokenizer_of("demo").vocab_size + PADDING
@@ -29,27 +35,27 @@ MANY_OPTIONAL = json_schema(
 
 
 def test_what_took_too_long_is_paid_back_or_not() -> None:
-    account = Effort()
+    limit = MaskTimeLimit()
     for _ in range(1000):
-        account.charge(FREE_S)
-    assert not account.is_watched
-    account.charge(MAX_OWED_S)  # a slow one, as at the beginning of a large schema
-    assert account.is_watched
-    assert account.problem is None
+        limit.add(ALLOWED_S)
+    assert not limit.is_timed_alone
+    limit.add(MAX_EXCESS_S)  # a slow one, as at the beginning of a large schema
+    assert limit.is_timed_alone
+    assert limit.problem is None
     for _ in range(20):
-        account.charge(0.0)
-    assert not account.is_watched
+        limit.add(0.0)
+    assert not limit.is_timed_alone
 
 
 def test_one_mask_or_many_may_be_too_much_and_stay_so() -> None:
-    for seconds, count in ((MAX_OWED_S + 2 * FREE_S, 1), (3 * FREE_S, 6)):
-        account = Effort()
+    for seconds, count in ((MAX_EXCESS_S + 2 * ALLOWED_S, 1), (3 * ALLOWED_S, 6)):
+        limit = MaskTimeLimit()
         for _ in range(count):
-            assert not account.is_spent
-            account.charge(seconds)
+            assert not limit.is_exceeded
+            limit.add(seconds)
         for _ in range(1000):
-            account.charge(0.0)
-        assert "make it simpler" in str(account.problem)
+            limit.add(0.0)
+        assert "make it simpler" in str(limit.problem)
 
 
 def random_answer(spec: GrammarSpec, seed: int, limit: int = 60) -> tuple[float, str | None]:
@@ -117,7 +123,7 @@ def masks_of(grammars: list[TokenGrammar]) -> np.ndarray:
 def test_an_answer_that_took_too_long_gets_no_more_time() -> None:
     slow, other = (compiler_of().start(spec) for spec in (json_object(), regex("[ab]+")))
     before = masks_of([slow, other])
-    slow._effort.charge(2 * MAX_OWED_ONCE_S)
+    slow._mask_time.add(2 * MAX_EXCESS_FIXED_S)
     after = masks_of([slow, other])
     assert "CPU time" in str(slow.problem)
     assert other.problem is None
@@ -129,21 +135,21 @@ def test_an_answer_that_took_too_long_gets_no_more_time() -> None:
 @pytest.mark.parametrize("count", [2, 2 * compiled.PARALLEL_FROM])
 def test_the_time_of_masks_counts(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """In parallel nobody knows whose it is: then the next ones are filled one by one."""
-    monkeypatch.setattr(effort, "FREE_S", 0.0)
-    monkeypatch.setattr(compiled, "WATCHED_FROM_S", 0.0)
+    monkeypatch.setattr(compiled, "ALLOWED_S", 0.0)
+    monkeypatch.setattr(compiled, "TIMED_ALONE_FROM_S", 0.0)
     grammars = [compiler_of().start(json_object()) for _ in range(count)]
     masks = masks_of(grammars)
-    assert all(grammar._effort.is_watched for grammar in grammars)
+    assert all(grammar._mask_time.is_timed_alone for grammar in grammars)
     assert (masks_of(grammars) == masks).all()
-    assert all(grammar._effort.owed_s > 0.0 for grammar in grammars)
+    assert all(grammar._mask_time.excess_s > 0.0 for grammar in grammars)
     assert all(grammar.problem is None for grammar in grammars)
 
 
 def test_the_time_of_following_a_token_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(effort, "FREE_S", 0.0)
+    monkeypatch.setattr(compiled, "ALLOWED_S", 0.0)
     grammar = compiler_of().start(regex("a+"))
     grammar.accept(tokenizer_of("demo").encode_plain("a")[0])
-    assert grammar._effort.owed_s > 0.0
+    assert grammar._mask_time.excess_s > 0.0
 
 
 def test_a_lexer_of_its_own_is_made_only_where_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:

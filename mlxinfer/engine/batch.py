@@ -7,15 +7,9 @@ from numpy.typing import NDArray
 
 from ..cache.page_table import PageTable
 from ..cache.sealing import Move
-<<<<<<< Updated upstream
 from ..cache.segments import Ints, StepSegments, ints
-from .decodes import Decodes
-from .sequence import Sequence, Told
-=======
-from ..cache.spans import Ints, StepSpans, ints
 from .decodes import DecodeBatch
 from .sequence import EventFields, Sequence
->>>>>>> Stashed changes
 
 MAX_SHORT = 8  # query tokens that the decode path takes; longer segments are prefill
 

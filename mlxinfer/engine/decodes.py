@@ -11,13 +11,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-<<<<<<< Updated upstream
 from ..cache.segments import Ints, Segments, ints
-from .sequence import Sequence, Told
-=======
-from ..cache.spans import Ints, ShortSpans, ints
 from .sequence import EventFields, Sequence
->>>>>>> Stashed changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +21,8 @@ class DecodeBatch:
 
     sequences: list[Sequence]  # (B,) in order of admission
     slots: tuple[int, ...]  # (B,) of their tails and in the sampler
-<<<<<<< Updated upstream
-    told: Told
-    spans: Segments  # the same order; flat rows 0 to B - 1
-=======
     event_fields: EventFields
-    spans: ShortSpans  # the same order; flat rows 0 to B - 1
->>>>>>> Stashed changes
+    spans: Segments  # the same order; flat rows 0 to B - 1
     output_index: NDArray[np.int64]  # (B,) which token of each answer is sampled, from 0
     num_constrained: int  # under a grammar
     num_slots: int  # tails up to the last of theirs
@@ -69,19 +59,14 @@ class DecodeBatch:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def moved_on(self) -> "DecodeBatch":
+    def advance(self) -> "DecodeBatch":
         """The next token of each."""
         assert self.steps_left > 1
         return DecodeBatch(
             self.sequences,
             self.slots,
-<<<<<<< Updated upstream
-            self.told,
-            self.spans.advance(),
-=======
             self.event_fields,
-            self.spans.moved_on(),
->>>>>>> Stashed changes
+            self.spans.advance(),
             self.output_index + 1,
             self.num_constrained,
             self.num_slots,

@@ -12,12 +12,8 @@ from ..cache.pages import OutOfPages, PageAllocator
 from ..cache.prefix import PrefixTree
 from ..cache.prefix.match import Match
 from ..cache.sealing import Move
-<<<<<<< Updated upstream
 from ..cache.window import AttentionWindow
-from .batch import Load, Restore, Spill
-=======
 from .batch import Load, PartialCopy, Spill
->>>>>>> Stashed changes
 from .pagestore import PageStore
 from .sequence import Sequence
 from .transfers import Transfers

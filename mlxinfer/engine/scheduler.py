@@ -144,7 +144,7 @@ class Scheduler:
         last = self._last
         steady = last is not None and last.sequences is self.queues.unwritten.sequences
         if last is not None and steady and last.steps_left > 1:
-            decodes = last.moved_on()
+            decodes = last.advance()
         else:
             decodes = DecodeBatch.of(self.queues.running)
         rows = decodes.at_page_start(self.page_size)

@@ -368,21 +368,12 @@ def check_books(scheduler: Scheduler) -> None:
         assert len(own) == len(set(own))
         assert len(own) + tree.num_pages(group) == allocator.num_held
         assert allocator.num_held + allocator.num_free == allocator.num_pages
-<<<<<<< Updated upstream
         if window.size is not None:
-            for sequence in scheduler.roster.running:
-                scheduler.kv_manager.trim(sequence)
-                kept = sequence.num_computed - sequence.tables[group].first * PAGE
-                assert kept <= window.size + PAGE
-    running, waiting = set(scheduler.roster.running), set(scheduler.roster.waiting)
-=======
-        if reach.window is not None:
             for sequence in scheduler.queues.running:
                 scheduler.kv_manager.trim(sequence)
                 kept = sequence.num_computed - sequence.tables[group].first * PAGE
-                assert kept <= reach.window + PAGE
+                assert kept <= window.size + PAGE
     running, waiting = set(scheduler.queues.running), set(scheduler.queues.waiting)
->>>>>>> Stashed changes
     assert not running & waiting
     assert running | waiting == set(scheduler.queues.unfinished())
     assert all(s.slot < 0 and not s.tables for s in waiting)

@@ -12,13 +12,8 @@ from simulator.oracle import layer_groups
 
 from mlxinfer.cache.page_table import PageTable
 from mlxinfer.cache.pages import PageAllocator
-<<<<<<< Updated upstream
 from mlxinfer.cache.window import AttentionWindow
-from mlxinfer.engine.batch import Load, Move, Restore, Segment, Spill
-=======
-from mlxinfer.cache.reach import Reach
 from mlxinfer.engine.batch import Load, Move, PartialCopy, Segment, Spill
->>>>>>> Stashed changes
 
 POISON = 1 << 80  # no hash is as large
 

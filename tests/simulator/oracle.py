@@ -64,13 +64,8 @@ class Oracle:
         self.tokens = list(prompt_ids)
         self._num_prompt = len(prompt_ids)
         self._seed, self._vocab = seed, vocab
-<<<<<<< Updated upstream
-        self._rules = Rules() if guided else None
-        self._reaches = [windows[g] for g in layer_groups(len(windows))]
-=======
         self._rules = Rules() if constrained else None
-        self._reaches = [reaches[g] for g in layer_groups(len(reaches))]
->>>>>>> Stashed changes
+        self._reaches = [windows[g] for g in layer_groups(len(windows))]
         self._sums = [[0] for _ in self._reaches]  # by layer: of the keys of the first n positions
         self._hidden: list[int] = []
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .bits import Codes
-from .numbers import Floats, rounded
+from .arrays import Codes, Floats, rounded
 
 # Shares of a group's range, by bits: the fewer the codes, the more there is to gain by a cut.
 CUTS = {

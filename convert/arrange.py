@@ -1,21 +1,22 @@
-"""A source's tensors as the tensors of an MLX folder: names, stacks, what is left out.
+"""Maps the tensors of a source to those of an MLX folder: names, stacked experts, what is dropped.
 
-Knows names and shapes, no formats of weights and no files.
+Works on names and shapes. The result is checked against its architecture: the decoder is built as
+it will be at load time, from arrays of one number each, so that a missing, misshapen or unknown
+tensor is an error before hours of work.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 
 from ..errors import CheckpointError
 from ..models.config import ModelConfig, normalise
 from ..models.registry import family
-from ..models.weights import Rename
-from .complete import check_complete
+from ..models.weights import Rename, Weights
 from .read import MLXFormat, Source, TensorInfo, expert_groups
-from .spellings import language_config
 
 _INNER = "language_model."  # where mlx-lm looks for the model of a text_config
 _ROWS = 8192  # that are compared at a time
@@ -23,7 +24,7 @@ _UNUSED = ("rotary_emb.inv_freq", "masked_bias")
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class OutputTensor:
     """One tensor of the output folder, before it is decided how it is stored."""
 
     name: str
@@ -47,15 +48,15 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Arranged:
+class ArrangedSource:
     """A source, seen as the output folder will have it."""
 
     source: Source
     config: ModelConfig
-    outputs: tuple[Output, ...]
+    outputs: tuple[OutputTensor, ...]
     dropped: tuple[str, ...]  # names in the source
 
-    def blocks(self, output: Output, max_weights: int) -> Iterator[mx.array]:
+    def blocks(self, output: OutputTensor, max_weights: int) -> Iterator[mx.array]:
         """The values (R, in_dims) in order, about `max_weights` numbers at a time.
 
         One expert of a stack, or one row, is the least that is read at once.
@@ -72,7 +73,7 @@ class Arranged:
                 block = self.source.read(name, None if whole else rows)
                 yield block.reshape(-1, info.shape[-1])
 
-    def whole(self, output: Output) -> mx.array:
+    def whole(self, output: OutputTensor) -> mx.array:
         """All values of an output, in its own shape."""
         parts = [self.source.read(name) for name in output.sources]
         whole = parts[0] if len(parts) == 1 else mx.stack(parts)
@@ -80,7 +81,7 @@ class Arranged:
         return whole
 
 
-def arrange(source: Source) -> Arranged:
+def arrange(source: Source) -> ArrangedSource:
     """What `source` becomes.
 
     Raises:
@@ -95,7 +96,7 @@ def arrange(source: Source) -> Arranged:
     prefix = "" if language_config(source.config) is None else _INNER
     groups = expert_groups(source.tensors)
     stacked_as = {expert: name for name, experts in groups.items() for expert in experts}
-    outputs: dict[str, Output] = {}
+    outputs: dict[str, OutputTensor] = {}
     dropped: list[str] = []
     for name in source.tensors:
         target = stacked_as.get(name, name)
@@ -113,7 +114,13 @@ def arrange(source: Source) -> Arranged:
     if not outputs:
         raise CheckpointError(f"{source.label} has no tensors of a language model.")
     check_complete(config, {name: out.shape for name, out in outputs.items()}, source.label)
-    return Arranged(source, config, tuple(outputs.values()), tuple(dropped))
+    return ArrangedSource(source, config, tuple(outputs.values()), tuple(dropped))
+
+
+def language_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The part of a multimodal model's config that is about language; None: all of it is."""
+    inner = config.get("text_config")
+    return inner if config.get("model_type") == "gemma3" and isinstance(inner, Mapping) else None
 
 
 def _is_tied(source: Source, rename: Rename) -> bool:
@@ -137,12 +144,12 @@ def _unused(name: str, config: ModelConfig) -> bool:
     return tied or name.endswith(_UNUSED)
 
 
-def _output(name: str, infos: list[TensorInfo], target: str) -> Output:
+def _output(name: str, infos: list[TensorInfo], target: str) -> OutputTensor:
     first = infos[0]
     if any((info.shape, info.dtype) != (first.shape, first.dtype) for info in infos):
         raise CheckpointError(f"The experts of {target} differ in shape or dtype.")
     formats = {info.lossless for info in infos}
-    return Output(
+    return OutputTensor(
         name=name,
         sources=tuple(info.name for info in infos),
         shape=first.shape if target == first.name else (len(infos), *first.shape),
@@ -154,6 +161,34 @@ def _output(name: str, infos: list[TensorInfo], target: str) -> Output:
     )
 
 
-def by_name(outputs: tuple[Output, ...]) -> Mapping[str, Output]:
+def by_name(outputs: tuple[OutputTensor, ...]) -> Mapping[str, OutputTensor]:
     """The outputs by their names."""
     return {output.name: output for output in outputs}
+
+
+def check_complete(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], label: str) -> None:
+    """Raise CheckpointError unless a model of `config` has just these tensors."""
+    module = family(config.model_type)
+    small = {name: mx.zeros([1] * len(shape)) for name, shape in shapes.items()}
+    weights = _Shapes(small, dtype="float32", rename=module.rename)
+    weights.shapes = {module.rename(name): shape for name, shape in shapes.items()}
+    weights.label = label
+    module.build(replace(config, quantization=None), weights)
+
+
+class _Shapes(Weights):
+    """Weights that stand for larger ones."""
+
+    shapes: Mapping[str | None, tuple[int, ...]]  # by the decoder's names
+    label: str
+
+    def raw(self, name: str, shape: Sequence[int], *, dtype: mx.Dtype | None = None) -> mx.array:
+        """One number, if the tensor it stands for is there and has this shape."""
+        if name not in self:
+            raise CheckpointError(f"{self.label} has no tensor {name!r}, {tuple(shape)}.")
+        if self.shapes[name] != tuple(shape):
+            raise CheckpointError(
+                f"Tensor {name!r} of {self.label} has shape {self.shapes[name]}; expected "
+                f"{tuple(shape)}."
+            )
+        return super().raw(name, [1] * len(shape), dtype=dtype)

@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConversionError
-from .plan import Stored
+from .plan import PlannedArray
 
 ALIGNMENT = 8
 _ZEROS = 1 << 20  # written at once
 _NO_FALLOCATE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # some file systems have none
 
 
-def header_of(arrays: Sequence[Stored]) -> tuple[bytes, dict[str, int]]:
+def header_of(arrays: Sequence[PlannedArray]) -> tuple[bytes, dict[str, int]]:
     """The bytes in front of the data, and where each array starts in the file."""
     entries: dict[str, object] = {"__metadata__": {"format": "mlx"}}
     starts: dict[str, int] = {}
@@ -53,7 +53,7 @@ def partial_path(path: Path) -> Path:
 class ShardFile:
     """A file of the output. `write` may be called from several threads."""
 
-    def __init__(self, path: Path, arrays: Sequence[Stored]) -> None:
+    def __init__(self, path: Path, arrays: Sequence[PlannedArray]) -> None:
         self.path = path
         self._partial = partial_path(path)
         front, self._starts = header_of(arrays)

@@ -8,8 +8,7 @@ one (largest magnitude over the largest element) that leaves the least squared e
 import numpy as np
 from numpy.typing import NDArray
 
-from .bits import Codes
-from .numbers import Floats
+from .arrays import Codes, Floats
 from .read import MLXFormat
 
 LARGEST = {4: np.float32(6.0), 8: np.float32(448.0)}

@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from math import prod
 
 from ..errors import InvalidRequestError
-from .arrange import Arranged, Output
-from .formats import ITEM_BYTES, name_of
+from .arrange import ArrangedSource, OutputTensor
+from .formats import ITEM_BYTES, fitting, name_of, stays_float32
 from .read import MLXFormat
-from .recipes import Recipe
-from .rules import fitting, stays_float32
+from .recipes import SHARD_BYTES, Recipe
 
-SHARD_BYTES = 5 * 10**9  # as mlx-lm
 SAFETENSORS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class PlannedArray:
     """One array in a file."""
 
     name: str
@@ -28,30 +26,32 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedTensor:
     """One tensor and how it will be stored."""
 
-    output: Output
+    output: OutputTensor
     form: MLXFormat | None  # None: dense
     dtype: str  # of dense values, or of affine scales and biases
     packed: bool = False  # the source's own codes are copied
 
     @property
-    def arrays(self) -> tuple[Stored, ...]:
+    def arrays(self) -> tuple[PlannedArray, ...]:
         """The weight; where it is quantised its scales, and biases if affine."""
         *rows, in_dims = self.output.shape or (1,)
         if self.form is None:
             count = self.output.num_weights * ITEM_BYTES[self.dtype]
-            return (Stored(self.output.name, SAFETENSORS[self.dtype], self.output.shape, count),)
+            return (
+                PlannedArray(self.output.name, SAFETENSORS[self.dtype], self.output.shape, count),
+            )
         path, num_rows = self.output.path, prod(rows)
         words = in_dims * self.form.bits // 32
         groups = in_dims // self.form.group_size
-        weight = Stored(f"{path}.weight", "U32", (*rows, words), num_rows * words * 4)
+        weight = PlannedArray(f"{path}.weight", "U32", (*rows, words), num_rows * words * 4)
         if self.form.mode != "affine":
-            return weight, Stored(f"{path}.scales", "U8", (*rows, groups), num_rows * groups)
+            return weight, PlannedArray(f"{path}.scales", "U8", (*rows, groups), num_rows * groups)
         size = num_rows * groups * ITEM_BYTES[self.dtype]
         of = SAFETENSORS[self.dtype], (*rows, groups), size
-        return weight, Stored(f"{path}.scales", *of), Stored(f"{path}.biases", *of)
+        return weight, PlannedArray(f"{path}.scales", *of), PlannedArray(f"{path}.biases", *of)
 
     @property
     def format(self) -> str:
@@ -65,11 +65,11 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ConversionPlan:
     """A whole conversion."""
 
     recipe: Recipe
-    tensors: tuple[Planned, ...]
+    tensors: tuple[PlannedTensor, ...]
     shard_bytes: int = SHARD_BYTES
 
     @property
@@ -88,14 +88,14 @@ class Plan:
         return self.num_bytes * 8 / self.num_weights
 
     @property
-    def quantised_anew(self) -> list[Planned]:
+    def quantised_anew(self) -> list[PlannedTensor]:
         """Tensors that the source has quantised in one format and the output in another."""
         plain = {name.lower() for name in SAFETENSORS.values()}
         return [t for t in self.tensors if t.form and not t.packed and t.output.stored not in plain]
 
-    def shards(self) -> list[tuple[str, list[Planned]]]:
+    def shards(self) -> list[tuple[str, list[PlannedTensor]]]:
         """File names and what goes into each, at most `shard_bytes` unless one tensor is larger."""
-        groups: list[list[Planned]] = [[]]
+        groups: list[list[PlannedTensor]] = [[]]
         size = 0
         for tensor in self.tensors:
             if groups[-1] and size + tensor.num_bytes > self.shard_bytes:
@@ -128,12 +128,12 @@ def as_json(form: MLXFormat) -> dict[str, object]:
 
 
 def make_plan(
-    arranged: Arranged,
+    arranged: ArrangedSource,
     recipe: Recipe,
     *,
     chosen: Mapping[str, MLXFormat | None] | None = None,
     shard_bytes: int = SHARD_BYTES,
-) -> Plan:
+) -> ConversionPlan:
     """Formats by `recipe`, or as `chosen` by name.
 
     Raises:
@@ -142,10 +142,10 @@ def make_plan(
     """
     _check_overrides(arranged, recipe)
     tensors = tuple(_planned(arranged, recipe, chosen or {}))
-    return Plan(recipe, tensors, shard_bytes)
+    return ConversionPlan(recipe, tensors, shard_bytes)
 
 
-def dense_dtype(output: Output, recipe: Recipe, model_dtype: str) -> str:
+def dense_dtype(output: OutputTensor, recipe: Recipe, model_dtype: str) -> str:
     """What is float32 becomes what the model computes in, but for a few small tensors.
 
     Float32 norms, as GGUF files have them, would turn all activations into float32.
@@ -158,8 +158,8 @@ def dense_dtype(output: Output, recipe: Recipe, model_dtype: str) -> str:
 
 
 def _planned(
-    arranged: Arranged, recipe: Recipe, chosen: Mapping[str, MLXFormat | None]
-) -> Iterator[Planned]:
+    arranged: ArrangedSource, recipe: Recipe, chosen: Mapping[str, MLXFormat | None]
+) -> Iterator[PlannedTensor]:
     model_dtype = arranged.source.dtype
     for output in arranged.outputs:
         form = (
@@ -168,13 +168,15 @@ def _planned(
             else _fitted(output, recipe, arranged.config.num_layers)
         )
         if form is None:
-            yield Planned(output, None, dense_dtype(output, recipe, model_dtype))
+            yield PlannedTensor(output, None, dense_dtype(output, recipe, model_dtype))
             continue
         packed = form == output.lossless
-        yield Planned(output, form, _scales_dtype(output, recipe, model_dtype, packed), packed)
+        yield PlannedTensor(
+            output, form, _scales_dtype(output, recipe, model_dtype, packed), packed
+        )
 
 
-def _fitted(output: Output, recipe: Recipe, num_layers: int) -> MLXFormat | None:
+def _fitted(output: OutputTensor, recipe: Recipe, num_layers: int) -> MLXFormat | None:
     form = recipe.choose(output, num_layers)
     if form is None or form == output.lossless:
         return form
@@ -188,7 +190,7 @@ def _fitted(output: Output, recipe: Recipe, num_layers: int) -> MLXFormat | None
     return fitted
 
 
-def _scales_dtype(output: Output, recipe: Recipe, model_dtype: str, packed: bool) -> str:
+def _scales_dtype(output: OutputTensor, recipe: Recipe, model_dtype: str, packed: bool) -> str:
     """Codes are exact only with the scales that belong to them: bfloat16 would round float16."""
     if not packed:
         return recipe.dtype or model_dtype
@@ -197,7 +199,7 @@ def _scales_dtype(output: Output, recipe: Recipe, model_dtype: str, packed: bool
     return output.scales_dtype
 
 
-def _check_overrides(arranged: Arranged, recipe: Recipe) -> None:
+def _check_overrides(arranged: ArrangedSource, recipe: Recipe) -> None:
     used = {recipe.given(output) for output in arranged.outputs}
     for override in recipe.overrides:
         alone = Recipe(name="", base=None, overrides=(override,))
@@ -207,7 +209,7 @@ def _check_overrides(arranged: Arranged, recipe: Recipe) -> None:
             )
 
 
-def dumped(plan: Plan) -> str:
+def dumped(plan: ConversionPlan) -> str:
     """The plan as text that is the same for the same plan, for the journal."""
     rows = [
         [array.name, array.dtype, list(array.shape), name_of(tensor.form), tensor.packed]

@@ -1,18 +1,18 @@
-"""A block of rows -> codes, scales and biases in one of MLX's formats, and what that cost.
+"""Quantises a block of rows into codes, scales and biases of an MLX format, and sums the errors.
 
-Knows no tensors and no files. numpy only, so that several threads can work at once; rows go
-through in tiles that stay in a processor's cache.
+`quantise` is numpy only, so that several threads can work at once; rows are processed in tiles that
+stay in a processor's cache. `round_trip` gives the values that come back, without any file.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from . import affine, floats
-from .bits import Words, pack
-from .numbers import Floats, narrow
+from .arrays import Floats, Words, as_numpy, narrow, pack, widen
 from .read import MLXFormat
 
 TILE = 1 << 17  # numbers
@@ -20,7 +20,7 @@ SAMPLED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class QuantisedRows:
     """Some rows of a matrix as MLX packs them, bytes as they lie on disk."""
 
     weight: Words  # (R, in * bits / 32)
@@ -29,7 +29,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Error:
+class ErrorStats:
     """What rounding did to some numbers; errors of several parts add up."""
 
     squares: float = 0.0  # of the differences
@@ -37,8 +37,8 @@ class Error:
     energy: float = 0.0  # squares of the numbers themselves
     largest: float = 0.0  # difference
 
-    def __add__(self, other: "Error") -> "Error":
-        return Error(
+    def __add__(self, other: "ErrorStats") -> "ErrorStats":
+        return ErrorStats(
             self.squares + other.squares,
             self.weighted + other.weighted,
             self.energy + other.energy,
@@ -52,7 +52,7 @@ class Error:
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class QuantisationMethod:
     """How scales are chosen."""
 
     form: MLXFormat
@@ -62,7 +62,7 @@ class Method:
     sampled: bool = False  # the error of one tile in SAMPLED stands for all
 
 
-def quantise(values: Floats, method: Method) -> tuple[Rows, Error]:
+def quantise(values: Floats, method: QuantisationMethod) -> tuple[QuantisedRows, ErrorStats]:
     """values (R, in_dims), in_dims a multiple of the group size."""
     rows, in_dims = values.shape
     step = max(1, TILE // in_dims)
@@ -76,12 +76,12 @@ def quantise(values: Floats, method: Method) -> tuple[Rows, Error]:
     return _joined([tile for tile, _ in tiles]), total(error for _, error in tiles)
 
 
-def total(errors: Iterable[Error]) -> Error:
+def total(errors: Iterable[ErrorStats]) -> ErrorStats:
     """The sum."""
-    return sum(errors, Error())
+    return sum(errors, ErrorStats())
 
 
-def compare(found: Floats, values: Floats, importance: Floats | None = None) -> Error:
+def compare(found: Floats, values: Floats, importance: Floats | None = None) -> ErrorStats:
     """found and values (R, in_dims), importance (in_dims,)."""
     difference = found - values
     squares = squares_of(difference)
@@ -91,7 +91,7 @@ def compare(found: Floats, values: Floats, importance: Floats | None = None) -> 
             np.einsum("rk,rk,k->r", difference, difference, importance).sum(dtype=float)
         )
     largest = float(np.abs(difference, out=difference).max(initial=0.0))
-    return Error(squares, weighted, squares_of(values), largest)
+    return ErrorStats(squares, weighted, squares_of(values), largest)
 
 
 def squares_of(values: Floats) -> float:
@@ -100,8 +100,8 @@ def squares_of(values: Floats) -> float:
 
 
 def _tile(
-    values: Floats, method: Method, importance: Floats | None, measured: bool
-) -> tuple[Rows, Error]:
+    values: Floats, method: QuantisationMethod, importance: Floats | None, measured: bool
+) -> tuple[QuantisedRows, ErrorStats]:
     form = method.form
     groups = np.ascontiguousarray(values).reshape(len(values), -1, form.group_size)
     if form.mode == "affine":
@@ -110,14 +110,16 @@ def _tile(
         scale, bias = choose(groups, form.bits, method.dtype, *extra)
         codes = affine.encode(groups, scale, bias, form.bits)
         packed = pack(affine.as_codes(codes).reshape(values.shape), form.bits)
-        rows = Rows(packed, narrow(scale[..., 0], method.dtype), narrow(bias[..., 0], method.dtype))
+        rows = QuantisedRows(
+            packed, narrow(scale[..., 0], method.dtype), narrow(bias[..., 0], method.dtype)
+        )
     else:
         byte = floats.search(groups, form, importance, usual_only=not method.searched)
         elements = floats.encode(groups, byte, form)
         packed = pack(elements.reshape(values.shape), form.bits)
-        rows = Rows(packed, byte[..., 0], None)
+        rows = QuantisedRows(packed, byte[..., 0], None)
     if not measured:
-        return rows, Error()
+        return rows, ErrorStats()
     if form.mode == "affine":
         found = np.multiply(codes, scale, out=codes)
         found += bias
@@ -126,12 +128,42 @@ def _tile(
     return rows, compare(found.reshape(values.shape), values, method.importance)
 
 
-def _joined(parts: list[Rows]) -> Rows:
+def _joined(parts: list[QuantisedRows]) -> QuantisedRows:
     if len(parts) == 1:
         return parts[0]
     biases = [part.biases for part in parts if part.biases is not None]
-    return Rows(
+    return QuantisedRows(
         np.concatenate([part.weight for part in parts]),
         np.concatenate([part.scales for part in parts]),
         np.concatenate(biases) if biases else None,
+    )
+
+
+def round_trip(matrix: mx.array, method: QuantisationMethod) -> mx.array:
+    """matrix (..., in_dims) quantised and back, in its own dtype."""
+    flat = np.asarray(as_numpy(matrix.astype(mx.float32)), dtype=np.float32)
+    rows, _ = quantise(flat.reshape(-1, flat.shape[-1]), method)
+    return unpacked(rows, method).reshape(matrix.shape).astype(matrix.dtype)
+
+
+def sampled_error(sample: Floats, method: QuantisationMethod) -> ErrorStats:
+    """Of rows (R, in_dims) that stand for the whole matrix."""
+    return quantise(sample, method)[1]
+
+
+def unpacked(rows: QuantisedRows, method: QuantisationMethod) -> mx.array:
+    """(R, in_dims) float32."""
+    form = method.form
+    affine = rows.biases is not None
+    scales = widen(rows.scales, method.dtype) if affine else rows.scales
+    biases = None if rows.biases is None else mx.array(widen(rows.biases, method.dtype))
+    return dequantised(mx.array(rows.weight), mx.array(scales), biases, form)
+
+
+def dequantised(
+    weight: mx.array, scales: mx.array, biases: mx.array | None, form: MLXFormat
+) -> mx.array:
+    """As MLX unpacks it, (..., in_dims) float32."""
+    return mx.dequantize(
+        weight, scales, biases, form.group_size, form.bits, form.mode, dtype=mx.float32
     )

@@ -1,21 +1,34 @@
-"""What the user asks for: a recipe by name, exceptions by pattern, a size to meet. No tensors.
+"""What the user asks for: recipe, exceptions by pattern, target size, checks.
 
-4bit, 8bit, 6bit-g32, mxfp4 …   one format everywhere, but see rules.py
-mixed                           4 bits; 6 where they tell most (as llama.cpp's Q4_K_M)
+4bit, 8bit, 6bit-g32, mxfp4 …   one format everywhere, with the minimum bits of formats.py
+mixed                           4 bits; 6 where errors cost most (as llama.cpp's Q4_K_M)
 bf16, fp16, fp32                nothing quantised
 dense                           nothing quantised, each number in the dtype that it has
 keep                            what is quantised stays so, bit for bit; the rest as it is
 """
 
+import hashlib
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import InvalidRequestError
-from .arrange import Output
-from .formats import BITS, DENSE, FLOATS, GROUP, GROUPS, affine, parse_format
+from .arrange import OutputTensor
+from .formats import (
+    BITS,
+    DENSE,
+    FLOATS,
+    GROUP,
+    GROUPS,
+    affine,
+    matches,
+    parse_format,
+    quantisable,
+    raised,
+)
 from .read import MLXFormat
-from .rules import matches, quantisable, raised
 
+SHARD_BYTES = 5 * 10**9  # as mlx-lm
 MIXED_HIGH_BITS = 6
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _BITS = re.compile(r"\dbit")
@@ -42,7 +55,7 @@ class Recipe:
     dtype: str | None = None  # of what is not quantised; None: as it is
     overrides: tuple[Override, ...] = ()
 
-    def choose(self, output: Output, num_layers: int) -> MLXFormat | None:
+    def choose(self, output: OutputTensor, num_layers: int) -> MLXFormat | None:
         """The format of one tensor; None: not quantised."""
         given = self.given(output)
         if given is not None:
@@ -54,7 +67,7 @@ class Recipe:
         form = self._mixed(output.path, num_layers) if self.mixed else self.base
         return raised(form, output.path)
 
-    def given(self, output: Output) -> Override | None:
+    def given(self, output: OutputTensor) -> Override | None:
         """The last exception that names this tensor."""
         if len(output.shape) < 2 or not output.name.endswith(".weight"):
             return None
@@ -150,3 +163,57 @@ def _override(text: str, group: int) -> Override:
             param="set",
         )
     return Override(pattern, parse_format(form, group_size=group), "-g" in form)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionOptions:
+    """What shapes the output, and how it is checked."""
+
+    recipe: Recipe
+    target_bpw: float | None = None
+    target_bytes: int | None = None
+    searched: bool = True  # scales by squared error; False: as mx.quantize
+    calibration: str | None = None  # text; None: squared errors count alike
+    check_text: str | None = None  # text; None: a part of the calibration text
+    check_tensors: bool = True
+    max_kl: float | None = None  # None: limit_for() the bits
+    max_memory: int | None = None  # bytes
+    shard_bytes: int = SHARD_BYTES
+    figures: bool = True  # in the model card
+
+    def __post_init__(self) -> None:
+        if self.targeted and self.calibration is None:
+            raise InvalidRequestError("A target size needs a text for calibration.")
+
+    @property
+    def targeted(self) -> bool:
+        """Whether formats follow from a size."""
+        return self.target_bpw is not None or self.target_bytes is not None
+
+    def limit_bytes(self, num_weights: int) -> int | None:
+        """The target in bytes, if there is one."""
+        if self.target_bpw is not None:
+            return int(self.target_bpw * num_weights / 8)
+        return self.target_bytes
+
+
+def identity(options: ConversionOptions, *, comparing: bool) -> dict[str, Any]:
+    """What must be the same for an interrupted conversion to go on."""
+    recipe = options.recipe
+    return {
+        "recipe": recipe.name,
+        "overrides": [str(override) for override in recipe.overrides],
+        "group size": str(recipe.base),
+        "dtype": recipe.dtype,
+        "keep format": recipe.keep,
+        "target": [options.target_bpw, options.target_bytes],
+        "scales": "searched" if options.searched else "extremes",
+        "texts": [_digest(options.calibration), _digest(options.check_text)],
+        "shards": options.shard_bytes,
+        "figures": options.figures,
+        "check": [options.check_tensors, comparing],
+    }
+
+
+def _digest(text: str | None) -> str | None:
+    return None if text is None else hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,4 +1,7 @@
-"""What a conversion did and whether it passed: report.json and its parts. Knows no plots."""
+"""What a conversion did: report.json, and the model card (README.md) made from it.
+
+`passed` is the verdict of the logit comparison. Tensor entries are those of verify.py.
+"""
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -6,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConversionError
+from ..memory import human_bytes
 from ..models.jsonfields import read_json
-from .logitcheck import LogitCheck
-from .plan import Plan
+from .calibration.logits import LogitCheck
+from .files import write_file
+from .plan import ConversionPlan
+from .plots import BITS, ERRORS, available, plot_tensors
 from .read import Source
 
 
 @dataclass(slots=True)
-class Report:
+class ConversionReport:
     """One conversion."""
 
     source: str
@@ -22,7 +28,7 @@ class Report:
     bits_per_weight: float
     num_bytes: int
     num_weights: int
-    tensors: list[dict[str, Any]]  # Checked.as_dict()
+    tensors: list[dict[str, Any]]  # CheckedTensor.as_dict()
     compared: bool = True  # False: errors are those of a sample, as writing found them
     notes: list[str] = field(default_factory=list)
     logits: list[LogitCheck] = field(default_factory=list)
@@ -61,10 +67,10 @@ class Report:
 
 
 def make_report(
-    source: Source, plan: Plan, tensors: list[dict[str, Any]], *, compared: bool
-) -> Report:
+    source: Source, plan: ConversionPlan, tensors: list[dict[str, Any]], *, compared: bool
+) -> ConversionReport:
     """Without logits, which come last."""
-    return Report(
+    return ConversionReport(
         source=source.label,
         source_format=source.format,
         recipe=plan.recipe.name,
@@ -106,3 +112,84 @@ def _is_entry(value: object) -> bool:
         "relative": (int, float),
     }
     return all(isinstance(value.get(key), kind) for key, kind in kinds.items())
+
+
+NO_PLOTS = 'Figures need matplotlib: pip install "mlxinfer[plots]"'
+_WORST = 5
+
+
+def write_card(folder: Path, report: ConversionReport, source: Source, *, draw: bool) -> None:
+    """README.md and, if asked for and where matplotlib is installed, its figures."""
+    figures: list[str] = []
+    if draw and available():
+        figures = plot_tensors(folder, report.tensors)
+    elif draw:
+        report.notes.append(NO_PLOTS)
+    text = "\n".join([*_front(report, source), *_body(report), *_figures(figures)])
+    write_file(folder / "README.md", text.encode())
+
+
+def _front(report: ConversionReport, source: Source) -> list[str]:
+    """What the hub reads."""
+    lines = ["---", "library_name: mlx", "pipeline_tag: text-generation", "tags:", "- mlx"]
+    if _is_repo(report.source):
+        lines.append(f"base_model: {report.source.partition('@')[0]}")
+    license_id = source.config.get("license")
+    if isinstance(license_id, str):
+        lines.append(f"license: {license_id}")
+    return [*lines, "---", ""]
+
+
+def _body(report: ConversionReport) -> list[str]:
+    lines = [
+        f"# {Path(report.source).name}, {report.recipe}",
+        "",
+        f"Converted from {report.source_format} by mlxinfer, for MLX: "
+        f"{report.bits_per_weight:.3f} bits per weight, {human_bytes(report.num_bytes)}.",
+        "",
+        "```sh",
+        "mlxinfer run -m FOLDER 'Why is the sky blue?'",
+        "mlx_lm.generate --model FOLDER --prompt 'Why is the sky blue?'",
+        "```",
+        "",
+        "| tensors | |",
+        "|---|---|",
+        *(f"| {status} | {count} |" for status, count in report.counts.items()),
+        "",
+    ]
+    if report.logits:
+        lines += _logits(report.logits)
+    lossy = sorted(report.tensors, key=lambda t: -t["relative"])[:_WORST]
+    if lossy and lossy[0]["relative"] > 0:
+        lines += ["Largest relative errors:", "", "| tensor | format | rms |", "|---|---|---|"]
+        lines += [_row(tensor) for tensor in lossy]
+        lines.append("")
+    return lines + [f"{note}\n" for note in report.notes]
+
+
+def _logits(checks: list[LogitCheck]) -> list[str]:
+    return [
+        "Logits against the source's, layer by layer in full precision:",
+        "",
+        "| context | KL mean | KL p99 | same top-1 | perplexity | of the source |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {c.context} | {c.kl_mean:.5f} | {c.kl_p99:.5f} | {c.top1:.2%} | "
+            f"{c.perplexity:.3f} | {c.source_perplexity:.3f} |"
+            for c in checks
+        ),
+        "",
+    ]
+
+
+def _row(tensor: dict[str, Any]) -> str:
+    return f"| {tensor['name']} | {tensor['format']} | {tensor['relative']:.4f} |"
+
+
+def _figures(names: list[str]) -> list[str]:
+    captions = {BITS: "Bits per weight by layer", ERRORS: "Relative error by tensor"}
+    return [f"![{captions[name]}]({name})\n" for name in names]
+
+
+def _is_repo(label: str) -> bool:
+    return label.count("/") == 1 and not label.startswith((".", "/", "~"))

@@ -13,25 +13,31 @@ from typing import Any
 from ..errors import ConversionError, InvalidRequestError
 from ..memory import human_bytes
 from ..text import Tokenizer
-from . import estimate
-from . import measured as kept
-from .allocate import allocate
-from .arrange import Arranged, arrange
-from .candidates import choices, least_bytes
-from .card import write_card
+from . import budget as estimate
+from .arrange import ArrangedSource, arrange
+from .budget import MemoryBudget
+from .calibration import measure as kept
+from .calibration.allocation import allocate, choices, least_bytes
+from .calibration.logits import LogitsOf, compare_logits, limit_for
+from .calibration.measure import CalibrationPass, Measurements
+from .calibration.texts import Texts, make_texts
 from .files import partial_path, write_file
 from .journal import Journal
-from .logitcheck import LogitsOf, compare_logits, limit_for
-from .measure import Measured, Pass
-from .options import Options, identity
-from .plan import Plan, Planned, dumped, make_plan
+from .plan import ConversionPlan, PlannedTensor, dumped, make_plan
 from .read import MLXFormat, Source
-from .report import Report, make_report
-from .shards import Progress, Told, checked_entries, entries_of, write_shard
+from .recipes import ConversionOptions, identity
+from .report import ConversionReport, make_report, write_card
 from .sidefiles import config_json, has_tokenizer, index_json, write_json, write_side_files
-from .texts import Texts, make_texts
+from .verify import Progress
 from .workplace import Workplace, check_target, disk_failures, working
-from .write import Budget, TensorWriter, little_cached
+from .write import (
+    TensorWriter,
+    WriteProgress,
+    checked_entries,
+    little_cached,
+    write_shard,
+    written_entries,
+)
 
 NO_TOKENIZER = (
     "There is no tokenizer: add the model's tokenizer.json, or convert with --tokenizer FOLDER."
@@ -45,11 +51,11 @@ class Conversion:
 
     source: Source
     out: Path
-    options: Options
+    options: ConversionOptions
     open_model: OpenModel | None = None  # None: logits are not checked
     progress: Progress = lambda *_: None
     look_again: Callable[[], str] | None = None  # the source's fingerprint as it is now
-    arranged: Arranged = field(init=False)
+    arranged: ArrangedSource = field(init=False)
 
     def __post_init__(self) -> None:
         """Raise InvalidRequestError for a target that no formats meet."""
@@ -66,14 +72,14 @@ class Conversion:
                 param="target",
             )
 
-    def plan(self, formats: dict[str, MLXFormat | None] | None = None) -> Plan:
+    def plan(self, formats: dict[str, MLXFormat | None] | None = None) -> ConversionPlan:
         """The plan as far as it is known: a target's formats follow from measuring."""
         options = self.options
         return make_plan(
             self.arranged, options.recipe, chosen=formats, shard_bytes=options.shard_bytes
         )
 
-    def run(self, *, resume: bool = False, restart: bool = False) -> Report:
+    def run(self, *, resume: bool = False, restart: bool = False) -> ConversionReport:
         """Convert.
 
         Raises:
@@ -142,7 +148,7 @@ class Conversion:
                 "or do without both: --calibration none --check tensors."
             )
 
-    def _run(self, place: Workplace) -> Report:
+    def _run(self, place: Workplace) -> ConversionReport:
         journal = Journal(place.journal)
         journal.begin(
             {"source": self.source.fingerprint, **identity(self.options, comparing=self._comparing)}
@@ -175,16 +181,16 @@ class Conversion:
         place.publish()
         return report
 
-    def _measure(self, place: Workplace) -> tuple[Texts | None, Measured]:
+    def _measure(self, place: Workplace) -> tuple[Texts | None, Measurements]:
         """The pass over the model, unless nothing needs it or an earlier run has done it."""
         options = self.options
         if not self._needs_texts:
-            return None, Measured()
+            return None, Measurements()
         texts = self._texts(place)
         references = place.references if self._comparing else ()
         if place.measured.exists():
             return texts, kept.load(place.measured, self.arranged)
-        state = Pass(
+        state = CalibrationPass(
             self.arranged,
             texts,
             options.recipe,
@@ -214,7 +220,7 @@ class Conversion:
             max_context=self.arranged.config.max_context,
         )
 
-    def _formats(self, found: Measured) -> dict[str, MLXFormat | None]:
+    def _formats(self, found: Measurements) -> dict[str, MLXFormat | None]:
         """What a target decides."""
         if not self.options.targeted:
             return {}
@@ -228,10 +234,12 @@ class Conversion:
         pairs = zip(units, chosen, strict=True)
         return {name: choice.form for unit, choice in pairs for name in unit.names}
 
-    def _write(self, place: Workplace, plan: Plan, journal: Journal, found: Measured) -> None:
-        budget = Budget.of(self.options.max_memory)
+    def _write(
+        self, place: Workplace, plan: ConversionPlan, journal: Journal, found: Measurements
+    ) -> None:
+        budget = MemoryBudget.of(self.options.max_memory)
         done = sum(t.output.num_weights for t in plan.tensors if t.output.name in journal.tensors)
-        told = Told(self.progress, plan.num_weights, done)
+        told = WriteProgress(self.progress, plan.num_weights, done)
         writer = TensorWriter(
             self.arranged,
             budget,
@@ -254,15 +262,15 @@ class Conversion:
                 self.source.forget(s for t in tensors for s in t.output.sources)
 
     def _entries(
-        self, path: Path, tensors: list[Planned], journal: Journal, block: int
+        self, path: Path, tensors: list[PlannedTensor], journal: Journal, block: int
     ) -> list[dict[str, Any]]:
         if not self.options.check_tensors:
-            return entries_of(tensors, journal)
+            return written_entries(tensors, journal)
         return checked_entries(
             path, tensors, self.arranged, journal, block=block, progress=self.progress
         )
 
-    def _compare(self, place: Workplace, plan: Plan, texts: Texts) -> list[Any]:
+    def _compare(self, place: Workplace, plan: ConversionPlan, texts: Texts) -> list[Any]:
         assert self.open_model is not None
         limit = self.options.max_kl or limit_for(plan.bits_per_weight)
         pairs = list(zip((texts.short, texts.long), place.references, strict=True))
@@ -274,7 +282,7 @@ class Conversion:
         return found
 
 
-def check_same_plan(place: Workplace, plan: Plan) -> None:
+def check_same_plan(place: Workplace, plan: ConversionPlan) -> None:
     """The plan itself, kept beside the journal: a different version may plan differently."""
     path, data = place.plan, dumped(plan).encode()
     if path.exists() and path.read_bytes() != data:

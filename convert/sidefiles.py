@@ -1,7 +1,9 @@
-"""What stands beside the weights: config.json, the index, the tokenizer. Knows no tensors' values.
+"""The files beside the weights: config.json, the index, the tokenizer.
 
-Written so that mlx-lm reads them as its own: formats under `quantization` and, for the hub,
-`quantization_config`; settings as spellings.py has them.
+WrittenTensor so that mlx-lm reads them unchanged: formats under `quantization` and, for the hub,
+`quantization_config`. mlx-lm reads what transformers 4 wrote and replaces missing keys by defaults
+of its own, so transformers 5's keys are repeated in the old spelling and the family's defaults are
+written out.
 """
 
 import json
@@ -12,17 +14,17 @@ from typing import Any
 
 from ..models.config import ModelConfig
 from ..models.files import INDEX
+from .arrange import language_config
 from .files import write_file
-from .plan import Plan
+from .plan import ConversionPlan
 from .read import Source
-from .spellings import spelled_out
 
 _LEFT_OUT = ("_name_or_path", "vision_config", "auto_map")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json")
 _NEVER = (".py", ".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
 
-def config_json(source: Source, model: ModelConfig, plan: Plan) -> dict[str, Any]:
+def config_json(source: Source, model: ModelConfig, plan: ConversionPlan) -> dict[str, Any]:
     """The output's config.json; `model` is what the source's says."""
     config = {key: value for key, value in source.config.items() if key not in _LEFT_OUT}
     config = spelled_out(config, model)
@@ -36,7 +38,7 @@ def config_json(source: Source, model: ModelConfig, plan: Plan) -> dict[str, Any
     return dict(sorted(config.items()))
 
 
-def index_json(plan: Plan) -> dict[str, Any]:
+def index_json(plan: ConversionPlan) -> dict[str, Any]:
     """model.safetensors.index.json."""
     weight_map = {
         array.name: name
@@ -71,3 +73,91 @@ def has_tokenizer(names: Iterable[str]) -> bool:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """With a newline at the end."""
     write_file(path, (json.dumps(value, indent=4, ensure_ascii=False) + "\n").encode())
+
+
+_GEMMA3 = (  # whose defaults are others in mlx-lm
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "query_pre_attn_scalar"),
+    *("sliding_window", "rope_theta", "rope_local_base_freq", "max_position_embeddings"),
+    *("rms_norm_eps", "hidden_activation"),
+)
+
+
+def spelled_out(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """A config with what is missing in the old spelling; what the source says stays.
+
+    Args:
+        config: contents of config.json, with or without a text_config.
+        model: what it means.
+    """
+    top = _old_spelling(config)
+    inner = language_config(config)
+    text = top if inner is None else _old_spelling(inner)
+    if model.model_type == "gemma3_text":
+        _spell_gemma3(text, model)
+    if model.model_type == "gpt_oss":
+        _fill(text, "rope_scaling", model.fields.get("rope_scaling"))
+    _spell_silent(text, model)
+    if text is top:
+        top["model_type"] = model.model_type
+    else:
+        top |= {"text_config": text, "vocab_size": model.vocab_size}
+    if not model.tie_word_embeddings:
+        top["tie_word_embeddings"] = False
+    return top
+
+
+def _old_spelling(stated: Mapping[str, Any]) -> dict[str, Any]:
+    config = dict(stated)
+    rope = config.get("rope_parameters")
+    if isinstance(rope, Mapping):
+        full, local = rope.get("full_attention", rope), rope.get("sliding_attention")
+        if isinstance(full, Mapping):
+            _fill(config, "rope_theta", full.get("rope_theta"))
+            if full.get("rope_type", "default") != "default":
+                scaling = {key: value for key, value in full.items() if key != "rope_theta"}
+                _fill(config, "rope_scaling", scaling)
+        if isinstance(local, Mapping):
+            _fill(config, "rope_local_base_freq", local.get("rope_theta"))
+    _fill(config, "torch_dtype", config.get("dtype"))
+    return config
+
+
+def _spell_gemma3(config: dict[str, Any], model: ModelConfig) -> None:
+    """What mlx-lm assumes otherwise, and the period of layers that see everything."""
+    for key in _GEMMA3:
+        _fill(config, key, model.fields.get(key))
+    period = next((i + 1 for i, window in enumerate(model.windows) if window is None), 0)
+    full = [window is None for window in model.windows]
+    if period and full == [not (i + 1) % period for i in range(len(full))]:
+        config["sliding_window_pattern"] = period
+
+
+def _spell_silent(config: dict[str, Any], model: ModelConfig) -> None:
+    """What families assume here where a config is silent: mlx-lm refuses or assumes otherwise."""
+    ropes = zip(model.ropes, model.windows, strict=True)
+    rope = next((rope for rope, window in ropes if window is None), model.ropes[0])
+    found: dict[str, Any] = {
+        "vocab_size": model.vocab_size,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "rms_norm_eps": model.rms_norm_eps,
+        "rope_theta": rope.theta,
+        "max_position_embeddings": model.fields.get("max_position_embeddings"),
+    }
+    if model.num_experts:
+        own = "num_local_experts" if model.model_type == "gpt_oss" else "num_experts"
+        found |= {own: model.num_experts, "num_experts_per_tok": model.experts_per_token}
+    if model.model_type == "qwen3_moe":
+        found |= {
+            "moe_intermediate_size": model.moe_intermediate_size,
+            "norm_topk_prob": model.norm_topk_prob,
+            "decoder_sparse_step": model.fields.get("decoder_sparse_step") or 1,
+            "mlp_only_layers": model.fields.get("mlp_only_layers") or [],
+        }
+    for key, value in found.items():
+        _fill(config, key, value)
+
+
+def _fill(config: dict[str, Any], key: str, value: Any) -> None:
+    if config.get(key) is None and value is not None:
+        config[key] = value

@@ -1,10 +1,11 @@
-"""What lies on the disk against the source, tensor by tensor. Knows nothing of how it was written.
+"""Compares what lies on the disk with the source, tensor by tensor.
 
-Headers are parsed anew, codes are unpacked by MLX, errors are counted anew: a wrong offset, a
-wrong code or a flipped bit shows.
+Headers are parsed again, codes are unpacked by MLX and errors are computed again, independently of
+the code that wrote them: a wrong offset, a wrong code or a flipped bit is found. `check_shard`
+serves a conversion; `check_folder` (`--check-only`) does the same for a finished folder.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -16,23 +17,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError, ConversionError
+from ..models.config import load_config
+from ..models.files import read_headers
+from ..models.quantization import QuantFormat, Quantization, format_of_shapes
 from ..models.safetensors import TensorInfo, read_header
-from .arrange import Arranged
-from .arrays import as_numpy, mx_dtype
-from .numbers import widen
-from .plan import Planned
-from .quantise import Error, compare, total
+from .arrange import ArrangedSource, OutputTensor
+from .arrays import as_numpy, mx_dtype, widen
+from .plan import PlannedTensor
+from .quantise import ErrorStats, compare, dequantised, total
 from .read import Packed
-from .roundtrip import dequantised
+from .report import read_report
 
 NUMPY = {"U32": np.uint32, "U8": np.uint8, "F16": np.float16, "F32": np.float32, "BF16": np.uint16}
 NAMES = {"F16": "float16", "F32": "float32", "BF16": "bfloat16"}
+Progress = Callable[[str, int, int], None]  # step, how far, of how much
 TOLERANCE = 1e-3  # between the error that writing found and the one that reading finds
 EXACT, SCALES, REQUANTISED, CAST = "exact", "scales rounded", "requantised", "rounded"
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckedTensor:
     """One tensor, as it was found on the disk."""
 
     name: str
@@ -71,7 +75,7 @@ class ShardReader:
         found = np.fromfile(self.path, dtype, (last - first) * width, offset=offset)
         return found.reshape(-1, width)
 
-    def values(self, tensor: Planned, rows: slice) -> NDArray[np.float32]:
+    def values(self, tensor: PlannedTensor, rows: slice) -> NDArray[np.float32]:
         """(R, in_dims) float32, as MLX unpacks them."""
         output, form = tensor.output, tensor.form
         if form is None:
@@ -81,7 +85,7 @@ class ShardReader:
         plain = dequantised(weight, scales, biases[0] if biases else None, form)
         return np.asarray(as_numpy(plain), dtype=np.float32)
 
-    def checksums(self, tensor: Planned, block: int) -> list[int]:
+    def checksums(self, tensor: PlannedTensor, block: int) -> list[int]:
         """CRC-32 of each array of a tensor, read `block` numbers at a time."""
         return [self._checksum(array.name, block) for array in tensor.arrays]
 
@@ -107,8 +111,8 @@ class ShardReader:
 
 
 def check_shard(
-    path: Path, planned: Sequence[Planned], arranged: Arranged, block: int
-) -> Iterator[Checked]:
+    path: Path, planned: Sequence[PlannedTensor], arranged: ArrangedSource, block: int
+) -> Iterator[CheckedTensor]:
     """Compare every tensor of a finished file with the source.
 
     Raises:
@@ -125,7 +129,9 @@ def check_shard(
         yield _check(reader, tensor, arranged, block)
 
 
-def _check(reader: ShardReader, tensor: Planned, arranged: Arranged, block: int) -> Checked:
+def _check(
+    reader: ShardReader, tensor: PlannedTensor, arranged: ArrangedSource, block: int
+) -> CheckedTensor:
     if tensor.packed:
         status, error = _check_copy(reader, tensor, arranged)
     else:
@@ -135,9 +141,11 @@ def _check(reader: ShardReader, tensor: Planned, arranged: Arranged, block: int)
     return _checked(tensor, status, error, reader.checksums(tensor, block))
 
 
-def _checked(tensor: Planned, status: str, error: Error, checksums: list[int]) -> Checked:
+def _checked(
+    tensor: PlannedTensor, status: str, error: ErrorStats, checksums: list[int]
+) -> CheckedTensor:
     output = tensor.output
-    return Checked(
+    return CheckedTensor(
         output.name,
         tensor.format,
         output.stored,
@@ -151,8 +159,8 @@ def _checked(tensor: Planned, status: str, error: Error, checksums: list[int]) -
 
 
 def _errors(
-    reader: ShardReader, tensor: Planned, arranged: Arranged, block: int
-) -> Iterator[Error]:
+    reader: ShardReader, tensor: PlannedTensor, arranged: ArrangedSource, block: int
+) -> Iterator[ErrorStats]:
     row = 0
     for values in arranged.blocks(tensor.output, block):
         rows = slice(row, row + values.shape[0])
@@ -161,7 +169,9 @@ def _errors(
         row = rows.stop
 
 
-def _check_copy(reader: ShardReader, tensor: Planned, arranged: Arranged) -> tuple[str, Error]:
+def _check_copy(
+    reader: ShardReader, tensor: PlannedTensor, arranged: ArrangedSource
+) -> tuple[str, ErrorStats]:
     """Codes must be the source's own; scales may be rounded."""
     status, errors, row = EXACT, [], 0
     per_source = prod(tensor.output.shape[:-1]) // len(tensor.output.sources)
@@ -173,7 +183,7 @@ def _check_copy(reader: ShardReader, tensor: Planned, arranged: Arranged) -> tup
         if not np.array_equal(weight, as_numpy(packed.weight).reshape(weight.shape)):
             raise ConversionError(f"{tensor.output.name} is not what the source holds.")
         if _same_scales(reader, tensor, rows, [packed.scales, packed.biases]):
-            errors.append(Error(energy=1.0))
+            errors.append(ErrorStats(energy=1.0))
             continue
         status = SCALES
         values = reader.values(tensor, rows)
@@ -182,7 +192,7 @@ def _check_copy(reader: ShardReader, tensor: Planned, arranged: Arranged) -> tup
 
 
 def _same_scales(
-    reader: ShardReader, tensor: Planned, rows: slice, parts: Sequence[mx.array | None]
+    reader: ShardReader, tensor: PlannedTensor, rows: slice, parts: Sequence[mx.array | None]
 ) -> bool:
     """Raises ConversionError where they are neither the same nor the same rounded."""
     same = True
@@ -197,7 +207,7 @@ def _same_scales(
     return same
 
 
-def _unpacked(tensor: Planned, packed: Packed) -> NDArray[np.float32]:
+def _unpacked(tensor: PlannedTensor, packed: Packed) -> NDArray[np.float32]:
     form = tensor.form
     assert form is not None
     assert packed.biases is not None  # floating-point scales are kept as they are
@@ -206,7 +216,7 @@ def _unpacked(tensor: Planned, packed: Packed) -> NDArray[np.float32]:
     return np.asarray(as_numpy(plain), dtype=np.float32)
 
 
-def confirm(checked: Checked, written: Error, checksums: list[int]) -> None:
+def confirm(checked: CheckedTensor, written: ErrorStats, checksums: list[int]) -> None:
     """Whether reading found what was written, and the error that writing left.
 
     Raises:
@@ -223,7 +233,89 @@ def confirm(checked: Checked, written: Error, checksums: list[int]) -> None:
         )
 
 
-def as_written(tensor: Planned, error: Error, checksums: list[int]) -> Checked:
+def as_written(tensor: PlannedTensor, error: ErrorStats, checksums: list[int]) -> CheckedTensor:
     """What writing found, where nobody reads it again."""
     status = REQUANTISED if tensor.form else CAST if error.largest else EXACT
     return _checked(tensor, SCALES if tensor.packed else status, error, checksums)
+
+
+BLOCK = 1 << 21  # numbers compared at once
+TOLERANCE = 1e-3  # relative, between what the report says and what is found
+SAMPLED_TOLERANCE = 0.5  # where the report's error is that of some rows
+
+
+def check_folder(
+    arranged: ArrangedSource, folder: Path, progress: Progress
+) -> list[dict[str, Any]]:
+    """Every tensor of a converted folder against the source.
+
+    Raises:
+        CheckpointError: a file is broken, or tensors are missing.
+        ConversionError: a tensor is further from the source than its report says.
+    """
+    headers = read_headers(folder)
+    formats = load_config(folder).quantization
+    report = read_report(folder)
+    said = {tensor["name"]: tensor for tensor in report["tensors"]}
+    missing = {output.name for output in arranged.outputs} - {
+        name for header in headers.values() for name in header
+    }
+    if missing:
+        raise CheckpointError(f"{folder} has no tensor {min(missing)!r}.")
+    found: list[dict[str, Any]] = []
+    for path, header in headers.items():
+        planned = list(_planned(arranged, header, formats))
+        for checked in check_shard(path, planned, arranged, BLOCK):
+            _agree(checked, said.get(checked.name), sampled=not report["tensors_compared"])
+            found.append(checked.as_dict())
+            progress(f"check {path.name}", len(found), len(arranged.outputs))
+    return found
+
+
+def _planned(
+    arranged: ArrangedSource, header: dict[str, TensorInfo], formats: Quantization | None
+) -> Iterator[PlannedTensor]:
+    for output in arranged.outputs:
+        if output.name not in header:
+            continue
+        scales = header.get(f"{output.path}.scales")
+        if scales is None:
+            yield PlannedTensor(output, None, _dtype(header[output.name]))
+            continue
+        if formats is None:
+            raise CheckpointError(f"{output.path} has scales, but config.json no quantization.")
+        form = formats.of(output.path, _fitting(output, header[output.name], scales))
+        dtype = _dtype(scales) if form.mode == "affine" else output.dtype
+        yield PlannedTensor(output, form, dtype, packed=_copied(output, form))
+
+
+def _fitting(output: OutputTensor, weight: TensorInfo, scales: TensorInfo) -> QuantFormat | None:
+    """What the tensors look like; configs may leave out exceptions."""
+    if not (weight.shape and scales.shape):
+        return None
+    return format_of_shapes(
+        output.shape[-1], weight.shape[-1], scales.shape[-1], integer_scales=scales.dtype == "U8"
+    )
+
+
+def _dtype(info: TensorInfo) -> str:
+    if info.dtype not in NAMES:
+        raise CheckpointError(f"A tensor is {info.dtype}; expected one of {', '.join(NAMES)}.")
+    return NAMES[info.dtype]
+
+
+def _copied(output: OutputTensor, form: object) -> bool:
+    return form == output.lossless
+
+
+def _agree(checked: CheckedTensor, said: dict[str, Any] | None, *, sampled: bool) -> None:
+    if said is None:
+        raise ConversionError(f"report.json does not know {checked.name}.")
+    if checked.checksums != said["checksums"]:
+        raise ConversionError(f"{checked.name} is not as it was written: it is damaged.")
+    tolerance = SAMPLED_TOLERANCE if sampled else TOLERANCE
+    if abs(checked.relative - said["relative"]) > tolerance * max(said["relative"], 1e-6):
+        raise ConversionError(
+            f"{checked.name} is {checked.relative:.3g} from the source, but report.json says "
+            f"{said['relative']:.3g}: the source is another one."
+        )

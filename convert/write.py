@@ -1,15 +1,17 @@
-"""Tensors of a plan into files: read, quantised and written a block of rows at a time.
+"""Writes the tensors of a plan into files: read, quantised and written a block of rows at a time.
 
-One thread reads (MLX belongs to it) and writes; the others quantise with numpy. How much is held
-follows from the size of a block and the number of threads, not from the size of a tensor.
+One thread reads (MLX is used by it alone) and writes; the others quantise with numpy. Memory is
+bounded by the size of a block and the number of threads, not by the size of a tensor. The journal
+records what is on the disk, and a finished file is compared with the source.
 """
 
-import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -18,54 +20,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError
-from .arrange import Arranged
-from .arrays import as_numpy, dtype_name, mx_dtype
-from .files import ShardFile
-from .numbers import Floats, narrow, widen
-from .plan import Planned
-from .quantise import Error, Method, compare, quantise, squares_of
-
-MAX_WORKERS = 8
-BYTES_PER_WEIGHT = 14  # of a block in flight: as read, in float32, codes, and what is written
-MIN_BLOCK, MAX_BLOCK = 1 << 16, 1 << 20  # numbers
-BASE_BYTES = 100 << 20  # Python, MLX and numpy, before anything is read
-CACHED_BYTES = 32 << 20  # that MLX may keep of what was freed
+from .arrange import ArrangedSource
+from .arrays import Floats, as_numpy, dtype_name, mx_dtype, narrow, widen
+from .budget import CACHED_BYTES, MemoryBudget
+from .files import ShardFile, damaged
+from .journal import Journal
+from .plan import PlannedTensor
+from .quantise import ErrorStats, QuantisationMethod, compare, quantise, squares_of
+from .verify import Progress, as_written, check_shard, confirm
 
 Arrays = list[NDArray[Any]]
 Wrote = Callable[[int], None]  # told how many numbers of the source are done
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """Memory as a size of blocks and a number of them in flight."""
-
-    block: int  # numbers
-    workers: int
-
-    @classmethod
-    def of(cls, max_bytes: int | None) -> "Budget":
-        """As large as `max_bytes` allows, and no larger than is useful; None: that."""
-        workers = min(os.cpu_count() or 1, MAX_WORKERS)
-        if max_bytes is None:
-            return cls(MAX_BLOCK, workers)
-        room = max(0, max_bytes - BASE_BYTES - CACHED_BYTES)
-        workers = max(1, min(workers, room // (MIN_BLOCK * BYTES_PER_WEIGHT) - 1))
-        block = room // (BYTES_PER_WEIGHT * (workers + 1))
-        return cls(min(max(block, MIN_BLOCK), MAX_BLOCK), workers)
-
-    @property
-    def peak_bytes(self) -> int:
-        """What a conversion holds at most, if no row or expert is larger than a block."""
-        in_flight = self.block * BYTES_PER_WEIGHT * (self.workers + 1)
-        return BASE_BYTES + CACHED_BYTES + in_flight
 
 
 @dataclass(slots=True)
 class TensorWriter:
     """Writes tensors, one after the other; `close` it."""
 
-    arranged: Arranged
-    budget: Budget
+    arranged: ArrangedSource
+    budget: MemoryBudget
     searched: bool
     importance: Mapping[str, Floats]  # by path: (in_dims,), mean 1
     wrote: Wrote = lambda _: None
@@ -79,18 +52,18 @@ class TensorWriter:
         """End the threads."""
         self._pool.shutdown(cancel_futures=True)
 
-    def write(self, tensor: Planned, file: ShardFile) -> "Written":
+    def write(self, tensor: PlannedTensor, file: ShardFile) -> "WrittenTensor":
         """Put one tensor into its file."""
         target = _Target(tensor, file)
         if tensor.packed:
             self._copy(tensor, target)
         else:
             self._spread(tensor, target)
-        return Written(target.error, target.checksums)
+        return WrittenTensor(target.error, target.checksums)
 
-    def _spread(self, tensor: Planned, target: "_Target") -> None:
+    def _spread(self, tensor: PlannedTensor, target: "_Target") -> None:
         """Hand blocks to the threads, as many at once as there are; write what comes, in order."""
-        running: deque[Future[tuple[Arrays, Error]]] = deque()
+        running: deque[Future[tuple[Arrays, ErrorStats]]] = deque()
         try:
             for block in self.arranged.blocks(tensor.output, self.budget.block):
                 if len(running) >= self.budget.workers:
@@ -103,23 +76,27 @@ class TensorWriter:
             for job in running:
                 job.cancel()
 
-    def _block(self, tensor: Planned, raw: NDArray[np.generic], dtype: str) -> tuple[Arrays, Error]:
+    def _block(
+        self, tensor: PlannedTensor, raw: NDArray[np.generic], dtype: str
+    ) -> tuple[Arrays, ErrorStats]:
         """What a block (R, in_dims) becomes. Runs in the threads."""
         values = widen(raw, dtype)
         _check_finite(values, tensor, "holds NaN or infinity: the checkpoint is damaged")
         if tensor.form is not None:
             importance = self.importance.get(tensor.output.path)
-            method = Method(tensor.form, tensor.dtype, self.searched, importance, self.sampled)
+            method = QuantisationMethod(
+                tensor.form, tensor.dtype, self.searched, importance, self.sampled
+            )
             return _quantised(values, tensor, method)
         if dtype == tensor.dtype:
-            return [raw], Error(energy=squares_of(values))
+            return [raw], ErrorStats(energy=squares_of(values))
         with np.errstate(over="ignore"):
             narrowed = narrow(values, tensor.dtype)
         found = widen(narrowed, tensor.dtype)
         _check_fits(found, tensor)
         return [narrowed], compare(found, values)
 
-    def _copy(self, tensor: Planned, target: "_Target") -> None:
+    def _copy(self, tensor: PlannedTensor, target: "_Target") -> None:
         """The source's own codes; scales are rounded where float32 alone holds them."""
         for name in tensor.output.sources:
             packed = self.arranged.source.read_packed(name)
@@ -129,11 +106,13 @@ class TensorWriter:
                 parts = [packed.weight, *rounded]
                 for part in parts[1:]:
                     _check_fits(widen(as_numpy(part), tensor.dtype), tensor)
-            target.take([as_numpy(part) for part in parts], Error())
+            target.take([as_numpy(part) for part in parts], ErrorStats())
             self.wrote(tensor.output.num_weights // len(tensor.output.sources))
 
 
-def _quantised(values: Floats, tensor: Planned, method: Method) -> tuple[Arrays, Error]:
+def _quantised(
+    values: Floats, tensor: PlannedTensor, method: QuantisationMethod
+) -> tuple[Arrays, ErrorStats]:
     with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is looked at below
         rows, error = quantise(values, method)
     if rows.biases is None:
@@ -143,28 +122,28 @@ def _quantised(values: Floats, tensor: Planned, method: Method) -> tuple[Arrays,
     return [rows.weight, rows.scales, rows.biases], error
 
 
-def _check_fits(values: Floats, tensor: Planned) -> None:
+def _check_fits(values: Floats, tensor: PlannedTensor) -> None:
     _check_finite(values, tensor, f"is too large for {tensor.dtype}: choose bfloat16")
 
 
-def _check_finite(values: Floats, tensor: Planned, what: str) -> None:
+def _check_finite(values: Floats, tensor: PlannedTensor, what: str) -> None:
     if not np.isfinite(values).all():
         raise CheckpointError(f"{tensor.output.name} {what}.")
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenTensor:
     """One tensor, as it was handed to the disk."""
 
-    error: Error
+    error: ErrorStats
     checksums: list[int]  # CRC-32 of each of its arrays
 
 
 class _Target:
     """The arrays of one tensor, each growing in its place in the file."""
 
-    def __init__(self, tensor: Planned, file: ShardFile) -> None:
-        self.error = Error()
+    def __init__(self, tensor: PlannedTensor, file: ShardFile) -> None:
+        self.error = ErrorStats()
         self.checksums = [0] * len(tensor.arrays)
         self._offsets = [0] * len(tensor.arrays)
         self._names = [array.name for array in tensor.arrays]
@@ -172,7 +151,7 @@ class _Target:
         self._weights = tensor.output.num_weights
         self._bytes = tensor.arrays[0].num_bytes
 
-    def take(self, arrays: Arrays, error: Error) -> int:
+    def take(self, arrays: Arrays, error: ErrorStats) -> int:
         """The next rows; returns how many numbers they stand for."""
         self.error = self.error + error
         for index, array in enumerate(arrays):
@@ -192,3 +171,98 @@ def little_cached() -> Iterator[None]:
         yield
     finally:
         mx.set_cache_limit(before)
+
+
+CHECKPOINT_BYTES = 128 << 20  # written between two lines of the journal
+CHECKPOINT_S = 5.0
+
+
+@dataclass(slots=True)
+class WriteProgress:
+    """Counts numbers written, for whoever watches."""
+
+    progress: Progress
+    total: int
+    done: int
+
+    def add(self, count: int) -> None:
+        """`count` more."""
+        self.done += count
+        self.progress("write", self.done, self.total)
+
+
+def write_shard(
+    path: Path, tensors: list[PlannedTensor], writer: TensorWriter, journal: Journal
+) -> None:
+    """All tensors of one file that the journal does not have; then the file has its name."""
+    arrays = [array for tensor in tensors for array in tensor.arrays]
+    with ShardFile(path, arrays) as file:
+        with checkpoints(file, journal) as record:
+            for tensor in tensors:
+                if tensor.output.name not in journal.tensors:
+                    record(tensor, writer.write(tensor, file))
+        file.finish()
+
+
+@contextmanager
+def checkpoints(
+    file: ShardFile, journal: Journal
+) -> Iterator[Callable[[PlannedTensor, WrittenTensor], None]]:
+    """Lines in the journal for what is on the disk, not too often: each waits for the disk."""
+    pending: dict[str, dict[str, Any]] = {}
+    size, started = 0, time.monotonic()
+
+    def settle() -> None:
+        nonlocal size, started
+        if pending:
+            file.sync()
+            journal.add_tensors(pending)
+            pending.clear()
+        size, started = 0, time.monotonic()
+
+    def record(tensor: PlannedTensor, written: WrittenTensor) -> None:
+        nonlocal size
+        pending[tensor.output.name] = asdict(written)
+        size += tensor.num_bytes
+        if size >= CHECKPOINT_BYTES or time.monotonic() - started >= CHECKPOINT_S:
+            settle()
+
+    yield record
+    settle()
+
+
+def written_entries(tensors: list[PlannedTensor], journal: Journal) -> list[dict[str, Any]]:
+    """For the report, as writing found them."""
+    written = ((tensor, *_journalled(journal, tensor)) for tensor in tensors)
+    return [as_written(*entry).as_dict() for entry in written]
+
+
+def checked_entries(
+    path: Path,
+    tensors: list[PlannedTensor],
+    arranged: ArrangedSource,
+    journal: Journal,
+    *,
+    block: int,
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    """For the report, as reading a finished file finds them, `block` numbers at a time.
+
+    Raises:
+        ConversionError: the file is not what was written.
+    """
+    entries = []
+    found = check_shard(path, tensors, arranged, block)
+    for number, (tensor, checked) in enumerate(zip(tensors, found, strict=True), 1):
+        confirm(checked, *_journalled(journal, tensor))
+        entries.append(checked.as_dict())
+        progress(f"check {path.name}", number, len(tensors))
+    return entries
+
+
+def _journalled(journal: Journal, tensor: PlannedTensor) -> tuple[ErrorStats, list[int]]:
+    try:
+        entry = journal.tensors[tensor.output.name]
+        return ErrorStats(**entry["error"]), entry["checksums"]
+    except (KeyError, TypeError) as error:
+        raise damaged(journal.path) from error

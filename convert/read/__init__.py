@@ -1,7 +1,80 @@
-"""Checkpoints of every common format as one kind of source. Knows nothing of what is written."""
+"""Checkpoints of every common format as one kind of Source: `open_source`."""
 
-from .experts import expert_groups
-from .open import open_source
-from .source import MLXFormat, Packed, Source, TensorInfo
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...errors import CheckpointError, ModelNotFoundError
+from ...hub import is_bundled, resolve
+from .folder import local_side_files, open_folder
+from .gguf.source import open_gguf, part_names
+from .hub import OnBytes, open_repo
+from .source import MLXFormat, Packed, Source, TensorInfo, expert_groups
 
 __all__ = ["MLXFormat", "Packed", "Source", "TensorInfo", "expert_groups", "open_source"]
+
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def open_source(
+    source: str | Path,
+    *,
+    tokenizer: Path | None = None,
+    downloads: Path | None = None,
+    report: OnBytes = lambda count: None,
+) -> Source:
+    """Open a checkpoint for reading, tensor by tensor.
+
+    Args:
+        source: a folder of safetensors, a GGUF file, a folder with one GGUF file, a bundled model,
+            or a hub repository as org/name[@revision] or org/name[@revision]/file.gguf.
+        tokenizer: a folder whose tokenizer is taken instead of the source's own.
+        downloads: where shards from the hub are kept until forget() was told of all their tensors;
+            by default a temporary folder, which close() deletes.
+        report: told how many bytes arrived from the hub.
+
+    Raises:
+        CheckpointError: a file that is broken, or a pickle.
+        DownloadError: the hub could not be reached or refused.
+        ModelNotFoundError: nothing is there.
+        UnsupportedModelError: a format or an architecture that is not known.
+    """
+    found = None if tokenizer is None else _tokenizer_of(tokenizer)
+    others = None if found is None else lambda: found
+    path = resolve(str(source)) if is_bundled(str(source)) else Path(source).expanduser()
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        path = _only_gguf(path) or path
+    if path.is_dir():
+        return open_folder(path, others)
+    if path.suffix == ".gguf" and path.is_file():
+        return open_gguf(path, others)
+    if path.is_file():
+        raise _unreadable(path)
+    if isinstance(source, Path) or source.startswith(("/", "./", "../", "~")):
+        raise ModelNotFoundError(f"There is no {str(source)!r}.")
+    return open_repo(source, downloads=downloads, report=report, tokenizer=others)
+
+
+def _only_gguf(folder: Path) -> Path | None:
+    """The GGUF file of a folder, or the first part of it; None where there is none."""
+    names = sorted(path.name for path in folder.glob("*.gguf") if "mmproj" not in path.name)
+    models = sorted({part_names(name)[0] for name in names})
+    if len(models) > 1:
+        raise CheckpointError(f"{folder} has {len(models)} GGUF models; name one: {models[0]}, …")
+    return folder / names[0] if models else None
+
+
+def _tokenizer_of(folder: Path) -> Mapping[str, bytes | Path]:
+    found = local_side_files(folder)
+    if "tokenizer.json" not in found and "tokenizer.model" not in found:
+        raise ModelNotFoundError(f"The folder for the tokenizer, {folder}, has no tokenizer.json.")
+    return found
+
+
+def _unreadable(path: Path) -> CheckpointError:
+    if path.suffix in _PICKLES:
+        return CheckpointError(
+            f"{path} is a pickle, which can run any code and is never opened; use a safetensors or "
+            "GGUF version of this model."
+        )
+    return CheckpointError(f"{path} is a file; expected a folder, or a .gguf file.")

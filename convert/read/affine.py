@@ -12,9 +12,8 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import CheckpointError
-from ..bits import Words
-from .bits import unpack
-from .reader import not_packed
+from ..arrays import Words, unpack
+from .base import not_packed
 from .source import MLXFormat, Packed, TensorInfo
 from .stored import Array, StoredArray
 

@@ -10,8 +10,7 @@ from ...models.files import read_headers
 from ...models.jsonfields import read_json
 from ...models.safetensors import TensorInfo as Entry
 from .base import DroppableFiles, LocalFiles, ReaderSource, majority_dtype
-from .methods import choose_method, without_quantization
-from .modules import readers_of
+from .methods import choose_method, readers_of, without_quantization
 from .stored import StoredArray
 
 QUANT_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")

@@ -1,19 +1,30 @@
-"""A hub repository as a Source: headers now, a shard when it is read, gone when it was. No formats.
+"""A hub repository as a Source: headers are fetched at once, a shard when it is first read.
 
-Headers are asked for by range and laid out as files of the right size that hold nothing else, which
-take no room on the disk; so the same checks read them that read a folder.
+Headers are asked for by range and laid out as sparse files of the right size, so the checks of a
+local folder read them too. A fetched shard is deleted after all its tensors were forgotten.
 """
 
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
+
 from ...errors import CheckpointError, DownloadError, ModelNotFoundError
 from ...hub.cache import RepoName, find_snapshot, missing_files, parse_repo_name
-from ...hub.remote import fetch_small, list_files, read_range
+from ...hub.remote import (
+    Listing,
+    RemoteFile,
+    cached_file,
+    fetch_file,
+    fetch_small,
+    list_files,
+    read_range,
+)
 from ...models.files import INDEX, read_headers
 from ...models.jsonfields import read_json
 from ...models.safetensors import MAX_HEADER_BYTES
@@ -30,14 +41,68 @@ from .folder import (
 )
 from .gguf.header import read_growing
 from .gguf.source import assemble_gguf, part_names
-from .hubfiles import HubFiles, Report
+from .stored import Array, StoredArray
+
+OnBytes = Callable[[int], None]
+
+
+@dataclass(slots=True)
+class HubFiles:
+    """Shards that are fetched when they are first read."""
+
+    listing: Listing
+    folder: Path  # for shards that are not in the hub cache
+    report: OnBytes
+    remote: dict[str, RemoteFile] = field(init=False)
+    fetched: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        """Index the listing."""
+        self.remote = {file.path: file for file in self.listing.files}
+
+    def path(self, file: str) -> Path:
+        """The shard, fetched if need be.
+
+        Raises:
+            DownloadError, ModelNotFoundError: as fetch_file().
+        """
+        cached = cached_file(self.listing, file)
+        if cached is not None:
+            return cached
+        remote = self.remote[file]
+        target = self.folder / file
+        if not (target.is_file() and target.stat().st_size == remote.size):
+            if remote.sha256 is None:
+                return fetch_small(self.listing, file)
+            fetch_file(self.listing, remote, target, self.report)
+        self.fetched.add(file)
+        return target
+
+    def size(self, file: str) -> int:
+        """Bytes, as the hub says."""
+        return self.remote[file].size
+
+    def small(self, array: StoredArray) -> Array:
+        """A few float32 numbers, without the rest of their file."""
+        data = read_range(self.listing, array.file, array.offset, array.num_bytes)
+        return np.frombuffer(data, "<f4")
+
+    def drop(self, file: str) -> None:
+        """Delete a shard that was fetched here; the hub cache stays as it is."""
+        if file in self.fetched:
+            (self.folder / file).unlink(missing_ok=True)
+            self.fetched.discard(file)
+
+    def close(self) -> None:
+        """Delete all that was fetched here."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def open_repo(
     name: str,
     *,
     downloads: Path | None = None,
-    report: Report = lambda count: None,
+    report: OnBytes = lambda count: None,
     tokenizer: SideFiles | None = None,
 ) -> ReaderSource:
     """`org/name[@revision]`, or that and the path of one of its GGUF files.

@@ -1,21 +1,108 @@
-"""Which schemes a safetensors checkpoint uses, told by its config files. Knows no tensors."""
+"""Finds the quantisation schemes of a safetensors checkpoint, and a reader for each tensor.
 
-from collections.abc import Mapping
+config.json (or quantize_config.json, quant_config.json, hf_quant_config.json) names the schemes.
+Arrays are grouped by module, and each scheme claims the arrays that it reads; what is left is dense
+or an error.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import UnsupportedModelError
+from ...errors import CheckpointError, UnsupportedModelError
 from ...models.jsonfields import Fields
 from ...models.quantization import read_quantization
-from .modules import Claim
+from .base import Claim, DenseReader, Leaves, Reader
 from .schemes.awq import AWQ
 from .schemes.fp4 import fp4_modules
 from .schemes.fp8 import BLOCK, FP8, read_block
 from .schemes.gpt_oss import gpt_oss_experts
 from .schemes.gptq import GPTQ
 from .schemes.integers import Integers
-from .schemes.mlx import MLXModules
-from .widths import widths_of
+from .schemes.mlx import MLXModules, widths_of
+from .stored import FLOATS, StoredArray
+
+_ACTIVATIONS = frozenset(
+    {
+        *("input_scale", "input_global_scale", "input_zero_point", "output_scale"),
+        *("k_scale", "v_scale", "q_scale", "prob_scale", "activation_scale"),
+    }
+)
+_IMPLIED = frozenset({"inv_freq", "position_ids"})  # buffers that follow from the config
+_COMPANIONS = frozenset(
+    {
+        *("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale"),
+        *("weight_zero_point", "weight_shape", "weight_packed", "weight_g_idx"),
+        *("qweight", "qzeros", "g_idx"),
+    }
+)
+_REFUSED = {
+    "pre_quant_scale": "multiplies the inputs of its layer",
+    "svdquant_lora_a": "adds a low-rank product to its layer",
+    "SCB": "belongs to bitsandbytes",
+    "qscheme": "belongs to a format that is not known",
+}
+
+ACTIVATIONS_NOTE = "Scales of activations and of the KV cache are left out: they are not weights."
+
+
+def readers_of(
+    arrays: Mapping[str, StoredArray], claims: Sequence[Claim]
+) -> tuple[dict[str, Reader], tuple[str, ...]]:
+    """A reader for each tensor, and notes for the user.
+
+    Raises:
+        CheckpointError: arrays that do not go together, or that nothing claims.
+        UnsupportedModelError: arrays that change what a layer computes.
+    """
+    readers: dict[str, Reader] = {}
+    notes: dict[str, None] = {}
+    for path, leaves in _by_module(arrays).items():
+        _refuse(leaves)
+        found = [reader for claim in claims for reader in claim(path, leaves)]
+        for leaf, array in leaves.items():
+            if leaf in _ACTIVATIONS:
+                notes[ACTIVATIONS_NOTE] = None
+            elif leaf in _COMPANIONS:
+                raise array.fail("belongs to a quantised matrix that is not there as it should be")
+            elif leaf not in _IMPLIED:
+                found.append(_plain(array))
+        for reader in found:
+            if reader.info.name in readers:
+                raise CheckpointError(f"{reader.info.name!r} is there twice, in two formats.")
+            readers[reader.info.name] = reader
+    return dict(sorted(readers.items(), key=lambda item: _place(item[1]))), tuple(notes)
+
+
+def _by_module(arrays: Mapping[str, StoredArray]) -> dict[str, Leaves]:
+    modules: dict[str, Leaves] = {}
+    for name, array in arrays.items():
+        path, _, leaf = name.rpartition(".")
+        modules.setdefault(path, {})[leaf] = array
+    return modules
+
+
+def _refuse(leaves: Leaves) -> None:
+    for leaf, what in _REFUSED.items():
+        if leaf in leaves:
+            raise UnsupportedModelError(
+                f"{leaves[leaf].name!r} {what}, which this conversion does not do; use another "
+                "version of the model."
+            )
+
+
+def _plain(array: StoredArray) -> Reader:
+    if array.dtype not in FLOATS:
+        raise array.fail(
+            f"is {array.dtype}, and config.json has no quantisation that explains it; expected "
+            f"{' or '.join(FLOATS)}"
+        )
+    return DenseReader(array.name, array)
+
+
+def _place(reader: Reader) -> tuple[str, int]:
+    return reader.parts[0].file, reader.parts[0].offset
+
 
 _KEYS = ("quantization", "quantization_config", "compression_config")
 _MODELOPT = (
@@ -25,7 +112,7 @@ _MODELOPT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class StorageScheme:
     """How a checkpoint's matrices are stored."""
 
     label: str  # for people
@@ -44,7 +131,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def choose_method(
     config: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any]], *, is_here: bool
-) -> Method:
+) -> StorageScheme:
     """The schemes for a checkpoint.
 
     Args:
@@ -61,10 +148,10 @@ def choose_method(
     experts: tuple[Claim, ...] = (gpt_oss_experts,) if model_type == "gpt_oss" else ()
     stated = _stated(config, beside)
     if stated is None:
-        return Method("safetensors", (*experts, FP8()))
+        return StorageScheme("safetensors", (*experts, FP8()))
     name = stated.text("quant_method", default="mlx")
     method = _mlx(stated, config) if name == "mlx" else _named(name, stated, is_here=is_here)
-    return Method(method.label, (*experts, *method.claims), method.dtype)
+    return StorageScheme(method.label, (*experts, *method.claims), method.dtype)
 
 
 def _stated(config: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any]]) -> Fields | None:
@@ -84,27 +171,29 @@ def _stated(config: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any]]) 
     return Fields({"quant_method": "modelopt", **inner.values}, inner.where) if inner else None
 
 
-def _mlx(stated: Fields, config: Mapping[str, Any]) -> Method:
+def _mlx(stated: Fields, config: Mapping[str, Any]) -> StorageScheme:
     quantization = read_quantization(Fields({"quantization": stated.values}, "config.json"))
     assert quantization is not None
-    return Method("MLX", (MLXModules(quantization, widths_of(without_quantization(config))),))
+    return StorageScheme(
+        "MLX", (MLXModules(quantization, widths_of(without_quantization(config))),)
+    )
 
 
-def _named(name: str, stated: Fields, *, is_here: bool) -> Method:
+def _named(name: str, stated: Fields, *, is_here: bool) -> StorageScheme:
     if name == "awq":
-        return Method("AWQ", (AWQ(stated),), "float16")
+        return StorageScheme("AWQ", (AWQ(stated),), "float16")
     if name == "gptq":
-        return Method("GPTQ", (GPTQ(stated, is_here=is_here),), "float16")
+        return StorageScheme("GPTQ", (GPTQ(stated, is_here=is_here),), "float16")
     if name in ("fp8", "fbgemm_fp8"):
         block = read_block(stated, "weight_block_size")
-        return Method("FP8", (FP8(block, powers=stated.get("scale_fmt") == "ue8m0"),))
+        return StorageScheme("FP8", (FP8(block, powers=stated.get("scale_fmt") == "ue8m0"),))
     if name == "compressed-tensors":
         claims = (Integers(stated), fp4_modules, FP8(_block_structure(stated)))
-        return Method("compressed-tensors", claims)
+        return StorageScheme("compressed-tensors", claims)
     if name == "modelopt":
         return _modelopt(stated)
     if name == "mxfp4":
-        return Method("MXFP4", ())
+        return StorageScheme("MXFP4", ())
     raise UnsupportedModelError(
         f"quant_method in {stated.where} is {name[:40]!r}; expected awq, gptq, fp8, "
         "compressed-tensors, modelopt or mxfp4."
@@ -121,11 +210,11 @@ def _block_structure(stated: Fields) -> tuple[int, int]:
     return BLOCK
 
 
-def _modelopt(stated: Fields) -> Method:
+def _modelopt(stated: Fields) -> StorageScheme:
     algorithm = stated.text("quant_algo", default="MIXED_PRECISION")
     if algorithm not in _MODELOPT:
         raise UnsupportedModelError(
             f"quant_algo in {stated.where} is {algorithm[:40]!r}; expected one of "
             f"{', '.join(_MODELOPT)}."
         )
-    return Method("ModelOpt", (fp4_modules, FP8()))
+    return StorageScheme("ModelOpt", (fp4_modules, FP8()))

@@ -1,17 +1,19 @@
-"""What a checkpoint of any format looks like to the converter. Knows no format and no file.
+"""The interface between checkpoint formats and the converter: `Source`, `TensorInfo`, `Packed`.
 
 Names. `tensors` are named as transformers names them: `model.layers.0.self_attn.q_proj.weight`.
 Experts that a source stores one by one keep their names (`...mlp.experts.7.up_proj.weight`, each
-`(out, in)`), and whoever writes stacks them: expert_groups() says which make up which of MLX's
-switch layers. Experts that a source stores stacked come stacked, `(num_experts, out, in)`, under
-the name of MLX's switch layer: `...mlp.switch_mlp.up_proj.weight`, and for gpt_oss
-`...mlp.experts.gate_proj.weight`, gate and up apart, with `...gate_proj.bias`, whatever the source
-(dense, MXFP4, GGUF) calls them. Both mlx-lm and mlxinfer load these names as they are.
+`(out, in)`); expert_groups() says which of them make up which of MLX's switch layers, and
+arrange.py stacks them. Experts that a source stores stacked come stacked,
+`(num_experts, out, in)`, under the name of MLX's switch layer: `...mlp.switch_mlp.up_proj.weight`,
+and for gpt_oss `...mlp.experts.gate_proj.weight`, gate and up apart, with `...gate_proj.bias`,
+whatever the source (dense, MXFP4, GGUF) calls them. Both mlx-lm and mlxinfer load these names as
+they are.
 
 Values are those of transformers too: rows of Q and K for its rotary embedding, Gemma's norms less
 one.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from ...errors import CheckpointError
 from ...models.quantization import QuantFormat as MLXFormat
 
 __all__ = ["MLXFormat", "Packed", "Source", "TensorInfo"]
@@ -110,3 +113,37 @@ class Source(Protocol):
     def close(self) -> None:
         """Give back what a download left on the disk."""
         ...
+
+
+_EXPERT = re.compile(r"(?P<block>.+)\.experts\.(?P<index>0|[1-9]\d{0,4})\.(?P<part>.+)")
+_RENAMED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names
+
+
+def expert_groups(names: Iterable[str]) -> dict[str, list[str]]:
+    """Stacked name -> its experts in order.
+
+    `model.layers.0.mlp.switch_mlp.up_proj.weight` -> [`model.layers.0.mlp.experts.0.up_proj...`].
+
+    Raises:
+        CheckpointError: an expert is missing.
+    """
+    found: dict[str, dict[int, str]] = {}
+    for name in names:
+        match = _EXPERT.fullmatch(name)
+        if match is not None:
+            found.setdefault(_stacked_name(match), {})[int(match["index"])] = name
+    return {stacked: _in_order(stacked, experts) for stacked, experts in found.items()}
+
+
+def _stacked_name(match: re.Match[str]) -> str:
+    layer, dot, leaf = match["part"].rpartition(".")
+    return f"{match['block']}.switch_mlp.{_RENAMED.get(layer, layer)}{dot}{leaf}"
+
+
+def _in_order(stacked: str, experts: dict[int, str]) -> list[str]:
+    missing = set(range(len(experts))) - experts.keys()
+    if missing:
+        raise CheckpointError(
+            f"{stacked} would have {len(experts)} experts, but expert {min(missing)} is missing."
+        )
+    return [experts[index] for index in range(len(experts))]

@@ -12,11 +12,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ..convert.options import Options
+from ..convert.calibration.texts import read_text
 from ..convert.read import open_source
-from ..convert.recipes import make_recipe
+from ..convert.recipes import ConversionOptions, make_recipe
 from ..convert.run import Conversion
-from ..convert.texts import read_text
 from ..llm import LLM
 from ..models.files import read_headers
 from .kv_quality import DTYPE, Floats, compared, log_softmax, windows
@@ -130,7 +129,7 @@ def _convert_ours(
     calibrated: bool = True,
     target_bpw: float | None = None,
 ) -> None:
-    options = Options(
+    options = ConversionOptions(
         recipe=make_recipe(recipe),
         searched=searched,
         calibration=read_text(None) if calibrated else None,

@@ -13,7 +13,7 @@ from ..memory import parse_bytes
 from ._options import Size
 
 if TYPE_CHECKING:
-    from ..convert.options import Options
+    from ..convert.recipes import ConversionOptions
 
 BITS = ("2", "3", "4", "5", "6", "8")  # as convert/formats.py has them, which is slow to import
 GROUPS = ("32", "64", "128")
@@ -98,15 +98,14 @@ def convert_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def shape(given: dict[str, Any]) -> "Options":
+def shape(given: dict[str, Any]) -> "ConversionOptions":
     """What was given on the command line; what makes no sense is wrong usage."""
     with wrong_usage():
         return _shape(given)
 
 
-def _shape(given: dict[str, Any]) -> "Options":
-    from ..convert.options import Options
-    from ..convert.recipes import make_recipe
+def _shape(given: dict[str, Any]) -> "ConversionOptions":
+    from ..convert.recipes import ConversionOptions, make_recipe
 
     text, check_text = _texts(given)
     group, size, memory = given["group_size"], given["target_size"], given["max_memory"]
@@ -117,7 +116,7 @@ def _shape(given: dict[str, Any]) -> "Options":
         overrides=given["overrides"],
         keep_format=given["keep_format"],
     )
-    return Options(
+    return ConversionOptions(
         recipe=recipe,
         target_bpw=given["target_bpw"],
         target_bytes=None if size is None else parse_bytes(size),
@@ -134,7 +133,7 @@ def _shape(given: dict[str, Any]) -> "Options":
 
 def _texts(given: dict[str, Any]) -> tuple[str | None, str | None]:
     """For calibration, and for comparing logits; None: none, and a part of the other."""
-    from ..convert.texts import read_text
+    from ..convert.calibration.texts import read_text
 
     name = given["calibration"] or ("none" if given["fast"] else None)
     text = None if name == "none" else read_text(Path(name) if name else None)

@@ -15,12 +15,12 @@ from ._output import human_count, table
 Progress = Callable[[str, int, int], None]  # step, how far, of how much
 
 if TYPE_CHECKING:
-    from ..convert.plan import Plan
-    from ..convert.report import Report
+    from ..convert.plan import ConversionPlan
+    from ..convert.report import ConversionReport
 
 
 def plan_as_dict(
-    plan: "Plan", *, peak_bytes: int, disk_bytes: int, measured: bool
+    plan: "ConversionPlan", *, peak_bytes: int, disk_bytes: int, measured: bool
 ) -> dict[str, Any]:
     """For --dry-run --json; `measured`: formats will follow from measuring.
 
@@ -87,7 +87,7 @@ def _files(count: int) -> str:
     return "1 file" if count == 1 else f"{count} files"
 
 
-def show_report(report: "Report", out: str) -> None:
+def show_report(report: "ConversionReport", out: str) -> None:
     """A few lines."""
     click.echo(
         f"{out}: {human_bytes(report.num_bytes)}, {report.bits_per_weight:.3f} bits per weight; "

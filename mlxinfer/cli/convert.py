@@ -17,8 +17,8 @@ from ._options import json_option
 from ._output import emit_json, note
 
 if TYPE_CHECKING:
-    from ..convert.options import Options
     from ..convert.read import Source
+    from ..convert.recipes import ConversionOptions
     from ..convert.run import Conversion
 
 
@@ -72,7 +72,7 @@ def _convert(
     opened: "Source",
     source: str,
     out: Path,
-    options: "Options",
+    options: "ConversionOptions",
     given: dict[str, Any],
     arrived: Downloads,
     as_json: bool,
@@ -119,7 +119,7 @@ def _dry_run(conversion: "Conversion", given: dict[str, Any], as_json: bool) -> 
 
 def _check(opened: "Source", out: Path, as_json: bool) -> int:
     from ..convert.arrange import arrange
-    from ..convert.check import check_folder
+    from ..convert.verify import check_folder
 
     with progress_bars() as progress:
         found = check_folder(arrange(opened), out, progress)

@@ -5,4 +5,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxinfer.convert.card.available", lambda: False)
+    monkeypatch.setattr("mlxinfer.convert.report.available", lambda: False)

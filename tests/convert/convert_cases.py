@@ -9,10 +9,9 @@ from models.cases import CASES
 from models.random_weights import tiny_tensors
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from mlxinfer.convert.options import Options
 from mlxinfer.convert.read import open_source
-from mlxinfer.convert.recipes import make_recipe
-from mlxinfer.convert.report import Report
+from mlxinfer.convert.recipes import ConversionOptions, make_recipe
+from mlxinfer.convert.report import ConversionReport
 from mlxinfer.convert.run import Conversion
 
 TEXT = "The quick brown fox jumps over the lazy dog, 12 times; then it sleeps. " * 12
@@ -68,11 +67,11 @@ def write_source(
 def convert(
     source: Path, out: Path, recipe: str = "4bit-g32", *, run: dict[str, Any] | None = None,
     overrides: tuple[str, ...] = (), open_model: Any = None, **options: Any,
-) -> Report:  # fmt: skip
+) -> ConversionReport:  # fmt: skip
     """Convert without calibration or logits unless told otherwise."""
     opened = open_source(source)
     try:
-        made = Options(recipe=make_recipe(recipe, overrides=overrides), **options)
+        made = ConversionOptions(recipe=make_recipe(recipe, overrides=overrides), **options)
         return Conversion(opened, out, made, open_model).run(**run or {})
     finally:
         opened.close()

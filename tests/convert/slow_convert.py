@@ -13,7 +13,8 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 from convert_cases import convert  # noqa: E402
 
-from mlxinfer.convert import card, shards  # noqa: E402
+from mlxinfer.convert import report  # noqa: E402
+from mlxinfer.convert import write as writing  # noqa: E402
 from mlxinfer.convert.files import ShardFile  # noqa: E402
 
 DELAY_S = 0.004
@@ -35,8 +36,8 @@ def main() -> None:
         return right(self, name, offset, data)
 
     ShardFile.write = write
-    shards.CHECKPOINT_BYTES = 2_000
-    card.available = lambda: False
+    writing.CHECKPOINT_BYTES = 2_000
+    report.available = lambda: False
     print("started", flush=True)
     convert(source, out, shard_bytes=SHARD_BYTES, run={"resume": True})
 

@@ -5,20 +5,25 @@ from itertools import pairwise, product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.convert.allocate import Choice, Unit, allocate, lower_hull
+from mlxinfer.convert.calibration.allocation import (
+    AllocationUnit,
+    FormatChoice,
+    allocate,
+    lower_hull,
+)
 from mlxinfer.convert.formats import affine
 
 FORMS = [affine(bits) for bits in (2, 3, 4)]
 choices = st.lists(st.tuples(st.integers(1, 60), st.floats(0, 10)), min_size=1, max_size=3).map(
-    lambda pairs: tuple(Choice(FORMS[i], size, cost) for i, (size, cost) in enumerate(pairs))
+    lambda pairs: tuple(FormatChoice(FORMS[i], size, cost) for i, (size, cost) in enumerate(pairs))
 )
 units = st.lists(choices, min_size=1, max_size=4).map(
-    lambda found: [Unit((str(i),), c) for i, c in enumerate(found)]
+    lambda found: [AllocationUnit((str(i),), c) for i, c in enumerate(found)]
 )
 
 
 @given(units, st.integers(0, 100))
-def test_fits_and_is_near_the_best(found: list[Unit], spare: int) -> None:
+def test_fits_and_is_near_the_best(found: list[AllocationUnit], spare: int) -> None:
     least = sum(min(c.num_bytes for c in unit.choices) for unit in found)
     limit = least + spare
     chosen = allocate(found, limit)
@@ -32,7 +37,7 @@ def test_fits_and_is_near_the_best(found: list[Unit], spare: int) -> None:
 
 
 @given(choices)
-def test_hull_is_convex(found: tuple[Choice, ...]) -> None:
+def test_hull_is_convex(found: tuple[FormatChoice, ...]) -> None:
     hull = lower_hull(found)
     gains = [(a.cost - b.cost) / max(1, b.num_bytes - a.num_bytes) for a, b in pairwise(hull)]
     assert all(gain > 0 for gain in gains)

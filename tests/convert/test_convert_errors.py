@@ -15,12 +15,11 @@ import pytest
 from convert_cases import TEXT, contents, convert, write_source
 
 from mlxinfer.convert.arrange import arrange
-from mlxinfer.convert.check import check_folder
 from mlxinfer.convert.files import ShardFile, allocate
-from mlxinfer.convert.options import Options
 from mlxinfer.convert.read import open_source
-from mlxinfer.convert.recipes import make_recipe
+from mlxinfer.convert.recipes import ConversionOptions, make_recipe
 from mlxinfer.convert.run import Conversion
+from mlxinfer.convert.verify import check_folder
 from mlxinfer.convert.workplace import Workplace, downloads_folder, working
 from mlxinfer.errors import (
     CheckpointError,
@@ -173,7 +172,7 @@ def test_a_full_disk_costs_nothing_that_is_written(
     source: Path, tmp_path: Path, monkeypatch, writes: int
 ) -> None:
     convert(source, tmp_path / "undisturbed")
-    monkeypatch.setattr("mlxinfer.convert.shards.CHECKPOINT_BYTES", 1)
+    monkeypatch.setattr("mlxinfer.convert.write.CHECKPOINT_BYTES", 1)
     with monkeypatch.context() as patch:
         fill_disk_after(patch, writes)
         with pytest.raises(ConversionError, match=r"disk is full.*--resume"):
@@ -370,7 +369,7 @@ def test_a_source_that_changed_does_not_go_on(source: Path, tmp_path: Path, monk
 
 
 def test_a_source_that_changes_meanwhile(source: Path, tmp_path: Path) -> None:
-    options = Options(recipe=make_recipe("4bit-g32"))
+    options = ConversionOptions(recipe=make_recipe("4bit-g32"))
     conversion = Conversion(
         open_source(source), tmp_path / "out", options, look_again=lambda: "another"
     )
@@ -436,7 +435,7 @@ def test_numbers_that_16_bits_do_not_hold(
         arrays[UP][0, 0] = 1e6
 
     opened = open_source(changed(source, enlarge))
-    options = Options(recipe=make_recipe(recipe, dtype=dtype))
+    options = ConversionOptions(recipe=make_recipe(recipe, dtype=dtype))
     with pytest.raises(CheckpointError, match=r"up_proj.*too large for float16: choose bfl"):
         Conversion(opened, tmp_path / "out", options).run()
     convert(source, tmp_path / "other", "bf16")

@@ -14,12 +14,10 @@ from models.tiny import tiny_config
 from oracles.gguf_files import write_model
 
 from mlxinfer.convert.arrange import arrange
-from mlxinfer.convert.check import check_folder
-from mlxinfer.convert.options import Options
 from mlxinfer.convert.read import open_source
-from mlxinfer.convert.recipes import make_recipe
+from mlxinfer.convert.recipes import ConversionOptions, make_recipe
 from mlxinfer.convert.run import Conversion
-from mlxinfer.convert.verify import ShardReader
+from mlxinfer.convert.verify import ShardReader, check_folder
 from mlxinfer.errors import ConversionError
 from mlxinfer.models import load
 
@@ -71,7 +69,7 @@ def test_without_a_tokenizer_it_is_said_what_to_do(tmp_path: Path) -> None:
         convert(source, out, "keep", calibration=TEXT)
     assert not list(tmp_path.glob("out*"))
     assert "--tokenizer FOLDER" in convert(source, tmp_path / "without", "keep").notes[0]
-    options = Options(recipe=make_recipe("keep"), calibration=TEXT)
+    options = ConversionOptions(recipe=make_recipe("keep"), calibration=TEXT)
     opened = open_source(source, tokenizer=write_source(tmp_path / "hf"))
     assert Conversion(opened, out, options).run().passed
     assert (out / "tokenizer.json").is_file()

@@ -83,7 +83,7 @@ def test_a_line_that_a_kill_cut_short_is_done_again(tmp_path: Path, monkeypatch)
 
     source = write_source(tmp_path / "source")
     convert(source, tmp_path / "undisturbed")
-    monkeypatch.setattr("mlxinfer.convert.shards.CHECKPOINT_BYTES", 1)
+    monkeypatch.setattr("mlxinfer.convert.write.CHECKPOINT_BYTES", 1)
     right, calls = ShardFile.write, 0
 
     def stopping(self, name, offset, data):
@@ -131,7 +131,7 @@ def test_lines_after_one_that_was_cut_short_are_read(tmp_path: Path) -> None:
 
 def test_the_journal_speaks_of_what_is_on_the_disk(tmp_path: Path, monkeypatch) -> None:
     """A power cut takes what was not synced: data first, then the line, each of them synced."""
-    monkeypatch.setattr("mlxinfer.convert.shards.CHECKPOINT_BYTES", 1)
+    monkeypatch.setattr("mlxinfer.convert.write.CHECKPOINT_BYTES", 1)
     events: list[tuple[str, str]] = []
     pwrite, fsync, append = os.pwrite, os.fsync, Journal._append
     names = {}

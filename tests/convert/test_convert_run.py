@@ -17,24 +17,30 @@ from models.random_weights import tiny_tensors
 
 from mlxinfer import LLM
 from mlxinfer.convert.arrange import arrange
-from mlxinfer.convert.check import check_folder
+from mlxinfer.convert.budget import (
+    BASE_BYTES,
+    BYTES_PER_WEIGHT,
+    CACHED_BYTES,
+    MIN_BLOCK,
+    MemoryBudget,
+)
+from mlxinfer.convert.calibration.logits import LogitCheck
 from mlxinfer.convert.files import ShardFile
-from mlxinfer.convert.logitcheck import LogitCheck
 from mlxinfer.convert.plan import make_plan
-from mlxinfer.convert.quantise import Error
+from mlxinfer.convert.quantise import ErrorStats
 from mlxinfer.convert.read import Packed, open_source
 from mlxinfer.convert.read.base import ReaderSource
 from mlxinfer.convert.recipes import make_recipe
 from mlxinfer.convert.verify import (
     EXACT,
     REQUANTISED,
-    Checked,
+    CheckedTensor,
     ShardReader,
     _check_copy,
+    check_folder,
     check_shard,
     confirm,
 )
-from mlxinfer.convert.write import BASE_BYTES, BYTES_PER_WEIGHT, CACHED_BYTES, MIN_BLOCK, Budget
 from mlxinfer.errors import CheckpointError, ConversionError
 
 IDS = [5, 17, 3, 80, 41, 9, 22, 64]  # no longer than the shortest window: mlx-lm ignores some
@@ -230,8 +236,8 @@ def test_shards_and_an_index(tmp_path: Path) -> None:
 def test_little_memory_gives_the_same_bytes(tmp_path: Path, monkeypatch) -> None:
     source = write_source(tmp_path / "source", "qwen3_moe-v4")
     convert(source, tmp_path / "whole")
-    monkeypatch.setattr("mlxinfer.convert.write.MIN_BLOCK", 1024)
-    monkeypatch.setattr("mlxinfer.convert.write.MAX_BLOCK", 1024)
+    monkeypatch.setattr("mlxinfer.convert.budget.MIN_BLOCK", 1024)
+    monkeypatch.setattr("mlxinfer.convert.budget.MAX_BLOCK", 1024)
     convert(source, tmp_path / "rows", max_memory=150_000_000)
     assert contents(tmp_path / "rows") == contents(tmp_path / "whole")
 
@@ -283,13 +289,13 @@ def test_a_flipped_bit_in_the_output_is_found(tmp_path: Path, where: float) -> N
 
 def test_what_was_written_must_be_what_is_read() -> None:
     """Each of the two comparisons finds what only it can: other bytes, or other numbers."""
-    checked = Checked("a.weight", "4bit-g64", "bf16", REQUANTISED, 64, 36, [1, 2], 0.05, 0.1)
-    right = Error(squares=0.0025, energy=1.0)
+    checked = CheckedTensor("a.weight", "4bit-g64", "bf16", REQUANTISED, 64, 36, [1, 2], 0.05, 0.1)
+    right = ErrorStats(squares=0.0025, energy=1.0)
     confirm(checked, right, [1, 2])
     with pytest.raises(ConversionError, match="not on the disk as it was written"):
         confirm(checked, right, [1, 3])
     with pytest.raises(ConversionError, match=r"error of 0\.04, but what the disk holds has 0\.05"):
-        confirm(checked, Error(squares=0.0016, energy=1.0), [1, 2])
+        confirm(checked, ErrorStats(squares=0.0016, energy=1.0), [1, 2])
 
 
 def test_a_bit_that_flips_before_it_is_read_again(tmp_path: Path, monkeypatch) -> None:
@@ -365,7 +371,7 @@ def test_all_tensors_are_forgotten_when_they_were_written(
 
 @given(st.integers(BASE_BYTES + CACHED_BYTES + 4 * MIN_BLOCK * BYTES_PER_WEIGHT, 1 << 34))
 def test_a_budget_is_kept(limit: int) -> None:
-    assert Budget.of(limit).peak_bytes <= limit
+    assert MemoryBudget.of(limit).peak_bytes <= limit
 
 
 def test_a_divergence_that_is_no_number_does_not_pass() -> None:

@@ -9,15 +9,13 @@ from convert_cases import TEXT, contents, convert, write_source
 from models.dense_kv import DenseCache
 
 from mlxinfer.convert.arrange import arrange
+from mlxinfer.convert.calibration.measure import CalibrationPass, Measurements
+from mlxinfer.convert.calibration.stream import StreamedModel, normalised
+from mlxinfer.convert.calibration.texts import Texts, make_texts
 from mlxinfer.convert.formats import affine
-from mlxinfer.convert.measure import Measured, Pass
-from mlxinfer.convert.observe import normalised
-from mlxinfer.convert.quantise import Method
+from mlxinfer.convert.quantise import QuantisationMethod, round_trip
 from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import make_recipe
-from mlxinfer.convert.roundtrip import after
-from mlxinfer.convert.stream import Streamed
-from mlxinfer.convert.texts import Texts, make_texts
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.models import load
 
@@ -26,9 +24,9 @@ IDS = [RNG.integers(3, 90, 24).tolist() for _ in range(3)]
 TEXTS = Texts(IDS, IDS[:1], IDS[1:2])
 
 
-def run(folder: Path, *, probing: bool = True) -> tuple[Measured, np.ndarray]:
+def run(folder: Path, *, probing: bool = True) -> tuple[Measurements, np.ndarray]:
     arranged = arrange(open_source(folder))
-    state = Pass(arranged, TEXTS, make_recipe("4bit"), probing=probing, comparing=True)
+    state = CalibrationPass(arranged, TEXTS, make_recipe("4bit"), probing=probing, comparing=True)
     try:
         state.run(lambda done, count: None)
         found = state.finish((folder / "short.npy", folder / "long.npy"))
@@ -52,7 +50,7 @@ def test_moments_are_those_of_what_flows_in(tmp_path: Path) -> None:
     paths = set(found.importance)
     assert {"model.layers.1.mlp.switch_mlp.up_proj", "model.layers.0.self_attn.o_proj"} <= paths
     assert all(v.mean() == pytest.approx(1, rel=1e-4) for v in found.importance.values())
-    streamed = Streamed(arrange(open_source(folder)))
+    streamed = StreamedModel(arrange(open_source(folder)))
     x = streamed.embed([token for ids in IDS for token in ids])
     layer = streamed.layer(0, streamed.read_layer(0)).model.layers[0]
     flowing = np.array(layer.input_layernorm(x))
@@ -77,7 +75,7 @@ def test_costs_are_what_quantising_one_unit_does(tmp_path: Path, name: str) -> N
     importance = None
     if "embed" not in name:
         importance = found.importance[unit.outputs[0].path]
-    changed = after(tensors[path], Method(unit.probe, "float32", True, importance))
+    changed = round_trip(tensors[path], QuantisationMethod(unit.probe, "float32", True, importance))
     reference = logits(folder)
     mx.save_safetensors(str(folder / "model.safetensors"), {**tensors, path: changed})
     assert unit.kl == pytest.approx(kl(reference, logits(folder)), rel=0.02)
@@ -109,7 +107,7 @@ def test_an_interrupted_conversion_does_not_measure_again(tmp_path: Path, monkey
         patch.setattr("mlxinfer.convert.run.write_shard", stop)
         with pytest.raises(KeyboardInterrupt):
             convert(source, tmp_path / "out", **options)
-    monkeypatch.setattr("mlxinfer.convert.run.Pass", stop)
+    monkeypatch.setattr("mlxinfer.convert.run.CalibrationPass", stop)
     convert(source, tmp_path / "out", run={"resume": True}, **options)
     assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
 

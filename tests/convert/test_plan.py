@@ -7,24 +7,22 @@ from types import SimpleNamespace
 import pytest
 from convert_cases import write_source
 
-from mlxinfer.convert.arrange import Output, arrange
-from mlxinfer.convert.candidates import units_of
-from mlxinfer.convert.formats import affine, name_of
-from mlxinfer.convert.options import Options, identity
-from mlxinfer.convert.plan import Plan, dense_dtype, make_plan
+from mlxinfer.convert.arrange import OutputTensor, arrange
+from mlxinfer.convert.calibration.allocation import units_of
+from mlxinfer.convert.formats import affine, floor_bits, name_of, raised
+from mlxinfer.convert.plan import ConversionPlan, dense_dtype, make_plan
 from mlxinfer.convert.read import open_source
-from mlxinfer.convert.recipes import make_recipe
-from mlxinfer.convert.rules import floor_bits, raised
+from mlxinfer.convert.recipes import ConversionOptions, identity, make_recipe
 from mlxinfer.convert.sidefiles import write_side_files
 from mlxinfer.errors import InvalidRequestError
 
 
-def plan(folder: Path, recipe: str, *overrides: str, **options) -> Plan:
+def plan(folder: Path, recipe: str, *overrides: str, **options) -> ConversionPlan:
     arranged = arrange(open_source(folder))
     return make_plan(arranged, make_recipe(recipe, overrides=overrides, **options))
 
 
-def formats(made: Plan) -> dict[str, str]:
+def formats(made: ConversionPlan) -> dict[str, str]:
     return {t.output.path: name_of(t.form) for t in made.tensors}
 
 
@@ -133,8 +131,8 @@ def test_the_least_bits_of_a_layer(path: str, bits: int) -> None:
     assert raised(affine(2, 32), path).bits == max(2, bits)
 
 
-def output(name: str, dtype: str = "float32", **more: object) -> Output:
-    return Output(name, (name,), (64, 64), dtype, "f32", 1, **more)  # type: ignore[arg-type]
+def output(name: str, dtype: str = "float32", **more: object) -> OutputTensor:
+    return OutputTensor(name, (name,), (64, 64), dtype, "f32", 1, **more)  # type: ignore[arg-type]
 
 
 def test_what_is_small_and_sensitive_stays_float32() -> None:
@@ -165,7 +163,7 @@ def test_a_target_chooses_neither_for_routers_nor_for_what_was_said(tmp_path: Pa
     }
 
 
-SAID = Options(recipe=make_recipe("4bit"), calibration="text")
+SAID = ConversionOptions(recipe=make_recipe("4bit"), calibration="text")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +184,7 @@ SAID = Options(recipe=make_recipe("4bit"), calibration="text")
         replace(SAID, check_tensors=False),
     ],
 )
-def test_whatever_shapes_the_output_is_part_of_what_is_resumed(other: Options) -> None:
+def test_whatever_shapes_the_output_is_part_of_what_is_resumed(other: ConversionOptions) -> None:
     assert identity(other, comparing=True) != identity(SAID, comparing=True)
     assert identity(other, comparing=True) != identity(other, comparing=False)
 

@@ -6,11 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxinfer.convert.bits import pack
+from mlxinfer.convert.arrays import narrow, pack, rounded, widen
 from mlxinfer.convert.formats import BITS, FLOATS, GROUPS, affine, name_of, parse_format
-from mlxinfer.convert.numbers import narrow, rounded, widen
-from mlxinfer.convert.quantise import Method, compare, quantise
-from mlxinfer.convert.roundtrip import unpacked
+from mlxinfer.convert.quantise import QuantisationMethod, compare, quantise, unpacked
 from mlxinfer.errors import InvalidRequestError
 
 FORMATS = [affine(bits, group) for bits in BITS for group in GROUPS] + list(FLOATS.values())
@@ -40,7 +38,7 @@ def test_mlx_reads_packed_codes(bits: int) -> None:
 @pytest.mark.parametrize("form", FORMATS, ids=name_of)
 def test_error_is_what_mlx_reads_back_and_less_than_mlx_makes(form) -> None:
     values = matrix()
-    method = Method(form, "bfloat16")
+    method = QuantisationMethod(form, "bfloat16")
     rows, error = quantise(values, method)
     found = compare(np.array(unpacked(rows, method)), values)
     assert found.squares == pytest.approx(error.squares, rel=1e-4)
@@ -66,14 +64,16 @@ GAINED = {  # squared error of searched scales, as a share of that of the extrem
 def test_what_searching_gains(name: str) -> None:
     values, form = matrix(256, 512), parse_format(name)
     assert form is not None
-    searched, plain = (quantise(values, Method(form, "bfloat16", how))[1] for how in (True, False))
+    searched, plain = (
+        quantise(values, QuantisationMethod(form, "bfloat16", how))[1] for how in (True, False)
+    )
     assert searched.squares < GAINED[name] * plain.squares
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=name_of)
 def test_minmax_is_what_mlx_does(form) -> None:
     values = matrix()
-    method = Method(form, "bfloat16", searched=False)
+    method = QuantisationMethod(form, "bfloat16", searched=False)
     ours = compare(np.array(unpacked(quantise(values, method)[0], method)), values)
     theirs = compare(by_mlx(values, form), values)
     assert ours.squares <= theirs.squares * 1.005
@@ -85,11 +85,11 @@ def test_importance_moves_the_error_to_where_it_does_not_matter() -> None:
     importance[::4] = 20.0
     importance /= importance.mean()
     form = affine(3, 64)
-    _, plain = quantise(values, Method(form, "bfloat16"))
-    rows, weighted = quantise(values, Method(form, "bfloat16", importance=importance))
-    found = np.array(unpacked(rows, Method(form, "bfloat16")))
-    without = np.array(unpacked(quantise(values, Method(form, "bfloat16"))[0],
-                                Method(form, "bfloat16")))  # fmt: skip
+    _, plain = quantise(values, QuantisationMethod(form, "bfloat16"))
+    rows, weighted = quantise(values, QuantisationMethod(form, "bfloat16", importance=importance))
+    found = np.array(unpacked(rows, QuantisationMethod(form, "bfloat16")))
+    without = np.array(unpacked(quantise(values, QuantisationMethod(form, "bfloat16"))[0],
+                                QuantisationMethod(form, "bfloat16")))  # fmt: skip
     assert (
         compare(found, values, importance).weighted
         < 0.95 * compare(without, values, importance).weighted
@@ -101,8 +101,8 @@ def test_importance_moves_the_error_to_where_it_does_not_matter() -> None:
 @pytest.mark.parametrize("value", [0.0, 1.0, -3e-5, 3e4])
 def test_constant_rows(form, value: float) -> None:
     values = np.full((2, 128), value, np.float32)
-    rows, error = quantise(values, Method(form, "bfloat16"))
-    found = np.array(unpacked(rows, Method(form, "bfloat16")))
+    rows, error = quantise(values, QuantisationMethod(form, "bfloat16"))
+    found = np.array(unpacked(rows, QuantisationMethod(form, "bfloat16")))
     assert np.isfinite(found).all()
     if form.mode == "affine":
         assert np.abs(found - rounded(values, "bfloat16")).max() <= abs(value) / 128
@@ -115,7 +115,7 @@ def test_constant_rows(form, value: float) -> None:
 )
 def test_any_group_is_within_a_step(values: list[float], bits: int) -> None:
     row = rounded(np.array([values], np.float32), "bfloat16")
-    method = Method(affine(bits, 32), "bfloat16", searched=False)
+    method = QuantisationMethod(affine(bits, 32), "bfloat16", searched=False)
     found = np.array(unpacked(quantise(row, method)[0], method))
     step = max((row.max() - row.min()) / (2**bits - 1), 1e-7)
     slack = np.abs(row).max() / 64  # scale and bias have eight bits

@@ -17,8 +17,7 @@ from oracles.sentencepiece import pieces_of
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from mlxinfer.convert.read import Source, open_source
-from mlxinfer.convert.read.gguf.pretokenizers import PRETOKENIZERS
-from mlxinfer.convert.read.gguf.words import merges_from_scores
+from mlxinfer.convert.read.gguf.tokenizer import PRETOKENIZERS, merges_from_scores
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
 from mlxinfer.text.tokenizer import Tokenizer
 

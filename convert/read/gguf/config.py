@@ -1,7 +1,7 @@
-"""GGUF metadata -> config.json as transformers writes it. Knows no tensors beyond their shapes.
+"""GGUF metadata -> config.json as transformers writes it. Uses the shapes of tensors only.
 
-What llama.cpp keeps in its code and not in its files stands here: Gemma 3's period of six layers
-and local frequency, gpt-oss's alternation and limits, Qwen 3's normalised expert weights.
+Adds what llama.cpp keeps in its code instead of its files: Gemma 3's period of six layers and local
+frequency, gpt-oss's alternation and limits, Qwen 3's normalised expert weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,8 +12,108 @@ import numpy as np
 from ....errors import CheckpointError, UnsupportedModelError
 from ....models.jsonfields import Fields
 from ..stored import Array
-from .facts import Facts
-from .rope import check_rope_dims, rope_scaling
+
+
+class ArchitectureFields:
+    """The metadata of one architecture, read key by key."""
+
+    def __init__(self, metadata: Mapping[str, Any], label: str) -> None:
+        self.all = Fields(metadata, label)
+        self.architecture = self.all.text("general.architecture")
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A positive integer; an array of the same one for each layer counts."""
+        name = f"{self.architecture}.{key}"
+        value = self.all.get(name)
+        if isinstance(value, np.ndarray):
+            different = np.unique(value).tolist() if value.dtype.kind in "iu" else []
+            if len(different) != 1:
+                raise UnsupportedModelError(
+                    f"{name} in {self.all.where} differs between layers; not supported."
+                )
+            return Fields({name: different[0]}, self.all.where).integer(name)
+        return (
+            self.all.integer(name) if default is None else self.all.integer(name, default=default)
+        )
+
+    def number(self, key: str, default: float | None = None) -> float | None:
+        """A positive number, or the default."""
+        name = f"{self.architecture}.{key}"
+        return self.all.number(name, above=0.0, default=default)
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there."""
+        return self.all.get(f"{self.architecture}.{key}") is not None
+
+
+def check_rope_dims(facts: ArchitectureFields, head_dim: int) -> None:
+    """Raise UnsupportedModelError where a head is turned in part."""
+    dims = facts.integer("rope.dimension_count", head_dim)
+    if dims != head_dim:
+        raise UnsupportedModelError(
+            f"{facts.all.where} turns {dims} of {head_dim} dimensions; expected all of them."
+        )
+
+
+def rope_scaling(
+    facts: ArchitectureFields, factors: Array | None, head_dim: int
+) -> dict[str, Any] | None:
+    """`rope_scaling` of config.json; `factors` are the tensor that stands for Llama 3's.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: a kind that is not known.
+    """
+    if factors is not None:
+        return _llama3_scaling(facts, factors, head_dim)
+    # As llama.cpp: linear where no type is stated, with a factor under its older name perhaps.
+    kind = facts.all.text(f"{facts.architecture}.rope.scaling.type", default="linear")
+    factor = facts.number("rope.scaling.factor", facts.number("rope.scale_linear", 1.0)) or 1.0
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return None
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedModelError(
+            f"rope.scaling.type in {facts.all.where} is {kind[:40]!r}; expected linear or yarn."
+        )
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        stated = facts.integer("context_length")
+        context = facts.integer("rope.scaling.original_context_length", stated)
+        scaling["original_max_position_embeddings"] = context
+        scaling["beta_fast"] = facts.number("rope.scaling.yarn_beta_fast", 32.0)
+        scaling["beta_slow"] = facts.number("rope.scaling.yarn_beta_slow", 1.0)
+    return scaling
+
+
+def _llama3_scaling(
+    facts: ArchitectureFields, factors: Array, head_dim: int
+) -> dict[str, Any] | None:
+    """The settings that give these divisors of the frequencies; files have no other trace of them.
+
+    Llama 3 (github.com/meta-llama/llama-models, apply_scaling) leaves short waves as they are,
+    divides the frequency of long ones by `factor`, and blends in between.
+    """
+    theta = facts.number("rope.freq_base", 10_000.0)
+    assert theta is not None
+    if factors.shape != (head_dim // 2,) or not np.isfinite(factors).all() or factors.min() < 1.0:
+        raise CheckpointError(f"rope_freqs.weight of {facts.all.where} is not as expected.")
+    if (factors == 1.0).all():
+        return None
+    factor = round(float(factors.max()), 4)
+    waves = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    for context in (2**power for power in range(1, 24)):
+        smooth = np.clip((context / waves - 1.0) / 3.0, 0.0, 1.0)
+        if np.allclose(1.0 / ((1.0 - smooth) / factor + smooth), factors, rtol=1e-3):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": context,
+            }
+    raise UnsupportedModelError(
+        f"rope_freqs.weight of {facts.all.where} is not Llama 3's scaling of any context length."
+    )
+
 
 _MAX_LAYERS = 2000
 _KINDS = ("sliding_attention", "full_attention")
@@ -36,7 +136,7 @@ def make_config(
         CheckpointError: a key is missing or out of range.
         UnsupportedModelError: a feature that the family has not here.
     """
-    facts = Facts(metadata, label)
+    facts = ArchitectureFields(metadata, label)
     family = _FAMILIES[facts.architecture]
     hidden, heads = facts.integer("embedding_length"), facts.integer("attention.head_count")
     head_dim = facts.integer("attention.key_length", max(hidden // heads, 1))
@@ -64,7 +164,7 @@ def make_config(
 
 
 def _llama(
-    facts: Facts, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any]
+    facts: ArchitectureFields, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any]
 ) -> dict[str, Any]:
     """Mistral's files call themselves llama; only a window sets them apart."""
     if facts.has("expert_count") and facts.all.integer("llama.expert_count", low=0):
@@ -80,20 +180,20 @@ def _llama(
 
 
 def _qwen2(
-    facts: Facts, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any]
+    facts: ArchitectureFields, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any]
 ) -> dict[str, Any]:
     return _family("qwen2", "Qwen2ForCausalLM", facts) | {"use_sliding_window": False}
 
 
 def _qwen3(
-    facts: Facts, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any]
+    facts: ArchitectureFields, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any]
 ) -> dict[str, Any]:
     own = {"use_sliding_window": False, "attention_bias": False}
     return _family("qwen3", "Qwen3ForCausalLM", facts) | own
 
 
 def _qwen3_moe(
-    facts: Facts, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any]
+    facts: ArchitectureFields, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any]
 ) -> dict[str, Any]:
     return _family("qwen3_moe", "Qwen3MoeForCausalLM", facts) | {
         "moe_intermediate_size": facts.integer("expert_feed_forward_length"),
@@ -108,7 +208,7 @@ def _qwen3_moe(
 
 
 def _gemma3(
-    facts: Facts, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any]
+    facts: ArchitectureFields, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any]
 ) -> dict[str, Any]:
     large = config["num_hidden_layers"] == _GEMMA3_27B
     per_head = config["hidden_size"] // config["num_attention_heads"]
@@ -125,7 +225,7 @@ def _gemma3(
     }
 
 
-def _gemma3_layers(facts: Facts, num_layers: int) -> dict[str, Any]:
+def _gemma3_layers(facts: ArchitectureFields, num_layers: int) -> dict[str, Any]:
     """Newer files may say of each layer whether it slides."""
     slides = facts.all.get("gemma3.attention.sliding_window_pattern")
     if not isinstance(slides, np.ndarray):
@@ -138,7 +238,7 @@ def _gemma3_layers(facts: Facts, num_layers: int) -> dict[str, Any]:
 
 
 def _gpt_oss(
-    facts: Facts, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any]
+    facts: ArchitectureFields, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any]
 ) -> dict[str, Any]:
     per_token = facts.integer("expert_used_count")
     scaling = config["rope_scaling"]
@@ -155,7 +255,9 @@ def _gpt_oss(
     }
 
 
-_Family = Callable[[Facts, Mapping[str, tuple[int, ...]], dict[str, Any]], dict[str, Any]]
+_Family = Callable[
+    [ArchitectureFields, Mapping[str, tuple[int, ...]], dict[str, Any]], dict[str, Any]
+]
 _FAMILIES: dict[str, _Family] = {
     "llama": _llama,
     "qwen2": _qwen2,
@@ -166,7 +268,7 @@ _FAMILIES: dict[str, _Family] = {
 }
 
 
-def _family(model_type: str, architecture: str, facts: Facts) -> dict[str, Any]:
+def _family(model_type: str, architecture: str, facts: ArchitectureFields) -> dict[str, Any]:
     sparse = model_type in ("qwen3_moe", "gpt_oss")
     length = (
         facts.integer("feed_forward_length", 1) if sparse else facts.integer("feed_forward_length")

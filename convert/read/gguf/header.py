@@ -1,8 +1,8 @@
-"""The header of a GGUF file: metadata and where each tensor lies. Knows no block format's numbers.
+"""The header of a GGUF file: metadata, and type, shape and offset of each tensor.
 
 Layout (github.com/ggml-org/ggml, docs/gguf.md): magic, version, counts, key-value pairs, tensor
-infos, padding to the alignment, data. All little-endian. Nothing in the file is believed: each
-length is held against the bytes that are left before anything is made of it.
+infos, padding to the alignment, data. All little-endian. The file is not trusted: each length is
+compared with the bytes that are left before anything is allocated.
 """
 
 import struct
@@ -13,7 +13,45 @@ from typing import Any
 import numpy as np
 
 from ....errors import CheckpointError, UnsupportedModelError
-from .types import TYPES, BlockType
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """Values are stored in blocks along the last axis."""
+
+    name: str
+    num_values: int
+    num_bytes: int
+
+
+TYPES = {
+    0: BlockType("F32", 1, 4),
+    1: BlockType("F16", 1, 2),
+    2: BlockType("Q4_0", 32, 18),
+    3: BlockType("Q4_1", 32, 20),
+    6: BlockType("Q5_0", 32, 22),
+    7: BlockType("Q5_1", 32, 24),
+    8: BlockType("Q8_0", 32, 34),
+    10: BlockType("Q2_K", 256, 84),
+    11: BlockType("Q3_K", 256, 110),
+    12: BlockType("Q4_K", 256, 144),
+    13: BlockType("Q5_K", 256, 176),
+    14: BlockType("Q6_K", 256, 210),
+    16: BlockType("IQ2_XXS", 256, 66),
+    17: BlockType("IQ2_XS", 256, 74),
+    18: BlockType("IQ3_XXS", 256, 98),
+    19: BlockType("IQ1_S", 256, 50),
+    20: BlockType("IQ4_NL", 32, 18),
+    21: BlockType("IQ3_S", 256, 110),
+    22: BlockType("IQ2_S", 256, 82),
+    23: BlockType("IQ4_XS", 256, 136),
+    29: BlockType("IQ1_M", 256, 56),
+    30: BlockType("BF16", 1, 2),
+    34: BlockType("TQ1_0", 256, 54),
+    35: BlockType("TQ2_0", 256, 66),
+    39: BlockType("MXFP4", 32, 17),
+}
+
 
 MAGIC = b"GGUF"
 MAX_HEADER_BYTES = 256 << 20  # a vocabulary of 262 thousand with its merges takes 20 million
@@ -42,7 +80,7 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class GGUFHeader:
     """What stands before the data."""
 
     metadata: dict[str, Any]  # int, float, bool, str, list[str] or a numpy array
@@ -50,7 +88,7 @@ class Header:
     data_start: int
 
 
-def parse_header(data: memoryview, file_bytes: int, label: str) -> Header:
+def parse_header(data: memoryview, file_bytes: int, label: str) -> GGUFHeader:
     """The header of a file of `file_bytes` that begins with `data`.
 
     Raises:
@@ -74,7 +112,7 @@ def parse_header(data: memoryview, file_bytes: int, label: str) -> Header:
         raise cursor.fail(f"says its alignment is {str(alignment)[:40]}")
     tensors = [_tensor(cursor) for _ in range(num_tensors)]
     start = -(-cursor.position // alignment) * alignment
-    return Header(metadata, _checked(tensors, start, alignment, cursor), start)
+    return GGUFHeader(metadata, _checked(tensors, start, alignment, cursor), start)
 
 
 def _check_start(cursor: "_Cursor", label: str) -> None:
@@ -194,7 +232,7 @@ class _Cursor:
 Fetch = Callable[[int], memoryview]
 
 
-def read_growing(fetch: Fetch, file_bytes: int, label: str) -> Header:
+def read_growing(fetch: Fetch, file_bytes: int, label: str) -> GGUFHeader:
     """The header of a file of which fetch(n) brings the first n bytes, asking for ever more.
 
     Raises:

@@ -11,19 +11,18 @@ import mlx.core as mx
 import numpy as np
 
 from ....errors import UnsupportedModelError
-from ...bits import Words, pack
+from ...arrays import Words, pack
 from ..affine import AffineReader, affine_format
-from ..reader import Reader, not_packed
+from ..base import Reader, not_packed
 from ..schemes.fp4 import MXFP4, fp4_values
 from ..source import Packed, TensorInfo
 from ..stored import FLOATS, Array, StoredArray, to_float32, to_mlx
-from .affine_blocks import AFFINE, AffineBlocks, nibbles
-from .types import BlockType
-from .value_blocks import VALUES
+from .blocks import AFFINE, VALUES, AffineBlocks, nibbles
+from .header import BlockType
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GGUFTensor:
     """Where a tensor lies, and how it becomes what transformers means by it."""
 
     name: str
@@ -53,7 +52,7 @@ class Place:
         return TensorInfo(self.name, self.shape, "float32", self.block.name, size, **more)  # type: ignore[arg-type]
 
 
-def reader_of(place: Place) -> Reader:
+def reader_of(place: GGUFTensor) -> Reader:
     """The reader for the type of a tensor.
 
     Raises:
@@ -80,7 +79,7 @@ def reader_of(place: Place) -> Reader:
 
 
 class _Floats:
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: GGUFTensor) -> None:
         self._place = place
         self.parts = (place.array,)
         self.info = TensorInfo(
@@ -105,7 +104,7 @@ class _Floats:
 
 
 class _Affine(AffineReader):
-    def __init__(self, place: Place, blocks: AffineBlocks) -> None:
+    def __init__(self, place: GGUFTensor, blocks: AffineBlocks) -> None:
         self._place, self._blocks = place, blocks
         info = place.info(lossless=affine_format(blocks.bits, 32), scales_exact=blocks.half_scales)
         super().__init__(
@@ -127,7 +126,7 @@ class _Affine(AffineReader):
 
 
 class _Values:
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: GGUFTensor) -> None:
         self._place = place
         self.parts = (place.array,)
         self.info = place.info()
@@ -145,7 +144,7 @@ class _Values:
 class _MXFP4:
     """An exponent and 16 bytes: the low halves are the first 16 values, the high ones the rest."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: GGUFTensor) -> None:
         self._place = place
         self.parts = (place.array,)
         self.info = place.info(lossless=MXFP4)

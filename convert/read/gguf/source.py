@@ -12,9 +12,9 @@ from ....models.jsonfields import Fields
 from ..base import DroppableFiles, LocalFiles, ReaderSource
 from ..stored import FLOATS, Array, StoredArray
 from .config import make_config
-from .header import Header, TensorEntry, read_growing
+from .header import GGUFHeader, TensorEntry, read_growing
 from .names import ARCHITECTURES, ROPE_FACTORS, hf_name
-from .readers import Place, reader_of
+from .readers import GGUFTensor, reader_of
 from .tokenizer import check_tokenizer, tokenizer_files
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -42,7 +42,7 @@ def open_gguf(path: Path, side_files: SideFiles | None = None) -> ReaderSource:
             f"{path.parent} has no {missing[0]}, which belongs to {path.name}."
         )
     digest = blake2b(digest_size=20)
-    headers: dict[str, Header] = {}
+    headers: dict[str, GGUFHeader] = {}
     sizes: dict[str, int] = {}
     for name in names:
         headers[name], sizes[name] = _read_local(path.parent / name)
@@ -72,7 +72,7 @@ def part_names(name: str) -> list[str]:
 def assemble_gguf(
     *,
     label: str,
-    headers: Mapping[str, Header],
+    headers: Mapping[str, GGUFHeader],
     files: DroppableFiles,
     side_files: SideFiles | None,
     fingerprint: str,
@@ -121,7 +121,7 @@ def _architecture(metadata: Mapping[str, Any], label: str) -> str:
     return architecture
 
 
-def _entries(headers: Mapping[str, Header], label: str) -> dict[str, Entry]:
+def _entries(headers: Mapping[str, GGUFHeader], label: str) -> dict[str, Entry]:
     """The tensors of all parts."""
     entries = {
         entry.name: (file, entry, header.data_start)
@@ -135,15 +135,15 @@ def _entries(headers: Mapping[str, Header], label: str) -> dict[str, Entry]:
 
 def _place(
     architecture: str, name: str, entry: Entry, config: Mapping[str, Any], files: DroppableFiles
-) -> Place:
+) -> GGUFTensor:
     """Gemma's norms are stored with the one that its layers add."""
     offset = -1.0 if architecture == "gemma3" and name.endswith("norm.weight") else 0.0
     found = entry[1]
     heads = _heads(architecture, name, config)
-    return Place(name, _stored(*entry, files), found.shape, found.type, heads, offset)
+    return GGUFTensor(name, _stored(*entry, files), found.shape, found.type, heads, offset)
 
 
-def _read_local(path: Path) -> tuple[Header, int]:
+def _read_local(path: Path) -> tuple[GGUFHeader, int]:
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
@@ -155,7 +155,7 @@ def _read_local(path: Path) -> tuple[Header, int]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-def _check_parts(headers: Mapping[str, Header], label: str) -> None:
+def _check_parts(headers: Mapping[str, GGUFHeader], label: str) -> None:
     for number, header in enumerate(headers.values()):
         fields = Fields(header.metadata, label)
         stated = fields.integer("split.count", low=0, default=0) or 1

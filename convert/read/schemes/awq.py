@@ -13,11 +13,9 @@ import numpy as np
 
 from ....errors import UnsupportedModelError
 from ....models.jsonfields import Fields
-from ...bits import Words, pack
+from ...arrays import Words, pack, unpack
 from ..affine import AffineReader, affine_format
-from ..bits import unpack
-from ..modules import Leaves
-from ..reader import Reader
+from ..base import Leaves, Reader
 from ..source import TensorInfo
 from ..stored import Array, StoredArray
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 
-from ..modules import Leaves
-from ..reader import Reader, not_packed
+from ..base import Leaves, Reader, not_packed
 from ..source import MLXFormat, Packed, TensorInfo
 from ..stored import E2M1, Array, StoredArray, to_float32
 

@@ -13,8 +13,7 @@ import numpy as np
 
 from ....errors import CheckpointError
 from ....models.jsonfields import Fields
-from ..modules import Leaves
-from ..reader import Reader, not_packed
+from ..base import Leaves, Reader, not_packed
 from ..source import MLXFormat, Packed, TensorInfo
 from ..stored import E4M3, FLOATS, Array, StoredArray, to_float32
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 
-from ..modules import Leaves
-from ..reader import Reader, not_packed
+from ..base import Leaves, Reader, not_packed
 from ..source import Packed, TensorInfo
 from ..stored import FLOATS, StoredArray, to_float32, to_mlx
 from .fp4 import MXFP4, fp4_values

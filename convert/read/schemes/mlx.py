@@ -1,23 +1,51 @@
-"""Matrices that MLX quantised: words, scales and perhaps biases. Knows every format MLX has.
+"""Matrices that MLX quantised, in every format that MLX has.
 
 `weight` (..., out, in * bits / 32) uint32, `scales` (..., out, in / group_size): floats, with
-`biases`, for affine; uint8 for mxfp4, mxfp8 and nvfp4. config.json says which format a path has.
+`biases`, for affine; uint8 for mxfp4, mxfp8 and nvfp4. config.json says which format a path has;
+where it leaves out an exception, the width that the architecture gives the matrix decides.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from ....errors import ModelError
+from ....models.config import normalise
 from ....models.quantization import QuantFormat, Quantization, format_of_shapes
-from ...bits import Words
+from ...arrays import Words
 from ..affine import AffineReader
-from ..modules import Leaves
-from ..reader import Reader
+from ..base import Leaves, Reader
 from ..source import Packed, TensorInfo
 from ..stored import E4M3, FLOATS, Array, StoredArray, to_float32
-from ..widths import Widths
 from .fp4 import fp4_values
+
+Widths = Callable[[str], int | None]
+"""The inputs of the matrix at a path; None: nobody knows."""
+
+
+def widths_of(config: Mapping[str, Any]) -> Widths:
+    """For the matrices of a model; `config` says nothing of quantisation.
+
+    Where it makes no sense, whoever arranges the tensors says so: here no width is known.
+    """
+    try:
+        model = normalise(config)
+    except ModelError:
+        return lambda path: None
+    experts = model.moe_intermediate_size
+
+    def width(path: str) -> int:
+        leaf = path.rpartition(".")[2]
+        if leaf == "o_proj":
+            return model.num_heads * model.head_dim
+        if leaf == "down_proj":
+            of_experts = ".experts." in path or ".switch_mlp." in path
+            return experts if of_experts else model.intermediate_size
+        return model.hidden_size
+
+    return width
 
 
 class MLXModules:

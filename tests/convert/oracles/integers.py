@@ -1,6 +1,6 @@
 """AWQ, GPTQ and compressed-tensors packing, number by number, and what the numbers mean.
 
-Written from the documented layouts: AutoAWQ (awq/modules/linear/gemm.py), AutoGPTQ
+WrittenTensor from the documented layouts: AutoAWQ (awq/modules/linear/gemm.py), AutoGPTQ
 (auto_gptq/nn_modules/qlinear), compressed-tensors (compressors/pack_quantized). No mlxinfer.
 """
 

@@ -1,33 +1,36 @@
-"""One pass over a model, layer by layer: what matters in it, and what it answers.
+"""The calibration pass over a model: second moments, the cost of each unit, reference logits.
 
-It finds the second moments of every matrix's inputs; where a size is to be met, what quantising one
-unit at a time does to the logits; and the logits that the result is compared with. Each unit's
-damage is carried to the end as hidden states of a few short sequences beside those of the text, so
-that it is measured where it counts, with one layer of the model in memory.
+Second moments of every matrix's inputs are always taken. Where a target size is to be met, each
+unit (one matrix, or gate with up) is quantised alone in a probe format, and hidden states of a few
+short sequences with that change are carried to the end beside the plain ones: so a unit's damage is
+measured at the logits, with one layer of the model in memory. The results are kept in a file, so
+that an interrupted conversion does not measure again.
 """
 
+import json
+import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from zipfile import BadZipFile
 
 import mlx.core as mx
 import numpy as np
 
+from ..arrange import ArrangedSource, OutputTensor, by_name
+from ..arrays import Floats, as_numpy
+from ..budget import MAX_WORKERS
+from ..files import damaged, partial_path
+from ..formats import fitting, name_of, parse_format
+from ..quantise import QuantisationMethod, round_trip, sampled_error
+from ..read import MLXFormat
+from ..recipes import Recipe
 from . import logits
-from .arrange import Arranged, Output
-from .arrays import as_numpy
-from .candidates import MeasuredUnit, candidates_of, units_of
-from .numbers import Floats
-from .observe import normalised
-from .quantise import Method
-from .read import MLXFormat
-from .recipes import Recipe
-from .roundtrip import after, sampled_error
-from .rules import fitting
-from .stream import EMBEDDING, Streamed
+from .allocation import MeasuredUnit, candidates_of, units_of
+from .stream import EMBEDDING, StreamedModel, normalised
 from .texts import MAX_PROBES, PROBE_LENGTH, Texts
-from .write import MAX_WORKERS
 
 SAMPLE = 1 << 18  # numbers of a tensor whose error stands for all
 
@@ -35,21 +38,27 @@ Advance = Callable[[int, int], None]  # layers done, of how many
 
 
 @dataclass(slots=True)
-class Measured:
+class Measurements:
     """What the pass found."""
 
     importance: dict[str, Floats] = field(default_factory=dict)  # by path: (in_dims,), mean 1
     units: list[MeasuredUnit] = field(default_factory=list)
 
 
-class Pass:
+class CalibrationPass:
     """The state of one pass: hidden states of all texts after the layers so far."""
 
     def __init__(
-        self, arranged: Arranged, texts: Texts, recipe: Recipe, *, probing: bool, comparing: bool
+        self,
+        arranged: ArrangedSource,
+        texts: Texts,
+        recipe: Recipe,
+        *,
+        probing: bool,
+        comparing: bool,
     ) -> None:
         self._arranged = arranged
-        self._streamed = Streamed(arranged)
+        self._streamed = StreamedModel(arranged)
         self._texts = texts
         self._recipe = recipe
         self._length = len(texts.calibration[0])
@@ -59,7 +68,7 @@ class Pass:
             self._sequences += [texts.short, texts.long]
         self._states = [self._embed(sequences) for sequences in self._sequences]
         self._probes: list[mx.array] = []  # one (P, hidden) for each of `units`
-        self.measured = Measured()
+        self.measured = Measurements()
         self._units = units_of(arranged, recipe) if probing else []
         self._executor = ThreadPoolExecutor(MAX_WORKERS)
         self._probe_ends()
@@ -71,7 +80,7 @@ class Pass:
             self._layer(index)
             advance(index + 1, count)
 
-    def finish(self, references: Sequence[Path]) -> Measured:
+    def finish(self, references: Sequence[Path]) -> Measurements:
         """Costs of the units, and the logits of the checked texts into two files."""
         calibration, *checked = self._states
         hidden = self._streamed.normed(calibration)
@@ -107,7 +116,7 @@ class Pass:
                 continue
             ids = [t for s in self._texts.calibration[:MAX_PROBES] for t in s[: self._probe_length]]
             rows = self._streamed.embedding_rows(sorted(set(ids)))
-            table = after(rows, self._method(unit.outputs[0], unit.probe))
+            table = round_trip(rows, self._method(unit.outputs[0], unit.probe))
             self._probes.append(self._streamed.embed(ids, table))
 
     def _layer(self, index: int) -> None:
@@ -136,7 +145,7 @@ class Pass:
             if out in unit.outputs
         }
         changed = {
-            name: after(tensors[name], self._method(output, unit.probe))
+            name: round_trip(tensors[name], self._method(output, unit.probe))
             for name, output in names.items()
         }
         run = self._streamed.layer(index, {**tensors, **changed})
@@ -145,7 +154,7 @@ class Pass:
         for name, output in names.items():
             self._errors(unit, output, sample(tensors[name]))
 
-    def _errors(self, unit: MeasuredUnit, output: Output, rows: Floats) -> None:
+    def _errors(self, unit: MeasuredUnit, output: OutputTensor, rows: Floats) -> None:
         """The sampled error of each candidate, scaled up to the whole tensor."""
         methods = {form: self._method(output, form) for form in candidates_of(output, unit)}
         jobs = {
@@ -176,7 +185,7 @@ class Pass:
                     logits.divergences(self._arranged, self._streamed, reference, one, method)[0]
                 )
 
-    def _errors_of_end(self, unit: MeasuredUnit, output: Output) -> None:
+    def _errors_of_end(self, unit: MeasuredUnit, output: OutputTensor) -> None:
         pieces = [
             sample(block, SAMPLE // 8)
             for block in self._arranged.blocks(output, max(SAMPLE, output.num_weights // 8))
@@ -189,11 +198,11 @@ class Pass:
             if found is not None:
                 self.measured.importance[output.path] = found
 
-    def _method(self, output: Output, form: MLXFormat) -> Method:
+    def _method(self, output: OutputTensor, form: MLXFormat) -> QuantisationMethod:
         fitted = fitting(form, output.shape)
         assert fitted is not None
         dtype = self._recipe.dtype or self._arranged.source.dtype
-        return Method(fitted, dtype, True, self.measured.importance.get(output.path))
+        return QuantisationMethod(fitted, dtype, True, self.measured.importance.get(output.path))
 
 
 def sample(array: mx.array, size: int = SAMPLE) -> Floats:
@@ -202,3 +211,68 @@ def sample(array: mx.array, size: int = SAMPLE) -> Floats:
     count = max(1, min(rows.shape[0], size // rows.shape[1]))
     places = np.linspace(0, rows.shape[0] - 1, count).astype(np.int32)
     return np.asarray(as_numpy(rows[mx.array(places)].astype(mx.float32)), dtype=np.float32)
+
+
+_UNITS = "units"
+_BROKEN = (ValueError, KeyError, TypeError, AttributeError, EOFError, BadZipFile, zlib.error)
+
+
+def save(path: Path, found: Measurements) -> None:
+    """All of it in one .npz file, which is there whole or not at all."""
+    units = [
+        {
+            "names": [output.name for output in unit.outputs],
+            "layer": unit.layer,
+            "probe": name_of(unit.probe),
+            "kl": unit.kl,
+            "errors": {name_of(form): error for form, error in unit.errors.items()},
+        }
+        for unit in found.units
+    ]
+    partial = partial_path(path)
+    with partial.open("wb") as file:
+        arrays = {f"importance:{path}": values for path, values in found.importance.items()}
+        np.savez(file, **arrays, **{_UNITS: np.array(json.dumps(units))})  # type: ignore[arg-type]
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def load(path: Path, arranged: ArrangedSource) -> Measurements:
+    """What save() kept.
+
+    Raises:
+        ConversionError: it is damaged.
+    """
+    try:
+        return _load(path, by_name(arranged.outputs))
+    except _BROKEN as error:
+        raise damaged(path) from error
+
+
+def _load(path: Path, outputs: Mapping[str, OutputTensor]) -> Measurements:
+    with path.open("rb") as raw, np.load(raw) as file:  # np.load would not close a broken one
+        importance = {
+            key.removeprefix("importance:"): file[key] for key in file.files if key != _UNITS
+        }
+        units = json.loads(str(file[_UNITS]))
+    return Measurements(
+        importance,
+        [
+            MeasuredUnit(
+                tuple(outputs[name] for name in unit["names"]),
+                unit["layer"],
+                _form(unit["probe"]),
+                unit["kl"],
+                {_form(name): error for name, error in unit["errors"].items()},
+            )
+            for unit in units
+        ],
+    )
+
+
+def _form(name: str) -> MLXFormat:
+    form = parse_format(name)
+    if form is None:
+        raise ValueError(f"{name} is no format of MLX")
+    return form

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from ..errors import InvalidRequestError
+from ...errors import InvalidRequestError
 
 Encode = Callable[[str], list[int]]
 
@@ -14,7 +14,7 @@ PROBE_LENGTH, MAX_PROBES = 64, 4
 SHORT, LONG = 64, 512  # tokens: the two context lengths of the check
 NUM_SHORT, NUM_LONG = 8, 1
 MAX_CHECKED = SHORT * NUM_SHORT + LONG * NUM_LONG  # positions
-DEFAULT = "calibration.txt"
+DEFAULT = "default.txt"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,11 @@
-"""A model run one layer at a time, with the library's own layers. Never holds more than one.
+"""Runs a model one layer at a time with the library's own layers, and observes their inputs.
 
-Hidden states of all texts go through layer after layer; each layer's weights are read, used for all
-of them, and dropped. Attention sees whole sequences, so there is no KV cache.
+Hidden states of all texts go through layer after layer; a layer's weights are read, used for all of
+them, and dropped. Attention sees whole sequences, so there is no KV cache.
+
+Observed are the second moments of each matrix's inputs. An error in a weight costs its square times
+the mean square of the input that it is multiplied with, so the moments weigh the squared errors
+when scales are chosen (llama.cpp calls them the importance matrix).
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,13 +15,116 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..layers.rope import make_rope
-from ..models.config import ModelConfig
-from ..models.decoder import Model
-from ..models.registry import family
-from .arrange import Arranged, Output
-from .arrays import mx_dtype
-from .observe import Moments, ObservedWeights, observe_experts
+from ...layers.experts import ExpertProjection
+from ...layers.linear import Projection
+from ...layers.moe import MoE
+from ...layers.rope import make_rope
+from ...models.config import ModelConfig
+from ...models.decoder import FeedForward, Model
+from ...models.registry import family
+from ...models.weights import Weights
+from ..arrange import ArrangedSource, OutputTensor
+from ..arrays import Floats, mx_dtype
+
+LEAST = 1e-4  # of the mean: a channel that the text never used still has some weight
+
+
+class Moments:
+    """Sums of squares by path; counts only while `watching`."""
+
+    def __init__(self) -> None:
+        self.watching = False
+        self._squares: dict[str, Floats] = {}
+
+    def see(self, paths: Sequence[str], x: mx.array) -> None:
+        """x (..., in_dims) flows into these matrices."""
+        if not self.watching:
+            return
+        flat = x.reshape(-1, x.shape[-1]).astype(mx.float32)
+        squares = np.array(mx.sum(flat * flat, axis=0))
+        for path in paths:
+            known = self._squares.get(path)
+            self._squares[path] = squares if known is None else known + squares
+
+    def taken(self, path: str) -> Floats | None:
+        """What was seen at `path`, (in_dims,), mean 1, and no longer kept; None: nothing."""
+        squares = self._squares.pop(path, None)
+        return None if squares is None else normalised(squares)
+
+
+class ObservedProjection:
+    """A projection that tells what it is given."""
+
+    __slots__ = ("moments", "paths", "projection")
+
+    def __init__(self, projection: Projection, paths: Sequence[str], moments: Moments) -> None:
+        self.projection = projection
+        self.paths = tuple(paths)
+        self.moments = moments
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (T, in_dims) -> (T, out_dims)."""
+        self.moments.see(self.paths, x)
+        return self.projection(x)
+
+    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
+        """residual + self(x)."""
+        self.moments.see(self.paths, x)
+        return self.projection.onto(residual, x)
+
+
+class ObservedExperts:
+    """The same for stacked experts; one set of moments for the whole stack."""
+
+    __slots__ = ("experts", "moments", "paths")
+
+    def __init__(self, experts: ExpertProjection, paths: Sequence[str], moments: Moments) -> None:
+        self.experts = experts
+        self.paths = tuple(paths)
+        self.moments = moments
+
+    def __call__(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
+        """x (..., 1, in_dims), experts (...) -> (..., 1, out_dims)."""
+        self.moments.see(self.paths, x)
+        return self.experts(x, experts, in_order)
+
+
+class ObservedWeights(Weights):
+    """Weights whose projections tell what they are given."""
+
+    moments: Moments
+
+    def linear(self, path: str, out_dims: int, in_dims: int, *, bias: bool = False) -> Projection:
+        """As of Weights."""
+        made = super().linear(path, out_dims, in_dims, bias=bias)
+        return ObservedProjection(made, [path], self.moments)
+
+    def fused(
+        self, paths: Sequence[str], out_dims: Sequence[int], in_dims: int, *, bias: bool = False
+    ) -> Projection:
+        """As of Weights."""
+        made = super().fused(paths, out_dims, in_dims, bias=bias)
+        return ObservedProjection(made, paths, self.moments)
+
+
+def observe_experts(mlp: FeedForward, paths: Sequence[str], moments: Moments) -> None:
+    """Watch the experts of a mixture, whose stacks are at `paths`."""
+    if not isinstance(mlp, MoE):
+        return
+    down = [path for path in paths if path.endswith("down_proj")]
+    others = [path for path in paths if not path.endswith("down_proj")]
+    mlp.gate_up_proj = ObservedExperts(mlp.gate_up_proj, others, moments)
+    mlp.down_proj = ObservedExperts(mlp.down_proj, down, moments)
+
+
+def normalised(squares: Floats) -> Floats:
+    """Sums of squares (in_dims,) as weights of mean 1."""
+    mean = squares.mean()
+    if not mean > 0:
+        return np.ones_like(squares)
+    found: Floats = np.maximum(squares / mean, np.float32(LEAST)).astype(np.float32)
+    return found / found.mean()
+
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 MAX_ROWS = 4096  # tokens that go through a layer at once
@@ -83,28 +190,28 @@ class LayerRun:
         return mx.concatenate(parts)
 
 
-class Streamed:
+class StreamedModel:
     """The layers of an arranged source, built when they are asked for."""
 
-    def __init__(self, arranged: Arranged) -> None:
+    def __init__(self, arranged: ArrangedSource) -> None:
         self._arranged = arranged
         self._module = family(arranged.config.model_type)
         self.config = arranged.config
         self.moments = Moments()
         named = {self._module.rename(output.name): output for output in arranged.outputs}
-        self._by_name: dict[str, Output] = named
+        self._by_name: dict[str, OutputTensor] = named
         self.tied = HEAD not in named
 
-    def output(self, name: str) -> Output:
+    def output(self, name: str) -> OutputTensor:
         """The tensor of this name, as the decoder knows it."""
         return self._by_name[name]
 
     @property
-    def head(self) -> Output:
+    def head(self) -> OutputTensor:
         """The output projection; the embedding where they are one."""
         return self._by_name[EMBEDDING if self.tied else HEAD]
 
-    def outputs_of(self, index: int) -> dict[str, Output]:
+    def outputs_of(self, index: int) -> dict[str, OutputTensor]:
         """The tensors of a layer, by the decoder's names."""
         front = f"model.layers.{index}."
         return {name: out for name, out in self._by_name.items() if name.startswith(front)}

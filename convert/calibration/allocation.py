@@ -1,0 +1,154 @@
+"""Chooses a format for each group of tensors so that a size is met at the least cost.
+
+Costs add up, so this is a knapsack with one choice per unit. Of each unit only the choices on the
+lower convex hull of (bytes, cost) can be best at some price per byte; from the smallest on, the
+step that reduces the cost most per byte is taken as long as it fits.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ..arrange import ArrangedSource, OutputTensor
+from ..formats import BITS, GROUPS, ROUTERS, affine, fits, fitting, floor_bits, quantisable
+from ..plan import ConversionPlan, PlannedTensor, dense_dtype
+from ..read import MLXFormat
+from ..recipes import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class FormatChoice:
+    """One way to store a unit."""
+
+    form: MLXFormat | None
+    num_bytes: int
+    cost: float
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationUnit:
+    """Tensors that share one format, and what they may be stored as."""
+
+    names: tuple[str, ...]
+    choices: tuple[FormatChoice, ...]
+
+
+def allocate(units: Sequence[AllocationUnit], max_bytes: int) -> list[FormatChoice]:
+    """One choice for each unit, together at most `max_bytes`, which the smallest meet."""
+    hulls = [lower_hull(unit.choices) for unit in units]
+    taken = [0] * len(units)
+    left = max_bytes - sum(hull[0].num_bytes for hull in hulls)
+    assert left >= 0, "a target that nothing meets is refused before measuring"
+    steps = [
+        (_gain(hull[i], hull[i + 1]), unit, i + 1)
+        for unit, hull in enumerate(hulls)
+        for i in range(len(hull) - 1)
+    ]
+    for _, unit, step in sorted(steps, key=lambda s: (-s[0], s[1], s[2])):
+        price = hulls[unit][step].num_bytes - hulls[unit][taken[unit]].num_bytes
+        if price <= left:
+            taken[unit], left = step, left - price
+    return [hull[index] for hull, index in zip(hulls, taken, strict=True)]
+
+
+def lower_hull(choices: Sequence[FormatChoice]) -> list[FormatChoice]:
+    """The choices that are best at some price, by rising size and falling cost."""
+    hull: list[FormatChoice] = []
+    for choice in sorted(choices, key=lambda c: (c.num_bytes, c.cost)):
+        if hull and choice.cost >= hull[-1].cost:
+            continue
+        while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-1], choice):
+            hull.pop()
+        hull.append(choice)
+    return hull
+
+
+def _gain(smaller: FormatChoice, larger: FormatChoice) -> float:
+    """Cost that each byte more takes away."""
+    return (smaller.cost - larger.cost) / max(1, larger.num_bytes - smaller.num_bytes)
+
+
+PROBE = affine(4)
+LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+@dataclass(slots=True)
+class MeasuredUnit:
+    """Tensors of one format, what the probe format does to the logits, and errors by format."""
+
+    outputs: tuple[OutputTensor, ...]
+    layer: int | None  # None: the embedding or the output projection
+    probe: MLXFormat
+    kl: float = 0.0  # nats, of the probe format
+    errors: dict[MLXFormat, float] = field(default_factory=dict)  # weighted squares
+
+    def cost(self, form: MLXFormat | None) -> float:
+        """KL divergence that a format should cost: it grows as the squared error does."""
+        if form is None:
+            return 0.0
+        return self.kl * self.errors[form] / max(self.errors[self.probe], 1e-30)
+
+
+def units_of(arranged: ArrangedSource, recipe: Recipe) -> list[MeasuredUnit]:
+    """What may be chosen freely: not routers, not what the user or the source has decided.
+
+    Gate and up projections go together: they are one matrix where the model runs.
+    """
+    groups: dict[str, list[OutputTensor]] = {}
+    for output in arranged.outputs:
+        fixed = recipe.given(output) is not None or (recipe.keep and output.lossless is not None)
+        if fixed or not quantisable(output) or ROUTERS.search(output.path):
+            continue
+        key = re.sub(r"\b(gate|up)_proj$", "gate_up_proj", output.path)
+        groups.setdefault(key, []).append(output)
+    found = []
+    for outputs in groups.values():
+        layer = LAYER.search(outputs[0].path)
+        probe = fitting(PROBE, outputs[0].shape)
+        assert probe is not None
+        found.append(MeasuredUnit(tuple(outputs), int(layer[1]) if layer else None, probe))
+    return found
+
+
+def candidates_of(output: OutputTensor, unit: MeasuredUnit) -> list[MLXFormat]:
+    """Affine formats that fit and are allowed; the probe's always."""
+    least = floor_bits(output.path)
+    formats = [affine(bits, group) for bits in BITS for group in GROUPS]
+    found = [form for form in formats if form.bits >= least and fits(form, output.shape)]
+    return found if unit.probe in found else [*found, unit.probe]
+
+
+def least_bytes(arranged: ArrangedSource, recipe: Recipe, plan: ConversionPlan) -> int:
+    """Of the whole output, where all that may be chosen is as small as it may be."""
+    size = plan.num_bytes
+    planned = {tensor.output.name: tensor.num_bytes for tensor in plan.tensors}
+    for unit in units_of(arranged, recipe):
+        forms = candidates_of(unit.outputs[0], unit)
+        priced = choices(
+            replace(unit, errors=dict.fromkeys(forms, 0.0)), recipe, arranged.source.dtype
+        )
+        size += min(choice.num_bytes for choice in priced.choices)
+        size -= sum(planned[name] for name in priced.names)
+    return size
+
+
+def choices(unit: MeasuredUnit, recipe: Recipe, model_dtype: str) -> AllocationUnit:
+    """The unit with bytes and costs, for allocate()."""
+    found = []
+    least = max(floor_bits(output.path) for output in unit.outputs)
+    for form in [*unit.errors, None]:
+        if form is not None and form.bits < least:
+            continue
+        planned = [
+            PlannedTensor(
+                output,
+                form,
+                dense_dtype(output, recipe, model_dtype)
+                if form is None
+                else recipe.dtype or model_dtype,
+            )
+            for output in unit.outputs
+        ]
+        size = sum(tensor.num_bytes for tensor in planned)
+        found.append(FormatChoice(form, size, unit.cost(form)))
+    return AllocationUnit(tuple(output.name for output in unit.outputs), tuple(found))

@@ -1,0 +1,210 @@
+"""Logits from hidden states in blocks of the vocabulary, and their KL divergence.
+
+An output projection of 150,000 tokens is the largest matrix of many models, and the logits of a
+thousand positions are as large again: neither is held whole. The source's logits are written to the
+disk; the output's come from a callable, since the caller decides what runs the model.
+
+Limits. A broken conversion (rows in a wrong order, a scale lost) diverges by several nats; the
+limits are far above what good 2-, 4- and 8-bit models have and far below that. Passing means "not
+broken"; the divergence itself says how good it is.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arrange import ArrangedSource
+from ..arrays import Floats, as_numpy
+from ..files import allocate, damaged
+from ..quantise import QuantisationMethod, round_trip
+from .stream import StreamedModel
+
+BLOCK = 1 << 22  # numbers of the matrix that are held at once
+
+Doubles = NDArray[np.float64]
+
+
+def blocks(
+    arranged: ArrangedSource,
+    streamed: StreamedModel,
+    hidden: mx.array,
+    method: QuantisationMethod | None = None,
+) -> Iterator[tuple[slice, Floats]]:
+    """Which columns, and the logits (T, columns) of hidden (T, hidden) there.
+
+    `method`: as if the matrix were quantised so.
+    """
+    cap, start = arranged.config.final_softcap, 0
+    for rows in arranged.blocks(streamed.head, BLOCK):
+        matrix = rows.astype(mx.float32)
+        if method is not None:
+            matrix = round_trip(matrix, method)
+        logits = hidden @ matrix.T
+        if cap is not None:
+            logits = mx.tanh(logits / cap) * cap
+        found = np.asarray(as_numpy(logits), dtype=np.float32)
+        yield slice(start, start + rows.shape[0]), found
+        start += rows.shape[0]
+
+
+def write(path: Path, arranged: ArrangedSource, streamed: StreamedModel, hidden: mx.array) -> None:
+    """All logits of hidden (T, hidden) into a .npy file, (T, vocab_size) float32.
+
+    Raises:
+        OSError: the disk is full; then there is no file.
+    """
+    try:
+        _lay_out(path, (hidden.shape[0], arranged.config.vocab_size))
+        file = np.lib.format.open_memmap(path, mode="r+")
+        for columns, logits in blocks(arranged, streamed, hidden):
+            file[:, columns] = logits
+        file.flush()
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _lay_out(path: Path, shape: tuple[int, int]) -> None:
+    """A .npy file of float32 zeros whose bytes the disk has.
+
+    A map of a file with holes is no way to write: where the disk is full, the system ends the
+    process (SIGBUS).
+    """
+    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        file.flush()
+        allocate(file.fileno(), file.tell(), shape[0] * shape[1] * 4)
+
+
+def log_normaliser(parts: Iterator[tuple[slice, Floats]], count: int) -> Doubles:
+    """log of the sum of exponentials of each of `count` positions."""
+    total = np.full(count, -np.inf)
+    for _, logits in parts:
+        top = logits.max(axis=-1, keepdims=True).astype(np.float64)
+        found = top[:, 0] + np.log(np.exp(logits - top).sum(axis=-1, dtype=np.float64))
+        total = np.logaddexp(total, found)
+    return total
+
+
+def divergences(
+    arranged: ArrangedSource,
+    streamed: StreamedModel,
+    reference: mx.array,
+    others: mx.array,
+    method: QuantisationMethod | None = None,
+) -> Doubles:
+    """KL(reference || other), mean over positions, in nats, for each of several others.
+
+    Args:
+        reference: (P, hidden) normed hidden states.
+        others: (S, P, hidden) of the same positions.
+        method: how the output projection of the others is quantised; None: not.
+    """
+    count, positions, hidden = others.shape
+    flat = others.reshape(-1, hidden)
+    normaliser = log_normaliser(blocks(arranged, streamed, reference), positions)
+    theirs = np.full(count * positions, -np.inf)
+    crossed = np.zeros(count * positions)
+    own = np.zeros(positions)
+    plain = blocks(arranged, streamed, reference)
+    for (_, kept), (_, found) in zip(plain, blocks(arranged, streamed, flat, method), strict=True):
+        shares = np.exp(kept - normaliser[:, None])
+        own += (shares * (kept - normaliser[:, None])).sum(axis=-1)
+        theirs = np.logaddexp(theirs, log_normaliser(iter([(slice(0), found)]), len(found)))
+        crossed += (np.tile(shares, (count, 1)) * found).sum(axis=-1)
+    kl = np.tile(own, count) - (crossed - theirs)
+    return np.maximum(kl, 0).reshape(count, positions).mean(axis=-1)
+
+
+LogitsOf = Callable[[list[int]], NDArray[np.float32]]  # ids (T,) -> logits (T, vocab_size)
+MAX_KL = ((15.0, 0.005), (7.5, 0.02), (5.5, 0.1), (4.9, 0.2), (3.9, 0.4), (2.9, 1.5), (0.0, 4.0))
+ROWS = 64  # positions that are compared at once
+
+
+@dataclass(frozen=True, slots=True)
+class LogitCheck:
+    """One context length."""
+
+    context: int  # tokens
+    positions: int  # that were compared
+    kl_mean: float  # KL(source || output), nats
+    kl_p99: float
+    top1: float  # share of positions where the most probable token is the same
+    perplexity: float  # of the output, on the text
+    source_perplexity: float
+    max_kl: float  # limit of kl_mean
+
+    @property
+    def passed(self) -> bool:
+        """Within the limit; NaN is not."""
+        return self.kl_mean <= self.max_kl
+
+
+def limit_for(bits_per_weight: float) -> float:
+    """The limit of the mean divergence, in nats."""
+    return next(limit for bits, limit in MAX_KL if bits_per_weight >= bits)
+
+
+def compare_logits(
+    sequences: Sequence[list[int]], reference: Path, logits_of: LogitsOf, max_kl: float
+) -> LogitCheck:
+    """Run sequences of one length and compare with the .npy file of the source's logits.
+
+    Raises:
+        ConversionError: the file is damaged.
+    """
+    kept = _logits(reference, sum(len(ids) for ids in sequences))
+    kl: list[NDArray[np.float64]] = []
+    same: list[NDArray[np.bool_]] = []
+    losses: list[NDArray[np.float64]] = []
+    for number, ids in enumerate(sequences):
+        found = logits_of(ids)
+        for start in range(0, len(ids), ROWS):
+            rows = slice(start, min(start + ROWS, len(ids)))
+            first = number * len(ids)
+            plain = log_softmax(kept[first + rows.start : first + rows.stop])
+            other = log_softmax(found[rows])
+            kl.append((np.exp(plain) * (plain - other)).sum(axis=-1))
+            same.append(plain.argmax(-1) == other.argmax(-1))
+            following = np.array(ids[rows.start + 1 : rows.stop + 1])
+            at = np.arange(len(following)), following
+            losses.append(np.stack([-plain[at], -other[at]]))
+    divergence = np.concatenate(kl)
+    source_loss, loss = np.concatenate(losses, axis=-1).mean(axis=-1)
+    return LogitCheck(
+        context=len(sequences[0]),
+        positions=len(divergence),
+        kl_mean=_short(divergence.mean()),
+        kl_p99=_short(np.quantile(divergence, 0.99)),
+        top1=_short(np.concatenate(same).mean()),
+        perplexity=_short(np.exp(loss)),
+        source_perplexity=_short(np.exp(source_loss)),
+        max_kl=max_kl,
+    )
+
+
+def _logits(path: Path, count: int) -> NDArray[np.float32]:
+    """`count` rows of them, read when they are looked at."""
+    try:
+        kept: NDArray[np.float32] = np.lib.format.open_memmap(path, mode="r")
+    except (ValueError, EOFError, FileNotFoundError) as error:
+        raise damaged(path) from error
+    if kept.ndim != 2 or len(kept) != count or kept.dtype != np.float32:
+        raise damaged(path)
+    return kept
+
+
+def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    """(T, vocab) -> (T, vocab)."""
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    found: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return found
+
+
+def _short(value: float) -> float:
+    return float(f"{max(value, 0.0):.5g}") if np.isfinite(value) else float("nan")

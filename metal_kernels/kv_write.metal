@@ -140,20 +140,19 @@ void kv_write(
     x[i] = float(qkv[ulong(vector) * D + i]);
   }
   simdgroup_barrier(mem_flags::mem_threadgroup);
-  if (head >= QUERY_HEADS + KV_HEADS) {
-    values.write(x, JOINED ? stored : stored - KV_HEADS, lane);
-    return;
-  }
-  if (NORM) {
+  const bool value = head >= QUERY_HEADS + KV_HEADS;  // the same for all threads of a SIMD group
+  if (NORM && !value) {
     normalise<D>(x, weight + head * D, constants[0], lane);
   }
-  if (DIMS > 0) {
+  if (DIMS > 0 && !value) {
     turn<DIMS, TRADITIONAL>(x, frequencies, float(positions[token]), constants[1], lane);
   }
-  if (ROTATE) {
+  if (ROTATE && !value) {
     spread<D, M>(x, frequencies + DIMS / 2, constants[2], lane);
   }
-  if (head < QUERY_HEADS) {
+  if (value) {
+    values.write(x, JOINED ? stored : stored - KV_HEADS, lane);
+  } else if (head < QUERY_HEADS) {
     Plain<D, T>{queries}.write(x, token * QUERY_HEADS + head, lane);
   } else {
     keys.write(x, stored, lane);

@@ -5,6 +5,7 @@ own around a body that calls that function. Every call goes through one `Device`
 in the tests a machine that executes the same source on the CPU.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -82,7 +83,7 @@ class Launch:
     function: Callable[..., list[mx.array]] = field(init=False, repr=False)  # MLX's, see `on_metal`
 
     def __post_init__(self) -> None:
-        self.function = compiled(self.kernel, tuple(self.template))
+        self.function = compiled(self.kernel, tuple(self.template), math.prod(self.threadgroup))
 
     def on_metal(self, inputs: Sequence[mx.array]) -> list[mx.array]:
         """Lazy outputs, from MLX."""
@@ -120,21 +121,29 @@ class Metal:
 
 
 @cache
-def compiled(kernel: MetalKernel, template: tuple[tuple[str, TemplateValue], ...]) -> Any:
+def compiled(
+    kernel: MetalKernel, template: tuple[tuple[str, TemplateValue], ...], num_threads: int
+) -> Any:
     """MLX's callable of a variant; nothing is compiled before its first call is evaluated.
+
+    The kernel is declared for threadgroups of at most `num_threads`: the compiler gives each thread
+    the registers that this leaves, and spills beyond. Without the declaration it may choose
+    registers for fewer threads, and then MLX refuses the launch. The attribute ends the header,
+    right before the `[[kernel]]` that MLX writes.
 
     The values stand in the body: MLX would turn its own template arguments into text in every call.
     What is compiled has a name of its own, but for the types of its arrays: some versions of MLX
     keep one library for each name. Kernels have those types among their values.
     """
     body = "\n".join([*(_declared(name, value) for name, value in template), kernel.body])
-    compiled_text = "\n".join([*kernel.inputs, *kernel.outputs, body, kernel.header])
+    header = f"{kernel.header}\n[[max_total_threads_per_threadgroup({num_threads})]]\n"
+    compiled_text = "\n".join([*kernel.inputs, *kernel.outputs, body, header])
     return mx.fast.metal_kernel(
         name=f"{kernel.name}_{sha256(compiled_text.encode()).hexdigest()[:16]}",
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
         source=body,
-        header=kernel.header,
+        header=header,
     )
 
 

@@ -1,11 +1,15 @@
-"""Address spaces, checked by clang without running anything. Knows no machine."""
+"""What Metal's compiler would refuse, checked without running anything. Knows no machine.
+
+MLX compiles kernels as Metal 3.1 and 3.2 on macOS 14 and 15, which are C++14; later systems take
+more. clang reads them as C++14 with address spaces that it tells apart; `msl_rules` has the rest.
+"""
 
 import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from metal_cpu import build
+from metal_cpu import build, msl_rules
 from metal_cpu.program import INCLUDES
 from metal_cpu.report import Fault
 from metal_cpu.source import Kernel, Part, flattened
@@ -14,9 +18,13 @@ from metal_cpu.transform import transformed
 
 _MESSAGE = re.compile(r"^(?:.*/)?([^/:\n]+):(\d+):\d+: (error|warning): (.*)$", re.MULTILINE)
 OPTIONS = (
-    *("-c", "-fsyntax-only", "-std=c++20", "-nostdinc++", "-DMSL_LINT", "-ferror-limit=40"),
-    *("-Wno-everything", "-Wimplicit-float-conversion"),
+    *("-c", "-fsyntax-only", "-std=c++14", "-nostdinc++", "-DMSL_LINT", "-ferror-limit=40"),
+    *("-Wno-everything", "-pedantic-errors", "-Wno-error=c++17-extensions", "-Werror=vla"),
+    *("-Wc++17-extensions", "-Wc++20-extensions", "-Wimplicit-float-conversion"),
 )
+# Headers of the shim and of MLX are the system's: C++20 in them is no fault.
+SYSTEM = tuple("-isystem" if option == "-I" else option for option in INCLUDES)
+ALLOWED = ("constexpr if is a C++17 extension",)  # Metal 3 has it, with a warning
 IGNORED_FILES = ("utils.h",)  # MLX's own takes arrays as parameters, which only Metal allows
 
 SPACES = {"device", "constant", "threadgroup", "thread"}
@@ -24,8 +32,8 @@ SPACES = {"device", "constant", "threadgroup", "thread"}
 
 @lru_cache(maxsize=512)
 def lint(kernel: Kernel) -> list[Fault]:
-    """What Metal's compiler would refuse and C++ alone would not: pointers that lose their address
-    space, stores to constants, floats that become bfloats unasked.
+    """Every fault that shows without running: pointers that lose their address space, stores to
+    constants, floats that become bfloats unasked, C++ beyond C++14, and what `msl_rules` finds.
     """
     text = flattened(kernel.parts)
     function = kernel.function + (f"<{kernel.instance}>" if kernel.instance else "")
@@ -39,7 +47,7 @@ def lint(kernel: Kernel) -> list[Fault]:
         )
         source.write_text("\n".join(lines))
         try:
-            made.write_text(build.clang(*OPTIONS, *INCLUDES, source))
+            made.write_text(build.clang(*OPTIONS, *SYSTEM, source))
         except build.CompileError as error:
             made.write_text(str(error))
 
@@ -48,9 +56,10 @@ def lint(kernel: Kernel) -> list[Fault]:
     refused = [
         Fault("address space", message, file, int(line))
         for file, line, severity, message in _MESSAGE.findall(said)
-        if severity == "error" or "'__bf16'" in message
-        if file not in IGNORED_FILES
+        if severity == "error" or "'__bf16'" in message or "extension" in message
+        if file not in IGNORED_FILES and not message.startswith(ALLOWED)
     ]
+    refused += msl_rules.faults(kernel.parts)
     return [*refused, *(fault for part in kernel.parts for fault in _bare_pointers(part))]
 
 

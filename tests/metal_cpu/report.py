@@ -14,8 +14,8 @@ class KernelStopped(AssertionError):
 class Fault:
     """Something that a kernel must not do.
 
-    `kind` is one of: address space, array bounds, divergence, limit, misaligned, out of bounds,
-    race, shuffle, undefined, uninitialised read, unwritten output, write to input.
+    `kind` is one of: address space, array bounds, divergence, language, limit, misaligned,
+    out of bounds, race, shuffle, undefined, uninitialised read, unwritten output, write to input.
     """
 
     kind: str

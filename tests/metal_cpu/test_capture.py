@@ -105,6 +105,21 @@ def test_what_differs_in_its_text_has_another_name() -> None:
     assert name(replace(kernel), values[1]) == names[1]
 
 
+def test_a_kernel_is_declared_for_the_threads_of_its_threadgroup() -> None:
+    """Else a compiler may plan for fewer, and MLX refuses the launch."""
+    kernel = MetalKernel("sample", ("x",), ("out",), "out[0] = x[0];")
+
+    def text(threadgroup: tuple[int, int, int]) -> str:
+        launch = Launch(kernel, (), (512, 4, 1), threadgroup, [(1,)], [mx.float32])
+        return capture(launch, [mx.zeros((8,))]).kernel.parts[-1].text
+
+    assert text((512, 1, 1)).split()[:2] == [
+        "[[max_total_threads_per_threadgroup(512)]]",
+        "[[kernel]]",
+    ]
+    assert "[[max_total_threads_per_threadgroup(128)]]" in text((32, 4, 1))
+
+
 @pytest.mark.parametrize("dtype", [
     mx.float32, mx.float16, mx.bfloat16, mx.int8, mx.uint8, mx.int16, mx.uint16, mx.int32,
     mx.uint32, mx.int64, mx.uint64, mx.bool_,

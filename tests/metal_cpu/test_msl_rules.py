@@ -1,0 +1,183 @@
+"""Edits that Metal rejects, or that are unsafe there, are found in a kernel without running it."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from metal_cpu import build, requires_compiler
+from metal_cpu.capture import UTILITIES
+from metal_cpu.lint import lint
+from metal_cpu.msl_rules import faults
+from metal_cpu.program import program
+from metal_cpu.source import Kernel, Part
+
+pytestmark = requires_compiler
+
+SOUND = """
+constant constexpr uint WIDTH = 8;
+struct Pair { float a; float b; };
+METAL_FUNC float doubled(thread float& x) { x = x * 2.0f; return x; }
+METAL_FUNC float total(const device float* p, uint n) {
+  float sum = 0;
+  for (uint i = 0; i < n; i++) sum += p[i];
+  return sum;
+}
+//HELPERS
+[[kernel]] void k(const device float* x [[buffer(0)]], device float* y [[buffer(1)]],
+                  uint3 place [[thread_position_in_grid]]) {
+  uint i = place.x;
+  threadgroup float mine[WIDTH];
+  mine[i % WIDTH] = x[i];
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  float v = mine[i % WIDTH];
+  y[i] = doubled(v) + total(x, 4);
+  //BODY
+}
+"""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """What is put into the sound kernel: helpers before it, statements at its end, or instead."""
+
+    name: str
+    helpers: str = ""
+    body: str = ""
+    old: str = ""
+    new: str = ""
+
+
+EDITS = [
+    Edit("constexpr object outside constant", "constexpr uint OTHER = 3;", "y[i] += OTHER;"),
+    Edit("mutable object of the program", "float counter;", "y[i] += counter;"),
+    Edit("static local", body="static float z = 0; y[i] += z;"),
+    Edit(
+        "threadgroup array in a helper",
+        "METAL_FUNC float h(uint i) { threadgroup float t[4]; t[i % 4] = 1.0f; return t[0]; }",
+        "y[i] += h(i);",
+    ),
+    Edit("bare reference", "METAL_FUNC void h(float& a) { a += 1.0f; }", "h(v); y[i] += v;"),
+    Edit("bare pointer", "METAL_FUNC void h(float* a) { *a += 1.0f; }", "h(&v); y[i] += v;"),
+    Edit("bare local pointer", body="float* q = &v; y[i] += *q;"),
+    Edit(
+        "device pointer as a thread's",
+        "METAL_FUNC float h(thread const float* a) { return *a; }",
+        "y[i] += h(x);",
+    ),
+    Edit("structured binding", body="Pair p = {1, 2}; auto [a, b] = p; y[i] += a + b;"),
+    Edit("inline variable", "inline constexpr constant float K = 2.0f;", "y[i] += K;"),
+    Edit(
+        "fold expression",
+        "template <typename... A> METAL_FUNC float sum(A... a) { return (a + ...); }",
+        "y[i] += sum(1.0f, 2.0f);",
+    ),
+    Edit("if with initialiser", body="if (float q = v; q > 0) y[i] += q;"),
+    Edit(
+        "template <auto>", "template <auto N> METAL_FUNC float n() { return N; }", "y[i] += n<3>();"
+    ),
+    Edit(
+        "deduced class template",
+        "template <typename T> struct Box { T t; Box(T a) : t(a) {} };",
+        "Box b(1.0f); y[i] += b.t;",
+    ),
+    Edit("lambda", body="auto f = [](auto a) { return a + 1.0f; }; y[i] += f(v);"),
+    Edit("designated initialiser", body="Pair p = {.a = 1, .b = 2}; y[i] += p.a;"),
+    Edit(
+        "concept",
+        "template <typename T> requires (sizeof(T) == 4) METAL_FUNC T same(T a) { return a; }",
+        "y[i] += same(v);",
+    ),
+    Edit("double", body="double d = 1.0; y[i] += float(d);"),
+    Edit("virtual", "struct B { virtual float f() { return 1; } };", "B b; y[i] += b.f();"),
+    Edit(
+        "recursion",
+        "METAL_FUNC float r(float a) { return a > 100 ? a : r(a + 1.0f); }",
+        "y[i] += r(v);",
+    ),
+    Edit(
+        "recursion of two",
+        "float r(float a);\nfloat s(float a) { return r(a); }\n"
+        "float r(float a) { return a > 9 ? a : s(a + 1.0f); }",
+        "y[i] += r(v);",
+    ),
+    Edit(
+        "function pointer",
+        "METAL_FUNC float g(float a) { return a; }",
+        "float (*f)(float) = g; y[i] += f(v);",
+    ),
+    Edit("new", body="float* p = new float; y[i] += *p;"),
+    Edit("goto", body="if (i == 0) goto end; y[i] = 1; end: ;"),
+    Edit("standard library", body="y[i] += std::max(1, 2);"),
+    Edit("array of variable length", body="float q[i + 1]; y[i] += q[0];"),
+    Edit("cast without a space", body="y[i] += *reinterpret_cast<const float*>(x);"),
+    Edit("simd_sum of 64 bits", body="y[i] += float(simd_sum(ulong(i)));"),
+    Edit("simd_shuffle of 64 bits", body="y[i] += float(simd_shuffle(ulong(i), ushort(0)));"),
+    Edit(
+        "threadgroup atomic of 64 bits",
+        body="threadgroup ulong q[1]; y[i] += float(atomic_fetch_add_explicit("
+        "(threadgroup atomic<ulong>*)q, 1ul, memory_order_relaxed));",
+    ),
+    Edit(
+        "memory order",
+        body="threadgroup atomic_uint q[1];atomic_store_explicit(&q[0], 1u, memory_order_release);",
+    ),
+    Edit(
+        "return before a barrier",
+        old="threadgroup_barrier",
+        new="if (i > 3) return; threadgroup_barrier",
+    ),
+    Edit(
+        "return before a barrier of a helper",
+        "METAL_FUNC void h() { threadgroup_barrier(mem_flags::mem_device); }",
+        "if (i > 3) { return; } h();",
+    ),
+    Edit(
+        "method of an object in constant",
+        "struct C { float a; float get() const { return a; } };\n"
+        "constant constexpr C TABLE[1] = {{1.0f}};",
+        "y[i] += TABLE[0].get();",
+    ),
+    Edit(
+        "method of an object in device memory",
+        "struct C { float a; float get() const { return a; } };",
+        "y[i] += ((const device C*)x)->get();",
+    ),
+    Edit("function word as a name", body="float fragment = 1; y[i] += fragment;"),
+    Edit("type as a name", body="float sampler = 1; y[i] += sampler;"),
+]
+
+
+def kernel_with(edit: Edit) -> Kernel:
+    text = SOUND.replace("//HELPERS", edit.helpers).replace("//BODY", edit.body)
+    if edit.old:
+        assert edit.old in text
+        text = text.replace(edit.old, edit.new)
+    return Kernel("k", (UTILITIES, Part("edited.metal", text)))
+
+
+def test_the_sound_kernel_has_no_fault() -> None:
+    kernel = kernel_with(Edit("none"))
+    program(kernel, checked=False)
+    assert not lint(kernel)
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.name)
+def test_what_metal_rejects_is_found_without_a_run(edit: Edit) -> None:
+    found = [fault for fault in lint(kernel_with(edit)) if fault.file == "edited.metal"]
+    assert found, build.cache_folder()
+
+
+SOUND_TEXTS = [
+    "METAL_FUNC float h(float a, float b) { float c = 1; c = a * b; return c & 1; }",
+    "struct S { const device float* p; float at(int i) const { return p[i]; } };",
+    "template <typename T, int N> struct V { T t[N]; }; constant constexpr int K = 3;",
+    "enum Mode : int { A, B }; using F = float; typedef int I;",
+    "METAL_FUNC float h(thread float (&a)[4], int i) { return a[i] * a[0]; }",
+    "METAL_FUNC void h(threadgroup float* t) { if (t[0] > 0) { t[1] = 0; } return; }",
+    "METAL_FUNC void h() { simdgroup_barrier(mem_flags::mem_none); return; }",
+]
+
+
+@pytest.mark.parametrize("text", SOUND_TEXTS)
+def test_what_metal_takes_is_no_fault(text: str) -> None:
+    assert not faults((Part("sound.metal", text),))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..models.config import ModelConfig
-from ..models.files import INDEX
+from ..models.safetensors import INDEX
 from .arrange import language_config
 from .files import write_file
 from .plan import ConversionPlan

@@ -105,7 +105,7 @@ class EngineOptions:
     def _disk(self, folder: Path) -> DiskOptions | None:
         if self.disk_cache is None:
             return None
-        from .models.identity import content_id
+        from .models.safetensors import content_id
 
         where = self.disk_cache_dir
         return DiskOptions(

@@ -15,12 +15,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ...layers.experts import ExpertProjection
 from ...layers.linear import Projection
-from ...layers.moe import MoE
-from ...layers.rope import make_rope
+from ...layers.mlp import FeedForward
+from ...layers.moe import ExpertProjection, MoE
+from ...layers.step import Step
 from ...models.config import ModelConfig
-from ...models.decoder import FeedForward, Model
+from ...models.decoder import Model
 from ...models.registry import family
 from ...models.weights import Weights
 from ..arrange import ArrangedSource, OutputTensor
@@ -173,7 +173,6 @@ class LayerRun:
     """One decoder layer, ready to be run."""
 
     model: Model
-    rope: Any
     window: int | None
 
     def __call__(self, x: mx.array, length: int) -> mx.array:
@@ -184,7 +183,7 @@ class LayerRun:
         for start in range(0, x.shape[0], sequences):
             part = x[start : start + sequences]
             positions = mx.arange(part.shape[0]) % length
-            y = self.model.layers[0](part, self.rope.prepare(positions.astype(mx.int32)), kv)
+            y = self.model.layers[0](part, Step(positions.astype(mx.int32), kv))
             mx.eval(y)
             parts.append(y)
         return mx.concatenate(parts)
@@ -234,8 +233,7 @@ class StreamedModel:
             if len(out.shape) == 3
         ]
         observe_experts(model.layers[0].mlp, experts, weights.moments)
-        rope = make_rope(self.config.ropes[index], self.config.head_dim, model.activation_dtype)
-        return LayerRun(model, rope, self.config.windows[index])
+        return LayerRun(model, self.config.windows[index])
 
     def embed(self, ids: Sequence[int], table: mx.array | None = None) -> mx.array:
         """ids -> (T, hidden), scaled as the family does; `table`: rows to use for unique ids."""

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from ...models.files import read_headers
 from ...models.jsonfields import read_json
 from ...models.safetensors import TensorInfo as Entry
+from ...models.safetensors import read_headers
 from .base import DroppableFiles, LocalFiles, ReaderSource, majority_dtype
 from .methods import choose_method, readers_of, without_quantization
 from .stored import StoredArray

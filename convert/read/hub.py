@@ -25,9 +25,8 @@ from ...hub.remote import (
     list_files,
     read_range,
 )
-from ...models.files import INDEX, read_headers
 from ...models.jsonfields import read_json
-from ...models.safetensors import MAX_HEADER_BYTES
+from ...models.safetensors import INDEX, MAX_HEADER_BYTES, read_headers
 from .base import ReaderSource
 from .folder import (
     QUANT_FILES,

@@ -17,7 +17,7 @@ from ..convert.read import open_source
 from ..convert.recipes import ConversionOptions, make_recipe
 from ..convert.run import Conversion
 from ..llm import LLM
-from ..models.files import read_headers
+from ..models.safetensors import read_headers
 from .kv_quality import DTYPE, Floats, compared, log_softmax, windows
 
 OURS: tuple[tuple[str, dict[str, Any]], ...] = (

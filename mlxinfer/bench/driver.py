@@ -59,7 +59,7 @@ class MeteredModel:
 
     def __init__(self, model: Model, meter: Meter) -> None:
         self.config = model.config
-        self.kv_specs, self.attentions = model.kv_specs, model.attentions
+        self.cache_specs, self.mixers = model.cache_specs, model.mixers
         self.activations = model.activations
         self.activation_dtype = model.activation_dtype
         self.work = Work()

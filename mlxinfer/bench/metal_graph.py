@@ -34,7 +34,7 @@ Graph = Callable[[mx.array], mx.array]  # (B,) tokens -> logits, lazy; each call
 def our_steps(folder: Path, bits: int | None, requests: int) -> Graph:
     """Steps of a bfloat16 model with all its kernels; to be made and called under `as_on_metal`."""
     model = load(folder, dtype="bfloat16")
-    specs, stored = lay_out(model.kv_specs, KVOptions(bits=(bits, bits)), key_bias=False)
+    specs, stored = lay_out(model.cache_specs, KVOptions(bits=(bits, bits)), key_bias=False)
     kernels = choose_kernels(model, specs, stored, frozenset)
     kernels.put_into(model)
     cache = KVCache(

@@ -46,7 +46,7 @@ class LastChunkModel:
 
     def __init__(self, model: Model, start: int) -> None:
         self.config = model.config
-        self.kv_specs, self.activations = model.kv_specs, model.activations
+        self.cache_specs, self.activations = model.cache_specs, model.activations
         self.activation_dtype = model.activation_dtype
         self.logits = model.logits
         self._model = model

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from ..errors import CheckpointError, MlxinferError
 from ..models.config import ModelConfig, load_config
-from ..models.files import read_headers
 from ..models.jsonfields import read_json
-from ..models.safetensors import TensorInfo
+from ..models.safetensors import TensorInfo, read_headers
 from ..text import Tokenizer
 from ..text.tokenizer_files import read_tokenizer_files
 

@@ -64,7 +64,7 @@ def choose_kernels(
     if chooser is choose_none:
         return Kernels()
     dtype = model.activation_dtype
-    layers = list(zip(model.attentions, specs, bits, strict=True))
+    layers = list(zip(model.mixers, specs, bits, strict=True))
     attention = [_attention_variants(dtype, *layer) for layer in layers]
     heads = [_heads(a, spec, b) for a, spec, b in layers]
     writing = [None if h is None else kv_write_variant(h, dtype) for h in heads]

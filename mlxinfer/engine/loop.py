@@ -50,7 +50,7 @@ class Loop:
     ) -> None:
         self.model = model
         self.config = config
-        self._layout = lay_out(model.kv_specs, config.kv, key_bias=model.config.qkv_bias)
+        self._layout = lay_out(model.cache_specs, config.kv, key_bias=model.config.qkv_bias)
         self.kernels = choose_kernels(model, *self._layout, kernels)
         self.kernels.put_into(model)
         self._emit = emit

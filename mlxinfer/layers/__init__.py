@@ -1,1 +1,1 @@
-"""What decoders are made of. Inputs and caches are arguments; nothing here is global."""
+"""What decoders are made of: mixers, feed-forward blocks, projections, norms and ropes."""

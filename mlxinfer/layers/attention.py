@@ -1,21 +1,45 @@
-"""Grouped-query attention over a flat list of tokens. Knows no sequences, masks or pages."""
+"""Grouped-query attention over a flat list of tokens (arXiv 2305.13245), as a mixer."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import mlx.core as mx
 
+from ..core import KVSpec
 from ..metal_kernels.heads import Heads
-from .kv import LayerKV
 from .linear import Projection
 from .norm import Norm
-from .rope import Rope
+from .step import Rope, Step
 
 HeadsMaker = Callable[[int | None, int | None], Heads]  # from bits of keys and of values
 
 
+class Mixer(Protocol):
+    """The first block of a layer: it lets tokens of one sequence see each other."""
+
+    def __call__(self, x: mx.array, step: Step) -> mx.array:
+        """x (T, hidden) -> (T, hidden)."""
+        ...
+
+    def onto(self, residual: mx.array, x: mx.array, step: Step) -> mx.array:
+        """residual (T, hidden) + self(x, step)."""
+        ...
+
+
 class Attention:
-    """Fused QKV projection, optional QK-norm, rope on Q and K together, then the KV cache."""
+    """Fused QKV projection, optional QK-norm, rope on Q and K together, then the KV cache.
+
+    Args:
+        qkv_proj: (T, hidden) -> (T, (num_heads + 2 * num_kv_heads) * head_dim).
+        o_proj: (T, num_heads * head_dim) -> (T, hidden).
+        spec: what the cache keeps for this layer.
+        scale: multiplies the scores.
+        rope: None: positions are not encoded.
+        qk_norm: over (T, num_heads + num_kv_heads, head_dim); None: no norm.
+        sinks: (num_heads,) learned logits that take part in each softmax; None: there are none.
+        make_heads: settings of the one kernel that stands for norm, rope and storing; None: there
+            is no such kernel for this layer.
+    """
 
     __slots__ = (
         "heads_shape",
@@ -28,6 +52,7 @@ class Attention:
         "rope",
         "scale",
         "sinks",
+        "spec",
         "v_start",
     )
 
@@ -37,44 +62,45 @@ class Attention:
         qkv_proj: Projection,
         o_proj: Projection,
         num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        spec: KVSpec,
         scale: float,
         rope: Rope | None,
         qk_norm: Norm | None = None,
         sinks: mx.array | None = None,
         make_heads: HeadsMaker | None = None,
     ) -> None:
-        self.qkv_proj = qkv_proj  # (T, hidden) -> (T, (num_heads + 2 * num_kv_heads) * head_dim)
-        self.o_proj = o_proj  # (T, num_heads * head_dim) -> (T, hidden)
+        self.qkv_proj = qkv_proj
+        self.o_proj = o_proj
         self.num_heads = num_heads
+        self.spec = spec
         self.k_start = (num_heads,)
-        self.v_start = (num_heads + num_kv_heads,)
-        self.heads_shape = (-1, num_heads + 2 * num_kv_heads, head_dim)
+        self.v_start = (num_heads + spec.num_kv_heads,)
+        self.heads_shape = (-1, num_heads + 2 * spec.num_kv_heads, spec.key_dim)
         self.scale = scale
         self.rope = rope
-        self.qk_norm = qk_norm  # over (T, num_heads + num_kv_heads, head_dim)
-        self.sinks = sinks  # (num_heads,)
-        self.make_heads = make_heads  # what one kernel does in place of norm, rope and storing
+        self.qk_norm = qk_norm
+        self.sinks = sinks
+        self.make_heads = make_heads
 
-    def heads(self, x: mx.array, prepared: Any, kv: LayerKV) -> mx.array:
-        """x (T, hidden) -> what the heads saw, (T, num_heads * head_dim)."""
+    def attend(self, x: mx.array, step: Step) -> mx.array:
+        """x (T, hidden) -> the outputs of the heads side by side, (T, num_heads * head_dim)."""
+        cache = step.cache
         projected = self.qkv_proj(x)  # (T, (H + 2 Hkv) * D)
-        if kv.heads is not None:
-            return kv.attend_heads(projected, scale=self.scale, sinks=self.sinks)
+        if cache.heads is not None:
+            return cache.attend_heads(projected, scale=self.scale, sinks=self.sinks)
         qkv = projected.reshape(self.heads_shape)  # (T, H + 2 Hkv, D)
         qk, values = mx.split(qkv, self.v_start, axis=1)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
         if self.rope is not None:
-            qk = self.rope(qk, prepared)
+            qk = self.rope(qk, step.prepared(self.rope))
         queries, keys = mx.split(qk, self.k_start, axis=1)
-        return kv.attend(queries, keys, values, scale=self.scale, sinks=self.sinks)
+        return cache.attend(queries, keys, values, scale=self.scale, sinks=self.sinks)
 
-    def __call__(self, x: mx.array, prepared: Any, kv: LayerKV) -> mx.array:
+    def __call__(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> (T, hidden)."""
-        return self.o_proj(self.heads(x, prepared, kv))
+        return self.o_proj(self.attend(x, step))
 
-    def onto(self, residual: mx.array, x: mx.array, prepared: Any, kv: LayerKV) -> mx.array:
-        """residual (T, hidden) + self(x)."""
-        return self.o_proj.onto(residual, self.heads(x, prepared, kv))
+    def onto(self, residual: mx.array, x: mx.array, step: Step) -> mx.array:
+        """residual (T, hidden) + self(x, step)."""
+        return self.o_proj.onto(residual, self.attend(x, step))

@@ -1,11 +1,10 @@
-"""Token ids to vectors and back to logits, dense or quantised. Knows no vocabulary."""
+"""The token table, dense or quantised: ids to vectors, and its use as output projection."""
 
 from typing import Protocol
 
 import mlx.core as mx
 
-from .linear import TILE, Linear, Projection, TiledLinear, tiled
-from .quantized import QuantizedLinear
+from .linear import Linear, Projection, QuantizedLinear
 
 
 class Embedding(Protocol):
@@ -18,12 +17,6 @@ class Embedding(Protocol):
     def as_linear(self) -> Projection:
         """The output projection of a model that shares the table with its input."""
         ...
-
-
-def dense_embedding(weight: mx.array, *, shared: bool) -> Embedding:
-    """A dense table (vocab_size, hidden_size); `shared`: it is the output projection, too."""
-    tiles = tiled(weight) if shared else None
-    return DenseEmbedding(weight) if tiles is None else TiledEmbedding(tiles)
 
 
 class DenseEmbedding:
@@ -43,25 +36,8 @@ class DenseEmbedding:
         return Linear(self.weight)
 
 
-class TiledEmbedding:
-    """A dense table in the layout that its use as output projection wants."""
-
-    __slots__ = ("tiles",)
-
-    def __init__(self, tiles: mx.array) -> None:
-        self.tiles = tiles  # (vocab_size / TILE, hidden_size, TILE)
-
-    def __call__(self, ids: mx.array) -> mx.array:
-        """ids (T,) -> (T, hidden_size)."""
-        return self.tiles[ids // TILE, :, ids % TILE]
-
-    def as_linear(self) -> TiledLinear:
-        """The same numbers, seen as a matrix."""
-        return TiledLinear(self.tiles)
-
-
 class QuantizedEmbedding:
-    """A quantised table; the rows asked for are dequantised."""
+    """A quantised table; only the rows of the step's tokens are dequantised."""
 
     __slots__ = ("dtype", "table")
 

@@ -1,9 +1,41 @@
-"""The dense gated feed-forward block. Knows no experts (moe.py) and no norms."""
+"""The dense feed-forward block and its gated activations.
+
+Activations take gate and up projections that lie side by side, and are built on y * sigmoid(z):
+SiLU as it is, and the tanh form of GELU because 0.5 (1 + tanh(z)) = sigmoid(2 z).
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 import mlx.core as mx
 
-from .activations import Gated
+from ..metal_kernels.gated import Gate, gate_of
+from ..metal_kernels.gated import gated as gated_in_kernel
 from .linear import Projection
+
+_Product = Callable[[mx.array, mx.array], mx.array]
+
+_SILU = ("silu", "swish")
+_GELU_TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+_GELU_ERF = ("gelu",)
+_GELU_SLOPE = 2 * math.sqrt(2 / math.pi)
+_GELU_CUBIC = 0.044715
+
+ACTIVATIONS = (*_SILU, *_GELU_TANH, *_GELU_ERF)
+
+
+class FeedForward(Protocol):
+    """The second block of a layer: an MLP or a mixture of experts."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (T, hidden) -> (T, hidden)."""
+        ...
+
+    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
+        """residual (T, hidden) + self(x)."""
+        ...
 
 
 class MLP:
@@ -11,7 +43,9 @@ class MLP:
 
     __slots__ = ("activation", "down_proj", "gate_up_proj")
 
-    def __init__(self, gate_up_proj: Projection, down_proj: Projection, activation: Gated) -> None:
+    def __init__(
+        self, gate_up_proj: Projection, down_proj: Projection, activation: "Gated"
+    ) -> None:
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
         self.activation = activation
@@ -23,3 +57,68 @@ class MLP:
     def onto(self, residual: mx.array, x: mx.array) -> mx.array:
         """residual (T, hidden) + self(x)."""
         return self.down_proj.onto(residual, self.activation(self.gate_up_proj(x)))
+
+
+class Gated:
+    """[gate, up] (..., 2 * dims) -> act(gate) * up (..., dims).
+
+    One kernel where there is Metal: MLX's compiled function, or, where the engine says so, our own,
+    which takes the host half as long. On the CPU, MLX would call a compiler. The split stays
+    outside of what is compiled: it has no rule for shapes that are left open.
+
+    Args:
+        product: of gate and up.
+        gate: what our kernel makes of them; None: it has no such function.
+        fused: compile the product; None: where there is Metal.
+    """
+
+    __slots__ = ("_product", "gate", "in_kernel")
+
+    def __init__(
+        self, product: _Product, gate: Gate | None = None, *, fused: bool | None = None
+    ) -> None:
+        fused = mx.metal.is_available() if fused is None else fused
+        self._product = mx.compile(product, shapeless=True) if fused else product
+        self.gate = gate
+        self.in_kernel = False  # set by the engine
+
+    def __call__(self, gate_up: mx.array) -> mx.array:
+        """gate_up (..., 2 * dims) -> (..., dims)."""
+        if self.in_kernel and self.gate is not None:
+            return gated_in_kernel(gate_up, self.gate)
+        gate, up = mx.split(gate_up, 2, axis=-1)
+        return self._product(gate, up)
+
+
+def gated(name: str, dtype: mx.Dtype) -> Gated:
+    """The activation that a config's hidden_act names."""
+    assert name in ACTIVATIONS, name
+    if name in _GELU_ERF:
+        return Gated(_geglu_erf)
+    if name in _SILU:
+        return Gated(_swiglu, gate_of("silu", dtype))
+    return Gated(_geglu_tanh, gate_of("gelu_tanh", dtype))
+
+
+def clamped_swiglu(dtype: mx.Dtype, *, alpha: float, limit: float) -> Gated:
+    """gpt-oss: the gate clamped from above, up from both sides, and (up + 1) instead of up."""
+    product = partial(_clamped_swiglu, alpha=alpha, limit=limit)
+    return Gated(product, gate_of("clamped_swiglu", dtype, float(alpha), float(limit)))
+
+
+def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    return gate * mx.sigmoid(gate) * up
+
+
+def _geglu_tanh(gate: mx.array, up: mx.array) -> mx.array:
+    doubled = gate * (_GELU_SLOPE + _GELU_SLOPE * _GELU_CUBIC * mx.square(gate))
+    return gate * mx.sigmoid(doubled) * up
+
+
+def _geglu_erf(gate: mx.array, up: mx.array) -> mx.array:
+    return 0.5 * gate * (1 + mx.erf(gate * math.sqrt(0.5))) * up
+
+
+def _clamped_swiglu(gate: mx.array, up: mx.array, *, alpha: float, limit: float) -> mx.array:
+    gate = mx.minimum(gate, limit)
+    return gate * mx.sigmoid(alpha * gate) * (mx.clip(up, -limit, limit) + 1)

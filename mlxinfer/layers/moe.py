@@ -1,15 +1,15 @@
-"""Mixtures of experts over a flat list of tokens. Knows routers; what experts are is experts.py.
+"""Mixtures of experts: routers, stacks of expert matrices, and the block that joins them.
 
 Each token goes to `k` of the experts; its output is their outputs, weighted by the router.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import mlx.core as mx
 
-from .activations import Gated
-from .experts import ExpertProjection
 from .linear import Projection
+from .mlp import Gated
 
 # From this many (token, expert) pairs on, pairs are sorted by expert, so that each expert's matrix
 # is read once: MLX's gather kernels have a faster path for that.
@@ -19,8 +19,16 @@ Choose = Callable[[mx.array], tuple[mx.array, mx.array]]
 """Router logits (T, E) to expert weights (T, k) and expert indices (T, k)."""
 
 
+class ExpertProjection(Protocol):
+    """One matrix per expert; each row of x is multiplied with the matrix of its expert."""
+
+    def __call__(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
+        """x (..., 1, in_dims), experts (...) -> (..., 1, out_dims)."""
+        ...
+
+
 class MoE:
-    """Router, gated experts, and the weighted sum of what they say."""
+    """Router, gated experts, and the weighted sum of the experts' outputs."""
 
     __slots__ = ("activation", "choose", "down_proj", "gate_up_proj", "router")
 
@@ -65,7 +73,7 @@ class MoE:
 
 
 def top_k_softmax(k: int) -> Choose:
-    """The k largest logits, and a softmax over these: what a normalised softmax-then-top-k is."""
+    """A softmax over the k largest logits; equals a softmax over all, top k, normalised."""
 
     def choose(logits: mx.array) -> tuple[mx.array, mx.array]:
         experts = mx.argpartition(logits, kth=-k, axis=-1)[:, -k:]
@@ -76,7 +84,7 @@ def top_k_softmax(k: int) -> Choose:
 
 
 def softmax_top_k(k: int) -> Choose:
-    """A softmax over all experts, of which the k largest are taken as they are."""
+    """A softmax over all experts; the k largest are taken as they are."""
 
     def choose(logits: mx.array) -> tuple[mx.array, mx.array]:
         weights = mx.softmax(logits, axis=-1, precise=True)
@@ -84,3 +92,85 @@ def softmax_top_k(k: int) -> Choose:
         return mx.take_along_axis(weights, experts, axis=-1), experts
 
     return choose
+
+
+class ExpertLinear:
+    """Dense matrices, stacked."""
+
+    __slots__ = ("bias", "transposed")
+
+    def __init__(self, weight: mx.array, bias: mx.array | None = None) -> None:
+        self.transposed = weight.swapaxes(-1, -2)  # (E, in_dims, out_dims)
+        self.bias = bias  # (E, out_dims)
+
+    def __call__(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
+        """x (..., 1, in_dims), experts (...) -> (..., 1, out_dims)."""
+        y = mx.gather_mm(x, self.transposed, rhs_indices=experts, sorted_indices=in_order)
+        return y if self.bias is None else y + self.bias[experts][..., None, :]
+
+
+class WideExperts:
+    """Matrices of 16 bits held in 32: MLX's CPU backend has no such product of narrower ones."""
+
+    __slots__ = ("wide",)
+
+    def __init__(self, wide: ExpertProjection) -> None:
+        self.wide = wide
+
+    def __call__(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
+        """x (..., 1, in_dims), experts (...) -> (..., 1, out_dims), in the dtype of x."""
+        return self.wide(x.astype(mx.float32), experts, in_order).astype(x.dtype)
+
+
+class QuantizedExpertLinear:
+    """Quantised matrices, stacked."""
+
+    __slots__ = ("bias", "biases", "bits", "group_size", "mode", "scales", "weight")
+
+    def __init__(
+        self,
+        weight: mx.array,
+        scales: mx.array,
+        biases: mx.array | None,
+        bias: mx.array | None = None,
+        *,
+        group_size: int,
+        bits: int,
+        mode: str,
+    ) -> None:
+        self.weight = weight  # (E, out_dims, in_dims * bits / 32) uint32
+        self.scales = scales  # (E, out_dims, in_dims / group_size)
+        self.biases = biases  # as scales; affine only
+        self.bias = bias  # (E, out_dims)
+        self.group_size = group_size
+        self.bits = bits
+        self.mode = mode
+
+    def __call__(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
+        """x (..., 1, in_dims), experts (...) -> (..., 1, out_dims)."""
+        y = mx.gather_qmm(
+            x,
+            self.weight,
+            self.scales,
+            self.biases,
+            rhs_indices=experts,
+            transpose=True,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+            sorted_indices=in_order,
+        )
+        return y if self.bias is None else y + self.bias[experts][..., None, :]
+
+
+class JoinedExperts:
+    """Expert projections of the same input, side by side: for formats that cannot be fused."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Sequence[ExpertProjection]) -> None:
+        self.parts = tuple(parts)
+
+    def __call__(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
+        """x (..., 1, in_dims), experts (...) -> (..., 1, sum of out_dims)."""
+        return mx.concatenate([part(x, experts, in_order) for part in self.parts], axis=-1)

@@ -1,55 +1,58 @@
-"""Rotary position embedding of a flat list of tokens. Knows positions, not sequences.
+"""Rotary position embedding of a flat list of tokens, and its frequencies.
 
-A model calls `prepare` once a step for each distinct rope and hands the result to every layer.
-Where there is Metal that is the positions themselves, for MLX's fused kernel; elsewhere, where the
-fused operation falls apart into twenty small ones, it is the tables of cosines and sines.
+Pair i of a head turns by `position * frequency[i]`; where a context was stretched after training,
+the slow pairs turn slower. Sources: RoPE (arXiv 2104.09864), linear interpolation (2306.15595),
+YaRN (2309.00071), LongRoPE (2402.13753), and the smoothing that Llama 3.1 published with its
+weights.
 """
 
-from typing import Any, Protocol
+import math
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
-from .frequencies import RopeSpec, inverse_frequencies
-
-
-class Rope(Protocol):
-    """Turns the leading `dims` of every head by its token's position."""
-
-    def prepare(self, positions: mx.array) -> Any:
-        """Positions (T,) int32 to what `__call__` wants of them."""
-        ...
-
-    def __call__(self, x: mx.array, prepared: Any) -> mx.array:
-        """x (T, heads, head_dim) to the same shape."""
-        ...
+from .step import Rope, Rows
 
 
-def make_rope(spec: RopeSpec, head_dim: int, dtype: mx.Dtype) -> Rope:
-    """The rope that is cheapest on this machine.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """One way to encode positions, as a config states it. Layers of equal specs share a rope."""
 
-    An attention factor on whole heads is left to the attention scale (`scale_factor`).
-    """
-    if mx.metal.is_available():
-        return FusedRope(spec, head_dim, dtype)
-    return TableRope(spec, head_dim, dtype)
+    dims: int  # leading dimensions of a head that turn; even
+    theta: float = 10000.0
+    kind: str = "default"  # "default" | "linear" | "llama3" | "yarn" | "longrope"
+    factor: float = 1.0  # how far the context was stretched
+    original_context: int = 8192  # tokens the model was first trained with
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn: turns over the original context above which a pair is kept
+    beta_slow: float = 1.0  # yarn: turns below which a pair is slowed by `factor`
+    truncate: bool = True  # yarn: round the range between the two to whole pairs
+    pair_factors: tuple[float, ...] = ()  # longrope: how far each pair was stretched
+    attention_factor: float = 1.0  # multiplies what was rotated
+    long: "RopeSpec | None" = None  # of sequences that may outgrow the original context; None: this
 
-
-def scale_factor(spec: RopeSpec, head_dim: int) -> float:
-    """What the attention scale is multiplied with: (a q)·(a k) is a² q·k where all of q turns."""
-    return spec.attention_factor**2 if spec.dims == head_dim else 1.0
+    def variant(self, max_tokens: int) -> int:
+        """1 for a sequence that may grow to `max_tokens` and takes `long`; else 0."""
+        return int(self.long is not None and max_tokens > self.original_context)
 
 
 class FusedRope:
-    """One kernel a call: `mx.fast.rope` with one offset per token."""
+    """One kernel a call: `mx.fast.rope` with one offset per token.
+
+    An attention factor on whole heads is left to the attention scale, see `scale_factor`.
+    """
 
     __slots__ = ("dims", "freqs", "magnitudes")
 
     def __init__(self, spec: RopeSpec, head_dim: int, dtype: mx.Dtype) -> None:
         self.dims = spec.dims
         self.freqs = 1 / mx.array(inverse_frequencies(spec), mx.float32)
-        self.magnitudes = _magnitudes(spec, head_dim, dtype)
+        self.magnitudes = magnitudes(spec, head_dim, dtype)
 
-    def prepare(self, positions: mx.array) -> mx.array:
+    def prepare(self, positions: mx.array, variants: Rows | None = None) -> mx.array:
         """The positions (T,) themselves."""
         return positions
 
@@ -69,38 +72,107 @@ class FusedRope:
         return turned.squeeze(2)
 
 
-class TableRope:
-    """x cos + rotate(x) sin, with tables as wide as the head and computed once a step."""
+class LongRope:
+    """Two ropes, of which each sequence takes the one of its own variant (arXiv 2402.13753).
 
-    __slots__ = ("cuts", "dtype", "frequencies", "magnitudes", "signs")
+    A step in which all sequences agree runs one rope; another runs both, and takes from each the
+    tokens of its variant.
+    """
 
-    def __init__(self, spec: RopeSpec, head_dim: int, dtype: mx.Dtype) -> None:
-        half, rest = spec.dims // 2, head_dim - spec.dims
-        turning = inverse_frequencies(spec)
-        self.frequencies = mx.array(turning + turning + [0.0] * rest, mx.float32)  # (head_dim,)
-        self.signs = mx.array([-1.0] * half + [1.0] * half + [0.0] * rest, mx.float32)
-        self.cuts = [half, spec.dims] if rest else [half]
-        self.magnitudes = _magnitudes(spec, head_dim, mx.float32)
-        self.dtype = dtype
+    __slots__ = ("long", "short")
 
-    def prepare(self, positions: mx.array) -> tuple[mx.array, mx.array]:
-        """Positions (T,) to cosines and signed sines, each (T, 1, head_dim)."""
-        angles = positions[:, None, None] * self.frequencies
-        cosines, sines = mx.cos(angles), mx.sin(angles) * self.signs
-        if self.magnitudes is not None:
-            cosines, sines = cosines * self.magnitudes, sines * self.magnitudes
-        return cosines.astype(self.dtype), sines.astype(self.dtype)
+    def __init__(self, short: Rope, long: Rope) -> None:
+        self.short = short
+        self.long = long
 
-    def __call__(self, x: mx.array, prepared: tuple[mx.array, mx.array]) -> mx.array:
+    def prepare(self, positions: mx.array, variants: Rows | None = None) -> Any:
+        """The prepared short and long rope, None where no token takes it, and the choice (T,)."""
+        num_long = 0 if variants is None else int(np.count_nonzero(variants))
+        short = long = chosen = None
+        if num_long < positions.shape[0]:
+            short = self.short.prepare(positions)
+        if num_long:
+            long = self.long.prepare(positions)
+        if variants is not None and short is not None and long is not None:
+            chosen = mx.array(variants)[:, None, None] != 0
+        return short, long, chosen
+
+    def __call__(self, x: mx.array, prepared: Any) -> mx.array:
         """x (T, heads, head_dim) to the same shape."""
-        cosines, sines = prepared
-        first, second, *rest = mx.split(x, self.cuts, axis=-1)
-        return x * cosines + mx.concatenate([second, first, *rest], axis=-1) * sines
+        short, long, chosen = prepared
+        if long is None:
+            return self.short(x, short)
+        if short is None:
+            return self.long(x, long)
+        return mx.where(chosen, self.long(x, long), self.short(x, short))
 
 
-def _magnitudes(spec: RopeSpec, head_dim: int, dtype: mx.Dtype) -> mx.array | None:
+def scale_factor(spec: RopeSpec, head_dim: int) -> float:
+    """Factor on the attention scale: (a q)·(a k) is a² q·k where all of the head turns."""
+    return spec.attention_factor**2 if spec.dims == head_dim else 1.0
+
+
+def magnitudes(spec: RopeSpec, head_dim: int, dtype: mx.Dtype) -> mx.array | None:
     """(head_dim,) factors where only a part of the head turns and is scaled; else None."""
     if spec.attention_factor == 1.0 or spec.dims == head_dim:
         return None
     rest = head_dim - spec.dims
     return mx.array([spec.attention_factor] * spec.dims + [1.0] * rest, dtype)
+
+
+def inverse_frequencies(spec: RopeSpec) -> list[float]:
+    """Radians per token of each of the `spec.dims // 2` pairs."""
+    plain = [spec.theta ** (-2 * i / spec.dims) for i in range(spec.dims // 2)]
+    match spec.kind:
+        case "linear":
+            return [f / spec.factor for f in plain]
+        case "llama3":
+            return [_llama3(f, spec) for f in plain]
+        case "yarn":
+            return _yarn(plain, spec)
+        case "longrope":
+            return [f / factor for f, factor in zip(plain, spec.pair_factors, strict=True)]
+    assert spec.kind == "default", spec.kind
+    return plain
+
+
+def yarn_attention_factor(
+    factor: float, mscale: float | None = None, mscale_all_dim: float | None = None
+) -> float:
+    """What YaRN multiplies the rotated queries and keys with, where the config does not say."""
+    if mscale and mscale_all_dim:
+        return _magnitude(factor, mscale) / _magnitude(factor, mscale_all_dim)
+    return _magnitude(factor, 1.0)
+
+
+def _magnitude(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _llama3(frequency: float, spec: RopeSpec) -> float:
+    turns = spec.original_context * frequency / (2 * math.pi)
+    if turns < spec.low_freq_factor:
+        return frequency / spec.factor
+    if turns > spec.high_freq_factor:
+        return frequency
+    kept = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+    return (1 - kept) * frequency / spec.factor + kept * frequency
+
+
+def _yarn(plain: list[float], spec: RopeSpec) -> list[float]:
+    low, high = _pair_at(spec.beta_fast, spec), _pair_at(spec.beta_slow, spec)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.dims - 1)
+    width = high - low or 0.001  # the ramp of a single step still needs a slope
+    frequencies = []
+    for i, f in enumerate(plain):
+        slowed = min(max((i - low) / width, 0.0), 1.0)
+        frequencies.append(slowed * f / spec.factor + (1 - slowed) * f)
+    return frequencies
+
+
+def _pair_at(turns: float, spec: RopeSpec) -> float:
+    """The (fractional) pair that turns this often over the original context."""
+    wavelength = spec.original_context / (turns * 2 * math.pi)
+    return spec.dims * math.log(wavelength) / (2 * math.log(spec.theta))

@@ -24,17 +24,18 @@ def load(folder: Path, *, dtype: str = "auto") -> "Model":
         InvalidRequestError: an unknown dtype.
     """
     from .config import load_config
-    from .registry import OUTGROW_FLOAT16, family
+    from .registry import family
     from .weights import Weights, load_tensors
 
     folder = Path(folder)
     config = load_config(folder)
-    module = family(config.model_type)
+    builder = family(config.model_type)
     weights = Weights(
         load_tensors(folder),
         quantization=config.quantization,
         dtype=dtype,
-        fits_float16=config.model_type not in OUTGROW_FLOAT16,
-        rename=module.rename,
+        fits_float16=builder.fits_float16,
+        rename=builder.rename,
     )
-    return module.build(config, weights)
+    model: Model = builder.build(config, weights)
+    return model

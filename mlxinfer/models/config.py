@@ -1,6 +1,6 @@
-"""config.json, normalised: one frozen ModelConfig for every family and spelling. No mlx.
+"""config.json, normalised: one frozen ModelConfig for every family and spelling.
 
-What a family assumes where its config is silent stands in assumed.py.
+A family says what it assumes where its config is silent, and reads what only it has; see family.py.
 """
 
 from collections.abc import Mapping
@@ -8,14 +8,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..core import KVSpec
 from ..errors import CheckpointError, UnsupportedModelError
-from ..layers.frequencies import RopeSpec
+from ..layers.rope import RopeSpec
 from . import registry
-from .assumed import text_fields
 from .jsonfields import Fields, read_json
-from .layertypes import SLIDING, read_layer_types
 from .quantization import Quantization, read_quantization
-from .ropeconfig import read_rope
+from .rope_config import SLIDING, read_rope
+
+_COMMON = {
+    "rope_theta": 10_000.0,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +57,10 @@ class ModelConfig:
     dtype: str | None = None  # as the config states it; the tensors themselves decide
     fields: Fields = field(repr=False, compare=False)  # for what only one family reads
 
+    def kv_spec(self, index: int) -> KVSpec:
+        """What the attention of a layer keeps per token."""
+        return KVSpec(self.num_kv_heads, self.head_dim, self.head_dim, self.windows[index])
+
 
 def load_config(folder: Path) -> ModelConfig:
     """The config of a checkpoint folder, with the end tokens of generation_config.json."""
@@ -66,14 +76,16 @@ def normalise(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = Non
         CheckpointError: a key is missing, of the wrong type or out of range; the message names it.
         UnsupportedModelError: the architecture or a feature of it is not supported.
     """
-    fields = text_fields(raw)
+    top = Fields(raw, "config.json")
+    family = registry.family(top.text("model_type"))
+    fields = _completed(family.language_model(top), family.defaults)
     model_type = fields.text("model_type")
-    registry.check(model_type)
     _check_features(fields)
     vocab_size = fields.integer("vocab_size", high=2**24)
     num_layers = fields.integer("num_hidden_layers", high=2000)
     heads = _heads(fields)
-    return ModelConfig(
+    qkv_bias, o_bias = family.biases(fields)
+    config = ModelConfig(
         model_type=model_type,
         vocab_size=vocab_size,
         hidden_size=fields.integer("hidden_size", high=2**20),
@@ -83,20 +95,31 @@ def normalise(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = Non
         rms_norm_eps=fields.number("rms_norm_eps", low=0.0, high=1.0),
         activation=fields.text("hidden_activation", "hidden_act"),
         tie_word_embeddings=_tied(raw, fields),
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
         mlp_bias=fields.boolean("mlp_bias", default=False),
         final_softcap=fields.number("final_logit_softcapping", above=0.0, default=None),
-        quantization=read_quantization(Fields(raw, "config.json")),
+        quantization=read_quantization(top),
         dtype=fields.text("dtype", "torch_dtype", default=None),
         fields=fields,
         **heads,
-        **_positions(fields, num_layers, heads["head_dim"]),
-        **_biases(fields, model_type),
+        **_positions(fields, family.layer_types(fields, num_layers), heads["head_dim"]),
         **_experts(fields, num_layers),
     )
+    configured: ModelConfig = family.configure(config)
+    return configured
+
+
+def _completed(fields: Fields, defaults: Mapping[str, Any]) -> Fields:
+    """What the config states, and the family's defaults where it is silent."""
+    assumed = {**_COMMON, **defaults}
+    if fields.get("rope_parameters") is not None:
+        assumed.pop("rope_scaling", None)
+    return Fields({**assumed, **fields.values}, fields.where)
 
 
 def _heads(fields: Fields) -> dict[str, Any]:
-    """Of attention, and what their scores are scaled by."""
+    """Sizes of the attention heads, and the scale of their scores."""
     num_heads = fields.integer("num_attention_heads", high=2**14)
     num_kv_heads = fields.integer("num_key_value_heads", high=2**14, default=num_heads)
     if num_heads % num_kv_heads:
@@ -127,9 +150,8 @@ def _head_dim(fields: Fields, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
-def _positions(fields: Fields, num_layers: int, head_dim: int) -> dict[str, Any]:
-    """What each layer sees, and how it knows where a token stands."""
-    layer_types = read_layer_types(fields, num_layers)
+def _positions(fields: Fields, layer_types: list[str], head_dim: int) -> dict[str, Any]:
+    """The window and the rope of each layer, and the longest context."""
     window = fields.integer("sliding_window", default=None) if SLIDING in layer_types else None
     ropes = {kind: read_rope(fields, kind, head_dim=head_dim) for kind in set(layer_types)}
     return {
@@ -137,13 +159,6 @@ def _positions(fields: Fields, num_layers: int, head_dim: int) -> dict[str, Any]
         "ropes": tuple(ropes[kind] for kind in layer_types),
         "max_context": _max_context(fields, ropes[layer_types[-1]]),
     }
-
-
-def _biases(fields: Fields, model_type: str) -> dict[str, Any]:
-    """Of the attention's projections."""
-    bias = fields.boolean("attention_bias", default=False)
-    biased = model_type in ("llama", "qwen3", "qwen3_moe", "gpt_oss") and bias
-    return {"qkv_bias": biased or model_type == "qwen2", "o_bias": biased}
 
 
 def _tied(raw: Mapping[str, Any], fields: Fields) -> bool:

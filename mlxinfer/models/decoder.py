@@ -1,83 +1,121 @@
-"""The one decoder: layers of (attention, MLP, norm layout), built from a config and a few switches.
+"""The one decoder: a stack of layers, each a mixer and a feed-forward block in a norm layout.
 
-Knows no sequences: every token brings its own position, and what it may attend to is behind the
-KV cache that the caller passes for each layer.
+It knows no sequences: every token brings its own position, and what it may attend to is behind the
+cache that the caller passes for each layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
 
 from ..core import KVSpec
-from ..layers.activations import Gated
 from ..layers.attention import Attention
 from ..layers.embedding import Embedding
-from ..layers.kv import LayerKV
 from ..layers.linear import Projection
+from ..layers.mlp import FeedForward, Gated
 from ..layers.norm import Norm
-from ..layers.rope import Rope
-from ..layers.tree import arrays
+from ..layers.step import Rows, Step
 from .config import ModelConfig
 
 
-class FeedForward(Protocol):
-    """MLP or mixture of experts: (T, hidden) -> (T, hidden)."""
+class Layer(Protocol):
+    """One layer of a decoder."""
 
-    activation: Gated
+    mixer: Attention
+    mlp: FeedForward
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """The block alone."""
-        ...
-
-    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
-        """The block, added to the residual stream."""
+    def __call__(self, x: mx.array, step: Step) -> mx.array:
+        """x (T, hidden) -> (T, hidden)."""
         ...
 
 
 class PreNormLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)): Llama and most others.
 
-    __slots__ = ("input_layernorm", "mlp", "post_attention_layernorm", "self_attn")
+    Args:
+        scale: multiplies what both blocks add to the residual stream; None: 1.
+    """
+
+    __slots__ = ("mixer", "mixer_norm", "mlp", "mlp_norm", "scale")
 
     def __init__(
-        self, input_layernorm: Norm, self_attn: Attention, post: Norm, mlp: FeedForward
+        self,
+        mixer_norm: Norm,
+        mixer: Attention,
+        mlp_norm: Norm,
+        mlp: FeedForward,
+        *,
+        scale: float | None = None,
     ) -> None:
-        self.input_layernorm = input_layernorm
-        self.self_attn = self_attn
-        self.post_attention_layernorm = post
+        self.mixer_norm = mixer_norm
+        self.mixer = mixer
+        self.mlp_norm = mlp_norm
         self.mlp = mlp
+        self.scale = scale
 
-    def __call__(self, x: mx.array, prepared: Any, kv: LayerKV) -> mx.array:
+    def __call__(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> (T, hidden)."""
-        x = self.self_attn.onto(x, self.input_layernorm(x), prepared, kv)
-        return self.mlp.onto(x, self.post_attention_layernorm(x))
+        if self.scale is None:
+            x = self.mixer.onto(x, self.mixer_norm(x), step)
+            return self.mlp.onto(x, self.mlp_norm(x))
+        x = x + self.mixer(self.mixer_norm(x), step) * self.scale
+        return x + self.mlp(self.mlp_norm(x)) * self.scale
+
+
+class PostNormLayer:
+    """x + norm(mixer(x)), then x + norm(mlp(x)): OLMo 2 and its kin."""
+
+    __slots__ = ("mixer", "mixer_norm", "mlp", "mlp_norm")
+
+    def __init__(
+        self, mixer: Attention, mixer_norm: Norm, mlp: FeedForward, mlp_norm: Norm
+    ) -> None:
+        self.mixer = mixer
+        self.mixer_norm = mixer_norm
+        self.mlp = mlp
+        self.mlp_norm = mlp_norm
+
+    def __call__(self, x: mx.array, step: Step) -> mx.array:
+        """x (T, hidden) -> (T, hidden)."""
+        x = x + self.mixer_norm(self.mixer(x, step))
+        return x + self.mlp_norm(self.mlp(x))
 
 
 class SandwichLayer:
-    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
+    """x + norm(mixer(norm(x))), then x + norm(mlp(norm(x))): Gemma 2 and 3.
 
-    __slots__ = ("mlp", "norms", "self_attn")
+    Args:
+        norms: before and after the mixer, before and after the feed-forward block.
+    """
 
-    def __init__(self, norms: Sequence[Norm], self_attn: Attention, mlp: FeedForward) -> None:
-        self.norms = tuple(norms)  # before and after attention, before and after the MLP
-        self.self_attn = self_attn
+    __slots__ = ("mixer", "mlp", "norms")
+
+    def __init__(self, norms: Sequence[Norm], mixer: Attention, mlp: FeedForward) -> None:
+        self.norms = tuple(norms)
+        self.mixer = mixer
         self.mlp = mlp
 
-    def __call__(self, x: mx.array, prepared: Any, kv: LayerKV) -> mx.array:
+    def __call__(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> (T, hidden)."""
         before, after, before_mlp, after_mlp = self.norms
-        x = x + after(self.self_attn(before(x), prepared, kv))
+        x = x + after(self.mixer(before(x), step))
         return x + after_mlp(self.mlp(before_mlp(x)))
 
 
 class Model:
     """A decoder-only language model over a flat list of tokens.
 
-    Attributes:
+    Args:
         config: as normalised.
-        kv_specs: what each layer's KV cache must keep; one entry a layer.
-        activation_dtype: the dtype of the keys and values handed to `attend`.
+        embed_tokens, layers, norm, lm_head: the parts, in the order of a forward pass.
+        activations: every gated activation, which a Metal kernel may replace.
+        activation_dtype: of hidden states, keys and values.
+        embed_scale: multiplies the embeddings; None: 1.
+        logit_scale: multiplies the logits; None: 1.
+
+    Attributes:
+        cache_specs: what each layer's cache must keep; one entry a layer.
     """
 
     def __init__(
@@ -85,35 +123,42 @@ class Model:
         config: ModelConfig,
         *,
         embed_tokens: Embedding,
-        layers: Sequence[PreNormLayer | SandwichLayer],
-        ropes: Sequence[Rope],
-        rope_of_layer: Sequence[int],
+        layers: Sequence[Layer],
         norm: Norm,
         lm_head: Projection,
+        activations: Sequence[Gated],
         activation_dtype: mx.Dtype,
         embed_scale: float | None = None,
+        logit_scale: float | None = None,
     ) -> None:
         self.config = config
         self.embed_tokens = embed_tokens
         self.layers = list(layers)
         self.norm = norm
         self.lm_head = lm_head
+        self.activations = list(activations)
         self.activation_dtype = activation_dtype
-        self.kv_specs = [
-            KVSpec(config.num_kv_heads, config.head_dim, config.head_dim, window)
-            for window in config.windows
-        ]
-        self._ropes = list(ropes)
-        self._steps = list(zip(self.layers, rope_of_layer, strict=True))
+        self.cache_specs: list[KVSpec] = [layer.mixer.spec for layer in self.layers]
         self._embed_scale = None if embed_scale is None else mx.array(embed_scale, activation_dtype)
+        self._logit_scale = logit_scale
 
-    def __call__(self, ids: mx.array, positions: mx.array, kv: Sequence[LayerKV]) -> mx.array:
+    def __call__(
+        self,
+        ids: mx.array,
+        positions: mx.array,
+        caches: Sequence[Any],
+        *,
+        rope_variants: Rows | None = None,
+        adapters: Rows | None = None,
+    ) -> mx.array:
         """One step over T tokens of any sequences.
 
         Args:
             ids: (T,) int32, each in [0, vocab_size): MLX does not check.
             positions: (T,) int32, each token's place in its own sequence.
-            kv: one cache per layer, which knows the sequences.
+            caches: one per layer, which know the sequences; see `layers/step.py`.
+            rope_variants: (T,) `rope_variant` of each token's sequence; None: 0 for all.
+            adapters: (T,) the adapter of each token's sequence, 0 for none; None: none for all.
 
         Returns:
             (T, hidden_size) after the final norm.
@@ -121,30 +166,37 @@ class Model:
         x = self.embed_tokens(ids)
         if self._embed_scale is not None:
             x = x * self._embed_scale
-        prepared = [rope.prepare(positions) for rope in self._ropes]
-        for (layer, rope), cache in zip(self._steps, kv, strict=True):
-            x = layer(x, prepared[rope], cache)
+        step = Step(positions, rope_variants=rope_variants, adapters=adapters)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            step.cache = cache
+            x = layer(x, step)
         return self.norm(x)
-
-    @property
-    def attentions(self) -> list[Attention]:
-        """The attention of each layer."""
-        return [layer.self_attn for layer in self.layers]
-
-    @property
-    def activations(self) -> list[Gated]:
-        """The gated activation of each layer."""
-        return [layer.mlp.activation for layer in self.layers]
 
     def logits(self, hidden: mx.array) -> mx.array:
         """hidden (R, hidden_size) as `__call__` returns it -> (R, vocab_size)."""
         logits = self.lm_head(hidden)
+        if self._logit_scale is not None:
+            logits = logits * self._logit_scale
         cap = self.config.final_softcap
         return logits if cap is None else mx.tanh(logits / cap) * cap
 
+    def rope_variant(self, max_tokens: int) -> int:
+        """Which frequencies a sequence uses that may grow to `max_tokens`; 0 for most models.
+
+        All of a sequence's keys must be of one variant, so it is chosen once, when the sequence
+        begins; and keys of two variants are never shared.
+        """
+        specs = dict.fromkeys(spec for spec in self.config.ropes if spec is not None)
+        return max((spec.variant(max_tokens) for spec in specs), default=0)
+
+    @property
+    def mixers(self) -> list[Attention]:
+        """The mixer of each layer."""
+        return [layer.mixer for layer in self.layers]
+
     def arrays(self) -> list[mx.array]:
         """Every array that the model holds; a tied table once."""
-        parts: list[Any] = [self.embed_tokens, self.layers, self.norm, self._ropes]
+        parts: list[Any] = [self.embed_tokens, self.layers, self.norm]
         if not self.config.tie_word_embeddings:
             parts.append(self.lm_head)
         return list(arrays(parts))
@@ -153,3 +205,21 @@ class Model:
     def num_bytes(self) -> int:
         """Memory that the weights take."""
         return sum(array.nbytes for array in self.arrays())
+
+
+def arrays(item: Any) -> Iterator[mx.array]:
+    """Every array reachable through lists, tuples and the slots of this package's classes, once."""
+    seen: set[int] = set()
+    stack = [item]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, mx.array):
+            yield item
+        elif isinstance(item, list | tuple):
+            stack.extend(item)
+        elif type(item).__module__.startswith("mlxinfer."):
+            for kind in type(item).__mro__:
+                stack.extend(getattr(item, name) for name in getattr(kind, "__slots__", ()))

@@ -1,39 +1,34 @@
-"""Which module builds which architecture; a module is imported when it is used. No mlx."""
+"""Which class builds which architecture. A family's module is imported when it is used."""
 
 from importlib import import_module
 from typing import Any
 
 from ..errors import UnsupportedModelError
 
-_MODULES = {
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "llama",
-    "qwen3": "llama",
-    "qwen3_moe": "moe",
-    "gemma3": "gemma",
-    "gemma3_text": "gemma",
-    "gpt_oss": "gpt_oss",
+_FAMILIES = {  # model_type -> module in families/, class
+    "llama": ("llama", "Llama"),
+    "mistral": ("llama", "Mistral"),
+    "qwen2": ("qwen", "Qwen2"),
+    "qwen3": ("qwen", "Qwen3"),
+    "qwen3_moe": ("qwen", "Qwen3MoE"),
+    "gemma3": ("gemma", "Gemma3"),
+    "gemma3_text": ("gemma", "Gemma3"),
+    "gpt_oss": ("gpt_oss", "GptOss"),
 }
 
-SUPPORTED = tuple(_MODULES)
-OUTGROW_FLOAT16 = frozenset({"gemma3_text"})  # their residual stream passes 65,504
-
-
-def check(model_type: str) -> None:
-    """Raise UnsupportedModelError unless a family builds this architecture."""
-    if model_type not in _MODULES:
-        raise UnsupportedModelError(
-            f"The architecture {model_type[:60]!r} is not supported; supported are "
-            f"{', '.join(SUPPORTED)}."
-        )
+SUPPORTED = tuple(_FAMILIES)
 
 
 def family(model_type: str) -> Any:
-    """The family module: `build(config, weights) -> Model` and `rename(name) -> name | None`.
+    """The `Family` subclass of an architecture.
 
     Raises:
         UnsupportedModelError: no family builds this architecture.
     """
-    check(model_type)
-    return import_module(f".families.{_MODULES[model_type]}", __package__)
+    if model_type not in _FAMILIES:
+        raise UnsupportedModelError(
+            f"The architecture {model_type[:60]!r} is not supported; supported are "
+            f"{', '.join(SUPPORTED)}."
+        )
+    module, name = _FAMILIES[model_type]
+    return getattr(import_module(f".families.{module}", __package__), name)

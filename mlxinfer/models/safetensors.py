@@ -1,20 +1,30 @@
-"""safetensors headers, checked before anything else reads the file. Pure Python, no mlx.
+"""Folders of safetensors: which files hold the weights, their checked headers, and an identity.
+
+Every header is checked before anything else reads the file. Nothing in a checkpoint is ever run:
+pickles are refused, `auto_map` and `model_file` are ignored. Pure Python, no mlx.
 
 The format (github.com/huggingface/safetensors, README "Format"): eight bytes of little-endian
 header length, a JSON object of name -> {dtype, shape, data_offsets}, then the data without holes.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from ..errors import CheckpointError
-from .jsonfields import parse_json
+from ..errors import CheckpointError, ModelNotFoundError
+from .jsonfields import parse_json, read_json
 
+INDEX = "model.safetensors.index.json"
+SAMPLE_BYTES = 4096  # of each tensor, from its middle, that go into a folder's identity
+MAX_SAMPLES = 4096  # tensors of a file that do
 MAX_HEADER_BYTES = 100_000_000  # as the reference implementation
 MAX_DIMS = 8
 GIT_LFS = b"version https://git-lfs"  # how a clone without git-lfs says where a large file lies
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 ITEM_BYTES = {
     "F64": 8,
@@ -44,6 +54,60 @@ class TensorInfo:
     shape: tuple[int, ...]
     start: int  # bytes after the header
     end: int
+
+
+def read_headers(folder: Path) -> dict[Path, dict[str, TensorInfo]]:
+    """The weight files of a checkpoint and what each holds, every header checked.
+
+    Raises:
+        ModelNotFoundError: the folder has no safetensors.
+        CheckpointError: a broken file, a tensor in two files, or an index that is wrong.
+    """
+    paths = _weight_files(folder)
+    headers = {path: read_header(path) for path in paths}
+    owners: dict[str, Path] = {}
+    for path, tensors in headers.items():
+        for name in tensors:
+            if name in owners:
+                raise CheckpointError(f"Tensor {name!r} is in {owners[name]} and in {path}.")
+            owners[name] = path
+    return headers
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """One file, or what the index lists, or shards without an index: in this order."""
+    whole, index = folder / "model.safetensors", folder / INDEX
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        return _indexed(index)
+    paths = sorted(folder.glob("model*.safetensors"))
+    if paths:
+        return paths
+    pickles = [path.name for pattern in _PICKLES for path in folder.glob(pattern)]
+    if pickles:
+        raise CheckpointError(
+            f"{folder} has its weights in {pickles[0]}, a pickle, which can run any code and is "
+            "never opened; use a safetensors version of this model."
+        )
+    raise ModelNotFoundError(f"{folder} has no model.safetensors.")
+
+
+def _indexed(index: Path) -> list[Path]:
+    """The shards that the index names: plain file names in the index's own folder."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map.")
+    names = list(dict.fromkeys(str(name) for name in weight_map.values()))
+    for name in names:
+        if not name.endswith(".safetensors") or name != Path(name).name or "\\" in name:
+            raise CheckpointError(
+                f"{index} names the file {name[:200]!r}; expected the name of a .safetensors file "
+                "in the same folder."
+            )
+        if not (index.parent / name).is_file():
+            raise CheckpointError(f"{index} names {name!r}, which is missing; download it again.")
+    return [index.parent / name for name in names]
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -119,3 +183,42 @@ def _check_spans(
 
 def _bad(name: str, path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"Tensor {name[:200]!r} of {path} {what}.")
+
+
+def content_id(folder: Path) -> str:
+    """A name for the weights in a checkpoint folder: equal for copies, different for other weights.
+
+    A digest of config.json and, for each safetensors file, of its header and a sample of every
+    tensor: a merged adapter or a finetune has the same config, sizes and names, and may change few
+    tensors.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    digest = blake2b(digest_size=20)
+    try:
+        for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+            for part in _parts(path):
+                digest.update(len(part).to_bytes(8, "little") + part)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.") from error
+    return digest.hexdigest()
+
+
+def _parts(path: Path) -> Iterator[bytes]:
+    yield path.name.encode()
+    if path.suffix == ".json":
+        yield path.read_bytes()
+        return
+    tensors = list(read_header(path).values())
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        yield file.read(length)
+        for info in tensors[:: -(-len(tensors) // MAX_SAMPLES) or 1]:
+            yield _sample(file, info, 8 + length)
+
+
+def _sample(file: BinaryIO, info: TensorInfo, data_start: int) -> bytes:
+    count = min(SAMPLE_BYTES, info.end - info.start)
+    file.seek(data_start + (info.start + info.end - count) // 2)
+    return file.read(count)

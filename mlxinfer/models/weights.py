@@ -1,22 +1,25 @@
-"""A folder of safetensors as strictly checked arrays. Knows formats, not architectures.
+"""A folder of safetensors as strictly checked arrays, and matrices made of them.
 
 A family asks for each tensor by name and shape; what is missing, misshapen or left over at the end
 is an error that names it. MLX sees a file only after its header was checked (safetensors.py).
+Matrices that read the same input are fused, outputs side by side: fewer operations a token.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import mlx.core as mx
 
 from ..errors import CheckpointError, InvalidRequestError, shown
-from ..layers.embedding import Embedding, QuantizedEmbedding, dense_embedding
-from ..layers.linear import Projection
-from ..layers.quantized import QuantizedLinear
-from .files import read_headers
+from ..layers.cpu import layer_factory
+from ..layers.embedding import Embedding
+from ..layers.factory import LayerFactory
+from ..layers.linear import Joined, Projection
+from ..layers.moe import ExpertProjection, JoinedExperts
 from .quantization import QuantFormat, Quantization, format_of_shapes
-from .stored import Stored, fused
+from .safetensors import read_headers
 
 Rename = Callable[[str], str | None]
 
@@ -24,6 +27,35 @@ _PARTS = ("weight", "scales", "biases")
 _OF_PACKED = (".scales", ".biases")
 _FLOATS = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
 _DTYPES = {name: dtype for dtype, name in _FLOATS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """One matrix, or one per expert: (..., out_dims, in_dims), packed where there is a format."""
+
+    weight: mx.array
+    bias: mx.array | None = None  # (..., out_dims)
+    scales: mx.array | None = None  # (..., out_dims, in_dims / group_size)
+    biases: mx.array | None = None  # as scales; affine formats only
+    form: QuantFormat | None = None  # None: dense
+
+    def projection(self, make: LayerFactory) -> Projection:
+        """The layer of one matrix."""
+        if self.form is None:
+            return make.linear(self.weight, self.bias)
+        assert self.scales is not None
+        return make.quantized_linear(
+            self.weight, self.scales, self.biases, self.bias, **asdict(self.form)
+        )
+
+    def expert_projection(self, make: LayerFactory) -> ExpertProjection:
+        """The layer of one matrix per expert."""
+        if self.form is None:
+            return make.experts(self.weight, self.bias)
+        assert self.scales is not None
+        return make.quantized_experts(
+            self.weight, self.scales, self.biases, self.bias, **asdict(self.form)
+        )
 
 
 class Weights:
@@ -38,6 +70,7 @@ class Weights:
         fits_float16: bool = True,
         rename: Rename | None = None,
     ) -> None:
+        self.make = layer_factory()
         self._tensors: dict[str, mx.array] = {}
         self._original: dict[str, str] = {}  # our name -> the checkpoint's
         for name, tensor in tensors.items():
@@ -84,36 +117,56 @@ class Weights:
 
     def linear(self, path: str, out_dims: int, in_dims: int, *, bias: bool = False) -> Projection:
         """The projection at `path`, dense or quantised as the checkpoint has it."""
-        return self.matrix(path, (out_dims, in_dims), bias=bias).projection()
+        return self.matrix(path, (out_dims, in_dims), bias=bias).projection(self.make)
 
     def fused(
         self, paths: Sequence[str], out_dims: Sequence[int], in_dims: int, *, bias: bool = False
     ) -> Projection:
         """Projections of one input as one matrix, outputs in the order of `paths`."""
-        return fused(
-            [
-                self.matrix(path, (rows, in_dims), bias=bias)
-                for path, rows in zip(paths, out_dims, strict=True)
-            ]
-        )
+        rows = zip(paths, out_dims, strict=True)
+        parts = [self.matrix(path, (count, in_dims), bias=bias) for path, count in rows]
+        return fused(parts, self.make)
 
-    def matrix(self, path: str, shape: tuple[int, ...], *, bias: bool = False) -> Stored:
+    def matrix(self, path: str, shape: tuple[int, ...], *, bias: bool = False) -> StoredMatrix:
         """One matrix (out_dims, in_dims), or (num_experts, out_dims, in_dims) as one tensor."""
         offset = self.take(f"{path}.bias", shape[:-1]) if bias else None
         if f"{path}.scales" in self:
             return self._quantized(path, shape, offset)
-        return Stored(self.take(f"{path}.weight", shape), offset)
+        return StoredMatrix(self.take(f"{path}.weight", shape), offset)
+
+    def experts(self, stack: str, each: str, shape: tuple[int, int, int]) -> StoredMatrix:
+        """One matrix per expert (num_experts, out_dims, in_dims).
+
+        Args:
+            stack: path of one tensor of all, as MLX checkpoints have it.
+            each: path of one expert's, "{}" in place of its number, as hub checkpoints have it.
+            shape: of the whole.
+
+        Raises:
+            CheckpointError: the experts have different formats.
+        """
+        if f"{stack}.weight" in self:
+            return self.matrix(stack, shape)
+        count, *one = shape
+        parts = [self.matrix(each.format(i), (one[0], one[1])) for i in range(count)]
+        if len({part.form for part in parts}) > 1:
+            raise CheckpointError(f"Experts of {each!r} have different formats; expected one.")
+        return _combined(parts, lambda arrays, _: mx.stack(arrays))
 
     def embedding(self, path: str, shape: tuple[int, int], *, shared: bool) -> Embedding:
         """The token table (vocab_size, hidden_size); `shared` with the output projection."""
         table = self.matrix(path, shape)
         if table.form is None:
-            return dense_embedding(table.weight, shared=shared)
-        projection = table.projection()
-        assert isinstance(projection, QuantizedLinear)
-        return QuantizedEmbedding(projection, self.dtype)
+            return self.make.embedding(table.weight, shared=shared)
+        assert table.scales is not None
+        packed = self.make.quantized_linear(
+            table.weight, table.scales, table.biases, **asdict(table.form)
+        )
+        return self.make.quantized_embedding(packed, self.dtype)
 
-    def _quantized(self, path: str, shape: tuple[int, ...], offset: mx.array | None) -> Stored:
+    def _quantized(
+        self, path: str, shape: tuple[int, ...], offset: mx.array | None
+    ) -> StoredMatrix:
         *rows, in_dims = shape
         form = self._format_of(path, in_dims)
         if in_dims % form.group_size:
@@ -125,9 +178,9 @@ class Weights:
         groups = (*rows, in_dims // form.group_size)
         if form.mode != "affine":
             scales = self.raw(f"{path}.scales", groups, dtype=mx.uint8)
-            return Stored(weight, offset, scales, None, form)
+            return StoredMatrix(weight, offset, scales, None, form)
         scales = self.take(f"{path}.scales", groups)
-        return Stored(weight, offset, scales, self.take(f"{path}.biases", groups), form)
+        return StoredMatrix(weight, offset, scales, self.take(f"{path}.biases", groups), form)
 
     def _format_of(self, path: str, in_dims: int) -> QuantFormat:
         """The format of a layer that has scales, as the config states it."""
@@ -171,6 +224,44 @@ class Weights:
                 f"The checkpoint has tensors that this architecture does not: "
                 f"{', '.join(map(repr, names[:3]))}{more}."
             )
+
+
+def fused(parts: Sequence[StoredMatrix], make: LayerFactory) -> Projection:
+    """One projection of one input; parts of different formats stay apart."""
+    if len({part.form for part in parts}) > 1:
+        return Joined([part.projection(make) for part in parts])
+    return _side_by_side(parts).projection(make)
+
+
+def fused_experts(parts: Sequence[StoredMatrix], make: LayerFactory) -> ExpertProjection:
+    """The same for matrices that are stacked by expert."""
+    if len({part.form for part in parts}) > 1:
+        return JoinedExperts([part.expert_projection(make) for part in parts])
+    return _side_by_side(parts).expert_projection(make)
+
+
+def _side_by_side(parts: Sequence[StoredMatrix]) -> StoredMatrix:
+    return _combined(parts, lambda arrays, axis: mx.concatenate(arrays, axis=axis))
+
+
+def _combined(
+    parts: Sequence[StoredMatrix], combine: Callable[[list[mx.array], int], mx.array]
+) -> StoredMatrix:
+    """`combine` field by field, given the axis of the outputs in that field."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def field(arrays: list[mx.array | None], axis: int) -> mx.array | None:
+        present = [array for array in arrays if array is not None]
+        return combine(present, axis) if present else None
+
+    return StoredMatrix(
+        combine([part.weight for part in parts], -2),
+        field([part.bias for part in parts], -1),
+        field([part.scales for part in parts], -2),
+        field([part.biases for part in parts], -2),
+        parts[0].form,
+    )
 
 
 def load_tensors(folder: Path) -> dict[str, mx.array]:

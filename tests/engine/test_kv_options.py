@@ -42,7 +42,7 @@ class StoredKV(DenseLayerKV):
 
 def dense_logits(model: Model, ids: list[int], options: KVOptions) -> np.ndarray:
     """Every position's logits, one token at a time, so that each sees what was stored."""
-    specs, bits = lay_out(model.kv_specs, options, key_bias=False)
+    specs, bits = lay_out(model.cache_specs, options, key_bias=False)
     cache = DenseCache(model)
     cache.layers = [StoredKV(spec, b) for spec, b in zip(specs, bits, strict=True)]
     return np.concatenate([np.array(cache.run(model, [("a", [i])])) for i in ids])

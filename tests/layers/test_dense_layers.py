@@ -6,13 +6,26 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxinfer.layers.activations import ACTIVATIONS, Gated, clamped_swiglu, gated
-from mlxinfer.layers.embedding import QuantizedEmbedding, dense_embedding
-from mlxinfer.layers.linear import Joined, Linear, TiledLinear, dense, tiled
-from mlxinfer.layers.norm import LeanRMSNorm, RMSNorm, ScaledRMSNorm, rms_norm
-from mlxinfer.layers.quantized import UNPACK_FROM, QuantizedLinear
+from mlxinfer.layers import cpu
+from mlxinfer.layers.cpu import (
+    UNPACK_FROM,
+    CPULayerFactory,
+    LeanRMSNorm,
+    TiledEmbedding,
+    TiledLinear,
+    UnpackedLinear,
+    layer_factory,
+    tiled,
+)
+from mlxinfer.layers.embedding import DenseEmbedding, QuantizedEmbedding
+from mlxinfer.layers.factory import LayerFactory
+from mlxinfer.layers.linear import Joined, Linear, QuantizedLinear
+from mlxinfer.layers.mlp import ACTIVATIONS, Gated, clamped_swiglu, gated
+from mlxinfer.layers.norm import HeadRMSNorm, RMSNorm
 from mlxinfer.models.quantization import QuantFormat
-from mlxinfer.models.stored import Stored, fused
+from mlxinfer.models.weights import StoredMatrix, fused
+
+FACTORIES = [LayerFactory(), CPULayerFactory()]
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -28,14 +41,14 @@ def sigmoid(x):
 def test_norms_are_the_definition(shape, size):
     x, weight, eps = normal(*shape) * size, normal(*shape[1:], seed=1), 1e-5
     expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
-    fused = RMSNorm if weight.ndim == 1 else ScaledRMSNorm
+    fused = RMSNorm if weight.ndim == 1 else HeadRMSNorm
     for norm in (fused(mx.array(weight), eps), LeanRMSNorm(mx.array(weight), eps)):
         np.testing.assert_allclose(np.array(norm(mx.array(x))), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_half_precision_takes_the_fused_norm():
     """Its sums are float32: squares of values this large overflow float16."""
-    norm = rms_norm(mx.ones((64,), mx.float16), 1e-5)
+    norm = CPULayerFactory().norm(mx.ones((64,), mx.float16), 1e-5)
     y = norm(mx.full((1, 64), 300.0, mx.float16))
     assert y.dtype == mx.float16
     assert y[0, 0].item() == pytest.approx(1.0, abs=1e-2)
@@ -80,19 +93,30 @@ def test_a_fused_activation_takes_any_number_of_tokens():
 @pytest.mark.parametrize("num_tokens", [1, 5, UNPACK_FROM, 64, 93, 100])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "bits", "kind"),
+    ("rows", "bits", "kinds"),
     [
-        (24, None, Linear),
-        (96, None, TiledLinear),
-        (24, 8, QuantizedLinear),
-        (96, 4, QuantizedLinear),
+        (24, None, (Linear, Linear)),
+        (96, None, (Linear, TiledLinear)),
+        (24, 8, (QuantizedLinear, UnpackedLinear)),
+        (96, 4, (QuantizedLinear, UnpackedLinear)),
     ],
 )
-def test_projections_and_their_sum_with_a_residual(num_tokens, bias, rows, bits, kind):
+def test_projections_and_their_sum_with_a_residual(num_tokens, bias, rows, bits, kinds):
     stored, weight, offset = projection(rows, seed=0, bias=bias, bits=bits)
-    layer = stored.projection()
-    assert type(layer) is (Linear if mx.metal.is_available() and bits is None else kind)
-    check_projection(layer, weight, offset, num_tokens)
+    for make, kind in zip(FACTORIES, kinds, strict=True):
+        layer = stored.projection(make)
+        assert type(layer) is kind
+        check_projection(layer, weight, offset, num_tokens)
+
+
+def test_forms_for_the_cpu_are_chosen_by_the_machine_and_one_switch(monkeypatch):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    assert type(layer_factory()) is CPULayerFactory
+    monkeypatch.setenv(cpu.SWITCH, "0")
+    assert type(layer_factory()) is LayerFactory
+    monkeypatch.delenv(cpu.SWITCH)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    assert type(layer_factory()) is LayerFactory
 
 
 def check_projection(layer, weight: np.ndarray, offset: np.ndarray, num_tokens: int) -> None:
@@ -109,17 +133,21 @@ def projection(rows: int, *, seed: int, bias: bool = True, bits: int | None = No
     offset = mx.array(normal(rows, seed=seed + 50)) if bias else None
     shown = np.zeros(rows) if offset is None else np.array(offset)
     if bits is None:
-        return Stored(weight, offset), np.array(weight), shown
+        return StoredMatrix(weight, offset), np.array(weight), shown
     packed, scales, biases = mx.quantize(weight, group_size=32, bits=bits)
     plain = mx.dequantize(packed, scales, biases, group_size=32, bits=bits)
-    return Stored(packed, offset, scales, biases, QuantFormat(32, bits)), np.array(plain), shown
+    return (
+        StoredMatrix(packed, offset, scales, biases, QuantFormat(32, bits)),
+        np.array(plain),
+        shown,
+    )
 
 
 def test_a_large_matrix_is_not_dequantised_as_a_whole(monkeypatch):
     stored, weight, offset = projection(96, seed=0, bits=4)
-    monkeypatch.setattr("mlxinfer.layers.quantized.MAX_UNPACKED", 96 * 64 - 1)
-    layer = stored.projection()
-    assert layer.unpack_from > 2**31
+    monkeypatch.setattr(cpu, "MAX_UNPACKED", 96 * 64 - 1)
+    layer = stored.projection(CPULayerFactory())
+    assert type(layer) is QuantizedLinear
     check_projection(layer, weight, offset, UNPACK_FROM)
 
 
@@ -129,15 +157,16 @@ def test_a_large_matrix_is_not_dequantised_as_a_whole(monkeypatch):
 )
 def test_fusing_gives_the_outputs_side_by_side(bits, joined):
     parts = [projection(32 * (i + 1), seed=i, bits=b) for i, b in enumerate(bits)]
-    layer = fused([stored for stored, _, _ in parts])
-    assert (type(layer) is Joined) == joined
     weight, offset = (np.concatenate([part[i] for part in parts]) for i in (1, 2))
-    check_projection(layer, weight, offset, 3)
+    for make in FACTORIES:
+        layer = fused([stored for stored, _, _ in parts], make)
+        assert (type(layer) is Joined) == joined
+        check_projection(layer, weight, offset, 3)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_half_precision_is_not_tiled(dtype):
-    layer = dense(mx.ones((64, 64), dtype))
+    layer = CPULayerFactory().linear(mx.ones((64, 64), dtype))
     assert type(layer) is Linear
     assert layer(mx.ones((1, 64), dtype)).dtype == dtype
 
@@ -146,11 +175,13 @@ def test_embeddings_and_their_use_as_output():
     stored, table, _ = projection(64, seed=0, bias=False, bits=8)
     ids, x = [3, 0, 63, 32, 31, 3], normal(2, 64, seed=5)
     weight = mx.array(table)
+    assert type(CPULayerFactory().embedding(weight, shared=True)) is TiledEmbedding
+    assert type(CPULayerFactory().embedding(weight, shared=False)) is DenseEmbedding
     for embedding in (
-        dense_embedding(weight, shared=True),
-        dense_embedding(weight, shared=False),
-        dense_embedding(weight[:63], shared=True),
-        QuantizedEmbedding(stored.projection(), mx.float32),
+        *(make.embedding(weight, shared=True) for make in FACTORIES),
+        CPULayerFactory().embedding(weight, shared=False),
+        CPULayerFactory().embedding(weight[:63], shared=True),
+        QuantizedEmbedding(stored.projection(LayerFactory()), mx.float32),
     ):
         rows = len(embedding.as_linear()(mx.array(x))[0])
         known = [i for i in ids if i < rows]

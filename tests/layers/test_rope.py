@@ -8,8 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxinfer.layers.frequencies import RopeSpec, inverse_frequencies, yarn_attention_factor
-from mlxinfer.layers.rope import FusedRope, TableRope, scale_factor
+from mlxinfer.layers.cpu import TableRope
+from mlxinfer.layers.rope import (
+    FusedRope,
+    RopeSpec,
+    inverse_frequencies,
+    scale_factor,
+    yarn_attention_factor,
+)
 
 HEAD_DIM = 24
 

@@ -5,15 +5,15 @@ import numpy as np
 import pytest
 from metal_cpu import MetalCPU, requires_compiler
 
-from mlxinfer.layers import activations
+from mlxinfer.layers import mlp
 from mlxinfer.metal_kernels.gated import FUNCTIONS, Gate, gate_of, gated, gated_twin
 from mlxinfer.metal_kernels.launch import running_on
 
 ROUNDING = {mx.float32: 2e-6, mx.float16: 2**-10, mx.bfloat16: 2**-7}
 LAYERS = {
-    "silu": activations.gated("silu", mx.float32),
-    "gelu_tanh": activations.gated("gelu_pytorch_tanh", mx.float32),
-    "clamped_swiglu": activations.clamped_swiglu(mx.float32, alpha=1.702, limit=2.0),
+    "silu": mlp.gated("silu", mx.float32),
+    "gelu_tanh": mlp.gated("gelu_pytorch_tanh", mx.float32),
+    "clamped_swiglu": mlp.clamped_swiglu(mx.float32, alpha=1.702, limit=2.0),
 }
 
 
@@ -68,7 +68,7 @@ def test_a_layer_gives_the_same_with_its_kernel(function: str) -> None:
 
 
 def test_what_has_no_kernel_is_left_as_it_is() -> None:
-    assert activations.gated("gelu", mx.float32).gate is None
+    assert mlp.gated("gelu", mx.float32).gate is None
 
 
 def test_the_same_values_are_the_same_object() -> None:

@@ -6,9 +6,8 @@ import pytest
 from metal_cpu import MetalCPU, requires_compiler
 
 from mlxinfer.cache.formats import Affine, make_format, rotatable
-from mlxinfer.layers.frequencies import RopeSpec, inverse_frequencies
-from mlxinfer.layers.norm import rms_norm
-from mlxinfer.layers.rope import make_rope
+from mlxinfer.layers.cpu import layer_factory
+from mlxinfer.layers.rope import RopeSpec, inverse_frequencies
 from mlxinfer.metal_kernels.heads import Heads, group_size, hadamard_order
 from mlxinfer.metal_kernels.kv_write import Written, kv_write, kv_write_twin
 from mlxinfer.metal_kernels.launch import running_on
@@ -112,8 +111,9 @@ def test_twin_does_what_the_layers_and_formats_do(
     twin = kv_write_twin(qkv, positions, heads)
     x, values = mx.split(qkv.reshape(7, -1, dim), [H + K], axis=1)
     assert heads.norm_weight is not None
-    rope = make_rope(RopeSpec(dims=turning), dim, mx.float32)
-    x = rope(rms_norm(heads.norm_weight, 1e-6)(x), rope.prepare(positions))
+    make = layer_factory()
+    rope = make.rope(RopeSpec(dims=turning), dim, mx.float32)
+    x = rope(make.norm(heads.norm_weight, 1e-6)(x), rope.prepare(positions))
     if bits[0] == 4:
         x = mx.hadamard_transform(x)
     queries, keys = mx.split(x, [H], axis=1)

@@ -55,7 +55,7 @@ class DenseCache:
     """A DenseLayerKV for each layer of a model."""
 
     def __init__(self, model) -> None:
-        self.layers = [DenseLayerKV(spec) for spec in model.kv_specs]
+        self.layers = [DenseLayerKV(spec) for spec in model.cache_specs]
         self.lengths: dict[str, int] = {}
 
     def step(self, segments: Sequence[tuple[str, int]]) -> list[DenseLayerKV]:

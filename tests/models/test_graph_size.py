@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 from models.tiny import tiny_checkpoint
 
+from mlxinfer.layers.step import Step
 from mlxinfer.models import load
 
 
@@ -22,9 +23,9 @@ def num_nodes(model, num_layers: int) -> int:
     """Of one step over one token through the first layers."""
     ids, positions = mx.array([3], mx.int32), mx.array([5], mx.int32)
     x = model.embed_tokens(ids)
-    prepared = [rope.prepare(positions) for rope in model._ropes]
-    for layer, rope in model._steps[:num_layers]:
-        x = layer(x, prepared[rope], FreeKV())
+    step = Step(positions, FreeKV())
+    for layer in model.layers[:num_layers]:
+        x = layer(x, step)
     text = io.StringIO()
     mx.export_to_dot(text, x)
     return text.getvalue().count("label =")
@@ -40,5 +41,9 @@ def test_nodes_per_layer(tmp_path, case, limit):
 
 def test_layers_of_one_rope_share_its_tables(tmp_path):
     model = load(tiny_checkpoint(tmp_path, "gemma3_text"))
-    assert len(model.config.ropes) == 6
-    assert len(model._ropes) == 2
+    ropes = [layer.mixer.rope for layer in model.layers]
+    assert len(ropes) == 6
+    assert len(set(ropes)) == 2
+    step = Step(mx.array([5], mx.int32))
+    assert step.prepared(ropes[0]) is step.prepared(ropes[1])
+    assert step.prepared(ropes[0]) is not step.prepared(ropes[2])

@@ -8,8 +8,7 @@ import pytest
 from models.tiny import tiny_checkpoint
 
 from mlxinfer.errors import CheckpointError
-from mlxinfer.models.identity import MAX_SAMPLES, SAMPLE_BYTES, content_id
-from mlxinfer.models.safetensors import read_header
+from mlxinfer.models.safetensors import MAX_SAMPLES, SAMPLE_BYTES, content_id, read_header
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def test_little_is_read_of_a_large_file(tmp_path: Path, monkeypatch: pytest.Monk
         read += SAMPLE_BYTES
         return b""
 
-    monkeypatch.setattr("mlxinfer.models.identity._sample", sample)
+    monkeypatch.setattr("mlxinfer.models.safetensors._sample", sample)
     content_id(tmp_path)
     assert 0 < read <= MAX_SAMPLES * SAMPLE_BYTES
 

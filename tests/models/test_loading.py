@@ -167,7 +167,7 @@ def test_dtypes_are_honoured(tmp_path, case, dtype):
             return queries.flatten(1)
 
     ids = mx.array([3, 4], mx.int32)
-    hidden = model(ids, mx.arange(2), [Spy() for _ in model.kv_specs])
+    hidden = model(ids, mx.arange(2), [Spy() for _ in model.cache_specs])
     assert {model.activation_dtype, hidden.dtype, *seen} == {getattr(mx, dtype)}
     assert model.logits(hidden).dtype == getattr(mx, dtype)
 
@@ -222,7 +222,7 @@ def test_an_unknown_dtype(tmp_path):
 
 def test_what_the_engine_reads(tmp_path):
     model = load(tiny_checkpoint(tmp_path, "gpt_oss"))
-    assert model.kv_specs == [KVSpec(2, 24, 24, window) for window in (8, None, 8, None)]
+    assert model.cache_specs == [KVSpec(2, 24, 24, window) for window in (8, None, 8, None)]
     assert model.config.eos_token_ids == (2,)
     assert model.config.max_context == 128
     weights = sum(value.nbytes for value in tiny_tensors(tiny_config("gpt_oss")).values())

@@ -10,7 +10,7 @@ from models.cases import CASES
 from models.tiny import tiny_config
 
 from mlxinfer.errors import CheckpointError, MlxinferError, UnsupportedModelError
-from mlxinfer.layers.frequencies import RopeSpec
+from mlxinfer.layers.rope import RopeSpec
 from mlxinfer.models.config import load_config, normalise
 from mlxinfer.models.quantization import QuantFormat
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from mlxinfer.errors import CheckpointError, ModelNotFoundError
-from mlxinfer.models.files import read_headers
 from mlxinfer.models.jsonfields import read_json
-from mlxinfer.models.safetensors import TensorInfo, read_header
+from mlxinfer.models.safetensors import TensorInfo, read_header, read_headers
 
 
 def write(path, header, data: bytes, *, length: int | None = None):

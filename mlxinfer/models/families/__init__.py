@@ -1,1 +1,1 @@
-"""One file per family: what differs from the common decoder, and how a checkpoint names things."""
+"""One file per family: what its architecture does differently from Llama."""

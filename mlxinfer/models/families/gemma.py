@@ -1,9 +1,10 @@
 """Gemma 3, alone or as the language model of a multimodal checkpoint."""
 
-from ..build import Plan, build_decoder
-from ..config import ModelConfig
-from ..decoder import Model
-from ..weights import Weights
+from typing import ClassVar
+
+from ..decoder import Layer, SandwichLayer
+from ..family import Family
+from ..jsonfields import Fields
 
 _LANGUAGE = {
     "language_model.model.": "model.",
@@ -11,19 +12,64 @@ _LANGUAGE = {
     "model.language_model.": "model.",
 }
 _VISION = ("vision_tower.", "multi_modal_projector.")
+_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 
 
-def rename(name: str) -> str | None:
-    """The language model's names without their prefix; what sees images is left out."""
-    if name.removeprefix("model.").startswith(_VISION):
-        return None
-    for prefix, ours in _LANGUAGE.items():
-        if name.startswith(prefix):
-            return ours + name[len(prefix) :]
-    return name
+class Gemma3(Family):
+    """Sandwich norms, QK-norm, norm weights stored less one, and scaled embeddings."""
 
+    defaults: ClassVar = {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131_072,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "tie_word_embeddings": True,
+    }
+    fits_float16 = False
+    head_norms = True
+    norm_offset = 1.0
 
-def build(config: ModelConfig, weights: Weights) -> Model:
-    """Sandwich norms and QK-norm whose weights are stored less one, and scaled embeddings."""
-    plan = Plan(qk_norm=True, norm_offset=1.0, sandwich=True, embed_scale=config.hidden_size**0.5)
-    return build_decoder(config, weights, plan)
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """The text_config of a multimodal model."""
+        text = config.fields("text_config")
+        own = config if text is None or config.get("model_type") != "gemma3" else text
+        return Fields({**own.values, "model_type": "gemma3_text"}, own.where)
+
+    @classmethod
+    def biases(cls, fields: Fields) -> tuple[bool, bool]:
+        """None."""
+        return False, False
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """The language model's names without their prefix; what sees images is left out."""
+        if name.removeprefix("model.").startswith(_VISION):
+            return None
+        for prefix, ours in _LANGUAGE.items():
+            if name.startswith(prefix):
+                return ours + name[len(prefix) :]
+        return name
+
+    @property
+    def embed_scale(self) -> float:
+        """As the embeddings of the original Transformer."""
+        return float(self.config.hidden_size**0.5)
+
+    def layer(self, index: int) -> Layer:
+        """Norms before and after both blocks."""
+        norms = [self.norm(f"model.layers.{index}.{name}") for name in _NORMS]
+        return SandwichLayer(norms, self.mixer(index), self.mlp(index))

@@ -1,16 +1,27 @@
-"""Llama and its kin: Llama 2 and 3, Mistral, Qwen 2 and 3 (dense). Biases come from the config."""
+"""Llama 2 and 3, and Mistral."""
 
-from ..build import Plan, build_decoder
-from ..config import ModelConfig
-from ..decoder import Model
-from ..weights import Weights
+from typing import ClassVar
 
-
-def rename(name: str) -> str | None:
-    """Old checkpoints carry the rope's frequencies, which follow from the config."""
-    return None if name.endswith(".rotary_emb.inv_freq") else name
+from ..family import Family
+from ..jsonfields import Fields
+from ..rope_config import FULL
 
 
-def build(config: ModelConfig, weights: Weights) -> Model:
-    """The decoder as it is; Qwen 3 normalises the heads of Q and K."""
-    return build_decoder(config, weights, Plan(qk_norm=config.model_type == "qwen3"))
+class Llama(Family):
+    """Llama 2 and 3. A window in the config is not used."""
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """Every layer sees everything."""
+        return [FULL] * num_layers
+
+
+class Mistral(Family):
+    """Mistral: windows where the config states them, and never a bias."""
+
+    defaults: ClassVar = {"sliding_window": 4096, "num_key_value_heads": 8}
+
+    @classmethod
+    def biases(cls, fields: Fields) -> tuple[bool, bool]:
+        """None."""
+        return False, False

@@ -1,5 +1,6 @@
-"""How a config states its rotary embedding, in the spellings of transformers 4 and 5. No mlx.
+"""How a config states positions: which layers have a window, and how their heads turn.
 
+Both spellings of rotary embeddings are read.
 Version 4: `rope_theta`, `rope_scaling: {type | rope_type, factor, ...}`, `partial_rotary_factor`,
 and for Gemma 3 `rope_local_base_freq`. Version 5: `rope_parameters: {rope_type, rope_theta, ...}`,
 or one such object per layer type.
@@ -8,9 +9,10 @@ or one such object per layer type.
 from typing import Any
 
 from ..errors import CheckpointError, UnsupportedModelError
-from ..layers.frequencies import RopeSpec, yarn_attention_factor
+from ..layers.rope import RopeSpec, yarn_attention_factor
 from .jsonfields import Fields
 
+FULL, SLIDING = "full_attention", "sliding_attention"
 _KINDS = {
     "default": "default",
     "mrope": "default",  # for text alone, all three of its axes are the position
@@ -18,6 +20,27 @@ _KINDS = {
     "llama3": "llama3",
     "yarn": "yarn",
 }
+
+
+def read_layer_types(fields: Fields, num_layers: int) -> list[str]:
+    """FULL or SLIDING for each layer, from a stated list or period; else a window is everywhere.
+
+    Raises:
+        CheckpointError: a list of another length, or of other words.
+    """
+    if fields.get("sliding_window") is None:
+        return [FULL] * num_layers
+    stated = fields.items("layer_types")
+    if stated is not None:
+        if len(stated) != num_layers or not all(kind in (FULL, SLIDING) for kind in stated):
+            raise CheckpointError(
+                f"layer_types in {fields.where} must be {num_layers} times {FULL!r} or {SLIDING!r}."
+            )
+        return stated
+    if fields.get("sliding_window_pattern") is None:
+        return [SLIDING] * num_layers
+    period = fields.integer("_sliding_window_pattern", "sliding_window_pattern", high=2**20)
+    return [SLIDING if (i + 1) % period else FULL for i in range(num_layers)]
 
 
 def read_rope(config: Fields, layer_type: str, *, head_dim: int) -> RopeSpec:
@@ -61,7 +84,9 @@ def _stated(config: Fields, layer_type: str) -> Fields:
 
 
 def _one_of(new: Fields | None, old: Fields | None) -> Fields | None:
-    """What counts of two spellings: `rope_scaling` beside a default is how people switch it on.
+    """The spelling that counts where both are there.
+
+    A `rope_scaling` beside default `rope_parameters` counts: users add it to switch scaling on.
 
     Raises:
         CheckpointError: they scale in two ways.

@@ -1,0 +1,243 @@
+"""Layers in the forms that MLX's CPU backend runs quickest. A Mac's GPU runs none of this.
+
+`layer_factory` chooses them once, when a model is loaded, where there is no Metal. The environment
+variable MLXINFER_CPU_LAYERS=0 switches them off: the model is then made of the very layers that a
+GPU would run, and a benchmark on a CPU measures what carries over. The tokens are the same up to
+rounding.
+"""
+
+import os
+import sys
+
+import mlx.core as mx
+
+from .embedding import DenseEmbedding, Embedding
+from .factory import LayerFactory
+from .linear import Linear, Projection, QuantizedLinear
+from .moe import ExpertLinear, ExpertProjection
+from .norm import Norm
+from .rope import RopeSpec, inverse_frequencies, magnitudes
+from .step import Rope, Rows
+
+SWITCH = "MLXINFER_CPU_LAYERS"
+TILE = 32  # outputs a tile
+UNPACKED = 1_000_000  # multiplications of a product that OpenBLAS does without packing it first
+UNPACK_FROM = 8  # rows from which a quantised matrix is dequantised as a whole
+MAX_UNPACKED = 1 << 26  # numbers that it may have for that, for the time of one product
+
+
+def layer_factory() -> LayerFactory:
+    """The forms for this machine."""
+    plain = mx.metal.is_available() or os.environ.get(SWITCH) == "0"
+    return LayerFactory() if plain else CPULayerFactory()
+
+
+class CPULayerFactory(LayerFactory):
+    """Tiles for dense float32 matrices, tables for ropes, and products of dequantised matrices."""
+
+    def linear(self, weight: mx.array, bias: mx.array | None = None) -> Projection:
+        """As of LayerFactory."""
+        tiles = tiled(weight)
+        return Linear(weight, bias) if tiles is None else TiledLinear(tiles, bias)
+
+    def quantized_linear(
+        self,
+        weight: mx.array,
+        scales: mx.array,
+        biases: mx.array | None,
+        bias: mx.array | None = None,
+        *,
+        group_size: int,
+        bits: int,
+        mode: str,
+    ) -> QuantizedLinear:
+        """As of LayerFactory."""
+        kind = QuantizedLinear if weight.size * 32 // bits > MAX_UNPACKED else UnpackedLinear
+        return kind(weight, scales, biases, bias, group_size=group_size, bits=bits, mode=mode)
+
+    def experts(self, weight: mx.array, bias: mx.array | None = None) -> ExpertProjection:
+        """As of LayerFactory."""
+        if weight.dtype != mx.float32:
+            return super().experts(weight, bias)
+        tiles = tiled(weight)
+        return ExpertLinear(weight, bias) if tiles is None else TiledExpertLinear(tiles, bias)
+
+    def embedding(self, weight: mx.array, *, shared: bool) -> Embedding:
+        """As of LayerFactory."""
+        tiles = tiled(weight) if shared else None
+        return DenseEmbedding(weight) if tiles is None else TiledEmbedding(tiles)
+
+    def norm(self, weight: mx.array, eps: float) -> Norm:
+        """As of LayerFactory."""
+        lean = weight.dtype == mx.float32
+        return LeanRMSNorm(weight, eps) if lean else super().norm(weight, eps)
+
+    def _rope(self, spec: RopeSpec, head_dim: int, dtype: mx.Dtype) -> Rope:
+        """As of LayerFactory."""
+        return TableRope(spec, head_dim, dtype)
+
+
+def tiled(weight: mx.array) -> mx.array | None:
+    """(..., out_dims, in_dims) as (..., out_dims / TILE, in_dims, TILE); None where it is no gain.
+
+    A BLAS treats the product of a few rows with a large transposed matrix as a large product: it
+    packs the matrix first, at a quarter of the memory's speed, or walks down its columns. Small
+    contiguous tiles are read once and in order (measured: three to six times faster with OpenBLAS
+    for 1 to 8 rows, and more than twice with MLX's own for any number). For float32 alone.
+    """
+    *stack, out_dims, in_dims = weight.shape
+    if weight.dtype != mx.float32 or out_dims % TILE:
+        return None
+    parts = weight.reshape(*stack, out_dims // TILE, TILE, in_dims)
+    return mx.contiguous(parts.swapaxes(-1, -2))
+
+
+class TiledLinear:
+    """A dense matrix in tiles of outputs, each a small product of its own.
+
+    Many rows are multiplied in blocks, small enough to be quick (measured: 20 to 35 % faster from
+    64 rows on); where a tile is too large for that, all at once.
+    """
+
+    __slots__ = ("bias", "block_rows", "shape", "tiles")
+
+    def __init__(self, tiles: mx.array, bias: mx.array | None = None) -> None:
+        self.tiles = tiles  # (out_dims / TILE, in_dims, TILE)
+        self.bias = bias
+        self.shape = (-1, tiles.shape[0] * TILE)
+        self.block_rows = min(32, UNPACKED // (TILE * tiles.shape[1]) // 16 * 16) or sys.maxsize
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (T, in_dims) -> (T, out_dims)."""
+        rows = x.shape[0]
+        missing = -rows % self.block_rows  # from the last block
+        if rows >= 2 * self.block_rows and 8 * missing <= rows:
+            y = self._in_blocks(x, missing)
+        else:
+            y = x @ self.tiles  # (out_dims / TILE, T, TILE)
+            y = (y if rows == 1 else y.swapaxes(0, 1)).reshape(self.shape)
+        return y if self.bias is None else y + self.bias
+
+    def _in_blocks(self, x: mx.array, missing: int) -> mx.array:
+        padded = mx.pad(x, [(0, missing), (0, 0)]) if missing else x
+        blocks = padded.reshape(-1, 1, self.block_rows, x.shape[1])
+        return (blocks @ self.tiles).swapaxes(1, 2).reshape(self.shape)[: len(x)]
+
+    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
+        """residual + self(x)."""
+        return residual + self(x)
+
+
+class TiledEmbedding:
+    """A dense table in the layout that its use as output projection wants."""
+
+    __slots__ = ("tiles",)
+
+    def __init__(self, tiles: mx.array) -> None:
+        self.tiles = tiles  # (vocab_size / TILE, hidden_size, TILE)
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        """ids (T,) -> (T, hidden_size)."""
+        return self.tiles[ids // TILE, :, ids % TILE]
+
+    def as_linear(self) -> TiledLinear:
+        """The same numbers, seen as a matrix."""
+        return TiledLinear(self.tiles)
+
+
+class TiledExpertLinear:
+    """Dense matrices in tiles of outputs, stacked: each tile counts as an expert of its own."""
+
+    __slots__ = ("bias", "of_expert", "shape", "tiles")
+
+    def __init__(self, tiles: mx.array, bias: mx.array | None = None) -> None:
+        num_experts, num_tiles, *_ = tiles.shape
+        self.tiles = tiles.flatten(0, 1)  # (E * num_tiles, in_dims, TILE)
+        self.of_expert = mx.arange(num_experts * num_tiles).reshape(num_experts, num_tiles)
+        self.bias = bias  # (E, out_dims)
+        self.shape = (1, num_tiles * TILE)
+
+    def __call__(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
+        """x (..., 1, in_dims), experts (...) -> (..., 1, out_dims)."""
+        y = mx.gather_mm(
+            x[..., None, :, :],
+            self.tiles,
+            rhs_indices=self.of_expert[experts],  # (..., num_tiles)
+            sorted_indices=in_order,
+        )  # (..., num_tiles, 1, TILE)
+        y = y.reshape(*experts.shape, *self.shape)
+        return y if self.bias is None else y + self.bias[experts][..., None, :]
+
+
+class UnpackedLinear(QuantizedLinear):
+    """A quantised matrix that many rows meet dequantised.
+
+    MLX's CPU backend dequantises once for every row of x, without a BLAS: 64 rows took ten times as
+    long as dequantising and a dense product. From UNPACK_FROM rows on the matrix is dequantised as
+    a whole, for the time of the product.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (T, in_dims) -> (T, out_dims)."""
+        if x.shape[0] < UNPACK_FROM:
+            return super().__call__(x)
+        form = (self.group_size, self.bits, self.mode)
+        plain = mx.dequantize(self.weight, self.scales, self.biases, *form, dtype=x.dtype)
+        tiles = tiled(plain)
+        y = x @ plain.T if tiles is None else TiledLinear(tiles)(x)
+        return y if self.bias is None else y + self.bias
+
+
+class LeanRMSNorm:
+    """The norm in five operations, where the fused one is eight. float32 only.
+
+    The sum of squares is a product with ones, twice as fast as a reduction, and the mean's
+    division is folded into epsilon and weight.
+    """
+
+    __slots__ = ("ones", "scaled_eps", "scaled_weight")
+
+    def __init__(self, weight: mx.array, eps: float) -> None:
+        *heads, dims = weight.shape
+        self.ones = mx.ones((dims, 1), mx.float32)
+        # Shaped as for one token, the case where a broadcast less in the graph counts.
+        self.scaled_eps = mx.full((1, *heads, 1), dims * eps, mx.float32)
+        self.scaled_weight = (weight * dims**0.5)[None]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (..., dims) float32 to the same shape."""
+        squares = mx.addmm(self.scaled_eps, mx.square(x), self.ones)  # (..., 1)
+        return x * mx.rsqrt(squares) * self.scaled_weight
+
+
+class TableRope:
+    """x cos + rotate(x) sin, with tables as wide as the head and computed once a step."""
+
+    __slots__ = ("cuts", "dtype", "frequencies", "magnitudes", "signs")
+
+    def __init__(self, spec: RopeSpec, head_dim: int, dtype: mx.Dtype) -> None:
+        half, rest = spec.dims // 2, head_dim - spec.dims
+        turning = inverse_frequencies(spec)
+        self.frequencies = mx.array(turning + turning + [0.0] * rest, mx.float32)  # (head_dim,)
+        self.signs = mx.array([-1.0] * half + [1.0] * half + [0.0] * rest, mx.float32)
+        self.cuts = [half, spec.dims] if rest else [half]
+        self.magnitudes = magnitudes(spec, head_dim, mx.float32)
+        self.dtype = dtype
+
+    def prepare(
+        self, positions: mx.array, variants: Rows | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """Positions (T,) to cosines and signed sines, each (T, 1, head_dim)."""
+        angles = positions[:, None, None] * self.frequencies
+        cosines, sines = mx.cos(angles), mx.sin(angles) * self.signs
+        if self.magnitudes is not None:
+            cosines, sines = cosines * self.magnitudes, sines * self.magnitudes
+        return cosines.astype(self.dtype), sines.astype(self.dtype)
+
+    def __call__(self, x: mx.array, prepared: tuple[mx.array, mx.array]) -> mx.array:
+        """x (T, heads, head_dim) to the same shape."""
+        cosines, sines = prepared
+        first, second, *rest = mx.split(x, self.cuts, axis=-1)
+        return x * cosines + mx.concatenate([second, first, *rest], axis=-1) * sines

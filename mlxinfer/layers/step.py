@@ -1,0 +1,102 @@
+"""What the mixers of one forward pass share, and what a mixer may ask of its layer's cache.
+
+A step is a flat list of T tokens of several sequences. Which token belongs to which sequence, and
+what each token may see (causality, sliding window), only the cache knows.
+"""
+
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from ..metal_kernels.heads import Heads
+
+Rows = NDArray[np.int32]
+
+
+class AttentionCache(Protocol):
+    """The KV cache of one attention layer during one step."""
+
+    heads: Heads | None  # norm, rope and storage format in one kernel; None: the layer does them
+
+    def attend_heads(
+        self, qkv: mx.array, *, scale: float, sinks: mx.array | None = None
+    ) -> mx.array:
+        """`attend`, from the fused projection (T, (num_heads + 2 * num_kv_heads) * head_dim)."""
+        ...
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Store this step's keys and values, then attend over all that each token may see.
+
+        Args:
+            queries: (T, num_heads, key_dim), position-encoded.
+            keys: (T, num_kv_heads, key_dim), position-encoded.
+            values: (T, num_kv_heads, value_dim).
+            scale: multiplies the scores.
+            sinks: (num_heads,) learned logits that take part in each softmax and carry no value.
+
+        Returns:
+            (T, num_heads * value_dim), the heads side by side.
+        """
+        ...
+
+
+class Rope(Protocol):
+    """A rotary embedding: turns the heads of each token by the token's position."""
+
+    def prepare(self, positions: mx.array, variants: Rows | None = None) -> Any:
+        """What `__call__` needs of T tokens, computed once a step.
+
+        Args:
+            positions: (T,) int32.
+            variants: (T,) see `Step`.
+        """
+        ...
+
+    def __call__(self, x: mx.array, prepared: Any) -> mx.array:
+        """x (T, heads, head_dim) to the same shape."""
+        ...
+
+
+class Step:
+    """One forward pass over T tokens, as every mixer sees it.
+
+    Args:
+        positions: (T,) int32, each token's place in its own sequence.
+        cache: of the layer that runs; the decoder sets it before each layer.
+        rope_variants: (T,) the variant of the model's ropes that each token's sequence uses, see
+            `Model.rope_variant`; None: 0 for all.
+        adapters: (T,) the adapter of each token's sequence, 0 for none; None: none for all.
+    """
+
+    __slots__ = ("_prepared", "adapters", "cache", "positions", "rope_variants")
+
+    def __init__(
+        self,
+        positions: mx.array,
+        cache: Any = None,
+        *,
+        rope_variants: Rows | None = None,
+        adapters: Rows | None = None,
+    ) -> None:
+        self.positions = positions
+        self.cache = cache
+        self.rope_variants = rope_variants
+        self.adapters = adapters
+        self._prepared: dict[Rope, Any] = {}
+
+    def prepared(self, rope: Rope) -> Any:
+        """`rope.prepare` for this step's tokens, computed once for all layers of that rope."""
+        found = self._prepared.get(rope)
+        if found is None:
+            found = self._prepared[rope] = rope.prepare(self.positions, self.rope_variants)
+        return found

@@ -1,0 +1,88 @@
+"""Qwen 2 and 3, dense and as mixtures of experts."""
+
+from typing import ClassVar
+
+from ...layers.mlp import FeedForward
+from ...layers.moe import MoE, softmax_top_k, top_k_softmax
+from ..family import Family
+from ..jsonfields import Fields
+from ..rope_config import FULL, SLIDING, read_layer_types
+from ..weights import StoredMatrix, fused_experts
+
+
+class _Qwen(Family):
+    """Windows count only where `use_sliding_window` says so."""
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """As stated; else the layers from `max_window_layers` on have the window."""
+        if not fields.boolean("use_sliding_window", default=False):
+            return [FULL] * num_layers
+        if fields.items("layer_types") is not None:
+            return read_layer_types(fields, num_layers)
+        first = cls.first_window(fields)
+        return [SLIDING if i >= first else FULL for i in range(num_layers)]
+
+    @classmethod
+    def first_window(cls, fields: Fields) -> int:
+        """The first layer with a window, where windows are used and no types are stated."""
+        return fields.integer("max_window_layers", low=0, default=28)
+
+
+class Qwen2(_Qwen):
+    """Qwen 2 and 2.5: biases on Q, K and V."""
+
+    defaults: ClassVar = {"num_key_value_heads": 32, "sliding_window": 4096}
+
+    @classmethod
+    def biases(cls, fields: Fields) -> tuple[bool, bool]:
+        """Always on Q, K and V, never on the output."""
+        return True, False
+
+
+class Qwen3(_Qwen):
+    """Qwen 3, dense: an RMS norm over each head of Q and K."""
+
+    defaults: ClassVar = {"head_dim": 128, "sliding_window": 4096}
+    head_norms = True
+
+
+class Qwen3MoE(_Qwen):
+    """Qwen 3 with a router and experts in place of (some) MLPs."""
+
+    defaults: ClassVar = {
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "sliding_window": 4096,
+    }
+    head_norms = True
+
+    @classmethod
+    def first_window(cls, fields: Fields) -> int:
+        """Every layer."""
+        return 0
+
+    def mlp(self, index: int) -> FeedForward:
+        """A mixture of experts, or a dense MLP where the config leaves a layer dense."""
+        config, path = self.config, f"model.layers.{index}.mlp"
+        if not config.sparse_layers[index]:
+            return super().mlp(index)
+        hidden, inner, k = (
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.experts_per_token,
+        )
+        gate, up = (self._experts(path, name, inner, hidden) for name in ("gate", "up"))
+        return MoE(
+            router=self.weights.linear(f"{path}.gate", config.num_experts, hidden),
+            choose=top_k_softmax(k) if config.norm_topk_prob else softmax_top_k(k),
+            gate_up_proj=fused_experts([gate, up], self.make),
+            down_proj=self._experts(path, "down", hidden, inner).expert_projection(self.make),
+            activation=self.activation,
+        )
+
+    def _experts(self, path: str, name: str, out_dims: int, in_dims: int) -> StoredMatrix:
+        shape = (self.config.num_experts, out_dims, in_dims)
+        stack, each = f"{path}.switch_mlp.{name}_proj", f"{path}.experts.{{}}.{name}_proj"
+        return self.weights.experts(stack, each, shape)

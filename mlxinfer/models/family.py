@@ -1,0 +1,262 @@
+"""What a family of models is: a config read, a checkpoint's names, and a decoder built from both.
+
+`Family` is Llama. A subclass in families/ states what its architecture does differently, by a class
+attribute or by one overridden method; nothing outside its file, and its row in registry.py, knows
+the architecture.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar, Self
+
+import mlx.core as mx
+
+from ..errors import UnsupportedModelError
+from ..layers.attention import Attention, HeadsMaker
+from ..layers.linear import Projection
+from ..layers.mlp import ACTIVATIONS, MLP, FeedForward, Gated, gated
+from ..layers.norm import Norm
+from ..layers.rope import RopeSpec, inverse_frequencies, scale_factor
+from ..layers.step import Rope
+from ..metal_kernels.heads import Heads
+from .config import ModelConfig
+from .decoder import Layer, Model, PreNormLayer, arrays
+from .jsonfields import Fields
+from .rope_config import read_layer_types
+from .weights import Weights
+
+
+class Family:
+    """How one architecture is read and built.
+
+    Attributes:
+        defaults: values of config.json where it is silent, as transformers has them.
+        fits_float16: whether hidden states stay below 65,504.
+        head_norms: Q and K have an RMS norm over each head, before the rope.
+        sinks: attention has learned logits that take part in each softmax.
+        norm_offset: what is added to stored norm weights.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    fits_float16: ClassVar[bool] = True
+    head_norms: ClassVar[bool] = False
+    sinks: ClassVar[bool] = False
+    norm_offset: ClassVar[float] = 0.0
+
+    # -- the config -----------------------------------------------------------------------------
+
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """The object that describes the language model, with its `model_type`."""
+        return config
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """FULL or SLIDING for each layer; see rope_config.py."""
+        return read_layer_types(fields, num_layers)
+
+    @classmethod
+    def biases(cls, fields: Fields) -> tuple[bool, bool]:
+        """Whether the projections to Q, K and V have biases, and whether the output's has one."""
+        stated = fields.boolean("attention_bias", default=False)
+        return stated, stated
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """The config with what only this family reads from `config.fields`."""
+        return config
+
+    # -- the checkpoint -------------------------------------------------------------------------
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """A checkpoint's tensor name as the decoder has it; None: the tensor carries nothing.
+
+        Old checkpoints hold the rope's frequencies, which follow from the config.
+        """
+        return None if name.endswith(".rotary_emb.inv_freq") else name
+
+    # -- the decoder ----------------------------------------------------------------------------
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config = config
+        self.weights = weights
+        self.make = weights.make
+        self._ropes: dict[RopeSpec, Rope] = {}
+
+    @classmethod
+    def build(cls, config: ModelConfig, weights: Weights) -> Model:
+        """The model, its weights evaluated layer by layer so that nothing is held twice.
+
+        Raises:
+            CheckpointError: a tensor is missing, misshapen or left over.
+        """
+        tied = config.tie_word_embeddings and weights.same_matrix("lm_head", "model.embed_tokens")
+        return cls(replace(config, tie_word_embeddings=tied), weights)._model()
+
+    def _model(self: Self) -> Model:
+        config, weights = self.config, self.weights
+        tied = config.tie_word_embeddings
+        table = weights.embedding(
+            "model.embed_tokens", (config.vocab_size, config.hidden_size), shared=tied
+        )
+        layers = []
+        for index in range(config.num_layers):
+            layer = self.layer(index)
+            mx.eval(list(arrays(layer)))
+            layers.append(layer)
+        norm = self.norm("model.norm")
+        if tied:
+            weights.drop("lm_head.weight", "lm_head.scales", "lm_head.biases")
+            lm_head = table.as_linear()
+        else:
+            lm_head = weights.linear("lm_head", config.vocab_size, config.hidden_size)
+        weights.finish()
+        model = Model(
+            config,
+            embed_tokens=table,
+            layers=layers,
+            norm=norm,
+            lm_head=lm_head,
+            activations=[self.activation] if layers else [],
+            activation_dtype=weights.dtype,
+            embed_scale=self.embed_scale,
+            logit_scale=self.logit_scale,
+        )
+        mx.eval(model.arrays(), list(arrays(lm_head)))
+        return model
+
+    @property
+    def embed_scale(self) -> float | None:
+        """Multiplies the embeddings; None: 1."""
+        return None
+
+    @property
+    def logit_scale(self) -> float | None:
+        """Multiplies the logits; None: 1."""
+        return None
+
+    @cached_property
+    def activation(self) -> Gated:
+        """The gated activation of all feed-forward blocks, as the config names it."""
+        name = self.config.activation
+        if name not in ACTIVATIONS:
+            raise UnsupportedModelError(
+                f"hidden_act is {name!r}; supported are {', '.join(ACTIVATIONS)}."
+            )
+        return gated(name, self.weights.dtype)
+
+    def layer(self, index: int) -> Layer:
+        """Layer `index`: its blocks in their norm layout."""
+        path = f"model.layers.{index}"
+        return PreNormLayer(
+            self.norm(f"{path}.input_layernorm"),
+            self.mixer(index),
+            self.norm(f"{path}.post_attention_layernorm"),
+            self.mlp(index),
+        )
+
+    def norm(self, path: str) -> Norm:
+        """The RMS norm at `path`, over the hidden size."""
+        weight = self.weights.take(
+            f"{path}.weight", (self.config.hidden_size,), offset=self.norm_offset
+        )
+        return self.make.norm(weight, self.config.rms_norm_eps)
+
+    def mlp(self, index: int) -> FeedForward:
+        """The feed-forward block of a layer."""
+        return self.dense_mlp(f"model.layers.{index}.mlp", self.config.intermediate_size)
+
+    def dense_mlp(self, path: str, inner: int) -> MLP:
+        """gate_proj, up_proj and down_proj at `path`, `inner` numbers wide."""
+        config, weights = self.config, self.weights
+        gate_up = weights.fused(
+            [f"{path}.gate_proj", f"{path}.up_proj"],
+            [inner, inner],
+            config.hidden_size,
+            bias=config.mlp_bias,
+        )
+        down = weights.linear(f"{path}.down_proj", config.hidden_size, inner, bias=config.mlp_bias)
+        return MLP(gate_up, down, self.activation)
+
+    # -- attention ------------------------------------------------------------------------------
+
+    def mixer(self, index: int) -> Attention:
+        """The attention of a layer."""
+        config, path = self.config, f"model.layers.{index}.self_attn"
+        heads, dim, spec = config.num_heads, config.head_dim, config.ropes[index]
+        weight = self._head_norm_weight(path) if self.head_norms else None
+        norm = self.qk_norm(path)
+        if weight is not None:
+            norm = self.make.norm(weight, config.rms_norm_eps)
+        fused = weight is not None or norm is None
+        return Attention(
+            qkv_proj=self.qkv(path),
+            o_proj=self.weights.linear(
+                f"{path}.o_proj", config.hidden_size, heads * dim, bias=config.o_bias
+            ),
+            num_heads=heads,
+            spec=config.kv_spec(index),
+            scale=config.attention_scale * scale_factor(spec, dim),
+            rope=self.rope(spec),
+            qk_norm=norm,
+            sinks=self.weights.take(f"{path}.sinks", (heads,)) if self.sinks else None,
+            make_heads=self._heads_maker(spec, weight) if fused else None,
+        )
+
+    def qkv(self, path: str) -> Projection:
+        """The projection to Q, K and V of the attention at `path`."""
+        config = self.config
+        rows = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        return self.weights.fused(
+            [f"{path}.{name}_proj" for name in "qkv"],
+            [count * config.head_dim for count in rows],
+            config.hidden_size,
+            bias=config.qkv_bias,
+        )
+
+    def qk_norm(self, path: str) -> Norm | None:
+        """A norm over (T, num_heads + num_kv_heads, head_dim) that is not one over each head."""
+        return None
+
+    def rope(self, spec: RopeSpec) -> Rope:
+        """The rope of a spec; layers of equal specs share it."""
+        if spec not in self._ropes:
+            self._ropes[spec] = self.make.rope(spec, self.config.head_dim, self.weights.dtype)
+        return self._ropes[spec]
+
+    def _head_norm_weight(self, path: str) -> mx.array:
+        """(H + Hkv, D) for one norm over the heads of Q and K together, each with its own."""
+        config, dim = self.config, self.config.head_dim
+        parts = [
+            mx.broadcast_to(
+                self.weights.take(f"{path}.{name}_norm.weight", (dim,), offset=self.norm_offset),
+                (count, dim),
+            )
+            for name, count in (("q", config.num_heads), ("k", config.num_kv_heads))
+        ]
+        return mx.concatenate(parts)
+
+    def _heads_maker(self, spec: RopeSpec, norm_weight: mx.array | None) -> HeadsMaker | None:
+        """Settings of norm and rope, for the kernel that does both; None: it has no such rope."""
+        config, dim = self.config, self.config.head_dim
+        whole = spec.dims == dim  # then the attention scale has the factor, see scale_factor
+        if spec.long is not None:
+            return None
+
+        def make(key_bits: int | None, value_bits: int | None) -> Heads:
+            return Heads(
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=dim,
+                key_bits=key_bits,
+                value_bits=value_bits,
+                rotate=key_bits == 4,
+                norm_weight=norm_weight,
+                norm_eps=config.rms_norm_eps,
+                frequencies=mx.array(inverse_frequencies(spec), mx.float32),
+                magnitude=1.0 if whole else spec.attention_factor,
+            )
+
+        return make

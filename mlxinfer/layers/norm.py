@@ -36,3 +36,20 @@ class HeadRMSNorm:
     def __call__(self, x: mx.array) -> mx.array:
         """x (T, heads, dims) to the same shape and dtype."""
         return mx.fast.rms_norm(x, None, self.eps) * self.weight
+
+
+class WideQKNorm:
+    """A norm over all heads of Q at once and one over all heads of K, as OLMo 2 has them."""
+
+    __slots__ = ("k_norm", "num_heads", "q_norm")
+
+    def __init__(self, q_norm: Norm, k_norm: Norm, num_heads: int) -> None:
+        self.q_norm = q_norm  # over num_heads * head_dim
+        self.k_norm = k_norm  # over num_kv_heads * head_dim
+        self.num_heads = num_heads
+
+    def __call__(self, qk: mx.array) -> mx.array:
+        """qk (T, num_heads + num_kv_heads, head_dim) to the same shape and dtype."""
+        queries, keys = mx.split(qk.flatten(1), [self.num_heads * qk.shape[-1]], axis=-1)
+        normed = mx.concatenate([self.q_norm(queries), self.k_norm(keys)], axis=-1)
+        return normed.reshape(qk.shape)

@@ -157,11 +157,10 @@ class Family:
             self.mlp(index),
         )
 
-    def norm(self, path: str) -> Norm:
-        """The RMS norm at `path`, over the hidden size."""
-        weight = self.weights.take(
-            f"{path}.weight", (self.config.hidden_size,), offset=self.norm_offset
-        )
+    def norm(self, path: str, dims: int | None = None) -> Norm:
+        """The RMS norm at `path`, over `dims` numbers; None: over the hidden size."""
+        width = self.config.hidden_size if dims is None else dims
+        weight = self.weights.take(f"{path}.weight", (width,), offset=self.norm_offset)
         return self.make.norm(weight, self.config.rms_norm_eps)
 
     def mlp(self, index: int) -> FeedForward:

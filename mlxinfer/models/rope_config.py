@@ -6,6 +6,8 @@ and for Gemma 3 `rope_local_base_freq`. Version 5: `rope_parameters: {rope_type,
 or one such object per layer type.
 """
 
+import math
+from dataclasses import replace
 from typing import Any
 
 from ..errors import CheckpointError, UnsupportedModelError
@@ -19,6 +21,8 @@ _KINDS = {
     "linear": "linear",
     "llama3": "llama3",
     "yarn": "yarn",
+    "longrope": "longrope",
+    "su": "longrope",  # as Microsoft first called it
 }
 
 
@@ -57,13 +61,17 @@ def read_rope(config: Fields, layer_type: str, *, head_dim: int) -> RopeSpec:
             f"rope_type in {stated.where} is {kind!r}; supported are {', '.join(_KINDS)}."
         )
     partial = stated.number("partial_rotary_factor", above=0.0, high=1.0, default=1.0)
+    if stated.get("long_factor") is not None:
+        kind = "longrope"  # which old configs of Phi 3 call yarn
     dims = int(head_dim * partial)
     if dims < 2 or dims % 2:
         raise CheckpointError(
             f"{stated.where} turns {dims} of {head_dim} dimensions; expected an even number."
         )
     base = RopeSpec(dims=dims, theta=stated.number("rope_theta", above=1.0), kind=_KINDS[kind])
-    return base if base.kind == "default" else _scaled(base, stated, config)
+    if base.kind == "default":
+        return base
+    return (_long if base.kind == "longrope" else _scaled)(base, stated, config)
 
 
 def _stated(config: Fields, layer_type: str) -> Fields:
@@ -111,10 +119,48 @@ def _known(stated: Fields) -> dict[str, Any]:
     return {key: value for key, value in stated.values.items() if value is not None}
 
 
-def _scaled(base: RopeSpec, stated: Fields, config: Fields) -> RopeSpec:
+def _original_context(stated: Fields, config: Fields) -> int:
+    """Tokens the model was first trained with, wherever the config says so."""
     original = stated.get("original_max_position_embeddings")
     source = stated if original is not None else config
-    context = source.integer("original_max_position_embeddings", "max_position_embeddings")
+    return source.integer("original_max_position_embeddings", "max_position_embeddings")
+
+
+def _long(base: RopeSpec, stated: Fields, config: Fields) -> RopeSpec:
+    """LongRoPE: one factor for each pair, for sequences within the original context and beyond.
+
+    Of two original contexts the one outside of the rope's own object counts, as in transformers.
+    """
+    context = config.integer("original_max_position_embeddings", default=None)
+    context = _original_context(stated, config) if context is None else context
+    full = config.integer("max_position_embeddings")
+    factor = stated.number("factor", low=1e-3, high=1e6, default=full / context)
+    inferred = math.sqrt(1 + math.log(factor) / math.log(max(context, 2))) if factor > 1 else 1.0
+    long, short = (
+        replace(
+            base,
+            factor=factor,
+            original_context=context,
+            pair_factors=_pair_factors(stated, key, base.dims // 2),
+            attention_factor=stated.number("attention_factor", above=0.0, default=inferred),
+        )
+        for key in ("long_factor", "short_factor")
+    )
+    return replace(short, long=long)
+
+
+def _pair_factors(stated: Fields, key: str, count: int) -> tuple[float, ...]:
+    listed = stated.items(key) or []
+    numbers = [value for value in listed if type(value) in (int, float) and 1e-6 < value < 1e6]
+    if len(listed) != count or len(numbers) != count:
+        raise CheckpointError(
+            f"{key} in {stated.where} must be a list of {count} positive numbers."
+        )
+    return tuple(map(float, numbers))
+
+
+def _scaled(base: RopeSpec, stated: Fields, config: Fields) -> RopeSpec:
+    context = _original_context(stated, config)
     factor = stated.number("factor", low=1e-3, high=1e6)
     extra: dict[str, float | bool] = {}
     if base.kind == "llama3":

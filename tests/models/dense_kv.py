@@ -7,6 +7,7 @@ hidden = model(ids, positions, cache.step([("a", 5), ("b", 1)]))   # 5 tokens of
 from collections.abc import Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from mlxinfer.core import KVSpec
 
@@ -57,6 +58,7 @@ class DenseCache:
     def __init__(self, model) -> None:
         self.layers = [DenseLayerKV(spec) for spec in model.cache_specs]
         self.lengths: dict[str, int] = {}
+        self.rope_variants: dict[str, int] = {}  # of sequences where it is not 0
 
     def step(self, segments: Sequence[tuple[str, int]]) -> list[DenseLayerKV]:
         """The caches for a step of these (sequence, number of tokens), in this order."""
@@ -73,7 +75,13 @@ class DenseCache:
             self.lengths[name] = start + len(ids)
         flat = [token for _, ids in chunks for token in ids]
         kv = self.step([(name, len(ids)) for name, ids in chunks])
-        hidden = model(mx.array(flat, mx.int32), mx.array(positions, mx.int32), kv)
+        variants = [self.rope_variants.get(name, 0) for name, ids in chunks for _ in ids]
+        hidden = model(
+            mx.array(flat, mx.int32),
+            mx.array(positions, mx.int32),
+            kv,
+            rope_variants=np.array(variants, np.int32) if any(variants) else None,
+        )
         return model.logits(hidden)
 
 

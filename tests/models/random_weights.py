@@ -7,7 +7,7 @@ import hashlib
 from typing import Any
 
 import numpy as np
-from models.cases import shapes
+from models.shapes import shapes
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int, *, gemma: bool) -> np.ndarray:

@@ -99,8 +99,21 @@ def test_two_ways_to_scale_positions_are_refused():
 
 
 def test_an_unknown_rope_is_refused():
-    with pytest.raises(UnsupportedModelError, match="longrope"):
-        normalise(llama(rope_scaling={"type": "longrope", "factor": 2.0}))
+    with pytest.raises(UnsupportedModelError, match="dynamic"):
+        normalise(llama(rope_scaling={"type": "dynamic", "factor": 2.0}))
+
+
+@pytest.mark.parametrize("changes", [{"long_factor": [1.0]}, {"short_factor": [0.0] * 12}])
+def test_long_rope_has_a_factor_for_each_pair(changes):
+    stated = {"type": "su", "short_factor": [1.0] * 12, "long_factor": [2.0] * 12}
+    rope = normalise(llama(rope_scaling=stated, original_max_position_embeddings=32)).ropes[0]
+    assert (rope.kind, rope.original_context, rope.long.pair_factors) == (
+        "longrope",
+        32,
+        (2.0,) * 12,
+    )
+    with pytest.raises(CheckpointError, match=next(iter(changes))):
+        normalise(llama(rope_scaling=stated | changes))
 
 
 # Windows.

@@ -21,8 +21,9 @@ import transformers
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from models.cases import CASES, shapes  # noqa: E402
+from models.cases import CASES  # noqa: E402
 from models.random_weights import tiny_tensors  # noqa: E402
+from models.shapes import shapes  # noqa: E402
 
 LENGTH = 40
 MIN_ROUTER_GAP = 2e-3

@@ -1,0 +1,88 @@
+"""Every tensor of a tiny checkpoint, by its name on the hub. Knows no mlx and no torch."""
+
+from typing import Any
+
+Shape = tuple[int, ...]
+
+
+def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint with this config, by its name on the hub."""
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    table: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.get("tie_word_embeddings", config["model_type"] == "gemma3_text"):
+        table["lm_head.weight"] = (vocab, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        path = f"model.layers.{layer}"
+        table |= {f"{path}.{name}.weight": (hidden,) for name in _norms(config)}
+        table |= {f"{path}.self_attn.{name}": s for name, s in _attention(config).items()}
+        table |= {f"{path}.mlp.{name}": s for name, s in _mlp(config, layer).items()}
+    return table
+
+
+def _norms(config: dict[str, Any]) -> list[str]:
+    if config["model_type"] == "olmo2":
+        return ["post_attention_layernorm", "post_feedforward_layernorm"]
+    names = ["input_layernorm", "post_attention_layernorm"]
+    if config["model_type"] == "gemma3_text":
+        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    return names
+
+
+def _attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    family, hidden, heads = (
+        config["model_type"],
+        config["hidden_size"],
+        config["num_attention_heads"],
+    )
+    dim = config.get("head_dim", hidden // heads)
+    kv = config["num_key_value_heads"] * dim
+    rows = {"q_proj": heads * dim, "k_proj": kv, "v_proj": kv}
+    if family == "phi3":
+        rows = {"qkv_proj": heads * dim + 2 * kv}
+    table: dict[str, tuple[int, ...]] = {f"{n}.weight": (r, hidden) for n, r in rows.items()}
+    table["o_proj.weight"] = (hidden, heads * dim)
+    if config.get("attention_bias") or family == "qwen2":
+        table |= {f"{name}.bias": (r,) for name, r in rows.items()}
+    if config.get("attention_bias"):
+        table["o_proj.bias"] = (hidden,)
+    if family in ("qwen3", "qwen3_moe", "gemma3_text"):
+        table |= {"q_norm.weight": (dim,), "k_norm.weight": (dim,)}
+    if family == "olmo2":
+        table |= {"q_norm.weight": (heads * dim,), "k_norm.weight": (kv,)}
+    if family == "gpt_oss":
+        table["sinks"] = (heads,)
+    return table
+
+
+def _mlp(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    experts = config.get("num_experts", config.get("num_local_experts", 0))
+    if config["model_type"] == "gpt_oss":
+        return {
+            "router.weight": (experts, hidden),
+            "router.bias": (experts,),
+            "experts.gate_up_proj": (experts, hidden, 2 * inner),
+            "experts.gate_up_proj_bias": (experts, 2 * inner),
+            "experts.down_proj": (experts, inner, hidden),
+            "experts.down_proj_bias": (experts, hidden),
+        }
+    sparse = (layer + 1) % config.get("decoder_sparse_step", 1) == 0
+    if experts and sparse and layer not in config["mlp_only_layers"]:
+        table: dict[str, tuple[int, ...]] = {"gate.weight": (experts, hidden)}
+        for expert in range(experts):
+            table |= _gated(f"experts.{expert}.", hidden, config["moe_intermediate_size"], False)
+        return table
+    if config["model_type"] == "phi3":
+        return {"gate_up_proj.weight": (2 * inner, hidden), "down_proj.weight": (hidden, inner)}
+    return _gated("", hidden, inner, config.get("mlp_bias", False))
+
+
+def _gated(prefix: str, hidden: int, inner: int, bias: bool) -> dict[str, tuple[int, ...]]:
+    rows = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    table: dict[str, tuple[int, ...]] = {f"{prefix}{n}.weight": s for n, s in rows.items()}
+    if bias:
+        table |= {f"{prefix}{name}.bias": shape[:1] for name, shape in rows.items()}
+    return table

@@ -14,6 +14,9 @@ _FAMILIES = {  # model_type -> module in families/, class
     "gemma3": ("gemma", "Gemma3"),
     "gemma3_text": ("gemma", "Gemma3"),
     "gpt_oss": ("gpt_oss", "GptOss"),
+    "olmo2": ("olmo2", "Olmo2"),
+    "phi3": ("phi3", "Phi3"),
+    "granite": ("granite", "Granite"),
 }
 
 SUPPORTED = tuple(_FAMILIES)

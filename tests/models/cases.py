@@ -23,6 +23,7 @@ _SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_NO_HEAD_DIM = {key: value for key, value in _SMALL.items() if key != "head_dim"}
 _LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -68,6 +69,22 @@ _OSS_YARN = {
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 _THIRDS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 
+_GRANITE = {
+    "model_type": "granite",
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.125,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 0.5,
+}
+
+
+def _long_factors(pairs: int) -> dict[str, list[float]]:
+    return {
+        "short_factor": [1.0 + 0.05 * i for i in range(pairs)],
+        "long_factor": [1.2 + 0.7 * i for i in range(pairs)],
+    }
+
+
 CASES: dict[str, dict[str, Any]] = {
     "llama-v4": {
         **_SMALL,
@@ -108,7 +125,7 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen2-v4": {
-        **{key: value for key, value in _SMALL.items() if key != "head_dim"},
+        **_NO_HEAD_DIM,
         "model_type": "qwen2",
         "num_key_value_heads": 1,
         "rope_theta": 4.0,  # so slow a spread that YaRN's range ends past the last pair
@@ -118,7 +135,7 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen2-v5": {
-        **{key: value for key, value in _SMALL.items() if key != "head_dim"},
+        **_NO_HEAD_DIM,
         "model_type": "qwen2",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
         "use_sliding_window": True,
@@ -200,79 +217,58 @@ CASES: dict[str, dict[str, Any]] = {
         "swiglu_limit": 1.5,
         "tie_word_embeddings": False,
     },
+    "olmo2-v4": {
+        **_SMALL,
+        "model_type": "olmo2",
+        "rope_theta": 1000.0,
+        "tie_word_embeddings": False,
+    },
+    "olmo2-v5": {
+        **_SMALL,
+        "model_type": "olmo2",
+        "num_key_value_heads": 1,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0},
+        "tie_word_embeddings": True,
+    },
+    "phi3-v4": {  # the text outgrows the original context: long factors
+        **_NO_HEAD_DIM,
+        "model_type": "phi3",
+        "pad_token_id": None,
+        "rope_theta": 1000.0,
+        "rope_scaling": {"type": "longrope", **_long_factors(8)},
+        "original_max_position_embeddings": 16,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
+    "phi3-v5": {  # and here it does not: short factors
+        **_NO_HEAD_DIM,
+        "model_type": "phi3",
+        "pad_token_id": None,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1000.0,
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 64,
+            **_long_factors(6),
+        },
+        "original_max_position_embeddings": 64,
+        "sliding_window": WINDOW,
+        "tie_word_embeddings": True,
+    },
+    "granite-v4": {
+        **_SMALL,
+        **_GRANITE,
+        "rope_theta": 1000.0,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "granite-v5": {
+        **_SMALL,
+        **_GRANITE,
+        "attention_multiplier": 0.4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        "tie_word_embeddings": False,
+    },
 }
-
-
-def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a checkpoint with this config, by its name on the hub."""
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
-    table: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (vocab, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not config.get("tie_word_embeddings", config["model_type"] == "gemma3_text"):
-        table["lm_head.weight"] = (vocab, hidden)
-    for layer in range(config["num_hidden_layers"]):
-        path = f"model.layers.{layer}"
-        table |= {f"{path}.{name}.weight": (hidden,) for name in _norms(config)}
-        table |= {f"{path}.self_attn.{name}": s for name, s in _attention(config).items()}
-        table |= {f"{path}.mlp.{name}": s for name, s in _mlp(config, layer).items()}
-    return table
-
-
-def _norms(config: dict[str, Any]) -> list[str]:
-    names = ["input_layernorm", "post_attention_layernorm"]
-    if config["model_type"] == "gemma3_text":
-        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    return names
-
-
-def _attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    family, hidden, heads = (
-        config["model_type"],
-        config["hidden_size"],
-        config["num_attention_heads"],
-    )
-    dim = config.get("head_dim", hidden // heads)
-    kv = config["num_key_value_heads"] * dim
-    rows = {"q_proj": heads * dim, "k_proj": kv, "v_proj": kv}
-    table: dict[str, tuple[int, ...]] = {f"{n}.weight": (r, hidden) for n, r in rows.items()}
-    table["o_proj.weight"] = (hidden, heads * dim)
-    if config.get("attention_bias") or family == "qwen2":
-        table |= {f"{name}.bias": (r,) for name, r in rows.items()}
-    if config.get("attention_bias"):
-        table["o_proj.bias"] = (hidden,)
-    if family in ("qwen3", "qwen3_moe", "gemma3_text"):
-        table |= {"q_norm.weight": (dim,), "k_norm.weight": (dim,)}
-    if family == "gpt_oss":
-        table["sinks"] = (heads,)
-    return table
-
-
-def _mlp(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    experts = config.get("num_experts", config.get("num_local_experts", 0))
-    if config["model_type"] == "gpt_oss":
-        return {
-            "router.weight": (experts, hidden),
-            "router.bias": (experts,),
-            "experts.gate_up_proj": (experts, hidden, 2 * inner),
-            "experts.gate_up_proj_bias": (experts, 2 * inner),
-            "experts.down_proj": (experts, inner, hidden),
-            "experts.down_proj_bias": (experts, hidden),
-        }
-    sparse = (layer + 1) % config.get("decoder_sparse_step", 1) == 0
-    if experts and sparse and layer not in config["mlp_only_layers"]:
-        table: dict[str, tuple[int, ...]] = {"gate.weight": (experts, hidden)}
-        for expert in range(experts):
-            table |= _gated(f"experts.{expert}.", hidden, config["moe_intermediate_size"], False)
-        return table
-    return _gated("", hidden, inner, config.get("mlp_bias", False))
-
-
-def _gated(prefix: str, hidden: int, inner: int, bias: bool) -> dict[str, tuple[int, ...]]:
-    rows = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-    table: dict[str, tuple[int, ...]] = {f"{prefix}{n}.weight": s for n, s in rows.items()}
-    if bias:
-        table |= {f"{prefix}{name}.bias": shape[:1] for name, shape in rows.items()}
-    return table

@@ -10,7 +10,7 @@ from models.dense_kv import DenseCache
 from models.tiny import tiny_checkpoint
 
 from mlxinfer.layers.linear import Linear
-from mlxinfer.layers.rope import FusedRope
+from mlxinfer.layers.rope import FusedRope, LongRope
 from mlxinfer.models import load
 
 DATA = Path(__file__).parents[1] / "data" / "parity"
@@ -24,6 +24,13 @@ def case(request, tmp_path_factory):
         return model, reference["ids"].tolist(), reference["logits"]
 
 
+def cache_for(model, ids: list[int]) -> DenseCache:
+    """Of a sequence "a" that will be as long as `ids`; others stay short."""
+    cache = DenseCache(model)
+    cache.rope_variants["a"] = model.rope_variant(len(ids))
+    return cache
+
+
 def assert_parity(logits: mx.array, reference: np.ndarray) -> None:
     ours = np.array(logits.astype(mx.float32))
     assert np.abs(ours - reference).max() <= 1e-4 * max(1.0, reference.std())
@@ -32,12 +39,12 @@ def assert_parity(logits: mx.array, reference: np.ndarray) -> None:
 
 def test_one_shot(case):
     model, ids, reference = case
-    assert_parity(DenseCache(model).run(model, [("a", ids)]), reference)
+    assert_parity(cache_for(model, ids).run(model, [("a", ids)]), reference)
 
 
 def test_chunks_and_steps_beside_another_sequence(case):
     model, ids, reference = case
-    cache = DenseCache(model)
+    cache = cache_for(model, ids)
     parts = [cache.run(model, [("a", ids[:17])])]
     parts.append(cache.run(model, [("b", ids[5:12]), ("a", ids[17:22])])[7:])
     for i in range(22, len(ids)):
@@ -52,12 +59,30 @@ def test_the_path_that_a_gpu_takes(name, tmp_path, monkeypatch):
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     model = load(tiny_checkpoint(tmp_path, name))
     assert type(model.layers[0].mixer.qkv_proj) is Linear
-    assert type(model.layers[0].mixer.rope) is FusedRope
+    assert type(model.layers[0].mixer.rope) in (FusedRope, LongRope)
     with np.load(DATA / f"{name}.npz") as reference:
         ids = reference["ids"].tolist()
-        assert_parity(DenseCache(model).run(model, [("a", ids)]), reference["logits"])
-        one = DenseCache(model).run(model, [("a", ids[:1])])
+        assert_parity(cache_for(model, ids).run(model, [("a", ids)]), reference["logits"])
+        one = cache_for(model, ids).run(model, [("a", ids[:1])])
         assert_parity(one, reference["logits"][:1])
+
+
+def test_long_rope_is_chosen_by_each_sequence(tmp_path):
+    """Sequences of both kinds in one step give what each gives alone."""
+    model = load(tiny_checkpoint(tmp_path, "phi3-v4"))  # trained on 16 tokens
+    assert [model.rope_variant(n) for n in (1, 16, 17, 128)] == [0, 0, 1, 1]
+    short, long = list(range(3, 15)), list(range(20, 50))
+    alone = {"a": cache_for(model, long), "b": cache_for(model, short)}
+    expected = [alone["a"].run(model, [("a", long)]), alone["b"].run(model, [("a", short)])]
+    both = cache_for(model, long)
+    parts = [both.run(model, [("b", short[:7]), ("a", long[:20])])]
+    parts.append(both.run(model, [("a", long[20:]), ("b", short[7:])]))
+    a = mx.concatenate([parts[0][7:], parts[1][:10]])
+    b = mx.concatenate([parts[0][:7], parts[1][10:]])
+    np.testing.assert_allclose(np.array(a), np.array(expected[0]), atol=1e-4)
+    np.testing.assert_allclose(np.array(b), np.array(expected[1]), atol=1e-4)
+    wrong = DenseCache(model).run(model, [("a", long)])
+    assert np.abs(np.array(wrong) - np.array(expected[0])).max() > 0.1
 
 
 def test_the_fixtures_are_not_trivial(case):

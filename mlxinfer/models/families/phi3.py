@@ -1,0 +1,43 @@
+"""Phi 3, 3.5 and 4 mini: packed projections, and long RoPE chosen by each request's length.
+
+The reference recomputes its frequencies in the middle of an answer that grows past the original
+context, while the keys before stay as they were. Here a sequence keeps the frequencies that its
+greatest possible length asks for; see `Model.rope_variant`.
+"""
+
+from typing import ClassVar
+
+from ...layers.linear import Projection
+from ...layers.mlp import MLP
+from ..family import Family
+from ..jsonfields import Fields
+
+
+class Phi3(Family):
+    """Q, K and V are one tensor in the checkpoint, and so are gate and up."""
+
+    defaults: ClassVar = {
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+    }
+
+    @classmethod
+    def biases(cls, fields: Fields) -> tuple[bool, bool]:
+        """None."""
+        return False, False
+
+    def qkv(self, path: str) -> Projection:
+        """As stored."""
+        config = self.config
+        heads = config.num_heads + 2 * config.num_kv_heads
+        return self.weights.linear(f"{path}.qkv_proj", heads * config.head_dim, config.hidden_size)
+
+    def dense_mlp(self, path: str, inner: int) -> MLP:
+        """gate_up_proj, the gate first, and down_proj."""
+        hidden = self.config.hidden_size
+        return MLP(
+            self.weights.linear(f"{path}.gate_up_proj", 2 * inner, hidden),
+            self.weights.linear(f"{path}.down_proj", hidden, inner),
+            self.activation,
+        )

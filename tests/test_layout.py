@@ -93,7 +93,6 @@ WITHOUT_MLX = (
     "engine.scheduler",
     "engine.kv_manager",
     "engine.pagestore",
-    "engine.transfers",
     "engine.sequence",
     "server",
     "text",

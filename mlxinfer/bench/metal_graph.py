@@ -14,8 +14,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache.formats import lay_out
 from ..cache.kv import KVCache
-from ..cache.layout import lay_out
 from ..cache.page_table import PageTable
 from ..cache.segments import Segments, StepSegments, ints
 from ..config import KVOptions

@@ -13,7 +13,7 @@ from ..metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page
 from ..metal_kernels.paged_attention_kernel import PagedAttention
 from .pool import LayerPool
 from .segments import Ints, Segments
-from .short_plan import Part
+from .step import Part
 from .window import AttentionWindow
 
 

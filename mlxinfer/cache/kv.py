@@ -7,19 +7,16 @@ import mlx.core as mx
 
 from ..core import KVSpec
 from ..metal_kernels.heads import Heads
-from .budget import check_memory, page_counts
-from .growth import FIRST_PAGES, growth_threshold, layers_to_grow
+from .budget import FIRST_PAGES, check_memory, growth_threshold, layers_to_grow, page_counts
+from .formats import PLAIN, Bits
 from .kernel_attention import KernelPlanner
 from .page_table import PageTable
 from .pages import PageAllocator
 from .plain_attention import PlainPlanner
-from .plan import padded_positions, plan_group
-from .plane import Plane
-from .pool import PLAIN, Bits, LayerPool, token_bytes
+from .pool import LayerPool, Plane, token_bytes
 from .sealing import Move, seal_index
 from .segments import StepSegments
-from .short_plan import Planner
-from .step import StepKV
+from .step import Planner, StepKV, padded_positions, plan_group
 from .window import AttentionWindow
 
 FIRST_SLOTS = 4

@@ -1,14 +1,201 @@
-"""One layer of the KV cache during one step: it writes, then attends. Knows no models, no requests.
+"""One step of the KV cache: where each new token is written, and how all attend. No requests."""
 
-`StepKV` is what a model's attention sees as `LayerKV`: a layer's pool with the plan of the step.
-"""
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import mlx.core as mx
+import numpy as np
 
-from ..metal_kernels.heads import Heads
+from ..metal_kernels.heads import Form, Heads
 from ..metal_kernels.kv_write import KVWrite
-from .plan import GroupPlan
-from .pool import LayerPool, Stored
+from .pool import LayerPool, Stored, TailPlace
+from .segments import Ints, QuerySegment, Segments, StepSegments
+from .window import AttentionWindow
+
+
+class ShortPlan(Protocol):
+    """How some short segments attend, in every layer of a group."""
+
+    def attend(
+        self, pool: LayerPool, queries: mx.array, *, scale: float, sinks: mx.array | None
+    ) -> mx.array:
+        """Flat queries (T, heads, D) -> what those of these segments see, (T', heads * V)."""
+        ...
+
+
+Part = tuple[Ints, ShortPlan]  # flat rows (T',) of some segments, in order, and how they attend
+Planner = Callable[[Segments, int], list[Part]]  # of segments among so many rows of a step
+
+
+QUERY_BLOCK = 128  # prefill queries at a time where attention materialises its scores,
+MIN_QUERY_BLOCK = 16
+MAX_SCORES = 1 << 19  # fewer where keys are many: as many scores a head at once
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some queries of a prefill chunk, and the keys that they can see."""
+
+    queries: slice  # of the chunk's rows
+    keys: slice  # of what the chunk reads
+    mask: mx.array | str  # "causal", or bool (queries, keys)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """One prefill chunk."""
+
+    rows: slice  # of the step's flat list
+    writes: list[tuple[int, int]]  # pool slots of the new tokens
+    reads: list[tuple[int, int]]  # pool slots of all that any of them sees
+    blocks: list[Block]
+
+    def attend(
+        self, pool: LayerPool, queries: mx.array, *, scale: float, sinks: mx.array | None
+    ) -> mx.array:
+        """Flat queries (T, heads, D) -> what those of the chunk see, (n, heads * V)."""
+        keys = pool.keys.read_runs(self.reads)
+        values = pool.values.read_runs(self.reads, after=keys)  # never both half decoded
+        chunk = queries[self.rows].swapaxes(0, 1)  # (heads, n, D)
+        outputs: list[mx.array] = []
+        for block in self.blocks:
+            some = chunk[None, :, block.queries]
+            outputs.append(
+                mx.fast.scaled_dot_product_attention(
+                    mx.depends(some, outputs[-1]) if outputs else some,  # one block's scores only
+                    keys[None, :, block.keys],
+                    values[None, :, block.keys],
+                    scale=scale,
+                    mask=block.mask,
+                    sinks=sinks,
+                )
+            )
+        joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+        return joined[0].swapaxes(0, 1).flatten(1)  # (n, heads * V)
+
+
+def plan_chunk(segment: QuerySegment, group: int, window: AttentionWindow) -> ChunkPlan:
+    """Plan one chunk for layer group `group`."""
+    # What of its first page is there already was copied into the page as well as into the tail.
+    assert segment.sealed == segment.start - segment.start % segment.tables[group].page_size, (
+        "a full page is not sealed"
+    )
+    table = segment.tables[group]
+    ranges = window.ranges(segment.start, segment.stop)
+    return ChunkPlan(
+        rows=slice(segment.row, segment.row + segment.num_tokens),
+        writes=table.runs(segment.start, segment.stop),
+        reads=[run for part in ranges for run in table.runs(*part)],
+        blocks=_query_blocks(segment, ranges, window),
+    )
+
+
+def _query_blocks(
+    segment: QuerySegment, ranges: Sequence[tuple[int, int]], window: AttentionWindow
+) -> list[Block]:
+    """Blocks of queries with the keys that they can see, so that no score matrix is larger.
+
+    MLX's fused attention on Metal keeps no scores: without a window one block is best there.
+    """
+    whole = mx.metal.is_available() and window.size is None
+    num_keys = sum([stop - start for start, stop in ranges])
+    fitting = max(MIN_QUERY_BLOCK, min(QUERY_BLOCK, MAX_SCORES // num_keys))
+    width = segment.num_tokens if whole else fitting
+    keys = np.concatenate([np.arange(start, stop, dtype=np.int32) for start, stop in ranges])
+    blocks = []
+    for first in range(0, segment.num_tokens, width):
+        last = min(first + width, segment.num_tokens)
+        queries = np.arange(segment.start + first, segment.start + last, dtype=np.int32)
+        seen = window.sees(queries[[0, -1], None], keys[None])  # an old end leaves, a new one comes
+        columns = np.flatnonzero(seen.any(axis=0))
+        low, high = int(columns[0]), int(columns[-1]) + 1
+        mask: mx.array | str = "causal"
+        if not seen[1, low:high].all():
+            mask = mx.array(window.sees(queries[:, None], keys[None, low:high]))
+        blocks.append(Block(slice(first, last), slice(low, high), mask))
+    return blocks
+
+
+MIN_POSITIONS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """All segments of one step for one layer group."""
+
+    parts: Sequence[ShortPlan | ChunkPlan]  # of short segments, then `long`
+    long: Sequence[ChunkPlan]
+    order: mx.array | None  # (T,) from what the parts give, one after another, to flat order
+    tail_rows: mx.array | None  # (N,) flat rows that go to tails; None: all of them, in order
+    tail_place: TailPlace | None  # where the N tokens go; None: none does
+    positions: mx.array | None  # see padded_positions; None: no layer writes through a kernel
+    # By what the kernel does to heads; a model has one dtype.
+    writes: dict[Form, KVWrite] = field(default_factory=dict)
+
+
+def plan_group(
+    segments: StepSegments,
+    *,
+    group: int,
+    window: AttentionWindow,
+    page_size: int,
+    planner: Planner,
+    positions: mx.array | None,
+) -> GroupPlan:
+    """Plan one step of layer group `group`; `positions` as `padded_positions` gives them."""
+    ring = 2 * page_size
+    rows, slots, places = _tail_writes(segments.short, segments.long, page_size)
+    num_rows = len(segments.positions)
+    parts = [part for some in segments.short for part in planner(some, num_rows)]
+    long = [plan_chunk(segment, group, window) for segment in segments.long]
+    return GroupPlan(
+        parts=[*[plan for _, plan in parts], *long],
+        long=long,
+        order=_order([rows for rows, _ in parts], num_rows),
+        tail_rows=None if len(rows) == num_rows else mx.array(rows),
+        tail_place=TailPlace(slots, places % ring, ring) if len(rows) else None,
+        positions=positions,
+    )
+
+
+def _order(parts: Sequence[Ints], num_rows: int) -> mx.array | None:
+    """(T,) where each row of the step stands when those of `parts` come first; None: in place."""
+    if len(parts) < 2:
+        return None
+    rows = np.concatenate(parts)
+    if (np.diff(rows) > 0).all():
+        return None
+    order = np.arange(num_rows, dtype=np.int32)
+    order[rows] = np.arange(len(rows), dtype=np.int32)
+    return mx.array(order)
+
+
+def padded_positions(positions: Ints) -> mx.array:
+    """(T,) -> (max(T, 8),), zeros at the end: fewer would be another variant of the kernel."""
+    if len(positions) >= MIN_POSITIONS:
+        return mx.array(positions)
+    padded = np.zeros(MIN_POSITIONS, np.int32)
+    padded[: len(positions)] = positions
+    return mx.array(padded)
+
+
+def _tail_writes(
+    short: Sequence[Segments], long: Sequence[QuerySegment], page_size: int
+) -> tuple[Ints, Ints, Ints]:
+    """Flat rows, slots and positions (N,) of the tokens that go to tails.
+
+    Of a prefill chunk that is what its last, not yet full page holds.
+    """
+    parts = [segments.tokens() for segments in short]
+    for s in long:
+        rest = min(s.stop % page_size, s.num_tokens)  # what came before is in the tail already
+        step = np.arange(-rest, 0, dtype=np.int32)
+        parts.append((s.row + s.num_tokens + step, np.full_like(step, s.slot), s.stop + step))
+    if len(parts) == 1:
+        return parts[0]
+    rows, slots, positions = zip(*parts, strict=True)
+    return np.concatenate(rows), np.concatenate(slots), np.concatenate(positions)
 
 
 class StepKV:

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from .kv import KVCache
-from .plane import Plane
+from .pool import Plane
 
 CHUNK_BYTES = 64 * 2**20  # payloads that are gathered at once
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..cache.pool import Bits
+from ..cache.formats import Bits
 from ..config import default_kernel_folder
 from ..core import KVSpec
 from ..layers.attention import Attention

@@ -14,9 +14,8 @@ from ..cache.prefix.match import Match
 from ..cache.sealing import Move
 from ..cache.window import AttentionWindow
 from .batch import Load, PartialCopy, Spill
-from .pagestore import PageStore
+from .pagestore import PageStore, Transfers
 from .sequence import Sequence
-from .transfers import Transfers
 
 
 class KVManager:

@@ -10,8 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..cache.disk import DiskTier, namespace_key
+from ..cache.formats import lay_out
 from ..cache.kv import KVCache
-from ..cache.layout import lay_out
 from ..cache.transfer import payload_bytes
 from ..config import DiskOptions, EngineConfig
 from ..core import FinishReason, Request, TokenEvent, TokenLogprobs

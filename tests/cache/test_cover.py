@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.cache.run_attention import cover
+from mlxinfer.cache.plain_attention import cover
 
 RUNS = st.lists(
     st.lists(

@@ -9,9 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlxinfer.cache.disk.entry import Entry, decode, namespace_key, page_key
-from mlxinfer.cache.disk.files import FileInfo, Files
-from mlxinfer.cache.disk.store import DiskStore
+from mlxinfer.cache.disk.entry import Entry, FileInfo, Files, decode, namespace_key, page_key
+from mlxinfer.cache.disk.tier import DiskStore
 
 BLOCK = 64
 MODEL = namespace_key("model", "bf16")

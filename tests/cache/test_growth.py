@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.cache.growth import FIRST_PAGES, growth_threshold, layers_to_grow, wanted_pages
+from mlxinfer.cache.budget import FIRST_PAGES, growth_threshold, layers_to_grow, wanted_pages
 from mlxinfer.cache.pages import PageAllocator
 
 

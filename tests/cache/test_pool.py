@@ -4,9 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxinfer.cache.plane import Plane
-from mlxinfer.cache.pool import Bits, LayerPool
-from mlxinfer.cache.tail_place import TailPlace
+from mlxinfer.cache.formats import Bits
+from mlxinfer.cache.pool import LayerPool, Plane, TailPlace
 from mlxinfer.core import KVSpec
 
 HEADS, PAGE, COUNT = 2, 16, 20

@@ -8,7 +8,7 @@ import pytest
 from mlxinfer.cache.page_table import PageTable
 from mlxinfer.cache.pages import PageAllocator
 from mlxinfer.cache.prefix import Duplicate, Lease, PrefixTree, StoredPage
-from mlxinfer.cache.prefix.queue import EvictionQueue
+from mlxinfer.cache.prefix.store import EvictionQueue
 
 SIZE = 4
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from mlxinfer.cache import transfer
+from mlxinfer.cache.formats import Bits
 from mlxinfer.cache.kv import KVCache
-from mlxinfer.cache.pool import Bits
 from mlxinfer.core import KVSpec
 
 PAGE = 4

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.dense_kv import DenseCache, DenseLayerKV
 
-from mlxinfer.cache.formats import Affine, Plain, rotatable, vector_bytes
+from mlxinfer.cache.formats import Affine, Plain, lay_out, rotatable, vector_bytes
 from mlxinfer.cache.kv import KVCache
-from mlxinfer.cache.layout import lay_out
 from mlxinfer.config import KVOptions
 from mlxinfer.core import KVSpec, SamplingParams
 from mlxinfer.errors import InvalidRequestError

@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 from engine.harness import PAGE, Harness, prompt, tiny_model
 
-from mlxinfer.cache.growth import FIRST_PAGES
+from mlxinfer.cache.budget import FIRST_PAGES
 from mlxinfer.cache.kv import KVCache
 from mlxinfer.core import KVSpec, SamplingParams
 from mlxinfer.errors import InsufficientMemoryError

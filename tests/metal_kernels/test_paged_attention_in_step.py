@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from metal_cpu import MetalCPU, requires_compiler
 
+from mlxinfer.cache.formats import Bits
 from mlxinfer.cache.page_table import PageTable
 from mlxinfer.cache.plain_attention import PlainPlanner
-from mlxinfer.cache.plan import padded_positions, plan_group
-from mlxinfer.cache.pool import Bits, LayerPool
+from mlxinfer.cache.pool import LayerPool
 from mlxinfer.cache.segments import QuerySegment, StepSegments
-from mlxinfer.cache.step import StepKV
+from mlxinfer.cache.step import StepKV, padded_positions, plan_group
 from mlxinfer.cache.window import AttentionWindow
 from mlxinfer.core import KVSpec
 from mlxinfer.metal_kernels.attention_plan import AttentionPlanner, page_table

@@ -6,7 +6,7 @@ the queue in front of it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 
@@ -62,6 +62,7 @@ class MeteredModel:
         self.cache_specs, self.mixers = model.cache_specs, model.mixers
         self.activations = model.activations
         self.activation_dtype = model.activation_dtype
+        self.rope_variant = model.rope_variant
         self.work = Work()
         self.storing = False
         self._hidden: mx.array | None = None
@@ -69,11 +70,13 @@ class MeteredModel:
         self._forward = meter.timed(FORWARD, model)
         self._head = meter.timed(FORWARD, model.logits)
 
-    def __call__(self, ids: mx.array, positions: mx.array, kv: Sequence[StepKV]) -> mx.array:
+    def __call__(
+        self, ids: mx.array, positions: mx.array, kv: Sequence[StepKV], **rows: Any
+    ) -> mx.array:
         """One step over (T,) tokens."""
         self.work = Work(self.work.passes + 1, self.work.rows + ids.shape[0])
         if self._hidden is None or len(self._hidden) != len(ids):
-            hidden = self._forward(ids, positions, kv)
+            hidden = self._forward(ids, positions, kv, **rows)
             if not self.storing:
                 return hidden
             mx.eval(hidden)

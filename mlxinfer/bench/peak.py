@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -48,16 +48,19 @@ class LastChunkModel:
         self.config = model.config
         self.cache_specs, self.activations = model.cache_specs, model.activations
         self.activation_dtype = model.activation_dtype
+        self.rope_variant = model.rope_variant
         self.logits = model.logits
         self._model = model
         self._left = start
 
-    def __call__(self, ids: mx.array, positions: mx.array, kv: Sequence[StepKV]) -> mx.array:
+    def __call__(
+        self, ids: mx.array, positions: mx.array, kv: Sequence[StepKV], **rows: Any
+    ) -> mx.array:
         """(T,) tokens -> (T, hidden)."""
         if self._left > 0:
             self._left -= ids.shape[0]
             return mx.zeros((ids.shape[0], self.config.hidden_size), self.activation_dtype)
-        return self._model(ids, positions, kv)
+        return self._model(ids, positions, kv, **rows)
 
 
 def measure(model: Model, label: str, kv: KVOptions, context: int) -> Peak:

@@ -75,7 +75,8 @@ class KVManager:
         Raises:
             OutOfPages: there is no room now; then nothing is taken.
         """
-        if self._transfers is not None and not sequence.request.prompt_logits:
+        on_disk = sequence.namespace is None
+        if self._transfers is not None and on_disk and not sequence.request.prompt_logits:
             self._transfers.fetch(
                 self.tree, sequence.token_ids, lambda match: self._room(match, sequence, spare)
             )
@@ -98,7 +99,7 @@ class KVManager:
         A cut page takes a page more, its copy: where only that is too much, it is computed again.
         """
         limit = 0 if sequence.request.prompt_logits or not self.reuse else None
-        match = self.tree.match(None, sequence.token_ids, limit=limit)
+        match = self.tree.match(sequence.namespace, sequence.token_ids, limit=limit)
         while True:
             lease = self.tree.lock(match, priority=sequence.request.priority)
             if self._room(match, sequence, spare):
@@ -109,7 +110,7 @@ class KVManager:
             if not match.cut_tokens:
                 raise OutOfPages
             whole = match.num_tokens - match.cut_tokens
-            match = self.tree.match(None, sequence.token_ids, limit=whole)
+            match = self.tree.match(sequence.namespace, sequence.token_ids, limit=whole)
 
     def _room(self, match: Match, sequence: Sequence, spare: int) -> bool:
         for group, shared in enumerate(match.tables()):
@@ -143,11 +144,11 @@ class KVManager:
         """How far another must come to have left all that a prompt can share; 0: it is there."""
         ids, known, size = sequence.token_ids, other.token_ids, self.page_size
         stop = min(len(known), len(ids) - 1)
-        if stop <= size or ids[:size] != known[:size]:
+        if stop <= size or ids[:size] != known[:size] or other.namespace != sequence.namespace:
             return 0
         common = _common_prefix(ids, known, stop)
         common -= common % size
-        return common if common > self.tree.match(None, ids).num_tokens else 0
+        return common if common > self.tree.match(sequence.namespace, ids).num_tokens else 0
 
     # -- to and from the disk -------------------------------------------------------------------
 

@@ -136,7 +136,8 @@ class Loop:
 
     def add(self, request: Request, max_output: int) -> None:
         """Queue a request that `check` passed."""
-        self.scheduler.queues.add(request, max_output=max_output)
+        sequence = self.scheduler.queues.add(request, max_output=max_output)
+        sequence.rope_variant = self.model.rope_variant(sequence.max_known)
 
     def abort(self, request_id: str) -> None:
         """End a request if it has not ended."""

@@ -91,8 +91,8 @@ class PageStore:
 
     def spills(self, page: StoredPage) -> list[Spill]:
         """What is to be read out of a page; nothing of what is on the disk already."""
-        if len(page.tokens) < self.page_size:
-            return []
+        if len(page.tokens) < self.page_size or page.namespace is not None:
+            return []  # keys on the disk know one namespace
         before, _ = page.chain_keys(self.tier.namespace, page_key)
         spills = []
         for group, page_id in enumerate(page.pages):

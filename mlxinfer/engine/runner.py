@@ -1,5 +1,6 @@
 """Runs a batch: forward pass and sampling. The only place that evaluates; knows no queues."""
 
+import sys
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -76,6 +77,7 @@ class Runner:
         self.cache = cache
         self.sampler = sampler
         self._used_slots: set[int] = set()
+        self._has_rope_variants = model.rope_variant(sys.maxsize) > 0
 
     def launch(self, batch: Batch, previous: Launched | None) -> Launched:
         """Start a step; `previous` is in flight, and its tokens are inputs that no one has read."""
@@ -95,7 +97,12 @@ class Runner:
         )
         ids, pending = _input_ids(batch, previous)
         spans = batch.spans
-        hidden = self.model(ids, mx.array(spans.positions), self.cache.begin_step(spans))
+        hidden = self.model(
+            ids,
+            mx.array(spans.positions),
+            self.cache.begin_step(spans),
+            rope_variants=_rope_variants(batch) if self._has_rope_variants else None,
+        )
         launched = self._heads(batch, hidden, ids, pending)
         launched.spilled = spilled
         mx.async_eval(launched.outputs)
@@ -240,6 +247,14 @@ def _input_ids(batch: Batch, previous: Launched | None) -> tuple[mx.array, Bools
         return tokens[mx.array(rows)], pending
     taken = tokens[mx.array(np.maximum(rows, 0))]
     return mx.where(mx.array(pending), taken, _known_ids(batch)), pending
+
+
+def _rope_variants(batch: Batch) -> Ints | None:
+    """(T,) the variant of each token's sequence; None: 0 for all."""
+    rows = [sequence.rope_variant for sequence in batch.decodes.sequences]
+    for segment in batch.prefills:
+        rows += [segment.sequence.rope_variant] * segment.num_tokens
+    return np.array(rows, dtype=np.int32) if any(rows) else None
 
 
 def _known_ids(batch: Batch) -> mx.array:

@@ -20,6 +20,7 @@ class Sequence:
     max_known: int  # tokens of prompt and answer, whatever ends it: max_tokens, context or pool
     token_ids: list[int]  # prompt and answer, as far as known
     num_prompt: int
+    rope_variant: int = 0  # see `Model.rope_variant`; chosen once, since all of its keys have it
     num_computed: int = 0  # positions whose KV is there, or in a launched step
     num_sealed: int = 0  # of these, in pages of the pool; the rest lies in the tail
     num_pending: int = 0  # sampled in a launched step, not yet read: 0 or 1
@@ -39,6 +40,11 @@ class Sequence:
         """The lease of a running sequence."""
         assert self.lease is not None
         return self.lease
+
+    @property
+    def namespace(self) -> int | None:
+        """Keys and values are shared between sequences of one namespace only."""
+        return self.rope_variant or None
 
     @property
     def num_known(self) -> int:

@@ -200,10 +200,10 @@ class Engine:
         try:
             model, config = load()
             loop = Loop(model, config, self._emit, kernels=choose_on_this_machine())
+            self._loop, self._limits = loop, loop.limits
         except BaseException as error:  # the constructor raises it in its caller
             ready.fail(error)
             return
-        self._loop, self._limits = loop, loop.limits
         ready.put(None)
         del model, ready
         sound = True

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mlxinfer.bench.blas import preload_openblas
+from tests.bench.blas import preload_openblas
 
 preload_openblas()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it

@@ -1,1 +1,1 @@
-"""Benchmarks: ratios measured in one run, beside mlx-lm on the same machine and model."""
+"""What a user measures: a model on this machine, and a server under load."""

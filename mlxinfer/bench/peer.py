@@ -1,42 +1,30 @@
-"""mlx-lm under the same measurements: imported on use, driven as its own server drives it."""
+"""mlx-lm on the same prompts, where it is installed. Imports it, and MLX, on use."""
 
 import resource
+import time
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
-from ..core import SamplingParams
-from .driver import Work
-from .meter import FORWARD, Meter
-from .peer_version import require_peer
+from ..errors import BackendMissingError
 
 
-def load_peer_model(folder: Path) -> Any:
-    """mlx-lm's model of a checkpoint folder, evaluated.
+def require_peer() -> str:
+    """The version of mlx-lm that is installed.
 
     Raises:
-        BackendMissingError: mlx-lm is not installed.
+        BackendMissingError: none is.
     """
-    return _module("mlx_lm.utils").load_model(folder)[0]
+    try:
+        return version("mlx-lm")
+    except PackageNotFoundError:
+        raise BackendMissingError(
+            'There is no mlx-lm to compare with; pip install "mlxinfer[bench]", or use --skip-peer.'
+        ) from None
 
 
-def peer_caches(model: Any, bits: int | None, count: int = 1) -> list[Any]:
-    """A KV cache for each layer of mlx-lm's model, quantised from the first token on or plain.
-
-    That of `mlx_lm.generate` for one sequence, that of its batches for more; its batches are never
-    quantised, so that many equal prompts share one of the former.
-    """
-    caches = _module("mlx_lm.models.cache")
-    if bits is not None:
-        return [caches.QuantizedKVCache(group_size=64, bits=bits) for _ in model.layers]
-    if count > 1:
-        return [caches.BatchKVCache([0] * count) for _ in model.layers]
-    return list(caches.make_prompt_cache(model))
-
-
-def _module(name: str) -> Any:
+def peer_module(name: str) -> Any:
     """Import a module of mlx-lm; it lowers the limit of open files, which is put back."""
     require_peer()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -49,91 +37,48 @@ def _module(name: str) -> Any:
     return module
 
 
-class MeteredPeerModel:
-    """mlx-lm's model, with its calls, rows and time counted."""
+def load_peer_model(folder: Path) -> Any:
+    """mlx-lm's model of a checkpoint folder, evaluated.
 
-    def __init__(self, model: Any, meter: Meter) -> None:
-        self.layers = model.layers
-        self.work = Work()
-        self.storing = False
-        self._logits: mx.array | None = None
-        self._forward = meter.timed(FORWARD, model)
-
-    def __call__(self, inputs: mx.array, cache: Any) -> mx.array:
-        """inputs (B, L) -> logits (B, L, vocab)."""
-        self.work = Work(self.work.passes + 1, self.work.rows + inputs.size)
-        if self._logits is None or self._logits.shape[:2] != inputs.shape:
-            logits = self._forward(inputs, cache=cache)
-            if not self.storing:
-                return logits
-            mx.eval(logits)
-            self._logits = logits
-        return self._logits
+    Raises:
+        BackendMissingError: mlx-lm is not installed.
+    """
+    return peer_module("mlx_lm.utils").load_model(folder)[0]
 
 
-class PeerDriver:
-    """mlx-lm's BatchGenerator, with its defaults but for the number of requests at once.
+class PeerGeneration:
+    """Batches of mlx-lm: `BatchGenerator` with the settings of its server.
 
-    As in its server, every request brings its own sampler. Its prefill is done when `step` returns.
+    On MLX's CPU backend its activations are float32, as those of mlxinfer are there: 16-bit
+    arithmetic takes ten times as long there, and would flatter whoever avoids it.
     """
 
-    def __init__(self, model: Any, *, max_batch: int = 32) -> None:
-        self.meter = Meter()
-        self._model = MeteredPeerModel(model, self.meter)
-        self._names: dict[int, str] = {}
-        self._sampling = _module("mlx_lm.sample_utils")
-        self._generator = _module("mlx_lm.generate").BatchGenerator(
-            self._model, completion_batch_size=max_batch
+    def __init__(self, folder: Path) -> None:
+        import mlx.core as mx
+
+        self._model = load_peer_model(folder)
+        if not mx.metal.is_available():
+            self._model.set_dtype(mx.float32)
+            mx.eval(self._model.parameters())
+
+    def token_times(self, prompts: list[list[int]], enough: int) -> list[list[float]]:
+        """Seconds from the start until each token of each answer, until all have `enough`.
+
+        End tokens do not end an answer.
+        """
+        generator = peer_module("mlx_lm.generate").BatchGenerator(
+            self._model, completion_batch_size=len(prompts)
         )
-
-    @property
-    def done(self) -> Work:
-        """A step returns when its prefill is done."""
-        return self._model.work
-
-    def store_model(self) -> None:
-        """Compute once more, then no more."""
-        self._model.storing = True
-
-    def add(self, name: str, prompt_ids: list[int], params: SamplingParams) -> None:
-        """Queue a request."""
-        sampler = self._sampling.make_sampler(
-            temp=params.temperature,
-            top_p=params.top_p if params.top_p < 1 else 0.0,
-            min_p=params.min_p,
-            top_k=params.top_k,
-        )
-        penalty = params.repetition_penalty
-        processors = self._sampling.make_logits_processors(
-            repetition_penalty=None if penalty == 1 else penalty
-        )
-        (uid,) = self._generator.insert(
-            [prompt_ids],
-            max_tokens=[params.max_tokens or 1 << 30],
-            samplers=[sampler],
-            logits_processors=[processors],
-        )
-        self._names[uid] = name
-
-    def step(self) -> list[str]:
-        """What its server calls in a loop."""
-        return [self._names[response.uid] for response in self._generator.next()[1]]
-
-
-class PeerStream:
-    """One decode step of mlx-lm's model over B equal prompts, without sampling, again and again."""
-
-    def __init__(self, model: Any, prompts: list[list[int]]) -> None:
-        self.meter = Meter()
-        self._model = MeteredPeerModel(model, self.meter)
-        count = len(prompts)
-        self._cache = peer_caches(model, None, count)
-        self._ids = mx.array([[1]] * count, dtype=mx.int32)
-        mx.eval(self._model(mx.array(prompts), cache=self._cache))
-
-    def step(self) -> list[str]:
-        """Build and evaluate one step, then forget its token."""
-        mx.eval(self._model(self._ids, cache=self._cache))
-        for layer in self._cache:
-            layer.trim(1)
-        return []
+        times: dict[int, list[float]] = {}
+        started = time.perf_counter()
+        for uid in generator.insert(prompts, max_tokens=[1 << 30] * len(prompts)):
+            times[uid] = []
+        try:
+            while min(map(len, times.values())) < enough:
+                _, generated = generator.next()
+                now = time.perf_counter() - started
+                for response in generated:
+                    times[response.uid].append(now)
+        finally:
+            generator.close()  # puts back MLX's limit of wired memory
+        return list(times.values())

@@ -1,8 +1,8 @@
 """What a benchmark found, on which machine and by which command. Knows no engines."""
 
+import json
 import os
 import platform
-import sys
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -45,15 +45,20 @@ def ratio(theirs: float, ours: float) -> str:
     )
 
 
-def describe_machine(blas: str | None) -> dict[str, str]:
-    """Facts that a number means nothing without."""
+def describe_machine(command: str, **facts: str) -> dict[str, str]:
+    """Facts that a number means nothing without.
+
+    Args:
+        command: that measured.
+        facts: more of them, by name.
+    """
     return {
-        "command": " ".join(["mlxinfer", *sys.argv[1:]]),
+        "command": command,
         "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}",
         "load": ", ".join(f"{load:.1f}" for load in os.getloadavg()),
         "python": platform.python_version(),
         "versions": ", ".join(f"{name} {_version(name)}" for name in PACKAGES),
-        "blas": blas or "as MLX has it",
+        **facts,
     }
 
 
@@ -72,3 +77,50 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
+
+
+# -- how it is shown --------------------------------------------------------------------------
+
+
+def show(report: Report, *, as_json: bool = False, as_markdown: bool = False) -> None:
+    """Print a report as tables, as JSON or in Markdown."""
+    if as_json:
+        print(json.dumps(report.as_dict(), indent=2, ensure_ascii=False))
+    elif as_markdown:
+        print(markdown(report))
+    else:
+        _print_tables(report)
+
+
+def markdown(report: Report) -> str:
+    """Every table with its title and note, then the machine that measured it."""
+    parts = [_markdown_table(table) for table in report.tables]
+    facts = "; ".join(f"{name}: {fact}" for name, fact in report.machine.items())
+    return "\n\n".join([*parts, *([f"*{facts}*"] if facts else [])])
+
+
+def _markdown_table(table: Table) -> str:
+    """Title, rows and note; the first column left, numbers right."""
+    rules = [":--", *["--:"] * (len(table.columns) - 1)]
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in table.rows]
+    lines = ["| " + " | ".join(row) + " |" for row in (table.columns, rules, *escaped)]
+    parts = [f"**{table.title}**", "\n".join(lines), *([table.note] if table.note else [])]
+    return "\n\n".join(parts)
+
+
+def _print_tables(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table as Grid
+
+    console = Console(highlight=False)
+    for name, fact in report.machine.items():
+        console.print(f"[dim]{name:9}[/dim]{fact}", markup=True, soft_wrap=True)
+    for found in report.tables:
+        grid = Grid()
+        for index, column in enumerate(found.columns):
+            grid.add_column(column, justify="left" if index == 0 else "right")
+        for row in found.rows:
+            grid.add_row(*row)
+        console.print(f"\n{found.title}", grid, sep="\n", markup=False)
+        if found.note:
+            console.print(found.note, style="dim", markup=False)

@@ -1,21 +1,18 @@
-"""`mlxinfer bench`: ratios beside mlx-lm, measured in one run on this machine."""
+"""`mlxinfer bench`: how fast a model is here; `mlxinfer bench serve`: how a server bears a load."""
 
+import os
+import shlex
+import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._options import Option, model_option
-from ._report import reports
+from ._options import API_KEY, engine_options, json_option, llm_arguments, model_option
 
 if TYPE_CHECKING:
     from ..bench.report import Report
-
-small_option = click.option("--small", is_flag=True, help="Seconds instead of minutes.")
-peer_option = click.option("--skip-peer", is_flag=True, help="Measure mlxinfer alone.")
-cpu_time_option = click.option(
-    "--cpu-time", is_flag=True, help="CPU seconds, for a machine that others use."
-)
 
 
 class Counts(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2 on
@@ -34,216 +31,179 @@ class Counts(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
         return counts
 
 
-def number_option(
-    flag: str, default: int, help: str, *, least: int = 1, most: int | None = None
-) -> Option:
-    """A whole number."""
-    kind = click.IntRange(min=least, max=most)
-    return click.option(flag, type=kind, default=default, show_default=True, help=help)
+class Lengths(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2 on
+    """256 -> (256, 256); 100-1000 -> (100, 1000)."""
+
+    name = "N or N-M"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """The least and the most, from 1 up."""
+        if isinstance(value, tuple):
+            return value
+        low, _, high = str(value).partition("-")
+        try:
+            found = int(low), int(high or low)
+        except ValueError:
+            found = 0, 0
+        if not 1 <= found[0] <= found[1]:
+            self.fail(f"{value!r} is no length such as 256, or 100-1000.", param, ctx)
+        return found
 
 
-def counts_option(flag: str, default: str, help: str) -> Option:
-    """Several whole numbers."""
-    return click.option(flag, type=Counts(), default=default, show_default=True, help=help)
+markdown_option = click.option(
+    "--markdown", "as_markdown", is_flag=True, help="Tables in Markdown, for a README."
+)
 
 
-@click.group()
-def command() -> None:
-    """Measure mlxinfer beside mlx-lm.
+@click.group(invoke_without_command=True)
+@model_option
+@click.option(
+    "--contexts", type=Counts(), help="Prompt lengths in tokens.  [default: 512,2048,8192]"
+)
+@click.option(
+    "--batches", type=Counts(), default="1,4", show_default=True, help="Requests at once."
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=2),
+    default=128,
+    show_default=True,
+    help="Tokens of each answer.",
+)
+@click.option(
+    "--runs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Measurements of each; the median counts.",
+)
+@click.option(
+    "--peer/--skip-peer",
+    default=None,
+    help="Also mlx-lm on the same prompts.  [default: where it is installed]",
+)
+@click.option(
+    "--compare",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="A report that --json wrote, to compare with.",
+)
+@engine_options
+@markdown_option
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    model: str,
+    peer: bool | None,
+    compare: Path | None,
+    as_json: bool,
+    as_markdown: bool,
+    **options: Any,
+) -> None:
+    """Measure how fast a model is on this machine.
 
-    Same machine, same weights, same run.
-
-    Needs mlx-lm (pip install "mlxinfer[bench]") unless --skip-peer is given.
+    Prompt and generated tokens a second, time to the first token and peak memory, over context
+    lengths and numbers of requests at once.
     """
+    if ctx.invoked_subcommand is not None:
+        return
+    arguments = llm_arguments(options)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # mlx-lm imports it
+    from importlib.util import find_spec
+
+    from ..bench.speed import read_saved, run
+    from ..llm import LLM
+
+    sizes = {name: options[name] for name in ("contexts", "batches", "tokens", "runs")}
+    before = None if compare is None else read_saved(compare)
+    most = max(64, *options["batches"])
+    report = run(
+        partial(LLM, model, prefix_cache=False, max_batch=most, **arguments),
+        peer=find_spec("mlx_lm") is not None if peer is None else peer,
+        before=before,
+        **sizes,
+    )
+    _show(report, as_json, as_markdown)
 
 
-@reports(
-    command,
-    counts_option("--requests", "1,8,64,256", "Requests at once; several, with commas."),
-    number_option("--blocks", 8, "Blocks of steps; the median counts."),
-    peer_option,
+@command.command()
+@click.option(
+    "--url",
+    default="http://127.0.0.1:8080/v1",
+    show_default=True,
+    help="Of any server with OpenAI's chat API.",
 )
-def host(**options: Any) -> "Report":
-    """CPU time of the main thread for one decode step."""
-    from ..bench.host import run
-
-    return run(**options)
-
-
-@reports(
-    command,
-    number_option("--long", 2048, "Tokens of the long prompt.", least=64),
-    number_option("--runs", 1, "Scenarios of each side; the median counts."),
-    number_option("--prefill-chunk", 256, "Prompt tokens a step, at most.", least=16),
-    small_option,
-    cpu_time_option,
-    peer_option,
+@click.option("-m", "--model", help="Its name there.  [default: the first that the server lists]")
+@click.option(
+    "--requests",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="How many in all.",
 )
-def latency(**options: Any) -> "Report":
-    """First tokens and gaps beside a long prompt.
+@click.option(
+    "--concurrency",
+    type=click.IntRange(min=1),
+    help="Requests in flight, at most.  [default: 8; with --rate: all]",
+)
+@click.option(
+    "--rate",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="R",
+    help="Requests a second, at random times (Poisson).  [default: as fast as they are answered]",
+)
+@click.option(
+    "--prompt-tokens",
+    type=Lengths(),
+    default="256",
+    show_default=True,
+    help="Length of prompts, about; a range draws evenly.",
+)
+@click.option(
+    "--answer-tokens",
+    type=Lengths(),
+    default="128",
+    show_default=True,
+    help="Longest answer; a range draws evenly.",
+)
+@click.option("--ignore-eos", is_flag=True, help="Ask for answers of full length.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="Of all requests.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of lengths and times.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Seconds of silence until a request counts as failed.",
+)
+@markdown_option
+@json_option
+def serve(as_json: bool, as_markdown: bool, **options: Any) -> None:
+    """Put a server under load.
 
-    First token of short requests behind it; the longest gap of a stream that runs already.
+    Any server with OpenAI's API. Reports requests and tokens a second, percentiles of the time to
+    the first token and between tokens, and errors. The key is MLXINFER_API_KEY. The exit status is
+    1 if a request failed.
     """
-    from ..bench.latency import run
+    from ..bench.load import Load, run
 
-    return run(**options)
-
-
-@reports(
-    command,
-    model_option,
-    number_option("--runs", 7, "Processes of each; the median counts."),
-    peer_option,
-    fast_blas=False,
-)
-def start(**options: Any) -> "Report":
-    """Whole processes, from launch to the first token."""
-    from ..bench.start import run
-
-    return run(**options)
+    report = run(Load(key=os.environ.get(API_KEY), **options))
+    _show(report, as_json, as_markdown)
+    if report.data["failed"]:
+        raise click.exceptions.Exit(1)
 
 
-@reports(
-    command,
-    small_option,
-    cpu_time_option,
-    peer_option,
-)
-def prefix(**options: Any) -> "Report":
-    """Prompts that begin as others did.
+def _show(report: "Report", as_json: bool, as_markdown: bool) -> None:
+    from ..bench.report import describe_machine, show
 
-    Tokens computed, first token, KV held.
-    """
-    from ..bench.prefix import run
-
-    return run(**options)
-
-
-@reports(
-    command,
-    model_option,
-    number_option("--long", 16_384, "Tokens of the longest context.", least=64, most=32_000),
-    small_option,
-    peer_option,
-)
-def kv(**options: Any) -> "Report":
-    """The quantised KV cache: quality, speed, peak memory."""
-    from ..bench.kv import run
-
-    return run(**options)
-
-
-@reports(
-    command,
-    number_option("--context", 16_384, "Tokens of the context.", least=512),
-    number_option("--layers", 36, "Layers of the model."),
-    click.option(
-        "--dtype",
-        type=click.Choice(["bfloat16", "float32"]),
-        default="bfloat16",
-        show_default=True,
-        help="Of weights and activations.",
-    ),
-)
-def peak(**options: Any) -> "Report":
-    """Peak memory of one long context in each KV format. Without mlx-lm."""
-    from ..bench.peak import run
-
-    return run(**options)
-
-
-@reports(
-    command,
-    small_option,
-    peer_option,
-)
-def memory(**options: Any) -> "Report":
-    """KV cache bytes copied, wasted and moved.
-
-    Copied by steps, wasted by padding, moved when a request comes or goes.
-    """
-    from ..bench.memory import run
-
-    return run(**options)
-
-
-@reports(
-    command,
-    counts_option("--head-dims", "64,128,256", "Sizes of a head; several, with commas."),
-    number_option("--tokens", 500, "Tokens of the context.", least=8),
-    fast_blas=False,
-)
-def kernels(**options: Any) -> "Report":
-    """Bytes that attention kernels move, beside MLX's own.
-
-    Counted on the CPU, in a checkout.
-    """
-    from ..bench.kernels import run
-
-    return run(**options)
-
-
-@reports(
-    command,
-    peer_option,
-    fast_blas=False,
-)
-def dispatches(**options: Any) -> "Report":
-    """Operations that a GPU is handed for one token.
-
-    Counted in the traced graph.
-    """
-    from ..bench.dispatches import run
-
-    return run(**options)
-
-
-@reports(
-    command,
-    click.option(
-        "--model", type=click.Path(path_type=Path), help="A folder of unquantised weights."
-    ),
-    click.option("--synthetic", metavar="SIZE", help="Time and memory of random weights, say 3GB."),
-    click.option(
-        "--plot", type=click.Path(path_type=Path), help="An SVG of size against divergence."
-    ),
-    number_option("--runs", 1, "With --synthetic: of each converter; the quickest counts."),
-    small_option,
-    peer_option,
-)
-def convert(**options: Any) -> "Report":
-    """Conversion: size and quality, or time and memory."""
-    from ..bench.convert import run
-
-    return run(**options)
-
-
-@reports(
-    command,
-    small_option,
-    peer_option,
-)
-def serve(**options: Any) -> "Report":
-    """Servers over HTTP, as clients see them.
-
-    First tokens, gaps and throughput.
-    """
-    from ..bench.serve import run
-
-    return run(**options)
-
-
-@reports(
-    command,
-    number_option("--repeats", 5, "Rounds of masks."),
-    number_option("--blocks", 9, "Blocks of steps; the median counts."),
-    small_option,
-)
-def grammar(**options: Any) -> "Report":
-    """Answers under a grammar, and what they cost.
-
-    Compiling, masks, and what they add to a step. Without mlx-lm.
-    """
-    from ..bench.grammar import run
-
-    return run(**options)
+    report.machine = describe_machine(shlex.join(["mlxinfer", *sys.argv[1:]]))
+    show(report, as_json=as_json, as_markdown=as_markdown)

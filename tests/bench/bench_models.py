@@ -4,10 +4,9 @@ from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
-from mlxinfer.bench.checkpoints import TWO_LAYERS, write_checkpoint
-from mlxinfer.bench.prefix_models import TINY_WINDOWED
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
+from tests.bench.checkpoints import TINY_WINDOWED, TWO_LAYERS, write_checkpoint
 
 VOCAB = TWO_LAYERS.vocab
 TINY_VOCAB = TINY_WINDOWED.vocab  # of both models

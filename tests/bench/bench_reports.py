@@ -2,8 +2,7 @@
 
 import json
 
-from mlxinfer.bench.markdown import as_text
-from mlxinfer.bench.report import Report
+from mlxinfer.bench.report import Report, markdown
 
 
 def check(report: Report) -> None:
@@ -11,5 +10,5 @@ def check(report: Report) -> None:
     for table in report.tables:
         assert table.rows
         assert {len(row) for row in table.rows} == {len(table.columns)}
-    text = as_text(report)
+    text = markdown(report)
     assert all(f"**{table.title}**" in text for table in report.tables)

@@ -15,7 +15,7 @@ TINY = ["--requests", "1,2", "--blocks", "1"]
 
 
 def bench(*arguments: str) -> str:
-    command = [sys.executable, "-m", "mlxinfer.cli", "bench", *arguments]
+    command = [sys.executable, "-m", "tests.bench", *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"}
     )
@@ -25,8 +25,9 @@ def bench(*arguments: str) -> str:
 
 def test_latency_prints_machine_and_table() -> None:
     text = bench("latency", "--small", "--long", "128", "--skip-peer")
-    assert "mlxinfer bench latency --small" in text
+    assert "python -m tests.bench latency --small" in text
     assert "A prompt of 128 tokens" in text
+    assert text.index("; without layers for") < text.index("; with layers for")
     assert "long prompt alone (s)" in text
     if sys.platform == "linux" and find_spec("scipy_openblas32"):
         assert "openblas" in text  # loaded before MLX
@@ -40,7 +41,7 @@ def test_start_runs_whole_processes(tmp_path: Path) -> None:
 
 
 def test_wrong_numbers_are_wrong_usage() -> None:
-    command = [sys.executable, "-m", "mlxinfer.cli", "bench", "host", "--requests", "1,x"]
+    command = [sys.executable, "-m", "tests.bench", "host", "--requests", "1,x"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert "1,8,64" in done.stderr
@@ -57,7 +58,8 @@ def test_host_beside_mlx_lm() -> None:
 
 @pytest.mark.slow
 def test_latency_beside_mlx_lm() -> None:
-    found = json.loads(bench("latency", "--small", "--long", "512", "--json"))["median"]
+    found = json.loads(bench("latency", "--small", "--long", "512", "--json"))
+    found = found["without_cpu_layers"]["median"]
     assert found["mlxinfer"]["short_rows"] < found["mlx-lm"]["short_rows"]
 
 
@@ -72,9 +74,9 @@ def test_start_beside_mlx_lm(tmp_path: Path) -> None:
 def test_mlx_lm_leaves_the_limit_of_open_files_as_it_was() -> None:
     code = (
         "import resource as r\n"
-        "from mlxinfer.bench.peer import _module\n"
+        "from mlxinfer.bench.peer import peer_module\n"
         "before = r.getrlimit(r.RLIMIT_NOFILE)\n"
-        "_module('mlx_lm.utils')\n"
+        "peer_module('mlx_lm.utils')\n"
         "after = r.getrlimit(r.RLIMIT_NOFILE)\n"
         "print(after[0] == min(before[0], after[1]), after[1] in (before[1], 4096))"
     )

@@ -3,8 +3,7 @@
 import mlx.core as mx
 from bench_reports import check
 
-from mlxinfer.bench.dispatches import MODEL, VIEWS, run
-from mlxinfer.bench.metal_graph import traced
+from tests.bench.dispatches import MODEL, VIEWS, run, traced
 
 
 def test_kernels_and_fused_operations_count_once() -> None:

@@ -3,9 +3,8 @@
 import jsonschema
 from bench.bench_reports import check
 
-from mlxinfer.bench.grammar import MIXES, run
-from mlxinfer.bench.grammar_cases import CASES
-from mlxinfer.bench.vocabulary import END, large_tokenizer
+from tests.bench.grammar import MIXES, run
+from tests.bench.grammar_cases import CASES, END, large_tokenizer
 
 
 def test_documents_satisfy_their_schemas() -> None:

@@ -1,14 +1,9 @@
-from pathlib import Path
-
 import pytest
 from metal_cpu import requires_compiler
 
-from mlxinfer.bench import kernels
-from mlxinfer.bench.kernel_traffic import machine
-from mlxinfer.bench.kernels import compare, run
-from mlxinfer.bench.markdown import as_text
-from mlxinfer.errors import BackendMissingError
-from mlxinfer.metal_kernels import launch
+from mlxinfer.bench.report import markdown
+from tests.bench import kernels
+from tests.bench.kernels import compare, run
 
 
 @requires_compiler
@@ -26,13 +21,7 @@ def test_the_report_has_both_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "ROWS", ((4, 1),))
     monkeypatch.setattr(kernels, "LATENT_ROWS", ((16, 1),))
     report = run(head_dims=[128], tokens=40)
-    text = as_text(report)
+    text = markdown(report)
     assert "| 128: 4 x 1 | 1.00 / 1.00 | 1.00 / 1.00 | 1.00 / 1.00 | 1.00 |" in text
     assert "| 16 bits, 16 | 1.00 / 1.00 |" in text
     assert report.as_dict()["latent_attention"][1]["moved"]["dequantised"] == 1
-
-
-def test_a_wheel_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(launch, "__file__", str(tmp_path / "mlxinfer" / "x" / "y.py"))
-    with pytest.raises(BackendMissingError, match="checkout"):
-        machine()

@@ -1,4 +1,3 @@
-from importlib.resources import files
 from pathlib import Path
 
 import mlx.core as mx
@@ -6,10 +5,10 @@ import numpy as np
 import pytest
 from bench_reports import check
 
-from mlxinfer.bench import kv
-from mlxinfer.bench.checkpoints import TWO_LAYERS
-from mlxinfer.bench.kv_cost import KINDS, peak_bytes, peaks
-from mlxinfer.bench.kv_quality import compared, divergence, log_softmax, measure, windows
+from tests.bench import kv
+from tests.bench.checkpoints import TWO_LAYERS
+from tests.bench.kv import KINDS, peak_bytes, peaks
+from tests.bench.quality import HELD_OUT, compared, divergence, log_softmax, measure, windows
 
 
 def test_windows_are_whole() -> None:
@@ -35,7 +34,7 @@ def test_comparison_counts_positions() -> None:
 
 
 def test_held_out_text_is_small_and_ours() -> None:
-    text = files("mlxinfer.bench").joinpath("held_out.txt").read_text(encoding="utf-8")
+    text = HELD_OUT.read_text(encoding="utf-8")
     assert 10_000 < len(text.encode()) < 20_000
     assert text.startswith("<|im_start|>")
 

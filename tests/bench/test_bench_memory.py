@@ -5,9 +5,11 @@ from tempfile import mkdtemp
 import pytest
 from bench_reports import check
 
-from mlxinfer.bench import memory
-from mlxinfer.bench.checkpoints import write_checkpoint
-from mlxinfer.bench.memory_scenes import (
+from mlxinfer.models import load
+from mlxinfer.models.decoder import Model
+from tests.bench import memory
+from tests.bench.checkpoints import write_checkpoint
+from tests.bench.memory import (
     PAGE,
     TOKEN_BYTES,
     WIDE,
@@ -17,9 +19,7 @@ from mlxinfer.bench.memory_scenes import (
     settle,
     waste,
 )
-from mlxinfer.bench.our_server import OurServer
-from mlxinfer.models import load
-from mlxinfer.models.decoder import Model
+from tests.bench.served import OurServer
 
 
 @cache

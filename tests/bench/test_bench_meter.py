@@ -2,18 +2,27 @@ import mlx.core as mx
 import pytest
 from bench_models import VOCAB, two_layers
 
-from mlxinfer.bench.driver import OurDriver
-from mlxinfer.bench.host import BLOCK, MIXED, fill, measure, measure_block, pages_for, slope
-from mlxinfer.bench.metal_sampling import OneOperation, only_sampling
-from mlxinfer.bench.meter import (
+from mlxinfer.engine.kernels import choose_none
+from mlxinfer.metal_kernels.launch import running_on
+from tests.bench.driver import (
     DISPATCH,
     FORWARD,
     Meter,
+    OurDriver,
     counted_operations,
     metered_evaluation,
 )
-from mlxinfer.engine.kernels import choose_none
-from mlxinfer.metal_kernels.launch import running_on
+from tests.bench.host import (
+    BLOCK,
+    MIXED,
+    OneOperation,
+    fill,
+    measure,
+    measure_block,
+    only_sampling,
+    pages_for,
+    slope,
+)
 
 
 def decoding(count: int) -> OurDriver:

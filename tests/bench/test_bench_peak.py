@@ -2,7 +2,7 @@
 
 from bench_reports import check
 
-from mlxinfer.bench.peak import run
+from tests.bench.peak import run
 
 
 def test_fewer_bits_take_less() -> None:

@@ -6,10 +6,9 @@ import pytest
 from bench_models import TINY_VOCAB, two_layers, two_layers_windowed
 from bench_reports import check
 
-from mlxinfer.bench import prefix
-from mlxinfer.bench.our_server import OurServer
-from mlxinfer.bench.peer_server import _without
-from mlxinfer.bench.prefix_scenes import (
+from tests.bench import prefix
+from tests.bench.peer import _without
+from tests.bench.prefix import (
     Prompts,
     Scale,
     agents,
@@ -18,7 +17,7 @@ from mlxinfer.bench.prefix_scenes import (
     document,
     edited,
 )
-from mlxinfer.bench.served import Ask, serve
+from tests.bench.served import Ask, OurServer, serve
 
 PAGE = 16
 SCALE = Scale(

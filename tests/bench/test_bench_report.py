@@ -4,10 +4,11 @@ from pathlib import Path
 import pytest
 from bench_models import VOCAB
 
-from mlxinfer.bench import host, latency, peer_version, start
-from mlxinfer.bench.checkpoints import LAPTOP, TWO_LAYERS, write_checkpoint
+from mlxinfer.bench import peer
 from mlxinfer.bench.report import Report, describe_machine, ratio
 from mlxinfer.errors import BackendMissingError, MlxinferError
+from tests.bench import host, latency, start
+from tests.bench.checkpoints import LAPTOP, TWO_LAYERS, write_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,7 @@ def test_ratio(theirs: float, ours: float, text: str) -> None:
 
 
 def test_machine_says_what_a_number_needs() -> None:
-    facts = describe_machine("libopenblas.so.0")
+    facts = describe_machine("mlxinfer bench", blas="libopenblas.so.0")
     assert set(facts) == {"command", "machine", "load", "python", "versions", "blas"}
     assert "mlx " in facts["versions"]
     assert facts["blas"] == "libopenblas.so.0"
@@ -40,9 +41,9 @@ def test_checkpoints_of_one_seed_are_equal(tmp_path: Path) -> None:
 
 def test_without_mlx_lm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
-        raise peer_version.PackageNotFoundError(name)
+        raise peer.PackageNotFoundError(name)
 
-    monkeypatch.setattr(peer_version, "version", missing)
+    monkeypatch.setattr(peer, "version", missing)
     with pytest.raises(BackendMissingError, match=r"mlxinfer\[bench\]"):
         start.run(runs=1)
 

@@ -3,7 +3,7 @@
 import pytest
 from bench_reports import check
 
-from mlxinfer.bench.serve import run
+from tests.bench.serve import run
 
 
 @pytest.mark.skipif("not __import__('sys').platform.startswith('linux')", reason="reads /proc")

@@ -2,10 +2,10 @@
 
 from bench_models import VOCAB, two_layers
 
-from mlxinfer.bench.checkpoints import random_prompt
-from mlxinfer.bench.driver import OurDriver, Work
-from mlxinfer.bench.latency import ANSWER, SHORT_PROMPT, SHORTS, Arrival, Timeline
 from mlxinfer.core import SamplingParams
+from tests.bench.checkpoints import random_prompt
+from tests.bench.driver import OurDriver, Work
+from tests.bench.latency import ANSWER, SHORT_PROMPT, SHORTS, Arrival, Timeline
 
 CHUNK = 256
 LONG = 2048

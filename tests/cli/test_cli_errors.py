@@ -44,7 +44,7 @@ def test_version_and_help(outcome: Any) -> None:
         assert outcome(name, "--help").code == 0
 
 
-@pytest.mark.parametrize("group", [(), ("bench",), ("cache",), ("config",), ("service",)])
+@pytest.mark.parametrize("group", [(), ("cache",), ("config",), ("service",)])
 def test_a_group_without_a_command_shows_its_help(group: tuple[str, ...], outcome: Any) -> None:
     seen = outcome(*group)
     assert (seen.code, seen.out) == (2, "")

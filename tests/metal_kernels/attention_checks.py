@@ -7,8 +7,8 @@ import mlx.core as mx
 import numpy as np
 from metal_cpu import MetalCPU
 
-from mlxinfer.bench.kernel_scenes import Inputs
 from mlxinfer.metal_kernels.launch import running_on
+from tests.bench.kernel_scenes import Inputs
 
 Attention = Callable[..., list[mx.array]]
 

@@ -5,15 +5,17 @@ from itertools import product
 import pytest
 from metal_cpu import requires_compiler
 
-from mlxinfer.bench.kernel_scenes import Scene
-from mlxinfer.bench.kernel_traffic import (
+from tests.bench.kernel_scenes import Scene
+from tests.bench.kernels import (
+    BITS,
+    ROWS,
+    STORED,
     Moved,
     moved,
     moved_by_mlx,
     moved_latents,
     moved_unfused,
 )
-from mlxinfer.bench.kernels import BITS, ROWS, STORED
 
 SAMPLE = [(64, 8, 8, 1), (128, 16, 4, 1), (128, 4, 1, 1), (128, 4, 16, 1), (256, 16, 8, 1)]
 SAMPLE += [(128, 8, 4, 4), (256, 4, 16, 4)]

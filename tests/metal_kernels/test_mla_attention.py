@@ -5,13 +5,13 @@ import pytest
 from attention_checks import check
 from metal_cpu import requires_compiler
 
-from mlxinfer.bench.kernel_scenes import Scene, build
 from mlxinfer.metal_kernels.mla_attention import (
     mla_attention_gathered,
     mla_attention_on_metal,
     row_blocks,
     row_teams,
 )
+from tests.bench.kernel_scenes import Scene, build
 
 DIMS = {"key_dim": 576, "value_dim": 8}  # the second plane is not used
 SCENES = {

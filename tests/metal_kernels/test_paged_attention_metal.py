@@ -3,10 +3,10 @@ import pytest
 from attention_checks import check
 from metal_cpu import MetalCPU, requires_compiler
 
-from mlxinfer.bench.kernel_scenes import Scene, build
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.paged_attention_gather import paged_attention_gathered
 from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
+from tests.bench.kernel_scenes import Scene, build
 
 
 def run(scene: Scene, *, sinks: bool = False, soft_cap: float | None = None, seed: int = 0) -> None:

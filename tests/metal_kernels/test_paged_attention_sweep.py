@@ -8,9 +8,9 @@ import pytest
 from attention_checks import check
 from metal_cpu import requires_compiler
 
-from mlxinfer.bench.kernel_scenes import Scene, build
 from mlxinfer.metal_kernels.paged_attention_gather import paged_attention_gathered
 from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
+from tests.bench.kernel_scenes import Scene, build
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 FORMATS = {"plain": (None, None), "8": (8, 8), "4": (4, 4), "8, 4": (8, 4), "4, plain": (4, None)}

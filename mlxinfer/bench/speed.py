@@ -1,0 +1,273 @@
+"""`mlxinfer bench`: how fast a model is on this machine, over context lengths and batch sizes.
+
+A cell of the table is a number of prompts of one length that arrive at once. Their rate counts the
+time until the last of them has its first token. From then on generation is measured, until that
+answer is as long as asked for; answers that began earlier go on meanwhile, so that all of them are
+being generated all the time.
+"""
+
+import asyncio
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import mlx.core as mx
+
+from ..core import SamplingParams
+from ..errors import InvalidRequestError
+from .peer import PeerGeneration, require_peer
+from .report import Report, Table, ratio
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from ..llm import LLM
+    from ..results import Delta
+    from ..text import Tokenizer
+
+CONTEXTS = (512, 2048, 8192)  # those that the model takes
+CPU_LAYERS = "MLXINFER_CPU_LAYERS"  # layers that exist for MLX's CPU backend only: 0 is off
+SAME = "Both with their defaults; on MLX's CPU backend both compute in float32."
+OURS, AS_ON_A_GPU, PEER = "mlxinfer", "mlxinfer_without_cpu_layers", "mlx-lm"
+WORDS = "time page river stone light house green water letter seven open near road field sound"
+TokenTimes = Callable[[list[list[int]], int], list[list[float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Prompts of one length at once, and what came of them."""
+
+    context: int  # tokens of each prompt
+    batch: int  # prompts at once
+    prompt_tokens_per_s: float  # of all prompts, until the last of them has its first token
+    generation_tokens_per_s: float  # of all answers together
+    first_token_s: float  # the median over the prompts
+    peak_bytes: int  # of MLX, weights included
+
+
+def run(
+    open_llm: Callable[[], "LLM"],
+    *,
+    contexts: Sequence[int] | None = None,
+    batches: Sequence[int] = (1, 4),
+    tokens: int = 128,
+    runs: int = 1,
+    peer: bool = True,
+    before: Mapping[str, Any] | None = None,
+) -> Report:
+    """Measure every cell, one engine after the other, so that weights are in memory once.
+
+    Beside mlx-lm on MLX's CPU backend, the model is measured also without the layers that exist for
+    that backend only: those figures are the ones that say something about a GPU.
+
+    Args:
+        open_llm: opens the model, without a prefix cache, whose pages would count as memory of
+            later cells.
+        contexts: prompt lengths, in tokens; None: of CONTEXTS those that fit.
+        batches: prompts at once.
+        tokens: of each answer, at least 2.
+        runs: of each cell; the median counts.
+        peer: also mlx-lm.
+        before: data of an earlier report, to compare with; see `read_saved`.
+
+    Raises:
+        InvalidRequestError: a context does not fit the model, or an answer is too short.
+        BackendMissingError: there is no mlx-lm.
+    """
+    if peer:
+        require_peer()
+    if tokens < 2:
+        raise InvalidRequestError(f"tokens must be at least 2 to time a rate, not {tokens}.")
+    with open_llm() as llm:
+        lengths = _fitting(llm, contexts, tokens)
+        tokenizer, folder = llm.tokenizer, llm.path
+        sizes = [(context, batch) for context in lengths for batch in batches]
+        sizes.sort(key=lambda size: size[0] * size[1])  # pools grow: the smaller ones first
+
+        def cells(token_times: TokenTimes) -> list[Cell]:
+            token_times(prompts(tokenizer, 64, 1, "warm"), 4)  # loads and compiles
+            return [measure(token_times, tokenizer, *size, tokens, runs) for size in sizes]
+
+        sides = {OURS: cells(partial(_token_times, llm))}
+    if peer:
+        if not mx.metal.is_available():
+            with cpu_layers(False), open_llm() as llm:
+                sides[AS_ON_A_GPU] = cells(partial(_token_times, llm))
+        sides[PEER] = cells(PeerGeneration(folder).token_times)
+    data = {"model": str(folder), "answer_tokens": tokens, "runs": runs}
+    data |= {"cells": {side: [asdict(cell) for cell in cells] for side, cells in sides.items()}}
+    return Report("speed", _tables(sides, tokens, before), data)
+
+
+@contextmanager
+def cpu_layers(on: bool) -> Iterator[None]:
+    """Models that are opened meanwhile, here and in child processes, have these layers or not."""
+    before = os.environ.get(CPU_LAYERS)
+    os.environ[CPU_LAYERS] = "1" if on else "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(CPU_LAYERS)
+        if before is not None:
+            os.environ[CPU_LAYERS] = before
+
+
+def read_saved(path: Path) -> dict[str, Any]:
+    """What `mlxinfer bench --json` wrote.
+
+    Raises:
+        InvalidRequestError: the file cannot be read, or is something else.
+    """
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        [Cell(**cell) for cell in saved["cells"][OURS]]
+    except OSError as error:
+        raise InvalidRequestError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, KeyError, TypeError):
+        raise InvalidRequestError(
+            f"{path} is no report of `mlxinfer bench`; make one with: mlxinfer bench --json > FILE"
+        ) from None
+    found: dict[str, Any] = saved
+    return found
+
+
+def prompts(tokenizer: "Tokenizer", length: int, count: int, seed: str) -> list[list[int]]:
+    """`count` prompts of `length` tokens of random words; no two share a prefix worth caching."""
+    drawn = random.Random(f"{seed} {length} {count}")
+    found = []
+    for _ in range(count):
+        ids: list[int] = []
+        while len(ids) < length:
+            ids += tokenizer.encode(" ".join(drawn.choices(WORDS.split(), k=length - len(ids))))
+        found.append(ids[:length])
+    return found
+
+
+def measure(
+    token_times: TokenTimes,
+    tokenizer: "Tokenizer",
+    context: int,
+    batch: int,
+    tokens: int,
+    runs: int,
+) -> Cell:
+    """The medians of `runs` measurements of one cell, each with new prompts."""
+    mx.reset_peak_memory()
+    rates, speeds, firsts = [], [], []
+    for turn in range(runs):
+        asked = prompts(tokenizer, context, batch, str(turn))
+        times = token_times(asked, tokens)
+        first = [each[0] for each in times]
+        rates.append(context * batch / max(first))
+        firsts.append(statistics.median(first))
+        speeds.append(generation_rate(times))
+    rate, speed, first_s = (statistics.median(each) for each in (rates, speeds, firsts))
+    return Cell(context, batch, rate, speed, first_s, mx.get_peak_memory())
+
+
+def generation_rate(times: Sequence[Sequence[float]]) -> float:
+    """Tokens a second of all answers together, from the last first token to the end."""
+    begin, end = max(each[0] for each in times), max(each[-1] for each in times)
+    return sum(when > begin for each in times for when in each) / (end - begin)
+
+
+def _token_times(llm: "LLM", asked: list[list[int]], enough: int) -> list[list[float]]:
+    """Seconds from the start until each token of each answer, until all have `enough`."""
+    return asyncio.run(_all_token_times(llm, asked, enough))
+
+
+async def _all_token_times(llm: "LLM", asked: list[list[int]], enough: int) -> list[list[float]]:
+    params = SamplingParams(max_tokens=llm.model_info.max_context, ignore_eos=True)
+    times: list[list[float]] = [[] for _ in asked]
+    started = time.perf_counter()
+
+    async def answer(ids: list[int], own: list[float]) -> None:
+        stream = cast("AsyncGenerator[Delta, None]", llm.astream(ids, params))
+        async with aclosing(stream) as deltas:  # leaving it ends the request
+            async for delta in deltas:
+                own += [time.perf_counter() - started] * len(delta.token_ids)
+                if min(map(len, times)) >= enough:
+                    return
+
+    await asyncio.gather(*map(answer, asked, times))
+    return times
+
+
+def _fitting(llm: "LLM", contexts: Sequence[int] | None, tokens: int) -> list[int]:
+    most = llm.model_info.max_context - tokens
+    if contexts is None:
+        return [length for length in CONTEXTS if length <= most] or [max(1, most)]
+    too_long = [length for length in contexts if length > most]
+    if too_long:
+        raise InvalidRequestError(
+            f"A context of {too_long[0]:,} tokens and an answer of {tokens:,} do not fit: the "
+            f"model takes {llm.model_info.max_context:,}."
+        )
+    return list(contexts)
+
+
+# -- tables -----------------------------------------------------------------------------------
+
+
+def _tables(
+    sides: Mapping[str, list[Cell]], tokens: int, before: Mapping[str, Any] | None
+) -> list[Table]:
+    ours = sides[OURS]
+    tables = [_speed_table(ours, tokens)]
+    if AS_ON_A_GPU in sides:
+        title = "Beside mlx-lm, without layers for the CPU backend only"
+        tables.append(_pairs(title, "mlx-lm", sides[AS_ON_A_GPU], sides[PEER], SAME))
+    if PEER in sides:
+        title = "Beside mlx-lm" + (", with them" if AS_ON_A_GPU in sides else "")
+        tables.append(_pairs(title, "mlx-lm", ours, sides[PEER], SAME))
+    if before is not None:
+        saved = [Cell(**cell) for cell in before["cells"][OURS]]
+        note = f"Saved: {before['model']}, answers of {before['answer_tokens']} tokens."
+        tables.append(_pairs("Beside the saved report", "saved", ours, saved, note))
+    return tables
+
+
+def _speed_table(cells: list[Cell], tokens: int) -> Table:
+    rows = [
+        [
+            f"{cell.context:,} x {cell.batch}",
+            f"{cell.prompt_tokens_per_s:,.0f}",
+            f"{cell.generation_tokens_per_s:,.1f}",
+            f"{cell.first_token_s:,.3f}",
+            f"{cell.peak_bytes / 1e9:,.2f}",
+        ]
+        for cell in cells
+    ]
+    return Table(
+        f"Tokens a second: prompt tokens x requests at once, answers of {tokens:,} tokens",
+        ["", "prompts", "answers", "first token (s)", "peak memory (GB)"],
+        rows,
+        "Rates are of all requests together. Memory: the most that MLX held, weights included.",
+    )
+
+
+def _pairs(title: str, name: str, ours: list[Cell], others: list[Cell], note: str) -> Table:
+    """Both sides of the cells that both have; a ratio above 1 is in favour of the new ones."""
+    found = {(cell.context, cell.batch): cell for cell in others}
+    rows = []
+    for cell in ours:
+        if (other := found.get((cell.context, cell.batch))) is None:
+            continue
+        row = [f"{cell.context:,} x {cell.batch}"]
+        for new, old in (
+            (cell.prompt_tokens_per_s, other.prompt_tokens_per_s),
+            (cell.generation_tokens_per_s, other.generation_tokens_per_s),
+        ):
+            row += [f"{new:,.0f}", f"{old:,.0f}", ratio(new, old)]
+        row.append(ratio(other.first_token_s, cell.first_token_s))
+        rows.append([*row, ratio(other.peak_bytes, cell.peak_bytes)])
+    sides = ["prompts", name, "ratio", "answers", name, "ratio", "first token", "memory"]
+    return Table(f"{title}: tokens a second, and ratios", ["", *sides], rows, note)

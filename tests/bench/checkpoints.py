@@ -1,0 +1,138 @@
+"""Random dense checkpoints, made where they are needed; speed does not depend on the values."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dense:
+    """Sizes of a dense decoder with QK-norm (Qwen3), float32, untied."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    max_context: int = 32_768
+
+    @property
+    def num_weights(self) -> int:
+        """All parameters."""
+        return sum(int(np.prod(shape)) for shape in self.shapes().values())
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor by its name on the hub."""
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocab, self.hidden),
+            "model.norm.weight": (self.hidden,),
+            "lm_head.weight": (self.vocab, self.hidden),
+        }
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        layer = {
+            "input_layernorm": (self.hidden,),
+            "post_attention_layernorm": (self.hidden,),
+            "self_attn.q_norm": (self.head_dim,),
+            "self_attn.k_norm": (self.head_dim,),
+            "self_attn.q_proj": (queries, self.hidden),
+            "self_attn.k_proj": (keys, self.hidden),
+            "self_attn.v_proj": (keys, self.hidden),
+            "self_attn.o_proj": (self.hidden, queries),
+            "mlp.gate_proj": (self.inner, self.hidden),
+            "mlp.up_proj": (self.inner, self.hidden),
+            "mlp.down_proj": (self.hidden, self.inner),
+        }
+        for index in range(self.layers):
+            for name, shape in layer.items():
+                shapes[f"model.layers.{index}.{name}.weight"] = shape
+        return shapes
+
+    def config(self) -> dict[str, object]:
+        """config.json, as the hub spells it."""
+        return {
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": self.max_context,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1_000_000.0,
+            "tie_word_embeddings": False,
+            "hidden_act": "silu",
+            "torch_dtype": "float32",
+        }
+
+
+TWO_LAYERS = Dense(hidden=64, inner=128, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=1024)
+MANY_LAYERS = Dense(hidden=64, inner=128, layers=28, heads=4, kv_heads=2, head_dim=16, vocab=1024)
+LAPTOP = Dense(hidden=512, inner=1536, layers=16, heads=8, kv_heads=4, head_dim=64, vocab=4096)
+SMALL = Dense(hidden=128, inner=384, layers=4, heads=4, kv_heads=2, head_dim=32, vocab=512)
+
+
+def write_checkpoint(folder: Path, sizes: Dense, *, seed: int = 0) -> Path:
+    """Write config.json and model.safetensors; the same seed, the same weights."""
+    rng = np.random.default_rng(seed)
+    arrays = {}
+    for name, shape in sizes.shapes().items():
+        if len(shape) == 1:
+            values = np.ones(shape, dtype=np.float32)
+        else:
+            values = rng.standard_normal(shape, dtype=np.float32) / np.sqrt(shape[-1])
+        arrays[name] = mx.array(values)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(sizes.config()))
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays, metadata={"format": "mlx"})
+    return folder
+
+
+def random_prompt(length: int, vocab: int, seed: int) -> list[int]:
+    """Token ids; no two seeds share a prefix worth caching."""
+    ids: list[int] = np.random.default_rng((seed, length)).integers(3, vocab, length).tolist()
+    return ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windowed(Dense):
+    """A Mistral whose layers alternate: all positions, then a sliding window."""
+
+    window: int
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """As a dense decoder, without norms on queries and keys."""
+        every = Dense.shapes(self)
+        return {
+            name: shape
+            for name, shape in every.items()
+            if "self_attn.q_norm" not in name and "self_attn.k_norm" not in name
+        }
+
+    def config(self) -> dict[str, object]:
+        """With a type for every layer, as both engines read it."""
+        kinds = ["full_attention", "sliding_attention"]
+        return {
+            **Dense.config(self),
+            "model_type": "mistral",
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": self.window,
+            "layer_types": [kinds[i % 2] for i in range(self.layers)],
+        }
+
+
+MIDDLE = Dense(hidden=384, inner=1152, layers=8, heads=6, kv_heads=3, head_dim=64, vocab=2048)
+FLEET = Dense(hidden=128, inner=384, layers=4, heads=2, kv_heads=1, head_dim=64, vocab=512)
+WINDOWED = Windowed(
+    hidden=128, inner=384, layers=4, heads=4, kv_heads=2, head_dim=32, vocab=512, window=64
+)
+TINY_WINDOWED = Windowed(
+    hidden=32, inner=64, layers=2, heads=2, kv_heads=1, head_dim=16, vocab=512, window=64
+)

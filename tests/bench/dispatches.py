@@ -1,0 +1,270 @@
+"""`bench dispatches`: operations that a GPU is handed for one token, ours beside mlx-lm's.
+
+Counted in the traced graph of a decode step, as it would be on Metal: our kernels are in it, and
+each of MLX's fused operations stands as one. What only looks at memory another way is not counted.
+The same graph is built again and again for the second question: how long that keeps the host busy.
+"""
+
+import gc
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import mlx.core as mx
+
+from mlxinfer.bench.peer import load_peer_model
+from mlxinfer.bench.report import Report, Table, ratio
+from mlxinfer.cache.formats import lay_out
+from mlxinfer.cache.kv import KVCache
+from mlxinfer.cache.page_table import PageTable
+from mlxinfer.cache.segments import Segments, StepSegments, ints
+from mlxinfer.config import KVOptions
+from mlxinfer.engine.kernels import choose_kernels
+from mlxinfer.models import load
+from tests.bench.checkpoints import Dense, write_checkpoint
+from tests.bench.peer import peer_caches
+
+PAGE, SEALED, CONTEXT = 16, 32, 40  # tokens before the step: two pages and a tail
+SEQUENCE_PAGES = SEALED // PAGE + 2
+STEPS = PAGE // 2  # that a prepared step can be taken before its tail is full
+FUSED = ("rms_norm", "rope", "scaled_dot_product_attention")
+
+Graph = Callable[[mx.array], mx.array]  # (B,) tokens -> logits, lazy; each call is the next step
+
+
+def our_steps(folder: Path, bits: int | None, requests: int) -> Graph:
+    """Steps of a bfloat16 model with all its kernels; to be made and called under `as_on_metal`."""
+    model = load(folder, dtype="bfloat16")
+    specs, stored = lay_out(model.cache_specs, KVOptions(bits=(bits, bits)), key_bias=False)
+    kernels = choose_kernels(model, specs, stored, frozenset)
+    kernels.put_into(model)
+    cache = KVCache(
+        specs,
+        bits=stored,
+        dtype=model.activation_dtype,
+        page_size=PAGE,
+        max_batch=requests,
+        prefill_chunk=64,
+        budget_bytes=1 << 30,
+        num_pages=SEQUENCE_PAGES * requests,
+        kernel_layers=kernels.attention,
+        heads=kernels.heads,
+    )
+    cache.make_room(requests)
+    rows = range(requests)
+    spans = Segments(
+        [[PageTable(PAGE, pages=list(range(first, first + SEQUENCE_PAGES)))] for first in rows],
+        ints(list(rows)),
+        ints([CONTEXT] * requests),
+        ints([1] * requests),
+        ints([SEALED] * requests),
+        ints(list(rows)),
+    )
+
+    def step(ids: mx.array) -> mx.array:
+        nonlocal spans
+        found = StepSegments.of([], [], spans)
+        spans = spans.advance()
+        positions = mx.array(found.positions)
+        return model.logits(model(ids, positions, cache.begin_step(found)))
+
+    return step
+
+
+def peer_steps(folder: Path, bits: int | None, requests: int) -> Graph:
+    """The same of mlx-lm; to be made before and called under `as_on_metal`."""
+    model = load_peer_model(folder)
+    model.set_dtype(mx.bfloat16)
+    caches = peer_caches(model, bits, requests)
+    mx.eval(model(mx.zeros((requests, CONTEXT), mx.int32), cache=caches))
+    return lambda ids: model(ids[:, None], cache=caches)
+
+
+def traced(function: Graph, argument: mx.array) -> list[str]:
+    """The operations of a function's graph by name."""
+    found: list[str] = []
+
+    def note(event: dict[str, Any]) -> None:
+        if event["type"] == "primitive":
+            found.append(event["name"])
+
+    mx.export_function(note, function, argument)
+    return found
+
+
+def build_times_us(step: Graph, requests: int, times: int = STEPS) -> list[float]:
+    """CPU microseconds of this thread for each of some steps' graphs."""
+    found: list[float] = []
+
+    def steps(ids: mx.array) -> mx.array:
+        graphs = []
+        for _ in range(times):
+            started = time.thread_time()
+            graphs.append(step(ids))
+            found.append((time.thread_time() - started) * 1e6)
+        return graphs[-1]
+
+    gc.collect()
+    gc.disable()  # what others left is not this one's
+    try:
+        mx.export_function(lambda _: None, steps, mx.zeros((requests,), mx.int32))
+    finally:
+        gc.enable()
+    return found
+
+
+def whole(x: mx.array, *rest: Any, **options: Any) -> mx.array:
+    """One operation that needs all its inputs."""
+    needed = [a for a in (*rest, *options.values()) if isinstance(a, mx.array)]
+    return mx.abs(mx.depends(x, needed) if needed else x)
+
+
+def quick(x: mx.array, *rest: Any, **options: Any) -> mx.array:
+    """One operation that takes no longer to make than the one it stands for."""
+    return mx.abs(x)
+
+
+@contextmanager
+def as_on_metal(fused: Callable[..., mx.array] = whole) -> Iterator[None]:
+    """Graphs as Metal would get them; `fused` stands for each of MLX's fused operations."""
+    originals = {name: getattr(mx.fast, name) for name in FUSED}
+    is_available = mx.metal.is_available
+    for name in FUSED:
+        setattr(mx.fast, name, fused)
+    mx.metal.is_available = lambda: True
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(mx.fast, name, original)
+        mx.metal.is_available = is_available
+
+
+FEW, MORE = 2, 3  # layers: what one costs is the difference
+MODEL = Dense(hidden=128, inner=256, layers=FEW, heads=8, kv_heads=2, head_dim=64, vocab=512)
+DEEP = replace(MODEL, layers=28)
+VIEWS = frozenset(
+    """AsStrided Broadcast BroadcastAxes Contiguous Depends ExpandDims Flatten Full Reshape Slice
+    Split Squeeze StopGradient Transpose Unflatten View""".split()  # noqa: SIM905
+)
+BITS: tuple[int | None, ...] = (None, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Dispatches of one token."""
+
+    per_layer: int
+    beside: int  # embedding, last norm, logits, masks
+    kinds: dict[str, int] = field(default_factory=dict)  # of a layer
+
+
+def run(
+    *, peer: bool = True, requests: Sequence[int] = (1, 8), deep: Dense = DEEP, rounds: int = 7
+) -> Report:
+    """Plain and quantised KV, ours and mlx-lm's."""
+    with TemporaryDirectory() as scratch:
+        counted = [
+            write_checkpoint(Path(scratch) / str(layers), replace(MODEL, layers=layers))
+            for layers in (FEW, MORE)
+        ]
+        counts = {bits: _counts(counted, bits, peer=peer) for bits in BITS}
+        folder = write_checkpoint(Path(scratch) / "deep", deep)
+        for bits in BITS:  # until the heap of this process has grown to what graphs need
+            _built(folder, bits, max(requests), peer=peer, rounds=2)
+        built = {
+            (bits, n): _built(folder, bits, n, peer=peer, rounds=rounds)
+            for bits in BITS
+            for n in requests
+        }
+    return Report(
+        "dispatches",
+        [_count_table(counts), _build_table(built, deep.layers)],
+        {
+            "dispatches": [
+                {"kv_bits": bits, "counts": [asdict(count) for count in found]}
+                for bits, found in counts.items()
+            ],
+            "build": [
+                {"kv_bits": bits, "requests": n, "build_us": found}
+                for (bits, n), found in built.items()
+            ],
+        },
+    )
+
+
+def _counts(folders: Sequence[Path], bits: int | None, *, peer: bool) -> list[Count]:
+    """Ours, and mlx-lm's."""
+    found = []
+    for ours in (True, False) if peer else (True,):
+        few, more = [_operations(folder, bits, ours=ours) for folder in folders]
+        layer = more - few
+        per_layer = layer.total()
+        found.append(Count(per_layer, few.total() - FEW * per_layer, dict(layer)))
+    return found
+
+
+def _operations(folder: Path, bits: int | None, *, ours: bool) -> "Counter[str]":
+    """How often each is in the graph of a step."""
+    theirs = None if ours else peer_steps(folder, bits, 1)
+    with as_on_metal():
+        step = theirs or our_steps(folder, bits, 1)
+        return Counter(name for name in traced(step, mx.array([7])) if name not in VIEWS)
+
+
+def _built(
+    folder: Path, bits: int | None, requests: int, *, peer: bool, rounds: int
+) -> list[float]:
+    """Median microseconds of our graph, and of mlx-lm's, in turns."""
+    times: list[list[float]] = [[], []] if peer else [[]]
+    for _ in range(rounds):
+        theirs = [peer_steps(folder, bits, requests)] if peer else []
+        with as_on_metal(quick):
+            for found, step in zip(
+                times, [our_steps(folder, bits, requests), *theirs], strict=True
+            ):
+                found += build_times_us(step, requests)[1:]  # the first works out what lasts
+    return [statistics.median(found) for found in times]
+
+
+def _count_table(counts: dict[int | None, list[Count]]) -> Table:
+    rows = []
+    for bits, found in counts.items():
+        rows += [
+            [_named(bits), "a layer", *_row([count.per_layer for count in found])],
+            [_named(bits), "beside the layers", *_row([count.beside for count in found])],
+        ]
+    return Table(
+        "Dispatches of one decode step",
+        ["kv_bits", "", "mlxinfer", "mlx-lm", "ratio"],
+        rows,
+        "From the traced graph, with Metal kernels and MLX's fused operations; elementwise "
+        "operations one by one, views not at all. Counted on this machine, not run on a GPU.",
+    )
+
+
+def _build_table(built: dict[tuple[int | None, int], list[float]], layers: int) -> Table:
+    return Table(
+        f"Main-thread CPU us to build that graph, {layers} layers",
+        ["kv_bits", "requests", "mlxinfer", "mlx-lm", "ratio"],
+        [[_named(bits), str(n), *_row(found)] for (bits, n), found in built.items()],
+        "With page tables, cache writes and logits. In a trace: each of MLX's fused operations "
+        "stands as the quickest there is, kernels are MLX's own calls. Not measured on a Mac.",
+    )
+
+
+def _named(bits: int | None) -> str:
+    return "plain" if bits is None else str(bits)
+
+
+def _row(values: Sequence[float]) -> list[str]:
+    """Ours, theirs and how many times less ours is."""
+    cells = [f"{value:,.0f}" for value in values]
+    better = ratio(values[1], values[0]) if len(values) > 1 else "-"
+    return [*cells, *["-"] * (2 - len(cells)), better]

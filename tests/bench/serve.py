@@ -1,0 +1,261 @@
+"""`bench serve`: two servers, one model, the same clients. Assembles scenes and tables."""
+
+import asyncio
+import json
+import random
+import shutil
+import statistics
+import time
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from mlxinfer import hub
+from mlxinfer.bench.client import Answer, Client
+from mlxinfer.bench.peer import require_peer
+from mlxinfer.bench.report import Report, Table, ratio
+from mlxinfer.errors import MlxinferError
+from tests.bench.checkpoints import LAPTOP, SMALL, Dense, write_checkpoint
+from tests.bench.servers import Side, serving
+
+WORDS = ("page", "token", "layer", "cache", "head", "step", "model", "batch", "query", "mask")
+ROUNDS = 3
+THREADS = ThreadPoolExecutor(64, "client")
+BEHIND_S = 0.05  # between a long prompt and the short ones behind it
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A figure of one side; `higher` is better or worse."""
+
+    label: str
+    value: float
+    higher: bool = False
+    unit: str = "s"
+
+
+Scene = Callable[[int], Awaitable[list[Found]]]
+
+
+def words(count: int, seed: int) -> str:
+    """About `count` tokens of text that no other seed begins with."""
+    rng = random.Random(seed)
+    return " ".join([str(seed), *rng.choices(WORDS, k=count)])
+
+
+def user(text: str) -> dict[str, str]:
+    """A message."""
+    return {"role": "user", "content": text}
+
+
+async def chat(
+    port: int,
+    messages: Sequence[dict[str, str]],
+    max_tokens: int,
+    answer: Answer | None = None,
+    **fields: Any,
+) -> Answer:
+    """A streamed answer, read to its end; `answer` is filled while it comes.
+
+    Raises:
+        MlxinferError: the request failed.
+    """
+    body = {
+        "model": "default_model",
+        "messages": list(messages),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        **fields,
+    }
+    client, loop = Client(f"http://127.0.0.1:{port}"), asyncio.get_running_loop()
+    answer = await loop.run_in_executor(THREADS, client.chat, body, answer)
+    if answer.error is not None:
+        raise MlxinferError(f"The server on port {port} failed: {answer.error}")
+    return answer
+
+
+async def gather(asks: Sequence[Awaitable[Answer]]) -> list[Answer]:
+    """Wait for all at once."""
+    return list(await asyncio.gather(*asks))
+
+
+async def beside_a_stream(port: int, *, stream: int, shorts: int) -> list[Found]:
+    """First token of short requests, one after the other: idle, then while another streams."""
+    idle = [(await chat(port, [user(words(20, 100 + i))], 8)).first_s for i in range(shorts)]
+    heard = Answer()
+    running = asyncio.create_task(chat(port, [user(words(30, 1))], stream, heard))
+    while not heard.pieces_s and not running.done():
+        await asyncio.sleep(0.01)
+    busy = [(await chat(port, [user(words(20, 200 + i))], 8)).first_s for i in range(shorts)]
+    await running
+    return [
+        Found("first token, idle: median", statistics.median(idle)),
+        Found("first token while another streams: median", statistics.median(busy)),
+        Found("first token while another streams: longest", max(busy)),
+    ]
+
+
+async def behind_a_prefill(port: int, *, long: int, stream: int) -> list[Found]:
+    """Three short requests behind a long prompt, beside a running stream."""
+    heard = Answer()
+    running = asyncio.create_task(chat(port, [user(words(30, 2))], stream, heard))
+    while not heard.pieces_s and not running.done():
+        await asyncio.sleep(0.01)
+    prompt = asyncio.create_task(chat(port, [user(words(long, 3))], 4))
+    await asyncio.sleep(BEHIND_S)
+    shorts = await gather([chat(port, [user(words(20, 300 + i))], 8) for i in range(3)])
+    await prompt
+    await running
+    return [
+        Found(f"first token behind a {long}-word prompt", max(s.first_s for s in shorts)),
+        Found("longest gap of a running stream meanwhile", max(heard.gaps_s, default=0.0)),
+    ]
+
+
+async def together(
+    port: int, *, count: int, tokens: int, label: str, settings: Callable[[int], dict[str, Any]]
+) -> list[Found]:
+    """Tokens a second of `count` requests that come at once: the median of some rounds.
+
+    Nobody has heard these prompts before, not in a scene with other settings either.
+    """
+    rates, seed = [], zlib.crc32(f"{count} {label}".encode())
+    for number in range(ROUNDS + 1):
+        began = time.monotonic()
+        asks = [
+            chat(port, [user(words(30, seed + 100 * number + i))], tokens, **settings(i))
+            for i in range(count)
+        ]
+        heard = await gather(asks)
+        rates.append(sum(h.num_tokens for h in heard) / (time.monotonic() - began))
+    rate = statistics.median(rates[1:])  # the first one warms up
+    return [Found(f"{count} at once, {label}", rate, higher=True, unit="tokens/s")]
+
+
+async def shared_prefix(port: int, *, count: int, prefix: int) -> list[Found]:
+    """Cold requests that begin with one text: the longest wait for a first token."""
+    system = {"role": "system", "content": words(prefix, 4)}
+    asks = [chat(port, [system, user(words(16, 400 + i))], 4) for i in range(count)]
+    heard = await gather(asks)
+    label = f"{count} cold requests with one prefix of {prefix} words: last first token"
+    return [Found(label, max(h.first_s for h in heard))]
+
+
+async def conversations(port: int, *, count: int, turns: int) -> list[Found]:
+    """Conversations in turn; the mean wait for a first token from the second turn on."""
+    histories: list[list[dict[str, str]]] = [[] for _ in range(count)]
+    waits: list[float] = []
+    for turn in range(turns):
+        for i, history in enumerate(histories):
+            history.append(user(words(100, 5000 + 100 * turn + i)))
+            heard = await chat(port, history, 24)
+            history.append({"role": "assistant", "content": heard.text})
+            if turn:
+                waits.append(heard.first_s)
+    label = f"{count} conversations in turn: first token from the second turn on"
+    return [Found(label, statistics.mean(waits))]
+
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+NAMES = ("mlxinfer", "mlx-lm")
+
+
+def run(*, small: bool = False, peer: bool = True) -> Report:
+    """Every scene on both servers, one after the other."""
+    if peer:
+        require_peer()
+    with TemporaryDirectory() as scratch:
+        folder = write_served(Path(scratch) / "model", SMALL if small else LAPTOP)
+        with ExitStack() as stack:
+            names = NAMES if peer else NAMES[:1]
+            sides = [stack.enter_context(serving(name, folder)) for name in names]
+            found = [asyncio.run(_measured(scene, sides)) for scene in scenes(small)]
+            costs = [asyncio.run(_cpu_per_token(side, 32 if small else 64)) for side in sides]
+    rows = [[list(figures) for figures in zip(*scene, strict=True)] for scene in found]
+    figures = [row for scene in rows for row in scene] + [costs]
+    data = {"figures": [[asdict(side) for side in row] for row in figures]}
+    return Report("serve", [_table(figures, small)], data)
+
+
+def write_served(folder: Path, dense: Dense) -> Path:
+    """A random checkpoint that speaks the demo model's tokens."""
+    demo = hub.resolve("demo")
+    config = json.loads((demo / "config.json").read_text())
+    write_checkpoint(folder, replace(dense, vocab=config["vocab_size"]))
+    for name in TOKENIZER:
+        shutil.copyfile(demo / name, folder / name)
+    return folder
+
+
+def scenes(small: bool) -> list[Scene]:
+    """What is measured, in order."""
+    tokens, long, counts = (8, 60, (1, 4)) if small else (32, 1500, (1, 8, 32))
+    greedy: list[Scene] = [
+        partial(together, count=n, tokens=tokens, label="greedy", settings=_greedy) for n in counts
+    ]
+    mixed: list[Scene] = [
+        partial(together, count=n, tokens=tokens, label="each its own top-p", settings=_top_p)
+        for n in counts[1:]
+    ]
+    return [
+        partial(beside_a_stream, stream=24 if small else 400, shorts=3 if small else 16),
+        partial(behind_a_prefill, long=long, stream=24 if small else 400),
+        *greedy,
+        *mixed,
+        partial(together, count=4, tokens=tokens, label="seeded", settings=_seeded),
+        partial(shared_prefix, count=6, prefix=40 if small else 800),
+        partial(conversations, count=4 if small else 16, turns=2 if small else 3),
+    ]
+
+
+def _greedy(index: int) -> dict[str, Any]:
+    return {}
+
+
+def _top_p(index: int) -> dict[str, Any]:
+    return {"temperature": 0.8, "top_p": 0.7 + 0.005 * index}
+
+
+def _seeded(index: int) -> dict[str, Any]:
+    return {"temperature": 0.8, "seed": index}
+
+
+async def _measured(scene: Scene, sides: Sequence[Side]) -> list[list[Found]]:
+    return [await scene(side.port) for side in sides]
+
+
+async def _cpu_per_token(side: Side, tokens: int) -> Found:
+    """Processor time of the whole process for one streamed token, 8 streams at once."""
+    before = side.cpu_s()
+    await together(side.port, count=8, tokens=tokens, label="streams", settings=_greedy)
+    spent = side.cpu_s() - before
+    return Found(
+        "8 streams: processor time a token, model included",
+        spent / (8 * tokens * (ROUNDS + 1)) * 1e3,
+        unit="ms",
+    )
+
+
+def _table(figures: Sequence[Sequence[Found]], small: bool) -> Table:
+    rows = []
+    for row in figures:
+        ours, *theirs = row
+        values = [
+            f"{side.value:,.3f}" if side.unit == "s" else f"{side.value:,.1f}" for side in row
+        ]
+        pair = (ours.value, theirs[0].value) if theirs and ours.higher else ()
+        better = ratio(*pair) if pair else ratio(theirs[0].value, ours.value) if theirs else "-"
+        rows.append([f"{ours.label} ({ours.unit})", *values, *["-"] * (2 - len(values)), better])
+    return Table(
+        "Two servers, one model" + (", small" if small else ""),
+        ["", *NAMES, "ratio"],
+        rows,
+        "A random float32 model with the demo's tokens (55M weights), both servers with their "
+        "defaults, OpenBLAS under both; one after the other over loopback, streamed.",
+    )

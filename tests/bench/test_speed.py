@@ -1,0 +1,89 @@
+"""`mlxinfer bench`: rates follow from the times of tokens, and reports can be compared."""
+
+import json
+from pathlib import Path
+
+import pytest
+from bench_reports import check
+from click.testing import CliRunner
+
+from mlxinfer import LLM
+from mlxinfer.bench import speed
+from mlxinfer.cli._commands import cli
+from mlxinfer.errors import InvalidRequestError
+
+
+@pytest.mark.parametrize(
+    ("times", "rate"),
+    [
+        ([[1.0, 1.5, 2.0]], 2.0),
+        ([[1.0, 3.0, 5.0], [2.0, 3.0, 4.0]], 4 / 3),  # the token at 1.0 is before the window
+    ],
+)
+def test_generation_counts_from_the_last_first_token(times: list[list[float]], rate: float) -> None:
+    assert speed.generation_rate(times) == pytest.approx(rate)
+
+
+def test_a_cell_is_made_of_medians_over_runs() -> None:
+    asked = []
+
+    def token_times(prompts: list[list[int]], enough: int) -> list[list[float]]:
+        asked.append(prompts)
+        first = float(len(asked))  # 1, 2, 3 seconds
+        return [[first + i for i in range(enough)] for _ in prompts]
+
+    with LLM("demo") as llm:
+        cell = speed.measure(token_times, llm.tokenizer, 12, 2, tokens=5, runs=3)
+    assert cell.prompt_tokens_per_s == pytest.approx(2 * 12 / 2.0)
+    assert (cell.first_token_s, cell.generation_tokens_per_s) == (2.0, 2.0)
+    prompts = [ids for each in asked for ids in each]
+    assert {len(ids) for ids in prompts} == {12}
+    assert len({tuple(ids[:8]) for ids in prompts}) == 6, "a shared prefix would be reused"
+
+
+def test_a_report_has_a_row_for_each_size_and_compares_with_a_saved_one(tmp_path: Path) -> None:
+    arguments = ["bench", "--contexts", "24,8", "--batches", "1,3", "--tokens", "4", "--skip-peer"]
+    first = CliRunner().invoke(cli, [*arguments, "--json"], catch_exceptions=False)
+    saved = tmp_path / "saved.json"
+    saved.write_text(first.stdout)
+    cells = json.loads(first.stdout)["cells"]
+    assert set(cells) == {"mlxinfer"}
+    sizes = [(cell["context"], cell["batch"]) for cell in cells["mlxinfer"]]
+    assert sizes == [(8, 1), (24, 1), (8, 3), (24, 3)]
+    assert all(min(cell.values()) > 0 for cell in cells["mlxinfer"])
+
+    report = speed.run(
+        lambda: LLM("demo"), contexts=[8], tokens=4, peer=False, before=speed.read_saved(saved)
+    )
+    check(report)
+    [own, beside] = report.tables
+    assert [row[0] for row in own.rows] == ["8 x 1", "8 x 4"]
+    assert [row[0] for row in beside.rows] == ["8 x 1"], "what both have"
+
+
+@pytest.mark.slow
+def test_beside_mlx_lm_the_layers_of_a_gpu_come_first() -> None:
+    report = speed.run(lambda: LLM("demo"), contexts=[16], batches=[1, 2], tokens=4)
+    check(report)
+    titles = [table.title for table in report.tables]
+    assert "without layers for the CPU backend only" in titles[1]
+    assert set(report.data["cells"]) == {speed.OURS, speed.AS_ON_A_GPU, speed.PEER}
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"the model takes [\d,]+\."):
+        speed.run(lambda: LLM("demo"), contexts=[1 << 20], peer=False)
+    with pytest.raises(InvalidRequestError, match="at least 2"):
+        speed.run(lambda: LLM("demo"), tokens=1, peer=False)
+    (tmp_path / "other.json").write_text('{"cells": {"mlxinfer": [{"context": 1}]}}')
+    with pytest.raises(InvalidRequestError, match="no report of `mlxinfer bench`"):
+        speed.read_saved(tmp_path / "other.json")
+    with pytest.raises(InvalidRequestError, match="cannot be read"):
+        speed.read_saved(tmp_path / "missing.json")
+
+
+def test_by_default_contexts_are_those_that_the_model_takes() -> None:
+    with LLM("demo") as llm:
+        most = llm.model_info.max_context
+        assert speed._fitting(llm, None, most - 600) == [512]
+        assert speed._fitting(llm, None, most - 400) == [400]

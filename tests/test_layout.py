@@ -69,7 +69,7 @@ SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "anthropic": SERVER_LEAVES | {"calls", "fields", "http", "registry"},
     "ops": SERVER_LEAVES | {"calls", "http", "registry", "watch"},
 }
-SERVER_ASSEMBLERS = {"apis", "app", "running", "__init__"}
+SERVER_ASSEMBLERS = {"app", "running", "__init__"}
 ASSEMBLERS = {"llm", "opening", "cli", "bench", "__init__"}  # anything
 WITHOUT_MLX = (
     "core",

@@ -1,16 +1,32 @@
-"""The ASGI app: every endpoint behind the guard. Knows neither sockets nor APIs by name."""
+"""The ASGI app: every endpoint of every API, behind the guard."""
 
 from collections.abc import Iterable, Sequence
 
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .apis import ENDPOINTS
+from .anthropic import messages
+from .anthropic import models as anthropic_models
 from .calls.endpoint import Endpoint, Served
 from .calls.service import Service
 from .errors import NoSuchPathError
 from .http.guard import Guard
+from .openai import chat, completions, models, responses, tokens
+from .ops import admin, health, metrics
 from .ops.openapi import documentation
+
+ENDPOINTS: tuple[Endpoint, ...] = (
+    *chat.ENDPOINTS,
+    *completions.ENDPOINTS,
+    *models.ENDPOINTS,
+    *responses.ENDPOINTS,
+    *messages.ENDPOINTS,
+    *anthropic_models.ENDPOINTS,
+    *tokens.ENDPOINTS,
+    *health.ENDPOINTS,
+    *metrics.ENDPOINTS,
+    *admin.ENDPOINTS,
+)
 
 
 def build_app(service: Service, endpoints: Iterable[Endpoint] = ENDPOINTS) -> ASGIApp:

@@ -25,7 +25,7 @@ from scripted import ScriptedServer
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.grammar import response_format, schema, spec
 from mlxinfer.server.anthropic import messages as messages_api
-from mlxinfer.server.fields import extent
+from mlxinfer.server.fields import checks
 from mlxinfer.server.http import body
 from mlxinfer.server.openai import chat, completions, responses
 from mlxinfer.text.tokenizer import PIECE_CHARS
@@ -65,7 +65,7 @@ LARGE: list[tuple[str, str, dict[str, Any]]] = [
 def test_what_is_large_is_refused_before_it_is_walked(
     live: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str, field: str, value: Any
 ) -> None:
-    monkeypatch.setattr(extent, "_check_depth", not_so_large(extent._check_depth))
+    monkeypatch.setattr(checks, "_check_depth", not_so_large(checks._check_depth))
     monkeypatch.setattr(schema, "_walk", not_so_large(schema._walk))
     given = {"messages": HELLO} if path == TOKENIZE else with_fields(path)
     error = expect_refusal(live, path, {**given, field: value}, param=field)
@@ -96,8 +96,8 @@ def not_so_large(walk: Any) -> Any:
 READS: list[tuple[str, ModuleType, tuple[str, ...]]] = [
     (CHAT, chat, ("constraint", "tool_use")),
     (COMPLETIONS, completions, ("constraint",)),
-    (RESPONSES, responses, ("asked_format", "tool_use", "openai_tools")),
-    (MESSAGES, messages_api, ("asked_format", "tool_use", "openai_tools")),
+    (RESPONSES, responses, ("format_constraint", "tool_use", "openai_tools")),
+    (MESSAGES, messages_api, ("format_constraint", "tool_use", "openai_tools")),
     (COUNT, messages_api, ("tool_use", "openai_tools")),
 ]
 

@@ -5,7 +5,7 @@ import re
 import jsonschema
 from live_server import CHAT, LiveServer, chat
 
-from mlxinfer.server.apis import ENDPOINTS
+from mlxinfer.server.app import ENDPOINTS
 
 
 def test_every_endpoint_is_described(server: LiveServer) -> None:

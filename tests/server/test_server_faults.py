@@ -73,7 +73,7 @@ def test_control_tokens_in_a_message_stay_text(server: LiveServer) -> None:
 
 
 def test_endpoints_are_told_apart() -> None:
-    from mlxinfer.server.apis import ENDPOINTS
+    from mlxinfer.server.app import ENDPOINTS
 
     keys = [(e.method, e.path, e.if_header) for e in ENDPOINTS]
     assert len(set(keys)) == len(keys)

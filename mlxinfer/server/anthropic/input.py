@@ -5,7 +5,7 @@ from typing import Any
 
 from ...errors import InvalidRequestError
 from ..errors import UnsupportedFieldError
-from ..fields.refused import refuse
+from ..fields.checks import refuse
 from .types import AnthropicMessage, AnthropicTool, Block, CountRequest, ToolChoice
 
 Plain = dict[str, Any]

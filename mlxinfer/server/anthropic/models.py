@@ -11,7 +11,7 @@ from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..http.replies import Reply, json_body
 from ..registry.slots import Slot
-from .errors import ANTHROPIC
+from .types import ANTHROPIC
 
 VERSION_HEADER = b"anthropic-version"  # that every client of Anthropic's API sends
 DEFAULT_LIMIT, MAX_LIMIT = 20, 1000  # models a page

@@ -1,13 +1,15 @@
-"""Requests of Anthropic's messages API as they come. Knows fields; converts nothing."""
+"""Requests, answers and errors of Anthropic's messages API."""
 
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from ...errors import InvalidRequestError
-from ..fields.refused import refuse
+from ...errors import InvalidRequestError, MlxinferError
+from ..fields.checks import refuse
 from ..fields.sampling import StopString
+from ..http import sse
+from ..http.replies import ErrorStyle, clipped_message, encode
 
 MAX_STOPS = 64
 
@@ -135,3 +137,70 @@ def _keeps_all(management: Any) -> bool:
     return isinstance(edits, list) and all(
         isinstance(edit, dict) and edit.get("keep") == "all" for edit in edits
     )
+
+
+class TextBlock(msgspec.Struct, kw_only=True, tag="text"):
+    """Visible text."""
+
+    text: str
+
+
+class ThinkingBlock(msgspec.Struct, kw_only=True, tag="thinking"):
+    """What the model thought; the signature is a formality, nothing checks it."""
+
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(msgspec.Struct, kw_only=True, tag="tool_use"):
+    """A call."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class AnthropicUsage(msgspec.Struct, kw_only=True):
+    """Token counts; the prompt's are divided into read from the cache and computed."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+
+
+class AnthropicAnswer(msgspec.Struct, kw_only=True):
+    """The answer to a request without `stream`."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_error(error: MlxinferError) -> dict[str, object]:
+    """The body of an error."""
+    fallback = "invalid_request_error" if error.status < 500 else "api_error"
+    kind = _TYPES.get(error.status, fallback)
+    return {"type": "error", "error": {"type": kind, "message": clipped_message(error)}}
+
+
+ANTHROPIC = ErrorStyle(
+    body=lambda error: encode(anthropic_error(error)),
+    event=lambda error: sse.named("error", anthropic_error(error)),
+)

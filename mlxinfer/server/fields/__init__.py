@@ -1,1 +1,1 @@
-"""What the fields of requests mean, by whichever API they came: sampling, grammars, templates."""
+"""The meaning of request fields that several APIs share: sampling, grammars, prompts."""

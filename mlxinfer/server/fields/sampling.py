@@ -1,7 +1,7 @@
-"""How requests say what SamplingParams say. Knows the fields that OpenAI's APIs share, no bodies.
+"""Sampling fields that chat and plain completions share, and their SamplingParams.
 
-Where a request is silent, the model's generation_config.json speaks, and without one OpenAI's
-default, temperature 1 (`registry/defaults.py`).
+The default of an absent field is the model's generation_config.json, or else OpenAI's, such as
+temperature 1 (`registry/defaults.py`).
 """
 
 from typing import Annotated
@@ -12,7 +12,7 @@ from msgspec import Meta
 from ...core import SamplingParams
 from ...errors import InvalidRequestError
 from ..registry.defaults import SamplingDefaults
-from .refused import RefusedFields, refuse
+from .checks import RefusedFields, refuse
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000
@@ -27,7 +27,7 @@ Stops = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
 
 
 class SamplingFields(RefusedFields, kw_only=True):
-    """What chat and plain completions share. null is absent."""
+    """Fields of chat and plain completions; null means absent."""
 
     model: str | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
@@ -49,16 +49,16 @@ class SamplingFields(RefusedFields, kw_only=True):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream shall end with the counts."""
+        """Whether a stream ends with the token counts."""
         options = self.stream_options
         return bool(options and options.include_usage)
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """Of requests with `stream`."""
+    """Options of requests with `stream`."""
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # padding against listeners: there is none to switch
+    include_obfuscation: bool | None = None  # padding of events: none is sent
     continuous_usage_stats: bool | None = None
 
 
@@ -114,5 +114,5 @@ def _or(value: float | None, default: float) -> float:
 
 
 def _wrapped(seed: int) -> int:
-    """Within 64 bits, as the first choice's."""
+    """The seed within 64 bits: that of a later choice may exceed them."""
     return (seed + 2**63) % 2**64 - 2**63

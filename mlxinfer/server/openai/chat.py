@@ -12,12 +12,10 @@ from ...text import ToolUse
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation, Step
-from ..fields.constraints import constraint
-from ..fields.context import check_room
-from ..fields.guidance import start_grammars
-from ..fields.refused import refuse
+from ..fields.checks import refuse
+from ..fields.grammar import constraint, start_grammars
+from ..fields.prompt import check_room, tool_use
 from ..fields.sampling import sampling_params
-from ..fields.tools import tool_use
 from ..http import sse
 from ..http.replies import Events, Reply, json_body
 from ..registry.served import ServedModel
@@ -30,14 +28,12 @@ from .chat_types import (
     ChatMessage,
     ChatRequest,
     ChunkChoice,
-)
-from .logprobs import chat_logprobs, chat_logprobs_of
-from .tool_calls import (
     chat_finish_reason,
     chat_tool_calls,
     chat_tool_pieces,
     refuse_old_tools,
 )
+from .logprobs import chat_logprobs, chat_logprobs_of
 from .types import usage_log, usage_of
 
 

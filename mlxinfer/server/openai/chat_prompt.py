@@ -1,14 +1,135 @@
-"""A conversation in a request to token ids. Knows template and tokenizer."""
+"""Messages of a chat request: checked, converted for the chat template, and encoded."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from ...errors import TemplateError
+import msgspec
+
+from ...errors import InvalidRequestError, TemplateError
 from ...text import encode_chat
-from ..fields.context import check_messages, text_check
-from ..fields.template import TemplateFields, template_kwargs
+from ..errors import UnsupportedFieldError
+from ..fields.prompt import TemplateFields, check_messages, template_kwargs, text_check
 from ..registry.served import ServedModel
-from .chat_messages import Message, template_messages
+
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+
+
+class Part(msgspec.Struct, kw_only=True):
+    """A part of a message's content."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(msgspec.Struct, kw_only=True):
+    """What the model called: arguments are JSON in a string."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call in an earlier answer of the assistant."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """One message of a conversation."""
+
+    role: Role
+    content: str | list[Part] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same under another name
+    refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    audio: Any = None
+    function_call: Any = None
+
+
+def template_messages(messages: Sequence[Message], *, source: str) -> list[dict[str, Any]]:
+    """The messages as templates read them.
+
+    Text parts are joined by newlines; arguments of tool calls become objects; a developer's message
+    is a system message for templates (`source`) that do not know the role.
+
+    Raises:
+        InvalidRequestError: there is none, or one is incomplete.
+        UnsupportedFieldError: images, audio and other parts that are no text.
+    """
+    if not messages:
+        raise InvalidRequestError("messages is empty; send at least one.", param="messages")
+    return [_plain(message, f"messages[{index}]", source) for index, message in enumerate(messages)]
+
+
+def _plain(message: Message, path: str, source: str) -> dict[str, Any]:
+    if message.audio is not None or message.function_call is not None:
+        field = "audio" if message.audio is not None else "function_call"
+        raise UnsupportedFieldError(f"{path}.{field} is not supported.", param=f"{path}.{field}")
+    if message.role == "function":
+        raise UnsupportedFieldError(
+            f"{path}: the role function is not supported; use tool.", param=f"{path}.role"
+        )
+    content = _text(message.content, f"{path}.content")
+    if content is None:
+        content = message.refusal
+    if content is None and message.role != "assistant":
+        raise InvalidRequestError(f"{path}.content is missing.", param=f"{path}.content")
+    plain: dict[str, Any] = {"role": _role(message.role, source), "content": content}
+    if content is None and not message.tool_calls:
+        plain["content"] = ""
+    reasoning = message.reasoning_content or message.reasoning
+    optional = {
+        "name": message.name,
+        "reasoning_content": reasoning,
+        "tool_call_id": message.tool_call_id,
+    }
+    plain.update({key: value for key, value in optional.items() if value is not None})
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            _tool_call(call, f"{path}.tool_calls[{index}]")
+            for index, call in enumerate(message.tool_calls)
+        ]
+    return plain
+
+
+def _role(role: str, source: str) -> str:
+    return "system" if role == "developer" and "developer" not in source else role
+
+
+def _text(content: str | list[Part] | None, path: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    return "\n".join([_part_text(part, f"{path}[{index}]") for index, part in enumerate(content)])
+
+
+def _part_text(part: Part, path: str) -> str:
+    text = part.refusal if part.type == "refusal" else part.text
+    if part.type not in ("text", "input_text", "output_text", "refusal"):
+        raise UnsupportedFieldError(
+            f"{path} is of type {part.type[:50]!r}; this model reads text only.",
+            param=f"{path}.type",
+        )
+    if text is None:
+        raise InvalidRequestError(f"{path}.text is missing.", param=f"{path}.text")
+    return text
+
+
+def _tool_call(call: ToolCall, path: str) -> dict[str, Any]:
+    try:
+        arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        raise InvalidRequestError(
+            f"{path}.function.arguments is not a JSON object in a string.",
+            param=f"{path}.function.arguments",
+        ) from None
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def encode_conversation(

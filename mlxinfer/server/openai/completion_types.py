@@ -1,13 +1,18 @@
-"""Requests and answers of /v1/completions. Knows fields; converts nothing."""
+"""Requests and answers of /v1/completions, and the prompts in them."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ...core import MAX_LOGPROBS
-from ..fields.constraints import ConstraintFields
-from .completion_logprobs import CompletionLogprobs
+from ...errors import InvalidRequestError
+from ..fields.grammar import ConstraintFields
+from ..fields.prompt import check_room, check_texts
+from ..registry.served import ServedModel
+from .logprobs import CompletionLogprobs
 from .types import Usage
 
 
@@ -39,3 +44,64 @@ class Completion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+
+
+MAX_PROMPTS = 1024
+
+Given = str | list[str | int | list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt and its text, which may be echoed."""
+
+    ids: list[int]
+    text: str
+
+
+def read_prompts(model: ServedModel, given: Given) -> list[Prompt]:
+    """A text, a list of texts, a list of token ids, or a list of such lists.
+
+    Raises:
+        InvalidRequestError: a mixture, an empty one, too many, or ids that are no tokens.
+    """
+    if isinstance(given, str):
+        return [_of_text(model, given, "prompt")]
+    if given and all(type(item) is int for item in given):
+        return [_of_ids(model, given, "prompt")]
+    if not given or len(given) > MAX_PROMPTS:
+        raise InvalidRequestError(
+            f"prompt holds {len(given)} prompts; expected 1 to {MAX_PROMPTS}.", param="prompt"
+        )
+    return [_one(model, item, f"prompt[{index}]") for index, item in enumerate(given)]
+
+
+def _one(model: ServedModel, item: str | int | list[int], path: str) -> Prompt:
+    if isinstance(item, str):
+        return _of_text(model, item, path)
+    if isinstance(item, list):
+        return _of_ids(model, item, path)
+    raise InvalidRequestError(
+        "prompt mixes token ids with prompts; expected a text, a list of texts, a list of ids, "
+        "or a list of lists of ids.",
+        param="prompt",
+    )
+
+
+def _of_text(model: ServedModel, text: str, path: str) -> Prompt:
+    check_texts(model, [text], param=path)
+    ids = model.tokenizer.encode(text, parse_special=True)
+    check_room(model, len(ids), None, param=path)  # before the prompts that follow are read
+    return _checked(Prompt(ids, text), path)
+
+
+def _of_ids(model: ServedModel, given: Sequence[object], path: str) -> Prompt:
+    check_room(model, len(given), None, param=path)  # before millions are looked at
+    ids = model.asking.check_ids(given, param=path)
+    return _checked(Prompt(ids, model.tokenizer.decode(ids)), path)
+
+
+def _checked(prompt: Prompt, path: str) -> Prompt:
+    if not prompt.ids:
+        raise InvalidRequestError(f"{path} is empty; give at least one token.", param=path)
+    return prompt

@@ -13,11 +13,8 @@ from ...text import ToolUse, encode_chat
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
-from ..fields.constraints import asked_format
-from ..fields.context import check_messages, check_room, text_check
-from ..fields.guidance import start_grammars
-from ..fields.template import effort_variables
-from ..fields.tools import tool_use
+from ..fields.grammar import format_constraint, start_grammars
+from ..fields.prompt import check_messages, check_room, effort_variables, text_check, tool_use
 from ..http import sse
 from ..http.replies import (
     ErrorStyle,
@@ -166,7 +163,7 @@ def _read(
     model: ServedModel, body: ResponsesRequest
 ) -> tuple[GrammarSpec | None, ToolUse | None, list[int]]:
     """The form of the answer, the tools and the prompt. Takes a while."""
-    asked = asked_format(body.text.format if body.text else None, place="text.format")
+    asked = format_constraint(body.text.format if body.text else None, place="text.format")
     use = tool_use(
         model,
         openai_tools(body.tools),

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from ..fields.refused import refuse
-from ..fields.template import Effort
+from ..fields.checks import refuse
+from ..fields.prompt import Effort
 
 Status = Literal["in_progress", "completed", "incomplete"]
 _NOT_OF_THIS_API = (

@@ -8,13 +8,11 @@ from msgspec import UNSET, Meta, UnsetType
 from ...errors import InvalidRequestError
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
-from ..fields.refused import refuse
-from ..fields.template import Effort
-from ..fields.tools import tool_use
+from ..fields.checks import refuse
+from ..fields.prompt import Effort, tool_use
 from ..http.replies import Reply, json_body
 from ..registry.served import ServedModel
-from .chat_messages import Message
-from .chat_prompt import encode_conversation
+from .chat_prompt import Message, encode_conversation
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

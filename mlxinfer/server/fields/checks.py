@@ -1,18 +1,22 @@
-"""Fields that clients know and this server does not honour. Knows their names and neutral values.
+"""Checks of request fields: known fields that are not supported are refused, and so is large JSON.
 
 A field that would change the answer is refused, unless its value asks for what happens anyway.
-Fields that nobody knows are skipped: clients send many of their own.
+Unknown fields are skipped: clients send many of their own.
 """
 
 from typing import Any
 
 import msgspec
 
+from ...errors import InvalidRequestError
+from ...grammar.schema import MAX_BYTES
 from ..errors import UnsupportedFieldError
+
+MAX_DEPTH = 128  # levels of JSON, more than any grammar takes
 
 
 class RefusedFields(msgspec.Struct, kw_only=True):
-    """Of completions and chat: from OpenAI, vLLM, SGLang, llama.cpp and mlx-lm."""
+    """Fields of OpenAI, vLLM, SGLang, llama.cpp and mlx-lm that are not supported here."""
 
     best_of: Any = None
     use_beam_search: Any = None
@@ -65,8 +69,41 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def refuse(name: str, value: Any, neutral: tuple[Any, ...] = ()) -> None:
-    """Raise UnsupportedFieldError unless `value` is absent or one that changes nothing."""
+    """Raise UnsupportedFieldError unless `value` is absent or neutral: it changes nothing."""
     if value is None or any(type(value) is type(n) and value == n for n in neutral):
         return
     usable = f" (only {neutral[0]!r} is)" if neutral else ""
     raise UnsupportedFieldError(f"{name} is not supported here{usable}.", param=name)
+
+
+def check_json_size(value: Any, *, param: str, max_depth: int) -> None:
+    """Raise InvalidRequestError for plain data over MAX_BYTES or nested deeper than `max_depth`.
+
+    The size is checked first, in C: a walk through 30 MB of numbers takes a minute.
+    """
+    try:
+        size = len(msgspec.json.encode(value))
+    except RecursionError:
+        raise _too_deep(param, max_depth) from None
+    if size > MAX_BYTES:
+        raise InvalidRequestError(
+            f"{param} has {size} bytes of JSON; at most {MAX_BYTES} are accepted. Send less of it.",
+            param=param,
+        )
+    _check_depth(value, param=param, max_depth=max_depth)
+
+
+def _check_depth(value: Any, *, param: str, max_depth: int) -> None:
+    stack = [(value, 1)]
+    while stack:
+        item, depth = stack.pop()
+        if not isinstance(item, (dict, list)):
+            continue
+        if depth > max_depth:
+            raise _too_deep(param, max_depth)
+        children = item.values() if isinstance(item, dict) else item
+        stack += [(child, depth + 1) for child in children]
+
+
+def _too_deep(param: str, max_depth: int) -> InvalidRequestError:
+    return InvalidRequestError(f"{param} nests more than {max_depth} levels deep.", param=param)

@@ -1,25 +1,26 @@
-"""What the answer must look like: request fields to a grammar's description. Compiles nothing."""
+"""Constraints on the form of an answer: request fields to a GrammarSpec, and to grammar states."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from ...core import Grammar
 from ...errors import InvalidRequestError
 from ...grammar import GrammarSpec, response_format, spec
+from ...text import ToolUse
 from ..errors import UnsupportedFieldError
-from .extent import check_extent
-from .refused import refuse
+from ..registry.served import ServedModel
+from .checks import MAX_DEPTH, check_json_size, refuse
 from .sampling import SamplingFields
 
-_SCHEMA = Meta(description="JSON schema")  # described: what is not, is refused (see openapi.py)
+_SCHEMA = Meta(description="JSON schema")  # /docs lists fields of any type only if described
 _REGEX = Meta(description="regular expression")
-MAX_DEPTH = 128  # levels of JSON, more than any grammar takes
 
 
 class ConstraintFields(SamplingFields, kw_only=True):
-    """OpenAI's response_format and the guided fields of vLLM, SGLang and llama.cpp."""
+    """OpenAI's response_format, and the constraint fields of vLLM, SGLang and llama.cpp."""
 
     response_format: Annotated[
         Any, Meta(description='{"type": "json_schema", "json_schema": {…}}, or json_object, text')
@@ -38,10 +39,10 @@ class ConstraintFields(SamplingFields, kw_only=True):
 
 
 def constraint(fields: ConstraintFields) -> GrammarSpec | None:
-    """The grammar that a request asks for; None: any text.
+    """The constraint that a request names; None: any text.
 
     Raises:
-        InvalidRequestError: it is wrong, or two are asked for.
+        InvalidRequestError: it is invalid, or there are two.
         UnsupportedFieldError: a grammar in a language that is not supported.
     """
     for name in ("grammar", "ebnf"):
@@ -50,7 +51,7 @@ def constraint(fields: ConstraintFields) -> GrammarSpec | None:
     for name, read in _READERS.items():
         value = getattr(fields, name)
         if value is not None:
-            check_extent(value, param=name, max_depth=MAX_DEPTH)
+            check_json_size(value, param=name, max_depth=MAX_DEPTH)
             found[name] = read(value, place=name)
     asked = {name: grammar for name, grammar in found.items() if grammar is not None}
     if len(asked) > 1:
@@ -59,14 +60,14 @@ def constraint(fields: ConstraintFields) -> GrammarSpec | None:
     return next(iter(asked.values()), None)
 
 
-def asked_format(value: Any, *, place: str) -> GrammarSpec | None:
-    """What a response_format under another name asks for; raises as `constraint`."""
-    check_extent(value, param=place, max_depth=MAX_DEPTH)
+def format_constraint(value: Any, *, place: str) -> GrammarSpec | None:
+    """The constraint of a response_format under another name; raises as `constraint`."""
+    check_json_size(value, param=place, max_depth=MAX_DEPTH)
     return response_format(value, place=place)
 
 
 def _schema(value: Any, *, place: str) -> GrammarSpec:
-    """A schema, or its JSON in a string."""
+    """A schema, as an object or as JSON in a string."""
     if isinstance(value, str):
         try:
             value = msgspec.json.decode(value)
@@ -111,3 +112,31 @@ _READERS: dict[str, Callable[..., GrammarSpec | None]] = {
     "json_schema": _schema,
     "regex": spec.regex,
 }
+
+
+def start_grammars(
+    model: ServedModel,
+    asked: GrammarSpec | None,
+    use: ToolUse | None,
+    prompt_ids: Sequence[int],
+    count: int,
+    *,
+    reasons: bool,
+) -> list[Grammar | None]:
+    """The grammar state of each of `count` answers; None: unconstrained. Takes a while.
+
+    Args:
+        model: generates the answers.
+        asked: the constraint of the request.
+        use: the request's tools.
+        prompt_ids: show whether the prompt has opened the reasoning already.
+        count: number of answers; each has a state of its own.
+        reasons: whether the model may reason before the answer.
+
+    Raises:
+        InvalidRequestError: the grammar cannot be compiled.
+        OverloadedError: too many grammars at once.
+    """
+    guidance = model.asking.guidance
+    ruling = guidance.rule(prompt_ids, asked, use, reasons=reasons)
+    return [None if ruling is None else guidance.start(ruling) for _ in range(count)]

@@ -30,14 +30,14 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 
 
 def build_app(service: Service, endpoints: Iterable[Endpoint] = ENDPOINTS) -> ASGIApp:
-    """The app of a service."""
+    """The ASGI app of a service."""
     listed = tuple(endpoints)
     listed += documentation(listed)
     places: dict[tuple[str, str], list[Served]] = {}
     for endpoint in listed:
         places.setdefault((endpoint.method, endpoint.path), []).append(Served(endpoint, service))
     routes = [
-        Route(path, ByHeader(served), methods=[method], name=f"{method} {path}")
+        Route(path, HeaderRouter(served), methods=[method], name=f"{method} {path}")
         for (method, path), served in places.items()
     ]
     router = Router(routes, redirect_slashes=False, default=_nothing_here)
@@ -49,8 +49,8 @@ def build_app(service: Service, endpoints: Iterable[Endpoint] = ENDPOINTS) -> AS
     return Guard(routed, service.config, listed)
 
 
-class ByHeader:
-    """What is served at one path: by the endpoint whose header came, else by the one without."""
+class HeaderRouter:
+    """Serves one path: by the endpoint whose header the request carries, else by the plain one."""
 
     def __init__(self, served: Sequence[Served]) -> None:
         (self._plain,) = [each for each in served if each.endpoint.if_header is None]
@@ -58,8 +58,8 @@ class ByHeader:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        came = {name for name, _ in scope["headers"]}
-        found = [each for each in self._named if each.endpoint.if_header in came]
+        sent = {name for name, _ in scope["headers"]}
+        found = [each for each in self._named if each.endpoint.if_header in sent]
         await (found[0] if found else self._plain)(scope, receive, send)
 
 

@@ -1,4 +1,4 @@
-"""Slow work beside the event loop, in threads that do not hold up the end of the process."""
+"""Slow functions in daemon threads, which do not delay the end of the process."""
 
 import threading
 from collections.abc import Callable
@@ -9,18 +9,18 @@ T = TypeVar("T")
 
 
 def in_background(function: Callable[[], T], name: str) -> "Future[T]":
-    """Call a function in a daemon thread of its own; its result or error comes as a future.
+    """Call a function in a daemon thread of its own; returns a future of its result or error.
 
-    `asyncio.wrap_future` makes it one to await. `asyncio.to_thread` would make the process wait at
-    its end for a thread that is stuck.
+    `asyncio.wrap_future` makes it awaitable. With `asyncio.to_thread` a stuck thread would keep the
+    process from ending.
     """
     outcome: Future[T] = Future()
-    outcome.set_running_or_notify_cancel()  # who waits may give up; what runs cannot
+    outcome.set_running_or_notify_cancel()  # so it cannot be cancelled
 
     def run() -> None:
         try:
             result = function()
-        except BaseException as error:  # it belongs to whoever waits for the outcome
+        except BaseException as error:  # raised where the future is awaited
             outcome.set_exception(error)
         else:
             outcome.set_result(result)

@@ -1,4 +1,4 @@
-"""What can be wrong with an HTTP request before or around its generation. Knows no bodies.
+"""Errors of HTTP requests, before or around their generation.
 
 MlxinferError
 ├── UnauthorizedError          401  invalid_api_key
@@ -29,7 +29,7 @@ class UnauthorizedError(MlxinferError):
 
 
 class ForbiddenError(MlxinferError):
-    """The Host or Origin header is not one that this server answers to."""
+    """The Host or Origin header is foreign."""
 
     status = 403
     code = "forbidden"
@@ -57,35 +57,35 @@ class SlowBodyError(MlxinferError):
 
 
 class BodyTooLargeError(MlxinferError):
-    """The body is longer than this server reads."""
+    """The body exceeds the limit."""
 
     status = 413
     code = "request_too_large"
 
 
 class MediaTypeError(MlxinferError):
-    """The body is declared as something else than JSON."""
+    """The body is not declared as JSON."""
 
     status = 415
     code = "unsupported_media_type"
 
 
 class HeadersTooLargeError(MlxinferError):
-    """More header lines, or longer ones, than this server reads."""
+    """Too many header lines, or too long ones."""
 
     status = 431
     code = "headers_too_large"
 
 
 class DeadlineError(MlxinferError):
-    """The request ran for as long as it may."""
+    """The request reached its time limit."""
 
     status = 504
     code = "deadline_exceeded"
 
 
 class UnsupportedFieldError(InvalidRequestError):
-    """A known field that would change the answer, and that is not supported here."""
+    """A known field that would change the answer and is not supported."""
 
     code = "unsupported_parameter"
 
@@ -97,13 +97,13 @@ class ShuttingDownError(OverloadedError):
 
 
 class ModelLoadError(OverloadedError):
-    """The model could not be loaded; its cause is why. The server's log has it, clients do not."""
+    """The model could not be loaded. The cause is logged, and hidden from clients."""
 
     code = "model_load_failed"
 
 
 class ModelBusyError(MlxinferError):
-    """The model answers requests, and so is not unloaded."""
+    """The model is in use, so it is not unloaded."""
 
     status = 409
     code = "model_busy"

@@ -1,4 +1,4 @@
-"""API keys: kept as hashes, compared in constant time. Knows headers; no paths, no scopes."""
+"""API keys: kept as hashes, compared in constant time."""
 
 import hashlib
 import hmac
@@ -13,16 +13,16 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """Keys by name; only SHA-256 digests are kept. Empty: every request is let in."""
+    """Named keys, of which only SHA-256 digests are kept. Without keys every request is served."""
 
     digests: tuple[tuple[str, bytes], ...] = ()  # (name, SHA-256)
 
     @classmethod
     def from_plain(cls, keys: Iterable[str]) -> "ApiKeys":
-        """From the keys themselves, which are named key1, key2, …
+        """Build from plain keys, which are named key1, key2, …
 
         Raises:
-            InvalidRequestError: a key is empty, or holds what no header can carry.
+            InvalidRequestError: a key is empty or has characters that a header cannot carry.
         """
         digests = []
         for number, key in enumerate(keys, start=1):
@@ -38,10 +38,10 @@ class ApiKeys:
         return bool(self.digests)
 
     def name_of(self, headers: Headers) -> str | None:
-        """The name of the key that the headers carry; None where no key is needed.
+        """The name of the key in the headers; None if no key is needed.
 
-        `Authorization: Bearer KEY` and `x-api-key: KEY` are read; a header that comes twice, or two
-        that differ, are refused, so that nobody in between sees another key than we do.
+        `Authorization: Bearer KEY` and `x-api-key: KEY` are read. A repeated header, or two
+        different keys, are refused, so that a proxy and this server cannot see different keys.
 
         Raises:
             UnauthorizedError: no key, an ambiguous or a wrong one.
@@ -59,7 +59,7 @@ class ApiKeys:
         return name
 
     def _find(self, key: bytes) -> str | None:
-        """Every digest is compared, so that the time says nothing of which came close."""
+        """Compare every digest, so that the time reveals nothing about them."""
         digest = _digest(key)
         found = None
         for name, known in self.digests:

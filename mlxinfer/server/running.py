@@ -1,4 +1,4 @@
-"""Sockets, signals and the end of a server: uvicorn around the app. Knows no requests."""
+"""Sockets, signals and shutdown of a server: uvicorn around the app."""
 
 import asyncio
 import contextlib
@@ -21,15 +21,15 @@ from .settings import ServerConfig
 
 log = logging.getLogger("mlxinfer.server")
 
-SPARE_FILES = 256  # models, logs, the disk tier
-TEND_S = 0.5  # between two looks for idle models
+SPARE_FILES = 256  # for models, logs, the disk tier
+TEND_S = 0.5  # between two checks for idle models
 
 
 class Server(uvicorn.Server):
-    """Serves until told to stop: `stop()`, SIGTERM or SIGINT drain it; a second signal ends it.
+    """Serves until `stop()`, SIGTERM or SIGINT, which drain it; a second signal ends it at once.
 
     Args:
-        service: what is served; closed at the end.
+        service: models and requests; closed at the end.
         listener: a bound socket.
         on_ready: called once clients can connect.
     """
@@ -68,10 +68,10 @@ class Server(uvicorn.Server):
         self._failure: Exception | None = None
 
     def serve_forever(self) -> None:
-        """Serve in this thread until stopped; then the models are closed too.
+        """Serve in this thread until stopped, then close the models.
 
         Raises:
-            ModelError and others: a model that is to be there from the start cannot be loaded.
+            ModelError and others: a pinned or preloaded model cannot be loaded.
         """
         try:
             asyncio.run(self._serve_until_drained())
@@ -79,7 +79,7 @@ class Server(uvicorn.Server):
             self.service.close()
 
     def stop(self) -> None:
-        """Begin to drain, from any thread. Twice is as once."""
+        """Begin to drain, from any thread; further calls have no effect."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._begin_draining)
 
@@ -92,15 +92,15 @@ class Server(uvicorn.Server):
             raise self._failure
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen; requests wait for models that are loaded meanwhile."""
+        """Begin to listen; requests wait for models that are still loading."""
         await super().startup(sockets)
         self._tending = asyncio.get_running_loop().create_task(self._tend_models())
 
     async def _tend_models(self) -> None:
-        """Load what is to be there, then unload what is idle for too long."""
+        """Load pinned and preloaded models, then unload idle ones from time to time."""
         try:
             await self.service.models.load_first()
-        except Exception as error:  # whoever started the server is told, and it ends
+        except Exception as error:  # raised by serve_forever
             self._failure = error
             self.should_exit = True
             return
@@ -126,7 +126,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Signals are ours while we serve; without this uvicorn would raise them again at exit."""
+        """Handle signals while serving; uvicorn would raise them again at exit."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -139,7 +139,7 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains; the second one ends the process where it stands."""
+        """Drain at the first signal; end the process at the second one."""
         if self._draining is not None:
             os._exit(128 + sig)
         self.stop()
@@ -153,8 +153,8 @@ def bind(config: ServerConfig) -> socket.socket:
     """
     host = config.host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named asyncio lets small packets go at once; without it a response of two
-    # writes waits for the client's delayed acknowledgement, 40 ms.
+    # asyncio sets TCP_NODELAY only if the protocol is named; without it a response of two writes
+    # waits for the client's delayed acknowledgement, 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -171,9 +171,9 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def raise_file_limit(num_connections: int) -> None:
-    """Let this process have a file for each connection and some more, as far as it may.
+    """Raise the limit of open files to one a connection and some more, as far as allowed.
 
-    macOS starts processes with 256.
+    macOS starts processes with a limit of 256.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_connections + SPARE_FILES
@@ -184,6 +184,6 @@ def raise_file_limit(num_connections: int) -> None:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where clients find a bound socket."""
+    """The URL of a bound socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

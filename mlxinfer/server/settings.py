@@ -1,4 +1,4 @@
-"""How a server is set up: frozen, checked when built. Knows no sockets and no models."""
+"""The configuration of a server: frozen, checked when built."""
 
 import ipaddress
 import re
@@ -20,32 +20,32 @@ class ServerConfig:
     """Addresses, keys and limits. Seconds are seconds, bytes are bytes.
 
     Raises:
-        InvalidRequestError: a value out of range, a host or origin that is none, or an address
-            that others can reach without a key.
+        InvalidRequestError: a value out of range, an invalid host or origin, or an address that
+            other machines can reach while there is no key.
     """
 
     host: str = "127.0.0.1"
     port: int = 8080  # 0: any free one
     keys: ApiKeys = field(default_factory=ApiKeys)
-    insecure: bool = False  # reachable by others without a key all the same
-    allowed_hosts: tuple[str, ...] = ()  # of the Host header, beside what `host` implies
-    allowed_origins: tuple[str, ...] = ()  # of pages elsewhere, such as "https://chat.example"
+    insecure: bool = False  # other machines may connect without a key
+    allowed_hosts: tuple[str, ...] = ()  # Host headers, beside what `host` implies
+    allowed_origins: tuple[str, ...] = ()  # of pages: "https://chat.example"
     max_body_bytes: int = 32 << 20
     max_headers: int = 100
     max_header_bytes: int = 64 << 10
     max_connections: int = 512
     header_timeout_s: float = 30.0
     body_timeout_s: float = 60.0
-    send_timeout_s: float = 120.0  # that a client may leave its answer unread
-    max_waiting: int = 256  # requests that have no token yet
-    max_waiting_tokens: int = 4_000_000  # of their prompts together
-    deadline_s: float | None = None  # longest that one request may take; None: no limit
-    keep_alive_s: float = 10.0  # of silence in a stream before a comment is sent
-    ready_deadline_s: float = 10.0  # for a token or a step, or the server is not ready
-    open_metrics: bool = False  # this machine may read /metrics without a key
-    drain_s: float = 30.0  # that running requests get at the end
+    send_timeout_s: float = 120.0  # that a message of an answer may wait to be read
+    max_waiting: int = 256  # requests without a token
+    max_waiting_tokens: int = 4_000_000  # prompt tokens of waiting requests
+    deadline_s: float | None = None  # of one request; None: no limit
+    keep_alive_s: float = 10.0  # of silence in a stream until a comment is sent
+    ready_deadline_s: float = 10.0  # for a token or steps, else the server is not ready
+    open_metrics: bool = False  # /metrics needs no key on this machine
+    drain_s: float = 30.0  # that running requests get at shutdown
     text_workers: int = 4  # threads that render templates and encode prompts
-    long_text_workers: int = 2  # the same, for large bodies: others do not wait for their texts
+    long_text_workers: int = 2  # the same for large bodies, so that others do not wait for them
     template_kwargs: frozenset[str] = TEMPLATE_KWARGS  # chat_template_kwargs that clients may set
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class ServerConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address is this machine's own, and nobody else's."""
+    """Whether a host name or address is a loopback address."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""Anthropic's conversations as chat templates read them. Knows blocks; no tokens, no answers."""
+"""Anthropic's conversations and tools, converted to messages and tools of chat templates."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ def conversation(body: CountRequest) -> list[Plain]:
 
     Raises:
         InvalidRequestError: no messages, or an incomplete block.
-        UnsupportedFieldError: images, documents and other blocks that are no text.
+        UnsupportedFieldError: images, documents and other blocks that are not text.
     """
     if not body.messages:
         raise InvalidRequestError("messages is empty; send at least one.", param="messages")
@@ -34,11 +34,11 @@ def conversation(body: CountRequest) -> list[Plain]:
     return found
 
 
-def goes_on(messages: Sequence[AnthropicMessage]) -> bool:
-    """Whether the answer goes on with the text of the last message: a prefill.
+def continues_last(messages: Sequence[AnthropicMessage]) -> bool:
+    """Whether the answer continues the last message, the assistant's (a prefill).
 
     Raises:
-        InvalidRequestError: that message ends with a call, whose result is missing.
+        InvalidRequestError: that message calls a tool, whose result is missing.
     """
     if not messages or messages[-1].role != "assistant":
         return False
@@ -51,10 +51,10 @@ def goes_on(messages: Sequence[AnthropicMessage]) -> bool:
 
 
 def openai_tools(tools: Sequence[AnthropicTool] | None) -> list[Plain]:
-    """The tools in the form in which templates expect them.
+    """The tools in OpenAI's form, which templates expect.
 
     Raises:
-        UnsupportedFieldError: a tool that Anthropic's servers would run.
+        UnsupportedFieldError: a tool that Anthropic's servers run.
     """
     found = []
     for number, tool in enumerate(tools or ()):
@@ -76,7 +76,7 @@ def openai_tools(tools: Sequence[AnthropicTool] | None) -> list[Plain]:
 
 
 def openai_choice(choice: ToolChoice | None) -> str | Plain:
-    """The tool_choice in OpenAI's words; raises InvalidRequestError where a name is missing."""
+    """The tool_choice in OpenAI's form; raises InvalidRequestError for a missing name."""
     if choice is None:
         return "auto"
     if choice.type != "tool":
@@ -104,7 +104,7 @@ def _turn(message: AnthropicMessage, path: str) -> list[Plain]:
 
 
 def _answer(content: str | list[Block], path: str) -> Plain:
-    """An earlier answer: its text, its thoughts and its calls."""
+    """An earlier answer: its text, reasoning and calls."""
     if isinstance(content, str):
         return {"role": "assistant", "content": content}
     of_type: dict[str, list[Block]] = {"text": [], "thinking": [], "tool_use": []}
@@ -157,6 +157,6 @@ def _unsupported(block: Block, path: str) -> UnsupportedFieldError:
 
 
 def _together(one: Plain, two: Plain) -> bool:
-    """Whether two messages are one turn, as Anthropic's API takes them."""
+    """Whether two messages are one turn in Anthropic's API."""
     plain = {"role", "content"}
     return one["role"] == two["role"] and one["role"] != "tool" and set(one) == set(two) == plain

@@ -19,7 +19,7 @@ from ..fields.prompt import check_messages, check_room, text_check, tool_use
 from ..http import sse
 from ..http.replies import Events, Reply, json_body
 from ..registry.served import ServedModel
-from .input import conversation, goes_on, openai_choice, openai_tools
+from .input import continues_last, conversation, openai_choice, openai_tools
 from .types import (
     ANTHROPIC,
     AnthropicAnswer,
@@ -35,13 +35,13 @@ PING = sse.named("ping", {"type": "ping"})
 
 
 class TokenCount(msgspec.Struct, kw_only=True):
-    """How long a prompt is."""
+    """Length of a prompt."""
 
     input_tokens: int
 
 
 async def messages(call: Call, body: MessagesRequest) -> Reply:
-    """Answer a conversation, as Anthropic's API does."""
+    """Answer a conversation."""
     body.refuse()
     model = await call.model(body.model)
     asked, use, prompt_ids = await call.in_worker(_read, model, body)
@@ -52,7 +52,7 @@ async def messages(call: Call, body: MessagesRequest) -> Reply:
         start_grammars, model, asked, use, prompt_ids, 1, reasons=True
     )
     answer = model.answer(
-        prompt_ids, params, continues=goes_on(body.messages), use=use, grammar=grammar
+        prompt_ids, params, continues=continues_last(body.messages), use=use, grammar=grammar
     )
     generation = call.generate(model, [answer])
     clipped = body.max_tokens > room
@@ -62,7 +62,7 @@ async def messages(call: Call, body: MessagesRequest) -> Reply:
 
 
 async def count_tokens(call: Call, body: CountRequest) -> Reply:
-    """How many tokens a conversation has, tools and system prompt included."""
+    """The number of tokens of a conversation with its tools and system prompt."""
     body.refuse()
     model = await call.model(body.model)
     return json_body(TokenCount(input_tokens=await call.in_worker(_num_tokens, model, body)))
@@ -93,7 +93,7 @@ ENDPOINTS = (
 def _read(
     model: ServedModel, body: MessagesRequest
 ) -> tuple[GrammarSpec | None, ToolUse | None, list[int]]:
-    """The form of the answer, the tools and the prompt. Takes a while."""
+    """The constraint, the tools and the prompt ids. Takes a while."""
     form = body.output_config.format if body.output_config else None
     asked = format_constraint(form, place="output_config.format")
     use = _tools(model, body)
@@ -113,7 +113,7 @@ def _tools(model: ServedModel, body: CountRequest) -> ToolUse | None:
 def _encode(
     model: ServedModel, body: CountRequest, use: ToolUse | None, *, bounded: bool
 ) -> list[int]:
-    prefilled = goes_on(body.messages)
+    prefilled = continues_last(body.messages)
     plain = conversation(body)
     if bounded:
         check_messages(model, plain, param="messages")
@@ -129,7 +129,7 @@ def _encode(
 
 
 def _template_kwargs(model: ServedModel, body: CountRequest) -> dict[str, Any]:
-    """Thinking and effort as variables of the template, where it has them."""
+    """Thinking and effort as variables of the template, if it reads them."""
     kwargs: dict[str, Any] = {}
     template = model.tokenizer.template
     if template is None:
@@ -179,7 +179,7 @@ async def _answer(
 async def _events(
     call: Call, generation: Generation, *, clipped: bool, thoughts: bool
 ) -> AsyncIterator[bytes]:
-    """The message without content, its blocks, how it ended."""
+    """Yield the events of the message: its start, its blocks, its end."""
     (answer,) = generation.answers
     begun = AnthropicAnswer(
         id=f"msg_{call.id}",
@@ -206,7 +206,7 @@ async def _events(
 
 
 def _ending(call: Call, generation: Generation, *, clipped: bool) -> dict[str, Any]:
-    """Why the answer ended; the access log is told, too."""
+    """Why the answer ended, which is logged too."""
     (answer,) = generation.answers
     result = answer.result
     assert result is not None
@@ -223,13 +223,13 @@ def _ending(call: Call, generation: Generation, *, clipped: bool) -> dict[str, A
 def blocks_of(
     parts: Iterable[Part], calls: Iterable[ToolCall], *, signature: str, thoughts: bool
 ) -> list[Any]:
-    """The content of a whole answer, in the order in which it came; broken calls are text.
+    """The content of a complete answer, in the order in which it came; broken calls are text.
 
     Args:
         parts: of the answer, neighbours joined.
         calls: the complete ones.
         signature: of blocks of thinking.
-        thoughts: whether these show what was thought.
+        thoughts: whether these show the reasoning.
     """
     whole = {call.id: call for call in calls}
     found: list[Any] = []
@@ -247,7 +247,7 @@ def blocks_of(
 
 
 def usage_of_result(result: Result) -> AnthropicUsage:
-    """The counts of a finished answer."""
+    """The token counts of a finished answer."""
     return AnthropicUsage(
         input_tokens=result.prompt_tokens - result.cached_tokens,
         output_tokens=len(result.token_ids),
@@ -265,7 +265,7 @@ def stop_reason(answer: Answer, result: Result, *, clipped: bool) -> str:
 
 
 class BlockEvents:
-    """Parts as they come -> events of content blocks, one block open at a time.
+    """Converts parts to events of content blocks, one block open at a time.
 
     Args: as of blocks_of.
     """
@@ -290,7 +290,7 @@ class BlockEvents:
                 yield from self._call(part)
 
     def close(self) -> Iterator[bytes]:
-        """The end of the open block, if there is one."""
+        """The events that end the open block, if there is one."""
         if self._open is None:
             return
         if self._open == "thinking":

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id} for Anthropic's clients, whom a header tells from OpenAI's."""
+"""GET /v1/models and /v1/models/{id} for Anthropic's clients, which send a header of their own."""
 
 from datetime import UTC, datetime
 from typing import Literal
@@ -13,24 +13,24 @@ from ..http.replies import Reply, json_body
 from ..registry.slots import Slot
 from .types import ANTHROPIC
 
-VERSION_HEADER = b"anthropic-version"  # that every client of Anthropic's API sends
+VERSION_HEADER = b"anthropic-version"  # sent by every client of Anthropic's API
 DEFAULT_LIMIT, MAX_LIMIT = 20, 1000  # models a page
 
 
 class AnthropicModel(msgspec.Struct, kw_only=True):
-    """A model that requests may name."""
+    """A model of the server."""
 
     id: str
     type: Literal["model"] = "model"
     display_name: str
     created_at: str  # RFC 3339
     lifecycle: Literal["active"] = "active"
-    max_input_tokens: int | None  # of prompt and answer together; null until it was loaded once
+    max_input_tokens: int | None  # of prompt and answer together; null before its first load
     max_tokens: int | None
 
 
 class AnthropicModelPage(msgspec.Struct, kw_only=True):
-    """Some of them, in the server's order; the ids are where the pages beside it begin."""
+    """A page of models in the server's order; its ids are cursors of the pages beside it."""
 
     data: list[AnthropicModel]
     has_more: bool
@@ -39,7 +39,7 @@ class AnthropicModelPage(msgspec.Struct, kw_only=True):
 
 
 async def list_models_paged(call: Call, _: None) -> Reply:
-    """A page of the models that there are, loaded or not."""
+    """A page of models, loaded or not."""
     query = QueryParams(call.scope["query_string"])
     cards = [_card(slot) for slot in call.service.models.slots()]
     stages = [value for key, value in query.multi_items() if key in ("lifecycle", "lifecycle[]")]
@@ -47,7 +47,7 @@ async def list_models_paged(call: Call, _: None) -> Reply:
 
 
 async def show_model_card(call: Call, _: None) -> Reply:
-    """One of them, by its name or an alias."""
+    """One model, by name or alias."""
     return json_body(_card(call.service.models.find(call.path_params["name"])))
 
 
@@ -85,10 +85,10 @@ def _card(slot: Slot) -> AnthropicModel:
 
 
 def _page(cards: list[AnthropicModel], query: QueryParams) -> AnthropicModelPage:
-    """What `after_id` or `before_id` and `limit` ask for.
+    """The page after `after_id` or before `before_id`, of at most `limit` models.
 
     Raises:
-        InvalidRequestError: there is no such model, both are given, or the limit is none.
+        InvalidRequestError: an unknown model, both cursors, or an invalid limit.
     """
     limit = _limit(query)
     after, before = query.get("after_id"), query.get("before_id")

@@ -15,7 +15,7 @@ MAX_STOPS = 64
 
 
 class Block(msgspec.Struct, kw_only=True):
-    """A content block of any type, in a message, a system prompt or a tool result."""
+    """A content block of any type: of a message, a system prompt or a tool result."""
 
     type: str
     text: str | None = None
@@ -29,14 +29,14 @@ class Block(msgspec.Struct, kw_only=True):
 
 
 class AnthropicMessage(msgspec.Struct, kw_only=True):
-    """One turn; a system message may stand among them."""
+    """One turn; system messages may be among them."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
 class AnthropicTool(msgspec.Struct, kw_only=True):
-    """A tool of the client's."""
+    """A tool that the client runs."""
 
     name: str
     input_schema: dict[str, Any] | None = None
@@ -48,7 +48,7 @@ class AnthropicTool(msgspec.Struct, kw_only=True):
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):
-    """Whether and which tool is to be used."""
+    """Whether a tool is used, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -56,10 +56,10 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """Whether the model may think before it answers.
+    """Whether the model may reason before it answers.
 
-    A template that has no switch for it leaves this to the model. The budget is a wish: what bounds
-    thinking and answer together is max_tokens.
+    It has no effect on templates without such a switch. The budget is not enforced: max_tokens
+    bounds reasoning and answer together.
     """
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
@@ -68,14 +68,14 @@ class Thinking(msgspec.Struct, kw_only=True):
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
-    """How the answer shall be."""
+    """Form and effort of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: Any = None
 
 
 class CountRequest(msgspec.Struct, kw_only=True):
-    """A conversation whose tokens are to be counted."""
+    """A conversation whose tokens are counted."""
 
     messages: Annotated[list[AnthropicMessage], Meta(max_length=100_000)]
     model: str | None = None
@@ -89,7 +89,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
     context_management: Any = None
 
     def refuse(self) -> None:
-        """Raise UnsupportedFieldError for what would change the answer and is not there."""
+        """Raise UnsupportedFieldError for fields that would change the answer."""
         refuse("mcp_servers", self.mcp_servers, ([],))
         refuse("container", self.container)
         if not _keeps_all(self.context_management):
@@ -97,7 +97,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
 
 
 class MessagesRequest(CountRequest, kw_only=True):
-    """A conversation to go on with."""
+    """A conversation to be answered."""
 
     max_tokens: Annotated[int, Meta(ge=1)]
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -146,7 +146,7 @@ class TextBlock(msgspec.Struct, kw_only=True, tag="text"):
 
 
 class ThinkingBlock(msgspec.Struct, kw_only=True, tag="thinking"):
-    """What the model thought; the signature is a formality, nothing checks it."""
+    """Reasoning of the model; the signature is never checked."""
 
     thinking: str
     signature: str
@@ -161,7 +161,7 @@ class ToolUseBlock(msgspec.Struct, kw_only=True, tag="tool_use"):
 
 
 class AnthropicUsage(msgspec.Struct, kw_only=True):
-    """Token counts; the prompt's are divided into read from the cache and computed."""
+    """Token counts; input_tokens are those not read from the cache."""
 
     input_tokens: int
     output_tokens: int

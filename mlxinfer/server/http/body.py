@@ -1,4 +1,4 @@
-"""Reads a request's body within limits and decodes it. Knows msgspec and its messages, no API."""
+"""Reading of request bodies within limits, and decoding them into structs."""
 
 import asyncio
 import re
@@ -11,8 +11,8 @@ from ...errors import InvalidRequestError
 from ..errors import BodyTooLargeError, SlowBodyError
 
 T = TypeVar("T")
-MAX_CONTAINERS = 1_000_000  # brackets and braces, those in texts included
-_HALF_A_PAIR = re.compile(  # escaped; in order: a first half alone, a second one alone
+MAX_CONTAINERS = 1_000_000  # brackets and braces, in strings too
+_HALF_A_PAIR = re.compile(  # of an escaped surrogate pair: a lone first half, or a lone second one
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 )
@@ -20,16 +20,16 @@ _AT = re.compile(r" - at (`key` in |`value` in )?`\$\.?(.*)`$")
 
 
 class ClientGoneError(Exception):
-    """The client hung up before it had sent its request."""
+    """The client disconnected before its request was complete."""
 
 
 async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
-    """The whole body.
+    """The complete body.
 
     Raises:
         BodyTooLargeError: declared or found longer than `max_bytes`.
         SlowBodyError: not complete after `timeout_s`.
-        ClientGoneError: the client left.
+        ClientGoneError: the client disconnected.
     """
     declared = dict(scope["headers"]).get(b"content-length", b"0")
     if declared.isdigit() and int(declared) > max_bytes:
@@ -65,8 +65,8 @@ def decode(body: bytes, kind: type[T]) -> T:
     """The body as a struct.
 
     Raises:
-        InvalidRequestError: it is not JSON in UTF-8, or a field has the wrong type; `param` is the
-            path of that field; or it holds too many lists and objects.
+        InvalidRequestError: it is not JSON in UTF-8, holds too many lists and objects, or a field
+            has the wrong type; `param` is then the path of that field.
     """
     _check_containers(body)
     try:
@@ -83,7 +83,7 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 
 def _not_json(body: bytes, message: str) -> str:
-    """Why, where the parser says of what is missing only that something is."""
+    """A message that names an empty body and half a character, which the parser does not."""
     if not body.strip():
         return "The body is empty; expected a JSON object."
     half = _HALF_A_PAIR.search(body)
@@ -96,7 +96,7 @@ def _not_json(body: bytes, message: str) -> str:
 
 
 def _check_containers(body: bytes) -> None:
-    """Lists take 25 times their text, and whoever makes millions of them lets nobody else run."""
+    """Refuse millions of lists: they take 25 times their text, and block all other threads."""
     found = body.count(b"[") + body.count(b"{")
     if found > MAX_CONTAINERS:
         raise InvalidRequestError(
@@ -106,7 +106,7 @@ def _check_containers(body: bytes) -> None:
 
 
 def _wrong_field(message: str) -> InvalidRequestError:
-    """`Expected int, got str - at $.a[0].b` with the path as the parameter."""
+    """The error of msgspec's `Expected int, got str - at $.a[0].b`, with the path as `param`."""
     found = _AT.search(message)
     missing = re.match(r"Object missing required field `(\w+)`", message)
     path = found.group(2) if found else ""

@@ -1,7 +1,7 @@
-"""Which Host and Origin headers are answered, and CORS for the pages that may ask. Knows no keys.
+"""Allowed Host and Origin headers, and CORS for allowed pages.
 
-A page anywhere on the web can point its own name at 127.0.0.1 and ask a local server through its
-visitor's browser. The Host header then holds that name, and Origin the page's.
+A page anywhere on the web can point its own name at 127.0.0.1 and reach a local server through its
+visitor's browser (DNS rebinding). The Host header then holds that name, and Origin the page's.
 """
 
 import ipaddress
@@ -18,7 +18,7 @@ LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _HOST = re.compile(rf"({HOST_NAME})(?::\d{{1,5}})?")
 _PREFLIGHT = (
     (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
-    # the makers' clients send many of their own, so any will do; `*` does not cover the first
+    # SDKs send many headers of their own; `*` does not cover authorization
     (b"access-control-allow-headers", b"authorization, *"),
     (b"access-control-max-age", b"600"),
     (b"content-length", b"0"),
@@ -26,7 +26,7 @@ _PREFLIGHT = (
 
 
 class HostRules:
-    """Names that this server answers to, and pages that may use it."""
+    """Host names of this server, and origins of pages that may call it."""
 
     def __init__(self, config: ServerConfig) -> None:
         names = {*LOCAL, _bracketed(config.host), *(h.lower() for h in config.allowed_hosts)}
@@ -34,7 +34,7 @@ class HostRules:
             own = socket.gethostname().lower()
             names |= {own, f"{own.removesuffix('.local')}.local"}
         self._names = frozenset(names)
-        # a page cannot know a key, so with keys any name is safe; and an address is no name
+        # a page cannot know a key, so with keys any name is safe; addresses cannot be rebound
         self._any_name = bool(config.keys) and not config.loopback and not config.allowed_hosts
         self._any_address = not config.loopback
         self._origins = frozenset(o.lower().rstrip("/") for o in config.allowed_origins)
@@ -54,7 +54,7 @@ class HostRules:
             )
 
     async def answer_preflight(self, scope: Scope, send: Send) -> bool:
-        """Answer a browser's question whether a page may ask; False: it is not one."""
+        """Answer a CORS preflight request; False: it is none."""
         asked = b"access-control-request-method" in dict(scope["headers"])
         if scope["method"] != "OPTIONS" or not asked:
             return False
@@ -65,7 +65,7 @@ class HostRules:
         return True
 
     def response_headers(self, scope: Scope) -> Headers:
-        """What lets a page of an allowed origin read the answer."""
+        """CORS headers of an answer to a page of an allowed origin."""
         origin = _only(scope, b"origin")
         if origin is None or origin.lower() not in self._origins:
             return []

@@ -1,1 +1,1 @@
-"""OpenAI's APIs, and what vLLM adds to them: one file a path, the types beside it."""
+"""OpenAI's APIs and vLLM's additions: a file a path, its types beside it."""

@@ -53,9 +53,9 @@ async def chat(call: Call, body: ChatRequest) -> Reply:
     grammars = await call.in_worker(
         start_grammars, model, asked, use, prompt_ids, len(params), reasons=True
     )
-    goes_on = bool(body.continue_final_message)
+    continues = bool(body.continue_final_message)
     answers = [
-        model.answer(prompt_ids, choice, continues=goes_on, use=use, grammar=grammar)
+        model.answer(prompt_ids, choice, continues=continues, use=use, grammar=grammar)
         for choice, grammar in zip(params, grammars, strict=True)
     ]
     generation = call.generate(model, answers)
@@ -89,7 +89,7 @@ def _refuse(body: ChatRequest) -> None:
 def _read(
     model: ServedModel, body: ChatRequest, allowed: frozenset[str]
 ) -> tuple[GrammarSpec | None, ToolUse | None, list[int]]:
-    """The form of the answer, the tools and the prompt. Takes a while."""
+    """The constraint, the tools and the prompt ids. Takes a while."""
     asked = constraint(body)
     use = tool_use(model, body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     shown = None if use is None else use.shown
@@ -128,7 +128,7 @@ def _completion(call: Call, generation: Generation, results: list[Result]) -> Ch
 
 
 async def _events(call: Call, body: ChatRequest, generation: Generation) -> AsyncIterator[bytes]:
-    """Role first, then what comes, then the counts where asked for, then [DONE]."""
+    """Yield the role, the deltas, the token counts if they were asked for, and [DONE]."""
     model = generation.model
     usage = None if body.wants_usage else UNSET
 
@@ -154,7 +154,7 @@ async def _events(call: Call, body: ChatRequest, generation: Generation) -> Asyn
 
 
 def _deltas(model: ServedModel, step: Step) -> list[dict[str, Any]]:
-    """What a step becomes: nothing where its text is held back, two chunks where it ends."""
+    """The chunks of a step: none while its text is held back, two where the answer ends."""
     delta = step.delta
     logprobs = chat_logprobs(model, step.event)
     calls = chat_tool_pieces(delta.tool_calls)

@@ -23,7 +23,7 @@ class Part(msgspec.Struct, kw_only=True):
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
-    """What the model called: arguments are JSON in a string."""
+    """The function of a call; its arguments are JSON in a string."""
 
     name: str
     arguments: str = "{}"
@@ -44,7 +44,7 @@ class Message(msgspec.Struct, kw_only=True):
     content: str | list[Part] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # the same under another name
+    reasoning: str | None = None  # vLLM's name of the same
     refusal: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -53,14 +53,14 @@ class Message(msgspec.Struct, kw_only=True):
 
 
 def template_messages(messages: Sequence[Message], *, source: str) -> list[dict[str, Any]]:
-    """The messages as templates read them.
+    """The messages as chat templates read them.
 
-    Text parts are joined by newlines; arguments of tool calls become objects; a developer's message
-    is a system message for templates (`source`) that do not know the role.
+    Text parts are joined by newlines. Arguments of tool calls become objects. A developer's message
+    becomes a system message for templates (`source`) that do not know the role.
 
     Raises:
-        InvalidRequestError: there is none, or one is incomplete.
-        UnsupportedFieldError: images, audio and other parts that are no text.
+        InvalidRequestError: there is no message, or one is incomplete.
+        UnsupportedFieldError: images, audio and other parts that are not text.
     """
     if not messages:
         raise InvalidRequestError("messages is empty; send at least one.", param="messages")
@@ -141,18 +141,18 @@ def encode_conversation(
     tools: Sequence[Mapping[str, Any]] | None = None,
     bounded: bool = True,
 ) -> list[int]:
-    """The prompt's ids.
+    """The token ids of the prompt.
 
     Args:
-        model: whose chat template is used.
-        messages: as they came.
-        fields: of the same request, for the template.
+        model: its chat template and tokenizer are used.
+        messages: of the request.
+        fields: of the same request; they set variables of the template.
         allowed: names that chat_template_kwargs may hold.
-        tools: that the template shows to the model.
-        bounded: whether what is far too long is refused before it is encoded.
+        tools: shown to the model by the template.
+        bounded: refuse what is far too long for the context before it is encoded.
 
     Raises:
-        TemplateError: the model has no template, or it refuses the messages.
+        TemplateError: the model has no template, or the template refuses the messages.
         ContextLengthError: messages and tools cannot fit.
         InvalidRequestError: messages or fields are wrong.
     """

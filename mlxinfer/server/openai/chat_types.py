@@ -18,13 +18,13 @@ from .types import Usage, finish_reason
 
 
 class ToolFields(ConstraintFields, kw_only=True):
-    """Of chat requests.
+    """Tool fields of chat requests.
 
-    A call that tool_choice demands always keeps to the schema of its tool. So does one that the
-    model makes by itself, if a tool is `strict` and the model marks its calls by tokens of their
-    own, as nearly all do; where it writes them as plain text (Llama 3), `strict` changes nothing.
-    Calls under such a grammar are at most 32 (`text/tools/lark.py`), or one where
-    parallel_tool_calls is false, so that an answer ends whatever the model does.
+    A call that tool_choice demands always conforms to its tool's schema. So does a call that the
+    model chooses to make, if a tool is `strict` and the model marks calls by special tokens, as
+    nearly all do; for calls in plain text (Llama 3) `strict` has no effect. An answer has at most
+    32 calls under such a grammar (`text/tools/lark.py`), or one if parallel_tool_calls is false, so
+    that it ends whatever the model does.
     """
 
     tools: list[dict[str, Any]] | None = None
@@ -35,7 +35,7 @@ class ToolFields(ConstraintFields, kw_only=True):
 
 
 class ChatFunction(msgspec.Struct, kw_only=True):
-    """What is called; the arguments are a JSON object in a string."""
+    """The function of a call; its arguments are a JSON object in a string."""
 
     name: str
     arguments: str
@@ -50,14 +50,14 @@ class ChatToolCall(msgspec.Struct, kw_only=True):
 
 
 class FunctionPiece(msgspec.Struct, kw_only=True):
-    """The name comes in the first piece only."""
+    """A delta of a function; only the first one has the name."""
 
     name: str | UnsetType = UNSET
     arguments: str
 
 
 class ToolCallPiece(msgspec.Struct, kw_only=True):
-    """What a chunk adds to a call; id and type come in the first one only."""
+    """What a chunk adds to a call; only the first one has id and type."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -66,13 +66,13 @@ class ToolCallPiece(msgspec.Struct, kw_only=True):
 
 
 def refuse_old_tools(fields: ToolFields) -> None:
-    """Raise UnsupportedFieldError for the functions that tools have replaced."""
+    """Raise UnsupportedFieldError for `functions`, which tools have replaced."""
     refuse("functions", fields.functions, ([],))
     refuse("function_call", fields.function_call, ("none", "auto"))
 
 
 def chat_tool_calls(calls: Sequence[ToolCall]) -> list[ChatToolCall]:
-    """The calls of a whole answer."""
+    """The calls of a complete answer."""
     return [
         ChatToolCall(id=c.id, function=ChatFunction(name=c.name, arguments=c.arguments))
         for c in calls
@@ -80,7 +80,7 @@ def chat_tool_calls(calls: Sequence[ToolCall]) -> list[ChatToolCall]:
 
 
 def chat_tool_pieces(pieces: Sequence[ToolCallDelta]) -> list[ToolCallPiece]:
-    """The pieces of calls that a chunk brings."""
+    """The deltas of calls in a chunk."""
     return [_piece(piece) for piece in pieces if piece.id is not None or piece.arguments]
 
 
@@ -93,7 +93,7 @@ def _piece(piece: ToolCallDelta) -> ToolCallPiece:
 
 
 def chat_finish_reason(result: Result) -> str:
-    """As OpenAI calls it: an answer that ended with calls waits for their results."""
+    """OpenAI's finish reason: `tool_calls` for an answer that ended with calls."""
     if result.tool_calls and result.finish_reason is FinishReason.STOP:
         return "tool_calls"
     return finish_reason(result.finish_reason)
@@ -103,7 +103,7 @@ Positive = Annotated[int, Meta(ge=1)]
 
 
 class ChatRequest(ToolFields, kw_only=True):
-    """A conversation to go on with."""
+    """A conversation to be answered."""
 
     messages: list[Message]
     max_tokens: Positive | None = None
@@ -124,7 +124,7 @@ class ChatRequest(ToolFields, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """The answer."""
+    """The message of an answer."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -163,7 +163,7 @@ class ChatDelta(msgspec.Struct, kw_only=True):
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):
-    """The choice that a chunk goes on with."""
+    """The choice that a chunk continues."""
 
     index: int
     delta: ChatDelta

@@ -17,7 +17,7 @@ from .types import Usage
 
 
 class CompletionRequest(ConstraintFields, kw_only=True):
-    """Texts, or token ids, to go on with."""
+    """Texts or token ids to be continued."""
 
     prompt: str | list[str | int | list[int]]
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
@@ -27,7 +27,7 @@ class CompletionRequest(ConstraintFields, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """An answer or a piece of it; of prompt p and choice c the index is p * n + c."""
+    """An answer or a delta of it; the index of choice c of prompt p is p * n + c."""
 
     text: str
     index: int
@@ -53,17 +53,17 @@ Given = str | list[str | int | list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt and its text, which may be echoed."""
+    """Token ids of a prompt, and its text, which may be echoed."""
 
     ids: list[int]
     text: str
 
 
 def read_prompts(model: ServedModel, given: Given) -> list[Prompt]:
-    """A text, a list of texts, a list of token ids, or a list of such lists.
+    """The prompts of a text, a list of texts, a list of token ids, or a list of such lists.
 
     Raises:
-        InvalidRequestError: a mixture, an empty one, too many, or ids that are no tokens.
+        InvalidRequestError: a mixture, an empty prompt, too many, or invalid token ids.
     """
     if isinstance(given, str):
         return [_of_text(model, given, "prompt")]

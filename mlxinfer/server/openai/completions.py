@@ -29,7 +29,7 @@ MAX_ANSWERS = 1024  # prompts times n
 
 
 async def complete(call: Call, body: CompletionRequest) -> Reply:
-    """Go on with each prompt."""
+    """Continue each prompt."""
     body.refuse()
     refuse("suffix", body.suffix, ("",))
     model = await call.model(body.model)
@@ -54,7 +54,7 @@ async def complete(call: Call, body: CompletionRequest) -> Reply:
     ]
     scores = [w.scores for w in writers if w.scores is not None]
     generation = call.generate(model, answers, scores=scores or None)
-    made = Made(call, generation, writers, len(params))
+    made = RunningCompletion(call, generation, writers, len(params))
     if body.stream:
         return Events(_events(made, body))
     return json_body(await _whole(made))
@@ -65,7 +65,7 @@ ENDPOINTS = (
         method="POST",
         path="/v1/completions",
         handler=complete,
-        summary="Go on with a text.",
+        summary="Continue a text.",
         body=CompletionRequest,
         answer=Completion,
     ),
@@ -79,7 +79,7 @@ def _params(model: ServedModel, body: CompletionRequest) -> list[SamplingParams]
     return sampling_params(
         body,
         model.defaults,
-        max_tokens=max(max_tokens, 1),  # a token that nobody asked for is left out again
+        max_tokens=max(max_tokens, 1),  # the token of max_tokens=0 is left out again
         logprobs=body.logprobs,
     )
 
@@ -89,10 +89,11 @@ def _grammars(model: ServedModel, body: CompletionRequest, count: int) -> list[G
 
 
 class ChoiceWriter:
-    """Writes one choice: the prompt first where it is echoed, then what is generated.
+    """Writes one choice: the prompt if it is echoed, then the generated text.
 
-    `scores` collects the log-probabilities of the prompt, None where none were asked for.
-    `silent` tells that nothing was to be generated: the one token that was is left out.
+    Attributes:
+        scores: collects the log-probabilities of the prompt; None: not asked for.
+        silent: max_tokens is 0, so the one token that is generated is left out.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class ChoiceWriter:
                 self.scores = PromptScores(prompt.ids, body.logprobs)
 
     def write(self, index: int, step: Step) -> list[CompletionChoice]:
-        """What a step becomes: nothing where its text is held back, two pieces where it ends."""
+        """The pieces of a step: none while its text is held back, two where the answer ends."""
         text = self._begin()
         if not self.silent:
             text += step.delta.text
@@ -128,7 +129,7 @@ class ChoiceWriter:
         return found
 
     def _begin(self) -> str:
-        """The prompt, once."""
+        """The echoed prompt, at the first call."""
         prompt, self._echo = self._echo, None
         if prompt is None:
             return ""
@@ -139,7 +140,7 @@ class ChoiceWriter:
 
 
 def merged(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
-    """All pieces of a choice in one."""
+    """All pieces of a choice joined."""
     logprobs = [piece.logprobs for piece in pieces if piece.logprobs is not None]
     whole = None
     if logprobs:
@@ -158,8 +159,8 @@ def merged(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A running generation and what writes its choices."""
+class RunningCompletion:
+    """A running generation and the writers of its choices."""
 
     call: Call
     generation: Generation
@@ -167,7 +168,7 @@ class Made:
     choices_a_prompt: int
 
     async def pieces(self) -> AsyncIterator[list[CompletionChoice]]:
-        """Yield what comes of the choices; an empty list is silence."""
+        """Yield the pieces of the choices; an empty list asks for a keep-alive."""
         async for steps in self.generation.steps():
             found = [piece for s in steps for piece in self.writers[s.index].write(s.index, s)]
             if found or not steps:
@@ -184,7 +185,7 @@ class Made:
         )
 
     def usage(self) -> Usage:
-        """The counts, once all choices are complete; they go to the log too."""
+        """The token counts of complete choices, which are logged too."""
         usage = usage_of(self.generation, choices_a_prompt=self.choices_a_prompt)
         silent = sum(writer.silent for writer in self.writers)
         usage.completion_tokens -= silent
@@ -194,7 +195,7 @@ class Made:
         return usage
 
 
-async def _whole(made: Made) -> Completion:
+async def _whole(made: RunningCompletion) -> Completion:
     parts: list[list[CompletionChoice]] = [[] for _ in made.writers]
     async for pieces in made.pieces():
         for piece in pieces:
@@ -202,7 +203,7 @@ async def _whole(made: Made) -> Completion:
     return made.completion([merged(each) for each in parts], usage=made.usage())
 
 
-async def _events(made: Made, body: CompletionRequest) -> AsyncIterator[bytes]:
+async def _events(made: RunningCompletion, body: CompletionRequest) -> AsyncIterator[bytes]:
     usage = None if body.wants_usage else UNSET
     made.call.log["stream"] = True
     async for pieces in made.pieces():

@@ -14,7 +14,7 @@ LEAST = -9999.0  # JSON has no -Infinity
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):
-    """A token that might have come."""
+    """One of the most probable tokens."""
 
     token: str
     bytes: list[int]
@@ -22,7 +22,7 @@ class TopLogprob(msgspec.Struct, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, kw_only=True):
-    """The token that came, and the most probable ones."""
+    """The sampled token and the most probable ones."""
 
     token: str
     bytes: list[int]
@@ -31,14 +31,14 @@ class TokenLogprob(msgspec.Struct, kw_only=True):
 
 
 class ChoiceLogprobs(msgspec.Struct, kw_only=True):
-    """One entry for each token, the one that ended the answer left out."""
+    """One entry for each token except an end token."""
 
     content: list[TokenLogprob] | None
     refusal: None = None
 
 
 def chat_logprobs(model: ServedModel, event: TokenEvent) -> ChoiceLogprobs | None:
-    """Of one token of a stream; None where none were asked for, or the token is the end."""
+    """The entry of one token; None: not asked for, or an end token."""
     ended = event.finish_reason is FinishReason.STOP
     if event.logprobs is None or event.token_id is None or ended:
         return None
@@ -46,7 +46,7 @@ def chat_logprobs(model: ServedModel, event: TokenEvent) -> ChoiceLogprobs | Non
 
 
 def chat_logprobs_of(model: ServedModel, answer: Answer) -> ChoiceLogprobs | None:
-    """Of a complete answer; None where none were asked for."""
+    """The entries of a complete answer; None: not asked for."""
     assert answer.result is not None
     if answer.result.logprobs is None:
         return None
@@ -55,7 +55,7 @@ def chat_logprobs_of(model: ServedModel, answer: Answer) -> ChoiceLogprobs | Non
 
 
 def shown_ids(answer: Answer) -> Sequence[int]:
-    """The tokens of a complete answer, without one that ended it."""
+    """The token ids of a complete answer without its end token."""
     assert answer.result is not None
     ids = answer.result.token_ids
     ended = answer.result.finish_reason is FinishReason.STOP and ids
@@ -78,12 +78,16 @@ def _top(tokenizer: Tokenizer, token_id: int, logprob: float) -> TopLogprob:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold."""
+    """The log-probability, at least LEAST."""
     return max(logprob, LEAST)
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """One entry for each token. A prompt's first token has no log-probability."""
+    """Parallel lists with one entry a token. A prompt's first token has no log-probability.
+
+    The end token of an answer has an entry, so that there is one for every generated token, which
+    evaluation harnesses rely on.
+    """
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -92,11 +96,11 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
 
 
 class LogprobsWriter:
-    """Writes the entries of one choice, in one piece or in chunks.
+    """Writes the entries of one choice, at once or in chunks.
 
     Args:
-        tokenizer: whose tokens these are.
-        offset: characters of the text before the first token.
+        tokenizer: of the model.
+        offset: number of characters before the first token.
     """
 
     def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
@@ -106,7 +110,7 @@ class LogprobsWriter:
         self._lists = _empty()
 
     def add(self, token_id: int, found: TokenLogprobs | None) -> None:
-        """Write one token; None: the first of a prompt."""
+        """Add one token; `found` is None for the first one of a prompt."""
         lists = self._lists
         lists.tokens.append(self._spelled(token_id))
         lists.text_offset.append(self._offset)
@@ -116,12 +120,12 @@ class LogprobsWriter:
             self._offset += self._num_characters(token_id)
 
     def take(self) -> CompletionLogprobs:
-        """What was written since the last time."""
+        """The entries added since the last call."""
         lists, self._lists = self._lists, _empty()
         return lists
 
     def _num_characters(self, token_id: int) -> int:
-        """How many a token adds to the text, whose first space some decoders take off."""
+        """The characters that a token adds; some decoders strip the text's first space."""
         spelled = self._decoder.decode(self._tokenizer.token_bytes(token_id))
         if self._offset:
             return len(spelled)
@@ -129,7 +133,7 @@ class LogprobsWriter:
         return min(len(spelled), len(first.push(token_id) + first.flush()))
 
     def _top(self, token_id: int, found: TokenLogprobs) -> dict[str, float]:
-        """The most probable tokens, and the one that came if it is none of them."""
+        """The most probable tokens, and the sampled one if it is not among them."""
         top = {self._spelled(i): finite(logprob) for i, logprob in found.top}
         top.setdefault(self._spelled(token_id), finite(found.logprob))
         return top

@@ -11,31 +11,31 @@ from ..registry.slots import Slot
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """A model that requests may name."""
+    """A model of the server."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "mlxinfer"
-    max_model_len: int | None  # tokens of prompt and answer; null until it was loaded once
-    state: str  # unloaded, loading, loaded or unloading; requests load what is not
-    aliases: list[str]  # further names that requests may use
+    max_model_len: int | None  # tokens of prompt and answer; null before its first load
+    state: str  # unloaded, loading, loaded or unloading; a request loads its model
+    aliases: list[str]  # other names that requests may use
 
 
 class ModelList(msgspec.Struct, kw_only=True):
-    """All of them."""
+    """All models."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
 async def list_models(call: Call, _: None) -> Reply:
-    """The models that there are, loaded or not."""
+    """All models, loaded or not."""
     return json_body(ModelList(data=[_card(slot) for slot in call.service.models.slots()]))
 
 
 async def show_model(call: Call, _: None) -> Reply:
-    """One of them."""
+    """One model, by name or alias."""
     return json_body(_card(call.service.models.find(call.path_params["name"])))
 
 
@@ -44,7 +44,7 @@ ENDPOINTS = (
         method="GET",
         path="/v1/models",
         handler=list_models,
-        summary="The models that requests may name.",
+        summary="All models that requests may name.",
         answer=ModelList,
     ),
     Endpoint(

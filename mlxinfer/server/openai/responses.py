@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's responses API, without anything kept between requests."""
+"""POST /v1/responses: OpenAI's responses API. Nothing is stored between requests."""
 
 import logging
 from collections.abc import AsyncIterator, Iterator
@@ -28,7 +28,7 @@ from ..http.replies import (
 )
 from ..registry.served import ServedModel
 from .responses_input import conversation, openai_choice, openai_tools
-from .responses_output import Items, Numbered
+from .responses_output import EventFrames, OutputItems
 from .responses_types import (
     InputDetails,
     OutputDetails,
@@ -43,7 +43,7 @@ log = logging.getLogger("mlxinfer.server")
 
 
 async def responses(call: Call, body: ResponsesRequest) -> Reply:
-    """Answer a conversation, as OpenAI's responses API does."""
+    """Answer a conversation."""
     body.refuse()
     model = await call.model(body.model)
     asked, use, prompt_ids = await call.in_worker(_read, model, body)
@@ -54,7 +54,7 @@ async def responses(call: Call, body: ResponsesRequest) -> Reply:
     )
     answer = model.answer(prompt_ids, params, continues=False, use=use, grammar=grammar)
     generation = call.generate(model, [answer])
-    run = _Run(call, generation, _begun(call, body, model, params), _wraps(body))
+    run = _ResponseRun(call, generation, _begun(call, body, model, params), _wraps(body))
     if body.stream:
         return Events(run.events())
     return json_body(await run.response())
@@ -73,7 +73,7 @@ ENDPOINTS = (
         method="POST",
         path="/v1/responses",
         handler=responses,
-        summary="Answer a conversation (the responses API), without keeping it.",
+        summary="Answer a conversation (the responses API), without storing it.",
         body=ResponsesRequest,
         answer=Response,
         style=RESPONSES,
@@ -81,27 +81,27 @@ ENDPOINTS = (
 )
 
 
-class _Run:
-    """One answer from its first token to its Response."""
+class _ResponseRun:
+    """One generation from its first token to its Response."""
 
     def __init__(self, call: Call, generation: Generation, begun: Response, wrap: bool) -> None:
         self._call, self._generation, self._begun = call, generation, begun
-        self._frame = Numbered()
-        self._items = Items(self._item_id, self._frame, wrap=wrap)
+        self._frame = EventFrames()
+        self._items = OutputItems(self._item_id, self._frame, wrap=wrap)
         self._num_items = 0
 
     async def response(self) -> Response:
-        """The whole answer."""
+        """The complete answer."""
         async for steps in self._generation.steps():
             for step in steps:
                 for _ in self._items.push(step.delta.parts):
-                    pass  # nobody listens to the events
+                    pass  # the events are not sent
         for _ in self._end():
             pass
         return self._ended()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Created, what comes, and how it ended; there is no [DONE]."""
+        """Yield the events from `response.created` to the last one; there is no [DONE]."""
         self._call.log["stream"] = True
         yield self._frame("response.created", response=self._begun)
         yield self._frame("response.in_progress", response=self._begun)
@@ -113,7 +113,7 @@ class _Run:
             last = b"".join(self._end())
             ended = self._ended()
             yield last + self._frame(f"response.{ended.status}", response=ended)
-        except MlxinferError as error:  # told in this API's own words
+        except MlxinferError as error:  # as an event of this API
             yield self._failed(error)
 
     def _end(self) -> Iterator[bytes]:
@@ -150,8 +150,8 @@ class _Run:
         shown = public(error)
         if shown is not error:
             log.error("stream failed", exc_info=error, extra={"request_id": self._call.request_id})
-        told = {"code": "server_error", "message": str(shown)}
-        failed = replace(self._begun, status="failed", error=told, output=self._items.done)
+        shown_error = {"code": "server_error", "message": str(shown)}
+        failed = replace(self._begun, status="failed", error=shown_error, output=self._items.done)
         return self._frame("response.failed", response=failed)
 
     def _item_id(self, prefix: str) -> str:
@@ -162,7 +162,7 @@ class _Run:
 def _read(
     model: ServedModel, body: ResponsesRequest
 ) -> tuple[GrammarSpec | None, ToolUse | None, list[int]]:
-    """The form of the answer, the tools and the prompt. Takes a while."""
+    """The constraint, the tools and the prompt ids. Takes a while."""
     asked = format_constraint(body.text.format if body.text else None, place="text.format")
     use = tool_use(
         model,
@@ -202,7 +202,7 @@ def _params(body: ResponsesRequest, model: ServedModel) -> SamplingParams:
 def _begun(
     call: Call, body: ResponsesRequest, model: ServedModel, params: SamplingParams
 ) -> Response:
-    """The Response before its first token: mostly what it was asked with."""
+    """The Response before its first token: mostly an echo of the request."""
     form: dict[str, Any] = (body.text and body.text.format) or {"type": "text"}
     effort = body.reasoning.effort if body.reasoning else None
     return Response(

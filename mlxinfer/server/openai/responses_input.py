@@ -1,4 +1,4 @@
-"""Input items of the responses API as chat templates read them. Knows items; no tokens."""
+"""Input items of the responses API, converted to messages and tools of chat templates."""
 
 import base64
 import binascii
@@ -19,12 +19,12 @@ def conversation(body: ResponsesRequest, *, source: str) -> list[Plain]:
 
     Args:
         body: the request.
-        source: of the chat template: a developer's message is a system message for one that does
-            not know the role.
+        source: of the chat template. A developer's message becomes a system message if the template
+            does not know the role.
 
     Raises:
         InvalidRequestError: no input, or an incomplete item.
-        UnsupportedFieldError: an item or a part of a kind that is not supported.
+        UnsupportedFieldError: an item or a part of a type that is not supported.
     """
     found: list[Plain] = []
     if body.instructions:
@@ -95,7 +95,7 @@ def _add_message(found: list[Plain], item: InputItem, path: str, source: str) ->
 
 
 def _turn(found: list[Plain], key: str) -> Plain:
-    """The assistant's message that an item with this key belongs to: the last one or a new one."""
+    """The assistant's message that a key belongs to: the last message or a new one."""
     last = found[-1] if found else {}
     follows = {"reasoning_content": (), "content": ("reasoning_content",)}
     before = follows.get(key, ("reasoning_content", "content", "tool_calls"))
@@ -119,7 +119,7 @@ def _call(item: InputItem, path: str) -> Plain:
 
 
 def _thoughts(item: InputItem, path: str) -> str:
-    """The reasoning of an earlier answer: as text, or as we have wrapped it."""
+    """The reasoning of an earlier answer, as text or in our `encrypted_content`."""
     if item.content:
         return _text(item.content, f"{path}.content")
     if item.encrypted_content is None:
@@ -132,8 +132,8 @@ def _thoughts(item: InputItem, path: str) -> str:
         ) from None
 
 
-def wrapped(text: str) -> str:
-    """Reasoning as clients keep it without looking: nothing about it is secret."""
+def encrypted_content(text: str) -> str:
+    """Reasoning in base64 for clients that send it back unread; it is no secret."""
     return base64.b64encode(text.encode()).decode()
 
 

@@ -1,4 +1,4 @@
-"""Parts of an answer -> items of the responses API and the events that build them up."""
+"""Output items of the responses API, and the stream events that build them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from ...parts import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta
 from ..http import sse
-from .responses_input import wrapped
+from .responses_input import encrypted_content
 from .responses_types import (
     CallItem,
     Item,
@@ -19,8 +19,8 @@ from .responses_types import (
 )
 
 
-class Numbered:
-    """Frames of named events, numbered as they come."""
+class EventFrames:
+    """Makes frames of named events with consecutive sequence numbers."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -32,16 +32,16 @@ class Numbered:
         return sse.named(kind, event)
 
 
-class Items:
+class OutputItems:
     """The items of one answer as they grow, one open at a time.
 
-    `push` gives the events; an answer without a stream drops them. `done` has the complete items: a
-    call that broke off is not among them, its text is.
+    `push` yields the events, which an answer without a stream drops. `done` has the complete items.
+    A call that broke off is not among them; its text is.
 
     Args:
-        make_id: a prefix -> the id of an item.
-        frame: makes an event.
-        wrap: whether reasoning also comes wrapped, for clients that send it back unread.
+        make_id: gives the id of an item from a prefix.
+        frame: makes the frame of an event.
+        wrap: reasoning items also carry `encrypted_content`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Items:
         self._item_id = ""
 
     def push(self, parts: Iterable[Part]) -> Iterator[bytes]:
-        """Take in parts; yield their events."""
+        """Add parts; yield their events."""
         for part in parts:
             if isinstance(part, TextPart):
                 yield from self._text(part.text)
@@ -78,7 +78,7 @@ class Items:
             content: Any = _content(item, whole)
             item = replace(item, content=[content], status=status)
             if isinstance(item, ReasoningItem) and self._wrap:
-                item.encrypted_content = wrapped(whole)
+                item.encrypted_content = encrypted_content(whole)
             rest: dict[str, Any] = {"logprobs": []} if isinstance(item, MessageItem) else {}
             yield self._event(f"{_NAMES[type(item)]}.done", content_index=0, text=whole, **rest)
             yield self._event("content_part.done", content_index=0, part=content)
@@ -126,7 +126,7 @@ class Items:
             yield self._event("content_part.added", content_index=0, part=_content(item, ""))
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        """An event about the item that is open, or was a moment ago."""
+        """An event of the item that was opened last."""
         place = {"output_index": self._index, "item_id": self._item_id}
         return self._frame(f"response.{kind}", **place, **fields)
 

@@ -1,4 +1,4 @@
-"""Requests and answers of OpenAI's responses API. Knows fields; converts nothing."""
+"""Requests and answers of OpenAI's responses API."""
 
 from typing import Annotated, Any, Literal
 
@@ -24,7 +24,7 @@ class InputPart(msgspec.Struct, kw_only=True):
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """A message, a call, its output or reasoning; which of them, `type` says."""
+    """A message, a call, its output or reasoning, by `type`."""
 
     type: str = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -38,14 +38,14 @@ class InputItem(msgspec.Struct, kw_only=True):
 
 
 class TextConfig(msgspec.Struct, kw_only=True):
-    """How the visible text shall be."""
+    """Form of the visible text."""
 
     format: dict[str, Any] | None = None
     verbosity: Any = None
 
 
 class ReasoningConfig(msgspec.Struct, kw_only=True):
-    """How much the model shall reason. Its reasoning is in the answer itself, not as a summary."""
+    """How much the model shall reason. The answer carries the reasoning itself, not a summary."""
 
     effort: Effort | None = None
     summary: Any = None
@@ -53,7 +53,7 @@ class ReasoningConfig(msgspec.Struct, kw_only=True):
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
-    """A conversation to go on with; nothing of it is kept."""
+    """A conversation to be answered; it is not stored."""
 
     input: str | list[InputItem]
     model: str | None = None
@@ -93,7 +93,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     response_format: Any = None
 
     def refuse(self) -> None:
-        """Raise UnsupportedFieldError for what would change the answer and is not there."""
+        """Raise UnsupportedFieldError for fields that would change the answer."""
         for name in ("previous_response_id", "conversation", "prompt", "max_tool_calls"):
             refuse(name, getattr(self, name))
         refuse("store", self.store, (False,))
@@ -122,7 +122,7 @@ class OutputText(msgspec.Struct, kw_only=True, tag="output_text"):
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag="reasoning_text"):
-    """What the model thought."""
+    """Reasoning of the model."""
 
     text: str
 
@@ -160,14 +160,14 @@ Item = MessageItem | ReasoningItem | CallItem
 
 
 class InputDetails(msgspec.Struct, kw_only=True):
-    """Of the prompt's tokens."""
+    """Details of the prompt's token count."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputDetails(msgspec.Struct, kw_only=True):
-    """Of the answer's tokens."""
+    """Details of the answer's token count."""
 
     reasoning_tokens: int
 
@@ -183,7 +183,7 @@ class ResponseUsage(msgspec.Struct, kw_only=True):
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """The answer, and what it was asked with."""
+    """The answer, and an echo of its request."""
 
     id: str
     object: Literal["response"] = "response"

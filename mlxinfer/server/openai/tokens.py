@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info: as vLLM has them."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info: vLLM's paths."""
 
 from typing import Annotated, Any
 
@@ -16,12 +16,12 @@ from .chat_prompt import Message, encode_conversation
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """A text, or a conversation that the chat template renders: one of the two."""
+    """Either a text, or a conversation that the chat template renders."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
-    add_special_tokens: bool | None = None  # default: with a text yes, with a conversation no
+    add_special_tokens: bool | None = None  # of a text; default true
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
@@ -34,7 +34,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class Tokenized(msgspec.Struct, kw_only=True):
-    """The ids, and how many fit."""
+    """Token ids, and the context length."""
 
     count: int
     max_model_len: int
@@ -50,7 +50,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class Detokenized(msgspec.Struct, kw_only=True):
-    """Their text, control tokens included."""
+    """The text of token ids, control tokens included."""
 
     prompt: str
 
@@ -70,7 +70,7 @@ async def detokenize(call: Call, body: DetokenizeRequest) -> Reply:
 
 
 async def tokenizer_info(call: Call, _: None) -> Reply:
-    """What tokenizer_config.json says of the first model: special tokens and chat template."""
+    """Special tokens and chat template of the first model, as in tokenizer_config.json."""
     model = await call.model(None)
     tokenizer = model.tokenizer
     info: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.named_tokens}

@@ -1,4 +1,4 @@
-"""Types that OpenAI's chat and completions share: usage, finish reasons. Knows no handlers."""
+"""Usage and finish reasons, which OpenAI's APIs share."""
 
 from collections.abc import Sequence
 
@@ -9,19 +9,19 @@ from ..calls.generation import Generation
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
-    """Of the prompt's tokens."""
+    """Details of the prompt's token count."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(msgspec.Struct, kw_only=True):
-    """Of the answer's tokens."""
+    """Details of the answer's token count."""
 
     reasoning_tokens: int
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """Token counts of one call, all choices together."""
+    """Token counts of one request, all choices together."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -31,7 +31,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 def usage_of(generation: Generation, *, choices_a_prompt: int = 1) -> Usage:
-    """The counts of a finished generation; a prompt with several choices counts once."""
+    """The token counts of a finished generation; a prompt with several choices counts once."""
     results = [a.result for a in generation.answers if a.result is not None]
     firsts = results[::choices_a_prompt]
     prompt = sum(result.prompt_tokens for result in firsts)
@@ -50,7 +50,7 @@ def usage_of(generation: Generation, *, choices_a_prompt: int = 1) -> Usage:
 
 
 def usage_log(usage: Usage, reasons: Sequence[str]) -> dict[str, object]:
-    """What the access log says of a generation."""
+    """Fields of the access log."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "cached_tokens": usage.prompt_tokens_details.cached_tokens,
@@ -60,6 +60,6 @@ def usage_log(usage: Usage, reasons: Sequence[str]) -> dict[str, object]:
 
 
 def finish_reason(reason: FinishReason) -> str:
-    """As OpenAI calls it. An aborted answer of a closing engine is never complete: an error."""
+    """OpenAI's finish reason. An answer that was aborted raises an error and is never complete."""
     assert reason in (FinishReason.STOP, FinishReason.LENGTH)
     return str(reason)

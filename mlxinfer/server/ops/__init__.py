@@ -1,1 +1,1 @@
-"""Paths for those who run a server: health, metrics, models by hand, the documentation."""
+"""Paths for operators: health, metrics, model administration, documentation."""

@@ -1,4 +1,4 @@
-"""/admin/models: what is loaded, and loading and unloading by hand. Behind the same keys."""
+"""/admin/models: list, load and unload models. Behind the same API keys."""
 
 from typing import Annotated
 
@@ -15,7 +15,7 @@ MAX_DRAIN_S = 3600.0
 
 
 class ModelState(msgspec.Struct, kw_only=True):
-    """One model. Bytes are what it takes, or would take when loaded."""
+    """One model. Bytes are what it takes when it is loaded."""
 
     name: str
     aliases: list[str]
@@ -24,17 +24,17 @@ class ModelState(msgspec.Struct, kw_only=True):
     weights_bytes: int
     kv_bytes: int
     max_model_len: int | None
-    calls: int  # that use it, or wait for it to be loaded
+    calls: int  # that use it or wait until it is loaded
     requests_running: int
     requests_waiting: int
-    ttl_left_s: float | None  # until it is unloaded, if nobody asks; null: that does not happen
-    failure: str | None  # why the last try to load it failed
+    ttl_left_s: float | None  # until it is unloaded for idleness; null: never
+    failure: str | None  # error of the last load
     failures_in_a_row: int
-    retry_left_s: float  # until requests may try it again; 0: now
+    retry_left_s: float  # until requests may load it again; 0: now
 
 
 class ServerState(msgspec.Struct, kw_only=True):
-    """All models, and the memory that they share."""
+    """All models and their shared memory budget."""
 
     models: list[ModelState]
     memory_reserved_bytes: int
@@ -49,7 +49,7 @@ class LoadRequest(msgspec.Struct, kw_only=True):
 
 
 class UnloadRequest(msgspec.Struct, kw_only=True):
-    """A model by name or alias, and how long it may go on with what it answers."""
+    """A model by name or alias, and the time that its running requests get."""
 
     model: str
     drain_s: Annotated[float, Meta(ge=0, le=MAX_DRAIN_S)] = 0.0
@@ -69,16 +69,16 @@ async def list_states(call: Call, _: None) -> Reply:
 
 
 async def load_model(call: Call, body: LoadRequest) -> Reply:
-    """Load a model; answers when it is loaded, and goes on where the client leaves."""
+    """Load a model and answer when it is loaded; a disconnect does not stop it."""
     call.refuse_while_draining()
     await call.service.models.load(body.model)
     return _answer(call, body.model)
 
 
 async def unload_model(call: Call, body: UnloadRequest) -> Reply:
-    """Unload a model; 409 where it is in use after `drain_s`, and then it stays.
+    """Unload a model; 409 if it is still in use after `drain_s`, and then it stays loaded.
 
-    A client that leaves while it waits wants nothing any more.
+    A disconnect while it waits cancels the unload.
     """
     await call.service.models.unload(body.model, body.drain_s)
     return _answer(call, body.model)

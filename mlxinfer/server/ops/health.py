@@ -1,6 +1,6 @@
-"""GET /health and /ready: is the process alive, and does it get on with its work.
+"""GET /health and /ready: whether the process lives, and whether its models make progress.
 
-Neither needs a key, and neither says anything of models or requests.
+Neither needs a key, and neither reveals models or requests.
 """
 
 from typing import Literal
@@ -22,18 +22,18 @@ class Alive(msgspec.Struct, kw_only=True):
 
 
 class Ready(msgspec.Struct, kw_only=True):
-    """Whether requests would be answered, and what is in the way."""
+    """Whether requests would be answered."""
 
     status: str  # ready; with status 503: loading, draining, stuck or failing
 
 
 async def health(call: Call, _: None) -> Reply:
-    """It answers: that is all."""
+    """Answer: the process and its event loop work."""
     return json_body(Alive())
 
 
 async def ready(call: Call, _: None) -> Reply:
-    """Every loaded model has just made a token or finished steps."""
+    """Check that every loaded model generates a token or finishes steps."""
     found = Health.DRAINING if call.service.draining else await call.service.readiness.check()
     reply = json_body(Ready(status=found), 200 if found is Health.READY else 503)
     if found is not Health.READY:

@@ -1,7 +1,7 @@
-"""GET /openapi.json and /docs: the endpoints described from their own types. Knows no handlers.
+"""GET /openapi.json and /docs: descriptions of the endpoints, generated from their types.
 
-The page is written here, without scripts and without anything from elsewhere. Neither needs a key:
-both say what the project says of itself, and nothing of the models, settings or users of a server.
+The page has no scripts and loads nothing. Neither path needs a key: both describe the project and
+reveal nothing of a server's models, settings or users.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ from ..calls.endpoint import Endpoint
 from ..http.replies import Body, Reply, json_body
 
 _REF = "#/components/schemas/{name}"
-WIDEST = 2**63 - 1  # from here on a bound is that of a machine word: of no use to people
+WIDEST = 2**63 - 1  # a bound of a machine word, which the page leaves out
 _STYLE = """
 :root { color-scheme: light dark } body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto;
 max-width: 60rem; padding: 0 1rem } h2 { font-size: 1.05rem; margin-top: 2.2rem }
@@ -77,10 +77,10 @@ def _operation(endpoint: Endpoint, schema_of: dict[type, Any]) -> dict[str, Any]
 
 
 def _also(plain: dict[str, Any], other: dict[str, Any], endpoint: Endpoint) -> None:
-    """Add to an operation what answers in its place where a header comes."""
+    """Add to an operation the one that replaces it for requests with a header."""
     assert endpoint.if_header is not None
-    told = {"in": "header", "name": endpoint.if_header.decode(), "schema": {"type": "string"}}
-    plain.setdefault("parameters", []).append({**told, "description": other["summary"]})
+    header = {"in": "header", "name": endpoint.if_header.decode(), "schema": {"type": "string"}}
+    plain.setdefault("parameters", []).append({**header, "description": other["summary"]})
     here = plain["responses"]["200"]["content"]["application/json"]
     there = other["responses"]["200"]["content"]["application/json"]
     here["schema"] = {"anyOf": [here["schema"], there["schema"]]}
@@ -96,7 +96,7 @@ def _contents(endpoint: Endpoint, answer: Any) -> dict[str, Any]:
 
 
 def page_of(document: dict[str, Any]) -> bytes:
-    """The document for people, as HTML."""
+    """The document as an HTML page."""
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><title>mlxinfer: API</title>",
         f"<style>{_STYLE}</style><h1>mlxinfer</h1>",
@@ -144,7 +144,7 @@ def _type_of(schema: dict[str, Any]) -> str:
 
 
 def documentation(endpoints: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
-    """Two endpoints that describe these."""
+    """The endpoints of both descriptions."""
     document = describe(endpoints)
     page = Body(
         page_of(document),
@@ -163,10 +163,14 @@ def documentation(endpoints: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
             method="GET",
             path="/openapi.json",
             handler=openapi,
-            summary="This, for programs",
+            summary="This description as OpenAPI",
             needs_key=False,
         ),
         Endpoint(
-            method="GET", path="/docs", handler=docs, summary="This, for people", needs_key=False
+            method="GET",
+            path="/docs",
+            handler=docs,
+            summary="This description as a page",
+            needs_key=False,
         ),
     )

@@ -1,4 +1,4 @@
-"""What the server writes to stderr: one line an event, as text or JSON. Knows no prompts.
+"""The server's log on stderr: one line an event, as text or JSON, without prompts.
 
 Loggers: mlxinfer.server (what happens), mlxinfer.access (a line a request), uvicorn.error.
 """

@@ -1,4 +1,4 @@
-"""How an engine is set up: frozen, and with every "auto" resolved before it is built. No mlx."""
+"""The configuration of an engine: frozen, with every "auto" resolved before it is built."""
 
 import os
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ MAX_COUNT = 1 << 30  # positions are 32-bit integers, and sums of two of them ar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVOptions:
-    """How the KV cache is kept. Checked when built.
+    """Options of the KV cache. Checked when built.
 
     Raises:
         InvalidRequestError: a value out of its range.
@@ -22,7 +22,7 @@ class KVOptions:
     window: int | None = None  # positions that every layer sees; None: as the model has it
     sinks: int = 0  # with a window: the first positions, which stay visible
     plain_ends: bool = False  # first and last layer as computed, whatever `bits` says
-    plain_windows: bool = False  # so for layers with a window of their own
+    plain_windows: bool = False  # the same for layers with a window of their own
 
     def __post_init__(self) -> None:
         if self.window is not None:
@@ -46,7 +46,7 @@ class KVOptions:
         plain_ends: bool = False,
         plain_windows: bool = False,
     ) -> "KVOptions":
-        """From `kv_bits=8`, `kv_bits=(8, 4)` and the like."""
+        """Build from arguments such as `kv_bits=8` or `kv_bits=(8, 4)`."""
         pair = bits if isinstance(bits, (tuple, list)) else (bits, bits)
         if len(pair) != 2 or any(
             b is not None and (type(b) is not int or b not in KV_BITS) for b in pair
@@ -66,20 +66,20 @@ class KVOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskOptions:
-    """Where prefix pages go that memory has no room for."""
+    """The folder of prefix pages that memory has no room for."""
 
     folder: Path
-    max_bytes: int  # what all entries in it may take, of other models too
-    identity: str  # of the weights: pages of one model are garbage to another
+    max_bytes: int  # of all entries together, those of other models included
+    identity: str  # of the weights: pages are valid for one model only
 
 
 def default_disk_folder() -> Path:
-    """Where the pages of all models lie, unless somebody said otherwise (XDG_CACHE_HOME)."""
+    """The default folder of the pages of all models; XDG_CACHE_HOME moves it."""
     return _cache_folder() / "kv"
 
 
 def default_kernel_folder() -> Path:
-    """Where the verdicts on Metal kernels lie."""
+    """The folder of the check results of Metal kernels."""
     return _cache_folder() / "kernels"
 
 
@@ -90,18 +90,18 @@ def _cache_folder() -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Sizes that hold for the life of an engine. Bytes are bytes, tokens are tokens."""
+    """Sizes that hold for the life of an engine."""
 
     page_size: int = 16  # tokens a page
     max_batch: int = 64  # sequences that may run at once
     prefill_chunk: int = 256  # prompt tokens a step, over all sequences; a multiple of page_size
     max_context: int  # tokens of prompt and answer of one request
-    kv_budget_bytes: int  # what pages and tails may take together
+    kv_budget_bytes: int  # of pages and tails together
     num_pages: int | None = None  # pages of each layer group; None: as many as the budget holds
     kv: KVOptions = field(default_factory=KVOptions)
-    prefix_cache: bool = True  # prompts use the KV that earlier requests left
-    disk: DiskOptions | None = None  # with prefix_cache: keeps what memory has no room for
-    launch_ahead: bool = True  # launch a step before the one before it is read
+    prefix_cache: bool = True  # prompts reuse the KV of earlier requests
+    disk: DiskOptions | None = None  # with prefix_cache: keeps pages that memory has no room for
+    launch_ahead: bool = True  # launch a step before the previous one is read
 
 
 def check_count(name: str, value: object, low: int) -> None:

@@ -1,4 +1,4 @@
-"""The config file of the server: where it lies and what stands in it. Knows no option's meaning.
+"""The config file of the server: its location and its content, without the options' meanings.
 
 # ~/.config/mlxinfer/config.toml
 [serve]                     # options of `mlxinfer serve`, by their long names
@@ -47,18 +47,18 @@ class ModelEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigFile:
-    """What a config file says."""
+    """The content of a config file."""
 
-    path: Path | None = None  # None: there is none
+    path: Path | None = None  # None: no file
     serve: Mapping[str, Any] = field(default_factory=dict)  # by the options' Python names
     models: Mapping[str, ModelEntry] = field(default_factory=dict)
 
 
 def find_config_file() -> Path | None:
-    """The file that counts: MLXINFER_CONFIG, else the user's, else the machine's; None: no file.
+    """The first of MLXINFER_CONFIG, the user's file and the machine's file; None: no file.
 
     Raises:
-        InvalidRequestError: MLXINFER_CONFIG names a file that is not there.
+        InvalidRequestError: MLXINFER_CONFIG names a file that does not exist.
     """
     named = os.environ.get(VARIABLE)
     if named:
@@ -70,7 +70,7 @@ def find_config_file() -> Path | None:
 
 
 def standard_places() -> list[Path]:
-    """Where a config file is looked for, the first one first."""
+    """The standard paths of a config file, in order of precedence."""
     home = os.environ.get("XDG_CONFIG_HOME")
     places = [(Path(home).expanduser() if home else Path.home() / ".config") / "mlxinfer"]
     if sys.platform == "darwin":
@@ -81,10 +81,10 @@ def standard_places() -> list[Path]:
 
 
 def read_config_file(path: Path | None) -> ConfigFile:
-    """Read and check a config file; None: nothing is said.
+    """Read and check a config file; None gives an empty one.
 
     Raises:
-        InvalidRequestError: it cannot be read, is no TOML, or holds what has no meaning.
+        InvalidRequestError: it cannot be read, is not TOML, or has unknown tables or wrong types.
     """
     if path is None:
         return ConfigFile()
@@ -107,7 +107,7 @@ def parse_duration(value: object) -> float:
     """Seconds of `90`, `"90s"`, `"30m"`, `"2h"` or `"1d"`.
 
     Raises:
-        InvalidRequestError: it is no duration.
+        InvalidRequestError: it is not a duration.
     """
     if type(value) in (int, float) and value >= 0:  # type: ignore[operator]
         return float(value)  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ def _model(path: Path, name: str, entry: object) -> ModelEntry:
 
 
 def _check_names(path: Path, models: Mapping[str, ModelEntry]) -> None:
-    """A name or alias stands for one model, and is given once."""
+    """Raise InvalidRequestError for a name or alias that occurs twice."""
     taken: set[str] = set()
     for name, entry in models.items():
         for called in (name, *entry.aliases):

@@ -1,7 +1,7 @@
-"""The server as a service of macOS: the property list, and where it lies. Runs no command.
+"""The server as a macOS service: its property list and launchctl commands. Runs no command.
 
-An agent belongs to a user and starts at login; a daemon belongs to the machine and starts before
-anybody logs in. launchd starts the server again when it dies, and not when it ends by itself.
+An agent belongs to a user and starts at login; a daemon belongs to the machine and starts at boot.
+launchd restarts the server when it crashes, not when it exits with status 0.
 Source: launchd.plist(5).
 """
 
@@ -18,14 +18,14 @@ STOP_S = 45  # from SIGTERM to SIGKILL: longer than a server drains
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """A service to be.
+    """A launchd service that runs the server.
 
     Args:
-        program: the command line that serves.
-        daemon: of the machine, instead of the user's agent.
-        user: whose rights a daemon has; None: root's, or the agent's owner.
-        home: of the user who owns the agent.
-        environment: variables, beside those that launchd gives.
+        program: the command line of the server.
+        daemon: a daemon of the machine instead of a user's agent.
+        user: the user that a daemon runs as; None: root, or the agent's owner.
+        home: home folder of the agent's owner.
+        environment: variables beside those that launchd sets.
     """
 
     program: Sequence[str]
@@ -36,23 +36,23 @@ class Service:
 
     @property
     def plist_path(self) -> Path:
-        """Where launchd looks for it."""
+        """Path of the property list."""
         root = Path("/") if self.daemon else self.home
         folder = "LaunchDaemons" if self.daemon else "LaunchAgents"
         return root / "Library" / folder / f"{LABEL}.plist"
 
     @property
     def log_path(self) -> Path:
-        """What it writes."""
+        """Path of the log."""
         root = Path("/") if self.daemon else self.home
         return root / "Library" / "Logs" / "mlxinfer" / "serve.log"
 
     def domain(self, uid: int) -> str:
-        """Where launchctl keeps it."""
+        """launchctl's domain of the service."""
         return "system" if self.daemon else f"gui/{uid}"
 
     def property_list(self) -> bytes:
-        """The file's content, as XML."""
+        """Content of the property list, as XML."""
         entries: dict[str, Any] = {
             "Label": LABEL,
             "ProgramArguments": list(self.program),
@@ -61,7 +61,7 @@ class Service:
             "KeepAlive": {"SuccessfulExit": False},
             "ThrottleInterval": THROTTLE_S,
             "ExitTimeOut": STOP_S,
-            "ProcessType": "Interactive",  # else macOS slows down what has no window
+            "ProcessType": "Interactive",  # else macOS throttles processes without a window
             "StandardOutPath": str(self.log_path),
             "StandardErrorPath": str(self.log_path),
             "WorkingDirectory": "/" if self.daemon else str(self.home),
@@ -71,7 +71,7 @@ class Service:
         return plistlib.dumps(entries, sort_keys=True)
 
     def install_commands(self, uid: int) -> list[list[str]]:
-        """What launchctl is told once the file is there."""
+        """launchctl commands to run once the property list is written."""
         target = self.domain(uid)
         return [
             ["launchctl", "enable", f"{target}/{LABEL}"],
@@ -79,16 +79,16 @@ class Service:
         ]
 
     def uninstall_commands(self, uid: int) -> list[list[str]]:
-        """What launchctl is told before the file goes."""
+        """launchctl commands to run before the property list is deleted."""
         return [["launchctl", "bootout", f"{self.domain(uid)}/{LABEL}"]]
 
     def status_command(self, uid: int) -> list[str]:
-        """What tells how it is; its exit status is 0 where launchd knows the service."""
+        """The launchctl command that prints the status; exit status 0: the service is installed."""
         return ["launchctl", "print", f"{self.domain(uid)}/{LABEL}"]
 
 
 def parse_status(text: str) -> dict[str, str]:
-    """State, process id and last exit code out of what `launchctl print` says."""
+    """State, process id and last exit code from the output of `launchctl print`."""
     wanted = {"state": "state", "pid": "pid", "last exit code": "last_exit_code"}
     found: dict[str, str] = {}
     for line in text.splitlines():

@@ -36,13 +36,13 @@ def set_up_logging(format: str, level: str) -> None:
 
 
 class _Stderr(logging.Handler):
-    """Writes to what stderr is at the time: whoever replaces it meanwhile gets the rest."""
+    """Writes to the current sys.stderr, which may be replaced at run time."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """One line, at once."""
         try:
             print(self.format(record), file=sys.stderr, flush=True)
-        except (OSError, ValueError):  # nobody reads any more: that must not end a request
+        except (OSError, ValueError):  # stderr was closed: that must not end a request
             self.handleError(record)
 
 

@@ -241,6 +241,34 @@ class KVSpec:
     sinks: int = 0  # with a window: the first positions, which stay visible
 
 
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """What one latent attention layer (MLA) keeps per token: one vector, keys and values in one.
+
+    Its first `latent_dim` numbers are the compressed keys and values of all heads, the others the
+    rotary part of the keys, which all heads share. Source: DeepSeek-V2, arXiv:2405.04434.
+    """
+
+    latent_dim: int
+    rope_dim: int
+    window: int | None = None  # as in `KVSpec`
+    sinks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """What one recurrent layer keeps of a whole sequence: arrays of fixed size, and no positions.
+
+    The state before the first token is all zeros.
+    """
+
+    shapes: tuple[tuple[tuple[int, ...], str], ...]  # (shape, dtype such as "float32") of each
+
+
+PagedSpec = KVSpec | LatentSpec  # what lies in pages, a vector or more for each token
+CacheSpec = KVSpec | LatentSpec | StateSpec
+
+
 def check_token_ids(ids: Iterable[object], vocab_size: int, *, param: str) -> None:
     """Raise InvalidRequestError unless every id is an integer in [0, vocab_size)."""
     for token_id in ids:

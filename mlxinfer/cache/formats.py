@@ -12,7 +12,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from ..config import KVOptions
-from ..core import KVSpec
+from ..core import KVSpec, LatentSpec, PagedSpec
 from ..errors import InvalidRequestError
 
 Bits = tuple[int | None, int | None]  # of keys and values; None: the activation dtype
@@ -122,8 +122,8 @@ def rotatable(dim: int) -> bool:
 
 
 def lay_out(
-    specs: Sequence[KVSpec], options: KVOptions, *, key_bias: bool
-) -> tuple[list[KVSpec], list[Bits]]:
+    specs: Sequence[PagedSpec], options: KVOptions, *, key_bias: bool
+) -> tuple[list[PagedSpec], list[Bits]]:
     """Specs and stored bits of every layer.
 
     Args:
@@ -146,14 +146,14 @@ def lay_out(
     return windowed, bits
 
 
-def _windowed(spec: KVSpec, options: KVOptions) -> KVSpec:
+def _windowed(spec: PagedSpec, options: KVOptions) -> PagedSpec:
     """A layer's own window stands where it is the smaller one."""
     if options.window is None or (spec.window is not None and spec.window <= options.window):
         return spec
     return replace(spec, window=options.window, sinks=options.sinks)
 
 
-def _check_bits(specs: Sequence[KVSpec], bits: Bits, key_bias: bool) -> None:
+def _check_bits(specs: Sequence[PagedSpec], bits: Bits, key_bias: bool) -> None:
     if bits[0] == 4 and key_bias:
         raise InvalidRequestError(
             "kv_bits=4 stores keys in 4 bits, and this model adds large biases to its keys, which "
@@ -161,15 +161,44 @@ def _check_bits(specs: Sequence[KVSpec], bits: Bits, key_bias: bool) -> None:
             param="kv_bits",
         )
     for spec in specs:
-        if spec.key_dim % 8 or spec.value_dim % 8:
-            raise InvalidRequestError(
-                f"kv_bits needs head dims that are multiples of 8; this model has {spec.key_dim} "
-                f"and {spec.value_dim}. Leave kv_bits out.",
-                param="kv_bits",
-            )
-        if bits[0] == 4 and not rotatable(spec.key_dim):
-            raise InvalidRequestError(
-                f"kv_bits=4 rotates keys, which a head dim of {spec.key_dim} does not allow; use "
-                "kv_bits=8 or kv_bits=(8, 4).",
-                param="kv_bits",
-            )
+        if isinstance(spec, LatentSpec):
+            _check_latent_bits(spec, bits)
+        else:
+            _check_head_bits(spec, bits)
+
+
+def _check_head_bits(spec: KVSpec, bits: Bits) -> None:
+    if spec.key_dim % 8 or spec.value_dim % 8:
+        raise InvalidRequestError(
+            f"kv_bits needs head dims that are multiples of 8; this model has {spec.key_dim} "
+            f"and {spec.value_dim}. Leave kv_bits out.",
+            param="kv_bits",
+        )
+    if bits[0] == 4 and not rotatable(spec.key_dim):
+        raise InvalidRequestError(
+            f"kv_bits=4 rotates keys, which a head dim of {spec.key_dim} does not allow; use "
+            "kv_bits=8 or kv_bits=(8, 4).",
+            param="kv_bits",
+        )
+
+
+def _check_latent_bits(spec: LatentSpec, bits: Bits) -> None:
+    """One vector holds keys and values; rotating it back takes a matrix that is its own inverse."""
+    if bits[0] != bits[1]:
+        raise InvalidRequestError(
+            f"kv_bits is {bits}, and this model keeps keys and values in one latent vector; give "
+            "one number, kv_bits=8 or kv_bits=4.",
+            param="kv_bits",
+        )
+    if (spec.latent_dim + spec.rope_dim) % 8:
+        raise InvalidRequestError(
+            f"kv_bits needs latent vectors of a multiple of 8 numbers; this model has "
+            f"{spec.latent_dim + spec.rope_dim}. Leave kv_bits out.",
+            param="kv_bits",
+        )
+    if bits[0] == 4 and (spec.latent_dim & (spec.latent_dim - 1) or not rotatable(spec.latent_dim)):
+        raise InvalidRequestError(
+            f"kv_bits=4 rotates latent vectors, which {spec.latent_dim} numbers do not allow (a "
+            "power of two would); use kv_bits=8.",
+            param="kv_bits",
+        )

@@ -3,7 +3,7 @@
 Knows page tables and tails; chooses nothing.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -11,7 +11,7 @@ import numpy as np
 
 from ..metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page_table
 from ..metal_kernels.paged_attention_kernel import PagedAttention
-from .pool import LayerPool
+from .pool import PagePool
 from .segments import Ints, Segments
 from .step import Part
 from .window import AttentionWindow
@@ -27,7 +27,7 @@ class KernelPlan:
     _prepared: dict[Hashable, PagedAttention] = field(default_factory=dict)
 
     def attend(
-        self, pool: LayerPool, queries: mx.array, *, scale: float, sinks: mx.array | None
+        self, pool: PagePool, queries: mx.array, *, scale: float, sinks: mx.array | None
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of these segments see, (T', heads * V)."""
         own = queries if self.rows is None else queries[self.rows]
@@ -64,7 +64,7 @@ class KernelPlanner:
         self._page_size = page_size
         self._kv_heads = kv_heads
 
-    def __call__(self, short: Segments, num_rows: int) -> list[Part]:
+    def __call__(self, short: Segments, num_rows: int) -> Sequence[Part]:
         """Spans of a step whose tokens stand one after another in the flat list."""
         planner = short.memoised(("attention", self._group), lambda: self._planner(short))
         plan = planner(short.starts, self._pages(short))

@@ -2,21 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
-from ..core import KVSpec
+from ..core import LatentSpec, PagedSpec
 from ..metal_kernels.heads import Heads
 from .budget import FIRST_PAGES, check_memory, growth_threshold, layers_to_grow, page_counts
 from .formats import PLAIN, Bits
 from .kernel_attention import KernelPlanner
+from .latent import LatentKernelPlanner, LatentPool, LatentStep
 from .page_table import PageTable
 from .pages import PageAllocator
 from .plain_attention import PlainPlanner
 from .pool import LayerPool, Plane, token_bytes
 from .sealing import Move, seal_index
 from .segments import StepSegments
-from .step import Planner, StepKV, padded_positions, plan_group
+from .step import GroupPlan, Planner, StepKV, padded_positions, plan_group
 from .window import AttentionWindow
 
 FIRST_SLOTS = 4
@@ -25,9 +27,10 @@ MAX_TAIL_SHARE = 4  # tails may take one part in so many of the budget
 
 @dataclass(slots=True)
 class LayerGroup:
-    """Layers that keep the same positions, and so share page tables."""
+    """Layers that keep the same thing of the same positions, and so share page tables."""
 
     window: AttentionWindow
+    latent: bool  # latent attention: one vector a token
     layers: list[int]
     page_bytes: int  # of all its layers
     allocator: PageAllocator
@@ -55,7 +58,7 @@ class KVCache:
 
     def __init__(
         self,
-        specs: Sequence[KVSpec],
+        specs: Sequence[PagedSpec],
         *,
         dtype: mx.Dtype,
         page_size: int,
@@ -95,11 +98,12 @@ class KVCache:
 
     def _layer_groups(self, budget_bytes: int, num_pages: int | None) -> list[LayerGroup]:
         """Layers that keep the same positions, and as many pages for them as there is room for."""
-        windows = sorted({_window_of(s) for s in self.specs}, key=lambda r: (r.size or 0, r.sinks))
-        layers = [
-            [i for i, s in enumerate(self.specs) if _window_of(s) == window] for window in windows
-        ]
-        costs = [[self._page_bytes[i] for i in members] for members in layers]
+        members: dict[GroupKey, list[int]] = {}
+        for i, spec in enumerate(self.specs):
+            members.setdefault(_group_key(spec), []).append(i)
+        found = sorted(members.items(), key=lambda item: item[0])
+        windows = [AttentionWindow(size or None, sinks) for (_, size, sinks), _ in found]
+        costs = [[self._page_bytes[i] for i in layers] for _, layers in found]
         counts = page_counts(
             [sum(cost) + max(cost) for cost in costs],  # the keys or values of one are there twice
             budget_bytes,
@@ -108,18 +112,25 @@ class KVCache:
         )
         return [
             LayerGroup(
-                window, members, sum(cost), PageAllocator(count), self._planner(g, window, members)
+                window,
+                latent=key[0],
+                layers=layers,
+                page_bytes=sum(cost),
+                allocator=PageAllocator(count),
+                planner=self._planner(g, window, layers),
             )
-            for g, (window, members, cost, count) in enumerate(
-                zip(windows, layers, costs, counts, strict=True)
+            for g, ((key, layers), window, cost, count) in enumerate(
+                zip(found, windows, costs, counts, strict=True)
             )
         ]
 
     def _planner(self, group: int, window: AttentionWindow, layers: list[int]) -> Planner:
         """How short segments of a group attend: through kernels, or in plain MLX."""
+        spec = self.specs[layers[0]]
         if self._kernel_layers.issuperset(layers):
-            kv_heads = self.specs[layers[0]].num_kv_heads
-            return KernelPlanner(group, window, self.page_size, kv_heads=kv_heads)
+            if isinstance(spec, LatentSpec):
+                return LatentKernelPlanner(group, window, self.page_size)
+            return KernelPlanner(group, window, self.page_size, kv_heads=spec.num_kv_heads)
         return PlainPlanner(
             group,
             window,
@@ -137,21 +148,26 @@ class KVCache:
 
     def reset(self) -> None:
         """Fresh arrays: after a failed step nothing in the old ones can be trusted."""
-        self.pools = [
-            LayerPool(
-                spec,
-                page_size=self.page_size,
-                num_pages=self._first_pages(self.groups[self._group_of[i]]),
-                num_slots=min(FIRST_SLOTS, self.max_batch),
-                dtype=self.dtype,
-                bits=self.bits[i],
-            )
-            for i, spec in enumerate(self.specs)
-        ]
-        self._steps: list[StepKV] = []
+        self.pools = [self._pool(i) for i in range(len(self.specs))]
+        self._steps: list[StepKV | LatentStep] = []
         mx.eval([pool.arrays() for pool in self.pools])
         for group in self.groups:
             self._note_size(group)
+
+    def _pool(self, layer: int) -> LayerPool | LatentPool:
+        """The empty pool of a layer."""
+        spec, bits = self.specs[layer], self.bits[layer]
+        num_pages = self._first_pages(self.groups[self._group_of[layer]])
+        sizes: dict[str, Any] = {
+            "page_size": self.page_size,
+            "num_pages": num_pages,
+            "num_slots": min(FIRST_SLOTS, self.max_batch),
+            "dtype": self.dtype,
+            "bits": bits,
+        }
+        if isinstance(spec, LatentSpec):
+            return LatentPool(spec, **sizes)
+        return LayerPool(spec, **sizes)
 
     def _first_pages(self, group: LayerGroup) -> int:
         total = group.allocator.num_pages
@@ -275,9 +291,9 @@ class KVCache:
         return self._planes_of(self.groups[group])
 
     def _planes_of(self, group: LayerGroup) -> list[Plane]:
-        return [plane for i in group.layers for plane in (self.pools[i].keys, self.pools[i].values)]
+        return [plane for i in group.layers for plane in self.pools[i].planes]
 
-    def begin_step(self, segments: StepSegments) -> list[StepKV]:
+    def begin_step(self, segments: StepSegments) -> "list[StepKV | LatentStep]":
         """What each layer attends through, for a step of these segments, until the next begins."""
         positions = padded_positions(segments.positions) if self._heads else None
         plans = [
@@ -288,18 +304,25 @@ class KVCache:
                 page_size=self.page_size,
                 planner=group.planner,
                 positions=positions,
+                short_apart=group.latent,
             )
             for g, group in enumerate(self.groups)
         ]
         if not self._steps:
-            self._steps = [
-                StepKV(pool, plans[group], self._heads.get(i))
-                for i, (pool, group) in enumerate(zip(self.pools, self._group_of, strict=True))
-            ]
+            self._steps = [self._step(i, plans[g]) for i, g in enumerate(self._group_of)]
         for step, group in zip(self._steps, self._group_of, strict=True):
             step.plan = plans[group]
         return self._steps
 
+    def _step(self, layer: int, plan: GroupPlan) -> StepKV | LatentStep:
+        pool = self.pools[layer]
+        if isinstance(pool, LatentPool):
+            return LatentStep(pool, plan)
+        return StepKV(pool, plan, self._heads.get(layer))
 
-def _window_of(spec: KVSpec) -> AttentionWindow:
-    return AttentionWindow(spec.window, spec.sinks)
+
+GroupKey = tuple[bool, int, int]  # latent, window or 0, sinks
+
+
+def _group_key(spec: PagedSpec) -> GroupKey:
+    return isinstance(spec, LatentSpec), spec.window or 0, spec.sinks

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..metal_kernels.attention_plan import Numbers, joined
 from ..metal_kernels.paged_attention import gathered_attention, paged_attention
-from .pool import LayerPool, Views
+from .pool import PagePool, Views
 from .segments import Ints, Segments
 from .step import Part
 from .window import AttentionWindow
@@ -41,7 +41,7 @@ class ShortQueries:
         own = queries if self.rows is None else queries[self.rows]
         return own.reshape(*self.shape, *queries.shape[1:])
 
-    def tails(self, pool: LayerPool) -> tuple[mx.array, mx.array, mx.array]:
+    def tails(self, pool: PagePool) -> tuple[mx.array, mx.array, mx.array]:
         """Keys and values (B, H, R, D) of the tails, and the mask (B, 1, Q, R)."""
         return *pool.read_tails(self.slots), self.tail_mask
 
@@ -125,7 +125,7 @@ class GatherPlan:
     mask: mx.array | None  # (B, 1, 1 or Q, n * page_size) additive; None: all is seen
 
     def attend(
-        self, pool: LayerPool, queries: mx.array, *, scale: float, sinks: mx.array | None
+        self, pool: PagePool, queries: mx.array, *, scale: float, sinks: mx.array | None
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of these segments see, (T', heads * V)."""
         own = self.queries.take(queries)
@@ -220,7 +220,7 @@ class RunPlan:
     run_masks: list[mx.array | None]
 
     def attend(
-        self, pool: LayerPool, queries: mx.array, *, scale: float, sinks: mx.array | None
+        self, pool: PagePool, queries: mx.array, *, scale: float, sinks: mx.array | None
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of these segments see, (T', heads * V)."""
         own = self.queries.take(queries)
@@ -354,7 +354,7 @@ class PlainPlanner:
         self._page_bytes = token_bytes * page_size
         self._decodes = decodes
 
-    def __call__(self, segments: Segments, num_rows: int) -> list[Part]:
+    def __call__(self, segments: Segments, num_rows: int) -> Sequence[Part]:
         """Some segments of a step of `num_rows` tokens in parts: their flat rows and their plan."""
         if self._window.size is None:  # what is seen of pages is what is sealed
             few = segments.memoised(("few", self._group), lambda: self._few(segments))

@@ -10,13 +10,13 @@ one array of vectors, (num_slots * H * 2 * P, W).
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
-from ..core import KVSpec
+from ..core import KVSpec, LatentSpec, PagedSpec
 from ..metal_kernels.stored import share_tails
 from .formats import PLAIN, Bits, KVFormat, make_format, rotatable, vector_bytes
 from .segments import Ints
@@ -202,76 +202,74 @@ def extended(array: mx.array, *, axis: int, extra: int) -> mx.array:
 Stored = list[list[mx.array]]  # parts (T, H, W) of keys and of values, or (T, 2 * H, W) of both
 
 
-class LayerPool:
-    """Pages and tails of one attention layer.
+class PagePool:
+    """Pages and tails of one layer that keeps vectors of each token, in one plane or two.
 
-    Keys of 4 bits are rotated by a Hadamard matrix before they are stored, and queries with them:
-    scores stay the same, and outliers of single channels are spread over all.
+    Args:
+        formats: of each plane.
+        heads: of each plane.
+        joined: two planes of one format share their tails.
+
+    Attributes:
+        form: what kernels are compiled for; layers of one form share them.
+        keys, values: the planes as attention reads them.
     """
+
+    form: Hashable
+    keys: "Plane"
+    values: "Plane"
 
     def __init__(
         self,
-        spec: KVSpec,
+        formats: Sequence[KVFormat],
         *,
+        heads: int,
+        joined: bool,
         page_size: int,
         num_pages: int,
         num_slots: int,
-        dtype: mx.Dtype,
-        bits: Bits = PLAIN,
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
         self.num_slots = num_slots
-        heads = spec.num_kv_heads
-        self.form = (heads, spec.key_dim, spec.value_dim, bits)  # the same: kernels see no other
-        self._rotates = bits[0] == 4
-        formats = layer_formats(spec, dtype, bits)
-        self._joined = share_tails((spec.key_dim, spec.value_dim), bits)
-        self._tail_heads = 2 * heads if self._joined else heads
+        self._joined = joined
+        self._tail_heads = 2 * heads if joined else heads
         self._tail_rows = self._tail_heads * 2 * page_size  # of a slot
         self._tails = [
             [mx.zeros((num_slots * self._tail_rows, width), t) for width, t in fmt.parts]
-            for fmt in (formats[:1] if self._joined else formats)
+            for fmt in (formats[:1] if joined else formats)
         ]
-        self._tail_parts = [  # (list, whose it is, place in it): one loop, once a layer and step
+        self._tail_parts = [  # (list, its plane, place in it): one loop, once a layer and step
             (tails, which, i) for which, tails in enumerate(self._tails) for i in range(len(tails))
         ]
-        shape, first = (self._tail_heads, 2 * page_size), self._tail_heads - heads
-        own = slice(0, heads), slice(first, first + heads)
-        num_tokens = num_pages * page_size
-        self.keys = Plane(formats[0], num_tokens, self._tails[0], shape, own[0])
-        self.values = Plane(formats[1], num_tokens, self._tails[-1], shape, own[1])
+        shape = self._tail_heads, 2 * page_size
+        self.planes = []
+        for i, fmt in enumerate(formats):
+            first = i * heads if joined else 0
+            tails = self._tails[0 if joined else i]
+            own = slice(first, first + heads)
+            self.planes.append(Plane(fmt, num_pages * page_size, tails, shape, own))
 
     def arrays(self) -> list[mx.array]:
         """Everything held, for evaluation and accounting."""
-        tails = [part for tails in self._tails for part in tails]
-        return [*self.keys.pages, *self.values.pages, *tails]
+        pages = [part for plane in self.planes for part in plane.pages]
+        return [*pages, *[part for tails in self._tails for part in tails]]
 
     @property
     def tail_bytes(self) -> int:
         """Bytes of all tails: what a step copies while another is in flight."""
         return sum(part.nbytes for tails in self._tails for part in tails)
 
-    def rotate(self, queries: mx.array, keys: mx.array) -> tuple[mx.array, mx.array]:
-        """Queries and keys (..., D) in the basis that keys are stored in."""
-        if not self._rotates:
-            return queries, keys
-        return mx.hadamard_transform(queries), mx.hadamard_transform(keys)
-
-    def encode(self, keys: mx.array, values: mx.array) -> Stored:
-        """What is stored of keys and values (T, H, D); keys are rotated."""
-        return [self.keys.fmt.encode(keys), self.values.fmt.encode(values)]
-
     def write_pages(self, runs: Runs, row: int, stored: Stored) -> None:
         """Store rows `row`, `row + 1`, ... in the slots of `runs`."""
-        for plane, parts in zip((self.keys, self.values), self._apart(stored), strict=True):
+        for plane, parts in zip(self.planes, self._apart(stored), strict=True):
             plane.write_pages(runs, row, parts)
 
     def _apart(self, stored: Stored) -> Stored:
-        """Parts (T, H, W) of the keys, and of the values."""
-        if len(stored) == 2:
+        """Parts (T, H, W) of each plane."""
+        if len(stored) == len(self.planes):
             return stored
-        return [[part[:, plane.own] for part in stored[0]] for plane in (self.keys, self.values)]
+        return [[part[:, plane.own] for part in stored[0]] for plane in self.planes]
 
     def write_tails(self, place: TailPlace, stored: Stored) -> None:
         """Store N tokens in tails."""
@@ -289,18 +287,23 @@ class LayerPool:
             of_slots[mx.array(slots)] = 0
             tails[i] = mx.flatten(of_slots, 0, 1)
 
-    def read_tails(self, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
-        """Keys and values (B, H, 2 * P, D) of the tails `slots` (B,)."""
+    def _take_tails(self, slots: mx.array | slice) -> list[list[mx.array]]:
+        """Parts (B, H, 2 * P, W) of each plane, of the tails `slots` (B,)."""
         shape = (-1, self._tail_heads, 2 * self.page_size)
         taken = [[mx.unflatten(part, 0, shape)[slots] for part in tails] for tails in self._tails]
-        if self._joined:
-            halves = [mx.split(part, 2, axis=1) for part in taken[0]]
-            taken = [[part[which] for part in halves] for which in (0, 1)]
-        return self.keys.fmt.decode(taken[0]), self.values.fmt.decode(taken[1])
+        if not self._joined:
+            return taken
+        halves = [mx.split(part, 2, axis=1) for part in taken[0]]
+        return [[part[which] for part in halves] for which in (0, 1)]
+
+    def read_tails(self, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
+        """Keys and values (B, H, 2 * P, D) of the tails `slots` (B,)."""
+        keys, values = self._take_tails(slots)
+        return self.keys.fmt.decode(keys), self.values.fmt.decode(values)
 
     def seal(self, slots: mx.array, offsets: mx.array, targets: mx.array) -> None:
         """Copy tail tokens (`slots`, `offsets`) to the pool slots `targets`; all (N,)."""
-        for plane in (self.keys, self.values):
+        for plane in self.planes:
             taken = [tails[slots, :, offsets] for tails in plane.own_tails()]  # (N, H, W)
             for pages, part in zip(plane.pages, taken, strict=True):
                 pages[:, targets] = part.swapaxes(0, 1)  # (H, N, W)
@@ -308,7 +311,7 @@ class LayerPool:
     def grow_pages(self, num_pages: int) -> None:
         """Make room for `num_pages`."""
         extra = (num_pages - self.num_pages) * self.page_size
-        for plane in (self.keys, self.values):
+        for plane in self.planes:
             plane.grow_pages(extra)
         self.num_pages = num_pages
 
@@ -322,12 +325,54 @@ class LayerPool:
         self.num_slots = num_slots
 
 
+class LayerPool(PagePool):
+    """Keys and values of one attention layer.
+
+    Keys of 4 bits are rotated by a Hadamard matrix before they are stored, and queries with them:
+    scores stay the same, and outliers of single channels are spread over all.
+    """
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        *,
+        page_size: int,
+        num_pages: int,
+        num_slots: int,
+        dtype: mx.Dtype,
+        bits: Bits = PLAIN,
+    ) -> None:
+        super().__init__(
+            layer_formats(spec, dtype, bits),
+            heads=spec.num_kv_heads,
+            joined=share_tails((spec.key_dim, spec.value_dim), bits),
+            page_size=page_size,
+            num_pages=num_pages,
+            num_slots=num_slots,
+        )
+        self.form = (spec.num_kv_heads, spec.key_dim, spec.value_dim, bits)
+        self._rotates = bits[0] == 4
+        self.keys, self.values = self.planes
+
+    def rotate(self, queries: mx.array, keys: mx.array) -> tuple[mx.array, mx.array]:
+        """Queries and keys (..., D) in the basis that keys are stored in."""
+        if not self._rotates:
+            return queries, keys
+        return mx.hadamard_transform(queries), mx.hadamard_transform(keys)
+
+    def encode(self, keys: mx.array, values: mx.array) -> Stored:
+        """What is stored of keys and values (T, H, D); keys are rotated."""
+        return [self.keys.fmt.encode(keys), self.values.fmt.encode(values)]
+
+
 def layer_formats(spec: KVSpec, dtype: mx.Dtype, bits: Bits) -> tuple[KVFormat, KVFormat]:
     """How a layer stores its keys and values."""
     assert bits[0] != 4 or rotatable(spec.key_dim), "refused before a cache is built"
     return make_format(spec.key_dim, dtype, bits[0]), make_format(spec.value_dim, dtype, bits[1])
 
 
-def token_bytes(spec: KVSpec, dtype: mx.Dtype, bits: Bits) -> int:
+def token_bytes(spec: PagedSpec, dtype: mx.Dtype, bits: Bits) -> int:
     """Bytes that one layer keeps of one token."""
+    if isinstance(spec, LatentSpec):
+        return vector_bytes(make_format(spec.latent_dim + spec.rope_dim, dtype, bits[0]))
     return spec.num_kv_heads * sum(vector_bytes(f) for f in layer_formats(spec, dtype, bits))

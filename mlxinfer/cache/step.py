@@ -9,7 +9,7 @@ import numpy as np
 
 from ..metal_kernels.heads import Form, Heads
 from ..metal_kernels.kv_write import KVWrite
-from .pool import LayerPool, Stored, TailPlace
+from .pool import LayerPool, PagePool, Stored, TailPlace
 from .segments import Ints, QuerySegment, Segments, StepSegments
 from .window import AttentionWindow
 
@@ -18,14 +18,14 @@ class ShortPlan(Protocol):
     """How some short segments attend, in every layer of a group."""
 
     def attend(
-        self, pool: LayerPool, queries: mx.array, *, scale: float, sinks: mx.array | None
+        self, pool: PagePool, queries: mx.array, *, scale: float, sinks: mx.array | None
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of these segments see, (T', heads * V)."""
         ...
 
 
 Part = tuple[Ints, ShortPlan]  # flat rows (T',) of some segments, in order, and how they attend
-Planner = Callable[[Segments, int], list[Part]]  # of segments among so many rows of a step
+Planner = Callable[[Segments, int], Sequence[Part]]  # of segments among so many rows of a step
 
 
 QUERY_BLOCK = 128  # prefill queries at a time where attention materialises its scores,
@@ -52,12 +52,29 @@ class ChunkPlan:
     blocks: list[Block]
 
     def attend(
-        self, pool: LayerPool, queries: mx.array, *, scale: float, sinks: mx.array | None
+        self, pool: PagePool, queries: mx.array, *, scale: float, sinks: mx.array | None
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of the chunk see, (n, heads * V)."""
         keys = pool.keys.read_runs(self.reads)
         values = pool.values.read_runs(self.reads, after=keys)  # never both half decoded
-        chunk = queries[self.rows].swapaxes(0, 1)  # (heads, n, D)
+        own = queries[self.rows]
+        return self.attend_to(own, keys, values, scale=scale, sinks=sinks).flatten(1)
+
+    def attend_to(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Queries (n, heads, D) of the chunk over what it reads, (H, S, D) and (H, S, V).
+
+        Returns:
+            (n, heads, V).
+        """
+        chunk = queries.swapaxes(0, 1)  # (heads, n, D)
         outputs: list[mx.array] = []
         for block in self.blocks:
             some = chunk[None, :, block.queries]
@@ -72,7 +89,7 @@ class ChunkPlan:
                 )
             )
         joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
-        return joined[0].swapaxes(0, 1).flatten(1)  # (n, heads * V)
+        return joined[0].swapaxes(0, 1)
 
 
 def plan_chunk(segment: QuerySegment, group: int, window: AttentionWindow) -> ChunkPlan:
@@ -124,8 +141,9 @@ MIN_POSITIONS = 8
 class GroupPlan:
     """All segments of one step for one layer group."""
 
-    parts: Sequence[ShortPlan | ChunkPlan]  # of short segments, then `long`
-    long: Sequence[ChunkPlan]
+    short: Sequence[ShortPlan]
+    long: Sequence[ChunkPlan]  # after the short segments in the flat list
+    num_short: int  # rows of short segments
     order: mx.array | None  # (T,) from what the parts give, one after another, to flat order
     tail_rows: mx.array | None  # (N,) flat rows that go to tails; None: all of them, in order
     tail_place: TailPlace | None  # where the N tokens go; None: none does
@@ -141,17 +159,31 @@ def plan_group(
     window: AttentionWindow,
     page_size: int,
     planner: Planner,
-    positions: mx.array | None,
+    positions: mx.array | None = None,
+    short_apart: bool = False,
 ) -> GroupPlan:
-    """Plan one step of layer group `group`; `positions` as `padded_positions` gives them."""
+    """Plan one step of a layer group.
+
+    Args:
+        segments: of the step.
+        group: which of the page tables is the group's.
+        window: which positions its layers keep.
+        page_size: tokens a page.
+        planner: of short segments.
+        positions: as `padded_positions` gives them; None: no layer writes through a kernel.
+        short_apart: the plans of short segments are handed their own rows only, not all T.
+    """
     ring = 2 * page_size
     rows, slots, places = _tail_writes(segments.short, segments.long, page_size)
     num_rows = len(segments.positions)
-    parts = [part for some in segments.short for part in planner(some, num_rows)]
+    num_short = num_rows - sum([segment.num_tokens for segment in segments.long])
+    seen_rows = num_short if short_apart else num_rows
+    parts = [part for some in segments.short for part in planner(some, seen_rows)]
     long = [plan_chunk(segment, group, window) for segment in segments.long]
     return GroupPlan(
-        parts=[*[plan for _, plan in parts], *long],
+        short=[plan for _, plan in parts],
         long=long,
+        num_short=num_short,
         order=_order([rows for rows, _ in parts], num_rows),
         tail_rows=None if len(rows) == num_rows else mx.array(rows),
         tail_place=TailPlace(slots, places % ring, ring) if len(rows) else None,
@@ -239,17 +271,19 @@ class StepKV:
         self, queries: mx.array, stored: Stored, *, scale: float, sinks: mx.array | None
     ) -> mx.array:
         """The same of keys and values (T, heads, W) as they are stored; queries are rotated."""
-        self._write(stored)
         plan, pool = self.plan, self._pool
-        parts = [part.attend(pool, queries, scale=scale, sinks=sinks) for part in plan.parts]
+        write_step(pool, plan, stored)
+        parts = [part.attend(pool, queries, scale=scale, sinks=sinks) for part in plan.short]
+        parts += [part.attend(pool, queries, scale=scale, sinks=sinks) for part in plan.long]
         joined = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         return joined if plan.order is None else joined[plan.order]
 
-    def _write(self, stored: Stored) -> None:
-        plan = self.plan
-        for long in plan.long:
-            self._pool.write_pages(long.writes, long.rows.start, stored)
-        if plan.tail_place is not None:
-            if plan.tail_rows is not None:
-                stored = [[part[plan.tail_rows] for part in parts] for parts in stored]
-            self._pool.write_tails(plan.tail_place, stored)
+
+def write_step(pool: PagePool, plan: GroupPlan, stored: Stored) -> None:
+    """Write what is stored of the step's tokens (T, heads, W): chunks to pages, others to tails."""
+    for long in plan.long:
+        pool.write_pages(long.writes, long.rows.start, stored)
+    if plan.tail_place is not None:
+        if plan.tail_rows is not None:
+            stored = [[part[plan.tail_rows] for part in parts] for parts in stored]
+        pool.write_tails(plan.tail_place, stored)

@@ -12,14 +12,15 @@ import mlx.core as mx
 
 from ..cache.formats import Bits
 from ..config import default_kernel_folder
-from ..core import KVSpec
+from ..core import KVSpec, LatentSpec, PagedSpec
 from ..layers.attention import Attention
-from ..metal_kernels.attention_cases import paged_variant
+from ..metal_kernels.attention_cases import mla_variant, paged_variant
 from ..metal_kernels.attention_shape import threadgroup_shape
 from ..metal_kernels.gated import Gate
 from ..metal_kernels.gated_cases import gated_variant
 from ..metal_kernels.heads import MAX_DIM, Heads
 from ..metal_kernels.kv_write_cases import kv_write_variant
+from ..metal_kernels.mla_attention import DIMS, row_teams
 from ..metal_kernels.paged_attention_passes import DTYPES, HEAD_DIMS, MAX_ROWS
 from ..metal_kernels.sample import MAX_VOCAB
 from ..metal_kernels.sampling_cases import bitmask_variant, sample_variant
@@ -58,7 +59,7 @@ def choose_none(variants: Sequence[Variant]) -> frozenset[Variant]:
 
 
 def choose_kernels(
-    model: Model, specs: Sequence[KVSpec], bits: Sequence[Bits], chooser: Chooser
+    model: Model, specs: Sequence[PagedSpec], bits: Sequence[Bits], chooser: Chooser
 ) -> Kernels:
     """The kernels of a model whose layers keep their keys and values so."""
     if chooser is choose_none:
@@ -66,7 +67,7 @@ def choose_kernels(
     dtype = model.activation_dtype
     layers = list(zip(model.mixers, specs, bits, strict=True))
     attention = [_attention_variants(dtype, *layer) for layer in layers]
-    heads = [_heads(a, spec, b) for a, spec, b in layers]
+    heads = [None if isinstance(spec, LatentSpec) else _heads(a, spec, b) for a, spec, b in layers]
     writing = [None if h is None else kv_write_variant(h, dtype) for h in heads]
     gates = {a.gate: gated_variant(a.gate) for a in model.activations if a.gate is not None}
     sampling = _sampling_variants(dtype, model.config.vocab_size)
@@ -92,12 +93,14 @@ def choose_kernels(
 
 
 def _attention_variants(
-    dtype: mx.Dtype, attention: Attention, spec: KVSpec, bits: Bits
+    dtype: mx.Dtype, attention: Attention, spec: PagedSpec, bits: Bits
 ) -> list[Variant]:
     """One for each threadgroup that 1 to 8 query tokens need; none where the sizes have no kernel.
 
     Token counts that share a threadgroup share the compiled kernel too.
     """
+    if isinstance(spec, LatentSpec):
+        return _latent_variants(dtype, attention.num_heads, spec, bits)
     group = attention.num_heads // spec.num_kv_heads
     if not {spec.key_dim, spec.value_dim} <= set(HEAD_DIMS) or dtype not in DTYPES:
         return []
@@ -123,6 +126,20 @@ def _attention_variants(
             value_bits=bits[1],
             sink_logits=attention.sinks is not None,
         )
+        for count in counts.values()
+    ]
+
+
+def _latent_variants(
+    dtype: mx.Dtype, num_heads: int, spec: LatentSpec, bits: Bits
+) -> list[Variant]:
+    """One for each number of row teams that 1 to 8 query tokens need."""
+    dims = spec.latent_dim + spec.rope_dim, spec.latent_dim
+    if dims not in DIMS or dtype not in DTYPES or bits[0] not in (None, 8):
+        return []
+    counts = {row_teams(num_heads * count): count for count in range(1, MAX_SHORT + 1)}
+    return [
+        mla_variant(dtype, num_heads=num_heads, queries=count, bits=bits[0])
         for count in counts.values()
     ]
 

@@ -1,0 +1,255 @@
+"""Latent attention (MLA) over the cache: one vector a token, attended absorbed or expanded.
+
+r = latent_dim, dr = rope_dim, H = query heads, dn and dv = dims of a head's keys (without their
+rotary part) and values, T = tokens of the step. A token's vector is its latent (r), then its rotary
+key (dr), under one head. Source: DeepSeek-V2, arXiv:2405.04434.
+
+Short segments attend *absorbed*: the projections are applied to queries and outputs, so all heads
+attend to the stored vectors, whose first r numbers are their values too. A prefill chunk attends
+*expanded*: the latents of one layer become keys and values of every head, which costs less
+arithmetic where queries are many, and suits fused attention.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from ..core import LatentSpec
+from ..metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page_table
+from ..metal_kernels.mla_attention import mla_attention_on_metal, row_blocks
+from .formats import PLAIN, Bits, make_format
+from .pool import PagePool, Plane, Runs, Stored, Views
+from .segments import Segments
+from .step import GroupPlan, Part, write_step
+from .window import AttentionWindow
+
+
+class LatentProjection(Protocol):
+    """The up-projections of one latent attention layer; N and S count tokens."""
+
+    def absorb(self, q_nope: mx.array) -> mx.array:
+        """Queries (N, H, dn) -> (N, H, r), to be multiplied with latents."""
+        ...
+
+    def value(self, latents: mx.array) -> mx.array:
+        """Weighted sums of latents (N, H, r) -> values (N, H, dv)."""
+        ...
+
+    def expand(self, latents: mx.array) -> tuple[mx.array, mx.array]:
+        """Latents (S, r) -> keys (S, H, dn) and values (S, H, dv)."""
+        ...
+
+
+class LatentValues(Plane):
+    """The first r numbers of a plane's vectors, read as values; the arrays are the plane's."""
+
+    __slots__ = ("dim",)
+
+    def __init__(self, plane: Plane, dim: int) -> None:
+        for name in Plane.__slots__:
+            setattr(self, name, getattr(plane, name))
+        self.dim = dim
+
+    def read_each(
+        self, views: Views, after: mx.array | None = None, *, transposed: bool = False
+    ) -> list[list[mx.array]]:
+        """(1, N, r) of every run of several sequences."""
+        assert not transposed, "values are never transposed"
+        return [[run[..., : self.dim] for run in some] for some in super().read_each(views, after)]
+
+    def read_pages(self, ids: mx.array, page_size: int) -> mx.array:
+        """(1, B, n * P, r) of pages `ids` (B, n), gathered."""
+        return super().read_pages(ids, page_size)[..., : self.dim]
+
+
+class LatentPool(PagePool):
+    """Pages and tails of one latent attention layer: one plane under one head.
+
+    With 4 bits the latent part, not the rotary one, is multiplied by a Hadamard matrix before it is
+    stored: outliers of single channels are spread over all. The matrix is its own inverse, as
+    `lay_out` allows powers of two only.
+    """
+
+    def __init__(
+        self,
+        spec: LatentSpec,
+        *,
+        page_size: int,
+        num_pages: int,
+        num_slots: int,
+        dtype: mx.Dtype,
+        bits: Bits = PLAIN,
+    ) -> None:
+        super().__init__(
+            [make_format(spec.latent_dim + spec.rope_dim, dtype, bits[0])],
+            heads=1,
+            joined=False,
+            page_size=page_size,
+            num_pages=num_pages,
+            num_slots=num_slots,
+        )
+        self.latent_dim = spec.latent_dim
+        self.form = (spec.latent_dim, spec.rope_dim, bits)
+        self._rotates = bits[0] == 4
+        self.keys = self.planes[0]
+        self.values = LatentValues(self.keys, spec.latent_dim)
+
+    def rotate(self, latents: mx.array) -> mx.array:
+        """(..., r) to or from the basis in which latents are stored."""
+        return mx.hadamard_transform(latents) if self._rotates else latents
+
+    def encode(self, latents: mx.array, k_rope: mx.array) -> Stored:
+        """What is stored of latents (T, r) and rotary keys (T, dr)."""
+        vectors = mx.concatenate([self.rotate(latents), k_rope], axis=-1)
+        return [self.keys.fmt.encode(vectors[:, None])]
+
+    def read_tails(self, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
+        """Vectors (B, 1, 2 * P, r + dr) and values (B, 1, 2 * P, r) of the tails `slots` (B,)."""
+        vectors = self.keys.fmt.decode(self._take_tails(slots)[0])
+        return vectors, vectors[..., : self.latent_dim]
+
+    def read_runs(self, runs: Runs) -> tuple[mx.array, mx.array]:
+        """Latents (S, r) and rotary keys (S, dr) of several runs, one after the other."""
+        vectors = self.keys.read_runs(runs)[0]
+        return self.rotate(vectors[:, : self.latent_dim]), vectors[:, self.latent_dim :]
+
+
+class LatentStep:
+    """One latent attention layer's cache during one step."""
+
+    __slots__ = ("_pool", "plan")
+
+    def __init__(self, pool: LatentPool, plan: GroupPlan) -> None:
+        self._pool = pool
+        self.plan = plan  # of the step whose graph is being built
+
+    def attend(
+        self,
+        q_nope: mx.array,
+        q_rope: mx.array,
+        latent: mx.array,
+        k_rope: mx.array,
+        *,
+        projection: LatentProjection,
+        scale: float,
+    ) -> mx.array:
+        """Store this step's vectors, then attend over all that each token may see.
+
+        Args:
+            q_nope: (T, H, dn) the queries' part without rope.
+            q_rope: (T, H, dr) their rotary part, position-encoded.
+            latent: (T, r) compressed keys and values, normed.
+            k_rope: (T, dr) the rotary key of all heads, position-encoded.
+            projection: the layer's up-projections.
+            scale: multiplies the scores.
+
+        Returns:
+            (T, H, dv).
+        """
+        write_step(self._pool, self.plan, self._pool.encode(latent, k_rope))
+        outputs = []
+        if self.plan.short:
+            own = slice(None, self.plan.num_short)
+            outputs.append(self._absorbed(q_nope[own], q_rope[own], projection, scale))
+        for chunk in self.plan.long:
+            latents, rotary = self._pool.read_runs(chunk.reads)
+            keys, values = projection.expand(latents)
+            shared = mx.broadcast_to(rotary[:, None], (*keys.shape[:2], rotary.shape[-1]))
+            keys = mx.concatenate([keys, shared], axis=-1)
+            queries = mx.concatenate([q_nope[chunk.rows], q_rope[chunk.rows]], axis=-1)
+            outputs.append(
+                chunk.attend_to(
+                    queries, keys.swapaxes(0, 1), values.swapaxes(0, 1), scale=scale, sinks=None
+                )
+            )
+        joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        return joined if self.plan.order is None else joined[self.plan.order]
+
+    def _absorbed(
+        self, q_nope: mx.array, q_rope: mx.array, projection: LatentProjection, scale: float
+    ) -> mx.array:
+        """Outputs (N, H, dv) of the rows of short segments, in the order of the plan's parts."""
+        pool, num_heads = self._pool, q_nope.shape[1]
+        absorbed = pool.rotate(projection.absorb(q_nope))
+        queries = mx.concatenate([absorbed, q_rope], axis=-1)  # (N, H, r + dr)
+        parts = [part.attend(pool, queries, scale=scale, sinks=None) for part in self.plan.short]
+        joined = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        sums = mx.unflatten(joined, 1, (num_heads, pool.latent_dim))
+        return projection.value(pool.rotate(sums))
+
+
+@dataclass(frozen=True, slots=True)
+class LatentKernelPlan:
+    """Segments of at most 8 tokens that attend together through the `mla_attention` kernel."""
+
+    rows: slice | None  # of the short rows of the step; None: all
+    segments: Segments
+    pages: mx.array  # (B, max_pages)
+    window: AttentionWindow
+    page_size: int
+    _plans: dict[int, AttentionPlan] = field(default_factory=dict)  # by the number of heads
+
+    def attend(
+        self, pool: PagePool, queries: mx.array, *, scale: float, sinks: mx.array | None
+    ) -> mx.array:
+        """Queries (N, H, r + dr) of all short rows -> those of these segments, (N', H * r)."""
+        assert isinstance(pool, LatentPool)
+        own = queries if self.rows is None else queries[self.rows]
+        plan = self._plan(own.shape[1])
+        outputs, _ = mla_attention_on_metal(
+            own, pool.keys, plan, scale=scale, value_dim=pool.latent_dim
+        )
+        return outputs.flatten(1)
+
+    def _plan(self, num_heads: int) -> AttentionPlan:
+        if num_heads not in self._plans:
+            planner = self.segments.memoised(
+                ("latent attention", num_heads, self.window), lambda: self._planner(num_heads)
+            )
+            self._plans[num_heads] = planner(self.segments.starts, self.pages)
+        return self._plans[num_heads]
+
+    def _planner(self, num_heads: int) -> AttentionPlanner:
+        return AttentionPlanner(
+            counts=self.segments.counts,
+            sealed=self.segments.sealed,
+            slots=self.segments.slots,
+            page_size=self.page_size,
+            kv_heads=row_blocks(self.segments.width * num_heads),
+            window=self.window.size,
+            sinks=self.window.sinks,
+        )
+
+
+class LatentKernelPlanner:
+    """Plans the short segments of a group of latent attention layers for the kernel.
+
+    Args:
+        group: the layer group.
+        window: which positions a token sees.
+        page_size: tokens a page.
+    """
+
+    def __init__(self, group: int, window: AttentionWindow, page_size: int) -> None:
+        self._group = group
+        self._window = window
+        self._page_size = page_size
+
+    def __call__(self, short: Segments, num_rows: int) -> Sequence[Part]:
+        """Segments of a step whose tokens stand one after another in the flat list."""
+        count, first = int(short.counts.sum()), int(short.rows[0])
+        rows = first + np.arange(count, dtype=np.int32)
+        own = None if count == num_rows else slice(first, first + count)
+        plan = LatentKernelPlan(own, short, self._pages(short), self._window, self._page_size)
+        return [(rows, plan)]
+
+    def _pages(self, short: Segments) -> mx.array:
+        def table() -> mx.array:
+            return page_table(short.sealed_pages(self._group))
+
+        if self._window.size is None:
+            return short.memoised(("pages", self._group), table)
+        return table()

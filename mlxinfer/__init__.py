@@ -28,8 +28,8 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .llm import LLM
-    from .parts import ToolCall, ToolCallDelta
-    from .results import Delta, Result, Timing
+    from .output_parts import ToolCall, ToolCallDelta
+    from .session.results import Delta, Result, Timing
 
 __version__ = "0.1.0"
 
@@ -66,11 +66,11 @@ __all__ = [
 
 _HOMES = {
     "LLM": "llm",
-    "Delta": "results",
-    "Result": "results",
-    "Timing": "results",
-    "ToolCall": "parts",
-    "ToolCallDelta": "parts",
+    "Delta": "session.results",
+    "Result": "session.results",
+    "Timing": "session.results",
+    "ToolCall": "output_parts",
+    "ToolCallDelta": "output_parts",
     "FinishReason": "core",
     "Request": "core",
     "SamplingParams": "core",

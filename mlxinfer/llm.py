@@ -9,23 +9,23 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from . import hub
-from .answer import Answer
-from .asking import (
-    Asked,
-    Asking,
-    ChatOptions,
-    Message,
-    Prompt,
-    ResponseFormat,
-    is_one_prompt,
-)
 from .backend import require_mlx
 from .config import KVOptions
 from .core import SamplingParams
-from .delivery import Delivery, last
 from .errors import InvalidRequestError
-from .opening import PAGE_SIZE, EngineOptions, open_engine
-from .results import Delta, Result
+from .session.engine_client import EngineClient, last
+from .session.engine_factory import PAGE_SIZE, EngineOptions, open_engine
+from .session.output_processor import OutputProcessor
+from .session.request_builder import (
+    Asked,
+    ChatOptions,
+    Message,
+    Prompt,
+    RequestBuilder,
+    ResponseFormat,
+    is_one_prompt,
+)
+from .session.results import Delta, Result
 from .text import Tokenizer
 
 if TYPE_CHECKING:
@@ -109,11 +109,11 @@ class LLM:
         self.tokenizer = Tokenizer.from_folder(self.path)
         self._engine, self.model_info = open_engine(str(model), self.path, options)
         try:
-            self._asking = Asking(self.tokenizer, self.model_info, tool_format)
+            self._asking = RequestBuilder(self.tokenizer, self.model_info, tool_format)
         except BaseException:
             self._engine.close()
             raise
-        self._delivery = Delivery(self._engine)
+        self._delivery = EngineClient(self._engine)
         self._keeps_prefixes = prefix_cache
         self._finalizer = weakref.finalize(self, _close, self._engine, self._asking)
 
@@ -311,7 +311,7 @@ class LLM:
         """Tokens that end an answer."""
         return self._asking.end_ids
 
-    def _stream(self, answer: Answer) -> Iterator[Delta]:
+    def _stream(self, answer: OutputProcessor) -> Iterator[Delta]:
         """A stream holds its model: nobody else may."""
         yield from self._delivery.stream(answer)
 
@@ -323,6 +323,6 @@ class LLM:
                 yield delta
 
 
-def _close(engine: "Engine", asking: Asking) -> None:
+def _close(engine: "Engine", asking: RequestBuilder) -> None:
     engine.close()
     asking.close()

@@ -13,10 +13,10 @@ FOLDERS = {
     "mlxinfer.convert": ROOT / "convert",
 }
 
-LEAVES = {"core", "errors", "config", "parts"}
+LEAVES = {"core", "errors", "config", "output_parts"}
 MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "errors": set(),
-    "parts": set(),
+    "output_parts": set(),
     "core": {"errors"},
     "config": {"errors"},
     "configfile": {"errors"},
@@ -32,27 +32,9 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "launchd": set(),
     "backend": LEAVES,
     "memory": LEAVES,
-    "mailbox": set(),
-    "results": LEAVES,
-    "asking": LEAVES | {"answer", "grammar", "info", "text"},
-    "delivery": LEAVES | {"answer", "engine", "mailbox", "results"},
-    "answer": LEAVES | {"results", "text"},
-    "info": LEAVES | {"memory", "models"},
+    "session": LEAVES | {"backend", "engine", "grammar", "memory", "models", "text"},
     "convert": LEAVES | {"backend", "hub", "layers", "memory", "models", "text"},
-    "server": LEAVES
-    | {
-        "answer",
-        "asking",
-        "backend",
-        "engine",
-        "grammar",
-        "hub",
-        "info",
-        "mailbox",
-        "memory",
-        "opening",
-    }
-    | {"results", "text"},
+    "server": LEAVES | {"backend", "grammar", "hub", "memory", "session", "text"},
 }
 SERVER_LEAVES = {"errors", "keys", "settings", "background"}
 SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
@@ -70,19 +52,17 @@ SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "ops": SERVER_LEAVES | {"calls", "http", "registry", "watch"},
 }
 SERVER_ASSEMBLERS = {"app", "running", "__init__"}
-ASSEMBLERS = {"llm", "opening", "cli", "bench", "__init__"}  # anything
+ASSEMBLERS = {"llm", "cli", "bench", "__init__"}  # anything
 WITHOUT_MLX = (
     "core",
     "config",
     "errors",
-    "parts",
+    "output_parts",
     "hub",
     "backend",
     "memory",
     "launchd",
-    "mailbox",
-    "results",
-    "answer",
+    "session",
     "cache.pages",
     "cache.budget",
     "cache.window",

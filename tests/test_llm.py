@@ -18,9 +18,9 @@ import pytest
 
 import mlxinfer
 from mlxinfer import LLM, FinishReason, SamplingParams
-from mlxinfer.answer import Answer
-from mlxinfer.asking import Asking
 from mlxinfer.core import Request, TokenEvent
+from mlxinfer.session.output_processor import OutputProcessor
+from mlxinfer.session.request_builder import RequestBuilder
 from mlxinfer.text import TextStream
 
 QUESTION = [{"role": "user", "content": "Hello, who are you?"}]
@@ -440,7 +440,7 @@ def test_whoever_listens_when_the_end_goes_wrong_is_told(monkeypatch: pytest.Mon
 
 def test_end_tokens_beyond_the_vocabulary_are_none(llm: LLM) -> None:
     info = replace(llm.model_info, eos_token_ids=frozenset({5, 2048, 10**6}))
-    asking = Asking(llm.tokenizer, info, "auto")
+    asking = RequestBuilder(llm.tokenizer, info, "auto")
     assert asking.end_ids == llm.tokenizer.eos_token_ids | {5}
     asking.close()
 
@@ -494,7 +494,7 @@ def test_a_stream_that_waits_for_its_reader_is_not_queued(llm: LLM) -> None:
 
 def test_times_are_when_tokens_were_made_not_when_they_were_read(llm: LLM) -> None:
     request = Request("r", [1, 2, 3], SamplingParams())
-    answer = Answer(request, TextStream(llm.tokenizer))
+    answer = OutputProcessor(request, TextStream(llm.tokenizer))
     submitted_s = answer._submitted_s
     for second in range(1, 5):  # all read at once
         reason = FinishReason.LENGTH if second == 4 else None

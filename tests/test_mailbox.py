@@ -5,7 +5,7 @@ import gc
 import threading
 import weakref
 
-from mlxinfer.mailbox import Mailbox
+from mlxinfer.session.engine_client import Mailbox
 
 
 def test_all_arrive_in_order() -> None:

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 import mlxinfer
-from mlxinfer import core, errors, parts, results
+from mlxinfer import core, errors, output_parts
+from mlxinfer.session import results
 
 HERE = {"LLM", "__version__"}  # not in the modules compared below
 CORE = {"FinishReason", "Request", "SamplingParams", "TokenEvent"}
 RESULTS = {"Delta", "Result", "Timing"}
 PARTS = {"ToolCall", "ToolCallDelta"}
-HOMES = [(CORE, core), (RESULTS, results), (PARTS, parts)]
+HOMES = [(CORE, core), (RESULTS, results), (PARTS, output_parts)]
 
 
 def test_all_is_every_error_and_the_listed_names() -> None:

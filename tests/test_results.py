@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mlxinfer.core import FinishReason, TokenLogprobs
-from mlxinfer.results import Result, Timing
+from mlxinfer.session.results import Result, Timing
 
 
 def answer(**changes: object) -> Result:

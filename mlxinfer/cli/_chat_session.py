@@ -11,7 +11,7 @@ from typing import Any
 
 from ..core import SamplingParams
 from ..errors import InvalidRequestError, TemplateError
-from ..results import Delta, Result
+from ..session.results import Delta, Result
 
 Message = dict[str, str]
 FORMAT = 1  # of saved conversations

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import ContextLengthError
-from ..results import Delta
+from ..session.results import Delta
 from ._chat_commands import COMMANDS, Reply, is_command, run_command
 from ._chat_session import ChatSession
 from ._errors import FAILED, report

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ..core import FinishReason, SamplingParams
-from ..results import Delta, Result
+from ..session.results import Delta, Result
 from ._model import open_llm
 from ._options import (
     engine_options,

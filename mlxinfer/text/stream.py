@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..parts import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta, merged
+from ..output_parts import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta, merged
 from .answer_prefix import begun_in
 from .detokenizer import Detokenizer
 from .reasoning import ReasoningFormat

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 from mlxinfer.core import FinishReason, SamplingParams
-from mlxinfer.results import Delta, Result, Timing
+from mlxinfer.session.results import Delta, Result, Timing
 
 
 class FakeLLM:

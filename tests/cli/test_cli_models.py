@@ -10,8 +10,8 @@ from mlxinfer.cli._models import Wanted, wanted_models
 from mlxinfer.cli.config import serve_context
 from mlxinfer.cli.serve import registry
 from mlxinfer.configfile import read_config_file
-from mlxinfer.opening import EngineOptions
 from mlxinfer.server.registry.entries import Entry
+from mlxinfer.session.engine_factory import EngineOptions
 
 FILE = """
 [serve]

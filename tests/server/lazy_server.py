@@ -6,10 +6,10 @@ from typing import Any
 from live_server import LiveServer, in_no_hurry
 
 from mlxinfer import hub
-from mlxinfer.opening import EngineOptions
 from mlxinfer.server.registry.entries import Entry, weights_bytes
 from mlxinfer.server.registry.models import Models
 from mlxinfer.server.registry.served import ServedModel
+from mlxinfer.session.engine_factory import EngineOptions
 
 MB = 10**6
 

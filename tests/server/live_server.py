@@ -12,12 +12,12 @@ import httpx2 as httpx
 
 from mlxinfer import hub
 from mlxinfer.core import TokenEvent
-from mlxinfer.opening import EngineOptions
 from mlxinfer.server.calls.service import Service
 from mlxinfer.server.registry.models import Models
 from mlxinfer.server.registry.served import ServedModel
 from mlxinfer.server.running import Server, bind, url_of
 from mlxinfer.server.settings import ServerConfig
+from mlxinfer.session.engine_factory import EngineOptions
 
 CHAT = "/v1/chat/completions"
 LONG_TOKENS = 1800

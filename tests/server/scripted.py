@@ -7,9 +7,9 @@ from typing import Any
 
 from live_server import LiveServer, wait_until
 
-from mlxinfer.asking import Asking
 from mlxinfer.core import FinishReason, Request, TokenEvent
 from mlxinfer.server.registry.served import ServedModel
+from mlxinfer.session.request_builder import RequestBuilder
 from mlxinfer.text import ChatTemplate
 
 THOUGHT = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
@@ -28,7 +28,7 @@ def teach(model: ServedModel, template: str) -> None:
     tokenizer = model.tokenizer
     tokenizer.template = ChatTemplate(template, variables=tokenizer.named_tokens)
     model.asking.close()
-    model.asking = Asking(tokenizer, model.info, "auto")
+    model.asking = RequestBuilder(tokenizer, model.info, "auto")
 
 
 class Script:

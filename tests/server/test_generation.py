@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from live_server import LiveServer
 
-from mlxinfer.answer import Answer
 from mlxinfer.core import FinishReason, SamplingParams, TokenEvent
 from mlxinfer.engine.failures import failed
 from mlxinfer.engine.sequence import Sequence
 from mlxinfer.errors import RequestFailedError
 from mlxinfer.server.calls.generation import Generation
+from mlxinfer.session.output_processor import OutputProcessor
 
 PROMPT = [5, 6, 7]
 
@@ -29,19 +29,19 @@ class Listening:
     def submit(self, *_: Any) -> None:
         pass
 
-    def answers(self, *params: SamplingParams) -> list[Answer]:
+    def answers(self, *params: SamplingParams) -> list[OutputProcessor]:
         model = self.server.model
         return [model.answer(PROMPT, each, continues=False) for each in params]
 
-    def says(self, answer: Answer, text: str) -> list[TokenEvent]:
+    def says(self, answer: OutputProcessor, text: str) -> list[TokenEvent]:
         ids = self.server.model.tokenizer.encode(text, add_special_tokens=False)
         return [TokenEvent(answer.request.id, token_id) for token_id in ids]
 
-    def hear(self, answers: list[Answer], events: Seq[TokenEvent]) -> list[str]:
+    def hear(self, answers: list[OutputProcessor], events: Seq[TokenEvent]) -> list[str]:
         """The text of each answer when all events were there at once."""
         return asyncio.run(self._hear(answers, events))
 
-    async def _hear(self, answers: list[Answer], events: Seq[TokenEvent]) -> list[str]:
+    async def _hear(self, answers: list[OutputProcessor], events: Seq[TokenEvent]) -> list[str]:
         service = self.server.service
         metrics = service.request_metrics[self.server.model.name]
         model: Any = self

@@ -8,8 +8,8 @@ import pytest
 from scripted import ScriptedServer
 from text.text_data import load_tokenizer
 
-from mlxinfer.asking import Asking
 from mlxinfer.core import FinishReason, TokenEvent
+from mlxinfer.session.request_builder import RequestBuilder
 from mlxinfer.text import ChatTemplate
 
 TEMPLATE = (
@@ -29,7 +29,7 @@ def spaced() -> Iterator[ScriptedServer]:
         model = server.model
         model.asking.close()
         info = replace(model.info, vocab_size=tokenizer.vocab_size)
-        model.asking = Asking(tokenizer, info, "auto")
+        model.asking = RequestBuilder(tokenizer, info, "auto")
         server.script._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
         yield server
 

@@ -15,7 +15,6 @@ import pytest
 from bad_input import COMPLETIONS, MESSAGES, RESPONSES, unharmed
 from live_server import CHAT, LONG_TOKENS, LiveServer, chat, events_of, wait_until
 
-from mlxinfer.answer import Answer
 from mlxinfer.engine import runner
 from mlxinfer.engine.grammar_masks import GrammarMasks
 from mlxinfer.engine.runner import Launched, Runner
@@ -27,6 +26,7 @@ from mlxinfer.server.calls.generation import Generation
 from mlxinfer.server.http import sse
 from mlxinfer.server.http.replies import HIDDEN
 from mlxinfer.server.openai import chat as chat_module
+from mlxinfer.session.output_processor import OutputProcessor
 from mlxinfer.text import ChatTemplate, Tokenizer
 
 VICTIM = "zebra"  # stands in the prompt of the request that is to fail
@@ -103,7 +103,9 @@ BEFORE = {  # the first token
 }
 WITHIN = {
     "detokenise": Stage(
-        Answer, "_push_text", lambda answer, _: answer.request.params.presence_penalty == 0.5
+        OutputProcessor,
+        "_push_text",
+        lambda answer, _: answer.request.params.presence_penalty == 0.5,
     ),
     "count": Stage(chat_module, "usage_of", lambda g, **_: of_two(g.answers)),
 }
@@ -180,14 +182,18 @@ def test_in_other_words(live: LiveServer, path: str) -> None:
     asked = {COMPLETIONS: {"prompt": text}, RESPONSES: {"input": text}, MESSAGES: {}}[path]
     body = {**asked, "messages": messages, "max_tokens": 5} if path == MESSAGES else asked
 
-    def hits(answer: Answer, _: Any) -> bool:
+    def hits(answer: OutputProcessor, _: Any) -> bool:
         return VICTIM in live.model.tokenizer.decode(answer.request.prompt_ids)
 
-    with neighbours(live), fault(Answer, "_push_text", hits):
+    with neighbours(live), fault(OutputProcessor, "_push_text", hits):
         answer = live.post(path, body)
     assert answer.status_code == 500
     assert answer.json()["error"]["message"] == HIDDEN
-    with neighbours(live), fault(Answer, "_push_text", hits), live.stream(path, body) as response:
+    with (
+        neighbours(live),
+        fault(OutputProcessor, "_push_text", hits),
+        live.stream(path, body) as response,
+    ):
         *_, last = [event for event in events_of(response) if event != "[DONE]"]
     assert HIDDEN in str(last)
     assert SECRET not in str(last)

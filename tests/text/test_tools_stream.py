@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from text_data import DATA, KINDS, load_tokenizer, pieces
 from tool_samples import TOOLS, WRITERS, harmony, hermes
 
-from mlxinfer.parts import CallStatus, ReasoningPart, TextPart, ToolCallDelta, merged
+from mlxinfer.output_parts import CallStatus, ReasoningPart, TextPart, ToolCallDelta, merged
 from mlxinfer.text import ReasoningFormat, TextStream, Tokenizer
 from mlxinfer.text.tokenizer_files import load_backend
 from mlxinfer.text.tools import FORMATS, Toolbox, ToolParser, tool_format

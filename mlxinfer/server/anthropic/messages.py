@@ -5,11 +5,19 @@ from typing import Any
 
 import msgspec
 
-from ...answer import Answer
 from ...core import FinishReason, SamplingParams
 from ...grammar import GrammarSpec
-from ...parts import CallStatus, Part, ReasoningPart, TextPart, ToolCall, ToolCallDelta, merged
-from ...results import Result
+from ...output_parts import (
+    CallStatus,
+    Part,
+    ReasoningPart,
+    TextPart,
+    ToolCall,
+    ToolCallDelta,
+    merged,
+)
+from ...session.output_processor import OutputProcessor
+from ...session.results import Result
 from ...text import ToolUse, encode_chat
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
@@ -255,7 +263,7 @@ def usage_of_result(result: Result) -> AnthropicUsage:
     )
 
 
-def stop_reason(answer: Answer, result: Result, *, clipped: bool) -> str:
+def stop_reason(answer: OutputProcessor, result: Result, *, clipped: bool) -> str:
     """Why an answer ended; `clipped`: the context had less room than max_tokens."""
     if result.finish_reason is FinishReason.LENGTH:
         return "model_context_window_exceeded" if clipped else "max_tokens"

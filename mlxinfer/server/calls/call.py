@@ -10,8 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from starlette.types import Scope
 
-from ...answer import Answer
 from ...errors import InvalidRequestError
+from ...session.output_processor import OutputProcessor
 from ..errors import DeadlineError, ShuttingDownError
 from ..registry.prompt_scores import PromptScores
 from ..registry.served import ServedModel
@@ -83,7 +83,7 @@ class Call:
     def generate(
         self,
         model: ServedModel,
-        answers: Sequence[Answer],
+        answers: Sequence[OutputProcessor],
         *,
         scores: Sequence[PromptScores] | None = None,
     ) -> Generation:

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from ...answer import Answer
 from ...core import FinishReason, TokenEvent
 from ...errors import EngineClosedError, OverloadedError
-from ...results import Delta, Result
+from ...session.output_processor import OutputProcessor
+from ...session.results import Delta, Result
 from ..registry.prompt_scores import PromptScores
 from ..registry.served import ServedModel
 from ..watch.request_metrics import Meter, RequestMetrics
@@ -53,7 +53,7 @@ class Generation:
     def __init__(
         self,
         model: ServedModel,
-        answers: Sequence[Answer],
+        answers: Sequence[OutputProcessor],
         admission: Admission,
         metrics: RequestMetrics,
         *,

@@ -7,7 +7,7 @@ from msgspec import UNSET
 
 from ...errors import InvalidRequestError
 from ...grammar import GrammarSpec
-from ...results import Result
+from ...session.results import Result
 from ...text import ToolUse
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint

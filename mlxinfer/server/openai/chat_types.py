@@ -7,8 +7,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ...core import MAX_LOGPROBS, FinishReason
-from ...parts import ToolCall, ToolCallDelta
-from ...results import Result
+from ...output_parts import ToolCall, ToolCallDelta
+from ...session.results import Result
 from ..fields.checks import refuse
 from ..fields.grammar import ConstraintFields
 from ..fields.prompt import Effort

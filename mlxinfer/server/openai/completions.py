@@ -6,9 +6,9 @@ from typing import Any
 
 from msgspec import UNSET
 
-from ...answer import Answer
 from ...core import FinishReason, Grammar, SamplingParams
 from ...errors import InvalidRequestError
+from ...session.output_processor import OutputProcessor
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation, Step
@@ -97,7 +97,7 @@ class ChoiceWriter:
     """
 
     def __init__(
-        self, model: ServedModel, answer: Answer, body: CompletionRequest, prompt: Prompt
+        self, model: ServedModel, answer: OutputProcessor, body: CompletionRequest, prompt: Prompt
     ) -> None:
         self.silent = body.max_tokens == 0
         self.scores: PromptScores | None = None

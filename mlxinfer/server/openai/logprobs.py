@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ...answer import Answer
 from ...core import FinishReason, TokenEvent, TokenLogprobs
+from ...session.output_processor import OutputProcessor
 from ...text import Detokenizer, Tokenizer
 from ..registry.served import ServedModel
 
@@ -45,7 +45,7 @@ def chat_logprobs(model: ServedModel, event: TokenEvent) -> ChoiceLogprobs | Non
     return ChoiceLogprobs(content=[_entry(model.tokenizer, event.token_id, event.logprobs)])
 
 
-def chat_logprobs_of(model: ServedModel, answer: Answer) -> ChoiceLogprobs | None:
+def chat_logprobs_of(model: ServedModel, answer: OutputProcessor) -> ChoiceLogprobs | None:
     """The entries of a complete answer; None: not asked for."""
     assert answer.result is not None
     if answer.result.logprobs is None:
@@ -54,7 +54,7 @@ def chat_logprobs_of(model: ServedModel, answer: Answer) -> ChoiceLogprobs | Non
     return ChoiceLogprobs(content=[_entry(model.tokenizer, i, found) for i, found in pairs])
 
 
-def shown_ids(answer: Answer) -> Sequence[int]:
+def shown_ids(answer: OutputProcessor) -> Sequence[int]:
     """The token ids of a complete answer without its end token."""
     assert answer.result is not None
     ids = answer.result.token_ids

@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...parts import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta
+from ...output_parts import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta
 from ..http import sse
 from .responses_input import encrypted_content
 from .responses_types import (

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...answer import Answer
-from ...asking import Asking
 from ...core import Grammar, Request, SamplingParams, TokenEvent
-from ...info import ModelInfo
-from ...mailbox import Mailbox
-from ...opening import EngineOptions, open_engine
+from ...session.engine_client import Mailbox
+from ...session.engine_factory import EngineOptions, ModelInfo, open_engine
+from ...session.output_processor import OutputProcessor
+from ...session.request_builder import RequestBuilder
 from ...text import Tokenizer, ToolUse, detect_tools
 from .defaults import SamplingDefaults, read_defaults
 from .prompt_scores import PromptScores
@@ -26,7 +25,7 @@ class ServedModel:
 
     name: str
     info: ModelInfo
-    asking: Asking
+    asking: RequestBuilder
     engine: "Engine"
     max_context: int  # tokens of prompt and answer
     defaults: SamplingDefaults
@@ -45,14 +44,14 @@ class ServedModel:
         created_s: int,
         tool_format: str = "auto",
     ) -> "ServedModel":
-        """Load the model in `folder`; raises what opening.open_engine and detect_tools raise."""
+        """Load the model in `folder`; raises what open_engine and detect_tools raise."""
         tokenizer = Tokenizer.from_folder(folder)
         detect_tools(tokenizer, tool_format)  # a wrong name is known before weights are read
         engine, info = open_engine(name, folder, options)
         return cls(
             name=name,
             info=info,
-            asking=Asking(tokenizer, info, tool_format),
+            asking=RequestBuilder(tokenizer, info, tool_format),
             engine=engine,
             max_context=min(options.max_context or info.max_context, info.max_context),
             defaults=read_defaults(folder),
@@ -73,13 +72,13 @@ class ServedModel:
         reasons: bool = True,
         use: ToolUse | None = None,
         grammar: Grammar | None = None,
-    ) -> Answer:
+    ) -> OutputProcessor:
         """A request for the engine, and what turns its tokens into text.
 
         Args:
             prompt_ids: the whole prompt.
             params: checked.
-            continues: see `Asking.answer`.
+            continues: see `RequestBuilder.answer`.
             reasons: see there; where it is False all is text, reasoning too.
             use: tools that the answer may call.
             grammar: what the answer must look like; a state of this answer alone.

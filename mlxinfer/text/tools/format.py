@@ -10,7 +10,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...parts import CallStatus, Part, TextPart, ToolCallDelta, merged
+from ...output_parts import CallStatus, Part, TextPart, ToolCallDelta, merged
 from .lark import Lark
 from .reader import Malformed, Reader, Steps, compiled
 from .schema import Toolbox

@@ -5,14 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypedDict, TypeVar
 
-from .answer import Answer
-from .config import check_switch
-from .core import Request, SamplingParams, check_token_ids
-from .errors import InvalidRequestError, shown
-from .grammar import GrammarSpec
-from .grammar.guidance import Guidance
-from .info import ModelInfo
-from .text import (
+from ..config import check_switch
+from ..core import Request, SamplingParams, check_token_ids
+from ..errors import InvalidRequestError, shown
+from ..grammar import GrammarSpec
+from ..grammar.guidance import Guidance
+from ..text import (
     TextStream,
     Tokenizer,
     ToolUse,
@@ -21,11 +19,13 @@ from .text import (
     encode_chat,
     text_messages,
 )
+from .engine_factory import ModelInfo
+from .output_processor import OutputProcessor
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 ResponseFormat = Mapping[str, Any]  # {"type": ...}, see LLM.generate
-Asked = tuple[Answer, GrammarSpec | None]  # whose grammar, if any, is still to be compiled
+Asked = tuple[OutputProcessor, GrammarSpec | None]  # whose grammar, if any, is still to be compiled
 T = TypeVar("T")
 
 _ENDS = ("add_generation_prompt", "continue_final_message")  # of every template, see encode_chat
@@ -41,7 +41,7 @@ class ChatOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
 
 
-class Asking:
+class RequestBuilder:
     """The questions that one model can be asked.
 
     Args:
@@ -163,7 +163,7 @@ class Asking:
         continues: bool,
         reasons: bool = True,
         use: ToolUse | None = None,
-    ) -> Answer:
+    ) -> OutputProcessor:
         """A request for the engine, and what turns its tokens into text.
 
         Args:
@@ -185,9 +185,9 @@ class Asking:
             prompt_ids=ids,
             continues=continues,
         )
-        return Answer(request, stream)
+        return OutputProcessor(request, stream)
 
-    def ready(self, answer: Answer, spec: GrammarSpec | None) -> Answer:
+    def ready(self, answer: OutputProcessor, spec: GrammarSpec | None) -> OutputProcessor:
         """The answer with its grammar compiled, which may take its time."""
         if spec is not None:
             answer.request.grammar = self.guidance.start(spec)

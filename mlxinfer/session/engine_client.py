@@ -5,21 +5,63 @@ Knows no text. Whoever leaves early ends what was asked for.
 
 import asyncio
 import queue
+import threading
 import weakref
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from .answer import Answer
-from .core import FinishReason, Request, TokenEvent
-from .errors import EngineClosedError
-from .mailbox import Mailbox
+from ..core import FinishReason, Request, TokenEvent
+from ..errors import EngineClosedError
+from .output_processor import OutputProcessor
 from .results import Delta, Result
 
 if TYPE_CHECKING:
-    from .engine.engine import Engine
+    from ..engine.engine import Engine
 
 
-class Delivery:
+T = TypeVar("T")
+
+
+class Mailbox(Generic[T]):
+    """Queues of one event loop that another thread fills.
+
+    A wake-up of the loop costs a system call; messages posted before the loop has run share one.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)  # whoever keeps mailboxes by their loops keeps no loops
+        self._lock = threading.Lock()
+        self._posted: deque[tuple[asyncio.Queue[T], T]] = deque()
+
+    def post(self, target: "asyncio.Queue[T]", message: T) -> bool:
+        """Deliver `message` to `target`, from any thread.
+
+        Returns:
+            False where the loop is closed: nobody will ever read it.
+        """
+        loop = self._loop()
+        with self._lock:
+            first = not self._posted
+            self._posted.append((target, message))
+        try:
+            if loop is None or loop.is_closed():
+                raise RuntimeError
+            if first:
+                loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # closed, perhaps just now
+            self._posted.clear()
+            return False
+        return True
+
+    def _deliver(self) -> None:
+        with self._lock:
+            posted, self._posted = self._posted, deque()
+        for target, message in posted:
+            target.put_nowait(message)
+
+
+class EngineClient:
     """The way to one engine."""
 
     def __init__(self, engine: "Engine") -> None:
@@ -28,7 +70,7 @@ class Delivery:
             asyncio.AbstractEventLoop, Mailbox[TokenEvent]
         ] = weakref.WeakKeyDictionary()
 
-    def run(self, answers: Sequence[Answer]) -> list[Result]:
+    def run(self, answers: Sequence[OutputProcessor]) -> list[Result]:
         """Run requests together; any failure ends them all and is raised."""
         by_id = {answer.request.id: answer for answer in answers}
         for event in self.events([answer.request for answer in answers]):
@@ -39,7 +81,7 @@ class Delivery:
                     self._engine.abort(event.request_id)
         return [answer.result for answer in answers if answer.result is not None]
 
-    def stream(self, answer: Answer) -> Iterator[Delta]:
+    def stream(self, answer: OutputProcessor) -> Iterator[Delta]:
         """What each step adds to an answer."""
         for event in self.events([answer.request]):
             yield answer.push(event)
@@ -78,7 +120,7 @@ class Delivery:
             raise EngineClosedError("The engine was closed.")
         return events
 
-    async def astream(self, answer: Answer) -> AsyncGenerator[Delta, None]:
+    async def astream(self, answer: OutputProcessor) -> AsyncGenerator[Delta, None]:
         """`stream` for asyncio."""
         loop = asyncio.get_running_loop()
         mailbox = self._mailboxes.setdefault(loop, Mailbox(loop))

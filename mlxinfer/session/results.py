@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from html import escape
 from typing import Any
 
-from .core import FinishReason, TokenLogprobs
-from .parts import Part, ToolCall, ToolCallDelta
+from ..core import FinishReason, TokenLogprobs
+from ..output_parts import Part, ToolCall, ToolCallDelta
 
 CLIP_CHARS = 60  # of an answer, in a one-line repr
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .backend import require_mlx
-from .config import (
+from ..backend import require_mlx
+from ..config import (
     DiskOptions,
     EngineConfig,
     KVOptions,
@@ -14,13 +14,12 @@ from .config import (
     check_switch,
     default_disk_folder,
 )
-from .errors import InsufficientMemoryError, InvalidRequestError
-from .info import ModelInfo, describe
-from .memory import default_kv_bytes, human_bytes, parse_bytes, total_memory_bytes
+from ..errors import InsufficientMemoryError, InvalidRequestError
+from ..memory import default_kv_bytes, human_bytes, parse_bytes, total_memory_bytes
 
 if TYPE_CHECKING:
-    from .engine.engine import Engine
-    from .models.decoder import Model
+    from ..engine.engine import Engine
+    from ..models.decoder import Model
 
 PAGE_SIZE = 16  # tokens of KV cache that are handed out together
 
@@ -105,7 +104,7 @@ class EngineOptions:
     def _disk(self, folder: Path) -> DiskOptions | None:
         if self.disk_cache is None:
             return None
-        from .models.safetensors import content_id
+        from ..models.safetensors import content_id
 
         where = self.disk_cache_dir
         return DiskOptions(
@@ -113,6 +112,51 @@ class EngineOptions:
             max_bytes=parse_bytes(self.disk_cache, param="disk_cache"),
             identity=content_id(folder),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """Facts of one loaded model."""
+
+    name: str
+    path: Path
+    architecture: str
+    num_layers: int
+    vocab_size: int
+    max_context: int  # tokens
+    weights_bytes: int
+    kv_bytes_per_token: int  # of all layers; windows hold no more than their length
+    quantization: str | None  # "4-bit affine, group 64"
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def summary(self) -> str:
+        """One short line."""
+        bits = f", {self.quantization}" if self.quantization else ""
+        return f"{self.architecture}, {human_bytes(self.weights_bytes)}{bits}"
+
+
+def describe(name: str, path: Path, model: "Model") -> ModelInfo:
+    """The facts of `model`, loaded from `path`."""
+    config, spec = model.config, model.config.quantization
+    default = spec.default if spec is not None else None
+    return ModelInfo(
+        name=name,
+        path=path,
+        architecture=config.model_type,
+        num_layers=config.num_layers,
+        vocab_size=config.vocab_size,
+        max_context=config.max_context,
+        weights_bytes=model.num_bytes,
+        kv_bytes_per_token=sum(
+            s.num_kv_heads * (s.key_dim + s.value_dim) * model.activation_dtype.size
+            for s in model.cache_specs
+        ),
+        quantization=(
+            f"{default.bits}-bit {default.mode}, group {default.group_size}" if default else None
+        ),
+        eos_token_ids=config.eos_token_ids,
+    )
 
 
 def _writable(folder: Path) -> Path:
@@ -139,8 +183,8 @@ def open_engine(name: str, folder: Path, options: EngineOptions) -> "tuple[Engin
         BackendMissingError: MLX does not run here.
     """
     require_mlx()
-    from .engine.engine import Engine  # imports mlx, which need not be there to say why not
-    from .models import load
+    from ..engine.engine import Engine  # imports mlx, which need not be there to say why not
+    from ..models import load
 
     described: list[ModelInfo] = []
 

@@ -3,13 +3,13 @@
 import time
 from collections.abc import Sequence
 
-from .core import FinishReason, Request, TokenEvent, TokenLogprobs
-from .parts import CallCollector, merged
+from ..core import FinishReason, Request, TokenEvent, TokenLogprobs
+from ..output_parts import CallCollector, merged
+from ..text import TextDelta, TextStream
 from .results import Delta, Result, Timing
-from .text import TextDelta, TextStream
 
 
-class Answer:
+class OutputProcessor:
     """Turns the events of one request into deltas, and keeps what the Result needs.
 
     `stopped` tells that a stop string or a tool call ended the answer: the request is to be

@@ -1,22 +1,26 @@
-"""What the scheduler hands to the runner: which tokens of which sequences make up the next step."""
+"""One step, as the scheduler hands it to the runner: which tokens of which sequences. No MLX."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..cache.page_table import PageTable
 from ..cache.sealing import Move
-from ..cache.segments import Ints, StepSegments, ints
-from .decodes import DecodeBatch
-from .sequence import EventFields, Sequence
+from ..cache.segments import Ints, Segments, StepSegments, ints
+from ..core import FinishReason
+from .sequence import Sequence
 
 MAX_SHORT = 8  # query tokens that the decode path takes; longer segments are prefill
 
 
 @dataclass(slots=True)
 class Segment:
-    """Consecutive new tokens of one sequence: a `QuerySegment` of the KV cache, its sampling."""
+    """Consecutive new tokens of one sequence: a part of its prompt, or tokens to verify.
+
+    What the KV cache reads of it is `cache.segments.QuerySegment`.
+    """
 
     sequence: Sequence
     start: int  # position of the first
@@ -24,10 +28,11 @@ class Segment:
     sealed: int  # positions in pages before this step; the tail starts here
     slot: int  # of the tail
     tables: list[PageTable]  # one per layer group
-    samples: bool  # whether the last one's logits give the next token
-    output_index: int  # which token of the answer is sampled, from 0
+    num_samples: int  # the last so many rows give a token each
+    output_index: int  # which token of the answer the first of them gives, from 0
     seals: bool = False  # written to pages (a prefill chunk), not to the tail alone
     row: int = 0  # of the first token in the flat list
+    proposals: Seq[int] = ()  # the last tokens, which are guesses
 
     @property
     def stop(self) -> int:
@@ -66,70 +71,148 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """Who gets a token in a step: first those that are free to take any, then those constrained."""
+class DecodeBatch:
+    """B sequences that decode one token each, as arrays. Never changed: a step keeps its own.
+
+    While the same sequences decode, each step is the one before it with all positions one further.
+    """
+
+    sequences: list[Sequence]  # (B,) in order of admission
+    slots: tuple[int, ...]  # (B,) of their tails and in the sampler
+    segments: Segments  # the same order; flat rows 0 to B - 1
+    output_index: NDArray[np.int64]  # (B,) which token of each answer is sampled, from 0
+
+    @staticmethod
+    def of(sequences: list[Sequence]) -> "DecodeBatch":
+        """Read the positions of sequences before a step."""
+        slots = [s.slot for s in sequences]
+        segments = Segments(
+            [s.tables for s in sequences],
+            np.arange(len(sequences), dtype=np.int32),
+            ints([s.num_computed for s in sequences]),
+            np.ones(len(sequences), dtype=np.int32),
+            ints([s.num_sealed for s in sequences]),
+            ints(slots),
+        )
+        output_index = np.array([s.num_output for s in sequences], dtype=np.int64)
+        return DecodeBatch(sequences, tuple(slots), segments, output_index)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def advance(self) -> "DecodeBatch":
+        """The next token of each."""
+        segments, output_index = self.segments.advance(), self.output_index + 1
+        return DecodeBatch(self.sequences, self.slots, segments, output_index)
+
+    def sealed_to(self, stops: Ints) -> "DecodeBatch":
+        """The same tokens after tails were sealed up to (B,) these positions."""
+        return replace(self, segments=self.segments.sealed_to(stops))
+
+    @property
+    def max_tail(self) -> int:
+        """Tokens in the longest tail, with the new one."""
+        return int((self.segments.starts - self.segments.sealed).max(initial=-1)) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """What a step verifies: row by row, the proposals that the row's token would follow.
+
+    The rows of one sequence stand together: the first follows no proposal, the next one, and so on.
+    """
+
+    counts: Ints  # (R,) proposals before each row's token
+    token_ids: Ints  # (R, n) these proposals; -1: none
+    blocked: set[int] = field(default_factory=set)  # rows that are not to be sampled after all
+
+    def accepted(self, token_ids: Seq[int]) -> list[bool]:
+        """Which of the R sampled tokens the plain run samples too: all proposals before came true.
+
+        Exact: a row's token follows from the row's own logits, seed and index, so it is the plain
+        run's as long as the tokens before it are.
+        """
+        found: list[bool] = []
+        for row, count in enumerate(self.counts.tolist()):
+            holds = count == 0 or (
+                found[-1]
+                and row not in self.blocked
+                and token_ids[row - 1] == self.token_ids[row, count - 1]
+            )
+            found.append(holds)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """The R rows of a step that give a token: unconstrained ones first, then those with a grammar.
+
+    A sequence has one row, or one more than it has proposals.
+    """
 
     sequences: list[Sequence]  # (R,)
-    event_fields: EventFields  # of them
     slots: tuple[int, ...]  # (R,)
     slot_ids: Ints  # (R,) the same
     output_index: NDArray[np.int64]  # (R,) which token of each answer it is, from 0
-    rows: Ints | None  # (R,) flat rows whose logits give it; None: all of the step's, in order
-    num_constrained: int = 0  # the last so many are under a grammar
+    flat_rows: Ints | None  # (R,) whose logits give it; None: all rows of the step, in order
+    num_constrained: int = 0  # the last so many have a grammar
+    proposals: Proposals | None = None  # None: the step verifies nothing
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     @property
     def num_free(self) -> int:
-        """How many are not under a grammar."""
+        """Rows without a grammar."""
         return len(self.sequences) - self.num_constrained
 
-    @property
-    def constrained(self) -> list[Sequence]:
-        """Those under a grammar."""
-        return self.sequences[self.num_free :]
+
+NO_ROWS = SamplingRows([], (), ints([]), np.zeros(0, dtype=np.int64), None)
 
 
-NOBODY = Sampling(
-    [],
-    EventFields([], [], frozenset()),
-    (),
-    np.zeros(0, dtype=np.int32),
-    np.zeros(0, dtype=np.int64),
-    None,
-)
-
-
-def sampling_of(decodes: DecodeBatch, prefills: list[Segment]) -> Sampling:
-    """Who gets a token: all that decode, and the prompts that end in this step."""
-    ends = [segment for segment in prefills if segment.samples]
-    sequences = decodes.sequences + [s.sequence for s in ends] if ends else decodes.sequences
-    rows, slots, output_index = None, decodes.slots, decodes.output_index
-    event_fields, slot_ids = decodes.event_fields, decodes.spans.slots
-    if prefills:
-        last = [s.row + s.num_tokens - 1 for s in ends]
-        rows = np.concatenate([decodes.spans.rows, ints(last)])
-        slots += tuple([s.slot for s in ends])
+def sampling_rows(decodes: DecodeBatch, ragged: list[Segment]) -> SamplingRows:
+    """The rows of every decoding sequence, of prompts that end in the step, and of proposals."""
+    sequences, slots, slot_ids = decodes.sequences, decodes.slots, decodes.segments.slots
+    output_index, flat_rows, proposals = decodes.output_index, None, None
+    if ragged:
+        samples = [(s, i) for s in ragged for i in range(s.num_samples)]
+        sequences = sequences + [s.sequence for s, _ in samples]
+        slots += tuple([s.slot for s, _ in samples])
         slot_ids = ints(list(slots))
-        event_fields = EventFields.of(sequences)
-        firsts = np.array([s.output_index for s in ends], dtype=np.int64)
-        output_index = np.concatenate([output_index, firsts])
-    num_constrained = decodes.num_constrained + sum(
-        [s.sequence.request.grammar is not None for s in ends]
-    )
-    if not num_constrained:
-        return Sampling(sequences, event_fields, slots, slot_ids, output_index, rows)
-    order = np.argsort([s.request.grammar is not None for s in sequences], kind="stable")
-    in_order = [sequences[place] for place in order]
-    return Sampling(
-        in_order,
-        EventFields.of(in_order),
-        tuple([slots[place] for place in order]),
-        slot_ids[order],
-        output_index[order],
-        order.astype(np.int32) if rows is None else rows[order],
-        num_constrained,
+        output_index = np.append(output_index, [s.output_index + i for s, i in samples])
+        rows = [s.row + s.num_tokens - s.num_samples + i for s, i in samples]
+        flat_rows = np.append(decodes.segments.rows, ints(rows))
+        proposals = _proposals(len(decodes), samples)
+    constrained = [s.request.grammar is not None for s in sequences]
+    found = SamplingRows(sequences, slots, slot_ids, output_index, flat_rows, 0, proposals)
+    return _constrained_last(found, constrained) if any(constrained) else found
+
+
+def _proposals(num_decodes: int, samples: list[tuple[Segment, int]]) -> Proposals | None:
+    most = max([len(s.proposals) for s, _ in samples], default=0)
+    if not most:
+        return None
+    counts = [0] * num_decodes + [i for _, i in samples]
+    token_ids = np.full((len(counts), most), -1, dtype=np.int32)
+    for row, (segment, i) in enumerate(samples, num_decodes):
+        token_ids[row, :i] = segment.proposals[:i]
+    return Proposals(ints(counts), token_ids)
+
+
+def _constrained_last(rows: SamplingRows, constrained: list[bool]) -> SamplingRows:
+    """The same rows in another order; rows of one sequence stay together."""
+    order = np.argsort(constrained, kind="stable")
+    places, proposals = order.tolist(), rows.proposals
+    if proposals is not None:
+        proposals = Proposals(proposals.counts[order], proposals.token_ids[order])
+    return SamplingRows(
+        [rows.sequences[place] for place in places],
+        tuple([rows.slots[place] for place in places]),
+        rows.slot_ids[order],
+        rows.output_index[order],
+        order.astype(np.int32) if rows.flat_rows is None else rows.flat_rows[order],
+        sum(constrained),
+        proposals,
     )
 
 
@@ -138,67 +221,55 @@ class Batch:
     """One step. The flat order of its tokens: decodes, short segments, prefill chunks."""
 
     decodes: DecodeBatch
-    short: list[Segment]  # single tokens before others
+    short: list[Segment]  # of up to MAX_SHORT tokens, single ones first
     long: list[Segment]
     seal: list[Move] = field(default_factory=list)  # tails, before the step
     spill: list[Spill] = field(default_factory=list)
     load: list[Load] = field(default_factory=list)
     restore: list[PartialCopy] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)  # took their slot for this step
-    sampling: Sampling = NOBODY
+    sampling: SamplingRows = NO_ROWS
     num_tokens: int = 0  # rows of the forward pass
+    ragged: list[Segment] = field(init=False)  # short and long ones, in flat order
 
-    @property
-    def prefills(self) -> list[Segment]:
-        """What is not decode, in flat order."""
-        return self.short + self.long if self.long else self.short
+    def __post_init__(self) -> None:
+        self.ragged = self.short + self.long
 
     @property
     def sequences(self) -> list[Sequence]:
         """All, in flat order."""
-        return self.decodes.sequences + [segment.sequence for segment in self.prefills]
+        return self.decodes.sequences + [segment.sequence for segment in self.ragged]
 
     @property
-    def segments(self) -> list[Segment]:
-        """Every sequence of the step spelled out, in flat order; a step's own work does without."""
-        return [self._decode(row) for row in range(len(self.decodes))] + self.prefills
-
-    def _decode(self, row: int) -> Segment:
-        decodes = self.decodes
-        return Segment(
-            decodes.sequences[row],
-            start=int(decodes.spans.starts[row]),
-            num_tokens=1,
-            sealed=int(decodes.spans.sealed[row]),
-            slot=decodes.slots[row],
-            tables=decodes.spans.tables[row],
-            samples=True,
-            output_index=int(decodes.output_index[row]),
-            row=row,
-        )
-
-    @property
-    def spans(self) -> StepSegments:
-        """As the KV cache sees them."""
-        single = self.decodes.spans if len(self.decodes) else None
+    def segments(self) -> StepSegments:
+        """The tokens of the step as the KV cache sees them."""
+        single = self.decodes.segments if len(self.decodes) else None
         return StepSegments.of(self.short, self.long, single)
 
     @property
     def num_slots(self) -> int:
-        """Tails that the step needs: also for who is given a page's beginning, and waits yet."""
-        slots = [segment.slot for segment in self.prefills]
-        slots += [restore.sequence.slot for restore in self.restore]
-        return max([self.decodes.num_slots, *[slot + 1 for slot in slots]])
+        """Tail slots to allocate, with those of sequences that only receive a partial page."""
+        slots = [*self.decodes.slots, *[segment.slot for segment in self.ragged]]
+        return max([*slots, *[copy.sequence.slot for copy in self.restore]], default=-1) + 1
 
     @property
     def begins_answers(self) -> bool:
-        """Whether somebody gets the first token of an answer."""
-        return any(s.samples and not s.output_index for s in self.prefills)
+        """Whether the step gives the first token of an answer."""
+        return any(s.num_samples and not s.output_index for s in self.ragged)
 
     @property
-    def looks_for_numbers(self) -> bool:
-        """Whether to look if logits are numbers at all: where an answer begins, since damaged
-        weights show at once, and as often as tails are sealed, for what goes wrong later.
+    def is_read_first(self) -> bool:
+        """Whether the next step is planned only when this one has been read.
+
+        A first token is what a caller waits for; and how many proposals hold decides where the
+        next step starts.
+        """
+        return self.sampling.proposals is not None or self.begins_answers
+
+    @property
+    def checks_logits(self) -> bool:
+        """Whether to check that logits are finite: where an answer begins, since damaged weights
+        show at once, and as often as tails are sealed, for what goes wrong later.
         """
         return bool(self.seal) or self.begins_answers
 
@@ -209,3 +280,13 @@ class Batch:
         Before the step proper come, in this order: seal, spill, load, restore.
         """
         return bool(self.long or self.seal or self.restore or self.spill or self.load)
+
+
+@dataclass(slots=True)
+class CommitResult:
+    """What came of a step's tokens, by row of its `sampling`."""
+
+    finished: dict[int, FinishReason] = field(default_factory=dict)  # with this token
+    failed: dict[int, BaseException] = field(default_factory=dict)  # the grammar's fault over it
+    discarded: list[int] = field(default_factory=list)  # ended before, or a proposal did not hold
+    released: list[int] = field(default_factory=list)  # had given up the slot: ended or preempted

@@ -6,42 +6,62 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core import Grammar, Request
-from ..sampling.bitmask import WORD_BITS, num_words
+from .batch import SamplingRows
 from .sequence import Sequence
 
 Masks = NDArray[np.uint32]
+WORD_BITS = 32
 ALL = np.uint32(0xFFFFFFFF)
 
 
 class GrammarMasks:
-    """Fills the masks of rows under a grammar, from the tokens that are known.
+    """Fills the masks of constrained rows, from the tokens that are known.
 
     An answer may end where its grammar is satisfied, nowhere else: there its end tokens are allowed
     beside what the grammar allows.
     """
 
     def __init__(self, vocab_size: int) -> None:
-        self._masks = np.zeros((0, num_words(vocab_size)), dtype=np.uint32)
+        self._masks = np.zeros((0, -(-vocab_size // WORD_BITS)), dtype=np.uint32)
 
-    def fill(self, sequences: Seq[Sequence]) -> tuple[Masks, list[tuple[Sequence, str]]]:
-        """The masks of these rows, (G, ceil(V / 32)), and which of them cannot go on, and why.
+    def fill(self, sampling: SamplingRows) -> tuple[Masks, list[tuple[Sequence, str]]]:
+        """The masks of the G constrained rows of a step.
 
-        The masks are written over by the next call. A row that cannot go on, or whose request has
-        ended, allows everything: its token is thrown away.
+        A row that comes after proposals has the mask of the state after them; where that state
+        allows nothing the row is blocked, and its sequence gets there again without proposals.
+
+        Returns:
+            masks (G, ceil(V / 32)), written over by the next call, and the sequences that cannot go
+            on, with the reason. A row that cannot go on, or whose request has ended, allows
+            everything: its token is discarded.
         """
+        first = sampling.num_free
+        sequences, proposals = sampling.sequences[first:], sampling.proposals
         masks = self._room(len(sequences))
-        alive = [row for row, sequence in enumerate(sequences) if not sequence.finished]
-        _fill_by_kind([(_grammar(sequences[row]), row) for row in alive], masks)
+        masks[:] = ALL
+        counts = [0] * len(sequences) if proposals is None else proposals.counts[first:].tolist()
+        states: dict[int, Grammar] = {}
+        for row, sequence in enumerate(sequences):
+            if sequence.finished:
+                continue
+            if proposals is not None and counts[row]:  # the row before is one proposal behind
+                states[row] = states[row - 1].fork()
+                states[row].accept(int(proposals.token_ids[first + row, counts[row] - 1]))
+            else:
+                states[row] = _grammar(sequence)
+        _fill_by_kind(states, masks)
         stuck = []
-        for row in alive:
-            reason = self._end_tokens(sequences[row], masks[row])
-            if reason is not None:
-                stuck.append((sequences[row], reason))
-                masks[row] = ALL
-        if len(alive) < len(sequences):
-            for row, sequence in enumerate(sequences):
-                if sequence.finished:
-                    masks[row] = ALL
+        for row, state in states.items():
+            sequence = sequences[row]
+            num_answered = sequence.num_answered + counts[row]
+            problem = _allow_ends(sequence.request, state, masks[row], num_answered)
+            if problem is None:
+                continue
+            masks[row] = ALL
+            if proposals is not None and counts[row]:
+                proposals.blocked.add(first + row)
+            else:
+                stuck.append((sequence, problem))
         return masks, stuck
 
     def _room(self, num_rows: int) -> Masks:
@@ -49,35 +69,24 @@ class GrammarMasks:
             self._masks = np.zeros((2 * num_rows, self._masks.shape[1]), dtype=np.uint32)
         return self._masks[:num_rows]
 
-    def _end_tokens(self, sequence: Sequence, mask: Masks) -> str | None:
-        """Allow the end tokens where the answer may end; why there is nothing to choose from."""
-        request = sequence.request
-        grammar = _grammar(sequence)
-        early = sequence.num_answered < request.params.min_tokens
-        if grammar.problem is not None:
-            return grammar.problem
-        if grammar.accepting and not early:
-            _allow(mask, request.stop_ids)
-        if not mask.any():
-            return "no token of this vocabulary continues what the grammar wants"
-        if early and not _any_but(mask, request.stop_ids):  # the sampler forbids end tokens
-            return (
-                f"nothing but end tokens may come now, and min_tokens is "
-                f"{request.params.min_tokens}"
-            )
-        return None
 
-
-def follow(request: Request, token_id: int) -> bool:
-    """Show a request's grammar the token that was chosen; whether the answer is now at its end.
-
-    An end token ends the answer by itself, and is none of the grammar's.
-    """
-    assert request.grammar is not None
-    if token_id in request.stop_ids:
-        return False
-    request.grammar.accept(token_id)
-    return request.grammar.finished
+def num_allowed(request: Request, token_ids: Seq[int]) -> int:
+    """How many of these tokens the answer may go on with; it does not end within them."""
+    if request.grammar is None:
+        return len(token_ids)
+    try:
+        state = request.grammar.fork()
+        for count, token_id in enumerate(token_ids):
+            if token_id in request.stop_ids:
+                return count
+            state.accept(token_id)
+            if state.problem is not None or state.finished:
+                return count
+    except (
+        BaseException
+    ):  # the fault boundary of a grammar: it is reported where it is met for good
+        return 0
+    return len(token_ids)
 
 
 def _grammar(sequence: Sequence) -> Grammar:
@@ -86,13 +95,34 @@ def _grammar(sequence: Sequence) -> Grammar:
     return grammar
 
 
-def _fill_by_kind(grammars: Seq[tuple[Grammar, int]], masks: Masks) -> None:
+def _fill_by_kind(states: dict[int, Grammar], masks: Masks) -> None:
     """One call for all grammars of a class, which may use several cores."""
-    kinds: dict[type[Grammar], list[tuple[Grammar, int]]] = {}
-    for grammar, row in grammars:
-        kinds.setdefault(type(grammar), []).append((grammar, row))
+    kinds: dict[type[Grammar], dict[int, Grammar]] = {}
+    for row, state in states.items():
+        kinds.setdefault(type(state), {})[row] = state
     for kind, some in kinds.items():
-        kind.fill_masks([grammar for grammar, _ in some], [row for _, row in some], masks)
+        kind.fill_masks(list(some.values()), list(some), masks)
+
+
+def _allow_ends(request: Request, state: Grammar, mask: Masks, num_answered: int) -> str | None:
+    """Allow the end tokens where the answer may end; why there is nothing to choose from.
+
+    Args:
+        request: of the row.
+        state: of its grammar after `num_answered` tokens.
+        mask: (ceil(V / 32),) what the grammar allows.
+        num_answered: tokens of the answer before this one.
+    """
+    early = num_answered < request.params.min_tokens
+    if state.problem is not None:
+        return state.problem
+    if state.accepting and not early:
+        _allow(mask, request.stop_ids)
+    if not mask.any():
+        return "no token of this vocabulary continues what the grammar wants"
+    if early and not _any_but(mask, request.stop_ids):  # the sampler forbids end tokens
+        return f"nothing but end tokens may come now, and min_tokens is {request.params.min_tokens}"
+    return None
 
 
 def _allow(mask: Masks, token_ids: frozenset[int]) -> None:

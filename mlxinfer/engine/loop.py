@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import traceback
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -15,16 +16,17 @@ from ..cache.kv import KVCache
 from ..cache.transfer import payload_bytes
 from ..config import DiskOptions, EngineConfig
 from ..core import FinishReason, Request, TokenEvent, TokenLogprobs
+from ..errors import GrammarFailedError, RequestFailedError
 from ..models.decoder import Model
 from ..sampling.sampler import Sampler
-from .batch import Batch, Sampling
-from .failures import failed, let_go, stuck_in_grammar, without_numbers
-from .grammar_masks import GrammarMasks, follow
+from .batch import Batch, CommitResult, SamplingRows
+from .grammar_masks import GrammarMasks
 from .kernels import Chooser, choose_kernels, choose_none
 from .limits import EngineLimits
 from .pagestore import PageStore
+from .queues import Counters
 from .runner import Launched, Runner
-from .scheduler import CommitResult, Scheduler
+from .scheduler import Proposer, Scheduler
 from .sequence import Sequence
 from .stats import stats_of
 
@@ -35,9 +37,10 @@ class Loop:
     Args:
         model: evaluated and ready.
         config: sizes.
-        emit: called with what is to be said of requests, in order; of each the last event has a
+        emit: called with the events of requests, in order; the last event of each request has a
             finish_reason.
         kernels: says which Metal kernels may be used.
+        proposer: of tokens that steps verify; None: every step gives a sequence one token.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Loop:
         emit: Callable[[list[TokenEvent]], None],
         *,
         kernels: Chooser = choose_none,
+        proposer: Proposer | None = None,
     ) -> None:
         self.model = model
         self.config = config
@@ -56,6 +60,8 @@ class Loop:
         self._emit = emit
         self._in_flight: Launched | None = None
         self.store: PageStore | None = None
+        self._proposer = proposer
+        self._counters = Counters()  # lives on where the loop starts afresh
         self.assemble()
 
     def assemble(self) -> None:
@@ -84,6 +90,8 @@ class Loop:
             prefill_chunk=config.prefill_chunk,
             reuse=config.prefix_cache,
             store=self.store,
+            proposer=self._proposer,
+            counters=self._counters,
         )
         sampler = Sampler(
             self.model.config.vocab_size,
@@ -102,21 +110,17 @@ class Loop:
     def turn(self) -> None:
         """Launch the next step, then read the one before it: Python works while MLX does.
 
-        A step with somebody's first token is read at once: that is what he waits for.
+        A step on which the next one depends is read first; see `Batch.is_read_first`.
         """
         previous, self._in_flight = self._in_flight, None
-        if previous is not None and previous.batch.begins_answers:
+        if previous is not None and (previous.batch.is_read_first or self.scheduler.proposes):
             self._commit(previous)
             previous = None
         batch = self.scheduler.next_batch()
         current = self._launch(batch, previous) if batch else None
         if previous is not None and not self._commit(previous):
             current = None  # it ran on what the failed step left
-        if (
-            current is not None
-            and current.constrained_logits is not None
-            and not self._sample_constrained(current)
-        ):
+        if current is not None and not self._sample_constrained(current):
             current = None
         if current is not None and not self.config.launch_ahead:
             self._commit(current)
@@ -167,16 +171,18 @@ class Loop:
             return None
 
     def _sample_constrained(self, launched: Launched) -> bool:
-        """Sample the rows under a grammar, all tokens before known; False: the step failed."""
+        """Sample the rows with a grammar, all tokens before known; False: the step failed."""
+        if launched.constrained_logits is None:
+            return True
         try:
-            masks, stuck = self.grammar_masks.fill(launched.batch.sampling.constrained)
+            masks, stuck = self.grammar_masks.fill(launched.batch.sampling)
             self.runner.sample_constrained(launched, masks)
         except BaseException as error:  # the fault boundary of a step, as in _launch
             self._fail_step(launched.batch, error)
             return False
         for sequence, problem in stuck:
             self.scheduler.queues.finish(sequence)
-            self._emit([stuck_in_grammar(sequence, problem)])
+            self._emit([_stuck_in_grammar(sequence, problem)])
         return True
 
     def _commit(self, launched: Launched) -> bool:
@@ -187,58 +193,54 @@ class Loop:
         try:
             token_ids = launched.token_ids()
             logprobs = launched.logprobs()
-            lost = launched.without_numbers()
+            not_finite = launched.not_finite()
             prompt_logits = [(s, at, np.array(rows)) for s, at, rows in launched.prompt_logits]
         except BaseException as error:  # evaluation failed: the fault boundary of a step
             self._fail_step(launched.batch, error)
             return False
         if self.store is not None:
-            self._tell(self.store, launched)
+            self._store_spilled(self.store, launched)
         for sequence, start, logits in prompt_logits:
             new = logits[max(sequence.num_logits - start, 0) :]  # preempted, it computes some again
             if len(new) and not sequence.finished:
                 sequence.num_logits = start + len(logits)
                 self._emit([TokenEvent.without_token(sequence.request.id, prompt_logits=new)])
-        self._fail_lost(lost)
+        self._fail_not_finite(not_finite)
         tokens = token_ids.tolist()
         result = self.scheduler.commit(launched.batch, tokens)
-        self.runner.observe(launched.batch.sampling, token_ids, result.released)
-        self._tell_tokens(launched.batch.sampling, tokens, result, logprobs)
+        self.runner.commit(launched.batch, token_ids, result)
+        self._emit_tokens(launched.batch.sampling, tokens, result, logprobs)
         return True
 
-    def _tell_tokens(
+    def _emit_tokens(
         self,
-        sampling: Sampling,
+        sampling: SamplingRows,
         token_ids: list[int],
         result: CommitResult,
         logprobs: dict[int, TokenLogprobs],
     ) -> None:
-        """An event for each token of a step, and what few of them have beside it."""
-        fields = sampling.event_fields
-        events = TokenEvent.of_step(fields.request_ids, token_ids, fields.cached_tokens)
-        for row, reason in result.finished.items():
-            events[row] = events[row]._replace(finish_reason=reason)
-        for row, found in logprobs.items():
-            events[row] = events[row]._replace(logprobs=found)
-        late, ends = set(result.discarded), []
-        try:
-            for row in range(sampling.num_free, len(sampling)):
-                if row not in late and follow(sampling.sequences[row].request, token_ids[row]):
-                    events[row] = events[row]._replace(finish_reason=None)
-                    ends.append(self._end_whole(sampling.sequences[row]))
-        finally:  # a grammar's fault is not the others', some of whom have just ended
-            if late:
-                events = [event for row, event in enumerate(events) if row not in late]
-            self._emit(events + ends)
+        """One TokenEvent per sampled token, with finish reason and log-probabilities if any."""
+        made_s, discarded = time.monotonic(), set(result.discarded)
+        events = []
+        for row, (sequence, token_id) in enumerate(zip(sampling.sequences, token_ids, strict=True)):
+            if row in discarded:
+                continue
+            name, reason, last = sequence.request.id, result.finished.get(row), None
+            if reason is FinishReason.STOP and token_id not in sequence.request.stop_ids:
+                # The grammar is finished: this token is text, and an event of its own ends it.
+                reason, last = None, TokenEvent.without_token(name, reason)
+            elif row in result.failed:
+                last = failed_event(sequence, result.failed[row])
+            found = logprobs.get(row)
+            events.append(
+                TokenEvent(name, token_id, reason, found, None, sequence.num_cached, None, made_s)
+            )
+            if last is not None:
+                events.append(last)
+        self._emit(events)
 
-    def _end_whole(self, sequence: Sequence) -> TokenEvent:
-        """End an answer whose grammar is finished: its last token was text, no end token."""
-        if not sequence.finished:  # else that token was also the last there was room for
-            self.scheduler.queues.finish(sequence)
-        return TokenEvent.without_token(sequence.request.id, FinishReason.STOP)
-
-    def _tell(self, store: PageStore, launched: Launched) -> None:
-        """A step went well: what was read out before it may be kept."""
+    def _store_spilled(self, store: PageStore, launched: Launched) -> None:
+        """Keep the pages that were read out before a step, now that it went well."""
         store.put(launched.spilled)
         store.step_ended(
             num_prefill=sum([s.num_tokens for s in launched.batch.long]),
@@ -250,37 +252,41 @@ class Loop:
 
     def _fail_step(self, batch: Batch, error: BaseException) -> None:
         """Fail the requests of a step; the others start over on fresh arrays and lose nothing."""
-        let_go(error)
-        self.scheduler.counters.step_failures += 1
+        traceback.clear_frames(error.__traceback__)  # a log may keep the error: not its arrays
+        queues = self.scheduler.queues
+        self._counters.step_failures += 1
         for sequence in batch.sequences:
             if not sequence.finished:
-                self.scheduler.queues.finish(sequence, keep=False)
-                self._emit([failed(sequence, error)])
-        for sequence in reversed(list(self.scheduler.queues.running)):
-            self.scheduler.queues.preempt(sequence, keep=False)
-        for sequence in self.scheduler.queues.unfinished():
+                queues.finish(sequence, keep=False)
+                self._emit([failed_event(sequence, error)])
+        for sequence in reversed(list(queues.running)):
+            queues.preempt(sequence, keep=False)
+        for sequence in queues.unfinished():
             sequence.num_pending = 0  # sampled on what failed; drawn again, the same
         self.scheduler.kv_manager.forget()
         self.cache.reset()
 
-    def _fail_lost(self, sequences: list[Sequence]) -> None:
-        """End those whose logits are no numbers: what was sampled from them is not told."""
+    def _fail_not_finite(self, sequences: list[Sequence]) -> None:
+        """End sequences whose logits are not finite; what was sampled from them is discarded.
+
+        Those that asked for the logits of their prompt get them, whatever they are.
+        """
         for sequence in sequences:
-            if not (sequence.finished or sequence.request.prompt_logits):  # who looks shall see
+            if not (sequence.finished or sequence.request.prompt_logits):
                 self.scheduler.queues.finish(sequence, keep=False)
-                self._emit([without_numbers(sequence)])
+                self._emit([_not_finite(sequence)])
 
     def fail_all(self, error: BaseException) -> None:
-        """Fail every request and start afresh: the books themselves were wrong."""
-        let_go(error)
-        self._emit([failed(sequence, error) for sequence in self.scheduler.queues.unfinished()])
-        counters = self.scheduler.counters
-        counters.step_failures += 1
+        """Fail every request and start afresh: the bookkeeping itself was wrong."""
+        traceback.clear_frames(error.__traceback__)
+        self._emit(
+            [failed_event(sequence, error) for sequence in self.scheduler.queues.unfinished()]
+        )
+        self._counters.step_failures += 1
         self.assemble()
-        self.scheduler.counters = counters
 
     def close(self, *, save: bool = True) -> None:
-        """Let go of the model and every array; nothing works afterwards.
+        """Release the model and every array; nothing works afterwards.
 
         Args:
             save: what is cached, where there is a disk for it; not where it cannot be trusted.
@@ -308,7 +314,7 @@ class Loop:
 
 
 def _open_store(options: DiskOptions, cache: KVCache) -> PageStore:
-    """Pages that others computed are used where everything agrees that they depend on."""
+    """Pages on disk are shared only between equal weights, versions, device and KV format."""
     namespace = namespace_key(
         options.identity,
         f"mlxinfer {version('mlxinfer')} MLX {version('mlx')} {mx.default_device()}",
@@ -321,3 +327,32 @@ def _open_store(options: DiskOptions, cache: KVCache) -> PageStore:
         page_size=cache.page_size,
         max_bytes=options.max_bytes,
     )
+
+
+def failed_event(sequence: Sequence, error: BaseException) -> TokenEvent:
+    """The last event of a request of which a step, or the planning of one, raised an error."""
+    failure = RequestFailedError(
+        f"A step of this request failed after {sequence.num_answered} tokens: "
+        f"{type(error).__name__}: {error}"
+    )
+    failure.__cause__ = error
+    return TokenEvent.without_token(sequence.request.id, FinishReason.ERROR, error=failure)
+
+
+def _not_finite(sequence: Sequence) -> TokenEvent:
+    """The last event of a request whose logits are NaN or infinite."""
+    failure = RequestFailedError(
+        f"The model's logits are NaN or infinite after {sequence.num_known} tokens. Its weights "
+        "may be damaged: download it again; or numbers outgrew float16: try dtype='float32'."
+    )
+    return TokenEvent.without_token(sequence.request.id, FinishReason.ERROR, error=failure)
+
+
+def _stuck_in_grammar(sequence: Sequence, problem: str) -> TokenEvent:
+    """The last event of a request whose grammar allows no token."""
+    grammar = sequence.request.grammar
+    failure = GrammarFailedError(
+        f"The grammar of this request cannot go on after {sequence.num_answered} tokens: {problem}",
+        param=grammar.place if grammar is not None else None,
+    )
+    return TokenEvent.without_token(sequence.request.id, FinishReason.ERROR, error=failure)

@@ -15,7 +15,7 @@ from ..core import TokenLogprobs
 from ..models.decoder import Model
 from ..sampling.logprobs import read_logprobs
 from ..sampling.sampler import Sampled, Sampler
-from .batch import Batch, Load, Sampling, Segment, Spill
+from .batch import Batch, CommitResult, Load, SamplingRows, Segment, Spill
 from .sequence import Sequence
 
 Bools = NDArray[np.bool_]
@@ -28,15 +28,11 @@ class Launched:
 
     batch: Batch
     sampled: Sampled | None  # lazy; None: no row samples, or all wait for their masks
-    prompt_logits: list[tuple[Sequence, int, mx.array]]  # of a position on: (n, vocab), lazy
+    prompt_logits: list[tuple[Sequence, int, mx.array]]  # from a position on: (n, vocab), lazy
     outputs: list[mx.array]  # evaluating these finishes the step
-    constrained_logits: mx.array | None = (
-        None  # (G, vocab) of those constrained, until they are sampled
-    )
-    sound: mx.array | None = None  # (R,) whether logits are numbers; None: not looked at
-    constrained: Sampled | None = (
-        None  # what came of them; their tokens are the last of `sampled`, too
-    )
+    constrained_logits: mx.array | None = None  # (G, vocab), until those rows are sampled
+    finite: mx.array | None = None  # (R,) whether the logits are; None: not checked
+    constrained: Sampled | None = None  # of these rows; `sampled` has their tokens last, too
     spilled: list[tuple[Spill, bytes]] = field(default_factory=list)  # read out before it
     began_s: float = 0.0  # when its launch began
     committed: bool = False  # its tokens were passed on
@@ -50,15 +46,15 @@ class Launched:
         """(R,) the sampled tokens, in the order of `batch.sampling`."""
         return NO_TOKENS if self.sampled is None else np.array(self.sampled.tokens)
 
-    def without_numbers(self) -> list[Sequence]:
-        """Whose logits are NaN or infinite, as far as was looked: what they got is garbage."""
-        if self.sound is None:
+    def not_finite(self) -> list[Sequence]:
+        """Sequences with NaN or infinite logits, where they were checked."""
+        if self.finite is None:
             return []
-        rows: list[int] = np.flatnonzero(~np.array(self.sound)).tolist()
+        rows: list[int] = np.flatnonzero(~np.array(self.finite)).tolist()
         return [self.batch.sampling.sequences[row] for row in rows]
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
-        """Where a request asked for them: place in `batch.sampling` -> log-probabilities."""
+        """Row of `batch.sampling` -> log-probabilities, where its request asked for them."""
         found: dict[int, TokenLogprobs] = {}
         if self.sampled is not None and self.sampled.logprobs is not None:
             found = read_logprobs(self.sampled.logprobs)
@@ -80,7 +76,12 @@ class Runner:
         self._has_rope_variants = model.rope_variant(sys.maxsize) > 0
 
     def launch(self, batch: Batch, previous: Launched | None) -> Launched:
-        """Start a step; `previous` is in flight, and its tokens are inputs that no one has read."""
+        """Start a step.
+
+        Args:
+            batch: what to compute.
+            previous: the step in flight, whose unread tokens are inputs of this one; None: none is.
+        """
         num_slots = batch.num_slots
         in_flight = previous is not None
         if previous is not None and (batch.writes_pages or self.cache.must_grow(num_slots)):
@@ -90,17 +91,17 @@ class Runner:
         self.cache.seal(batch.seal)
         spilled = self.read_out(batch.spill)
         self._fill(batch.load)
-        if batch.admitted:  # after the seals: they read the tails of those who were there before
+        if batch.admitted:  # after the seals, which read the tails of earlier owners
             self._admit(batch)
         self.cache.restore(
             [(r.sequence.tables, r.sequence.slot, r.start, r.stop, r.pages) for r in batch.restore]
         )
         ids, pending = _input_ids(batch, previous)
-        spans = batch.spans
+        segments = batch.segments
         hidden = self.model(
             ids,
-            mx.array(spans.positions),
-            self.cache.begin_step(spans),
+            mx.array(segments.positions),
+            self.cache.begin_step(segments),
             rope_variants=_rope_variants(batch) if self._has_rope_variants else None,
         )
         launched = self._heads(batch, hidden, ids, pending)
@@ -111,31 +112,46 @@ class Runner:
         return launched
 
     def sample_constrained(self, launched: Launched, masks: NDArray[np.uint32]) -> None:
-        """Start sampling the rows under a grammar, while the forward pass of their step runs.
+        """Start sampling the rows with a grammar, while the forward pass of their step runs.
 
         Args:
-            launched: in flight, and the step before it was read: no token is unknown to the host.
+            launched: in flight, and the step before it was read: the host knows all tokens.
             masks: (G, ceil(V / 32)) what their grammars allow.
         """
         assert launched.constrained_logits is not None
         sampling = launched.batch.sampling
+        first, proposals = sampling.num_free, sampling.proposals
         constrained = self.sampler.sample(
             launched.constrained_logits,
-            sampling.slots[sampling.num_free :],
-            sampling.output_index[sampling.num_free :],
+            sampling.slots[first:],
+            sampling.output_index[first:],
+            recent=None if proposals is None else mx.array(proposals.token_ids[first:]),
             mask=mx.array(masks),
         )
         free = launched.sampled
-        tokens = (
-            constrained.tokens
-            if free is None
-            else mx.concatenate([free.tokens, constrained.tokens])
-        )
+        tokens = constrained.tokens
+        if free is not None:
+            tokens = mx.concatenate([free.tokens, tokens])
         launched.sampled = Sampled(tokens, None if free is None else free.logprobs)
         launched.constrained, launched.constrained_logits = constrained, None
         new = [tokens, *constrained.arrays()]
         launched.outputs += new
         mx.async_eval(new)
+
+    def commit(self, batch: Batch, token_ids: Ints, result: CommitResult) -> None:
+        """Let the sampler know the tokens (R,) that were read and kept."""
+        sampling, proposals = batch.sampling, batch.sampling.proposals
+        slots = sampling.slot_ids
+        gone = [*result.released, *result.discarded]
+        if gone:
+            slots = slots.copy()
+            slots[gone] = -1
+        if proposals is None:
+            self.sampler.observe(slots, token_ids)
+            return
+        for count in range(int(proposals.counts.max()) + 1):  # one token of each slot at a time
+            rows = proposals.counts == count
+            self.sampler.observe(slots[rows], token_ids[rows])
 
     def read_out(self, spills: Seq[Spill]) -> list[tuple[Spill, bytes]]:
         """The payloads of pages; only behind a barrier, after seals."""
@@ -151,14 +167,6 @@ class Runner:
             some = [load for load in loads if load.group == group]
             payloads = [load.payload for load in some]
             write_pages(self.cache, group, [load.page for load in some], payloads)
-
-    def observe(self, sampling: Sampling, token_ids: Ints, away: list[int]) -> None:
-        """Tell the sampler which tokens were read, but for rows whose slot was given up."""
-        slots = sampling.slot_ids
-        if away:
-            slots = slots.copy()
-            slots[away] = -1
-        self.sampler.observe(slots, token_ids)
 
     def _admit(self, batch: Batch) -> None:
         admitted = [s for s in batch.admitted if s.slot >= 0]  # others were preempted at once
@@ -181,20 +189,24 @@ class Runner:
         """Logits and tokens of the rows that need them."""
         prompt_logits = [
             (s.sequence, s.start, self._prompt_logits(s, hidden))
-            for s in batch.prefills
+            for s in batch.ragged
             if s.sequence.request.prompt_logits and s.start < s.sequence.num_prompt
         ]
         outputs = [logits for *_, logits in prompt_logits]
-        if not batch.sampling:
+        sampling = batch.sampling
+        if not sampling:
             return Launched(batch, None, prompt_logits, [*outputs, hidden])
-        logits, ids, pending = self._logits(batch.sampling, hidden, ids, pending)
-        sampled, constrained_logits = self._sample(batch.sampling, logits, ids, pending)
+        if sampling.flat_rows is not None:
+            rows = mx.array(sampling.flat_rows)
+            hidden, ids, pending = hidden[rows], ids[rows], pending[sampling.flat_rows]
+        logits = self.model.logits(hidden)  # (R, vocab)
+        sampled, constrained_logits = self._sample(sampling, logits, ids, pending)
         outputs += [] if sampled is None else sampled.arrays()
         outputs += [] if constrained_logits is None else [constrained_logits]
         launched = Launched(batch, sampled, prompt_logits, outputs, constrained_logits)
-        if batch.looks_for_numbers:
-            launched.sound = mx.isfinite(mx.max(logits, axis=-1))
-            outputs.append(launched.sound)
+        if batch.checks_logits:
+            launched.finite = mx.isfinite(mx.max(logits, axis=-1))
+            outputs.append(launched.finite)
         return launched
 
     def _prompt_logits(self, segment: Segment, hidden: mx.array) -> mx.array:
@@ -202,30 +214,32 @@ class Runner:
         count = min(segment.num_tokens, segment.sequence.num_prompt - segment.start)
         return self.model.logits(hidden[segment.row : segment.row + count]).astype(mx.float32)
 
-    def _logits(
-        self, sampling: Sampling, hidden: mx.array, ids: mx.array, pending: Bools
-    ) -> tuple[mx.array, mx.array, Bools]:
-        """Logits (R, vocab) of the rows that get a token, their input ids and which are pending."""
-        if sampling.rows is not None:
-            chosen = mx.array(sampling.rows)
-            hidden, ids, pending = hidden[chosen], ids[chosen], pending[sampling.rows]
-        return self.model.logits(hidden), ids, pending
-
     def _sample(
-        self, sampling: Sampling, logits: mx.array, ids: mx.array, pending: Bools
+        self, sampling: SamplingRows, logits: mx.array, ids: mx.array, pending: Bools
     ) -> tuple[Sampled | None, mx.array | None]:
-        """The tokens of rows without a grammar, and the logits (G, vocab) of the others."""
-        num_free, constrained_logits = sampling.num_free, None
+        """The tokens of rows without a grammar, and the logits (G, vocab) of the others.
+
+        Args:
+            sampling: the R rows.
+            logits: (R, vocab)
+            ids: (R,) their input tokens.
+            pending: (R,) which of these only the device knows.
+        """
+        free, constrained_logits = sampling.num_free, None
         if sampling.num_constrained:
-            logits, constrained_logits = logits[:num_free], logits[num_free:]
-            ids, pending = ids[:num_free], pending[:num_free]
-        if not num_free:
+            logits, constrained_logits = logits[:free], logits[free:]
+            ids, pending = ids[:free], pending[:free]
+        if not free:
             return None, constrained_logits
-        before = ids if pending.all() else None
-        if before is None and pending.any():
-            before = mx.where(mx.array(pending), ids, -1)
-        slots, output_index = sampling.slots[:num_free], sampling.output_index[:num_free]
-        return self.sampler.sample(logits, slots, output_index, before), constrained_logits
+        recent = None
+        if sampling.proposals is not None:  # then all tokens before are known
+            recent = mx.array(sampling.proposals.token_ids[:free])
+        elif pending.all():
+            recent = ids[:, None]
+        elif pending.any():
+            recent = mx.where(mx.array(pending), ids, -1)[:, None]
+        slots, output_index = sampling.slots[:free], sampling.output_index[:free]
+        return self.sampler.sample(logits, slots, output_index, recent), constrained_logits
 
 
 def _input_ids(batch: Batch, previous: Launched | None) -> tuple[mx.array, Bools]:
@@ -245,14 +259,14 @@ def _input_ids(batch: Batch, previous: Launched | None) -> tuple[mx.array, Bools
     pending = rows >= 0
     if pending.all():
         return tokens[mx.array(rows)], pending
-    taken = tokens[mx.array(np.maximum(rows, 0))]
-    return mx.where(mx.array(pending), taken, _known_ids(batch)), pending
+    sampled = tokens[mx.array(np.maximum(rows, 0))]
+    return mx.where(mx.array(pending), sampled, _known_ids(batch)), pending
 
 
 def _rope_variants(batch: Batch) -> Ints | None:
     """(T,) the variant of each token's sequence; None: 0 for all."""
     rows = [sequence.rope_variant for sequence in batch.decodes.sequences]
-    for segment in batch.prefills:
+    for segment in batch.ragged:
         rows += [segment.sequence.rope_variant] * segment.num_tokens
     return np.array(rows, dtype=np.int32) if any(rows) else None
 
@@ -260,6 +274,7 @@ def _rope_variants(batch: Batch) -> Ints | None:
 def _known_ids(batch: Batch) -> mx.array:
     """(T,) token ids as far as the host knows them, else anything."""
     known = [sequence.token_ids[-1] for sequence in batch.decodes.sequences]
-    for segment in batch.prefills:
+    for segment in batch.ragged:
         known += segment.sequence.token_ids[segment.start : segment.stop]
+        known += segment.proposals
     return mx.array(known, dtype=mx.int32)

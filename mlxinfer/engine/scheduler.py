@@ -1,39 +1,44 @@
-"""Who runs next and with how many tokens. Pure Python: knows pages, slots and counts, no arrays.
+"""What runs next and with how many tokens. Pure Python: knows pages, slots and counts, no arrays.
 
-Decode comes first, then prefill chunks within a token budget (`shares.py`), which is halved while
-others run.
+Decode comes first, then prefill chunks within a token budget, which is halved while others run.
 
 A step may be in flight while the next one is planned. Pages given up meanwhile are safe: the pool
 is written only behind a barrier (`Batch.writes_pages`).
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from typing import Protocol
 
-from ..cache.pages import PageAllocator
+import numpy as np
+
+from ..cache.pages import OutOfPages, PageAllocator
+from ..cache.sealing import Move
 from ..cache.window import AttentionWindow
-from ..core import FinishReason
-from .batch import MAX_SHORT, Batch, Segment, sampling_of
-from .counters import Counters
-from .decodes import DecodeBatch
+from ..core import FinishReason, Grammar
+from .batch import MAX_SHORT, Batch, CommitResult, DecodeBatch, Segment, sampling_rows
+from .grammar_masks import num_allowed
 from .kv_manager import KVManager
 from .pagestore import PageStore
-from .queues import RequestQueues
+from .queues import Counters, RequestQueues
 from .sequence import Sequence
-from .shares import prefill_shares
-from .tails import Tails
-from .unwritten import Unwritten
 
 
-@dataclass(slots=True)
-class CommitResult:
-    """What came of a step's tokens, by row of its `sampling`; of most there is nothing to say."""
+class Proposer(Protocol):
+    """Guesses what sequences will say, so that one step verifies several tokens of each.
 
-    finished: dict[int, FinishReason] = field(default_factory=dict)  # with this token
-    discarded: list[int] = field(default_factory=list)  # had ended before: the token is thrown away
-    released: list[int] = field(
-        default_factory=list
-    )  # gave up the slot: these, and who was preempted
+    A guess changes how fast an answer comes, and never its tokens.
+    """
+
+    def depth(self, sequences: Seq[Sequence]) -> int:
+        """How many tokens to propose for each of these in the next step, at most.
+
+        0: none; then the next step is launched while this one runs. Else it waits to be read.
+        """
+        ...
+
+    def propose(self, sequences: Seq[Sequence], depth: int) -> list[list[int]]:
+        """Up to `depth` tokens for each sequence that may follow its `token_ids`; none is fine."""
+        ...
 
 
 class Scheduler:
@@ -47,6 +52,8 @@ class Scheduler:
         prefill_chunk: prompt tokens a step, all sequences together.
         reuse: whether prompts may use the KV that earlier requests left.
         store: where evicted pages go, and come back from.
+        proposer: of tokens to verify; None: every row brings one token.
+        counters: to go on counting in.
     """
 
     def __init__(
@@ -59,6 +66,8 @@ class Scheduler:
         prefill_chunk: int,
         reuse: bool = True,
         store: PageStore | None = None,
+        proposer: Proposer | None = None,
+        counters: Counters | None = None,
     ) -> None:
         assert len(windows) == len(allocators)
         assert prefill_chunk % page_size == 0
@@ -72,13 +81,16 @@ class Scheduler:
         )
         self.page_size = page_size
         self.prefill_chunk = prefill_chunk
-        self._max_short = min(MAX_SHORT, page_size)  # fits in a tail beside a page begun
-        self.counters = Counters()
+        self.counters = counters or Counters()
         self.queues = RequestQueues(self.kv_manager, self.counters, max_batch=max_batch)
-        self._tails = Tails(self.kv_manager, self.counters, page_size)
-        self._last: DecodeBatch | None = (
-            None  # of the last step; its rows move on while nobody joins
-        )
+        self._max_short = min(MAX_SHORT, page_size)  # fits in a tail beside a page begun
+        self._proposer = proposer
+        self._last: DecodeBatch | None = None  # of the last step, where the next may go on from it
+
+    @property
+    def proposes(self) -> bool:
+        """Whether the next step verifies proposals: the one in flight is read before, then."""
+        return self._proposer is not None and self._proposer.depth(self.queues.running) > 0
 
     # -- the next step --------------------------------------------------------------------------
 
@@ -87,8 +99,10 @@ class Scheduler:
         queues = self.queues
         if self.kv_manager.unsettled and self.kv_manager.settle(queues.running):
             self._last = None
-        decodes = self._next_decodes()
-        segments, decodes = self._next_prefills(decodes)
+        decodes, verified = self._next_decodes()
+        prefills = self._next_prefills(len(decodes) + len(verified) == len(queues.running))
+        decodes, verified = _without_preempted(decodes, verified)
+        segments = verified + prefills
         if not segments and not decodes:
             assert queues.idle or any(s.num_pending for s in queues.unfinished()), "stuck"
             return None
@@ -100,91 +114,61 @@ class Scheduler:
         )
         batch.admitted, batch.restore = queues.take_admitted()
         batch.spill, batch.load = self.kv_manager.take_transfers()
-        self._tails.seal(batch)
+        self._seal_tails(batch)
         self._launch(batch)
         return batch
 
-    def commit(self, batch: Batch, token_ids: Seq[int]) -> CommitResult:
-        """Take in the tokens that a step sampled, one for each row of `batch.sampling`."""
-        result, stop_ids, unwritten = (
-            CommitResult(),
-            batch.sampling.event_fields.stop_ids,
-            self.queues.unwritten,
-        )
-        # Few tokens can end anything; which do is looked at one by one.
-        last_ones = bool(batch.prefills) or batch.decodes.steps_left <= 1
-        steady = unwritten.sequences is batch.sampling.sequences
-        if steady and not last_ones and stop_ids.isdisjoint(token_ids):
-            unwritten.read(token_ids)
-            self.counters.tokens_sampled += len(token_ids)
-            return result
-        if steady:
-            unwritten.read_one_by_one()
-        else:
-            unwritten.write()
-        rows = zip(batch.sampling.sequences, token_ids, strict=True)
-        for row, (sequence, token_id) in enumerate(rows):
-            sequence.num_pending -= 1
-            if sequence.slot < 0:
-                result.released.append(row)
-                if sequence.finished:
-                    result.discarded.append(row)
-                    continue
-            sequence.token_ids.append(token_id)
-            if last_ones or token_id in stop_ids:
-                reason = _finish_reason(sequence, token_id)
-                if reason is not None:
-                    self.queues.finish(sequence)
-                    result.finished[row] = reason
-        self.counters.tokens_sampled += len(batch.sampling) - len(result.discarded)
-        return result
+    def _next_decodes(self) -> tuple[DecodeBatch, list[Segment]]:
+        """The newest token of every sequence whose prompt is computed, where there is room.
 
-    def _next_decodes(self) -> DecodeBatch:
-        """The newest token of every sequence whose prompt is computed, where there is room."""
-        last = self._last
-        steady = last is not None and last.sequences is self.queues.unwritten.sequences
-        if last is not None and steady and last.steps_left > 1:
-            decodes = last.advance()
+        Those with proposals come as segments, the others as a batch of single tokens.
+        """
+        decoding = [s for s in self.queues.running if s.decodes]
+        proposals = self._propose(decoding)
+        singles = [s for s in decoding if s not in proposals] if proposals else decoding
+        if self._last is not None and self._last.sequences == singles:
+            decodes = self._last.advance()
         else:
-            decodes = DecodeBatch.of(self.queues.running)
-        rows = decodes.at_page_start(self.page_size)
+            decodes = DecodeBatch.of(singles)
+        self._hold_decodes(decodes)
+        verified = [
+            self._verification(sequence, proposed)
+            for sequence, proposed in proposals.items()
+            if sequence.slot >= 0 and self.queues.hold(sequence, sequence.num_computed + 1)
+        ]
+        return _without_preempted(decodes, verified)
+
+    def _hold_decodes(self, decodes: DecodeBatch) -> None:
+        """Take the pages that the new tokens begin; the youngest sequences may be preempted."""
+        starts = decodes.segments.starts
+        rows = np.flatnonzero(starts % self.page_size == 0).tolist()
         if not rows:
-            return decodes
-        crowded = [decodes.sequences[row] for row in rows]
-        num_tokens = (decodes.spans.starts[rows] + 1).tolist()
-        if self.kv_manager.extend_each(crowded, num_tokens):
-            return decodes
-        preemptions = self.counters.preemptions
-        for sequence, count in zip(crowded, num_tokens, strict=True):
-            if sequence.slot >= 0:  # else it just had to make room
-                self.queues.hold(sequence, count)
-        return self._still_there(decodes, preemptions)
+            return
+        sequences = [decodes.sequences[row] for row in rows]
+        num_tokens = (starts[rows] + 1).tolist()
+        if not self.kv_manager.extend_each(sequences, num_tokens):
+            for sequence, count in zip(sequences, num_tokens, strict=True):
+                if sequence.slot >= 0:  # else it was just preempted
+                    self.queues.hold(sequence, count)
 
-    def _still_there(self, decodes: DecodeBatch, preemptions: int) -> DecodeBatch:
-        """Without those who had to make room for others, since there were so many preemptions."""
-        return decodes if self.counters.preemptions == preemptions else decodes.without_preempted()
-
-    def _next_prefills(self, decodes: DecodeBatch) -> tuple[list[Segment], DecodeBatch]:
-        """Prompts in work, and from the queue those for which there is room; who decodes still."""
+    def _next_prefills(self, all_decode: bool) -> list[Segment]:
+        """Prompts in work, and from the queue those for which there is room."""
         queues = self.queues
-        all_decode = len(decodes) == queues.num_running
         if all_decode and not queues.may_admit:
-            return [], decodes
-        preemptions = self.counters.preemptions
+            return []
         prefilling = [] if all_decode else _prefilling(queues.running)
         max_prefilling = self.prefill_chunk // self.page_size  # each gets a page at least
         while len(prefilling) < max_prefilling and (admitted := queues.admit(prefilling)):
             prefilling.append(admitted)
         budget = self.prefill_chunk
-        if queues.num_running > 1:  # the budget is what the others wait for
+        if len(queues.running) > 1:  # the budget is what the others wait for
             budget = max(budget // 2, self.page_size)
         shares = [
             (sequence, count)
             for sequence, count in prefill_shares(prefilling, budget, self.page_size)
             if sequence.slot >= 0 and queues.hold(sequence, sequence.num_computed + count)
         ]
-        segments = [self._prefill(s, count) for s, count in shares if s.slot >= 0]
-        return segments, self._still_there(decodes, preemptions)
+        return [self._prefill(s, count) for s, count in shares if s.slot >= 0]
 
     def _prefill(self, sequence: Sequence, count: int) -> Segment:
         return Segment(
@@ -194,56 +178,214 @@ class Scheduler:
             sealed=sequence.num_sealed,
             slot=sequence.slot,
             tables=sequence.tables,
-            samples=count == sequence.num_left,
+            num_samples=int(count == sequence.num_left),
             output_index=sequence.num_output,
             seals=count > self._max_short,
         )
 
+    # -- proposals ------------------------------------------------------------------------------
+
+    def _propose(self, decoding: list[Sequence]) -> dict[Sequence, list[int]]:
+        """What the proposer has for sequences whose tokens are all known; only where it is any."""
+        if self._proposer is None:
+            return {}
+        known = [s for s in decoding if not s.num_pending]
+        depth = min(self._proposer.depth(known), self._max_short - 1) if known else 0
+        if depth <= 0:
+            return {}
+        proposed = self._proposer.propose(known, depth)
+        usable = [
+            token_ids[: min(depth, s.max_known - s.num_known - 1)]
+            for s, token_ids in zip(known, proposed, strict=True)
+        ]
+        allowed = [ids[: num_allowed(s.request, ids)] for s, ids in zip(known, usable, strict=True)]
+        return {s: ids for s, ids in zip(known, allowed, strict=True) if ids}
+
+    def _verification(self, sequence: Sequence, proposals: list[int]) -> Segment:
+        """The newest token and its proposals, as many as there are pages for without preemption."""
+        start = sequence.num_computed
+        try:
+            self.kv_manager.extend(sequence, start + 1 + len(proposals))
+        except OutOfPages:
+            end = min([table.end for table in sequence.tables])
+            proposals = proposals[: end - start - 1]
+        return Segment(
+            sequence=sequence,
+            start=start,
+            num_tokens=1 + len(proposals),
+            sealed=sequence.num_sealed,
+            slot=sequence.slot,
+            tables=sequence.tables,
+            num_samples=1 + len(proposals),
+            output_index=sequence.num_output,
+            proposals=proposals,
+        )
+
+    # -- sealing --------------------------------------------------------------------------------
+
+    def _seal_tails(self, batch: Batch) -> None:
+        """Add the full pages of all tails to a step that has a barrier anyway, or needs one now.
+
+        A tail is a ring of two pages. A barrier costs the same for one tail as for all.
+        """
+        longest = max([s.stop - s.sealed for s in batch.short], default=0)
+        if max(longest, batch.decodes.max_tail) <= 2 * self.page_size and not batch.writes_pages:
+            return
+        segments, sequences = batch.decodes.segments, batch.decodes.sequences
+        stops = np.maximum(segments.starts - segments.starts % self.page_size, segments.sealed)
+        for row in np.flatnonzero(stops > segments.sealed).tolist():
+            batch.seal.append(self._seal(sequences[row], int(stops[row])))
+        batch.decodes = batch.decodes.sealed_to(stops)
+        for segment in batch.ragged:
+            stop = segment.start - segment.start % self.page_size
+            if stop > segment.sealed:
+                batch.seal.append(self._seal(segment.sequence, stop))
+                segment.sealed = stop
+
+    def _seal(self, sequence: Sequence, stop: int) -> Move:
+        start = sequence.num_sealed
+        sequence.num_sealed = stop
+        self.counters.pages_sealed += (stop - start) // self.page_size
+        if start < sequence.num_prompt:
+            self.kv_manager.wrote(sequence)
+        else:
+            self.kv_manager.wrote_answer(sequence)
+        return Move(sequence.tables, sequence.slot, start, stop)
+
+    # -- what is known of a step ----------------------------------------------------------------
+
     def _launch(self, batch: Batch) -> None:
         """Count the step as computed: it will be by the time that anything depends on it."""
-        queues = self.queues
-        if queues.unwritten.sequences is not batch.decodes.sequences:
-            queues.unwritten.write()
-            queues.unwritten = Unwritten(batch.decodes.sequences)
-        queues.unwritten.launched()
-        for sequence in batch.admitted:  # some are given no token in it, but what they share
+        for sequence in batch.admitted:  # some get no token in it, but a copy of a shared page
             sequence.started = sequence.slot >= 0
+        for sequence in batch.decodes.sequences:
+            sequence.num_computed += 1
+            sequence.num_pending += 1
         row = len(batch.decodes)
-        for segment in batch.prefills:
+        for segment in batch.ragged:
             sequence = segment.sequence
             segment.row = row
             row += segment.num_tokens
-            sequence.num_computed += segment.num_tokens
-            sequence.num_pending += segment.samples
-            if segment.samples:  # nobody waits for it any more
+            sequence.num_computed += segment.num_tokens - len(segment.proposals)
+            sequence.num_pending += segment.num_samples
+            self.counters.tokens_proposed += len(segment.proposals)
+            if segment.num_samples:  # no sequence waits for its prompt any more
                 sequence.sharers = {}
         for segment in batch.long:
             segment.sequence.num_sealed = segment.stop - segment.stop % self.page_size
             self.kv_manager.wrote(segment.sequence)
-        for restore in batch.restore:
-            self.kv_manager.tree.release_cut(restore.sequence.lease_of)
-        batch.sampling = sampling_of(batch.decodes, batch.prefills)
+        for copy in batch.restore:
+            self.kv_manager.tree.release_cut(copy.sequence.lease_of)
+        batch.sampling = sampling_rows(batch.decodes, batch.ragged)
         batch.num_tokens = row
-        self._last = None if batch.prefills or batch.admitted else batch.decodes  # they may join
+        self._last = None if batch.ragged or batch.admitted else batch.decodes
         self.counters.steps += 1
         self.counters.tokens_computed += row
-        self.counters.prompt_tokens_computed += _num_prompt_tokens(batch.prefills)
+        self.counters.prompt_tokens_computed += _num_prompt_tokens(batch.ragged)
+
+    def commit(self, batch: Batch, token_ids: Seq[int]) -> CommitResult:
+        """Take in the tokens that a step sampled, one for each row of `batch.sampling`.
+
+        The one place that ends answers by their tokens: end tokens, finished grammars, lengths.
+        Rows after an end, or after a proposal that was not sampled, are discarded.
+        """
+        sampling, result = batch.sampling, CommitResult()
+        assert len(token_ids) == len(sampling)
+        proposals = sampling.proposals
+        accepted = proposals.accepted(token_ids) if proposals is not None else None
+        rows = zip(sampling.sequences, token_ids, strict=True)
+        for row, (sequence, token_id) in enumerate(rows):
+            sequence.num_pending -= 1
+            if sequence.slot < 0:
+                result.released.append(row)
+            if sequence.finished or (accepted is not None and not accepted[row]):
+                result.discarded.append(row)
+                continue
+            sequence.token_ids.append(token_id)
+            if proposals is not None and proposals.counts[row]:
+                self.counters.tokens_accepted += 1
+                sequence.num_computed += sequence.slot >= 0  # the proposal before it held
+            self._finish(sequence, token_id, row, result)
+        self.counters.tokens_sampled += len(sampling) - len(result.discarded)
+        return result
+
+    def _finish(self, sequence: Sequence, token_id: int, row: int, result: CommitResult) -> None:
+        """End a sequence that ends with its newest token."""
+        request = sequence.request
+        try:
+            if token_id in request.stop_ids:
+                ended = sequence.num_answered > request.params.min_tokens
+                reason = FinishReason.STOP if ended else None
+            else:
+                reason = FinishReason.STOP if _completes(request.grammar, token_id) else None
+        except BaseException as error:  # the fault boundary of a grammar: others go on
+            result.failed[row] = error
+            self.queues.finish(sequence)
+            return
+        if reason is None and len(sequence.token_ids) >= sequence.max_known:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            result.finished[row] = reason
+            self.queues.finish(sequence)
+
+
+def prefill_shares(
+    prefilling: Seq[Sequence], budget: int, page_size: int
+) -> list[tuple[Sequence, int]]:
+    """Tokens of the next step for each prompt that gets any.
+
+    A chunk ends at a page boundary unless it ends the prompt. A quarter of the budget is for the
+    oldest prompt, so that it is never starved; the rest goes to the shortest first, so that a short
+    question does not wait behind a long document.
+
+    Args:
+        prefilling: oldest first.
+        budget: tokens, all prompts together; at least a page.
+        page_size: tokens a page.
+    """
+    if not prefilling:
+        return []
+    oldest = prefilling[0]
+    shares = {oldest: _chunk(oldest, max(budget // 4, page_size), page_size)}
+    budget -= shares[oldest]
+    for sequence in sorted(prefilling[1:], key=lambda s: s.num_left):
+        shares[sequence] = _chunk(sequence, budget, page_size)
+        budget -= shares[sequence]
+    shares[oldest] = _chunk(oldest, shares[oldest] + budget, page_size)
+    return [(sequence, count) for sequence, count in shares.items() if count]
+
+
+def _chunk(sequence: Sequence, limit: int, page_size: int) -> int:
+    """Tokens of the next chunk: all that is left, or as many as end at a page boundary."""
+    if sequence.num_left <= limit:
+        return sequence.num_left
+    stop = sequence.num_computed + limit
+    return max(limit - stop % page_size, 0)
+
+
+def _without_preempted(
+    decodes: DecodeBatch, segments: list[Segment]
+) -> tuple[DecodeBatch, list[Segment]]:
+    """The parts of a step whose sequences still have their slot."""
+    if any(sequence.slot < 0 for sequence in decodes.sequences):
+        decodes = DecodeBatch.of([s for s in decodes.sequences if s.slot >= 0])
+    return decodes, [segment for segment in segments if segment.sequence.slot >= 0]
 
 
 def _prefilling(running: Seq[Sequence]) -> list[Sequence]:
-    """Those whose prompts are in work."""
+    """Sequences whose prompts are in work."""
     return [s for s in running if s.num_left > 0 and not s.decoding]
+
+
+def _completes(grammar: Grammar | None, token_id: int) -> bool:
+    """Whether a grammar is finished with this token: it was text, no end token."""
+    if grammar is None:
+        return False
+    grammar.accept(token_id)
+    return grammar.finished
 
 
 def _num_prompt_tokens(segments: Seq[Segment]) -> int:
     """How many tokens of prompts a step computes; the rest are of answers."""
     ends = [(s.start, min(s.stop, s.sequence.num_prompt)) for s in segments]
     return sum([stop - start for start, stop in ends if start < stop])
-
-
-def _finish_reason(sequence: Sequence, token_id: int) -> FinishReason | None:
-    """Why a sequence ends with this token, where it may; None: it goes on."""
-    request = sequence.request
-    if token_id in request.stop_ids and sequence.num_answered > request.params.min_tokens:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if sequence.num_known >= sequence.max_known else None

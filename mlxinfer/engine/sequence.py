@@ -1,7 +1,6 @@
 """One request while the engine works on it: tokens, how far they are computed, what it holds."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from ..cache.page_table import PageTable
 from ..cache.prefix.leases import Lease
@@ -12,8 +11,9 @@ from ..core import Request
 class Sequence:
     """Positions count from 0 over prompt and answer.
 
-    `num_computed` runs ahead of what is known: a launched step counts as computed, and the tokens
-    it samples are counted in `num_pending` until they are read.
+    `num_computed` runs ahead of `token_ids`: a launched step counts as computed, and the tokens
+    that it samples are counted in `num_pending` until they are read. Of a step that verifies
+    proposals only the first token counts as computed; the others do as they are accepted.
     """
 
     request: Request
@@ -23,16 +23,16 @@ class Sequence:
     rope_variant: int = 0  # see `Model.rope_variant`; chosen once, since all of its keys have it
     num_computed: int = 0  # positions whose KV is there, or in a launched step
     num_sealed: int = 0  # of these, in pages of the pool; the rest lies in the tail
-    num_pending: int = 0  # sampled in a launched step, not yet read: 0 or 1
+    num_pending: int = 0  # rows of launched steps that sample for it and were not yet read
     slot: int = -1  # row in the tails and in the sampler; -1: not running
     tables: list[PageTable] = field(default_factory=list)  # one per layer group
     lease: Lease | None = None  # on what it shares with the prefix tree; None: not running
-    started: bool = False  # the step was launched before which it is given what it shares
+    started: bool = False  # the step was launched before which shared pages are copied for it
     num_logits: int = 0  # positions whose logits were given out, where they were asked for
-    num_cached: int = 0  # prompt tokens that it found computed
+    num_cached: int = 0  # prompt tokens that were found computed
     finished: bool = False
     num_preempted: int = 0
-    # who waits for its prompt -> until so many positions are computed
+    # waiting sequence -> positions of this one that must be computed before it is admitted
     sharers: dict["Sequence", int] = field(default_factory=dict)
 
     @property
@@ -59,7 +59,7 @@ class Sequence:
     @property
     def num_output(self) -> int:
         """Tokens of the answer, pending ones included."""
-        return self.num_answered + self.num_pending
+        return len(self.token_ids) - self.num_prompt + self.num_pending
 
     @property
     def num_left(self) -> int:
@@ -76,18 +76,3 @@ class Sequence:
         """Whether the next step computes that token: not if the last one is in flight."""
         num_tokens = len(self.token_ids) + self.num_pending
         return self.num_computed + 1 == num_tokens and self.num_prompt < num_tokens < self.max_known
-
-
-class EventFields(NamedTuple):
-    """What every event of R sequences says, and what may end one; as it is while they run."""
-
-    request_ids: list[str]  # (R,)
-    cached_tokens: list[int]  # (R,)
-    stop_ids: frozenset[int]  # of any of them
-
-    @staticmethod
-    def of(sequences: list[Sequence]) -> "EventFields":
-        """Of these."""
-        asked = [(s.request.id, s.num_cached) for s in sequences]
-        stops: frozenset[int] = frozenset().union(*[s.request.stop_ids for s in sequences])
-        return EventFields([name for name, _ in asked], [cached for _, cached in asked], stops)

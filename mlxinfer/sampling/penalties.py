@@ -1,7 +1,7 @@
-"""Penalties on tokens that came before. Knows the tokens of a batch, not its requests.
+"""Penalties on tokens that came before: which tokens each answer holds, and what they cost.
 
-The newest token of a row may exist on the device only (`pending`): the host then learns of it one
-step later. Logits come out the same bit for bit, whether it is pending or known.
+The newest tokens of a row may not be part of its history (`recent`): the host learns of them one
+step later, or they are proposals. Logits come out the same bit for bit either way.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,129 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .blocks import padded_width
-from .history import TokenHistory
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+BITS = np.array([1 << place for place in range(8)], dtype=np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Slots (N,), and the P of them that are followed."""
+
+    slots: Ints
+    places: NDArray[np.int64]  # (P,) among the slots
+    rows: Ints  # (P,) these slots
+    counted: NDArray[np.bool_] | None  # (P,) None: none is
+
+
+class TokenHistory:
+    """Distinct tokens of the answer of each slot it follows, and how often each of them is there.
+
+    A row of `ids` holds `sizes` tokens, then `spare`: the column of a padded row of logits that
+    stands for no token. A bit for each token of the vocabulary says whether it is in the row; where
+    it is, only slots that are counted ask.
+    """
+
+    def __init__(self, spare: int) -> None:
+        self.spare = spare
+        self._sizes = np.full(1, -1)  # by slot, -1: not followed; the last: all that lie beyond
+        self._counted = np.zeros(0, dtype=np.bool_)
+        self._last: _Asked | None = None  # while the same slots are asked about
+        self._seen = np.zeros((0, spare // 8 + 1), dtype=np.uint8)  # token t: bit t % 8 of t // 8
+        self._ids = np.zeros((0, 64), dtype=np.int32)
+        self._counts = np.zeros((0, 64), dtype=np.float32)
+
+    def start(self, slot: int, output_ids: Sequence[int], *, counted: bool) -> None:
+        """Follow a slot, whose answer so far is known.
+
+        Args:
+            slot: followed or not.
+            output_ids: the answer.
+            counted: whether it is counted how often a token is there.
+        """
+        ids, times = np.unique(np.asarray(output_ids, dtype=np.int32), return_counts=True)
+        num_ids = len(ids)
+        self._reserve(num_slots=slot + 1, num_ids=num_ids)
+        self._ids[slot] = self.spare
+        self._ids[slot, :num_ids] = ids
+        self._counts[slot] = 0
+        self._counts[slot, :num_ids] = times if counted else 0
+        self._seen[slot] = 0
+        np.bitwise_or.at(self._seen[slot], ids >> 3, BITS[ids & 7])
+        self._sizes[slot] = num_ids
+        self._counted[slot] = counted
+        self._last = None
+
+    def stop(self, slot: int) -> None:
+        """Follow a slot no longer, if it was followed."""
+        if slot < len(self._sizes):
+            self._sizes[slot] = -1
+            self._last = None
+
+    def observe(self, slots: Ints, token_ids: Ints) -> None:
+        """Add one token to each of these slots (N,), all different, that is followed; -1: none.
+
+        Cheapest with the same array of slots, never changed, while the batch is the same.
+        """
+        if self._last is None or self._last.slots is not slots:
+            self._last = self._followed(slots)
+        rows, counted = self._last.rows, self._last.counted
+        if not len(rows):
+            return
+        tokens = token_ids[self._last.places]
+        byte, bit = tokens >> 3, BITS[tokens & 7]
+        seen = self._seen[rows, byte]
+        self._seen[rows, byte] = seen | bit
+        new = (seen & bit) == 0
+        self._add(rows[new], tokens[new])
+        if counted is not None and (again := counted & ~new).any():
+            self._count(rows[again], tokens[again])
+
+    def ids(self, slots: NDArray[np.int64]) -> Ints:
+        """(P, N) distinct ids, as wide as the longest of these histories."""
+        return self._ids[slots, : self._width(slots)]
+
+    def counts(self, slots: NDArray[np.int64]) -> Floats:
+        """(P, N) how often each of the `ids` is there; 0 in rows that are not counted."""
+        return self._counts[slots, : self._width(slots)]
+
+    def _followed(self, slots: Ints) -> "_Asked":
+        """Which of these slots (N,) are followed, and which of those are counted."""
+        beyond = len(self._sizes) - 1
+        places = np.flatnonzero(self._sizes[np.minimum(slots, beyond)] >= 0)
+        rows = slots[places]
+        counted = self._counted[rows]
+        return _Asked(slots, places, rows, counted if counted.any() else None)
+
+    def _add(self, slots: Ints, token_ids: Ints) -> None:
+        """Tokens (N,) that these slots have not had."""
+        columns = self._sizes[slots]
+        self._reserve(num_slots=0, num_ids=int(columns.max(initial=-1)) + 1)
+        self._ids[slots, columns] = token_ids
+        self._counts[slots, columns] = self._counted[slots]
+        self._sizes[slots] = columns + 1
+
+    def _count(self, slots: Ints, token_ids: Ints) -> None:
+        """Tokens (N,) that these slots have."""
+        ids = self._ids[slots, : int(self._sizes[slots].max())]
+        self._counts[slots, (ids == token_ids[:, None]).argmax(axis=-1)] += 1
+
+    def _width(self, slots: NDArray[np.int64]) -> int:
+        return int(self._sizes[slots].max(initial=1))
+
+    def _reserve(self, *, num_slots: int, num_ids: int) -> None:
+        rows, columns = self._ids.shape
+        if num_slots <= rows and num_ids <= columns:
+            return
+        more_rows = max(num_slots, 2 * rows) - rows if num_slots > rows else 0
+        more_columns = max(num_ids, 2 * columns) - columns if num_ids > columns else 0
+        more = ((0, more_rows), (0, more_columns))
+        self._ids = np.pad(self._ids, more, constant_values=self.spare)
+        self._counts = np.pad(self._counts, more)
+        self._sizes = np.pad(self._sizes, more[0], constant_values=-1)
+        self._counted = np.pad(self._counted, more[0])
+        self._seen = np.pad(self._seen, (more[0], (0, 0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +167,7 @@ def prompt_mask(prompt_ids: Sequence[int], vocab_size: int) -> mx.array:
 
 
 def penalise(
-    logits: mx.array, penalties: Penalties, history: TokenHistory, pending: mx.array | None
+    logits: mx.array, penalties: Penalties, history: TokenHistory, recent: mx.array | None
 ) -> mx.array:
     """Logits after the penalties: repetition, then frequency and presence.
 
@@ -57,15 +179,15 @@ def penalise(
         logits: (R, width) float32, padded: column `spare` of the history is -inf.
         penalties: of P of these rows.
         history: what the host knows of their answers.
-        pending: (R,) int32 each row's newest token where the host does not know it, else -1.
+        recent: (R, n) int32 the newest tokens of each row that are not in its history, and -1.
 
     Returns:
         (R, width) float32
     """
     places = penalties.places
-    if pending is not None and places is not None:
-        pending = mx.take_along_axis(pending, places, axis=0)
-    ids, subtracted = _answers(penalties, history, pending)
+    if recent is not None and places is not None:
+        recent = recent[places]
+    ids, subtracted = _answers(penalties, history, recent)
     rows = logits if places is None else logits[places]  # (P, width)
     repeated = rows  # as if every token came before
     if penalties.repetition is not None:
@@ -86,7 +208,7 @@ def _repeated(logits: mx.array, strength: mx.array) -> mx.array:
 
 
 def _answers(
-    penalties: Penalties, history: TokenHistory, pending: mx.array | None
+    penalties: Penalties, history: TokenHistory, recent: mx.array | None
 ) -> tuple[mx.array, list[mx.array]]:
     """The tokens (P, N) of the answers and what is subtracted from their logits.
 
@@ -94,25 +216,25 @@ def _answers(
     a column that is -inf, whatever is subtracted: `spare`, or -1, the last one.
     """
     ids = mx.array(history.ids(penalties.slots))
-    newest = None if pending is None else pending[:, None]  # (P, 1)
     subtracted = []
     if penalties.frequency is not None:
         counts = mx.array(history.counts(penalties.slots))
-        if newest is not None:
-            counts, newest = _counted(ids, counts, newest, history.spare)
+        if recent is not None:
+            counts, recent = _counted(ids, counts, recent, history.spare)
         subtracted.append(penalties.frequency * counts)
     if penalties.presence is not None:
         subtracted.append(penalties.presence)
-    return ids if newest is None else mx.concatenate([ids, newest], axis=-1), subtracted
+    return ids if recent is None else mx.concatenate([ids, recent], axis=-1), subtracted
 
 
 def _counted(
-    ids: mx.array, counts: mx.array, newest: mx.array, spare: int
+    ids: mx.array, counts: mx.array, recent: mx.array, spare: int
 ) -> tuple[mx.array, mx.array]:
-    """Counts (P, N + 1) with one more token a row, and this (P, 1), or `spare` where it is known.
+    """Counts (P, N + n) with the recent tokens (P, n), and these, or `spare` where one is known.
 
-    A token that is known is counted in its own column.
+    A token that is known is counted in its own column, any other in each column that it has here.
     """
-    known = ids == newest
-    counts = mx.concatenate([counts + known, mx.ones(newest.shape)], axis=-1)
-    return counts, mx.where(known.any(axis=-1, keepdims=True), spare, newest)
+    among_ids = ids[:, :, None] == recent[:, None, :]  # (P, N, n)
+    among_recent = recent[:, :, None] == recent[:, None, :]  # (P, n, n)
+    counts = mx.concatenate([counts + among_ids.sum(axis=-1), among_recent.sum(axis=-1)], axis=-1)
+    return counts, mx.where(among_ids.any(axis=1), spare, recent)

@@ -12,15 +12,60 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core import SamplingParams
 from ..metal_kernels.sample import SETTINGS
 from .biases import Biases, SparseBias
 from .blocks import padded_width, row_padding
+from .draw import stream_of
 from .logprobs import LogprobRows, logprob_rows
 from .penalties import Penalties, Repetition
-from .settings import GREEDY, PLAIN, TOP_K, TOP_P
 from .truncation import RankCuts, WeightCuts
 
+GREEDY, PLAIN, TOP_P, TOP_K = range(4)
+KEEP_ALL = 2.0  # a top_p that no mass reaches, whatever the rounding
+TINY = 1e-30  # stands for what is above 0 and would be 0 in float32
+
+ROW = np.dtype(
+    [
+        ("kind", np.int8),
+        ("stream", np.uint64),
+        ("temperature", np.float32),
+        ("top_k", np.int32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("penalised", np.bool_),
+        ("repetition", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+        ("logprobs", np.int32),  # -1: none asked for
+    ]
+)
 K_STEP = 64  # top_k is rounded up to this: whole vectors, and few shapes
+
+
+def row_of(params: SamplingParams, vocab_size: int) -> tuple[object, ...]:
+    """The settings of a request as one ROW."""
+    top_k = params.top_k if params.top_k < vocab_size else 0
+    top_p = float(np.float32(params.top_p))  # 1 - 1e-12 is 1, and so off
+    if params.greedy:
+        kind = GREEDY
+    elif top_k > 0:
+        kind = TOP_K
+    else:
+        kind = TOP_P if top_p < 1 else PLAIN
+    return (
+        kind,
+        stream_of(params.seed),
+        max(params.temperature, TINY),
+        top_k,
+        top_p if top_p < 1 else KEEP_ALL,
+        params.min_p,
+        params.penalised,
+        min(max(params.repetition_penalty, TINY), 1 / TINY),
+        params.presence_penalty,
+        params.frequency_penalty,
+        -1 if params.logprobs is None else params.logprobs,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +79,7 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SamplingPlan:
     """All that does not change from step to step while the batch stays the same."""
 
     slots: tuple[int, ...]
@@ -61,7 +106,7 @@ def make_plan(
     biases: Mapping[int, SparseBias],
     prompts: Mapping[int, mx.array],
     vocab_size: int,
-) -> Plan:
+) -> SamplingPlan:
     """Sort out a batch.
 
     Args:
@@ -77,7 +122,7 @@ def make_plan(
     in_order = bool((order[1:] > order[:-1]).all())
     asked = np.flatnonzero(rows["logprobs"] >= 0).tolist()
     biased = [place for place, slot in enumerate(slots) if slot in biases]
-    return Plan(
+    return SamplingPlan(
         slots=slots,
         order=None if in_order else _ints(order),
         places=None if in_order else _ints(np.argsort(order)),

@@ -2,20 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from ..core import SamplingParams
-from .biases import SparseBias, sparse_bias
+from ..metal_kernels.bitmask import bitmask
+from ..metal_kernels.sample import sample, settings_array
+from .biases import SparseBias, apply_bitmask, sparse_bias
 from .blocks import pad_rows
-from .choice import Choice, KernelChoice, PlainChoice
-from .history import Ints, TokenHistory
+from .draw import DrawRanks, draw, uniforms
 from .logprobs import LogprobArrays, compute_logprobs
-from .penalties import penalise, prompt_mask
-from .plan import Plan, make_plan
-from .settings import ROW, row_of
+from .penalties import Ints, TokenHistory, penalise, prompt_mask
+from .plan import ROW, Drawn, SamplingPlan, make_plan, row_of
+from .truncation import kept_weights
 
 MAX_PLANS = 2
 
@@ -32,6 +34,88 @@ class Sampled:
         return [self.tokens, *(self.logprobs.arrays() if self.logprobs is not None else [])]
 
 
+class Choice(Protocol):
+    """A way to choose."""
+
+    def masked(self, logits: mx.array, mask: mx.array) -> mx.array:
+        """(R, V) without the tokens that a mask (R, ceil(V / 32)) forbids."""
+        ...
+
+    def choose(
+        self, plan: SamplingPlan, logits: mx.array, counts: NDArray[np.int64], mask: mx.array | None
+    ) -> mx.array:
+        """(R,) int32 a token of each row.
+
+        Args:
+            plan: of the batch.
+            logits: (R, V), or padded rows (R, width).
+            counts: (R,) index of each token that is chosen.
+            mask: (R, ceil(V / 32)) uint32 tokens that are allowed, of rows that are not padded;
+                None: all.
+        """
+        ...
+
+
+class PlainChoice:
+    """MLX's own operations.
+
+    Args:
+        mask_kernel: masks are applied by a Metal kernel all the same.
+    """
+
+    def __init__(self, *, mask_kernel: bool = False) -> None:
+        self._mask = bitmask if mask_kernel else apply_bitmask
+        self._ranks: dict[tuple[int, ...], DrawRanks] = {}  # by shape: one for each number of rows
+
+    def masked(self, logits: mx.array, mask: mx.array) -> mx.array:
+        """(R, V) without the tokens that a mask forbids."""
+        return self._mask(logits, mask)
+
+    def choose(
+        self, plan: SamplingPlan, logits: mx.array, counts: NDArray[np.int64], mask: mx.array | None
+    ) -> mx.array:
+        """Rows that need the same work together, then in order again."""
+        if mask is not None:
+            logits = self._mask(logits, mask)
+        if plan.drawn is None:
+            return mx.argmax(logits, axis=-1).astype(mx.int32)
+        rows = logits if logits.shape[-1] == plan.width else pad_rows(logits, plan.padding)
+        if plan.order is not None:
+            rows = rows[plan.order]
+        if plan.num_greedy:
+            greedy, rows = mx.split(rows, [plan.num_greedy])
+            tokens = [mx.argmax(greedy, axis=-1), self._drawn(plan.drawn, rows, counts)]
+            chosen = mx.concatenate(tokens)
+        else:
+            chosen = self._drawn(plan.drawn, rows, counts)
+        if plan.places is not None:
+            chosen = mx.take_along_axis(chosen, plan.places, axis=0)
+        return chosen.view(mx.int32)
+
+    def _drawn(self, drawn: Drawn, rows: mx.array, counts: NDArray[np.int64]) -> mx.array:
+        """(D,) uint32 tokens of padded rows (D, width); counts (R,) of the whole batch."""
+        weights = kept_weights(rows, drawn.by_weight, drawn.by_rank)
+        random = uniforms(drawn.streams, counts[drawn.places])
+        ranks = self._ranks.get(rows.shape)
+        if ranks is None:
+            ranks = self._ranks[rows.shape] = DrawRanks.of(*rows.shape)
+        return draw(weights, mx.array(random[:, None, None]), ranks)
+
+
+class KernelChoice(PlainChoice):
+    """One dispatch for all rows, whatever their settings, mask included."""
+
+    def choose(
+        self, plan: SamplingPlan, logits: mx.array, counts: NDArray[np.int64], mask: mx.array | None
+    ) -> mx.array:
+        """Through `metal_kernels.sample`; a batch that is all greedy is one operation anyway."""
+        if mask is None and plan.drawn is None:
+            return mx.argmax(logits, axis=-1).astype(mx.int32)
+        settings = plan.settings.copy()
+        settings["count"] = counts
+        return sample(logits, settings_array(settings), mask)
+
+
 class Sampler:
     """Settings and histories of the running requests, and the choice of their next tokens.
 
@@ -46,7 +130,7 @@ class Sampler:
         self._biases: dict[int, SparseBias] = {}
         self._prompts: dict[int, mx.array] = {}
         self._history = TokenHistory(spare=vocab_size)
-        self._plans: dict[tuple[int, ...], Plan] = {}  # two batches may take turns
+        self._plans: dict[tuple[int, ...], SamplingPlan] = {}  # two batches may take turns
 
     def add(
         self,
@@ -56,13 +140,13 @@ class Sampler:
         output_ids: Sequence[int],
         stop_ids: frozenset[int],
     ) -> None:
-        """Take up a request, new or resumed.
+        """Keep the settings and the history of a request, new or resumed.
 
         Args:
             slot: not in use.
             params: checked against the vocabulary.
             prompt_ids: its prompt.
-            output_ids: what it has said so far; not empty where it resumes.
+            output_ids: its answer so far; not empty where it resumes.
             stop_ids: the tokens that end it, forbidden before params.min_tokens.
         """
         if slot >= len(self._table):
@@ -86,7 +170,7 @@ class Sampler:
         self._plans.clear()
 
     def observe(self, slots: Ints, token_ids: Ints) -> None:
-        """Take note of tokens (N,) read back, one for each slot (N,); -1: in use no longer."""
+        """Add tokens (N,) to the histories of slots (N,), all different; slot -1: none."""
         self._history.observe(slots, token_ids)
 
     def sample(
@@ -94,16 +178,18 @@ class Sampler:
         logits: mx.array,
         slots: Sequence[int],
         counts: NDArray[np.int64],
-        pending: mx.array | None = None,
+        recent: mx.array | None = None,
         mask: mx.array | None = None,
     ) -> Sampled:
         """Choose a token for each row; nothing is evaluated.
 
         Args:
             logits: (R, V) any float dtype.
-            slots: (R,) distinct; cheapest as the same tuple while the batch stays the same.
+            slots: (R,) cheapest as the same tuple while the batch stays the same. A slot may have
+                several rows, each with its own `counts` and `recent`.
             counts: (R,) index of each token that is chosen: how many its answer has before it.
-            pending: (R,) int32 the token before this one where it was not observed yet, else -1.
+            recent: (R, n) int32 the last tokens before it as far as they were not observed, and -1;
+                None: all were.
             mask: (R, ceil(V / 32)) uint32 tokens that a grammar allows (see apply_bitmask).
         """
         plan = self._plan_for(slots)
@@ -111,13 +197,13 @@ class Sampler:
         if plan.adjusts:
             if mask is not None:
                 rows, mask = self._choice.masked(rows, mask), None
-            rows = self._adjusted(plan, pad_rows(rows, plan.padding), counts, pending)
+            rows = self._adjusted(plan, pad_rows(rows, plan.padding), counts, recent)
         tokens = self._choice.choose(plan, rows, counts, mask)
         if plan.logprobs is None:
             return Sampled(tokens, None)
         return Sampled(tokens, compute_logprobs(logits, tokens, plan.logprobs))
 
-    def _plan_for(self, slots: Sequence[int]) -> Plan:
+    def _plan_for(self, slots: Sequence[int]) -> SamplingPlan:
         key = tuple(slots)  # the same object where it is a tuple already
         plan = self._plans.get(key)
         if plan is None:
@@ -128,11 +214,15 @@ class Sampler:
         return plan
 
     def _adjusted(
-        self, plan: Plan, rows: mx.array, counts: NDArray[np.int64], pending: mx.array | None
+        self,
+        plan: SamplingPlan,
+        rows: mx.array,
+        counts: NDArray[np.int64],
+        recent: mx.array | None,
     ) -> mx.array:
         """Padded rows after penalties and biases."""
         if plan.penalties is not None:
-            rows = penalise(rows, plan.penalties, self._history, pending)
+            rows = penalise(rows, plan.penalties, self._history, recent)
         if plan.biases is not None:
             rows = plan.biases.apply(rows, counts)
         return rows

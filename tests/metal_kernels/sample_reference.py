@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from mlxinfer.sampling.randomness import uniforms
+from mlxinfer.sampling.draw import uniforms
 
 NEAR = 1e-5  # share of the mass within which rounding may decide either way
 

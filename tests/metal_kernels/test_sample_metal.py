@@ -23,8 +23,7 @@ from mlxinfer.metal_kernels.sampling_cases import (
     repeated_settings,
 )
 from mlxinfer.sampling.blocks import pad_rows
-from mlxinfer.sampling.draw import DrawRanks, draw
-from mlxinfer.sampling.randomness import stream_of, uniforms
+from mlxinfer.sampling.draw import DrawRanks, draw, stream_of, uniforms
 from mlxinfer.sampling.truncation import RankCuts, WeightCuts, kept_weights
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)

@@ -10,7 +10,7 @@ from sampling_reference import Row, draw, greedy, kept_tokens
 
 from mlxinfer.core import SamplingParams, TokenLogprobs
 from mlxinfer.sampling import Sampler, read_logprobs
-from mlxinfer.sampling.randomness import stream_of, uniforms
+from mlxinfer.sampling.draw import stream_of, uniforms
 
 Choice = tuple[int, TokenLogprobs | None]
 
@@ -26,7 +26,7 @@ def choose(cases: list[Row], pending: bool = False, slots: list[int] | None = No
     newest = [row.output_ids[-1] if pending and row.output_ids else -1 for row in cases]
     logits = mx.array(np.stack([row.logits for row in cases]))
     counts = np.array([len(row.output_ids) for row in cases])
-    sampled = sampler.sample(logits, slots, counts, mx.array(newest, mx.int32))
+    sampled = sampler.sample(logits, slots, counts, mx.array(newest, mx.int32)[:, None])
     mx.eval(sampled.arrays())
     logprobs = {} if sampled.logprobs is None else read_logprobs(sampled.logprobs)
     assert sampled.tokens.dtype == mx.int32
@@ -72,7 +72,8 @@ def test_a_run_launched_ahead_and_one_resumed_in_the_middle_give_the_same_tokens
     def run(sampler: Sampler, steps: range) -> list[list[int]]:
         said, pending = [], None
         for step in steps:
-            sampled = sampler.sample(logits[step], (0, 1), np.array([step, step]), pending)
+            recent = None if pending is None else pending[:, None]
+            sampled = sampler.sample(logits[step], (0, 1), np.array([step, step]), recent)
             if pending is not None:
                 said.append(pending.tolist())
                 sampler.observe(np.array([0, 1]), np.array(said[-1]))
@@ -228,7 +229,7 @@ def calls_of_a_step(num_rows: int, params: list[SamplingParams]) -> int:
 
     sys.setprofile(count)
     try:
-        sampler.sample(logits, slots, counts + 1, pending)
+        sampler.sample(logits, slots, counts + 1, pending[:, None])
         sampler.observe(slot_ids, tokens)
     finally:
         sys.setprofile(None)

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sampling_reference import draw as reference_draw
 
-from mlxinfer.sampling.draw import DrawRanks, draw, total_weight
-from mlxinfer.sampling.randomness import stream_of, uniforms
+from mlxinfer.sampling.draw import DrawRanks, draw, stream_of, total_weight, uniforms
 
 ALMOST_ONE = 1 - 2**-24
 

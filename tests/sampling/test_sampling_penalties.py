@@ -8,10 +8,8 @@ from sampling_reference import Row, adjusted_logits
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.sampling.blocks import pad_rows
-from mlxinfer.sampling.history import TokenHistory
-from mlxinfer.sampling.penalties import penalise, prompt_mask
-from mlxinfer.sampling.plan import make_plan
-from mlxinfer.sampling.settings import ROW, row_of
+from mlxinfer.sampling.penalties import TokenHistory, penalise, prompt_mask
+from mlxinfer.sampling.plan import ROW, make_plan, row_of
 
 STRENGTHS = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -33,7 +31,7 @@ def penalised(cases: list[Row], pending: list[int] | None = None) -> np.ndarray:
     plan = make_plan(tuple(range(len(cases))), table, {}, prompts, VOCAB)
     logits = pad_rows(mx.array(np.stack([row.logits for row in cases])))
     if plan.penalties is not None:
-        newest = None if pending is None else mx.array(pending, mx.int32)
+        newest = None if pending is None else mx.array(pending, mx.int32)[:, None]
         logits = penalise(logits, plan.penalties, history, newest)
     assert mx.isinf(logits[:, VOCAB:]).all()
     return np.array(logits)[:, :VOCAB]

@@ -1,6 +1,6 @@
 import numpy as np
 
-from mlxinfer.sampling.randomness import stream_of, uniforms
+from mlxinfer.sampling.draw import stream_of, uniforms
 
 
 def draw(streams: list[int], counts: list[int]) -> np.ndarray:

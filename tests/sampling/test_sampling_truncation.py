@@ -11,8 +11,7 @@ from sampling_reference import Row, kept_tokens
 from mlxinfer.core import SamplingParams
 from mlxinfer.sampling import truncation
 from mlxinfer.sampling.blocks import pad_rows
-from mlxinfer.sampling.plan import make_plan
-from mlxinfer.sampling.settings import ROW, row_of
+from mlxinfer.sampling.plan import ROW, make_plan, row_of
 from mlxinfer.sampling.truncation import kept_weights
 
 DRAWN = PARAMS.filter(lambda params: not params.greedy)

@@ -9,7 +9,7 @@ import pytest
 from live_server import LiveServer
 
 from mlxinfer.core import FinishReason, SamplingParams, TokenEvent
-from mlxinfer.engine.failures import failed
+from mlxinfer.engine.loop import failed_event
 from mlxinfer.engine.sequence import Sequence
 from mlxinfer.errors import RequestFailedError
 from mlxinfer.server.calls.generation import Generation
@@ -68,7 +68,7 @@ def listening(server: LiveServer) -> Listening:
 
 def test_what_came_before_a_failure_is_told_with_it(listening: Listening) -> None:
     (answer,) = answers = listening.answers(SamplingParams())
-    failure = failed(Sequence(answer.request, 9, PROMPT, 3), ValueError("the GPU is gone"))
+    failure = failed_event(Sequence(answer.request, 9, PROMPT, 3), ValueError("the GPU is gone"))
     text, error = listening.hear(answers, [*listening.says(answer, "hello"), failure])
     assert text == "hello"
     assert "the GPU is gone" in error

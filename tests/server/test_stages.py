@@ -16,6 +16,7 @@ from bad_input import COMPLETIONS, MESSAGES, RESPONSES, unharmed
 from live_server import CHAT, LONG_TOKENS, LiveServer, chat, events_of, wait_until
 
 from mlxinfer.engine import runner
+from mlxinfer.engine.batch import Batch
 from mlxinfer.engine.grammar_masks import GrammarMasks
 from mlxinfer.engine.runner import Launched, Runner
 from mlxinfer.engine.scheduler import Scheduler
@@ -249,7 +250,10 @@ def test_a_step_fails_all_who_are_in_it(live: LiveServer) -> None:
     """Nobody can tell whose fault it was; who comes next is answered as ever."""
     alone = ask(live, QUESTIONS[0])
     long = chat("Count", ignore_eos=True, max_tokens=1500, n=3)
-    late = lambda _, batch, __: min(s.output_index for s in batch.segments) >= 10  # noqa: E731
+
+    def late(_: Runner, batch: Batch, __: object) -> bool:
+        return not batch.ragged and min(batch.sampling.output_index) >= 10
+
     with fault(Runner, "launch", late), live.stream(CHAT, long) as response:
         *_, last = events_of(response)
         assert set(last) == {"error"}

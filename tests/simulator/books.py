@@ -4,19 +4,21 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from itertools import pairwise
 
+from engine.spelled import segments_of
+
 from mlxinfer.cache.prefix.leases import Lease
 from mlxinfer.cache.prefix.node import Node
-from mlxinfer.engine.batch import MAX_SHORT, Batch
-from mlxinfer.engine.decodes import DecodeBatch
+from mlxinfer.engine.batch import MAX_SHORT, Batch, DecodeBatch
 from mlxinfer.engine.scheduler import Scheduler
 
 
 def check_batch(scheduler: Scheduler, batch: Batch) -> None:
     """Budget, order, slots, room for every token, all that any token sees is held."""
-    page, segments = scheduler.page_size, batch.segments
+    page, segments = scheduler.page_size, segments_of(batch)
     assert segments
     prefill = [s for s in segments if s.num_tokens > 1 or s.start < s.sequence.num_prompt]
-    assert sum(s.num_tokens for s in prefill) <= scheduler.prefill_chunk
+    prompts = [s for s in prefill if not s.proposals]
+    assert sum(s.num_tokens for s in prompts) <= scheduler.prefill_chunk
     assert len({s.slot for s in segments}) == len(segments)
     assert all(s.started for s in scheduler.queues.running)
     assert all(s.slot == s.sequence.slot >= 0 for s in segments)
@@ -32,29 +34,22 @@ def check_batch(scheduler: Scheduler, batch: Batch) -> None:
 
 
 def check_decodes(scheduler: Scheduler, decodes: DecodeBatch) -> None:
-    """Rows that moved on say what their sequences say, and so does what they remember."""
-    sequences, spans = decodes.sequences, decodes.spans
+    """A batch that advanced agrees with its sequences, and so does what it has memoised."""
+    sequences, segments = decodes.sequences, decodes.segments
     assert set(sequences) <= set(scheduler.queues.running)
-    assert list(decodes.slots) == spans.slots.tolist() == [s.slot for s in sequences]
-    assert spans.rows.tolist() == list(range(len(sequences)))
-    assert spans.starts.tolist() == [s.num_computed - 1 for s in sequences]  # it is launched
-    assert spans.sealed.tolist() == [s.num_sealed for s in sequences]
+    assert list(decodes.slots) == segments.slots.tolist() == [s.slot for s in sequences]
+    assert segments.rows.tolist() == list(range(len(sequences)))
+    assert segments.starts.tolist() == [s.num_computed - 1 for s in sequences]  # it is launched
+    assert segments.sealed.tolist() == [s.num_sealed for s in sequences]
     assert decodes.output_index.tolist() == [s.num_output - 1 for s in sequences]
     lengths = [s.num_computed for s in sequences]
     tails = [n - s.num_sealed for n, s in zip(lengths, sequences, strict=True)]
-    left = [s.max_known - s.num_known - s.num_pending for s in sequences]
-    assert decodes.fullest == max(tails, default=0)
-    page = scheduler.page_size
-    at_page_start = [row for row, n in enumerate(lengths) if (n - 1) % page == 0]
-    assert decodes.at_page_start(page) == at_page_start
-    assert decodes.steps_left == 1 + min(left, default=-1)
-    assert decodes.num_slots == 1 + max(decodes.slots, default=-1)
-    assert decodes.num_constrained == sum(s.request.grammar is not None for s in sequences)
-    assert all(a is b.tables for a, b in zip(spans.tables, sequences, strict=True))
+    assert decodes.max_tail == max(tails, default=0)
+    assert all(a is b.tables for a, b in zip(segments.tables, sequences, strict=True))
     for group, window in enumerate(scheduler.kv_manager.windows):
         if window.size is None:
             found = [s.tables[group].numbers_before(s.num_sealed).tolist() for s in sequences]
-            assert spans.memoised(("books", group), list(found).copy) == found
+            assert segments.memoised(("books", group), list(found).copy) == found
 
 
 def check_books(scheduler: Scheduler, pins: Seq[Lease]) -> None:

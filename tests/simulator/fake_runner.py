@@ -3,14 +3,16 @@
 A step runs when it is launched; its tokens are read one turn later, or never.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+from engine.spelled import segments_of
 from simulator.fake_kv import FakeKV
 from simulator.oracle import Rules, embed, key, mix, sample
 
-from mlxinfer.engine.batch import Batch, Sampling, Segment, Spill
+from mlxinfer.engine.batch import Batch, CommitResult, SamplingRows, Segment, Spill
 from mlxinfer.engine.sequence import Sequence as EngineSequence
 
 
@@ -25,7 +27,7 @@ class Launched:
     batch: Batch
     tokens: list[int] = field(default_factory=list)
     spilled: list[tuple[Spill, bytes]] = field(default_factory=list)
-    unconstrained: list[tuple[Segment, int]] = field(default_factory=list)  # rows yet to be sampled
+    unsampled: list[tuple[Segment, int, int]] = field(default_factory=list)  # rows with a grammar
     rows: dict[EngineSequence, int] = field(default_factory=dict)  # of who gets a token
     fault: str | None = None
     unreadable: bool = False  # a fault: whoever wants its results gets an error
@@ -50,7 +52,8 @@ class FakeRunner:
     """Computes hashes for batches.
 
     Args:
-        verify: called with (request id, position, what the last layer gives there) of every token.
+        verify: called for every segment with its request's id, first position, token ids and what
+            the last layer gives at each.
         fault: asked at each launch where it is to fail: "start", "middle", "end",
             "sample_constrained", "read" or None.
     """
@@ -60,7 +63,7 @@ class FakeRunner:
         kv: FakeKV,
         *,
         vocab: int,
-        verify: Callable[[str, int, int], None],
+        verify: Callable[[str, int, list[int], list[int]], None],
         fault: Callable[[], str | None],
     ) -> None:
         self.kv, self.vocab = kv, vocab
@@ -86,12 +89,17 @@ class FakeRunner:
         launched = Launched(batch, spilled=spilled, fault=fault, unreadable=fault == "read")
         ids = _input_ids(batch, previous)
         hidden = self._forward(batch, ids)
-        sampling, segments = batch.sampling, {s.sequence: s for s in batch.segments}
+        sampling, segments = batch.sampling, {s.sequence: s for s in segments_of(batch)}
         check_sampling(sampling, segments, batch.num_tokens)
-        drawn = [segments[sequence] for sequence in sampling.sequences]
-        launched.tokens = [self._sample(s, ids, hidden) for s in drawn[: sampling.num_free]]
+        counts = [0] * len(sampling)
+        if sampling.proposals is not None:
+            counts = sampling.proposals.counts.tolist()
+        drawn = [(segments[s], count) for s, count in zip(sampling.sequences, counts, strict=True)]
+        launched.tokens = [self._sample(*row, ids, hidden) for row in drawn[: sampling.num_free]]
         constrained = drawn[sampling.num_free :]
-        launched.unconstrained = [(s, hidden[s.row + s.num_tokens - 1]) for s in constrained]
+        launched.unsampled = [
+            (s, c, hidden[s.row + s.num_tokens - s.num_samples + c]) for s, c in constrained
+        ]
         launched.rows = {sequence: row for row, sequence in enumerate(sampling.sequences)}
         self._fail(fault, "end")
         return launched
@@ -99,22 +107,24 @@ class FakeRunner:
     def sample_constrained(self, launched: Launched) -> None:
         """Sample the rows under a grammar; everything before them was read."""
         self._fail(launched.fault, "sample_constrained")
-        for segment, x in launched.unconstrained:
-            rules, known = rules_of(segment.sequence), self._sampler[segment.slot]
+        for segment, count, x in launched.unsampled:
+            rules, known = rules_of(segment.sequence).fork(), self._sampler[segment.slot]
             if segment.sequence.finished:
                 launched.tokens.append(0)
                 continue
             assert len(rules.said) == segment.output_index
-            history = known.history + rules.state
-            token = sample(x, known.seed, segment.output_index, history, self.vocab)
-            launched.tokens.append(token)
-        launched.unconstrained = []
+            rules.said += segment.proposals[:count]
+            history = known.history + sum(segment.proposals[:count]) + rules.state
+            index = segment.output_index + count
+            launched.tokens.append(sample(x, known.seed, index, history, self.vocab))
+        launched.unsampled = []
 
-    def observe(self, sampling: Sampling, tokens: Sequence[int], away: list[int]) -> None:
-        """Tokens were read; rows that are away have no slot any more."""
+    def commit(self, batch: Batch, tokens: Sequence[int], result: CommitResult) -> None:
+        """Tokens were read; some rows have no slot any more, and some tokens were not kept."""
+        sampling, gone = batch.sampling, {*result.released, *result.discarded}
         for row, (slot, token) in enumerate(zip(sampling.slots, tokens, strict=True)):
             assert int(sampling.slot_ids[row]) == slot
-            if row not in away:
+            if row not in gone:
                 self._sampler[slot].history += token
 
     def _fail(self, fault: str | None, stage: str) -> None:
@@ -130,7 +140,7 @@ class FakeRunner:
                 self._sampler[sequence.slot] = SamplerSlot(seed, sum(sequence.token_ids))
 
     def _forward(self, batch: Batch, ids: list[int]) -> list[int]:
-        segments = batch.segments
+        segments = segments_of(batch)
         rows = [(s, position) for s in segments for position in range(s.start, s.stop)]
         assert len(rows) == batch.num_tokens == len(ids)
         hidden = [embed(token, position) for token, (_, position) in zip(ids, rows, strict=True)]
@@ -146,43 +156,59 @@ class FakeRunner:
                 mix(x, self.kv.see(layer, segment.slot, where))
                 for x, (segment, _), where in zip(hidden, rows, places[g], strict=True)
             ]
-        for (segment, position), x in zip(rows, hidden, strict=True):
-            self._verify(segment.sequence.request.id, position, x)
+        for s in segments:
+            own = slice(s.row, s.row + s.num_tokens)
+            self._verify(s.sequence.request.id, s.start, ids[own], hidden[own])
         return hidden
 
-    def _sample(self, segment: Segment, ids: list[int], hidden: list[int]) -> int:
-        known, row = self._sampler[segment.slot], segment.row + segment.num_tokens - 1
-        in_flight = segment.stop > segment.sequence.num_known  # its newest token: not told of yet
-        history = known.history + (ids[row] if in_flight else 0)
-        return sample(hidden[row], known.seed, segment.output_index, history, self.vocab)
+    def _sample(self, segment: Segment, count: int, ids: list[int], hidden: list[int]) -> int:
+        """The token after `count` proposals."""
+        known = self._sampler[segment.slot]
+        row = segment.row + segment.num_tokens - segment.num_samples + count
+        history = known.history + sum(segment.proposals[:count])
+        if not segment.proposals and segment.stop > segment.sequence.num_known:
+            history += ids[row]  # the newest token, which was not read yet
+        index = segment.output_index + count
+        return sample(hidden[row], known.seed, index, history, self.vocab)
 
 
 def _input_ids(batch: Batch, previous: Launched | None) -> list[int]:
     """Token ids of a step; one that is still in flight is taken from there."""
     ids: list[int] = []
-    for segment in batch.segments:
+    for segment in segments_of(batch):
         known = segment.sequence.token_ids[segment.start : segment.stop]
+        if segment.proposals:
+            assert len(known) == 1
+            known = [*known, *segment.proposals]
         if len(known) < segment.num_tokens:
             assert segment.num_tokens == 1
             assert previous is not None
-            assert not previous.unconstrained
+            assert not previous.unsampled
             known = [previous.tokens[previous.rows[segment.sequence]]]
         ids += known
     return ids
 
 
 def check_sampling(
-    sampling: Sampling, segments: dict[EngineSequence, Segment], num_tokens: int
+    sampling: SamplingRows, segments: dict[EngineSequence, Segment], num_tokens: int
 ) -> None:
     """Its arrays say what the segments say."""
     drawn = [segments[sequence] for sequence in sampling.sequences]
-    assert set(sampling.sequences) == {s.sequence for s in segments.values() if s.samples}
+    samples = Counter({s.sequence: s.num_samples for s in segments.values() if s.num_samples})
+    assert Counter(sampling.sequences) == samples
     assert list(sampling.slots) == [s.slot for s in drawn]
-    assert sampling.output_index.tolist() == [s.output_index for s in drawn]
-    rows = range(num_tokens) if sampling.rows is None else sampling.rows.tolist()
-    assert list(rows) == [s.row + s.num_tokens - 1 for s in drawn]
+    counts = [0] * len(sampling)
+    if sampling.proposals is not None:
+        counts = sampling.proposals.counts.tolist()
+        for s, count, before in zip(drawn, counts, sampling.proposals.token_ids, strict=True):
+            assert before[before >= 0].tolist() == list(s.proposals[:count])
+    index = [s.output_index + count for s, count in zip(drawn, counts, strict=True)]
+    assert sampling.output_index.tolist() == index
+    rows = range(num_tokens) if sampling.flat_rows is None else sampling.flat_rows.tolist()
+    first = [s.row + s.num_tokens - s.num_samples for s in drawn]
+    assert list(rows) == [row + count for row, count in zip(first, counts, strict=True)]
     constrained = [s.sequence for s in drawn if s.sequence.request.grammar is not None]
-    assert sampling.constrained == constrained == sampling.sequences[sampling.num_free :]
+    assert constrained == sampling.sequences[sampling.num_free :]
 
 
 def rules_of(sequence: EngineSequence) -> Rules:

@@ -41,9 +41,20 @@ class Rules:
     def __init__(self) -> None:
         self.said: list[int] = []
 
+    problem = None
+    accepting = finished = False
+
     @property
     def state(self) -> int:
         return hash(tuple(self.said))
+
+    def accept(self, token: int) -> None:
+        self.said.append(token)
+
+    def fork(self) -> "Rules":
+        other = Rules()
+        other.said = list(self.said)
+        return other
 
 
 class Oracle:
@@ -78,6 +89,14 @@ class Oracle:
         """What each layer keeps of a position."""
         self._compute(position)
         return [sums[position + 1] - sums[position] for sums in self._sums]
+
+    def token(self, position: int) -> int:
+        """The token at a position, of prompt or answer."""
+        if position == len(self.tokens):
+            self._compute(position - 1)
+            self._append()
+        self._compute(position)
+        return self.tokens[position]
 
     def answer(self, request: Request, max_output: int) -> tuple[list[int], FinishReason]:
         """All tokens of the answer, and why it ends."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from simulator.fake_disk import FakeTier
-from simulator.oracle import Rules
+from simulator.guesses import Guesses
+from simulator.oracle import Oracle, Rules
 from simulator.simulation import Simulation
 from simulator.sizes import draw_sizes
 
@@ -47,9 +48,14 @@ class Pin:
 
 
 class Program:
-    """What happens, turn by turn; `log` says it in words."""
+    """What happens, turn by turn; `log` says it in words.
 
-    def __init__(self, seed: int) -> None:
+    Args:
+        seed: of all that is drawn.
+        proposes: whether steps verify proposals: the same program, and the same tokens.
+    """
+
+    def __init__(self, seed: int, *, proposes: bool = False) -> None:
         rng = self.rng = random.Random(seed)
         self.seed = seed
         share = rng.choice([0.2, 0.5, 0.8])
@@ -61,8 +67,8 @@ class Program:
             self.features |= {"the same again", "tight pool"}
         self.sizes = draw_sizes(rng, tight=tight, disk=disk, extra_pages=self.extra_pages)
         self.tier = FakeTier(random.Random(seed), fault_share=0.1 * ("bad disk" in self.features))
-        look_every = random.Random(seed).choice([1, 7, 40, 40])
-        self.simulation = Simulation(self.sizes, self.tier, look_every=look_every)
+        proposer = Guesses(seed, self._oracle_of) if proposes else None
+        self.simulation = Simulation(self.sizes, self.tier, proposer=proposer)
         self.log = [f"seed {seed}: {sorted(self.features)}", str(self.sizes)]
         self.num_left = rng.randint(2, 20 if disk else 14)  # requests still to come
         self.preempt_share = rng.choice([0.05, 0.15, 0.5])
@@ -104,6 +110,9 @@ class Program:
     def _on(self, feature: str, share: float) -> bool:
         return feature in self.features and self.rng.random() < share
 
+    def _oracle_of(self, name: str) -> Oracle:
+        return self.simulation.asked[name].oracle
+
     # -- what happens ----------------------------------------------------------------------------
 
     def _something(self) -> None:
@@ -120,8 +129,7 @@ class Program:
             name = rng.choice(live)
             self._say(f"cancel {name}")
             simulation.abort(name)
-        # Asking who runs tells the sequences of their steps: not in every turn.
-        some_run = simulation.scheduler.queues.num_running
+        some_run = bool(simulation.scheduler.queues.running)
         if some_run and self._on("forced preemption", self.preempt_share):
             sequence = rng.choice(simulation.scheduler.queues.running)
             self._say(f"preempt {sequence.request.id}")

@@ -10,7 +10,7 @@ from simulator.asked import Asked
 from simulator.books import check_batch, check_books, check_decodes
 from simulator.fake_disk import FakeTier
 from simulator.fake_kv import FakeKV, WatchedAllocator
-from simulator.fake_runner import FakeRunner, Launched, StepFailed, rules_of
+from simulator.fake_runner import FakeRunner, Launched, StepFailed
 from simulator.oracle import ROUNDS, Oracle
 from simulator.sizes import Sizes
 
@@ -19,7 +19,7 @@ from mlxinfer.cache.prefix.leases import Lease
 from mlxinfer.core import FinishReason, Request
 from mlxinfer.engine.batch import Batch
 from mlxinfer.engine.pagestore import PageStore
-from mlxinfer.engine.scheduler import Scheduler
+from mlxinfer.engine.scheduler import Proposer, Scheduler
 
 
 class Simulation:
@@ -27,16 +27,16 @@ class Simulation:
 
     Args:
         tier: where evicted pages go, if `sizes` has a disk.
-        look_every: turns until somebody looks at the books: sequences are written to only then.
+        proposer: of tokens that steps verify.
     """
 
-    def __init__(self, sizes: Sizes, tier: FakeTier, *, look_every: int = 1) -> None:
+    def __init__(self, sizes: Sizes, tier: FakeTier, *, proposer: Proposer | None = None) -> None:
         self.sizes = sizes
-        self.look_every = look_every
+        self.proposer = proposer
         self.asked: dict[str, Asked] = {}
         self.next_fault: str | None = None
         self.num_faults = 0
-        self.pins: list[Lease] = []  # of whoever is no request
+        self.pins: list[Lease] = []  # held by no request
         self.turns = 0
         self.store = self._open(tier) if sizes.disk else None
         self.start()
@@ -64,6 +64,7 @@ class Simulation:
             prefill_chunk=sizes.prefill_chunk,
             reuse=sizes.reuse,
             store=self.store,
+            proposer=self.proposer,
         )
         self.kv = FakeKV(
             sizes.windows, allocators, page_size=sizes.page_size, max_batch=sizes.max_batch
@@ -112,14 +113,14 @@ class Simulation:
     def turn(self) -> None:
         self.turns += 1
         previous, self._in_flight = self._in_flight, None
-        if previous is not None and previous.batch.begins_answers:
+        if previous is not None and (previous.batch.is_read_first or self.scheduler.proposes):
             self._commit(previous)
             previous = None
         batch = self.scheduler.next_batch()
         current = self._launch(batch, previous) if batch else None
         if previous is not None and not self._commit(previous):
             current = None
-        if current is not None and current.unconstrained and not self._sample_constrained(current):
+        if current is not None and current.unsampled and not self._sample_constrained(current):
             current = None
         if current is not None and not self.sizes.launch_ahead:
             self._commit(current)
@@ -129,8 +130,7 @@ class Simulation:
 
     def _launch(self, batch: Batch, previous: Launched | None) -> Launched | None:
         check_batch(self.scheduler, batch)
-        if self._looks:
-            check_decodes(self.scheduler, batch.decodes)
+        check_decodes(self.scheduler, batch.decodes)
         try:
             return self.runner.launch(batch, previous)
         except StepFailed:
@@ -158,14 +158,12 @@ class Simulation:
             self.store.put(launched.spilled)
         sampling = launched.batch.sampling
         result = self.scheduler.commit(launched.batch, launched.tokens)
-        self.runner.observe(sampling, launched.tokens, result.released)
+        self.runner.commit(launched.batch, launched.tokens, result)
         for row, (sequence, token) in enumerate(
             zip(sampling.sequences, launched.tokens, strict=True)
         ):
             if row in result.discarded:
                 continue
-            if sequence.request.grammar is not None and token not in sequence.request.stop_ids:
-                rules_of(sequence).said.append(token)
             self.asked[sequence.request.id].take(token, result.finished.get(row))
         return True
 
@@ -188,16 +186,17 @@ class Simulation:
 
     # -- what must hold --------------------------------------------------------------------------
 
-    def _verify(self, name: str, position: int, hidden: int) -> None:
-        self.asked[name].check_hidden(position, hidden)
-
-    @property
-    def _looks(self) -> bool:
-        return self.turns % self.look_every == 0
+    def _verify(self, name: str, start: int, token_ids: list[int], hidden: list[int]) -> None:
+        """All that a step computed, up to the first proposal that is wrong."""
+        asked = self.asked[name]
+        for position, (token_id, x) in enumerate(zip(token_ids, hidden, strict=True), start):
+            if token_id != asked.oracle.token(position):
+                assert position > start, "a token that is no proposal"
+                break
+            asked.check_hidden(position, x)
 
     def _check(self) -> None:
-        if self._looks:
-            check_books(self.scheduler, self.pins)
+        check_books(self.scheduler, self.pins)
         counters = asdict(self.scheduler.counters)
         assert all(counters[name] >= before for name, before in self._counters.items())
         self._counters = counters

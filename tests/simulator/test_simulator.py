@@ -15,15 +15,15 @@ from mlxinfer.cache.page_table import PageTable
 from mlxinfer.cache.window import AttentionWindow
 from mlxinfer.engine.batch import Batch
 from mlxinfer.engine.kv_manager import KVManager
-from mlxinfer.engine.tails import Tails
+from mlxinfer.engine.scheduler import Scheduler
 
 NUM_SEEDS = int(os.environ.get("MLXINFER_SEEDS", "400"))
 FIRST_SEED = int(os.environ.get("MLXINFER_FIRST_SEED", "0"))
 
 
-def run(seed: int) -> Program:
+def run(seed: int, *, proposes: bool = False) -> Program:
     """One program; where it fails, what happened is said."""
-    program = Program(seed)
+    program = Program(seed, proposes=proposes)
     try:
         program.run()
     except Exception as error:
@@ -33,9 +33,9 @@ def run(seed: int) -> Program:
     return program
 
 
-def run_all(first_seed: int, count: int) -> None:
+def run_all(first_seed: int, count: int, *, proposes: bool = False) -> None:
     for seed in range(first_seed, first_seed + count):
-        run(seed)
+        run(seed, proposes=proposes)
 
 
 def test_random_programs_give_every_request_its_own_tokens() -> None:
@@ -43,6 +43,18 @@ def test_random_programs_give_every_request_its_own_tokens() -> None:
     run_all(FIRST_SEED, NUM_SEEDS)
     took_s = time.perf_counter() - started_s
     print(f"\nseeds {FIRST_SEED} to {FIRST_SEED + NUM_SEEDS - 1}: {took_s:.0f} s")
+
+
+def test_random_programs_give_the_same_tokens_where_steps_verify_proposals() -> None:
+    """Right, wrong and half-right ones at random, with everything else that a program does."""
+    accepted = proposed = 0
+    for seed in range(FIRST_SEED, FIRST_SEED + NUM_SEEDS):
+        counters = run(seed, proposes=True).simulation.scheduler.counters
+        accepted += counters.tokens_accepted
+        proposed += counters.tokens_proposed
+    last = FIRST_SEED + NUM_SEEDS - 1
+    print(f"\nseeds {FIRST_SEED} to {last}: {accepted} of {proposed} proposals accepted")
+    assert NUM_SEEDS < 50 or 0 < accepted < proposed
 
 
 def test_a_seed_is_one_program() -> None:
@@ -71,7 +83,7 @@ def one_page_more(self: AttentionWindow, position: int, page_size: int) -> int:
         (KVManager, "take_closing", lambda kv_manager: []),
         (PageTable, "replace", nothing),
         (AttentionWindow, "first_page", one_page_more),
-        (Tails, "seal", nothing),
+        (Scheduler, "_seal_tails", nothing),
     ],
 )
 def test_what_is_broken_is_noticed(

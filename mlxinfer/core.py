@@ -142,6 +142,10 @@ class Grammar(Protocol):
         """Take in the next token of the answer; a token that is not allowed is a problem."""
         ...
 
+    def fork(self) -> "Grammar":
+        """A copy of the state, to look ahead with: what it accepts leaves this one as it is."""
+        ...
+
     @staticmethod
     def fill_masks(
         grammars: Sequence[Any], rows: Sequence[int], masks: "NDArray[np.uint32]"

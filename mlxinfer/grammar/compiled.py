@@ -15,6 +15,7 @@ engine's thread, on which this happens, is everybody's.
 import threading
 import time
 from collections.abc import Sequence
+from copy import copy
 from functools import cache
 
 import llguidance
@@ -173,6 +174,14 @@ class TokenGrammar:
         self._mask_time.add(time.thread_time() - began_s)
         if not taken:
             self._start_afresh()
+
+    def fork(self) -> "TokenGrammar":
+        """A copy of the state, to look ahead with; time spent on it does not count here."""
+        other = TokenGrammar(self._compiled, self._matcher.deep_copy())
+        other._taken = list(self._taken)
+        other._mask_time = copy(self._mask_time)
+        other._is_afresh = self._is_afresh
+        return other
 
     @staticmethod
     def fill_masks(

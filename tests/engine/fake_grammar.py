@@ -1,6 +1,7 @@
 """A grammar made of arithmetic: which tokens may come next follows from the sum of those before."""
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 
@@ -33,6 +34,7 @@ class FakeGrammar:
         self.taken: list[int] = []
         self.problem: str | None = None
         self.num_masks = 0
+        self.is_fork = False
 
     @property
     def finished(self) -> bool:
@@ -50,8 +52,17 @@ class FakeGrammar:
         state = hash((self.seed, sum(self.taken), len(self.taken)))
         return [token for token in range(vocab) if hash((state, token)) % 3 == 0]
 
+    def fork(self) -> "FakeGrammar":
+        """May be offered anything; what is not allowed is a problem, as with a real grammar."""
+        other = copy(self)
+        other.taken, other.is_fork = list(self.taken), True
+        return other
+
     def accept(self, token_id: int) -> None:
         assert not self.finished, "a token after the end"
+        if self.is_fork and token_id not in self.allowed():
+            self.problem = "not allowed"
+            return
         assert token_id in self.allowed(), f"{token_id} was not allowed"
         self.taken.append(token_id)
         if len(self.taken) == self.trouble_at:

@@ -194,14 +194,14 @@ def test_a_request_that_ended_just_before_a_fault_is_told(engine: Engine) -> Non
     """The scheduler knows it no longer, and its last token was lost."""
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
     runner, calls = engine._loop.runner, itertools.count(1)
-    observe = runner.observe
+    commit = runner.commit
 
     def break_once(*args: Any) -> None:
         if next(calls) == 4:
             raise MemoryError("no room for a history")
-        observe(*args)
+        commit(*args)
 
-    runner.observe = break_once  # type: ignore[method-assign]
+    runner.commit = break_once  # type: ignore[method-assign]
     ends, goes_on = (SamplingParams(max_tokens=n, ignore_eos=True) for n in (4, 20))
     requests = [Request("ends", prompt(9), ends), Request("goes on", prompt(9, 1), goes_on)]
     add_together(engine, requests, events.put)

@@ -1,1 +1,1 @@
-"""Any checkpoint in, a verified MLX folder out, one tensor group at a time. Knows no engine."""
+"""Any checkpoint in, a verified MLX folder out, one tensor group at a time."""

@@ -1,10 +1,10 @@
-"""Affine codes: the scale and bias of each group by squared error, not by its extremes.
+"""Affine codes, with the scale and bias of each group chosen by squared error.
 
-MLX takes a group's minimum and maximum, so that one outlier widens every step. Here the range is
-cut a little, several ways; each cut gives codes; the best scale and bias for those codes are a
-linear regression, whose error is known without computing it (llama.cpp chooses its K-quants'
-scales so). What comes out of it competes, with scale and bias rounded to what the file holds, with
-the extremes: the choice is never worse than those.
+MLX takes a group's minimum and maximum, so one outlier widens every step. Here the range is cut by
+several factors; each cut gives codes; the best scale and bias for those codes are a linear
+regression, whose error follows from the sums (llama.cpp chooses the scales of its K-quants so).
+The result, rounded to what the file holds, is compared with the extremes: the choice is never worse
+than theirs.
 """
 
 from collections.abc import Iterator

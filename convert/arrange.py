@@ -49,7 +49,7 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class ArrangedSource:
-    """A source, seen as the output folder will have it."""
+    """A source with the tensors that its output folder will have."""
 
     source: Source
     config: ModelConfig
@@ -177,7 +177,7 @@ def check_complete(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], l
 
 
 class _Shapes(Weights):
-    """Weights that stand for larger ones."""
+    """Weights of one number each that stand for the real ones."""
 
     shapes: Mapping[str | None, tuple[int, ...]]  # by the decoder's names
     label: str

@@ -1,8 +1,8 @@
-"""One safetensors file, laid out first and filled in any order. Knows no formats of weights.
+"""Safetensors files that are laid out first and filled in any order.
 
 The header follows from the plan, so the file has its final length from the start and any row of any
-tensor can be written on its own: no tensor is ever held whole. The file is called `….partial`
-until all of it is on the disk.
+tensor can be written on its own: no tensor is ever held whole. The file is named `….partial` until
+it is complete on the disk.
 """
 
 import errno
@@ -134,7 +134,7 @@ def allocate(handle: int, start: int, count: int) -> None:
 
 
 def damaged(path: Path) -> ConversionError:
-    """What to say of a file of the unfinished conversion that is not as we write it."""
+    """The error for a file of the unfinished conversion that cannot be read back."""
     return ConversionError(
         f"{path} is damaged, so this conversion cannot go on; use --restart to begin anew."
     )

@@ -1,4 +1,4 @@
-"""Codes of the floating-point formats: mxfp4, mxfp8 and nvfp4. Knows no files.
+"""Codes of the floating-point formats: mxfp4, mxfp8 and nvfp4.
 
 Elements are E2M1 or E4M3, scales powers of two (E8M0) or E4M3: OCP Microscaling Formats 1.0, and
 NVIDIA's NVFP4 without its second, per-tensor scale. A group's scale is the neighbour of the usual

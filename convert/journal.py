@@ -1,7 +1,7 @@
-"""What an interrupted conversion has done, line by line. Knows no tensors' contents.
+"""The journal of a conversion: what an interrupted one has done, line by line.
 
-The first line says of which conversion; each further one is a tensor or a file that is on the disk
-for good. A line that a kill cut short is as if it were not there.
+The first line identifies the conversion; each further line is a tensor or a file that is synced to
+the disk. An incomplete last line, left by a kill, is dropped.
 """
 
 import json
@@ -16,7 +16,7 @@ VERSION = 1
 
 
 class Journal:
-    """Lines that are kept: `tensors` by name, `shards` by file name."""
+    """Append-only journal; `tensors` by name and `shards` by file name are its contents."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -27,7 +27,7 @@ class Journal:
             self._load()
 
     def begin(self, start: dict[str, Any]) -> None:
-        """Say which conversion this is, or that it is the one that was interrupted.
+        """Record which conversion this is, or check that it is the interrupted one.
 
         Raises:
             ConversionError: it is another one.
@@ -52,7 +52,7 @@ class Journal:
         self._append([{"shard": name, "checked": checked}])
 
     def forget(self, shard: str, tensors: list[str]) -> None:
-        """The file that they were in is gone: somebody deleted or moved it."""
+        """The file with these tensors is gone: it was deleted or moved."""
         if shard in self.shards or not self.tensors.keys().isdisjoint(tensors):
             self._drop(shard, tensors)
             self._append([{"gone": shard, "tensors": tensors}])

@@ -1,4 +1,4 @@
-"""Every tensor of the output with its format and bytes, in shards: known before any is read."""
+"""The plan of a conversion: format, bytes and file of every output tensor, before any is read."""
 
 import json
 from collections import Counter
@@ -66,7 +66,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True)
 class ConversionPlan:
-    """A whole conversion."""
+    """All tensors of the output, in order."""
 
     recipe: Recipe
     tensors: tuple[PlannedTensor, ...]

@@ -1,4 +1,4 @@
-"""Figures of a conversion as SVG: bits by layer, error by tensor, size against divergence.
+"""Draws figures of a conversion as SVG: bits by layer, error by tensor, size against divergence.
 
 Needs matplotlib, which the `plots` extra installs.
 """

@@ -119,7 +119,7 @@ _WORST = 5
 
 
 def write_card(folder: Path, report: ConversionReport, source: Source, *, draw: bool) -> None:
-    """README.md and, if asked for and where matplotlib is installed, its figures."""
+    """Write README.md and, with `draw` and matplotlib, its figures."""
     figures: list[str] = []
     if draw and available():
         figures = plot_tensors(folder, report.tensors)

@@ -1,7 +1,7 @@
-"""The steps of a conversion, from a source to a folder that is complete. Knows no command line.
+"""A conversion, from a source to a complete folder.
 
-plan -> measure -> write, shard by shard, each compared with the source when it is whole -> logits
--> report -> publish. Every step finds what an interrupted one has left.
+plan -> measure -> write, shard by shard, each compared with the source when it is complete ->
+logits -> report -> publish. Every step continues from what an interrupted run has left.
 """
 
 from collections.abc import Callable
@@ -140,7 +140,7 @@ class Conversion:
         return self.options.calibration is not None or self._comparing
 
     def _check_tokenizer(self) -> None:
-        """Raise where texts are needed that nobody can read."""
+        """Raise where texts are needed and there is no tokenizer."""
         if self._needs_texts and not has_tokenizer(self.source.side_files()):
             raise ConversionError(
                 f"{self.source.label} has no tokenizer, which calibration and comparing logits "
@@ -239,13 +239,13 @@ class Conversion:
     ) -> None:
         budget = MemoryBudget.of(self.options.max_memory)
         done = sum(t.output.num_weights for t in plan.tensors if t.output.name in journal.tensors)
-        told = WriteProgress(self.progress, plan.num_weights, done)
+        written = WriteProgress(self.progress, plan.num_weights, done)
         writer = TensorWriter(
             self.arranged,
             budget,
             self.options.searched,
             found.importance,
-            told.add,
+            written.add,
             sampled=not self.options.check_tensors,
         )
         self.source.forget(self.arranged.dropped)

@@ -1,4 +1,4 @@
-"""A finished folder onto the hub, through huggingface_hub. Knows no tensors."""
+"""Uploads a finished folder to the hub, through huggingface_hub."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

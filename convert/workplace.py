@@ -1,10 +1,10 @@
-"""Where a conversion works: OUT.partial beside OUT, one at a time. Knows no tensors.
+"""The working folder of a conversion: OUT.partial beside OUT, locked by one process.
 
     OUT.partial/lock           held while a process works here
     OUT.partial/journal.jsonl  what is done
-    OUT.partial/model/         becomes OUT when everything is
+    OUT.partial/model/         renamed to OUT at the end
 
-OUT is there and complete, or it is not there. Nothing else in OUT.partial is ever deleted.
+OUT exists only when it is complete. Nothing else in OUT.partial is ever deleted.
 """
 
 import errno
@@ -25,7 +25,9 @@ _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 _DOWNLOADS = "hub-downloads"
 _MADE = ("model", _DOWNLOADS, "measured.npz", "plan.json", "short.npy", "long.npy")
 _OURS = (*_MADE, *(f"{name}.partial" for name in _MADE), "journal.jsonl", "lock")  # lock goes last
-_MARKS = tuple(name for name in _OURS if not name.startswith("model"))  # anybody may have a "model"
+_MARKS = tuple(
+    name for name in _OURS if not name.startswith("model")
+)  # "model" alone proves nothing
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -50,7 +52,7 @@ class Workplace:
 
     @property
     def model(self) -> Path:
-        """What will be the output."""
+        """Becomes the output folder."""
         return self.root / "model"
 
     @property
@@ -98,10 +100,10 @@ def _delete(path: Path) -> None:
 
 
 def check_place(place: Workplace, source: Path | None) -> None:
-    """Whether `place` may be worked in: what is there is deleted in the end.
+    """Check that `place` may be used: its contents are deleted in the end.
 
     Raises:
-        ConversionError: it is the source, inside it or around it, or somebody else's, or no folder.
+        ConversionError: it is the source, inside it or around it, of another program, or no folder.
     """
     if source is not None:
         _check_apart(place, source)
@@ -131,7 +133,7 @@ def _check_apart(place: Workplace, source: Path) -> None:
 
 
 def check_target(place: Workplace, source: Path | None, needed_bytes: int) -> None:
-    """Whether something may be written to the output, and to where the work is.
+    """Check that the output and the working folder can be written.
 
     Raises:
         ConversionError: it exists, is the source or inside it, cannot be written, or the disk has
@@ -221,7 +223,7 @@ def _lock(lock: int, place: Workplace) -> None:
 
 
 def _clear(place: Workplace) -> None:
-    """Throw away what an earlier conversion left, but for the lock that we hold.
+    """Delete what an earlier conversion left, except the lock that this process holds.
 
     Downloads stay: they are of the source, whatever becomes of it.
     """

@@ -30,7 +30,7 @@ from .quantise import ErrorStats, QuantisationMethod, compare, quantise, squares
 from .verify import Progress, as_written, check_shard, confirm
 
 Arrays = list[NDArray[Any]]
-Wrote = Callable[[int], None]  # told how many numbers of the source are done
+Wrote = Callable[[int], None]  # called with the number of weights written
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class TensorWriter:
     searched: bool
     importance: Mapping[str, Floats]  # by path: (in_dims,), mean 1
     wrote: Wrote = lambda _: None
-    sampled: bool = False  # errors of a part of the rows stand for all: nobody compares them
+    sampled: bool = False  # the report has the errors of a part of the rows
     _pool: ThreadPoolExecutor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -179,7 +179,7 @@ CHECKPOINT_S = 5.0
 
 @dataclass(slots=True)
 class WriteProgress:
-    """Counts numbers written, for whoever watches."""
+    """Counts weights written, and reports them."""
 
     progress: Progress
     total: int

@@ -74,7 +74,7 @@ LAYER = re.compile(r"layers\.(\d+)\.")
 
 @dataclass(slots=True)
 class MeasuredUnit:
-    """Tensors of one format, what the probe format does to the logits, and errors by format."""
+    """Tensors of one format: the effect of the probe on the logits, the error of each format."""
 
     outputs: tuple[OutputTensor, ...]
     layer: int | None  # None: the embedding or the output projection
@@ -90,7 +90,7 @@ class MeasuredUnit:
 
 
 def units_of(arranged: ArrangedSource, recipe: Recipe) -> list[MeasuredUnit]:
-    """What may be chosen freely: not routers, not what the user or the source has decided.
+    """The tensors whose format is free: no routers, nothing that the user or the source fixed.
 
     Gate and up projections go together: they are one matrix where the model runs.
     """
@@ -119,7 +119,7 @@ def candidates_of(output: OutputTensor, unit: MeasuredUnit) -> list[MLXFormat]:
 
 
 def least_bytes(arranged: ArrangedSource, recipe: Recipe, plan: ConversionPlan) -> int:
-    """Of the whole output, where all that may be chosen is as small as it may be."""
+    """Bytes of the output with the smallest allowed format for every unit."""
     size = plan.num_bytes
     planned = {tensor.output.name: tensor.num_bytes for tensor in plan.tensors}
     for unit in units_of(arranged, recipe):
@@ -133,7 +133,7 @@ def least_bytes(arranged: ArrangedSource, recipe: Recipe, plan: ConversionPlan) 
 
 
 def choices(unit: MeasuredUnit, recipe: Recipe, model_dtype: str) -> AllocationUnit:
-    """The unit with bytes and costs, for allocate()."""
+    """The choices of a unit with their bytes and costs, for allocate()."""
     found = []
     least = max(floor_bits(output.path) for output in unit.outputs)
     for form in [*unit.errors, None]:

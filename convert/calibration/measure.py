@@ -39,7 +39,7 @@ Advance = Callable[[int, int], None]  # layers done, of how many
 
 @dataclass(slots=True)
 class Measurements:
-    """What the pass found."""
+    """Results of the calibration pass."""
 
     importance: dict[str, Floats] = field(default_factory=dict)  # by path: (in_dims,), mean 1
     units: list[MeasuredUnit] = field(default_factory=list)
@@ -74,7 +74,7 @@ class CalibrationPass:
         self._probe_ends()
 
     def run(self, advance: Advance) -> None:
-        """All layers."""
+        """Run all layers."""
         count = self._arranged.config.num_layers
         for index in range(count):
             self._layer(index)
@@ -166,7 +166,7 @@ class CalibrationPass:
             unit.errors[form] = unit.errors.get(form, 0.0) + job.result().weighted * scale
 
     def _costs(self) -> None:
-        """What each unit's probe did to the logits."""
+        """Measure the divergence that each unit's probe causes."""
         for unit in self.measured.units:
             if unit.layer is None:
                 output = unit.outputs[0]

@@ -53,7 +53,7 @@ class Moments:
 
 
 class ObservedProjection:
-    """A projection that tells what it is given."""
+    """A projection that records the moments of its inputs."""
 
     __slots__ = ("moments", "paths", "projection")
 
@@ -90,7 +90,7 @@ class ObservedExperts:
 
 
 class ObservedWeights(Weights):
-    """Weights whose projections tell what they are given."""
+    """Weights whose projections record the moments of their inputs."""
 
     moments: Moments
 

@@ -1,4 +1,4 @@
-"""Texts for calibration and for checking, as token ids. Knows files and lengths, no models."""
+"""Texts for calibration and for checking, cut into sequences of token ids."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Integer codes with a scale and a bias for each group: values and MLX's layout of them.
 
 value = code * scale + bias, all products exact in float32 for codes of at most 8 bits and scales of
-at most 17 significant bits. Knows no checkpoint format.
+at most 17 significant bits.
 """
 
 from abc import ABC, abstractmethod
@@ -117,5 +117,5 @@ class MixedReader:
         return mx.array(values)
 
     def packed(self) -> Packed:
-        """There is no such layout."""
+        """Raise: MLX has no layout for groups in any order."""
         raise not_packed(self.info)

@@ -63,7 +63,7 @@ class DenseReader:
         return to_mlx(array.view(rows) if array.shape else array.view(), array.dtype)
 
     def packed(self) -> Packed:
-        """There are no codes."""
+        """Raise: dense values have no codes."""
         raise not_packed(self.info)
 
 
@@ -92,7 +92,7 @@ class DroppableFiles(Files, Protocol):
 
 
 class LocalFiles:
-    """Files that are on this disk and stay there."""
+    """Local files, which are never deleted."""
 
     def __init__(self, sizes: Mapping[str, int], folder: Path) -> None:
         self._sizes = sizes

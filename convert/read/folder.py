@@ -1,4 +1,4 @@
-"""A folder of safetensors as a Source: headers checked, schemes chosen. Knows no network."""
+"""A folder of safetensors as a Source: headers are checked, schemes are chosen."""
 
 from collections.abc import Callable, Mapping
 from hashlib import blake2b

@@ -109,7 +109,7 @@ def open_repo(
     Args:
         downloads: where shards are kept until they were read; a later call with the same folder
             goes on with what is there. By default a temporary folder.
-        report: told how many bytes arrived.
+        report: called with the number of bytes that arrived.
         tokenizer: files from elsewhere, instead of those in the repository.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Arrays in files, seen through a memory map. Knows dtypes, not what the numbers stand for.
+"""Arrays in files, seen through a memory map.
 
-Views cost no memory of ours: their pages belong to the file. A file is mapped when it is read and
-let go after, so one that was deleted or replaced meanwhile does no harm.
+Views cost no memory of the process: their pages belong to the file. A file is mapped for one read
+and unmapped after it, so deleting or replacing it between reads does no harm.
 """
 
 from collections.abc import Sequence

@@ -117,7 +117,7 @@ def _llama3_scaling(
 
 _MAX_LAYERS = 2000
 _KINDS = ("sliding_attention", "full_attention")
-_GEMMA3_27B = 62  # layers; llama.cpp tells it by them, and scales by hidden / heads
+_GEMMA3_27B = 62  # layers: how llama.cpp recognises the 27B, which scales by hidden / heads
 
 
 def make_config(

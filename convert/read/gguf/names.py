@@ -1,4 +1,4 @@
-"""What llama.cpp and transformers call the tensors of each family. Knows names only."""
+"""The names of each family's tensors in GGUF files, and in transformers."""
 
 import re
 

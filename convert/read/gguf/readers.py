@@ -1,4 +1,4 @@
-"""Readers of GGUF tensors: blocks to values or codes, rows put in order. Knows no names.
+"""Readers of GGUF tensors: blocks to values or codes, rows put in order.
 
 llama.cpp keeps the rows of Q and K of the llama architecture in the order of its own rotary
 embedding, where two numbers that turn together are neighbours; transformers has them half a head
@@ -23,7 +23,7 @@ from .header import BlockType
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Where a tensor lies, and how it becomes what transformers means by it."""
+    """One tensor of a file, and how its values become those of transformers."""
 
     name: str
     array: StoredArray  # floats, or (..., bytes of a row) U8

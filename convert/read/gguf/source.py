@@ -1,4 +1,4 @@
-"""GGUF files, one or split into several, as a Source. Knows no network."""
+"""GGUF files, one or split into several, as a Source."""
 
 import mmap
 import re
@@ -59,7 +59,7 @@ def open_gguf(path: Path, side_files: SideFiles | None = None) -> ReaderSource:
 
 
 def part_names(name: str) -> list[str]:
-    """All parts of a split file, told by the name of one."""
+    """The names of all parts of a split file, from the name of one."""
     match = _PART.fullmatch(name)
     if match is None:
         return [name]

@@ -1,4 +1,4 @@
-"""AWQ as AutoAWQ writes it: 4-bit codes, zero points and float16 scales. Knows three arrays.
+"""AWQ as AutoAWQ writes it: 4-bit codes, zero points and float16 scales.
 
 GEMM: qweight (in, out / 8) int32, packed along the outputs, output 8c + ORDER[p] in bits 4p to
 4p + 3 of word c; qzeros (groups, out / 8) likewise; scales (groups, out). GEMV: qweight

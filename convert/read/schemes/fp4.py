@@ -1,4 +1,4 @@
-"""Four-bit floats (E2M1) with scales for 16 or 32 inputs, one by one. Knows two or three arrays.
+"""Four-bit floats (E2M1) with scales for 16 or 32 inputs, one by one.
 
 Codes lie two to a byte, the first in the low half, which is MLX's order too.
 compressed-tensors: weight_packed, weight_scale, and for nvfp4 weight_global_scale, which divides.

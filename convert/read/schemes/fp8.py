@@ -1,4 +1,4 @@
-"""Eight-bit floats with a scale per tensor, row, block or 32 inputs. Knows two arrays.
+"""Eight-bit floats with a scale per tensor, row, block or 32 inputs.
 
 `weight` (out, in) F8_E4M3 times `weight_scale` or, in spite of its name, `weight_scale_inv`:
 DeepSeek and Qwen (blocks of weight_block_size), compressed-tensors (float-quantized and mxfp8),

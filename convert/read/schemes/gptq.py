@@ -1,4 +1,4 @@
-"""GPTQ in its two versions: codes packed along the inputs. Knows four arrays.
+"""GPTQ in its two versions: codes packed along the inputs.
 
 qweight (in * bits / 32, out) int32, qzeros (groups, out * bits / 32) int32 packed along the
 outputs, scales (groups, out), g_idx (in,) the group of each input. Version 1 stores zero points

@@ -1,4 +1,4 @@
-"""compressed-tensors' integers: pack-quantized and int-quantized. Knows up to five arrays.
+"""compressed-tensors' integers: pack-quantized and int-quantized.
 
 pack-quantized: weight_packed (out, in * bits / 32) int32, codes shifted to be unsigned and packed
 along the inputs; weight_scale (out, groups); weight_zero_point, if any, shifted alike and packed
@@ -88,7 +88,7 @@ class Integers:
 
 
 def _check_transforms(stated: Fields | None) -> None:
-    """Weights are stored as they were transformed; what is done to activations nobody does here."""
+    """Refuse transforms of activations; those of weights are in the stored values already."""
     schemes = stated.fields("config_groups") if stated else None
     for name in schemes.values if schemes else ():
         scheme = schemes.fields(name) if schemes else None

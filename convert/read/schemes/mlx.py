@@ -22,13 +22,13 @@ from ..stored import E4M3, FLOATS, Array, StoredArray, to_float32
 from .fp4 import fp4_values
 
 Widths = Callable[[str], int | None]
-"""The inputs of the matrix at a path; None: nobody knows."""
+"""The inputs of the matrix at a path; None: not known."""
 
 
 def widths_of(config: Mapping[str, Any]) -> Widths:
     """For the matrices of a model; `config` says nothing of quantisation.
 
-    Where it makes no sense, whoever arranges the tensors says so: here no width is known.
+    Where the config is invalid no width is known; arrange() raises the error.
     """
     try:
         model = normalise(config)

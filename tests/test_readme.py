@@ -1,29 +1,46 @@
-"""What the README says can be done can be: its programs run, its names are there."""
+"""What README and docs/ say is so: programs, commands, links, the annotated tree, CI."""
 
+import importlib
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
+import yaml
 
 from mlxinfer import LLM
 from mlxinfer.cli._commands import cli
+from mlxinfer.models.registry import SUPPORTED
+from tests.bench.__main__ import bench
+from tests.bench.servers import serving
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXT = (ROOT / "README.md").read_text()
-PROGRAMS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-TREE = TEXT.partition("## How it is built")[2].split("```")[1]
+README = (ROOT / "README.md").read_text()
+DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+TEXTS = {"README.md": README, **DOCS}
+EVERYTHING = "\n".join(TEXTS.values())
 NAMES = re.compile(r"( *)((?:[\w/]+(?:\.py|/)(?: +|$))+)")  # of a line: indent, files and folders
-TRANSCRIPT = TEXT.partition("## The demo model")[2].split("```\n> ")[1].partition("```")[0]
 
 
-def test_the_programs_run_as_cells_of_one_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(PROGRAMS)], capture_output=True, text=True, timeout=120
-    )
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def shell_lines(text: str) -> list[str]:
+    return [line for block in blocks(text, "sh") for line in block.splitlines() if line]
+
+
+# -- programs ---------------------------------------------------------------------------------
+
+
+def test_the_programs_of_the_readme_run_as_cells_of_one_interpreter() -> None:
+    code = "\n".join(blocks(README, "python"))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     answer, batch, form = done.stdout.split("\n", 1)[0], *done.stdout.rsplit("\n", 2)[:2]
     assert answer.startswith("A KV cache keeps the keys and values")
@@ -31,60 +48,33 @@ def test_the_programs_run_as_cells_of_one_interpreter() -> None:
     assert '"name": ' in form
 
 
-def paths_of_the_tree() -> Iterator[str]:
-    folder = ""
-    for line in TREE.splitlines():
-        found = NAMES.match(line)
-        if found is None:
-            continue
-        indent, names = len(found[1]), found[2].split()
-        if indent == 0:
-            yield names[0]
-            continue
-        if indent == 2:
-            folder = names.pop(0) if names[0].endswith("/") else ""
-            yield f"mlxinfer/{folder}"
-        yield from (f"mlxinfer/{folder}{name}" for name in names)
+def test_the_client_of_the_server_page_gets_an_answer() -> None:
+    [code] = blocks(DOCS["server.md"], "python")
+    with LLM("demo") as llm:
+        folder = llm.path
+    with serving("mlxinfer", folder) as side:
+        code = code.replace(":8080/", f":{side.port}/").replace('"chat"', '"default_model"')
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+        )
+    assert done.stdout.startswith("A KV cache keeps the keys and values"), done.stderr
 
 
-def test_the_tree_is_the_tree() -> None:
-    paths = list(paths_of_the_tree())
-    assert len(paths) > 40
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+def test_the_config_file_of_the_server_page_is_read(tmp_path: Path) -> None:
+    [text] = blocks(DOCS["server.md"], "toml")
+    assert tomllib.loads(text)["models"]["chat"]["pin"] is True
+    (tmp_path / "config.toml").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "mlxinfer.cli", "config", "show", "--json"],
+        capture_output=True,
+        text=True,
+        env={"MLXINFER_CONFIG": str(tmp_path / "config.toml"), "HOME": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "48GB" in done.stdout
 
 
-def test_files_in_the_text_and_links_are_there() -> None:
-    prose = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
-    files = re.findall(r"`([\w/]+/\w+\.py)`", prose)
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", prose)
-    assert files
-    assert links
-    places = (ROOT, ROOT / "mlxinfer")
-    assert [f for f in files if not any((place / f).exists() for place in places)] == []
-    assert [link for link in links if not (ROOT / link).exists()] == []
-
-
-def commands(command: click.Command, *path: str) -> Iterator[tuple[tuple[str, ...], set[str]]]:
-    """((name, ...), options) of a command and all below it."""
-    yield path, {option for each in command.params for option in each.opts}
-    if isinstance(command, click.Group):
-        context = click.Context(command)
-        for name in command.list_commands(context):
-            below = command.get_command(context, name)
-            assert below is not None
-            yield from commands(below, *path, name)
-
-
-def test_every_command_and_option_is_there() -> None:
-    known = dict(commands(cli))
-    options = {"--help", "--steps"}.union(*known.values())  # steps: of examples.demo_model
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", TEXT)) <= options
-    named = {tuple(found.split()) for found in re.findall(r"mlxinfer ((?:\w+)(?: \w+)?)", TEXT)}
-    first = {path[0] for path in known if path}
-    lines = [path for path in named if path[0] in first]
-    assert len(lines) > 20
-    groups = {path[0] for path in known if len(path) > 1}
-    assert [path for path in lines if path[0] in groups and path not in known] == []
+TRANSCRIPT = DOCS["demo_model.md"].split("```\n> ")[1].partition("```")[0]
 
 
 @pytest.mark.parametrize("exchange", re.split(r"\n> ", TRANSCRIPT.strip()))
@@ -98,3 +88,123 @@ def test_the_demo_says_what_it_is_said_to_say(exchange: str, demo: LLM) -> None:
 def demo() -> Iterator[LLM]:
     with LLM("demo") as llm:
         yield llm
+
+
+# -- files ------------------------------------------------------------------------------------
+
+
+def paths_of_the_tree() -> Iterator[str]:
+    folder = ""
+    for line in blocks(DOCS["architecture.md"], "")[0].splitlines():
+        found = NAMES.match(line)
+        if found is None:
+            continue
+        indent, names = len(found[1]), found[2].split()
+        if indent == 0:
+            yield names[0]
+            continue
+        if indent == 2:
+            folder = names.pop(0) if names[0].endswith("/") else ""
+            yield f"mlxinfer/{folder}"
+        yield from (f"mlxinfer/{folder}{name}" for name in names)
+
+
+def exists(path: str) -> bool:
+    """In a checkout, or in an sdist, which has the folders beside mlxinfer/ inside of it."""
+    return any((place / path).exists() for place in (ROOT, ROOT / "mlxinfer"))
+
+
+def test_the_tree_is_the_tree() -> None:
+    paths = list(paths_of_the_tree())
+    assert len(paths) > 15
+    assert [path for path in paths if not exists(path)] == []
+    folders = {
+        f"mlxinfer/{path.parent.name}/" for path in (ROOT / "mlxinfer").glob("*/__init__.py")
+    }
+    beside = {"mlxinfer/metal_kernels/", "mlxinfer/convert/"}
+    assert folders - beside - set(paths) == set(), "a folder that the tree does not name"
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_links_and_files_in_the_text_are_there(name: str) -> None:
+    prose = re.sub(r"```.*?```", "", TEXTS[name], flags=re.DOTALL)
+    files = re.findall(r"`([\w/]+/\w+\.py)`", prose)
+    assert [file for file in files if not exists(file)] == []
+    here = ROOT if name == "README.md" else ROOT / "docs"
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", prose)
+    assert [link for link in links if not (here / link).exists()] == []
+
+
+def test_the_readme_is_short_and_leads_to_every_page() -> None:
+    assert len(README.splitlines()) <= 160
+    assert [name for name in DOCS if f"](docs/{name})" not in README] == []
+
+
+def test_every_architecture_has_its_row() -> None:
+    table = README.partition("## What works")[2]
+    assert [name for name in SUPPORTED if f"`{name}`" not in table] == []
+
+
+# -- commands ---------------------------------------------------------------------------------
+
+
+def commands(command: click.Command, *path: str) -> Iterator[tuple[tuple[str, ...], set[str]]]:
+    """((name, ...), options) of a command and all below it."""
+    yield path, {option for each in command.params for option in each.opts} | {"--help"}
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            yield from commands(below, *path, name)
+
+
+COMMANDS = dict(commands(cli))
+OURS = {"mlxinfer": COMMANDS, "python -m tests.bench": dict(commands(bench))}
+CALLS = [
+    (program, line.partition(program)[2])
+    for line in [
+        *(line for text in TEXTS.values() for line in shell_lines(text)),
+        *re.findall(r"`((?:mlxinfer|python -m tests\.bench) [^`]+)`", EVERYTHING),
+    ]
+    for program in OURS
+    if f"{program} " in line and not line.startswith("pip")
+]
+
+
+@pytest.mark.parametrize(("program", "arguments"), CALLS, ids=lambda text: text.strip()[:40])
+def test_every_command_and_option_is_there(program: str, arguments: str) -> None:
+    words = shlex.split(arguments.partition("#")[0])
+    known, path = OURS[program], ()
+    while words and (*path, words[0]) in known:
+        path = (*path, words.pop(0))
+    assert path, f"{program} has no command {words[:1]}" if "--" not in arguments[:4] else ""
+    given = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+    assert given <= known[path]
+
+
+def test_options_in_the_text_belong_to_some_command() -> None:
+    options = {"--steps"}.union(*(found for known in OURS.values() for found in known.values()))
+    prose = re.sub(r"```.*?```", "", EVERYTHING, flags=re.DOTALL)
+    assert set(re.findall(r"`(--[a-z][a-z-]+)", prose)) <= options
+
+
+def test_modules_that_are_run_are_there() -> None:
+    modules = set(re.findall(r"python -m ((?:tests|examples)[\w.]*)", EVERYTHING))
+    assert {"tests.bench", "tests.lint"} <= modules
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+
+
+def test_ci_runs_what_the_readme_says() -> None:
+    """Nothing that was never run: each line stands in the README or in .ci/run."""
+    script = (ROOT / ".ci" / "run").read_text().splitlines()
+    ours = [line for line in shell_lines(README) if line.startswith(("python3 -m venv", ".venv"))]
+    assert len(ours) == 2
+    assert [line for line in script if line in ours] == ours
+    assert script.index(".venv/bin/python -m tests.lint") > script.index(ours[1])
+    path = ROOT / ".github" / "workflows" / "ci.yml"
+    jobs = yaml.safe_load(path.read_text())["jobs"]
+    runs = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert set(jobs) == {"linux", "macos"}
+    assert [run for run in runs if run not in (*script, *ours, ".ci/run")] == []
+    assert ".venv/bin/mlxinfer doctor --kernels" in runs

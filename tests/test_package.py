@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SHIPPED = (".ci", "docs", "examples", "mlxinfer", "tests")  # and files beside them
+SHIPPED = (".ci", ".github", "docs", "examples", "mlxinfer", "tests")  # and files beside them
 LEFT_OUT = ("__pycache__", "*.egg-info", ".*_cache", ".venv", ".git", ".hypothesis", "build")
 BUILD = "import setuptools.build_meta as b, sys; getattr(b, sys.argv[1])(sys.argv[2])"
 
@@ -99,14 +99,33 @@ def test_the_sdist_has_what_the_checkout_has(built: Built, folder: str) -> None:
     assert files(built.sdist / folder) == files(ROOT / folder)
 
 
+LOCATE = """
+import sys
+from importlib.util import find_spec
+sys.path.insert(0, ".")
+print(find_spec("mlxinfer.metal_kernels").origin, find_spec("mlxinfer.convert").origin)
+"""
+
+
+def test_a_checkout_as_the_current_folder_is_whole(built: Built) -> None:
+    """It comes before an installed wheel there, so all folders must be found below mlxinfer/."""
+    for folder in (ROOT, built.sdist):
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", LOCATE],  # -S: nothing that is installed plays a part
+            cwd=folder,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        found = [Path(path).relative_to(folder) for path in done.stdout.split()]
+        assert [str(path.parent) for path in found] == [
+            "mlxinfer/metal_kernels",
+            "mlxinfer/convert",
+        ]
+
+
 def test_tests_run_in_the_unpacked_sdist(built: Built) -> None:
-    """With the package of that folder, whatever else is installed."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0"]
     tests = ["tests/test_public_names.py", "tests/metal_kernels/test_attention_plan.py"]
-    here = "import mlxinfer.metal_kernels, mlxinfer.convert; print(mlxinfer.convert.__file__)"
-    done = subprocess.run(
-        [sys.executable, "-c", here], cwd=built.sdist, check=True, capture_output=True, text=True
-    )
-    assert Path(done.stdout.strip()).is_relative_to(built.sdist)
     ran = subprocess.run([*command, *tests], cwd=built.sdist, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr

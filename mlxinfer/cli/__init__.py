@@ -16,8 +16,7 @@ from ._surroundings import (
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     with ending_at_interrupts():  # imports take a while, and leave nothing to clean up
-        from ._commands import cli
-        from ._errors import guarded
+        from ._commands import cli, guarded
     open_missing_streams()
     settle_home()
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # retries are our business, and quiet

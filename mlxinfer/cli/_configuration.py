@@ -2,18 +2,32 @@
 
 Who says what counts, the strongest first: the command line, MLXINFER_SERVE_* variables, the config
 file, the default.
+
+Which models a server has: -m and the config file to entries of its registry. Loads nothing.
 """
 
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from ..configfile import ConfigFile, find_config_file, read_config_file
+from ..configfile import ConfigFile, ModelEntry, find_config_file, read_config_file
 from ..errors import InvalidRequestError
+from ._model import fetch
+from ._options import ENGINE_NAMES, engine_arguments, engine_options
+
+if TYPE_CHECKING:
+    from ..opening import EngineOptions
+    from ..server.registry.entries import Entry
+    from ..server.registry.served import ServedModel
+
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -109,3 +123,153 @@ def _check_values(ctx: click.Context, config: ConfigFile) -> None:
             parameter.type_cast_value(ctx, _as_typed(value))
         except click.BadParameter as error:
             raise InvalidRequestError(f"{place}: {error.message}") from error
+
+
+OWN_NAMES = (*ENGINE_NAMES, "tool_format")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A model as somebody asked for it; `place` is where, for errors."""
+
+    name: str
+    place: str
+    said: ModelEntry
+    preload: bool
+
+
+@click.command(add_help_option=False)
+@click.option("--tool-format")
+@engine_options
+def model_settings(**_: Any) -> None:
+    """Options that a [models.NAME] table may hold; its --max-memory is of the KV cache alone."""
+
+
+def wanted_models(given: Sequence[str], config: ConfigFile, *, by_default: bool) -> list[Wanted]:
+    """Those of the command line first, then the rest of the config file's.
+
+    Args:
+        given: `MODEL`, `NAME=MODEL`, or the name of a table in the config file.
+        config: the config file.
+        by_default: nobody gave these; the config file's models come instead, if there are any.
+    """
+    given = () if by_default and config.models else given
+    found: list[Wanted] = []
+    for text in given:
+        if text in config.models:
+            found.append(_of_table(text, config, preload=True))
+            continue
+        name, source = name_and_source(text)
+        said = ModelEntry(source=source)
+        found.append(Wanted(name=name, place=f"-m {text}", said=said, preload=True))
+    tables = {text for text in given if text in config.models}
+    rest = [name for name in config.models if name not in tables]
+    names = [wanted.name for wanted in found]
+    if len({*names, *rest}) != len(names) + len(rest):
+        raise click.UsageError("Two models have one name; give one of them another: NAME=MODEL.")
+    return found + [_of_table(name, config, preload=False) for name in rest]
+
+
+def entry_of(wanted: Wanted, server: Mapping[str, Any], ttl_s: float | None) -> "Entry":
+    """What the registry is told of a model. Downloads it if it is not here.
+
+    Args:
+        wanted: the model.
+        server: options of the command line that hold for all models, by Python name.
+        ttl_s: of models that have none of their own.
+    """
+    from ..memory import parse_bytes
+    from ..server.registry.entries import Entry, weights_bytes
+
+    options, tool_format = checked_settings(wanted, server)
+    kv_bytes = None if options.max_memory is None else parse_bytes(options.max_memory)
+    folder = fetch(wanted.said.source)
+    created_s = int(time.time())
+    return Entry(
+        name=wanted.name,
+        load=partial(open_model, wanted.name, folder, options, created_s, tool_format),
+        weights_bytes=weights_bytes(folder),
+        aliases=wanted.said.aliases,
+        kv_bytes=kv_bytes,
+        pinned=wanted.said.pin,
+        preload=wanted.preload,
+        ttl_s=ttl_s if wanted.said.ttl_s is None else wanted.said.ttl_s,
+        created_s=created_s,
+    )
+
+
+def checked_settings(wanted: Wanted, server: Mapping[str, Any]) -> "tuple[EngineOptions, str]":
+    """Engine options and tool format of a model; what is wrong with them is wrong usage."""
+    from ..text.tools import tool_format as find_tool_format
+
+    own = {**{name: server.get(name) for name in OWN_NAMES}, **own_settings(wanted)}
+    if wanted.said.pin and wanted.said.ttl_s is not None:
+        raise click.UsageError(f"{wanted.place}: a pinned model is never unloaded; drop ttl or pin")
+    try:
+        tool_format = own.pop("tool_format") or "auto"
+        if tool_format != "auto":
+            find_tool_format(tool_format)
+        return options_of(engine_arguments(own)), tool_format
+    except InvalidRequestError as error:
+        raise click.UsageError(f"{wanted.place}: {error}") from error
+
+
+def open_model(
+    name: str,
+    folder: Path,
+    options: "EngineOptions",
+    created_s: int,
+    tool_format: str,
+    room_bytes: int,
+) -> "ServedModel":
+    """Load a model whose weights and KV cache fit; a KV budget of its own stays as it is."""
+    from ..server.registry.served import ServedModel
+
+    sized = replace(options, room_bytes=room_bytes)
+    return ServedModel.open(name, folder, sized, created_s=created_s, tool_format=tool_format)
+
+
+def own_settings(wanted: Wanted) -> dict[str, Any]:
+    """The engine options of a table, read as the command line would."""
+    arguments = []
+    for name, value in wanted.said.options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if type(value) not in (str, int):
+            raise click.UsageError(f"{wanted.place}.{flag[2:]}: expected a text or a whole number.")
+        arguments.append(f"{flag}={value}")
+    try:
+        context = model_settings.make_context(wanted.place, arguments)
+    except click.UsageError as error:
+        raise click.UsageError(f"{wanted.place}: {error.format_message()}") from error
+    return {name: value for name, value in context.params.items() if value is not None}
+
+
+def options_of(arguments: dict[str, Any]) -> "EngineOptions":
+    """EngineOptions of the keyword arguments that LLM takes; raises InvalidRequestError."""
+    from ..config import KVOptions
+    from ..opening import EngineOptions
+
+    kv = KVOptions.build(
+        bits=arguments.pop("kv_bits", None),
+        window=arguments.pop("kv_window", None),
+        sinks=arguments.pop("kv_sinks", 0),
+    )
+    return EngineOptions(kv=kv, **arguments)
+
+
+def name_and_source(given: str) -> tuple[str, str]:
+    """`demo` -> ("demo", "demo"); `small=/models/x` -> ("small", "/models/x").
+
+    A folder is served under its own name: requests and answers say nothing of where it lies.
+    """
+    name, separator, source = given.partition("=")
+    if separator and name and "/" not in name:
+        return name, source
+    is_folder = os.path.isdir(given)
+    return (os.path.basename(os.path.abspath(given)) if is_folder else given), given
+
+
+def _of_table(name: str, config: ConfigFile, *, preload: bool) -> Wanted:
+    said = config.models[name]
+    place = f"{config.path}, models.{name}"
+    return Wanted(name=name, place=place, said=said, preload=preload)

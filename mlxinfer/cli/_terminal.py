@@ -1,8 +1,108 @@
-"""The terminal's own settings while something is drawn on it. Knows nothing of what is drawn."""
+"""Reads what a user types, line by line. Knows terminals and the history file; no models.
 
+The terminal's own settings while something is drawn on it. Knows nothing of what is drawn.
+"""
+
+import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ._output import note
+
+if TYPE_CHECKING:
+    from prompt_toolkit.history import History
+
+
+Reader = Callable[[str], str]  # default text -> what was typed; EOFError, KeyboardInterrupt
+
+PROMPT, CONTINUED = "> ", ". "
+
+
+def open_reader(commands: Iterable[str]) -> Reader:
+    """A reader with editing and history on a terminal, a plain one elsewhere."""
+    return terminal_reader(commands) if sys.stdin.isatty() else plain_reader
+
+
+def plain_reader(_: str = "") -> str:
+    """One message from stdin; a line that ends with a backslash goes on in the next."""
+    lines = [input()]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        try:
+            lines.append(input())
+        except EOFError:
+            break
+    return "\n".join(lines)
+
+
+def terminal_reader(commands: Iterable[str]) -> Reader:
+    """Enter sends, unless the line ends with a backslash; Alt-Enter starts a new line."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @keys.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.text_before_cursor.endswith("\\"):
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    words = WordCompleter([f"/{name}" for name in commands], sentence=True)
+    session: PromptSession[str] = PromptSession(
+        history=_open_history(),
+        key_bindings=keys,
+        completer=words,
+        complete_while_typing=False,
+        multiline=True,
+        prompt_continuation=CONTINUED,
+    )
+    return lambda default: session.prompt(PROMPT, default=default)
+
+
+def _open_history() -> "History":
+    """What was typed before, kept in a file; in memory only where none can be written."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    class Forgiving(FileHistory):
+        """A full disk is no reason to lose the conversation."""
+
+        def store_string(self, string: str) -> None:
+            with suppress(OSError):
+                super().store_string(string)
+
+    try:
+        return Forgiving(str(history_file()))
+    except OSError as error:
+        note(f"what you type is not remembered for the next time: {error}")
+        return InMemoryHistory()
+
+
+def history_file() -> Path:
+    """Where what was typed is kept; readable by its owner only."""
+    path = state_folder() / "chat_history"
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.touch(mode=0o600)
+    return path
+
+
+def state_folder() -> Path:
+    """The user's folder for state: XDG_STATE_HOME, or the system's usual place."""
+    if value := os.environ.get("XDG_STATE_HOME"):
+        return Path(value) / "mlxinfer"
+    below = "Library/Application Support" if sys.platform == "darwin" else ".local/state"
+    return Path.home() / below / "mlxinfer"
 
 
 @contextmanager

@@ -8,9 +8,8 @@ import click
 
 from ..errors import ContextLengthError
 from ..session.results import Delta
-from ._chat_commands import COMMANDS, Reply, is_command, run_command
-from ._chat_session import ChatSession
-from ._errors import FAILED, report
+from ._chat_session import COMMANDS, ChatSession, Reply, is_command, run_command
+from ._commands import FAILED, report
 from ._model import open_llm
 from ._options import (
     engine_options,
@@ -20,8 +19,7 @@ from ._options import (
     sampling_params,
 )
 from ._output import note
-from ._reader import Reader, open_reader
-from ._terminal import silent_interrupts
+from ._terminal import Reader, open_reader, silent_interrupts
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -73,7 +73,7 @@ def serve_context(arguments: list[str]) -> click.Context:
 
     Models are not looked for: they may be downloaded later.
     """
-    from ._models import checked_settings, wanted_models
+    from ._configuration import checked_settings, wanted_models
     from .serve import command as serve
 
     ctx = serve.make_context("mlxinfer serve", arguments, auto_envvar_prefix=PREFIX)

@@ -1,12 +1,283 @@
-"""`mlxinfer doctor`: is everything here that is needed, and what to do where it is not."""
+"""What `doctor` looks at: one function a check, each says what it found and what to do about it.
 
+`mlxinfer doctor`: is everything here that is needed, and what to do where it is not.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from ._checks import CHECKS, FAIL, OK, WARN, Check, examine
+from .. import __version__, hub
+from ..backend import require_mlx
+from ..errors import MlxinferError
+from ..memory import human_bytes
 from ._options import json_option
 from ._output import emit_json, styled
+
+if TYPE_CHECKING:
+    from ..metal_kernels.verdicts import Verdict
+
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+MIN_FREE_BYTES = 10 * 10**9
+MIN_MACOS = (14, 0)
+MACOS = platform.system() == "Darwin"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    status: str  # OK, WARN or FAIL
+    detail: str
+    advice: str = ""  # what to do; empty where nothing is to be done
+
+    def as_dict(self) -> dict[str, str]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+def python() -> Check:
+    """The interpreter, and whether it is a native one."""
+    found = f"mlxinfer {__version__}, Python {platform.python_version()} ({sys.executable})"
+    if MACOS and platform.machine() != "arm64":
+        return Check("python", FAIL, f"{found}, built for Intel", "install an arm64 Python")
+    return Check("python", OK, found)
+
+
+def system() -> Check:
+    """The operating system and the chip."""
+    if not MACOS:
+        return Check("system", OK, f"{platform.system()} {platform.release()}, {_processor()}")
+    version = platform.mac_ver()[0]
+    found = f"macOS {version}, {_processor()}"
+    if tuple(int(part) for part in version.split(".")[:2]) < MIN_MACOS:
+        return Check("system", FAIL, found, "MLX needs macOS 14 or newer")
+    return Check("system", OK, found)
+
+
+def mlx() -> Check:
+    """Whether MLX loads, its version and its devices."""
+    try:
+        require_mlx()
+    except MlxinferError as error:
+        return Check("mlx", FAIL, str(error), "see the message")
+    from importlib.metadata import version
+
+    import mlx.core as mx
+
+    devices = f"default device {mx.default_device()}"
+    return Check("mlx", OK, f"mlx {version('mlx')}, {devices}")
+
+
+def metal() -> Check:
+    """Whether the GPU is used."""
+    try:
+        require_mlx()
+    except MlxinferError:
+        return Check("metal", WARN, "unknown: MLX does not load")
+    import mlx.core as mx
+
+    if mx.metal.is_available():
+        return Check("metal", OK, f"{mx.device_info().get('device_name', 'GPU')}")
+    if MACOS:
+        return Check("metal", FAIL, "not available", "use a Mac with Apple silicon, not a VM")
+    return Check("metal", WARN, "not available: everything runs on the CPU, slowly")
+
+
+def kernels() -> Check:
+    """What the self-checks of the Metal kernels found so far; runs none of them."""
+    try:
+        require_mlx()
+    except MlxinferError:
+        return Check("kernels", WARN, "unknown: MLX does not load")
+    from ..config import default_kernel_folder
+    from ..metal_kernels.selfcheck import this_gpu
+    from ..metal_kernels.verdicts import Verdicts
+
+    gpu = this_gpu()
+    if gpu is None:
+        return Check("kernels", OK, "not used: there is no Metal, plain MLX does their work")
+    store = Verdicts(default_kernel_folder(), gpu.environment)
+    return judge_kernels(store.read(), store.unfinished())
+
+
+def judge_kernels(found: "Mapping[str, Verdict]", unfinished: Sequence[str] = ()) -> Check:
+    """Judge verdicts by variant, and checks that did not end."""
+    bad = [f"{key.split()[0]} ({v.status})" for key, v in found.items() if not v.usable]
+    bad += [f"{key.split()[0]} (its check crashed, or is under way)" for key in unfinished]
+    if not found and not bad:
+        return Check("kernels", OK, "not checked yet", "the first load of a model checks its own")
+    if bad:
+        total = len(found) + len(unfinished)
+        detail = f"plain MLX does the work of {len(bad)} of {total}: {', '.join(bad)}"
+        return Check("kernels", WARN, detail, "mlxinfer doctor --kernels")
+    return Check("kernels", OK, f"{len(found)} agree with their twins on this GPU")
+
+
+def memory() -> Check:
+    """How much there is, and how much is free now."""
+    total, free = _memory_bytes()
+    found = f"{human_bytes(total)} in all" + (f", {human_bytes(free)} available" if free else "")
+    if free is not None and free < total / 10:
+        return Check("memory", WARN, found, "close other programs, or use a smaller model")
+    return Check("memory", OK, found)
+
+
+def gpu_memory() -> Check:
+    """macOS: the share of memory that the GPU may use (sysctl iogpu.wired_limit_mb)."""
+    if not MACOS:
+        return Check("gpu memory", OK, "no limit of its own on this system")
+    limit_mb = int(_sysctl("iogpu.wired_limit_mb") or 0)
+    total_mb = _memory_bytes()[0] >> 20
+    return judge_gpu_memory(limit_mb, total_mb)
+
+
+def judge_gpu_memory(limit_mb: int, total_mb: int) -> Check:
+    """Judge iogpu.wired_limit_mb; 0 is the system's default, about two thirds to three quarters."""
+    name = "gpu memory"
+    if limit_mb == 0:
+        return Check(
+            name,
+            OK,
+            "iogpu.wired_limit_mb is at the system's default",
+            f"for models that only just do not fit: sudo sysctl iogpu.wired_limit_mb="
+            f"{recommended_mb(total_mb)} (until the next start)",
+        )
+    if limit_mb > recommended_mb(total_mb):
+        return Check(
+            name,
+            WARN,
+            f"iogpu.wired_limit_mb is {limit_mb} of {total_mb}: too little is left for macOS",
+            f"sudo sysctl iogpu.wired_limit_mb={recommended_mb(total_mb)}",
+        )
+    return Check(name, OK, f"iogpu.wired_limit_mb is {limit_mb} of {total_mb}")
+
+
+def recommended_mb(total_mb: int) -> int:
+    """All but a quarter, or all but 16 GB on large machines."""
+    return max(total_mb * 3 // 4, total_mb - 16_384)
+
+
+def disk() -> Check:
+    """Room for models."""
+    folder = hub.cache_folder()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    found = f"{human_bytes(free)} free at {folder}"
+    if free < MIN_FREE_BYTES:
+        return Check("disk", WARN, found, "mlxinfer rm, or set HF_HOME to a larger disk")
+    if not os.access(existing, os.W_OK):
+        return Check(
+            "disk", FAIL, f"{existing} cannot be written", "set HF_HOME to your own folder"
+        )
+    return Check("disk", OK, found)
+
+
+def cache() -> Check:
+    """Models in the hub cache, interrupted downloads among them."""
+    models = [model for model in hub.list_models() if model.source == "cache"]
+    broken = [model.name for model in models if not model.complete]
+    size = human_bytes(sum(model.size_bytes for model in models))
+    found = f"{len(models)} models, {size}"
+    if broken:
+        advice = f"mlxinfer pull {broken[0]}, or mlxinfer rm {broken[0]}"
+        return Check("hub cache", WARN, f"{found}; incomplete: {', '.join(broken)}", advice)
+    return Check("hub cache", OK, found)
+
+
+def token() -> Check:
+    """Whether a hub token is there. The token itself is never read into the report."""
+    from huggingface_hub import get_token
+
+    if get_token():
+        return Check("hub token", OK, "present")
+    return Check("hub token", OK, "none", "only gated and private models need one: hf auth login")
+
+
+def bundled() -> Check:
+    """The model that came with the package."""
+    try:
+        folder = hub.resolve("demo", download=False)
+    except MlxinferError as error:
+        return Check("demo model", FAIL, str(error), "pip install --force-reinstall mlxinfer")
+    size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    return Check("demo model", OK, human_bytes(size))
+
+
+def generation() -> Check:
+    """Whether a few tokens come out."""
+    from ..core import SamplingParams
+    from ._model import open_llm
+
+    try:
+        with open_llm("demo", max_memory="1GB") as llm:
+            result = llm.generate("Once", SamplingParams(max_tokens=8, ignore_eos=True))
+    except MlxinferError as error:
+        return Check("generation", FAIL, str(error), "see the message")
+    rate = result.timing.tokens_per_s
+    speed = f", {rate:.0f} tok/s" if rate else ""
+    return Check("generation", OK, f"{len(result.token_ids)} tokens of the demo model{speed}")
+
+
+CHECKS: tuple[Callable[[], Check], ...] = (
+    python,
+    system,
+    mlx,
+    metal,
+    kernels,
+    memory,
+    gpu_memory,
+    disk,
+    cache,
+    token,
+    bundled,
+    generation,
+)
+
+
+def examine(check: Callable[[], Check]) -> Check:
+    """Run a check. One that breaks is itself a finding, so every exception becomes a line."""
+    name = check.__name__.replace("_", " ")
+    try:
+        return check()
+    except OSError as error:
+        return Check(name, FAIL, str(error), "see to the file that it names")
+    except Exception as error:
+        return Check(name, FAIL, f"{type(error).__name__}: {error}", "please report this")
+
+
+def _processor() -> str:
+    if MACOS:
+        return _sysctl("machdep.cpu.brand_string") or platform.machine()
+    return f"{platform.machine()}, {os.cpu_count()} cores"
+
+
+def _memory_bytes() -> tuple[int, int | None]:
+    """(all, available now or None where the system does not say)."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    info = Path("/proc/meminfo")
+    if not info.is_file():
+        return total, None
+    lines = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
+    return total, int(lines["MemAvailable"].split()[0]) * 1024
+
+
+def _sysctl(name: str) -> str:
+    done = subprocess.run(
+        ["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip()
+
 
 _STYLES = {OK: "32", WARN: "33", FAIL: "31"}
 

@@ -9,8 +9,7 @@ from click.core import ParameterSource
 
 from ..configfile import parse_duration
 from ..errors import InvalidRequestError
-from ._configuration import PREFIX, config_of, config_option
-from ._models import Wanted, entry_of, wanted_models
+from ._configuration import PREFIX, Wanted, config_of, config_option, entry_of, wanted_models
 from ._options import API_KEY, Size, model_options
 
 if TYPE_CHECKING:

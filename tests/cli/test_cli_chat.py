@@ -8,9 +8,8 @@ import pytest
 from fake_llm import FakeLLM
 from rich.console import Console
 
-from mlxinfer.cli import _reader
-from mlxinfer.cli._chat_commands import COMMANDS
-from mlxinfer.cli._chat_session import ChatSession
+from mlxinfer.cli import _terminal
+from mlxinfer.cli._chat_session import COMMANDS, ChatSession
 from mlxinfer.cli.chat import converse
 from mlxinfer.errors import ContextLengthError, OverloadedError
 
@@ -191,7 +190,7 @@ def test_the_command_reads_stdin(
 
 def test_history_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    path = _reader.history_file()
+    path = _terminal.history_file()
     assert path == tmp_path / "mlxinfer" / "chat_history"
     assert path.stat().st_mode & 0o077 == 0
 
@@ -201,7 +200,7 @@ def test_a_chat_needs_no_place_for_its_history(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    history = _reader._open_history()
+    history = _terminal._open_history()
     assert "what you type is not remembered" in capsys.readouterr().err
     history.append_string("one")
     assert history.get_strings() == ["one"]
@@ -209,8 +208,8 @@ def test_a_chat_needs_no_place_for_its_history(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no device that is always full")
 def test_a_full_disk_ends_no_chat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_reader, "history_file", lambda: Path("/dev/full"))
-    history = _reader._open_history()
+    monkeypatch.setattr(_terminal, "history_file", lambda: Path("/dev/full"))
+    history = _terminal._open_history()
     history.append_string("one")
     assert history.get_strings() == ["one"]
 
@@ -223,7 +222,7 @@ def test_keys_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
-        read = _reader.terminal_reader(COMMANDS)
+        read = _terminal.terminal_reader(COMMANDS)
         keys.send_text("one\\\rtwo\x1b\rthree\r")
         assert read("") == "one\ntwo\nthree"
         keys.send_text("!\r")
@@ -234,7 +233,7 @@ def test_keys_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         keys.send_text("\x04")
         with pytest.raises(EOFError):
             read("")
-    assert "+one" in _reader.history_file().read_text()
+    assert "+one" in _terminal.history_file().read_text()
 
 
 def test_nothing_that_is_typed_ends_the_chat(

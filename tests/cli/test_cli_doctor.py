@@ -7,8 +7,8 @@ import pytest
 from fake_llm import FakeLLM
 from standin import StandIn
 
-from mlxinfer.cli import _checks, doctor
-from mlxinfer.cli._checks import FAIL, OK, WARN, Check, examine, judge_gpu_memory, recommended_mb
+from mlxinfer.cli import doctor
+from mlxinfer.cli.doctor import FAIL, OK, WARN, Check, examine, judge_gpu_memory, recommended_mb
 
 
 def test_exit_code_1_where_something_fails(outcome: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,27 +48,27 @@ def test_a_file_that_cannot_be_read_is_no_bug() -> None:
 
 
 def test_this_machine_can_be_examined(fake: FakeLLM, cache: Any) -> None:
-    for check in _checks.CHECKS:
+    for check in doctor.CHECKS:
         found = check()
         assert found.detail
         assert found.status in (OK, WARN, FAIL)
 
 
 def test_generation_needs_tokens(fake: FakeLLM) -> None:
-    found = _checks.generation()
+    found = doctor.generation()
     assert found.status == OK
     assert "4 tokens of the demo model, 12 tok/s" in found.detail
 
 
 def test_the_token_is_never_shown(cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret_value")
-    assert _checks.token() == Check("hub token", OK, "present")
+    assert doctor.token() == Check("hub token", OK, "present")
 
 
 def test_interrupted_downloads_are_found(standin: StandIn, outcome: Any) -> None:
     standin.faults.cut_after = [1000] + [0] * 20
     outcome("pull", "org/tiny")
-    found = _checks.cache()
+    found = doctor.cache()
     assert found.status == WARN
     assert "incomplete: org/tiny" in found.detail
 

@@ -9,8 +9,7 @@ import pytest
 from fake_llm import FakeLLM
 
 from mlxinfer import __version__
-from mlxinfer.cli._commands import cli
-from mlxinfer.cli._errors import guarded
+from mlxinfer.cli._commands import cli, guarded
 
 
 def test_a_bug_is_named_and_said_to_be_one(fake: FakeLLM, outcome: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import click
 import pytest
 
-from mlxinfer.cli._models import Wanted, wanted_models
+from mlxinfer.cli._configuration import Wanted, wanted_models
 from mlxinfer.cli.config import serve_context
 from mlxinfer.cli.serve import registry
 from mlxinfer.configfile import read_config_file

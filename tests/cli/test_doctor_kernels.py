@@ -14,7 +14,7 @@ import fake_gpu
 from metal_cpu import requires_compiler
 
 from mlxinfer.cli import _kernels
-from mlxinfer.cli._checks import OK, WARN, judge_kernels, kernels
+from mlxinfer.cli.doctor import OK, WARN, judge_kernels, kernels
 from mlxinfer.metal_kernels.kinds import KINDS
 from mlxinfer.metal_kernels.selfcheck import Gpu
 from mlxinfer.metal_kernels.verdicts import Verdict

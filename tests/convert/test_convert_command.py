@@ -10,7 +10,7 @@ import pytest
 from convert_cases import TEXT, contents, write_source
 from upload_standin import UploadHub, upload_hub
 
-from mlxinfer.cli import _convert_options, _convert_view, main
+from mlxinfer.cli import _convert_options, convert, main
 from mlxinfer.convert import formats
 
 PLAIN = ("--calibration", "none", "--check", "tensors")
@@ -75,7 +75,7 @@ def test_a_dry_run_writes_nothing_and_is_right(
 
 def test_layers_are_in_the_order_of_numbers() -> None:
     names = ["lm_head", "m.norm", "m.layers.10.a", "m.layers.2.b", "m.layers.2.a", "m.embed_tokens"]
-    assert sorted(names, key=_convert_view.model_order) == [
+    assert sorted(names, key=convert.model_order) == [
         *("m.embed_tokens", "m.layers.2.a", "m.layers.2.b", "m.layers.10.a", "m.norm", "lm_head")
     ]
 

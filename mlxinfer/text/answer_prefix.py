@@ -14,7 +14,7 @@ from .tokenizer import Tokenizer
 _TAIL = 64  # tokens at the end of a prompt among which a start tag ends it
 
 
-def begun_in(
+def answer_prefix(
     tokenizer: Tokenizer, reasoning: ReasoningFormat | None, prompt_ids: Sequence[int]
 ) -> str:
     """Return what a prompt has begun of the answer to it, "" where that is nothing.

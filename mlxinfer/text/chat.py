@@ -16,8 +16,8 @@ from itertools import permutations
 from typing import Any
 
 from ..errors import InvalidRequestError, TemplateError
-from .marked_text import Marks, literal_pattern
-from .messages import has_calls, in_text, plain_data, with_objects
+from .marked_text import TextMarks, literal_pattern
+from .messages import has_calls, plain_data, with_parsed_arguments, with_text_arguments
 from .template import ChatTemplate
 from .tokenizer import Tokenizer
 
@@ -53,7 +53,7 @@ def encode_chat(
             "This model has no chat template; use a plain prompt, or a model made for chat."
         )
     given = _plain({"messages": messages, "tools": tools, "documents": documents, "kwargs": kwargs})
-    given["messages"] = with_objects(given["messages"])
+    given["messages"] = with_parsed_arguments(given["messages"])
     ends = {
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message,
@@ -64,7 +64,7 @@ def encode_chat(
         if not has_calls(given["messages"]):
             raise
         with suppress(TemplateError):  # it may want the arguments of calls as text
-            changed = {**given, "messages": in_text(given["messages"])}
+            changed = {**given, "messages": with_text_arguments(given["messages"])}
             return _rendered(tokenizer, template, changed, ends, check)
         raise
 
@@ -110,7 +110,7 @@ class ControlTokens:
             for token_id, token in tokenizer.added_tokens.items()
             if token.special or (token.content in literal and not token.content.isspace())
         }
-        self._taken_out = tokenizer.template.taken_out(source)
+        self._replaced_texts = tokenizer.template.replaced_texts(source)
         self._ids = frozenset(tokens)
         self._texts = frozenset(tokens.values())
         # these are looked for in normalised text, where other characters may have become theirs
@@ -130,7 +130,7 @@ class ControlTokens:
             by_source[source] = cls(tokenizer, source)
         return by_source[source]
 
-    def marks_for(self, given: Any) -> Marks | None:
+    def marks_for(self, given: Any) -> TextMarks | None:
         """Return how to mark these inputs, None where they hold no control-token text."""
         strings = list(_strings(given))
         whole = any(self._regex.search(text) for text in strings)
@@ -142,9 +142,9 @@ class ControlTokens:
             return None
         more = [self._beginning.pattern] * bridged + [literal_pattern(split)] * bool(split)
         regex = re.compile("|".join([self.pattern, *more])) if more else self._regex
-        return Marks(regex, set().union(*strings), names=self._regex, fold=folded)
+        return TextMarks(regex, set().union(*strings), names=self._regex, fold=folded)
 
-    def encode_marked(self, text: str, marks: Marks) -> list[int]:
+    def encode_marked(self, text: str, marks: TextMarks) -> list[int]:
         """Return the ids of a rendering; the marks go, and what they enclose is plain text."""
         ids: list[int] = []
         for piece, is_plain in marks.split(text, self.pattern):
@@ -179,7 +179,7 @@ class ControlTokens:
 
         One part alone, two in either order, or all.
         """
-        parts = self._taken_out
+        parts = self._replaced_texts
         orders = [*permutations(parts[:MAX_PARTS], 2), parts, parts[::-1]]
         for text in strings:
             if not any(part in text for part in parts):

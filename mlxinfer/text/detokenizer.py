@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from .tokenizer import BYTE_OF, Tokenizer, byte_of_fallback
 
 
-class Step(Protocol):
+class DecoderStep(Protocol):
     """One step of a decoder, a token at a time."""
 
     def feed(self, token: str) -> list[str]:
@@ -162,12 +162,12 @@ class StripEnds:
         return [tail] if tail else []
 
 
-def steps_of(spec: dict[str, Any] | None) -> list[Step] | None:
+def decoder_steps(spec: dict[str, Any] | None) -> list[DecoderStep] | None:
     """Return fresh steps that do what the decoder does, None where it has no incremental form."""
     if spec is None:  # without a decoder, tokens are joined by spaces
         return [FirstToken(str, lambda token: " " + token)]
     fused = False
-    steps: list[Step] = []
+    steps: list[DecoderStep] = []
     for part in spec["decoders"] if spec.get("type") == "Sequence" else [spec]:
         kind = part.get("type")
         step = None if kind == "Fuse" else _step_of(part, fused)
@@ -178,7 +178,7 @@ def steps_of(spec: dict[str, Any] | None) -> list[Step] | None:
     return steps
 
 
-def _step_of(part: dict[str, Any], fused: bool) -> Step | None:
+def _step_of(part: dict[str, Any], fused: bool) -> DecoderStep | None:
     """Return one step; after Fuse the whole text is a single token, which few steps fit."""
     kind = part.get("type")
     if kind == "Strip":
@@ -194,7 +194,7 @@ def _step_of(part: dict[str, Any], fused: bool) -> Step | None:
     return None
 
 
-def _strip(content: str, start: int, stop: int, fused: bool) -> Step:
+def _strip(content: str, start: int, stop: int, fused: bool) -> DecoderStep:
     if fused:
         return StripEnds(content, start, stop)
 
@@ -205,13 +205,13 @@ def _strip(content: str, start: int, stop: int, fused: bool) -> Step:
     return EachToken(strip)
 
 
-def _replace(old: str | None, new: str, fused: bool) -> Step | None:
+def _replace(old: str | None, new: str, fused: bool) -> DecoderStep | None:
     if not old or (fused and len(old) > 1):  # a match could lie across tokens
         return None
     return EachToken(lambda token: token.replace(old, new))
 
 
-def _metaspace(mark: str, prepend_scheme: str) -> Step:
+def _metaspace(mark: str, prepend_scheme: str) -> DecoderStep:
     def other(token: str) -> str:
         return token.replace(mark, " ")
 
@@ -248,7 +248,7 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids - set(keep_ids) if skip_special_tokens else set()
-        self._steps = steps_of(tokenizer.decoder_spec)
+        self._steps = decoder_steps(tokenizer.decoder_spec)
         self._held: list[int] = []  # where the decoder has no incremental form
         for token_id in prompt_ids[-PROMPT_TAIL:]:
             self.push(token_id)
@@ -278,7 +278,7 @@ class Detokenizer:
             return text
         return self._drain(lambda step: step.finish())
 
-    def _drain(self, held_by: Callable[[Step], list[str]]) -> str:
+    def _drain(self, held_by: Callable[[DecoderStep], list[str]]) -> str:
         """What the steps hold, each one's given to those after it."""
         tokens: list[str] = []
         for step in self._steps or ():

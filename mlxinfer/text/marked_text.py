@@ -1,8 +1,8 @@
-"""Marks around what a user wrote like a control token. Knows plain data and text; no tokenizer.
+"""TextMarks around what a user wrote like a control token. Knows plain data and text; no tokenizer.
 
 Methods of text that overlook marks: a template decides as if there were none. Knows no jinja.
 
-Marks are three characters put into a text for whoever reads the rendering: one opens, one closes,
+TextMarks are three characters put into a text for whoever reads the rendering: one opens, one closes,
 one keeps apart. What is made of such a text keeps all of them, next to what they stood next to; but
 of a pair whose whole content a split takes away, marks that keep apart are left. Every method is
 linear in the text.
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 
-class Marks:
+class TextMarks:
     """Private-use characters that the inputs do not hold, and what two of them are put around.
 
     The third stands where a template took out what they enclosed: what was apart stays apart.
@@ -72,7 +72,7 @@ class Marks:
 
     def taken_from(self, text: str) -> str:
         """Return a rendering without its marks."""
-        return without(self._spelled_out(text), self.characters)
+        return without_marks(self._spelled_out(text), self.characters)
 
     def _spelled_out(self, text: str) -> str:
         for mark in self.characters:
@@ -97,7 +97,7 @@ _CUTS = frozenset(("strip", "lstrip", "rstrip", "removeprefix", "removesuffix"))
 _SPLITS = frozenset(("split", "rsplit"))
 
 
-def without(value: Any, marks: str) -> Any:
+def without_marks(value: Any, marks: str) -> Any:
     """Return a text without its marks, anything else as it is."""
     if isinstance(value, str):
         for mark in marks:
@@ -105,21 +105,21 @@ def without(value: Any, marks: str) -> Any:
     return value
 
 
-def nothing_but(marks: str, value: Any) -> bool:
+def only_marks(marks: str, value: Any) -> bool:
     """Whether a value is a text of marks and nothing else."""
     return isinstance(value, str) and bool(value) and not value.strip(marks)
 
 
-def overlooks(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether `call_overlooking` knows a method with these arguments."""
+def ignores_marks(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether `call_ignoring_marks` knows a method with these arguments."""
     separated = name in _SPLITS and bool(args) and isinstance(args[0], str)
     return separated or name in _QUESTIONS or name in _CUTS
 
 
-def call_overlooking(marks: str, text: str, name: str, args: tuple[Any, ...]) -> Any:
+def call_ignoring_marks(marks: str, text: str, name: str, args: tuple[Any, ...]) -> Any:
     """Return what a method makes of the text without its marks, with the marks in it."""
-    plain = without(text, marks)
-    args = tuple(without(arg, marks) for arg in args)
+    plain = without_marks(text, marks)
+    args = tuple(without_marks(arg, marks) for arg in args)
     result = getattr(plain, name)(*args)
     if name in _QUESTIONS:
         return result
@@ -133,9 +133,9 @@ def call_overlooking(marks: str, text: str, name: str, args: tuple[Any, ...]) ->
     return _part(text, start, len(result), marks)
 
 
-def cut_overlooking(marks: str, text: str, part: slice) -> str:
+def slice_ignoring_marks(marks: str, text: str, part: slice) -> str:
     """Return a part, without steps, of the text without its marks, with the marks in it."""
-    start, stop, _ = part.indices(len(without(text, marks)))
+    start, stop, _ = part.indices(len(without_marks(text, marks)))
     return _part(text, start, max(stop - start, 0), marks)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidRequestError, TemplateError, shown
-from .marked_text import without
+from .marked_text import without_marks
 
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # the mark that transformers appends, and cuts at
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -41,7 +41,7 @@ def plain_data(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
-def checked(messages: Any) -> list[dict[str, Any]]:
+def check_messages(messages: Any) -> list[dict[str, Any]]:
     """Return the messages; raise TemplateError unless they are a list of objects, and not empty."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise TemplateError("messages is empty or no list; expected at least one message.")
@@ -56,7 +56,7 @@ def without_none(message: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if value is not None}
 
 
-def with_reasoning_names(message: dict[str, Any]) -> dict[str, Any]:
+def with_reasoning_fields(message: dict[str, Any]) -> dict[str, Any]:
     """Offer the reasoning under the names that templates read, whichever one it came under."""
     found = [message[key] for key in _REASONING_FIELDS if key in message]
     if not found:
@@ -64,7 +64,7 @@ def with_reasoning_names(message: dict[str, Any]) -> dict[str, Any]:
     return {"thinking": found[0], **message, "reasoning_content": found[0]}
 
 
-def mark_end(
+def insert_continue_tag(
     chat: list[dict[str, Any]], wanted: bool | str, add_generation_prompt: bool, source: str
 ) -> str | None:
     """Append the mark to the text that is to be continued; return that text, None if none is."""
@@ -95,13 +95,13 @@ def mark_end(
     raise TemplateError("continue_final_message: the last message has no text to go on with.")
 
 
-def cut_at_mark(rendered: str, text: str, marks: str = "") -> str:
+def cut_at_continue_tag(rendered: str, text: str, marks: str = "") -> str:
     """Return the rendering up to the end of `text`, its trailing spaces kept if they were.
 
     Where the template has moved `marks` within the text, it is the same text still.
     """
     end = rendered.rfind(_CONTINUE.strip())
-    if end < 0 or without(text, marks).strip() not in without(rendered, marks):
+    if end < 0 or without_marks(text, marks).strip() not in without_marks(rendered, marks):
         raise TemplateError(
             "continue_final_message: the chat template does not write the last message as it is."
         )
@@ -117,7 +117,7 @@ def has_calls(messages: object) -> bool:
     return any(_calls(message) for message in _dicts(messages))
 
 
-def with_objects(messages: Any) -> Any:
+def with_parsed_arguments(messages: Any) -> Any:
     """Return messages whose tool calls have arguments as objects, which most templates expect.
 
     OpenAI's API has them as JSON text. What is no JSON object stays as it is. Tool messages get the
@@ -135,7 +135,7 @@ def with_objects(messages: Any) -> Any:
     return changed
 
 
-def in_text(messages: Messages) -> list[dict[str, Any]]:
+def with_text_arguments(messages: Messages) -> list[dict[str, Any]]:
     """Return messages whose tool calls have arguments as JSON text, and some content beside them.
 
     Some templates (DeepSeek's) append both to strings.

@@ -2,7 +2,7 @@
 
 Splits an answer into reasoning and what the user sees. Knows text and marks; no token ids.
 
-Marks are found in the text, so that it does not matter whether a model writes `<think>` as one
+TextMarks are found in the text, so that it does not matter whether a model writes `<think>` as one
 token or as four.
 
 Fixed marks found in text that arrives in pieces. Knows characters only; no tokens.
@@ -15,7 +15,7 @@ from typing import Protocol
 
 from .tokenizer import Tokenizer
 
-MAX_LEADING_SPACE = 64  # before a start tag; more than that, and the answer has begun
+MAX_LEADING_SPACE = 64  # before a start tag; more than that, and the answer has prefix
 HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
 HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
@@ -206,10 +206,10 @@ class HarmonySplitter:
         if self._is_header:
             return ""
         held = "".join(self._header)
-        begun = held.lstrip()
-        if len(held) - len(begun) <= MAX_LEADING_SPACE:
-            self._is_header = begun.startswith("to=")
-            if self._is_header or "to=".startswith(begun):
+        prefix = held.lstrip()
+        if len(held) - len(prefix) <= MAX_LEADING_SPACE:
+            self._is_header = prefix.startswith("to=")
+            if self._is_header or "to=".startswith(prefix):
                 return ""
         self._header = None  # an answer without any marks
         return held
@@ -268,28 +268,28 @@ class ReasoningFormat:
         """The texts that this format looks for, special tokens or not."""
         return (*HARMONY, *HARMONY_ENDS) if self.harmony else (self.start, self.end)
 
-    def splitter(self, begun: str = "") -> Splitter:
-        """Return a splitter for an answer that the prompt has begun so, see begun_in."""
+    def splitter(self, prefix: str = "") -> Splitter:
+        """Return a splitter for an answer that the prompt has prefix so, see answer_prefix."""
         if not self.harmony:
-            _, opened, thought = begun.partition(self.start)
+            _, opened, thought = prefix.partition(self.start)
             return TagSplitter(
                 self.start, self.end, opened=bool(opened), continued=bool(thought.strip())
             )
         harmony = HarmonySplitter()
-        if begun.startswith(_ASSISTANT):
-            harmony.push(begun.removeprefix(_ASSISTANT))
+        if prefix.startswith(_ASSISTANT):
+            harmony.push(prefix.removeprefix(_ASSISTANT))
         return harmony
 
-    def is_open(self, begun: str) -> bool:
-        """Whether an answer that the prompt has begun so is within its reasoning."""
+    def is_open(self, prefix: str) -> bool:
+        """Whether an answer that the prompt has prefix so is within its reasoning."""
         if not self.harmony:
-            return self.start in begun
-        header = begun.removesuffix("<|message|>")
-        return header != begun and channel_of(header) == "analysis"
+            return self.start in prefix
+        header = prefix.removesuffix("<|message|>")
+        return header != prefix and channel_of(header) == "analysis"
 
-    def is_over(self, begun: str) -> bool:
+    def is_over(self, prefix: str) -> bool:
         """Whether it is past its reasoning: the prompt names another channel."""
-        return self.harmony and begun.endswith("<|message|>") and not self.is_open(begun)
+        return self.harmony and prefix.endswith("<|message|>") and not self.is_open(prefix)
 
 
 def detect_reasoning(tokenizer: Tokenizer) -> ReasoningFormat | None:

@@ -25,12 +25,18 @@ from jinja2.ext import loopcontrols
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from .marked_text import call_overlooking, cut_overlooking, nothing_but, overlooks, without
+from .marked_text import (
+    call_ignoring_marks,
+    ignores_marks,
+    only_marks,
+    slice_ignoring_marks,
+    without_marks,
+)
 from .template_syntax import (
     DictBuilder,
     GenerationTag,
-    Instrument,
     TemplateNamespace,
+    TemplateRewriter,
     raise_exception,
 )
 
@@ -245,7 +251,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def compile_template(self, source: str) -> jinja2.Template:
         """Return the template with its reports to the budget in place."""
-        tree = Instrument().visit(self.parse(source))
+        tree = TemplateRewriter().visit(self.parse(source))
         with self.limited_by(Budget(total=MAX_FOLDED)):  # constants are worked out meanwhile
             code: CodeType = self.compile(tree)
         return jinja2.Template.from_code(self, code, self.make_globals(None))
@@ -275,12 +281,12 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     @property
     def marks(self) -> str:
-        """What this thread's rendering overlooks in texts."""
+        """What this thread's rendering ignores_marks in texts."""
         marks: str = getattr(self._local, "marks", "")
         return marks
 
     def tick(self) -> str:
-        """Report that a loop goes on. Templates reach this through Instrument only."""
+        """Report that a loop goes on. Templates reach this through TemplateRewriter only."""
         self.budget.tick()
         return ""
 
@@ -309,20 +315,20 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         """Return a slice, charged; of a text without its marks, but with all of them."""
         part = slice(start, stop, step)
         if self._has_mark(value) and step in (None, 1):
-            return self.measured(cut_overlooking(self.marks, value, part))
+            return self.measured(slice_ignoring_marks(self.marks, value, part))
         return self.measured(value[part])
 
     def unmarked(self, value: Any) -> Any:
         """Return what is compared: a text without its marks."""
-        return without(value, self.marks)
+        return without_marks(value, self.marks)
 
     def bare(self, value: Any) -> Any:
         """Return what is asked whether it is true: no text of marks only."""
-        return "" if nothing_but(self.marks, value) else value
+        return "" if only_marks(self.marks, value) else value
 
     def call(self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call `__obj` for a template: the one gate of methods, globals and macros."""
-        if type(__obj) is MethodType and __obj.__self__ is self:  # what Instrument put in
+        if type(__obj) is MethodType and __obj.__self__ is self:  # what TemplateRewriter put in
             return __obj(*args)
         method = getattr(__obj, "__wrapped__", __obj)  # str.format comes in a wrapper of jinja's
         owner = getattr(method, "__self__", None)
@@ -332,9 +338,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         if isinstance(owner, (str, bytes, int, float)):
             args = tuple(a if _is_plain(a) else list(a) for a in args)
             budget.check_text_call(method.__name__, owner, (*args, *kwargs.values()))
-            if self._has_mark(owner) and not named and overlooks(method.__name__, args):
+            if self._has_mark(owner) and not named and ignores_marks(method.__name__, args):
                 text = str(owner)
-                return self.measured(call_overlooking(self.marks, text, method.__name__, args))
+                return self.measured(call_ignoring_marks(self.marks, text, method.__name__, args))
         return self.measured(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -356,10 +362,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
                 rest = (*given[first + 1 :], *kwargs.values())
                 self.budget.check_text_call(name, given[first], rest)
             if name in ("length", "count") and self._has_mark(given[0]):
-                given = [without(given[0], self.marks)]
+                given = [without_marks(given[0], self.marks)]
             if name == "trim" and not kwargs and self._has_mark(given[0]):
                 text, *chars = given
-                return self.measured(call_overlooking(self.marks, text, "strip", tuple(chars)))
+                return self.measured(call_ignoring_marks(self.marks, text, "strip", tuple(chars)))
             return self.measured(function(*given, **kwargs))
 
         return run

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..output_parts import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta, merged
-from .answer_prefix import begun_in
+from .answer_prefix import answer_prefix
 from .detokenizer import Detokenizer
 from .reasoning import ReasoningFormat
 from .tokenizer import Tokenizer
@@ -84,7 +84,7 @@ class TextStream:
         self._detokenizer = Detokenizer(tokenizer, keep_ids=kept, prompt_ids=before)
         self._splitter = None
         if reasoning:
-            self._splitter = reasoning.splitter(begun_in(tokenizer, reasoning, prompt_ids))
+            self._splitter = reasoning.splitter(answer_prefix(tokenizer, reasoning, prompt_ids))
         self._matcher = StopMatcher(stop, include_stop=include_stop)
         self._tools = tools
         self._single_call = single_call

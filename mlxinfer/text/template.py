@@ -9,11 +9,11 @@ import jinja2
 
 from ..errors import TemplateError
 from .messages import (
-    checked,
-    cut_at_mark,
-    mark_end,
+    check_messages,
+    cut_at_continue_tag,
+    insert_continue_tag,
     plain_data,
-    with_reasoning_names,
+    with_reasoning_fields,
     without_none,
 )
 from .sandbox import Budget, LimitError, TemplateSandbox, size_of
@@ -81,9 +81,11 @@ class ChatTemplate:
                 {"tools": tools, "documents": documents, "kwargs": kwargs, "messages": messages}
             )
             size = _size_of_input(data)
-            chat = [with_reasoning_names(without_none(m)) for m in checked(data["messages"])]
+            chat = [
+                with_reasoning_fields(without_none(m)) for m in check_messages(data["messages"])
+            ]
             source = self.source_for(tools)
-            tail = mark_end(chat, continue_final_message, add_generation_prompt, source)
+            tail = insert_continue_tag(chat, continue_final_message, add_generation_prompt, source)
             variables = {
                 **self.variables,
                 **data["kwargs"],
@@ -93,7 +95,7 @@ class ChatTemplate:
                 "add_generation_prompt": add_generation_prompt,
             }
             text = self._run(source, variables, Budget(size, self._deadline_s), marks)
-        return text if tail is None else cut_at_mark(text, tail, marks)
+        return text if tail is None else cut_at_continue_tag(text, tail, marks)
 
     def source_for(self, tools: object = None) -> str:
         """Return the source that renders a request, with tools or without."""
@@ -130,7 +132,7 @@ class ChatTemplate:
         constants = {const.value for const in tree.find_all(jinja2.nodes.Const)}
         return "\0".join(texts | {value for value in constants if isinstance(value, str)})
 
-    def taken_out(self, source: str) -> list[str]:
+    def replaced_texts(self, source: str) -> list[str]:
         """Return the texts that a template replaces by others."""
         tree = self._sandbox.parse(source)
         calls = [c for c in tree.find_all(jinja2.nodes.Call) if _is_replace(c.node)]

@@ -15,7 +15,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 
-class Instrument(NodeTransformer):
+class TemplateRewriter(NodeTransformer):
     """Puts the calls of `tick`, `measured`, `shown` and the like into a template's tree."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: D102

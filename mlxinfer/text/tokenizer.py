@@ -216,7 +216,7 @@ PIECE_CHARS = 32_768
 SLACK = 2  # a text that is cut has more tokens than in one piece, by a few a cut
 
 
-def far_longer(
+def exceeds_tokens(
     encode: Callable[[str], Sequence[int]], texts: Sequence[str], num_tokens: int
 ) -> bool:
     """Whether `texts` together have more than `num_tokens` tokens, as `encode` turns them to ids.

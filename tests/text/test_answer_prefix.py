@@ -6,7 +6,7 @@ import pytest
 from text_data import DATA, load_tokenizer, read_template
 
 from mlxinfer.text import ChatTemplate, ReasoningFormat, TextStream, Tokenizer, encode_chat
-from mlxinfer.text.answer_prefix import begun_in
+from mlxinfer.text.answer_prefix import answer_prefix
 from mlxinfer.text.tokenizer_files import load_backend
 
 THINK = ReasoningFormat()
@@ -19,7 +19,7 @@ LONG = "so far " * 80
 
 def begun(tokenizer, reasoning, prompt):
     ids = tokenizer.encode(prompt, add_special_tokens=False, parse_special=True)
-    return begun_in(tokenizer, reasoning, ids)
+    return answer_prefix(tokenizer, reasoning, ids)
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +38,10 @@ def test_a_tag_that_any_text_becomes_opens_nothing_where_no_token_parts_the_turn
         variables={"bos_token": "<s>"},
     )
     ids = encode_chat(tokenizer, [{"role": "user", "content": "What is <think>?"}] * 2)
-    assert begun_in(tokenizer, THINK, ids) == ""
+    assert answer_prefix(tokenizer, THINK, ids) == ""
     tokenizer.template = ChatTemplate("<s>[INST] {{ messages[0].content }} [/INST]")
     ids = encode_chat(tokenizer, [{"role": "user", "content": "What is <think>?"}])
-    assert begun_in(tokenizer, THINK, ids) == ""
+    assert answer_prefix(tokenizer, THINK, ids) == ""
 
 
 @pytest.mark.parametrize("reasoning", [THINK, TYPED], ids=["tokens", "text"])
@@ -85,11 +85,11 @@ def test_without_turns_a_tag_in_the_text_opens_nothing():
 def test_what_a_user_typed_is_not_the_templates():
     tokenizer = load_tokenizer("bytelevel", "chatml_plain")
     typed = [{"role": "user", "content": "go <think> on"}]
-    assert begun_in(tokenizer, THINK, encode_chat(tokenizer, typed)) == ""
+    assert answer_prefix(tokenizer, THINK, encode_chat(tokenizer, typed)) == ""
     final = {"role": "assistant", "content": "<think>\nOkay"}
     goes_on = {"add_generation_prompt": False, "continue_final_message": True}
     ids = encode_chat(tokenizer, [*typed, final], **goes_on)
-    assert begun_in(tokenizer, THINK, ids) == "<think>\nOkay"
+    assert answer_prefix(tokenizer, THINK, ids) == "<think>\nOkay"
 
 
 def test_a_token_that_only_the_template_writes_parts_turns():
@@ -111,7 +111,7 @@ def test_a_message_in_harmony_is_continued(harmony, thought, field):
     messages = [{"role": "user", "content": "hi"}, final]
     ends = {"add_generation_prompt": False, "continue_final_message": field}
     ids = encode_chat(harmony, messages, **ends)
-    found = begun_in(harmony, HARMONY, ids)
+    found = answer_prefix(harmony, HARMONY, ids)
     channel = "analysis" if field != "content" else "final"
     assert found == f"<|start|>assistant<|channel|>{channel}<|message|>"
     stream = TextStream(harmony, reasoning=HARMONY, prompt_ids=ids)
@@ -126,7 +126,7 @@ def test_a_message_in_harmony_that_has_come_to_its_end_is_not(harmony):
     assert begun(harmony, HARMONY, said + "<|end|><|start|>assistant") == "<|start|>assistant"
     assert begun(harmony, HARMONY, "no marks") == ""
     typed = harmony.encode(said, parse_special=True) + harmony.encode("<|end|>")
-    assert begun_in(harmony, HARMONY, typed) == said.removesuffix("a")
+    assert answer_prefix(harmony, HARMONY, typed) == said.removesuffix("a")
 
 
 def test_the_space_of_a_continued_thought_is_kept():
@@ -142,5 +142,5 @@ def test_the_space_of_a_continued_thought_is_kept():
 def test_a_long_prompt_is_looked_through_once(harmony, reasoning):
     ids = [97] * 400_000
     began = time.process_time()
-    begun_in(harmony, reasoning, ids)
+    answer_prefix(harmony, reasoning, ids)
     assert time.process_time() - began < 1

@@ -10,7 +10,7 @@ from text_data import KINDS, load_tokenizer
 from tokenizers import decoders, models
 
 from mlxinfer.text import Detokenizer, Tokenizer
-from mlxinfer.text.detokenizer import steps_of
+from mlxinfer.text.detokenizer import decoder_steps
 
 PIECES = [
     "▁",
@@ -85,7 +85,7 @@ def test_pieces_joined_are_the_decoding(name, ids, skip):
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_which_decoders_have_an_incremental_form(name):
-    assert (steps_of(make(DECODERS[name]).decoder_spec) is None) == (name in HELD)
+    assert (decoder_steps(make(DECODERS[name]).decoder_spec) is None) == (name in HELD)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -205,4 +205,4 @@ def test_the_specs_that_checkpoints_have_are_understood():
         {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
         {"type": "Metaspace", "replacement": "▁", "add_prefix_space": True},
     ):
-        assert steps_of(json.loads(json.dumps(spec))) is not None
+        assert decoder_steps(json.loads(json.dumps(spec))) is not None

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from mlxinfer import hub
 from mlxinfer.text import Tokenizer
-from mlxinfer.text.tokenizer import far_longer
+from mlxinfer.text.tokenizer import exceeds_tokens
 
 TOKENIZER = Tokenizer.from_folder(hub.resolve("demo"))
 
@@ -28,19 +28,19 @@ class Counting:
 )
 def test_a_text_that_fits_is_never_called_too_long(texts: list[str], times: int, room: int) -> None:
     long = [text * times for text in texts]
-    if far_longer(TOKENIZER.encode_plain, long, room):
+    if exceeds_tokens(TOKENIZER.encode_plain, long, room):
         assert sum(len(TOKENIZER.encode_plain(text)) for text in long) > room
 
 
 def test_the_rest_of_an_endless_text_is_not_looked_at() -> None:
     encoder = Counting()
-    assert far_longer(encoder.encode_plain, ["a b " * 1_000_000], 1000)
+    assert exceeds_tokens(encoder.encode_plain, ["a b " * 1_000_000], 1000)
     assert encoder.chars < 100_000
 
 
 def test_a_usual_text_is_not_looked_at_at_all() -> None:
     encoder = Counting()
-    assert not far_longer(encoder.encode_plain, ["a b " * 1000], 1000)
+    assert not exceeds_tokens(encoder.encode_plain, ["a b " * 1000], 1000)
     assert encoder.chars == 0
 
 
@@ -53,6 +53,6 @@ def test_control_tokens_count_as_what_they_become() -> None:
         encoder.chars += len(text)
         return TOKENIZER.encode(text, add_special_tokens=False, parse_special=True)
 
-    assert not far_longer(encode, [text], 1000)
+    assert not exceeds_tokens(encode, [text], 1000)
     assert encoder.chars == len(text)
-    assert far_longer(encode, [text], 900)
+    assert exceeds_tokens(encode, [text], 900)

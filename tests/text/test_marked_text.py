@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.text.marked_text import call_overlooking, overlooks, without
+from mlxinfer.text.marked_text import call_ignoring_marks, ignores_marks, without_marks
 
 MARKS = "\U000f0000\U000f0001\U000f0002"  # that opens, that closes, that keeps apart
 marked = st.text("ab \n" + MARKS, max_size=12)
@@ -21,13 +21,13 @@ CALLS = [
 @pytest.mark.parametrize(("name", "args"), CALLS)
 @given(text=marked)
 def test_a_method_overlooks_marks_and_keeps_them(name, args, text):
-    result = call_overlooking(MARKS, text, name, args)
-    expected = getattr(without(text, MARKS), name)(*args)
+    result = call_ignoring_marks(MARKS, text, name, args)
+    expected = getattr(without_marks(text, MARKS), name)(*args)
     if isinstance(expected, bool):
         assert result is expected
         return
     pieces = result if isinstance(result, list) else [result]
-    assert [without(p, MARKS) for p in pieces] == (
+    assert [without_marks(p, MARKS) for p in pieces] == (
         expected if isinstance(expected, list) else [expected]
     )
     kept = [char for char in "".join(pieces) if char in MARKS]
@@ -39,13 +39,13 @@ def test_a_method_overlooks_marks_and_keeps_them(name, args, text):
 def test_a_mark_stays_with_what_it_touches():
     opened, closed, apart = MARKS
     tag = f"{opened}<t>{closed}"
-    assert call_overlooking(MARKS, f" {tag} ", "strip", ()) == tag
-    assert call_overlooking(MARKS, f"a\n{tag}\nb", "split", ("\n",)) == ["a", tag, "b"]
-    assert call_overlooking(MARKS, f"a{tag}\nb", "split", ("<t>\n",)) == [
+    assert call_ignoring_marks(MARKS, f" {tag} ", "strip", ()) == tag
+    assert call_ignoring_marks(MARKS, f"a\n{tag}\nb", "split", ("\n",)) == ["a", tag, "b"]
+    assert call_ignoring_marks(MARKS, f"a{tag}\nb", "split", ("<t>\n",)) == [
         f"a{opened}",
         f"{closed}b",
     ]
-    assert call_overlooking(MARKS, f"a{tag}b{tag}", "split", ("<t>",)) == [
+    assert call_ignoring_marks(MARKS, f"a{tag}b{tag}", "split", ("<t>",)) == [
         f"a{apart}",
         f"{apart}b{apart}",
         apart,
@@ -53,14 +53,14 @@ def test_a_mark_stays_with_what_it_touches():
 
 
 def test_other_methods_are_left_alone():
-    assert not overlooks("upper", ())
-    assert not overlooks("split", ())
-    assert not overlooks("split", (None, 1))
+    assert not ignores_marks("upper", ())
+    assert not ignores_marks("split", ())
+    assert not ignores_marks("split", (None, 1))
 
 
 @pytest.mark.parametrize(("name", "args"), CALLS)
 def test_many_marks_take_no_longer_than_other_text(name, args):
     began = time.process_time()
     for text in (MARKS * 200_000 + "a", "a\n" + MARKS * 200_000, f"{MARKS}a\n" * 100_000):
-        call_overlooking(MARKS, text, name, args)
+        call_ignoring_marks(MARKS, text, name, args)
     assert time.process_time() - began < 20  # seconds, where squares would take hours

@@ -10,7 +10,7 @@ from test_tools_grammar import SAMPLES, TOKENIZERS, allowed, every_format, witho
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.text import TextStream
 from mlxinfer.text.tools import Toolbox, ToolParser, forced_grammar, tool_format
-from mlxinfer.text.tools.schema import flattened, resolve
+from mlxinfer.text.tools.schema import flatten, resolve
 
 WRITER_OF = dict(SAMPLES)
 OWN = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -153,10 +153,10 @@ def test_types_are_known_wherever_they_are_declared(schema):
 
 def test_where_two_places_speak_of_one_parameter_both_count():
     parts = [{"properties": {"a": {"type": "integer"}}}, {"properties": {"a": {"minimum": 3}}}]
-    assert flattened({"allOf": parts}).properties["a"] == {
+    assert flatten({"allOf": parts}).properties["a"] == {
         "allOf": [{"type": "integer"}, {"minimum": 3}]
     }
-    found = flattened({"anyOf": [{**part, "required": ["a"]} for part in parts]})
+    found = flatten({"anyOf": [{**part, "required": ["a"]} for part in parts]})
     assert found.properties["a"] == {"anyOf": [{"type": "integer"}, {"minimum": 3}]}
     assert not found.required
 

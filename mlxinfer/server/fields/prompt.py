@@ -8,7 +8,7 @@ import msgspec
 
 from ...errors import ContextLengthError, InvalidRequestError
 from ...text import ToolUse
-from ...text.tokenizer import far_longer
+from ...text.tokenizer import exceeds_tokens
 from ..errors import UnsupportedFieldError
 from ..registry.served import ServedModel
 from .checks import MAX_DEPTH, check_json_size, refuse
@@ -111,7 +111,7 @@ def check_room(model: ServedModel, num_prompt: int, max_tokens: int | None, *, p
 def check_texts(model: ServedModel, texts: Sequence[str], *, param: str) -> None:
     """Raise ContextLengthError for texts that are far too long, before they are encoded whole."""
     encode = partial(model.tokenizer.encode, add_special_tokens=False, parse_special=True)
-    if far_longer(encode, texts, model.max_context):
+    if exceeds_tokens(encode, texts, model.max_context):
         raise _too_long(model, param)
 
 

@@ -4,10 +4,10 @@ Source: the chat templates of deepseek-ai/DeepSeek-V3-0324 and R1 (function<sep>
 arguments as a block of code) and DeepSeek-V3.1 (f<sep>{...}).
 """
 
-from .format import Calls, Clues, ToolFormat, read_section
+from .format import CallWriter, Clues, ToolFormat, read_section
 from .jsoncall import read_arguments
 from .lark import Lark
-from .reader import MAX_WORD, Malformed, Reader, Steps
+from .reader import MAX_WORD, Malformed, Parse, Reader
 from .schema import Toolbox
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -33,7 +33,7 @@ class DeepSeek(ToolFormat):
         """The section's mark is in the template."""
         return CALLS in clues.template
 
-    def read(self, reader: Reader, calls: Calls, mark: str) -> Steps[None]:
+    def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
         """Read a section, or one call; missing end marks are forgiven."""
         if mark == CALLS:
             yield from reader.space()
@@ -46,7 +46,7 @@ class DeepSeek(ToolFormat):
             section_end=CALLS_END,
         )
 
-    def _call(self, reader: Reader, calls: Calls) -> Steps[None]:
+    def _call(self, reader: Reader, calls: CallWriter) -> Parse[None]:
         name = yield from reader.until(SEP, limit=MAX_WORD)
         yield from reader.expect(SEP)
         yield from reader.space()

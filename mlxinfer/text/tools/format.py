@@ -12,11 +12,11 @@ from typing import ClassVar
 
 from ...output_parts import CallStatus, Part, TextPart, ToolCallDelta, merged
 from .lark import Lark
-from .reader import Malformed, Reader, Steps, compiled
+from .reader import Malformed, Parse, Reader, compiled
 from .schema import Toolbox
 
 
-class Calls:
+class CallWriter:
     """The calls of one answer, as a format finds them.
 
     A call may be begun before its arguments are whole, so that they can be shown as they come.
@@ -94,7 +94,7 @@ class ToolFormat(ABC):
         """Whether the model writes this way."""
 
     @abstractmethod
-    def read(self, reader: Reader, calls: Calls, mark: str) -> Steps[None]:
+    def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
         """Read a call, or several, of which `mark` has just been read.
 
         Raises:
@@ -111,8 +111,8 @@ class ToolFormat(ABC):
 
 
 def read_section(
-    reader: Reader, call: Callable[[], Steps[None]], *, begin: str, end: str, section_end: str
-) -> Steps[None]:
+    reader: Reader, call: Callable[[], Parse[None]], *, begin: str, end: str, section_end: str
+) -> Parse[None]:
     """Read calls that follow each other; the first one's mark has been read.
 
     Args:
@@ -134,7 +134,7 @@ def read_section(
         reader.commit()
 
 
-def require_known(calls: Calls, name: str, mark: str, bare: tuple[str, ...]) -> None:
+def require_known(calls: CallWriter, name: str, mark: str, bare: tuple[str, ...]) -> None:
     """Raise Malformed where only the name tells a call from text, and no tool has it."""
     if mark in bare and name not in calls.tools:
         raise Malformed(f"no tool is called {name}")
@@ -165,7 +165,7 @@ class ToolParser:
     ) -> None:
         self._format = format
         self._reader = Reader()
-        self._calls = Calls(self._reader, tools, new_id or format.new_id)
+        self._calls = CallWriter(self._reader, tools, new_id or format.new_id)
         self.marks = format.marks
         begins = (*format.begins, *format.bare)
         firsts = re.escape("".join(sorted({begin[0] for begin in begins})))
@@ -190,7 +190,7 @@ class ToolParser:
         self._calls.parts.clear()
         return parts
 
-    def _run(self) -> Steps[None]:
+    def _run(self) -> Parse[None]:
         """Words and calls; white space is held until it is known what follows."""
         reader, format = self._reader, self._format
         fresh = True  # a bare call may begin here
@@ -211,7 +211,7 @@ class ToolParser:
         if not (self._calls.count and fresh and rest.isspace()):
             self._text(rest)
 
-    def _call(self, mark: str) -> Steps[bool]:
+    def _call(self, mark: str) -> Parse[bool]:
         """Read a call; whether it was one."""
         try:
             yield from self._format.read(self._reader, self._calls, mark)

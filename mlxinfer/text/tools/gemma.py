@@ -9,11 +9,11 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
-from .format import Calls, Clues, ToolFormat
+from .format import CallWriter, Clues, ToolFormat
 from .jsontext import MAX_DEPTH, MAX_KEY, Emit
 from .lark import Lark
-from .reader import Malformed, Reader, Steps, compiled
-from .schema import Tool, Toolbox, listed, standing_alone
+from .reader import Malformed, Parse, Reader, compiled
+from .schema import Tool, Toolbox, enum_values, standalone_schema
 
 _NAME = compiled(r"[\w.:/-]+")
 _BARE_KEY = compiled(r"\w+")
@@ -43,7 +43,7 @@ class Gemma(ToolFormat):
         """Its mark stands in the template."""
         return self.begins[0] in clues.template
 
-    def read(self, reader: Reader, calls: Calls, mark: str) -> Steps[None]:
+    def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
         """Read one call; a missing end mark is forgiven."""
         yield from reader.space()
         yield from reader.expect("call:")
@@ -57,7 +57,7 @@ class Gemma(ToolFormat):
         if (yield from reader.accept(self._end)):
             reader.commit()
 
-    def _value(self, reader: Reader, emit: Emit, depth: int) -> Steps[None]:
+    def _value(self, reader: Reader, emit: Emit, depth: int) -> Parse[None]:
         if depth > MAX_DEPTH:
             raise Malformed(f"more than {MAX_DEPTH} objects and lists within each other")
         first = yield from reader.peek()
@@ -70,18 +70,18 @@ class Gemma(ToolFormat):
         else:
             emit(_bare((yield from reader.until(",", "}", "]", limit=MAX_KEY)).strip()))
 
-    def _object(self, reader: Reader, emit: Emit, depth: int) -> Steps[None]:
-        def member() -> Steps[None]:
+    def _object(self, reader: Reader, emit: Emit, depth: int) -> Parse[None]:
+        def member() -> Parse[None]:
             yield from self._key(reader, emit)
             yield from reader.space()
             yield from self._value(reader, emit, depth + 1)
 
         yield from _items(reader, emit, "}", member)
 
-    def _list(self, reader: Reader, emit: Emit, depth: int) -> Steps[None]:
+    def _list(self, reader: Reader, emit: Emit, depth: int) -> Parse[None]:
         yield from _items(reader, emit, "]", lambda: self._value(reader, emit, depth + 1))
 
-    def _key(self, reader: Reader, emit: Emit) -> Steps[None]:
+    def _key(self, reader: Reader, emit: Emit) -> Parse[None]:
         if (yield from reader.accept(self._quote)):
             yield from self._string(reader, emit)
             yield from reader.space()
@@ -92,7 +92,7 @@ class Gemma(ToolFormat):
             emit(json.dumps(key, ensure_ascii=False))
         emit(": ")
 
-    def _string(self, reader: Reader, emit: Emit) -> Steps[None]:
+    def _string(self, reader: Reader, emit: Emit) -> Parse[None]:
         """Read a string whose first mark was read; nothing in it is escaped."""
         emit('"')
         while True:
@@ -125,11 +125,11 @@ class Gemma(ToolFormat):
 
         def value_of(tool: Tool, name: str) -> str:
             schema, types = tool.properties[name], tool.types_of(name)
-            values = listed(schema, tool.parameters)
+            values = enum_values(schema, tool.parameters)
             if values and not any(isinstance(value, (Mapping, list)) for value in values):
                 return lark.one_of([lark.text(self._spelled(value)) for value in values])
             if types and types <= PLAIN:
-                return lark.json(standing_alone(schema, tool.parameters))
+                return lark.json(standalone_schema(schema, tool.parameters))
             options = [of_type.get(kind, lark.json({"type": kind})) for kind in sorted(types)]
             return lark.one_of(options) if options else any_value
 
@@ -145,7 +145,7 @@ class Gemma(ToolFormat):
         return lark.repeated(call, "", parallel=parallel)
 
 
-def _items(reader: Reader, emit: Emit, end: str, item: Callable[[], Steps[None]]) -> Steps[None]:
+def _items(reader: Reader, emit: Emit, end: str, item: Callable[[], Parse[None]]) -> Parse[None]:
     """Read a bracket, items with commas between them, and the bracket's counterpart."""
     emit(reader.take())
     yield from reader.space()

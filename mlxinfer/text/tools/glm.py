@@ -4,9 +4,9 @@ Source: the chat templates of zai-org/GLM-4.6 (line breaks between the tags) and
 Values that are no strings are JSON.
 """
 
-from .format import Calls, Clues, ToolFormat
+from .format import CallWriter, Clues, ToolFormat
 from .lark import Lark, value_rule
-from .reader import MAX_WORD, Malformed, Reader, Steps
+from .reader import MAX_WORD, Malformed, Parse, Reader
 from .schema import Tool, Toolbox
 from .xmlcall import XmlArguments
 
@@ -22,7 +22,7 @@ class Glm(ToolFormat):
         """The template writes keys between tags."""
         return "<arg_key>" in clues.template
 
-    def read(self, reader: Reader, calls: Calls, mark: str) -> Steps[None]:
+    def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
         """Read one call."""
         name = yield from reader.until("<arg_key>", "</tool_call>", "<tool_call>", limit=MAX_WORD)
         if not name.strip() or len(name.split()) != 1:

@@ -7,10 +7,10 @@ beginning with <|start|>; <|call|> ends the answer and seldom is part of it.
 
 import re
 
-from .format import Calls, Clues, ToolFormat
+from .format import CallWriter, Clues, ToolFormat
 from .jsoncall import read_arguments
 from .lark import Lark
-from .reader import Malformed, Reader, Steps
+from .reader import Malformed, Parse, Reader
 from .schema import Toolbox
 
 _RECIPIENT = re.compile(r"(?:^|\s)to=(?:functions\.)?([\w.:/-]+)")
@@ -29,7 +29,7 @@ class Harmony(ToolFormat):
             "<|call|>" in clues.template and "<|channel|>" in clues.template
         )
 
-    def read(self, reader: Reader, calls: Calls, mark: str) -> Steps[None]:
+    def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
         """Read one message; what is none to a tool, or no JSON, is text."""
         header = yield from reader.until("<|message|>", limit=1024)
         yield from reader.expect("<|message|>")

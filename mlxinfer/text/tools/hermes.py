@@ -4,10 +4,10 @@ Source: the chat templates of NousResearch/Hermes-3 and Qwen/Qwen3, and the Herm
 repository (github.com/NousResearch/Hermes-Function-Calling).
 """
 
-from .format import Calls, Clues, ToolFormat
+from .format import CallWriter, Clues, ToolFormat
 from .jsoncall import read_call
 from .lark import Lark
-from .reader import Reader, Steps
+from .reader import Parse, Reader
 from .schema import Toolbox
 
 
@@ -22,7 +22,7 @@ class Hermes(ToolFormat):
         """The tag in the template, and none of the formats that share it (they are asked first)."""
         return "<tool_call>" in clues.template
 
-    def read(self, reader: Reader, calls: Calls, mark: str) -> Steps[None]:
+    def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
         """Read one object; a missing end tag is forgiven."""
         yield from reader.space()
         yield from read_call(reader, calls)

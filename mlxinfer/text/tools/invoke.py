@@ -8,9 +8,9 @@ says string="true" or "false", and what is no string is JSON).
 import json
 import re
 
-from .format import Calls, Clues, ToolFormat
+from .format import CallWriter, Clues, ToolFormat
 from .lark import Lark, value_rule
-from .reader import MAX_WORD, Malformed, Reader, Steps
+from .reader import MAX_WORD, Malformed, Parse, Reader
 from .schema import Tool, Toolbox
 from .xmlcall import XmlArguments
 
@@ -44,7 +44,7 @@ class Invoke(ToolFormat):
         """The section's tag stands in the template."""
         return self.begins[0] in clues.template
 
-    def read(self, reader: Reader, calls: Calls, mark: str) -> Steps[None]:
+    def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
         """Read a section; a missing end tag is forgiven."""
         yield from reader.space()
         yield from reader.expect(self._invoke)
@@ -57,7 +57,7 @@ class Invoke(ToolFormat):
         if found:
             reader.commit()
 
-    def _call(self, reader: Reader, calls: Calls) -> Steps[None]:
+    def _call(self, reader: Reader, calls: CallWriter) -> Parse[None]:
         name, _ = yield from self._tag(reader)
         calls.begin(name)
         arguments = XmlArguments(reader, calls, calls.tools.get(name), trim=False)
@@ -72,7 +72,7 @@ class Invoke(ToolFormat):
             yield from reader.expect(self._parameter_end)
         arguments.end()
 
-    def _tag(self, reader: Reader) -> Steps[tuple[str, str]]:
+    def _tag(self, reader: Reader) -> Parse[tuple[str, str]]:
         """Read the rest of a tag; return the name it gives, and all of it."""
         rest = yield from reader.until(">", limit=2 * MAX_WORD)
         reader.take()

@@ -3,17 +3,17 @@
 import json
 from collections.abc import Callable
 
-from .format import Calls
+from .format import CallWriter
 from .jsontext import copy_value, read_string, read_value
-from .reader import Malformed, Reader, Steps
+from .reader import Malformed, Parse, Reader
 
 NAMES = ("name", "function", "tool_name")
 ARGUMENTS = ("arguments", "parameters")
 
 
 def read_call(
-    reader: Reader, calls: Calls, check: Callable[[str], object] = str, *, opened: bool = False
-) -> Steps[None]:
+    reader: Reader, calls: CallWriter, check: Callable[[str], object] = str, *, opened: bool = False
+) -> Parse[None]:
     """Read the object; its arguments are passed on as they come if the name stands before them.
 
     Arguments may also be null, or JSON within a string. Other keys, such as "type" or "id", do not
@@ -30,7 +30,7 @@ def read_call(
     yield from _CallObject(reader, calls, check).read()
 
 
-def read_arguments(reader: Reader, calls: Calls, name: str) -> Steps[None]:
+def read_arguments(reader: Reader, calls: CallWriter, name: str) -> Parse[None]:
     """Read the arguments of a call whose name came before them, and end the call."""
     yield from reader.space()
     if (yield from reader.peek()) != "{":
@@ -41,12 +41,12 @@ def read_arguments(reader: Reader, calls: Calls, name: str) -> Steps[None]:
 
 
 class _CallObject:
-    def __init__(self, reader: Reader, calls: Calls, check: Callable[[str], object]) -> None:
+    def __init__(self, reader: Reader, calls: CallWriter, check: Callable[[str], object]) -> None:
         self._reader, self._calls, self._check = reader, calls, check
         self._name = ""
         self._held: str | None = None  # arguments that came before the name
 
-    def read(self) -> Steps[None]:
+    def read(self) -> Parse[None]:
         yield from self._members()
         if not self._name:
             raise Malformed("a call without a name")
@@ -55,7 +55,7 @@ class _CallObject:
             self._calls.arguments(self._held or "{}")
         self._calls.end()
 
-    def _members(self) -> Steps[None]:
+    def _members(self) -> Parse[None]:
         reader = self._reader
         mark = ","
         while mark == ",":
@@ -68,7 +68,7 @@ class _CallObject:
             yield from reader.space()
             mark = yield from reader.expect(",", "}")
 
-    def _member(self, key: str) -> Steps[None]:
+    def _member(self, key: str) -> Parse[None]:
         first = yield from self._reader.peek()
         if key == "function" and first == "{" and not self._name:
             self._reader.take()
@@ -81,7 +81,7 @@ class _CallObject:
         else:
             yield from read_value(self._reader)
 
-    def _arguments(self, first: str) -> Steps[None]:
+    def _arguments(self, first: str) -> Parse[None]:
         if self._held is not None or self._calls.is_open:
             raise Malformed("arguments twice")
         if first == "{" and self._name:

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable
 
-from .reader import Malformed, Reader, Steps
+from .reader import Malformed, Parse, Reader
 
 Emit = Callable[[str], object]
 
@@ -24,7 +24,7 @@ LOST = "\\ufffd"  # as JSON spells what stands for a half of a surrogate pair
 _LITERALS = {"true": "boolean", "false": "boolean", "null": "null"}
 
 
-def copy_value(reader: Reader, emit: Emit, depth: int = 0) -> Steps[str]:
+def copy_value(reader: Reader, emit: Emit, depth: int = 0) -> Parse[str]:
     """Read a value and pass its text on; return what it is: object, array, string, number, ..."""
     if depth > MAX_DEPTH:
         raise Malformed(f"more than {MAX_DEPTH} objects and lists within each other")
@@ -48,14 +48,14 @@ def copy_value(reader: Reader, emit: Emit, depth: int = 0) -> Steps[str]:
     return _LITERALS.get(word, "number")
 
 
-def read_value(reader: Reader) -> Steps[str]:
+def read_value(reader: Reader) -> Parse[str]:
     """Read a value; return its text."""
     pieces: list[str] = []
     yield from copy_value(reader, pieces.append)
     return "".join(pieces)
 
 
-def read_string(reader: Reader, limit: int = MAX_KEY) -> Steps[str]:
+def read_string(reader: Reader, limit: int = MAX_KEY) -> Parse[str]:
     """Read a string; return what it says. Raise Malformed past `limit` characters."""
     pieces: list[str] = []
     yield from copy_string(reader, pieces.append)
@@ -66,7 +66,7 @@ def read_string(reader: Reader, limit: int = MAX_KEY) -> Steps[str]:
     return said
 
 
-def copy_string(reader: Reader, emit: Emit) -> Steps[None]:
+def copy_string(reader: Reader, emit: Emit) -> Parse[None]:
     """Read a string and pass its text on, the quotes too."""
     yield from reader.expect('"')
     emit('"')
@@ -89,7 +89,7 @@ def without_halves(text: str) -> str:
     return _HALF.sub("\ufffd", text)
 
 
-def _escape(reader: Reader) -> Steps[str]:
+def _escape(reader: Reader) -> Parse[str]:
     """Read what follows a backslash; of surrogates only pairs are passed on."""
     said, high = "", ""
     while True:
@@ -111,7 +111,7 @@ def _escape(reader: Reader) -> Steps[str]:
             return said + LOST
 
 
-def _hex_digits(reader: Reader) -> Steps[str]:
+def _hex_digits(reader: Reader) -> Parse[str]:
     """Read the four of a \\u escape."""
     digits = ""
     while len(digits) < 4:
@@ -122,7 +122,7 @@ def _hex_digits(reader: Reader) -> Steps[str]:
     return digits
 
 
-def _copy_object(reader: Reader, emit: Emit, depth: int) -> Steps[None]:
+def _copy_object(reader: Reader, emit: Emit, depth: int) -> Parse[None]:
     emit(reader.take())
     yield from reader.space()
     if (yield from reader.accept("}")):
@@ -139,7 +139,7 @@ def _copy_object(reader: Reader, emit: Emit, depth: int) -> Steps[None]:
             return
 
 
-def _copy_array(reader: Reader, emit: Emit, depth: int) -> Steps[None]:
+def _copy_array(reader: Reader, emit: Emit, depth: int) -> Parse[None]:
     emit(reader.take())
     yield from reader.space()
     if (yield from reader.accept("]")):
@@ -151,7 +151,7 @@ def _copy_array(reader: Reader, emit: Emit, depth: int) -> Steps[None]:
             return
 
 
-def _goes_on(reader: Reader, emit: Emit, end: str) -> Steps[bool]:
+def _goes_on(reader: Reader, emit: Emit, end: str) -> Parse[bool]:
     """Read the comma or the end after an item; whether it was the end."""
     yield from reader.space()
     mark = yield from reader.expect(",", end)

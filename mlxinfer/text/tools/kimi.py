@@ -6,10 +6,10 @@ counts the calls of a conversation; with the name it is the model's id of the ca
 
 import re
 
-from .format import Calls, Clues, ToolFormat, read_section
+from .format import CallWriter, Clues, ToolFormat, read_section
 from .jsoncall import read_arguments
 from .lark import Lark
-from .reader import MAX_WORD, Malformed, Reader, Steps
+from .reader import MAX_WORD, Malformed, Parse, Reader
 from .schema import Toolbox
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -29,7 +29,7 @@ class Kimi(ToolFormat):
         """The section's mark is in the template or among the tokens."""
         return SECTION in clues.template or SECTION in clues.tokens
 
-    def read(self, reader: Reader, calls: Calls, mark: str) -> Steps[None]:
+    def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
         """Read a section, or one call; missing end marks are forgiven."""
         if mark == SECTION:
             yield from reader.space()
@@ -54,7 +54,7 @@ class Kimi(ToolFormat):
         return f"{lark.text(SECTION)} {calls} {lark.text(SECTION_END)}"
 
 
-def _call(reader: Reader, calls: Calls) -> Steps[None]:
+def _call(reader: Reader, calls: CallWriter) -> Parse[None]:
     found = _ID.fullmatch((yield from reader.until(ARGUMENTS, limit=MAX_WORD)))
     yield from reader.expect(ARGUMENTS)
     if found is None:

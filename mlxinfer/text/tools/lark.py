@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .schema import Tool, listed, standing_alone
+from .schema import Tool, enum_values, standalone_schema
 
 MAX_CALLS = 32  # in one answer: where calls are forced some models repeat one until max_tokens
 _STYLE = {
@@ -134,11 +134,11 @@ def value_rule(lark: Lark, tool: Tool, parameter: str, end: str) -> str:
         return f"{lark.one_of([lark.text(option) for option in fixed])} {lark.text(end)}"
     if "string" in tool.types_of(parameter) or not tool.types_of(parameter):
         return lark.free_text(end)
-    return f"{lark.json(standing_alone(schema, tool.parameters))} {lark.text(end)}"
+    return f"{lark.json(standalone_schema(schema, tool.parameters))} {lark.text(end)}"
 
 
 def strings_of(tool: Tool, parameter: str) -> list[str]:
     """The strings that an `enum` or `const` allows, [] where it is not about strings."""
-    options = listed(tool.properties[parameter], tool.parameters)
+    options = enum_values(tool.properties[parameter], tool.parameters)
     strings = [option for option in options if isinstance(option, str)]
     return strings if len(strings) == len(options) else []

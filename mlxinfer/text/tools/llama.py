@@ -8,12 +8,12 @@ call from an answer in JSON.
 
 from functools import partial
 
-from .format import Calls, Clues, ToolFormat, require_known
+from .format import CallWriter, Clues, ToolFormat, require_known
 from .hermes import object_head
 from .jsoncall import read_call
 from .lark import Lark
 from .pythonic import read_calls
-from .reader import Reader, Steps
+from .reader import Parse, Reader
 from .schema import Toolbox
 
 
@@ -29,7 +29,7 @@ class Llama(ToolFormat):
         tag = "<|python_tag|>" in clues.tokens or "<|python_tag|>" in clues.template
         return tag and '"parameters"' in clues.template
 
-    def read(self, reader: Reader, calls: Calls, mark: str) -> Steps[None]:
+    def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
         """Read a list of Python calls, or objects with semicolons between them."""
         yield from reader.space()
         first = mark if mark in self.bare else (yield from reader.accept(*self.bare))
@@ -54,5 +54,5 @@ class Llama(ToolFormat):
         return lark.repeated(lark.one_of(options), "; ", parallel=parallel)
 
 
-def _check(calls: Calls, mark: str, bare: tuple[str, ...], name: str) -> None:
+def _check(calls: CallWriter, mark: str, bare: tuple[str, ...], name: str) -> None:
     require_known(calls, name, mark, bare)

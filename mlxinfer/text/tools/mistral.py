@@ -8,11 +8,11 @@ letters or digits, as its validator demands of ids in a conversation.
 import secrets
 import string
 
-from .format import Calls, Clues, ToolFormat
+from .format import CallWriter, Clues, ToolFormat
 from .hermes import object_head
 from .jsoncall import read_arguments, read_call
 from .lark import Lark
-from .reader import Reader, Steps, compiled
+from .reader import Parse, Reader, compiled
 from .schema import Toolbox
 
 _NAME = compiled(r"[\w.:/-]+")
@@ -33,7 +33,7 @@ class Mistral(ToolFormat):
         """The mark is in the template or among the tokens."""
         return "[TOOL_CALLS]" in clues.template or "[TOOL_CALLS]" in clues.tokens
 
-    def read(self, reader: Reader, calls: Calls, mark: str) -> Steps[None]:
+    def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
         """Read a list of calls, or one call."""
         yield from reader.space()
         first = yield from reader.peek()
@@ -44,7 +44,7 @@ class Mistral(ToolFormat):
         else:
             yield from self._named(reader, calls)
 
-    def _list(self, reader: Reader, calls: Calls) -> Steps[None]:
+    def _list(self, reader: Reader, calls: CallWriter) -> Parse[None]:
         reader.take()
         mark = ","
         while mark == ",":
@@ -54,7 +54,7 @@ class Mistral(ToolFormat):
             mark = yield from reader.expect(",", "]")
         reader.commit()
 
-    def _named(self, reader: Reader, calls: Calls) -> Steps[None]:
+    def _named(self, reader: Reader, calls: CallWriter) -> Parse[None]:
         name = yield from reader.whole_run(_NAME)
         yield from reader.space()
         if (yield from reader.accept("[CALL_ID]")):

@@ -9,7 +9,7 @@ import math
 import re
 
 from .jsontext import MAX_DEPTH, Emit
-from .reader import Malformed, Reader, Steps
+from .reader import Malformed, Parse, Reader
 
 _WORD = re.compile(r"[-+.0-9A-Za-z_]+")
 _NUMBER = re.compile(
@@ -42,7 +42,7 @@ def python_to_json(text: str) -> str | None:
     return "".join(pieces)
 
 
-def copy_literal(reader: Reader, emit: Emit, depth: int = 0) -> Steps[None]:
+def copy_literal(reader: Reader, emit: Emit, depth: int = 0) -> Parse[None]:
     """Read a literal and pass it on as JSON."""
     if depth > MAX_DEPTH:
         raise Malformed(f"more than {MAX_DEPTH} lists and dicts within each other")
@@ -57,7 +57,7 @@ def copy_literal(reader: Reader, emit: Emit, depth: int = 0) -> Steps[None]:
         emit((yield from _word(reader)))
 
 
-def _word(reader: Reader) -> Steps[str]:
+def _word(reader: Reader) -> Parse[str]:
     """Read a number or a constant; return its JSON."""
     word = yield from reader.whole_run(_WORD)
     if word in _LITERALS:
@@ -75,7 +75,7 @@ def _word(reader: Reader) -> Steps[str]:
     return json.dumps(value)
 
 
-def _copy_list(reader: Reader, emit: Emit, depth: int) -> Steps[None]:
+def _copy_list(reader: Reader, emit: Emit, depth: int) -> Parse[None]:
     end = "]" if reader.take() == "[" else ")"
     emit("[")
     first = True
@@ -87,7 +87,7 @@ def _copy_list(reader: Reader, emit: Emit, depth: int) -> Steps[None]:
     emit("]")
 
 
-def _copy_dict(reader: Reader, emit: Emit, depth: int) -> Steps[None]:
+def _copy_dict(reader: Reader, emit: Emit, depth: int) -> Parse[None]:
     reader.take()
     emit("{")
     first = True
@@ -104,7 +104,7 @@ def _copy_dict(reader: Reader, emit: Emit, depth: int) -> Steps[None]:
     emit("}")
 
 
-def _copy_key(reader: Reader, emit: Emit) -> Steps[None]:
+def _copy_key(reader: Reader, emit: Emit) -> Parse[None]:
     if (yield from reader.peek()) in ("'", '"'):
         yield from _copy_string(reader, emit)
     else:
@@ -112,19 +112,19 @@ def _copy_key(reader: Reader, emit: Emit) -> Steps[None]:
         emit(f'"{word}"')
 
 
-def _ended(reader: Reader, end: str) -> Steps[bool]:
+def _ended(reader: Reader, end: str) -> Parse[bool]:
     yield from reader.space()
     return (yield from reader.accept(end)) is not None
 
 
-def _after_item(reader: Reader, end: str) -> Steps[None]:
+def _after_item(reader: Reader, end: str) -> Parse[None]:
     """Read the comma after an item, or see the end."""
     yield from reader.space()
     if (yield from reader.peek()) != end:
         yield from reader.expect(",")
 
 
-def _copy_string(reader: Reader, emit: Emit) -> Steps[None]:
+def _copy_string(reader: Reader, emit: Emit) -> Parse[None]:
     quote = yield from reader.expect(*_QUOTES)
     if quote in ('"', "'") and (yield from reader.accept(quote)):
         emit('""')
@@ -144,7 +144,7 @@ def _copy_string(reader: Reader, emit: Emit) -> Steps[None]:
     emit('"')
 
 
-def _escape(reader: Reader) -> Steps[str]:
+def _escape(reader: Reader) -> Parse[str]:
     """Read what follows a backslash; return the character, or both where Python keeps both."""
     if not (yield from reader.more()):
         raise Malformed("the text ended within a string")
@@ -160,7 +160,7 @@ def _escape(reader: Reader) -> Steps[str]:
 
 def _digits(
     reader: Reader, kind: re.Pattern[str], count: int, *, fewer: bool = False
-) -> Steps[str]:
+) -> Parse[str]:
     digits = ""
     while len(digits) < count:
         if not kind.fullmatch((yield from reader.peek())):

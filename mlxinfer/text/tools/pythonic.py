@@ -1,4 +1,4 @@
-"""Calls as a list of Python calls: [f(a=1), g(b="x")]. Llama 4, Llama 3.2, LFM2, Gemma 3.
+"""CallWriter as a list of Python calls: [f(a=1), g(b="x")]. Llama 4, Llama 3.2, LFM2, Gemma 3.
 
 Source: Meta's prompt formats of Llama 3.2 and 4 (a bare list, for Llama 4 at times between
 <|python_start|> and <|python_end|>), the chat template of LiquidAI/LFM2 (<|tool_call_start|>[...]
@@ -10,11 +10,11 @@ import json
 from collections.abc import Sequence
 
 from ...errors import InvalidRequestError
-from .format import Calls, Clues, ToolFormat, require_known
+from .format import CallWriter, Clues, ToolFormat, require_known
 from .lark import Lark
 from .pyliteral import copy_literal
-from .reader import Malformed, Reader, Steps, compiled
-from .schema import Tool, Toolbox, standing_alone
+from .reader import Malformed, Parse, Reader, compiled
+from .schema import Tool, Toolbox, standalone_schema
 
 _NAME = compiled(r"[\w.:/-]+")
 _KEY = compiled(r"[\w.:/$@-]+")  # tools have more names than Python does
@@ -44,7 +44,7 @@ class Pythonic(ToolFormat):
         """One of the texts that the family's templates or tokens have."""
         return any(clue in clues.template or clue in clues.tokens for clue in self._clues)
 
-    def read(self, reader: Reader, calls: Calls, mark: str) -> Steps[None]:
+    def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
         """Read a list, or a single call between marks; a missing end mark is forgiven."""
         yield from reader.space()
         if mark in self.bare or (yield from reader.accept("[")):
@@ -67,7 +67,7 @@ class Pythonic(ToolFormat):
         return f"{lark.text(begin + '[')} {calls} {lark.text(']' + end)}"
 
 
-def read_calls(reader: Reader, calls: Calls, mark: str, bare: tuple[str, ...]) -> Steps[None]:
+def read_calls(reader: Reader, calls: CallWriter, mark: str, bare: tuple[str, ...]) -> Parse[None]:
     """Read the calls of a list whose bracket was read, and its end."""
     while True:
         yield from reader.space()
@@ -78,7 +78,7 @@ def read_calls(reader: Reader, calls: Calls, mark: str, bare: tuple[str, ...]) -
     reader.commit()
 
 
-def read_one(reader: Reader, calls: Calls, mark: str, bare: tuple[str, ...]) -> Steps[None]:
+def read_one(reader: Reader, calls: CallWriter, mark: str, bare: tuple[str, ...]) -> Parse[None]:
     """Read one call."""
     name = yield from reader.whole_run(_NAME)
     yield from reader.expect("(")
@@ -100,7 +100,7 @@ def read_one(reader: Reader, calls: Calls, mark: str, bare: tuple[str, ...]) -> 
     calls.end()
 
 
-def _keyword(reader: Reader, calls: Calls, names: set[str]) -> Steps[None]:
+def _keyword(reader: Reader, calls: CallWriter, names: set[str]) -> Parse[None]:
     key = yield from reader.whole_run(_KEY)
     if not key or key in names:
         raise Malformed("an argument without a name, or twice the same")
@@ -120,7 +120,7 @@ def _call_rule(lark: Lark, tool: Tool) -> str:
                 f"which have no way to name the parameter {name!r}.",
                 param="tools",
             )
-        schema = standing_alone(tool.properties[name], tool.parameters)
+        schema = standalone_schema(tool.properties[name], tool.parameters)
         return f"{lark.text(f'{name}=')} {lark.json(schema)}"
 
     return f"{lark.text(f'{tool.name}(')} {lark.arguments(tool, keyword, ', ')} {lark.text(')')}"

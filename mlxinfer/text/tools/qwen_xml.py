@@ -6,9 +6,9 @@ value also ends where the next parameter or the function's end stands, and <tool
 missing.
 """
 
-from .format import Calls, Clues, ToolFormat
+from .format import CallWriter, Clues, ToolFormat
 from .lark import Lark, value_rule
-from .reader import MAX_WORD, Malformed, Reader, Steps
+from .reader import MAX_WORD, Malformed, Parse, Reader
 from .schema import Tool, Toolbox
 from .xmlcall import XmlArguments
 
@@ -26,7 +26,7 @@ class QwenXml(ToolFormat):
         """The template shows how to write a function."""
         return "<function=" in clues.template and "<parameter=" in clues.template
 
-    def read(self, reader: Reader, calls: Calls, mark: str) -> Steps[None]:
+    def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
         """Read a function, and others within the same <tool_call>."""
         if mark == "<tool_call>":
             yield from reader.space()
@@ -40,7 +40,7 @@ class QwenXml(ToolFormat):
         if found:
             reader.commit()
 
-    def _function(self, reader: Reader, calls: Calls) -> Steps[None]:
+    def _function(self, reader: Reader, calls: CallWriter) -> Parse[None]:
         name = (yield from reader.until(">", limit=MAX_WORD)).strip()
         reader.take()
         if not name:

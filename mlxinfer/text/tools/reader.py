@@ -12,7 +12,7 @@ from functools import cache
 from typing import TypeVar
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]
+Parse = Generator[None, None, T]
 
 MAX_WORD = 256  # characters of a name, a key or a number
 _SPACE = re.compile(r"\s+")
@@ -50,7 +50,7 @@ class Reader:
         self._taken.clear()
         return taken
 
-    def more(self) -> Steps[bool]:
+    def more(self) -> Parse[bool]:
         """Wait for a character; False at the end."""
         while self._at == len(self._text):
             if self._closed:
@@ -58,7 +58,7 @@ class Reader:
             yield
         return True
 
-    def peek(self) -> Steps[str]:
+    def peek(self) -> Parse[str]:
         """Return the next character without reading it, "" at the end."""
         return self._text[self._at] if (yield from self.more()) else ""
 
@@ -70,7 +70,7 @@ class Reader:
         self._taken.append(taken)
         return taken
 
-    def run(self, pattern: re.Pattern[str]) -> Steps[str]:
+    def run(self, pattern: re.Pattern[str]) -> Parse[str]:
         """Read what matches here of the text that is there: a piece of a run, "" where it ends.
 
         Args:
@@ -81,7 +81,7 @@ class Reader:
         found = pattern.match(self._text, self._at)
         return self.take(found.end() - self._at) if found else ""
 
-    def whole_run(self, pattern: re.Pattern[str], limit: int = MAX_WORD) -> Steps[str]:
+    def whole_run(self, pattern: re.Pattern[str], limit: int = MAX_WORD) -> Parse[str]:
         """Read all of a run; raise Malformed past `limit` characters."""
         pieces: list[str] = []
         size = 0
@@ -92,12 +92,12 @@ class Reader:
                 raise Malformed(f"more than {limit} characters of a name or a number")
         return "".join(pieces)
 
-    def space(self) -> Steps[None]:
+    def space(self) -> Parse[None]:
         """Read white space, if there is any."""
         while (yield from self.run(_SPACE)):
             pass
 
-    def ahead(self, marks: Sequence[str]) -> Steps[str | None]:
+    def ahead(self, marks: Sequence[str]) -> Parse[str | None]:
         """Return which mark stands here, the longest, without reading it."""
         for mark in sorted(marks, key=len, reverse=True):
             while True:
@@ -109,26 +109,26 @@ class Reader:
                 yield
         return None
 
-    def accept(self, *marks: str) -> Steps[str | None]:
+    def accept(self, *marks: str) -> Parse[str | None]:
         """Read the mark that stands here, if one does."""
         mark = yield from self.ahead(marks)
         if mark is not None:
             self.take(len(mark))
         return mark
 
-    def expect(self, *marks: str) -> Steps[str]:
+    def expect(self, *marks: str) -> Parse[str]:
         """Read the mark that stands here; raise Malformed if none does."""
         mark = yield from self.accept(*marks)
         if mark is None:
             raise Malformed(f"expected {' or '.join(marks)}")
         return mark
 
-    def expect_end(self) -> Steps[None]:
+    def expect_end(self) -> Parse[None]:
         """Raise Malformed if anything follows."""
         if (yield from self.more()):
             raise Malformed("more text follows")
 
-    def until(self, *marks: str, limit: int | None = None) -> Steps[str]:
+    def until(self, *marks: str, limit: int | None = None) -> Parse[str]:
         """Read up to one of the marks, and not the mark itself; return what stood before it.
 
         Raises Malformed at the end of the text, and past `limit` characters.

@@ -27,7 +27,7 @@ HOME = "#/$defs/tool"  # where a tool's schema is in the document of one of its 
 
 
 @dataclass(slots=True)
-class Flat:
+class FlatSchema:
     """What a schema says of an object's members."""
 
     properties: dict[str, object] = field(default_factory=dict)
@@ -42,14 +42,14 @@ class Flat:
         self.properties[name] = schema
 
 
-def flattened(root: Schema) -> Flat:
+def flatten(root: Schema) -> FlatSchema:
     """The members of what a schema allows; such that it demands and says nothing of included."""
-    found = Flat()
+    found = FlatSchema()
     for place, alternative in _places(root):
         for name, schema in _mapping(place.get("properties")).items():
             found.add(name, schema, alternative=alternative)
         if not alternative:
-            required = sequence(place.get("required"))
+            required = as_list(place.get("required"))
             found.required |= dict.fromkeys(n for n in required if isinstance(n, str))
         if found.others is None and isinstance(place.get("additionalProperties"), Mapping):
             found.others = place["additionalProperties"]
@@ -70,9 +70,9 @@ def _places(root: Schema) -> Iterator[tuple[Schema, bool]]:
         yield place, alternative
         if isinstance(place.get("$ref"), str):
             waiting.append((resolve(place["$ref"], root), alternative))
-        waiting += [(part, alternative) for part in sequence(place.get("allOf"))]
+        waiting += [(part, alternative) for part in as_list(place.get("allOf"))]
         for choice in ALTERNATIVES:
-            waiting += [(part, True) for part in sequence(place.get(choice))]
+            waiting += [(part, True) for part in as_list(place.get(choice))]
 
 
 def resolve(reference: str, root: Schema) -> object:
@@ -91,13 +91,13 @@ def resolve(reference: str, root: Schema) -> object:
     return place
 
 
-def listed(schema: object, root: Schema) -> list[object]:
+def enum_values(schema: object, root: Schema) -> list[object]:
     """The values that an `enum` or `const` allows, where a reference stands for it, too."""
     for _ in range(MAX_PLACES):
         own = _mapping(schema)
         if "enum" in own or "const" in own:
-            return list(sequence(own.get("enum"))) or [own.get("const")]
-        parts = sequence(own.get("allOf"))
+            return list(as_list(own.get("enum"))) or [own.get("const")]
+        parts = as_list(own.get("allOf"))
         if isinstance(own.get("$ref"), str):
             schema = resolve(own["$ref"], root)
         elif len(parts) == 1:  # how a reference is written that has a default beside it
@@ -107,7 +107,7 @@ def listed(schema: object, root: Schema) -> list[object]:
     return []
 
 
-def standing_alone(schema: object, root: Schema) -> Schema:
+def standalone_schema(schema: object, root: Schema) -> Schema:
     """A parameter's schema as a document, with all of the tool's if it refers to anything.
 
     Raises:
@@ -147,7 +147,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def sequence(value: object) -> Sequence[Any]:
+def as_list(value: object) -> Sequence[Any]:
     """A list of a schema; nothing where it is none."""
     return value if isinstance(value, (list, tuple)) else ()
 
@@ -164,10 +164,10 @@ class Tool:
     description: str = ""
     parameters: Schema = field(default_factory=lambda: {"type": "object", "properties": {}})
     strict: bool = False  # calls have to keep to the schema
-    _flat: Flat = field(init=False, repr=False, compare=False)
+    _flat: FlatSchema = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_flat", flattened(self.parameters))
+        object.__setattr__(self, "_flat", flatten(self.parameters))
 
     @property
     def properties(self) -> Mapping[str, Any]:
@@ -264,7 +264,7 @@ def _types(schema: object, root: Schema) -> Iterator[str]:
             continue
         yield from _own_types(place)
         for choice in ("anyOf", "oneOf", "allOf"):
-            waiting += sequence(place.get(choice))[:MAX_PLACES]
+            waiting += as_list(place.get(choice))[:MAX_PLACES]
         reference = place.get("$ref")
         if isinstance(reference, str):
             waiting.append(resolve(reference, root))
@@ -275,9 +275,9 @@ def _own_types(schema: Schema) -> Iterator[str]:
     if isinstance(declared, str):
         yield declared
     elif declared is not None:
-        yield from (kind for kind in sequence(declared) if isinstance(kind, str))
+        yield from (kind for kind in as_list(declared) if isinstance(kind, str))
     elif "enum" in schema:
-        yield from (_TYPE_OF.get(type(value), "null") for value in sequence(schema["enum"]))
+        yield from (_TYPE_OF.get(type(value), "null") for value in as_list(schema["enum"]))
     elif "const" in schema:
         yield _TYPE_OF.get(type(schema["const"]), "null")
 

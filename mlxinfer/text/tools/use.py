@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any
 
 from ...errors import InvalidRequestError, shown
-from ..answer_prefix import begun_in
+from ..answer_prefix import answer_prefix
 from ..reasoning import ReasoningFormat
 from ..tokenizer import Tokenizer
 from .detect import require_tools
@@ -173,7 +173,7 @@ def forced_grammar(
         what = "there are no tools" if only is None else f"no tool is called {only!r}"
         raise InvalidRequestError(f"tool_choice demands a call, but {what}.", param="tool_choice")
     lark = _lark_for(tokenizer, format, reasoning)
-    before = thought(lark, reasoning, begun_in(tokenizer, reasoning, prompt_ids))
+    before = reasoning_rule(lark, reasoning, answer_prefix(tokenizer, reasoning, prompt_ids))
     calls = format.grammar(lark, Toolbox(chosen), parallel=parallel and only is None)
     return lark.grammar(f"{before} {calls}".strip())
 
@@ -190,7 +190,7 @@ def offered_grammar(
     """Return a Lark grammar of any text, in which calls, if there are any, keep to the schemas.
 
     None where the mark that begins a call is no token of its own: then a grammar cannot tell where
-    text ends and a call begins. Neither is there one within an answer that the prompt has begun in
+    text ends and a call begins. Neither is there one within an answer that the prompt has prefix in
     its own channel, where no call can be.
 
     Args: as of forced_grammar.
@@ -198,10 +198,10 @@ def offered_grammar(
     lark = _lark_for(tokenizer, format, reasoning)
     if format.bare or not lark.is_token(format.begins[0]):
         return None
-    begun = begun_in(tokenizer, reasoning, prompt_ids)
-    if reasoning is not None and reasoning.is_over(begun):
+    prefix = answer_prefix(tokenizer, reasoning, prompt_ids)
+    if reasoning is not None and reasoning.is_over(prefix):
         return None
-    before = thought(lark, reasoning, begun)
+    before = reasoning_rule(lark, reasoning, prefix)
     calls = format.grammar(lark, tools, parallel=parallel)
     text = lark.rule("/(?s:.+)/")
     if reasoning is not None and reasoning.harmony:
@@ -213,10 +213,12 @@ def offered_grammar(
 
 
 def _lark_for(tokenizer: Tokenizer, format: ToolFormat, reasoning: ReasoningFormat | None) -> Lark:
-    return Lark(tokens_of(tokenizer, (*format.marks, *(reasoning.marks if reasoning else ()))))
+    return Lark(
+        control_tokens_of(tokenizer, (*format.marks, *(reasoning.marks if reasoning else ())))
+    )
 
 
-def tokens_of(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, int]:
+def control_tokens_of(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, int]:
     """Return the control tokens, and others that were added for (parts of) these marks."""
     return {
         token.content: token_id
@@ -225,9 +227,9 @@ def tokens_of(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, int]:
     }
 
 
-def thought(lark: Lark, reasoning: ReasoningFormat | None, begun: str) -> str:
-    """Return what matches the reasoning of an answer that the prompt has begun so, see begun_in."""
-    if reasoning is None or reasoning.is_over(begun):
+def reasoning_rule(lark: Lark, reasoning: ReasoningFormat | None, prefix: str) -> str:
+    """Return what matches the reasoning of an answer that the prompt has prefix so, see answer_prefix."""
+    if reasoning is None or reasoning.is_over(prefix):
         return ""
     if reasoning.harmony:
         head = lark.text("<|channel|>analysis<|message|>")
@@ -236,7 +238,7 @@ def thought(lark: Lark, reasoning: ReasoningFormat | None, begun: str) -> str:
         head = lark.text(reasoning.start)
         space = lark.rule(r"/\s*/")
         rest = f"{lark.free_text(reasoning.end)} {space}"
-    return rest if reasoning.is_open(begun) else f"({head} {rest})?"
+    return rest if reasoning.is_open(prefix) else f"({head} {rest})?"
 
 
 def after_reasoning(
@@ -249,9 +251,9 @@ def after_reasoning(
         reasoning: how the model reasons.
         prompt_ids: to see whether the prompt has opened the reasoning already.
     """
-    lark = Lark(tokens_of(tokenizer, reasoning.marks))
-    begun = begun_in(tokenizer, reasoning, prompt_ids)
-    before = f"{thought(lark, reasoning, begun)} {_head(lark, reasoning, begun)}"
+    lark = Lark(control_tokens_of(tokenizer, reasoning.marks))
+    prefix = answer_prefix(tokenizer, reasoning, prompt_ids)
+    before = f"{reasoning_rule(lark, reasoning, prefix)} {_answer_header(lark, reasoning, prefix)}"
     return lark.grammar(f"{before} @main".strip())
 
 
@@ -270,17 +272,17 @@ def calls_or_answer(
         prompt_ids: to see whether the prompt has opened the reasoning already.
     """
     marks = (*use.format.marks, *(reasoning.marks if reasoning else ()))
-    lark = Lark(tokens_of(tokenizer, marks))
+    lark = Lark(control_tokens_of(tokenizer, marks))
     calls = use.format.grammar(lark, use.tools, parallel=use.parallel)
     if reasoning is None:
         return lark.grammar(f"{calls} | @main")
-    begun = begun_in(tokenizer, reasoning, prompt_ids)
-    answer = f"{_head(lark, reasoning, begun)} @main"
-    return lark.grammar(f"{thought(lark, reasoning, begun)} ({calls} | {answer})")
+    prefix = answer_prefix(tokenizer, reasoning, prompt_ids)
+    answer = f"{_answer_header(lark, reasoning, prefix)} @main"
+    return lark.grammar(f"{reasoning_rule(lark, reasoning, prefix)} ({calls} | {answer})")
 
 
-def _head(lark: Lark, reasoning: ReasoningFormat, begun: str) -> str:
+def _answer_header(lark: Lark, reasoning: ReasoningFormat, prefix: str) -> str:
     """Return what matches the header of the answer after the reasoning."""
-    if not reasoning.harmony or reasoning.is_over(begun):
+    if not reasoning.harmony or reasoning.is_over(prefix):
         return ""
     return lark.text("<|channel|>final<|message|>")

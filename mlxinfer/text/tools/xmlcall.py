@@ -4,8 +4,8 @@ import json
 import re
 from collections.abc import Sequence
 
-from .format import Calls
-from .reader import Malformed, Reader, Steps, compiled
+from .format import CallWriter
+from .reader import Malformed, Parse, Reader, compiled
 from .schema import Tool, json_of
 
 
@@ -23,14 +23,14 @@ class XmlArguments:
             to the tags.
     """
 
-    def __init__(self, reader: Reader, calls: Calls, tool: Tool, *, trim: bool) -> None:
+    def __init__(self, reader: Reader, calls: CallWriter, tool: Tool, *, trim: bool) -> None:
         self._reader, self._calls, self._tool, self._trim = reader, calls, tool, trim
         self._names: set[str] = set()
         calls.arguments("{")
 
     def value(
         self, name: str, ends: Sequence[str], *, is_string: bool | None = None
-    ) -> Steps[None]:
+    ) -> Parse[None]:
         """Read the value of a parameter up to one of `ends`, which stays unread.
 
         `is_string` is what the tag says of it, None where it says nothing.
@@ -58,7 +58,7 @@ class XmlArguments:
         self._calls.arguments("}")
         self._calls.end()
 
-    def _stream(self, ends: Sequence[str]) -> Steps[None]:
+    def _stream(self, ends: Sequence[str]) -> Parse[None]:
         reader = self._reader
         firsts = re.escape("".join(sorted({end[0] for end in ends})))
         plain = compiled(f"[^\n{firsts}]+")

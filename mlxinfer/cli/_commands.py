@@ -30,6 +30,14 @@ ORDER = (
 HERE = str(Path(__file__).parent)
 
 
+FAILED, USAGE = 1, 2
+TRACEBACK = "MLXINFER_TRACEBACK"
+_HINTS: dict[type[MlxinferError], str] = {
+    ModelNotFoundError: "`mlxinfer list` shows the models on this disk",
+    BackendMissingError: "`mlxinfer doctor` checks this machine",
+}
+
+
 class CommandFolder(click.Group):
     """A group whose commands are the modules of this package, imported on use."""
 
@@ -68,15 +76,6 @@ def cli() -> None:
     mlxinfer chat -m mlx-community/Qwen3-4B-4bit
     mlxinfer COMMAND --help                   what a command takes
     """
-
-
-FAILED, USAGE = 1, 2
-TRACEBACK = "MLXINFER_TRACEBACK"
-
-_HINTS: dict[type[MlxinferError], str] = {
-    ModelNotFoundError: "`mlxinfer list` shows the models on this disk",
-    BackendMissingError: "`mlxinfer doctor` checks this machine",
-}
 
 
 def guarded(run: Callable[[], object]) -> int:

@@ -40,6 +40,9 @@ ORIGINS = {
 }
 
 
+OWN_NAMES = (*ENGINE_NAMES, "tool_format")
+
+
 def config_option(function: Function) -> Function:
     """Add --config, whose file gives the defaults of all other options."""
     return click.option(
@@ -123,9 +126,6 @@ def _check_values(ctx: click.Context, config: ConfigFile) -> None:
             parameter.type_cast_value(ctx, _as_typed(value))
         except click.BadParameter as error:
             raise InvalidRequestError(f"{place}: {error.message}") from error
-
-
-OWN_NAMES = (*ENGINE_NAMES, "tool_format")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

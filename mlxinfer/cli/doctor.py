@@ -32,6 +32,9 @@ MIN_MACOS = (14, 0)
 MACOS = platform.system() == "Darwin"
 
 
+_STYLES = {OK: "32", WARN: "33", FAIL: "31"}
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """One line of the report."""
@@ -277,9 +280,6 @@ def _sysctl(name: str) -> str:
         ["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, check=False
     )
     return done.stdout.strip()
-
-
-_STYLES = {OK: "32", WARN: "33", FAIL: "31"}
 
 
 @click.command()

@@ -32,6 +32,15 @@ MAX_EXCESS_FIXED_S = 1.0  # of others, which are slow at first: a lexer grows, a
 TIMED_ALONE_FROM_S = 0.05  # wall time of masks filled in parallel, whose shares nobody knows
 
 
+WORD_BITS = 32  # of a mask
+PARALLEL_FROM = 16  # rows; fewer are done sooner than several threads are told to
+MAX_USES = 20_000  # tokens that the matchers of one lexer may take
+SOURCE_FACTOR = 64  # bytes that a byte of source takes once it is compiled, about
+BYTES_PER_USE = 256  # by which the lexer grows, about
+MAX_RESTART_S = 0.1  # of CPU, to make a lexer on the engine's thread
+LEXER_ERROR = "lexer error"  # in llguidance's messages
+
+
 class MaskTimeLimit:
     """The account of one answer, which may owe so many seconds.
 
@@ -64,15 +73,6 @@ class MaskTimeLimit:
             f"{1e3 * ALLOWED_S:.0f} ms of CPU time a token; make it "
             "simpler: fewer properties, or fewer ways to derive the same text"
         )
-
-
-WORD_BITS = 32  # of a mask
-PARALLEL_FROM = 16  # rows; fewer are done sooner than several threads are told to
-MAX_USES = 20_000  # tokens that the matchers of one lexer may take
-SOURCE_FACTOR = 64  # bytes that a byte of source takes once it is compiled, about
-BYTES_PER_USE = 256  # by which the lexer grows, about
-MAX_RESTART_S = 0.1  # of CPU, to make a lexer on the engine's thread
-LEXER_ERROR = "lexer error"  # in llguidance's messages
 
 
 class CompiledGrammar:

@@ -23,6 +23,10 @@ JSON_STYLE = {"whitespace_pattern": r" |\n[ \t]{0,32}", "lenient": False}
 OPTIONS_KEY = "x-guidance"  # where a schema's options stand
 
 
+MAX_SHOWN = 50  # characters of a name that a client made up
+SCHEMA_KEYS = frozenset(("name", "description", "schema", "strict"))
+
+
 @dataclass(frozen=True, slots=True)
 class SchemaPart:
     """A JSON schema within a grammar, and where in the request it came from."""
@@ -148,10 +152,6 @@ def _check_text(text: object, max_chars: int, place: str) -> None:
         raise InvalidRequestError(
             f"{place} holds half of a surrogate pair; send valid Unicode.", param=place
         ) from None
-
-
-MAX_SHOWN = 50  # characters of a name that a client made up
-SCHEMA_KEYS = frozenset(("name", "description", "schema", "strict"))
 
 
 def response_format(value: Any, *, place: str = "response_format") -> GrammarSpec | None:

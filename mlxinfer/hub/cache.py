@@ -23,6 +23,11 @@ _PART = r"[A-Za-z0-9_](?:[\w.-]{0,94}[\w])?"
 _REPO = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[\w][\w./-]{{0,126}}))?", re.ASCII)
 
 
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_COMMIT = re.compile(r"[\w.-]+", re.ASCII)
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "*.tiktoken")
+
+
 @dataclass(frozen=True, slots=True)
 class RepoName:
     """A repository of the hub, at a branch, tag or commit."""
@@ -76,11 +81,6 @@ def offline() -> bool:
 
 def _shown(name: str) -> str:
     return repr(name if len(name) <= 100 else name[:99] + "…")
-
-
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_COMMIT = re.compile(r"[\w.-]+", re.ASCII)
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "*.tiktoken")
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,14 @@ from .cache import RepoName, cache_folder
 LOGIN = "hf auth login (or set HF_TOKEN)"
 
 
+CHUNK_BYTES = 1 << 20  # read at once from the disk
+MAX_FAILURES = 5  # in a row, without one byte in between
+RETRY_WAIT_S = 1.0  # doubled with each failure
+MAX_WAIT_S = 60.0
+TRANSIENT = (408, 429, 500, 502, 503, 504)
+Found = TypeVar("Found")
+
+
 @contextmanager
 def hub_failures(repo: RepoName) -> Iterator[None]:
     """Turn what goes wrong inside into ModelNotFoundError or DownloadError.
@@ -124,15 +132,6 @@ def _disk(error: BaseException, repo: RepoName) -> MlxinferError:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-CHUNK_BYTES = 1 << 20  # read at once from the disk
-MAX_FAILURES = 5  # in a row, without one byte in between
-RETRY_WAIT_S = 1.0  # doubled with each failure
-MAX_WAIT_S = 60.0
-TRANSIENT = (408, 429, 500, 502, 503, 504)
-
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)

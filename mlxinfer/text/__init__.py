@@ -1,4 +1,4 @@
-"""Strings into token ids and back: tokenizer, chat template, detokenizer, streams. No mlx."""
+"""Strings to token ids and back: tokenizer, chat template, detokenizer, streams. No mlx."""
 
 from .chat import encode_chat
 from .detokenizer import Detokenizer

@@ -1,7 +1,8 @@
-"""What of an answer a prompt has begun: an opened thought, the header of a message. No splitting.
+"""The part of an answer that the prompt already contains.
 
-A prompt may end with a start tag that its template wrote, or well within a thought that is to be
-continued.
+A prompt may end with the start tag of the reasoning, which its template wrote, or in the middle of
+reasoning or of a message that the answer continues. The text stream, and grammars, start from that
+state.
 """
 
 from collections.abc import Sequence
@@ -17,9 +18,10 @@ _TAIL = 64  # tokens at the end of a prompt among which a start tag ends it
 def answer_prefix(
     tokenizer: Tokenizer, reasoning: ReasoningFormat | None, prompt_ids: Sequence[int]
 ) -> str:
-    """Return what a prompt has begun of the answer to it, "" where that is nothing.
+    """Return the beginning of the answer that stands at the prompt's end, "" where there is none.
 
-    That is the text from an open start tag on; in harmony, the header of the last message.
+    With tags that is the text from an open start tag on; with channels (harmony) the header of the
+    last message.
     """
     if reasoning is None:
         return ""
@@ -29,7 +31,7 @@ def answer_prefix(
 
 
 def _header(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Return the last message's header and its marks, "" where that message has come to its end."""
+    """Return the header of the last message with its tokens, "" where that message has ended."""
     start = _last(ids, tokenizer.piece_to_id("<|start|>"))
     message = ids[start:] if start >= 0 else ()
     if any(tokenizer.piece_to_id(mark) in message for mark in HARMONY_ENDS):
@@ -40,9 +42,9 @@ def _header(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 def _open_thought(tokenizer: Tokenizer, reasoning: ReasoningFormat, ids: Sequence[int]) -> str:
-    """Return the text from the start tag on, "" where there is none, or its end tag follows."""
+    """Return the text from the start tag on, "" without one or where its end tag follows."""
     turn = _last_division(tokenizer, reasoning, ids)
-    if _is_header(tokenizer, ids, turn):  # all after it is the answer's, whoever wrote it
+    if _is_header(tokenizer, ids, turn):  # all that follows is the answer's text
         text = tokenizer.decode(ids[turn + 1 :], skip_special_tokens=False)
         start = text.rfind(reasoning.start)
         return text[start:] if start > text.rfind(reasoning.end) else ""
@@ -54,7 +56,9 @@ def _open_thought(tokenizer: Tokenizer, reasoning: ReasoningFormat, ids: Sequenc
 
 
 def _last_division(tokenizer: Tokenizer, reasoning: ReasoningFormat, ids: Sequence[int]) -> int:
-    """Return where the last token stands that only a template writes, tags aside; -1: nowhere."""
+    """Return the position of the last token that only a template writes, tags aside; -1 for
+    none.
+    """
     for place in range(len(ids) - 1, -1, -1):
         token = tokenizer.added_tokens.get(ids[place])
         if token is None or any(token.content in tag for tag in reasoning.marks):
@@ -65,29 +69,31 @@ def _last_division(tokenizer: Tokenizer, reasoning: ReasoningFormat, ids: Sequen
 
 
 def _writes(tokenizer: Tokenizer, token: tokenizers.AddedToken) -> bool:
-    """Whether the chat template has this token in its text."""
+    """Whether the chat template's text contains this token."""
     sources = tokenizer.template.sources.values() if tokenizer.template else ()
     return not token.content.isspace() and any(token.content in source for source in sources)
 
 
 def _is_header(tokenizer: Tokenizer, ids: Sequence[int], place: int) -> bool:
-    """Whether the token there begins a message, rather than the prompt, or ends a message."""
+    """Whether the token at `place` begins a message, rather than the prompt, or ends a message."""
     if place < 0 or ids[place] in tokenizer.eos_token_ids:
         return False
-    is_bos = ids[place] == tokenizer.bos_token_id  # as a variable, templates write it anywhere
+    is_bos = (
+        ids[place] == tokenizer.bos_token_id
+    )  # templates also write it through the variable bos_token
     return not is_bos or (place > 0 and _writes(tokenizer, tokenizer.added_tokens[ids[place]]))
 
 
 def _added_id(tokenizer: Tokenizer, tag: str) -> int | None:
-    """Return the id of a tag that is one token, and is not what a user typed."""
+    """Return the id of a tag that is one token and that a user's text cannot produce."""
     found = tokenizer.piece_to_id(tag)
     token = tokenizer.added_tokens.get(found) if found is not None else None
     if token is None:
         return None
     is_control = token.special or tokenizer.template is None or _writes(tokenizer, token)
-    return found if is_control else None  # others a user's text becomes, too
+    return found if is_control else None  # a user's text can become the others
 
 
 def _last(ids: Sequence[int], wanted: int | None) -> int:
-    """Return where an id stands last, -1 for nowhere."""
+    """Return the last position of an id, -1 for none."""
     return next((n for n in range(len(ids) - 1, -1, -1) if ids[n] == wanted), -1)

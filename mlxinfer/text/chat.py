@@ -1,10 +1,10 @@
-"""Messages to token ids. Knows template and tokenizer, and what of a prompt its user wrote.
+"""Chat messages to token ids: renders the chat template and encodes the rendering.
 
-A template writes control tokens (`<|im_end|>`) as text. A user who types the same text must not
-get the token. So control-token text within the messages is put between two marks before the
-template runs; what the marks enclose afterwards is encoded as plain text. The template decides as
-if there were no marks, and so writes what transformers' does. Where no message holds such text,
-nothing is marked and the ids are those of the rendered text, as transformers gives.
+A template writes control tokens (`<|im_end|>`) as text. A user who types the same text must not get
+the token. So control-token text within the messages is put between two marks before the template
+runs (`marked_text`), and what the marks enclose in the rendering is encoded as plain text.
+Templates decide as if there were no marks, so the prompt is the one of transformers. Where no
+message holds such text nothing is marked, and the ids are those of the rendered text.
 """
 
 import re
@@ -22,8 +22,12 @@ from .template import ChatTemplate
 from .tokenizer import Tokenizer
 
 MAX_BEGINNING = 64  # characters of a control token that one string may leave to the next
-MAX_PARTS = 8  # of what a template takes out, all pairs of which are tried
-_ANCHOR = "\n"  # stands before a piece, so that no space is put before it as at a text's beginning
+MAX_PARTS = 8  # texts that a template removes; more are not tried in pairs
+_ANCHOR = "\n"  # encoded before a piece, so that no space is added as at a text's beginning
+
+
+_control_tokens: "weakref.WeakKeyDictionary[Tokenizer, dict[str, ControlTokens]]"
+_control_tokens = weakref.WeakKeyDictionary()
 
 
 def encode_chat(
@@ -38,13 +42,14 @@ def encode_chat(
     continue_final_message: bool | str = False,
     **kwargs: Any,
 ) -> list[int]:
-    """Return the ids of the prompt that the tokenizer's chat template makes of these messages.
+    """Return the prompt's token ids for these messages, as the tokenizer's chat template renders
+    them.
 
-    Args: as of ChatTemplate.render, beside
-        check: is given the prompt's text before it is encoded; what it raises is raised.
+    Args: those of ChatTemplate.render, and
+        check: called with the prompt's text before it is encoded; it may raise.
 
     Raises:
-        TemplateError: there is no template, it refuses the messages, or goes past a limit.
+        TemplateError: there is no template, it refuses the messages, or it exceeds a limit.
         InvalidRequestError: the prompt cannot be encoded.
     """
     template = tokenizer.template
@@ -63,7 +68,7 @@ def encode_chat(
     except TemplateError:
         if not has_calls(given["messages"]):
             raise
-        with suppress(TemplateError):  # it may want the arguments of calls as text
+        with suppress(TemplateError):  # the template may need the arguments of calls as text
             changed = {**given, "messages": with_text_arguments(given["messages"])}
             return _rendered(tokenizer, template, changed, ends, check)
         raise
@@ -99,7 +104,12 @@ def _rendered(
 
 
 class ControlTokens:
-    """The tokens that only a template may write: special ones, and those in its own text."""
+    """The tokens that only the template may write: special tokens, and added tokens in its own
+    text.
+
+    Built once for a tokenizer and a template source (`of`). Holds the tokenizer weakly, since the
+    cache of these objects is keyed by it.
+    """
 
     def __init__(self, tokenizer: Tokenizer, source: str) -> None:
         assert tokenizer.template is not None
@@ -113,7 +123,7 @@ class ControlTokens:
         self._replaced_texts = tokenizer.template.replaced_texts(source)
         self._ids = frozenset(tokens)
         self._texts = frozenset(tokens.values())
-        # these are looked for in normalised text, where other characters may have become theirs
+        # such tokens are matched in normalised text, to which other spellings lead
         self._normalized = any(tokenizer.added_tokens[i].normalized for i in tokens)
         self.pattern = literal_pattern(tokens.values())
         self._regex = re.compile(self.pattern)
@@ -124,14 +134,14 @@ class ControlTokens:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, source: str) -> "ControlTokens":
-        """Return those of a tokenizer and a template, worked out once."""
+        """Return the control tokens of a tokenizer and a template source; built once and cached."""
         by_source = _control_tokens.setdefault(tokenizer, {})
         if source not in by_source:
             by_source[source] = cls(tokenizer, source)
         return by_source[source]
 
     def marks_for(self, given: Any) -> TextMarks | None:
-        """Return how to mark these inputs, None where they hold no control-token text."""
+        """Return marks for these inputs, None where no control token can come of user text."""
         strings = list(_strings(given))
         whole = any(self._regex.search(text) for text in strings)
         folded = self._normalized and any(
@@ -145,14 +155,16 @@ class ControlTokens:
         return TextMarks(regex, set().union(*strings), names=self._regex, fold=folded)
 
     def encode_marked(self, text: str, marks: TextMarks) -> list[int]:
-        """Return the ids of a rendering; the marks go, and what they enclose is plain text."""
+        """Return the ids of a rendering: marks are dropped, what they enclose is encoded as
+        plain text.
+        """
         ids: list[int] = []
         for piece, is_plain in marks.split(text, self.pattern):
             if not is_plain:
                 ids += self._encode_after(piece) if ids else self._encode(piece)
                 continue
             plain = self._plain_after(piece)
-            if not self._ids.isdisjoint(plain):  # the model itself spells it as one token
+            if not self._ids.isdisjoint(plain):  # the vocabulary has the text as one token, too
                 plain = [i for char in piece for i in self._plain_after(char)]
             if not self._ids.isdisjoint(plain):
                 raise InvalidRequestError(f"{piece!r} is a token and nothing else here.")
@@ -160,7 +172,7 @@ class ControlTokens:
         return ids
 
     def _bridged(self, strings: list[str]) -> bool:
-        """Whether one string ends in the beginning of a control token and another goes on with it.
+        """Whether one string ends in the beginning of a control token that another one continues.
 
         A template may write the two side by side.
         """
@@ -175,9 +187,10 @@ class ControlTokens:
         )
 
     def _split_by(self, strings: list[str]) -> list[str]:
-        """Return what the template takes out of texts, if that makes control tokens of the rest.
+        """Return the texts that the template removes, if a string without them spells a control
+        token.
 
-        One part alone, two in either order, or all.
+        Tried are each text alone, pairs in both orders, and all of them.
         """
         parts = self._replaced_texts
         orders = [*permutations(parts[:MAX_PARTS], 2), parts, parts[::-1]]
@@ -205,14 +218,10 @@ class ControlTokens:
 
 
 def _lefts(text: str, parts: Iterable[str]) -> Iterator[str]:
-    """Yield what is left when one part after the other is taken out."""
+    """Yield the text with one part after the other removed."""
     for part in parts:
         text = text.replace(part, "")
         yield text
-
-
-_control_tokens: "weakref.WeakKeyDictionary[Tokenizer, dict[str, ControlTokens]]"
-_control_tokens = weakref.WeakKeyDictionary()
 
 
 def _plain(given: dict[str, Any]) -> dict[str, Any]:

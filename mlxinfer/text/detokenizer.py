@@ -1,9 +1,7 @@
-"""Token ids to text as they come, never half a character. Knows ids; no stops, no requests.
+"""Token ids to text as the ids arrive, never half a character.
 
-A tokenizer's decoder, one token at a time. Knows the steps of decoders; no ids.
-
-A decoder is a chain of steps over a list of tokens. Each step is done here as the tokens come,
-holding only what a later token could still change.
+A tokenizer's decoder is a chain of steps over a list of tokens. Each step has an incremental form
+here, which holds back only what a later token could still change.
 """
 
 import codecs
@@ -12,22 +10,24 @@ from typing import Any, Protocol
 
 from .tokenizer import BYTE_OF, Tokenizer, byte_of_fallback
 
+PROMPT_TAIL = 16  # prompt tokens that can matter to the first characters of an answer
+
 
 class DecoderStep(Protocol):
-    """One step of a decoder, a token at a time."""
+    """One step of a decoder, fed a token at a time."""
 
     def feed(self, token: str) -> list[str]:
-        """Return the tokens that are certain once `token` has come."""
+        """Return the tokens that are certain after `token`."""
         ...
 
     def finish(self) -> list[str]:
-        """Return what was held back."""
+        """Return the tokens that were held back, at the end of the text."""
         ...
 
     def settle(self) -> list[str]:
-        """Return what is held of a prompt, whose text is known; no later token may bring it up.
+        """Return the tokens that are held back at the end of a prompt.
 
-        Half a character stays: the answer may complete it.
+        Half a character stays held, since the answer may complete it.
         """
         ...
 
@@ -43,16 +43,16 @@ class EachToken:
         return [self._change(token)]
 
     def finish(self) -> list[str]:
-        """Nothing is held."""
+        """Nothing is held back."""
         return []
 
     def settle(self) -> list[str]:
-        """Nothing is held."""
+        """Nothing is held back."""
         return []
 
 
 class FirstToken:
-    """A step that treats the first token differently from all others."""
+    """A step that changes the first token in one way and all others in another."""
 
     def __init__(self, first: Callable[[str], str], other: Callable[[str], str]) -> None:
         self._change, self._other = first, other
@@ -64,11 +64,11 @@ class FirstToken:
         return [changed]
 
     def finish(self) -> list[str]:
-        """Nothing is held."""
+        """Nothing is held back."""
         return []
 
     def settle(self) -> list[str]:
-        """Nothing is held."""
+        """Nothing is held back."""
         return []
 
 
@@ -91,21 +91,22 @@ class ByteLevel:
         return [self._utf8.decode(b"", final=True)]
 
     def settle(self) -> list[str]:
-        """What is held is half a character."""
+        """Return nothing: only half a character can be held back."""
         return []
 
 
 class ByteFallback:
-    """Tokens `<0xE2>` stand for bytes; a run of them is a text, or as many U+FFFD if it is not.
+    """Tokens `<0xE2>` stand for bytes; a run of them is a text, or as many U+FFFD if it is not
+    UTF-8.
 
-    Whether a run is valid shows at its end only, so that all of it is held until then.
+    The whole run is held back until it ends, since only then it is known to be valid.
     """
 
     def __init__(self) -> None:
         self._run = bytearray()
 
     def feed(self, token: str) -> list[str]:
-        """Return the run that this token ends, and the token."""
+        """Return the run that this token ends, then the token."""
         byte = byte_of_fallback(token)
         if byte is not None:
             self._run.append(byte)
@@ -123,7 +124,7 @@ class ByteFallback:
             return ["\ufffd"] * len(run)
 
     def settle(self) -> list[str]:
-        """Return the run but for half a character at its end."""
+        """Return the run without half a character at its end."""
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         text = utf8.decode(bytes(self._run))
         self._run = bytearray(utf8.getstate()[0])
@@ -131,14 +132,14 @@ class ByteFallback:
 
 
 class StripEnds:
-    """Takes up to `start` and `stop` characters `content` off the ends of the whole text."""
+    """Removes up to `start` and `stop` characters `content` from the ends of the whole text."""
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content, self._start, self._stop = content, start, stop
         self._tail = ""  # trailing `content`, which may be the end
 
     def feed(self, token: str) -> list[str]:
-        """Return the text so far, less what may have to go."""
+        """Return the new text without trailing characters that may have to be removed."""
         while self._start and token:
             if token[0] != self._content:
                 self._start = 0
@@ -153,17 +154,19 @@ class StripEnds:
         return [text[:kept]]
 
     def finish(self) -> list[str]:
-        """What is held at the end is what goes."""
+        """Return nothing: what is held back at the end of the text is removed."""
         return []
 
     def settle(self) -> list[str]:
-        """Return what is held: it is not at the end of the text."""
+        """Return what is held back, which does not stand at the end of the text."""
         tail, self._tail = self._tail, ""
         return [tail] if tail else []
 
 
 def decoder_steps(spec: dict[str, Any] | None) -> list[DecoderStep] | None:
-    """Return fresh steps that do what the decoder does, None where it has no incremental form."""
+    """Return fresh steps for a decoder's JSON description, None if it has no incremental form
+    here.
+    """
     if spec is None:  # without a decoder, tokens are joined by spaces
         return [FirstToken(str, lambda token: " " + token)]
     fused = False
@@ -179,7 +182,7 @@ def decoder_steps(spec: dict[str, Any] | None) -> list[DecoderStep] | None:
 
 
 def _step_of(part: dict[str, Any], fused: bool) -> DecoderStep | None:
-    """Return one step; after Fuse the whole text is a single token, which few steps fit."""
+    """Return one step, None without an incremental form; after Fuse the text is a single token."""
     kind = part.get("type")
     if kind == "Strip":
         return _strip(part["content"], part["start"], part["stop"], fused)
@@ -221,21 +224,18 @@ def _metaspace(mark: str, prepend_scheme: str) -> DecoderStep:
     return FirstToken(other if prepend_scheme == "never" else first, other)
 
 
-PROMPT_TAIL = 16  # prompt tokens that can matter to the first characters of an answer
-
-
 class Detokenizer:
-    """Ids in, text out, for one answer: joined, exactly what `Tokenizer.decode` gives for all ids.
+    """Ids in, text out, for one answer. The texts joined equal `Tokenizer.decode` of all ids.
 
-    Linear in the number of ids: each is looked up once and goes once through the decoder's steps.
-    A decoder that has no incremental form here (CTC, WordPiece) gives its text at the end.
+    Takes time linear in the number of ids: each is looked up once and passes each step once. A
+    decoder without an incremental form (CTC, WordPiece) gives all of its text at the end.
 
     Args:
-        tokenizer: whose ids these are.
+        tokenizer: of the ids.
         skip_special_tokens: leave out control tokens, as `Tokenizer.decode` does.
         keep_ids: special ids that are written out all the same.
-        prompt_ids: what came before, where the answer goes on with its text: then the space that
-            decoders strip at the beginning of a text is kept.
+        prompt_ids: the prompt, where the answer continues its text: then the space that decoders
+            strip at the beginning of a text is kept.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class Detokenizer:
         self._before = len(self._decoded())  # characters that are the prompt's
 
     def push(self, token_id: int) -> str:
-        """Return the text that is certain now that this token has come; often "" ."""
+        """Return the text that is certain after this token; often ""."""
         if token_id in self._skipped:
             return ""
         if self._steps is None:
@@ -271,7 +271,7 @@ class Detokenizer:
         return "".join(tokens)
 
     def flush(self) -> str:
-        """Return what is left; half a character comes out as U+FFFD. Push nothing after it."""
+        """Return the rest of the text; half a character becomes U+FFFD. No token may follow."""
         if self._steps is None:
             text = self._decoded()[self._before :]
             self._held, self._before = [], 0
@@ -279,12 +279,12 @@ class Detokenizer:
         return self._drain(lambda step: step.finish())
 
     def _drain(self, held_by: Callable[[DecoderStep], list[str]]) -> str:
-        """What the steps hold, each one's given to those after it."""
+        """Return what the steps hold back, passing each one's tokens through the steps after it."""
         tokens: list[str] = []
         for step in self._steps or ():
             tokens = [out for token in tokens for out in step.feed(token)] + held_by(step)
         return "".join(tokens)
 
     def _decoded(self) -> str:
-        """The text of what is held where the decoder has no incremental form."""
+        """Return the text of the held ids, for a decoder without an incremental form."""
         return self._tokenizer.decode(self._held, skip_special_tokens=False) if self._held else ""

@@ -1,13 +1,10 @@
-"""TextMarks around what a user wrote like a control token. Knows plain data and text; no tokenizer.
+"""Marks around user text that spells a control token, and string methods that ignore them.
 
-Methods of text that overlook marks: a template decides as if there were none. Knows no jinja.
-
-TextMarks are three characters put into a text for whoever reads the rendering: one opens, one closes,
-one keeps apart. What is made of such a text keeps all of them, next to what they stood next to; but
-of a pair whose whole content a split takes away, marks that keep apart are left. Every method is
-linear in the text.
-
-A regular expression for thousands of fixed strings. Knows strings only.
+A mark is one of three private-use characters that no input holds: the first opens, the second
+closes, the third keeps apart. A template must decide and write as if there were no marks, so
+`call_ignoring_marks` and `slice_ignoring_marks` compute on the text without them and put them back
+next to their neighbours. Where a split removes the whole content of a pair, a mark of the third
+kind stays. Every function is linear in the text.
 """
 
 import json
@@ -16,11 +13,19 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+_QUESTIONS = frozenset(("startswith", "endswith", "find", "rfind", "index", "rindex", "count"))
+_CUTS = frozenset(("strip", "lstrip", "rstrip", "removeprefix", "removesuffix"))
+_SPLITS = frozenset(("split", "rsplit"))
+
 
 class TextMarks:
-    """Private-use characters that the inputs do not hold, and what two of them are put around.
+    """Three private-use characters, chosen per request so that no input holds them.
 
-    The third stands where a template took out what they enclosed: what was apart stays apart.
+    Args:
+        regex: what gets marks around it in texts.
+        used: characters of the inputs, of which no mark is chosen.
+        names: the same for keys, by which a template finds values.
+        fold: texts are normalised (NFKC) before `regex` is looked for.
     """
 
     def __init__(
@@ -29,16 +34,16 @@ class TextMarks:
         free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
         self._open, self._close, self._apart = next(free), next(free), next(free)
         self._regex = regex
-        self._names = names  # what they are put around in keys, by which templates find values
+        self._names = names
         self._fold = fold
 
     @property
     def characters(self) -> str:
-        """That which opens, that which closes, that which keeps apart."""
+        """The opening, the closing and the separating mark."""
         return self._open + self._close + self._apart
 
     def put_into(self, value: Any) -> Any:
-        """Return the inputs with marks around control-token text, in keys and values."""
+        """Return plain data with marks around control-token text, in keys and in values."""
         if isinstance(value, str):
             return self._around(self._regex, value)
         if isinstance(value, dict):
@@ -55,10 +60,10 @@ class TextMarks:
         return regex.sub(f"{self._open}\\g<0>{self._close}", text)
 
     def split(self, text: str, pattern: str) -> Iterator[tuple[str, bool]]:
-        """Yield (piece, is plain text) of a rendering.
+        """Yield (piece, is user text) of a rendering.
 
-        A template may have cut a marked text apart. A lone mark still separates what stands around
-        it, and one that touches control-token text makes that plain.
+        A template may have cut a marked text apart. A mark without its partner still separates what
+        stands on its two sides, and control-token text that touches one is user text.
         """
         text = self._spelled_out(text)
         opened, closed = self._open, self._close
@@ -81,10 +86,14 @@ class TextMarks:
 
 
 def _escaped(mark: str) -> re.Pattern[str]:
-    """Return what matches a mark as JSON or Python spell it, where a template wrote out a value."""
+    """Return a pattern of a mark as JSON or Python spell it, for templates that write a value's
+    repr.
+    """
     spellings = (json.dumps(mark)[1:-1], repr(mark)[1:-1])
     either = "|".join(s.replace("\\", r"\\+") for s in spellings)
-    return re.compile(rf"(?<!\\)(?:{either})")  # once a run of backslashes, which may be long
+    return re.compile(
+        rf"(?<!\\)(?:{either})"
+    )  # each run of backslashes is matched once: it may be long
 
 
 def _piece(text: str, is_plain: bool) -> Iterator[tuple[str, bool]]:
@@ -92,13 +101,8 @@ def _piece(text: str, is_plain: bool) -> Iterator[tuple[str, bool]]:
         yield text, is_plain
 
 
-_QUESTIONS = frozenset(("startswith", "endswith", "find", "rfind", "index", "rindex", "count"))
-_CUTS = frozenset(("strip", "lstrip", "rstrip", "removeprefix", "removesuffix"))
-_SPLITS = frozenset(("split", "rsplit"))
-
-
 def without_marks(value: Any, marks: str) -> Any:
-    """Return a text without its marks, anything else as it is."""
+    """Return a text without its marks; return any other value as it is."""
     if isinstance(value, str):
         for mark in marks:
             value = value.replace(mark, "")
@@ -106,18 +110,22 @@ def without_marks(value: Any, marks: str) -> Any:
 
 
 def only_marks(marks: str, value: Any) -> bool:
-    """Whether a value is a text of marks and nothing else."""
+    """Whether a value is a text that consists of marks."""
     return isinstance(value, str) and bool(value) and not value.strip(marks)
 
 
 def ignores_marks(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether `call_ignoring_marks` knows a method with these arguments."""
+    """Whether `call_ignoring_marks` implements this string method with these arguments."""
     separated = name in _SPLITS and bool(args) and isinstance(args[0], str)
     return separated or name in _QUESTIONS or name in _CUTS
 
 
 def call_ignoring_marks(marks: str, text: str, name: str, args: tuple[Any, ...]) -> Any:
-    """Return what a method makes of the text without its marks, with the marks in it."""
+    """Return what a string method gives for the text without its marks, with the marks put back.
+
+    The result of a question (find, startswith, count) is the plain one. Parts of the text (strip,
+    split, removeprefix) keep all marks, each beside the character that it stood beside.
+    """
     plain = without_marks(text, marks)
     args = tuple(without_marks(arg, marks) for arg in args)
     result = getattr(plain, name)(*args)
@@ -134,25 +142,29 @@ def call_ignoring_marks(marks: str, text: str, name: str, args: tuple[Any, ...])
 
 
 def slice_ignoring_marks(marks: str, text: str, part: slice) -> str:
-    """Return a part, without steps, of the text without its marks, with the marks in it."""
+    """Return `text[part]`, positions counted without marks, with all marks kept; `part` has no
+    step.
+    """
     start, stop, _ = part.indices(len(without_marks(text, marks)))
     return _part(text, start, max(stop - start, 0), marks)
 
 
 def _part(text: str, start: int, length: int, marks: str) -> str:
-    """Return so many characters from a place on, marks aside, and all marks."""
+    """Return `length` characters from `start` on, positions counted without marks, and all
+    marks.
+    """
     begin = _after(start, text, 0, marks)
     end = _after(length, text, begin, marks)
     return _marks_in(text[:begin], marks) + text[begin:end] + _marks_in(text[end:], marks)
 
 
 def _split(text: str, lengths: list[int], gap: int, marks: str) -> Iterator[str]:
-    """Yield pieces that have these lengths, and gaps between them, where marks do not count."""
+    """Yield pieces of these lengths, with `gap` characters between them; marks do not count."""
     begin, held = 0, ""
     for length in lengths[:-1]:
         end = _after(length + 1, text, begin, marks) - 1  # at the first character of the gap
         after = _after(gap, text, end, marks)
-        if end > begin and _encloses(text, end, after, marks):  # a pair around what is gone
+        if end > begin and _encloses(text, end, after, marks):  # a pair encloses the gap
             yield held + text[begin : end - 1] + marks[2]
             begin, held = after + 1, marks[2]
         else:
@@ -162,13 +174,13 @@ def _split(text: str, lengths: list[int], gap: int, marks: str) -> Iterator[str]
 
 
 def _encloses(text: str, begin: int, end: int, marks: str) -> bool:
-    """Whether a pair of marks stands around text[begin:end], and none is in it."""
+    """Whether a pair of marks stands around text[begin:end] with no mark inside."""
     around = text[begin - 1 : begin] + text[end : end + 1]
     return around == marks[:2] and not _marks_in(text[begin:end], marks)
 
 
 def _after(count: int, text: str, begin: int, marks: str) -> int:
-    """Return where so many characters have passed since `begin`, marks aside."""
+    """Return the position after `count` characters from `begin` on, marks not counted."""
     seen, end = begin, begin + count
     while seen < end:
         found = sum(text.count(mark, seen, end) for mark in marks)
@@ -181,11 +193,11 @@ def _marks_in(text: str, marks: str) -> str:
 
 
 def literal_pattern(literals: Iterable[str]) -> str:
-    """Return a pattern that matches any of the strings, the longest that stands at a place.
+    """Return a pattern that matches any of the strings, the longest one at each position.
 
-    The strings are laid out as a tree of their common beginnings, so that a place costs as many
-    steps as the longest string has characters, not as many as there are strings: a vocabulary has
-    thousands of control tokens, and a hostile text is made of their first characters.
+    The strings are laid out as a prefix tree, so that a position costs at most as many steps as the
+    longest string has characters, however many strings there are: a vocabulary has thousands of
+    control tokens, and a hostile text is made of their first characters.
     """
     ordered = sorted({text for text in literals if text})
     return _branch(ordered) if ordered else "(?!)"

@@ -1,10 +1,8 @@
-"""Messages as templates get them, and the place where one is continued. Knows no jinja.
+"""Chat messages as users send them, and as chat templates want them.
 
-Follows what transformers does before and after it renders.
-
-Tool calls of earlier turns, as chat templates want them. Knows messages; no jinja.
-
-Conversations as people write them, checked: OpenAI's messages, text only. Knows no template.
+`text_messages` checks OpenAI's form and reduces it to text. The other functions do what
+transformers does around a rendering: plain data, reasoning fields, tool-call arguments as objects
+or as text, and the tag at which a continued message is cut off.
 """
 
 import dataclasses
@@ -15,15 +13,20 @@ from typing import Any
 from ..errors import InvalidRequestError, TemplateError, shown
 from .marked_text import without_marks
 
-_CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # the mark that transformers appends, and cuts at
+_CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' tag, at which the rendering is cut
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
-def plain_data(value: Any) -> Any:
-    """Return a copy made of None, bool, int, float, str, list, tuple and dict only.
+Messages = Sequence[dict[str, Any]]
+_EXAMPLE = '[{"role": "user", "content": "Hello"}]'
+_TEXTS = ("text", "input_text", "output_text")
 
-    Whatever else is in there (images, arrays) becomes a string with the name of its type, so that a
-    template gets no methods to call. Dataclasses become dicts.
+
+def plain_data(value: Any) -> Any:
+    """Return a copy that holds only None, bool, int, float, str, list, tuple and dict.
+
+    Any other object (an image, an array) becomes a string with the name of its type, so that a
+    template finds no methods on it. Dataclasses become dicts.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -42,7 +45,9 @@ def plain_data(value: Any) -> Any:
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return the messages; raise TemplateError unless they are a list of objects, and not empty."""
+    """Return the messages as a list; raise TemplateError unless they are objects, and at least
+    one.
+    """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise TemplateError("messages is empty or no list; expected at least one message.")
     for message in messages:
@@ -52,12 +57,14 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def without_none(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message without keys whose value is None: templates handle missing keys better."""
+    """Return the message without keys whose value is None, since templates test for missing
+    keys.
+    """
     return {key: value for key, value in message.items() if value is not None}
 
 
 def with_reasoning_fields(message: dict[str, Any]) -> dict[str, Any]:
-    """Offer the reasoning under the names that templates read, whichever one it came under."""
+    """Return the message with its reasoning under every name that templates read."""
     found = [message[key] for key in _REASONING_FIELDS if key in message]
     if not found:
         return message
@@ -67,7 +74,10 @@ def with_reasoning_fields(message: dict[str, Any]) -> dict[str, Any]:
 def insert_continue_tag(
     chat: list[dict[str, Any]], wanted: bool | str, add_generation_prompt: bool, source: str
 ) -> str | None:
-    """Append the mark to the text that is to be continued; return that text, None if none is."""
+    """Append the tag to the text that the answer continues; return that text, None without one.
+
+    Changes the last message in `chat`. `wanted` is True or the name of the field to continue.
+    """
     if not wanted:
         return None
     if add_generation_prompt:
@@ -96,9 +106,9 @@ def insert_continue_tag(
 
 
 def cut_at_continue_tag(rendered: str, text: str, marks: str = "") -> str:
-    """Return the rendering up to the end of `text`, its trailing spaces kept if they were.
+    """Return the rendering up to the end of `text`; keep its trailing spaces if the template did.
 
-    Where the template has moved `marks` within the text, it is the same text still.
+    The template may have moved `marks` within the text; it still counts as the same text.
     """
     end = rendered.rfind(_CONTINUE.strip())
     if end < 0 or without_marks(text, marks).strip() not in without_marks(rendered, marks):
@@ -109,19 +119,17 @@ def cut_at_continue_tag(rendered: str, text: str, marks: str = "") -> str:
     return rendered[:end] if kept else rendered[:end].rstrip()
 
 
-Messages = Sequence[dict[str, Any]]
-
-
 def has_calls(messages: object) -> bool:
-    """Whether a message brings tool calls."""
+    """Whether any message holds tool calls."""
     return any(_calls(message) for message in _dicts(messages))
 
 
 def with_parsed_arguments(messages: Any) -> Any:
-    """Return messages whose tool calls have arguments as objects, which most templates expect.
+    """Return messages whose tool calls have their arguments as objects, which most templates
+    expect.
 
-    OpenAI's API has them as JSON text. What is no JSON object stays as it is. Tool messages get the
-    name of the tool whose call they answer, where they tell the call and not the name.
+    OpenAI's API sends them as JSON text. Text that is no JSON object is left as it is. A tool
+    message without a name gets the name of the call that its `tool_call_id` refers to.
     """
     if not isinstance(messages, (list, tuple)):
         return messages
@@ -136,9 +144,9 @@ def with_parsed_arguments(messages: Any) -> Any:
 
 
 def with_text_arguments(messages: Messages) -> list[dict[str, Any]]:
-    """Return messages whose tool calls have arguments as JSON text, and some content beside them.
+    """Return messages whose tool calls have JSON text as arguments, and a content beside them.
 
-    Some templates (DeepSeek's) append both to strings.
+    Some templates (DeepSeek's) concatenate both to strings.
     """
     changed = [_with_arguments(message, _as_text) for message in messages]
     return [{**m, "content": ""} if _calls(m) and m.get("content") is None else m for m in changed]
@@ -182,7 +190,7 @@ def _with_name(message: Any, names: Mapping[Any, Any]) -> Any:
 
 
 def _function(call: dict[str, Any]) -> dict[str, Any]:
-    """The function of a call, which some clients send without its frame."""
+    """Return the `function` object of a call; some clients send it without the enclosing object."""
     function = call.get("function")
     return function if isinstance(function, dict) else call
 
@@ -197,15 +205,11 @@ def _dicts(values: Any) -> list[dict[str, Any]]:
     return [value for value in sequence if isinstance(value, dict)]
 
 
-_EXAMPLE = '[{"role": "user", "content": "Hello"}]'
-_TEXTS = ("text", "input_text", "output_text")
-
-
 def text_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages with their contents as text; parts of a text are joined by newlines.
+    """Return the messages with their contents as text; several text parts are joined by newlines.
 
     Raises:
-        InvalidRequestError: they are no list of messages, or hold something else than text.
+        InvalidRequestError: this is no list of messages, or a part of one is not text.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise _wrong(f"messages is {_short(messages)}; expected a list such as {_EXAMPLE}.")

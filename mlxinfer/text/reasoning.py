@@ -1,11 +1,7 @@
-"""How models mark their reasoning, and which way a model uses. Knows tags; does no splitting.
+"""How models mark their reasoning, and the split of an answer into reasoning and visible text.
 
-Splits an answer into reasoning and what the user sees. Knows text and marks; no token ids.
-
-TextMarks are found in the text, so that it does not matter whether a model writes `<think>` as one
-token or as four.
-
-Fixed marks found in text that arrives in pieces. Knows characters only; no tokens.
+Marks are found in the text and not among the ids, so that it does not matter whether a model writes
+`<think>` as one token or as four.
 """
 
 import re
@@ -15,15 +11,27 @@ from typing import Protocol
 
 from .tokenizer import Tokenizer
 
-MAX_LEADING_SPACE = 64  # before a start tag; more than that, and the answer has prefix
+MAX_LEADING_SPACE = 64  # before a start tag; more than that, and the answer has begun
 HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
 HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
 
-class MarkScanner:
-    """Splits arriving text at marks such as `</think>`; holds back what may become one.
+_TAGS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|think:start|>", "<|think:end|>"),
+    ("<|channel>thought", "<channel|>"),
+)
+_ASSISTANT = "<|start|>assistant"
 
-    The mark that begins first wins; of two at the same place, the longer.
+
+class MarkScanner:
+    """Splits arriving text at marks such as `</think>`; holds back what may become a mark.
+
+    The mark that begins first wins; of two at the same position, the longer.
     """
 
     def __init__(self, marks: Sequence[str]) -> None:
@@ -32,7 +40,7 @@ class MarkScanner:
         self._held = ""
 
     def push(self, text: str) -> list[tuple[str, bool]]:
-        """Return (text, is a mark) in order, all that is certain."""
+        """Return (text, is a mark) in order, as far as it is certain."""
         text = self._held + text
         parts: list[tuple[str, bool]] = []
         start = position = 0
@@ -53,12 +61,12 @@ class MarkScanner:
         return [part for part in parts if part[0]]
 
     def finish(self) -> str:
-        """Return what was held back: no mark after all."""
+        """Return what was held back, which is no mark."""
         held, self._held = self._held, ""
         return held
 
     def _mark_at(self, text: str, position: int) -> str | None:
-        """Return the longest mark that stands here, or of which the text ends in the beginning."""
+        """Return the longest mark at this position, or one whose beginning the text ends with."""
         rest = len(text) - position
         for mark in self._marks:
             if text.startswith(mark[:rest], position):
@@ -67,7 +75,7 @@ class MarkScanner:
 
 
 class Splitter(Protocol):
-    """Text in, (reasoning, visible text) out; the same whatever pieces the text comes in."""
+    """Text in, (reasoning, visible text) out, however the text is divided into pushes."""
 
     def push(self, text: str) -> tuple[str, str]:
         """Return the (reasoning, visible text) that is certain now."""
@@ -81,14 +89,14 @@ class Splitter(Protocol):
 class TagSplitter:
     """Reasoning between a start and an end tag, at the beginning of the answer.
 
-    Spaces around the reasoning and before the answer after it are dropped. Tags further on are
-    ordinary text: an answer may speak of them.
+    White space around the reasoning, and before the answer after it, is dropped. Later tags are
+    ordinary text: an answer may mention them.
 
     Args:
         start: the tag before the reasoning.
         end: the tag after it.
-        opened: the start tag stands in the prompt already.
-        continued: and so does some of the reasoning, so that a space after it is part of it.
+        opened: the prompt ends after the start tag.
+        continued: the prompt ends within the reasoning, so that a space after it belongs to it.
     """
 
     def __init__(
@@ -109,7 +117,7 @@ class TagSplitter:
         return self._split(text)
 
     def finish(self) -> tuple[str, str]:
-        """Return what was held back: a tag that stayed incomplete is text."""
+        """Return what was held back: an incomplete tag is text."""
         reasoning, shown = self._split(self._head or "")
         self._head = None
         if self._thinking:
@@ -117,7 +125,7 @@ class TagSplitter:
         return reasoning, shown
 
     def _begin(self, head: str) -> str:
-        """Decide whether the answer begins with the start tag; return what comes after it."""
+        """Decide whether the answer begins with the start tag; return the text after it."""
         body = head.lstrip()
         near = len(head) - len(body) <= MAX_LEADING_SPACE
         if near and len(body) < len(self._start) and self._start.startswith(body):
@@ -164,17 +172,16 @@ class TagSplitter:
 class HarmonySplitter:
     """Channels: analysis is reasoning; final, and commentary to the user, is the answer.
 
-    A message to a tool goes into the text with its header and marks, <|start|> first (even where
-    the prompt had that), so that a tool-call parser finds it. Text without any channel is the
-    answer.
-    Source: the harmony response format of gpt-oss.
+    A message to a tool goes into the text with its header and marks, beginning with <|start|> (even
+    where the prompt had that), so that a tool-call parser finds it. Text without any channel is the
+    answer. Source: the harmony response format of gpt-oss.
     """
 
     def __init__(self) -> None:
         self._scanner = MarkScanner((*HARMONY, *HARMONY_ENDS))
         self._header: list[str] | None = []  # between messages: what stands before <|message|>
         self._seen_mark = False
-        self._is_header = False  # decided: after a mark, or where the text begins with a recipient
+        self._is_header = False  # after a mark, or where the text begins with a recipient
         self._channel = "final"
 
     def push(self, text: str) -> tuple[str, str]:
@@ -206,16 +213,16 @@ class HarmonySplitter:
         if self._is_header:
             return ""
         held = "".join(self._header)
-        prefix = held.lstrip()
-        if len(held) - len(prefix) <= MAX_LEADING_SPACE:
-            self._is_header = prefix.startswith("to=")
-            if self._is_header or "to=".startswith(prefix):
+        body = held.lstrip()
+        if len(held) - len(body) <= MAX_LEADING_SPACE:
+            self._is_header = body.startswith("to=")
+            if self._is_header or "to=".startswith(body):
                 return ""
         self._header = None  # an answer without any marks
         return held
 
     def _mark(self, mark: str) -> str:
-        """Go on to the next part of the message; return what the mark itself adds to the output."""
+        """Enter the next part of the message; return what the mark itself adds to the output."""
         self._seen_mark = self._is_header = True
         if mark in HARMONY_ENDS:
             closing = mark if self._header is None and self._channel == "tool" else ""
@@ -243,21 +250,9 @@ def channel_of(header: str) -> str:
     return "analysis" if channel.split()[:1] == ["analysis"] else "final"
 
 
-_TAGS = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("<longcat_think>", "</longcat_think>"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<|think:start|>", "<|think:end|>"),
-    ("<|channel>thought", "<channel|>"),
-)
-_ASSISTANT = "<|start|>assistant"
-
-
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a model marks its reasoning: between two tags, or (`harmony`) by channels."""
+    """How a model marks its reasoning: between two tags, or by channels (`harmony`)."""
 
     start: str = "<think>"
     end: str = "</think>"
@@ -269,7 +264,7 @@ class ReasoningFormat:
         return (*HARMONY, *HARMONY_ENDS) if self.harmony else (self.start, self.end)
 
     def splitter(self, prefix: str = "") -> Splitter:
-        """Return a splitter for an answer that the prompt has prefix so, see answer_prefix."""
+        """Return a splitter for an answer with this prefix (see `answer_prefix`)."""
         if not self.harmony:
             _, opened, thought = prefix.partition(self.start)
             return TagSplitter(
@@ -281,19 +276,19 @@ class ReasoningFormat:
         return harmony
 
     def is_open(self, prefix: str) -> bool:
-        """Whether an answer that the prompt has prefix so is within its reasoning."""
+        """Whether an answer with this prefix is within its reasoning."""
         if not self.harmony:
             return self.start in prefix
         header = prefix.removesuffix("<|message|>")
         return header != prefix and channel_of(header) == "analysis"
 
     def is_over(self, prefix: str) -> bool:
-        """Whether it is past its reasoning: the prompt names another channel."""
+        """Whether it is past its reasoning, because the prompt names another channel."""
         return self.harmony and prefix.endswith("<|message|>") and not self.is_open(prefix)
 
 
 def detect_reasoning(tokenizer: Tokenizer) -> ReasoningFormat | None:
-    """Return the format that the tokenizer's tokens or its chat template show, None if none."""
+    """Return the format that the tokenizer's tokens or chat template show, None for none."""
     if all(tokenizer.piece_to_id(mark) is not None for mark in HARMONY if "con" not in mark):
         return ReasoningFormat("", "", harmony=True)
     sources = tokenizer.template.sources.values() if tokenizer.template else ()

@@ -1,12 +1,11 @@
-"""The jinja environment of chat templates: transformers' set-up, plus limits. Knows no messages.
+"""The jinja environment of chat templates: transformers' set-up, with limits of time and memory.
 
-Templates come with checkpoints from strangers. The sandbox keeps them from Python's internals; the
-limits keep them from running forever or filling memory. There is no way to interrupt Python from
-within a thread, so each template is rewritten as it is compiled: loop bodies report to the budget,
-and all that can build a value (calls, filters, `+ * ** % ~`, list and dict literals) is measured
-before or after. What stays unmeasured is linear in values that were measured.
-
-How much time and memory one rendering may take. Knows sizes of plain values; no jinja.
+Templates come with checkpoints, which may be hostile. jinja's sandbox denies them Python's
+internals; the limits keep them from running forever or filling the memory. A thread cannot be
+interrupted from outside, so each template is rewritten as it is compiled (`template_syntax`): loop
+bodies report to the `Budget`, and all operations that can build a value (calls, filters,
+`+ * ** % ~`, list and dict literals) are measured before or after. What stays unmeasured is linear
+in measured values.
 """
 
 import json
@@ -49,19 +48,24 @@ _WIDE_DATE = re.compile(r"%[^A-Za-z%]*[0-9]{3}")
 _LISTS = (list, tuple, set, frozenset)
 
 
+MULTIPLYING = frozenset({"%", "format_map", "format", "indent", "expandtabs", "translate"})
+MULTIPLYING |= {"wordwrap", "xmlattr", "tojson"}
+SLOW = frozenset({"urlize", "striptags", "wordwrap", "pprint", "xmlattr"})  # not linear
+
+
 class LimitError(Exception):
-    """A rendering went past a limit; the message names it."""
+    """A rendering exceeded a limit; the message names it."""
 
 
 class Budget:
-    """What is left of one rendering's allowance.
+    """The time and memory that one rendering has left.
 
-    Every value that a template builds is charged for what it takes, and its expanded size (shared
-    parts count each time) has a limit, so that neither one huge value, nor many, nor a small one
-    that refers to the same part a billion times gets through.
+    Each value that a template builds is charged with the characters that it takes, and its expanded
+    size (shared parts count each time) has a limit of its own. So neither one huge value, nor many,
+    nor a small one that refers to the same part a billion times gets through.
 
     Args:
-        input_size: characters of what the template is given; the limits grow with it.
+        input_size: characters of the inputs; the limits grow with it.
         deadline_s: seconds from now.
         total: characters of all values together, whatever the input.
     """
@@ -81,16 +85,18 @@ class Budget:
             raise LimitError(f"it ran for more than {self._deadline_s:g} s")
 
     def charge(self, value: object) -> None:
-        """Take what a value that was just built takes from what is left; lists share items."""
+        """Subtract the size of a value that was just built; the items of a list are shared, not
+        copied.
+        """
         size = self.check_value(value)
         self._spend(8 * len(value) if isinstance(value, (dict, *_LISTS)) else size)
 
     def charge_text(self, value: object) -> None:
-        """Take the size of a value that is written out from what is left."""
+        """Subtract the expanded size of a value that is written out."""
         self._spend(self.check_value(value))
 
     def check_value(self, value: object) -> int:
-        """Return the expanded size of a value; raise LimitError if that is too large."""
+        """Return the expanded size of a value; raise LimitError if it is too large."""
         self.tick()
         return size_of(value, self.max_size)
 
@@ -121,7 +127,7 @@ class Budget:
 
         Args:
             name: of the method or filter, "%" for the operator.
-            first: the text (or the value) it is called on.
+            first: the text or value that it is called on.
             rest: its other arguments.
         """
         if any(isinstance(x, int) and abs(x) > MAX_INT_ARGUMENT for x in rest) and name not in (
@@ -173,15 +179,10 @@ class Budget:
 
 
 def checked_format(format: object) -> str:
-    """Return a format of dates that makes a short text; raise LimitError for any other."""
+    """Return a date format whose result is short; raise LimitError for any other."""
     if not isinstance(format, str) or len(format) > 200 or _WIDE_DATE.search(format):
         raise LimitError("it writes a date in a format that is too long or too wide")
     return format
-
-
-MULTIPLYING = frozenset({"%", "format_map", "format", "indent", "expandtabs", "translate"})
-MULTIPLYING |= {"wordwrap", "xmlattr", "tojson"}
-SLOW = frozenset({"urlize", "striptags", "wordwrap", "pprint", "xmlattr"})  # not linear
 
 
 def size_of(value: object, limit: int) -> int:
@@ -221,7 +222,7 @@ def to_json(
 ) -> str:
     """Return JSON as transformers' `tojson` does: real characters, nothing escaped for HTML."""
     if isinstance(indent, int) and indent > 32:
-        raise LimitError(f"tojson is told to indent by {indent}")
+        raise LimitError(f"tojson gets the indentation {indent}")
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -232,7 +233,7 @@ def to_json(
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """Compiles and runs templates within a Budget; one may be shared by threads."""
+    """Compiles and renders templates within a Budget. Several threads may share one sandbox."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%", "//"})
 
@@ -250,14 +251,14 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
 
     def compile_template(self, source: str) -> jinja2.Template:
-        """Return the template with its reports to the budget in place."""
+        """Return the template, rewritten so that it reports to the budget."""
         tree = TemplateRewriter().visit(self.parse(source))
-        with self.limited_by(Budget(total=MAX_FOLDED)):  # constants are worked out meanwhile
+        with self.limited_by(Budget(total=MAX_FOLDED)):  # compiling folds constants
             code: CodeType = self.compile(tree)
         return jinja2.Template.from_code(self, code, self.make_globals(None))
 
     def reads(self, source: str, variable: str) -> bool:
-        """Whether a template reads a variable anywhere; a broken one reads nothing."""
+        """Whether a template reads a variable anywhere; a broken template reads none."""
         try:
             names = self.parse(source).find_all(jinja2.nodes.Name)
         except (jinja2.TemplateError, RecursionError):
@@ -266,7 +267,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     @contextmanager
     def limited_by(self, budget: Budget, marks: str = "") -> Iterator[None]:
-        """Let what this thread renders draw on `budget`, and overlook the characters `marks`."""
+        """Meanwhile this thread's rendering draws on `budget`, and ignores the characters
+        `marks`.
+        """
         self._local.budget, self._local.marks = budget, marks
         try:
             yield
@@ -275,60 +278,62 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     @property
     def budget(self) -> Budget:
-        """The budget of this thread's rendering; outside of one (constant folding) a fresh one."""
+        """The budget of this thread's rendering; a fresh one while constants are folded."""
         budget: Budget = getattr(self._local, "budget", None) or Budget()
         return budget
 
     @property
     def marks(self) -> str:
-        """What this thread's rendering ignores_marks in texts."""
+        """The characters that this thread's rendering ignores in texts."""
         marks: str = getattr(self._local, "marks", "")
         return marks
 
     def tick(self) -> str:
-        """Report that a loop goes on. Templates reach this through TemplateRewriter only."""
+        """Check the deadline in a loop; called by code that TemplateRewriter inserted."""
         self.budget.tick()
         return ""
 
     def measured(self, value: Any) -> Any:
-        """Return `value`, charged."""
+        """Return `value` after charging it."""
         self.budget.charge(value)
         return value
 
     def joined(self, *parts: Any) -> str:
-        """Return what `~` gives, charged."""
+        """Return the concatenation of `~` after charging it."""
         self.budget.charge_text(parts)
         return "".join(map(str, parts))
 
     def shown(self, value: Any) -> Any:
-        """Return `value`, charged as the text that it becomes in the output or in a block."""
+        """Return `value` after charging the text that it becomes in the output or in a block."""
         self.budget.charge_text(value)
         return value
 
     def item(self, value: Any, key: Any) -> Any:
-        """Return what stands under a key, or at a place; of a text without its marks."""
+        """Return `value[key]`; positions in a text are counted without marks."""
         if type(key) is int and self._has_mark(value):
             return self.cut(value, key, key + 1 or None, None)
         return self.getitem(value, key)
 
     def cut(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
-        """Return a slice, charged; of a text without its marks, but with all of them."""
+        """Return `value[start:stop:step]`, charged; a text keeps its marks, which do not count."""
         part = slice(start, stop, step)
         if self._has_mark(value) and step in (None, 1):
             return self.measured(slice_ignoring_marks(self.marks, value, part))
         return self.measured(value[part])
 
     def unmarked(self, value: Any) -> Any:
-        """Return what is compared: a text without its marks."""
+        """Return an operand of a comparison: a text without its marks."""
         return without_marks(value, self.marks)
 
     def bare(self, value: Any) -> Any:
-        """Return what is asked whether it is true: no text of marks only."""
+        """Return a condition's value: a text of marks only counts as empty."""
         return "" if only_marks(self.marks, value) else value
 
     def call(self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call `__obj` for a template: the one gate of methods, globals and macros."""
-        if type(__obj) is MethodType and __obj.__self__ is self:  # what TemplateRewriter put in
+        """Call `__obj` for a template. All calls of methods, globals and macros come through
+        here.
+        """
+        if type(__obj) is MethodType and __obj.__self__ is self:  # inserted by TemplateRewriter
             return __obj(*args)
         method = getattr(__obj, "__wrapped__", __obj)  # str.format comes in a wrapper of jinja's
         owner = getattr(method, "__self__", None)
@@ -372,7 +377,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value can be measured without using it up."""
+    """Whether a value can be measured without consuming it."""
     return not isinstance(value, Iterator)
 
 

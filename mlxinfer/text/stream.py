@@ -1,9 +1,7 @@
-"""One request's tokens to what its user sees. Knows text rules; nothing of engines or transport.
+"""One answer's token ids to text, reasoning and tool calls, with stop strings.
 
-Stop strings found in text that arrives in pieces. Knows characters only; no tokens.
-
-An Aho-Corasick automaton (1975): one step a character, however many strings there are, and its
-depth is exactly how much of the text could still turn out to be the beginning of a stop string.
+Stop strings are found by an Aho-Corasick automaton (1975): one step per character, however many
+strings there are. Its depth is exactly how much of the text could still become a stop string.
 """
 
 from collections import deque
@@ -20,7 +18,7 @@ from .tools.format import ToolParser
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What is new: visible text, reasoning and pieces of tool calls, in their order."""
+    """What a step added to the answer: text, reasoning and pieces of tool calls, in order."""
 
     parts: tuple[Part, ...] = ()
 
@@ -44,25 +42,26 @@ class TextDelta:
 
 
 class TextStream:
-    """Token ids in, deltas out; the deltas joined are the same whatever pieces the ids come in.
+    """Token ids in, deltas out. The deltas joined do not depend on how the ids are divided into
+    pushes.
 
     Args:
-        tokenizer: whose ids these are.
-        stop: strings that end the answer, looked for in the visible text only, and not across
-            a tool call.
+        tokenizer: of the ids.
+        stop: strings that end the answer. They are looked for in the visible text only, and not
+            across a tool call.
         reasoning: how the model marks its reasoning; None: all text is visible.
-        tools: finds tool calls in what is visible; None: they are text. Reasoning has none.
+        tools: finds tool calls in the visible text; None: there are none. Reasoning has none.
         single_call: the first complete tool call ends the answer.
         include_stop: keep the stop string that ended the answer.
-        min_tokens: a stop string completed before this many tokens does not count.
-        prompt_ids: the prompt, to see whether it has opened the reasoning already.
-        continues: the answer goes on within the prompt's text (a plain completion), so that a
-            leading space is part of it.
+        min_tokens: a stop string that is completed before this many tokens does not count.
+        prompt_ids: the prompt, which may have opened the reasoning.
+        continues: the answer continues the prompt's text (a plain completion), so that a leading
+            space is part of it.
 
     Attributes:
-        stopped: a stop string, or the only tool call, has come; nothing is given out any more.
-        stop_match: that string.
-        num_tokens: tokens taken, the one that completed the stop string being the last.
+        stopped: a stop string or the only tool call has ended the answer; nothing follows.
+        stop_match: that stop string.
+        num_tokens: tokens taken, up to and including the one that completed the stop string.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class TextStream:
         return self._matcher.matched
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
-        """Return what these tokens add; nothing once the answer has been stopped."""
+        """Return what these tokens add; nothing after the answer was stopped."""
         assert self.stopped or not self._finished, "push after finish"
         parts: list[Part] = []
         for token_id in token_ids:
@@ -117,7 +116,7 @@ class TextStream:
         return TextDelta(merged(parts))
 
     def finish(self) -> TextDelta:
-        """Return what was held back, now that no token follows. A second call returns nothing."""
+        """Return what was held back, at the end of the answer. A second call returns nothing."""
         if self._finished or self.stopped:
             self._finished = True
             return TextDelta()
@@ -144,7 +143,7 @@ class TextStream:
         self._show(self._tools.push(text) if self._tools else [TextPart(text)], parts)
 
     def _show(self, found: Iterable[Part], parts: list[Part]) -> None:
-        """Look for stop strings in the text, and pass on what comes before one."""
+        """Append parts up to the first stop string in their text."""
         for part in found:
             if self.stopped:
                 return
@@ -169,7 +168,7 @@ def _special_ids_in(tokenizer: Tokenizer, marks: Sequence[str]) -> frozenset[int
 class StopMatcher:
     """Holds text back only while it may still become a stop string.
 
-    The first stop string that is complete ends the text; of several that are complete at the same
+    The first stop string to be complete ends the text; of several that are complete at the same
     character, the longest. `matched` is that string, None before.
     """
 
@@ -187,11 +186,11 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str, *, enabled: bool = True) -> str:
-        """Return what may be shown now. After a match nothing more is.
+        """Return the text that can be shown now; nothing after a match.
 
         Args:
-            text: what comes next.
-            enabled: False: a stop string that is completed by this text does not count.
+            text: the next piece.
+            enabled: False: a stop string that this piece completes does not count.
         """
         if self.matched is not None:
             return ""
@@ -210,7 +209,7 @@ class StopMatcher:
         return shown
 
     def finish(self) -> str:
-        """Return what was held back, which no stop string can claim any more; begin afresh."""
+        """Return what was held back, at the end of a text; the next text begins afresh."""
         held, self._held = self._held, ""
         self._node = 0
         return held

@@ -1,4 +1,4 @@
-"""Messages to prompt text through a checkpoint's chat template. Knows no tokens and no requests."""
+"""Messages to prompt text through a checkpoint's chat template, under limits of time and memory."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from .messages import (
 )
 from .sandbox import Budget, LimitError, TemplateSandbox, size_of
 
-MAX_SOURCE_CHARS = 1 << 17  # compiling as much takes some seconds; those in use have some 10k
+MAX_SOURCE_CHARS = 1 << 17  # which takes seconds to compile; usual ones have 10,000
 MAX_RENDER_S = 10.0
 MAX_INPUT_CHARS = 64_000_000
 
@@ -27,8 +27,8 @@ class ChatTemplate:
     """The chat templates of one checkpoint, rendered as transformers 5 renders them.
 
     Args:
-        sources: {name: jinja source}; "default", and perhaps "tool_use" for requests with tools.
-        variables: what every rendering sees, such as bos_token; a request's kwargs win.
+        sources: {name: jinja source}; "default", and optionally "tool_use" for requests with tools.
+        variables: visible to every rendering, such as bos_token; a request's kwargs win.
         now: the clock behind `strftime_now`.
         deadline_s: seconds that one rendering may take.
     """
@@ -59,22 +59,22 @@ class ChatTemplate:
         continue_final_message: bool | str = False,
         **kwargs: Any,
     ) -> str:
-        """Return the prompt.
+        """Return the prompt's text.
 
         Args:
-            messages: dicts with "role" and mostly "content"; keys whose value is None count as
+            messages: dicts with "role" and mostly "content"; a key whose value is None counts as
                 missing.
-            marks: characters that are in there for the reader of the prompt; what the template
-                decides is as if they were not.
-            tools: JSON schemas of functions, in whatever form the template knows.
-            documents: for templates that know retrieval.
+            marks: characters within the messages that the template must not see; its decisions
+                are those for texts without them.
+            tools: JSON schemas of functions, in any form that the template reads.
+            documents: for templates with retrieval.
             add_generation_prompt: end with the header of an assistant's message.
-            continue_final_message: end within the last message, so that the model goes on with it;
-                a string names the field to go on with.
+            continue_final_message: end within the last message, so that the model continues it; a
+                string names the field to continue.
             **kwargs: the template's own variables, such as enable_thinking.
 
         Raises:
-            TemplateError: the template refuses the messages, is broken, or goes past a limit.
+            TemplateError: the template refuses the messages, is broken, or exceeds a limit.
         """
         with _template_failures():
             data = plain_data(
@@ -123,7 +123,7 @@ class ChatTemplate:
         return self._compiled[source]
 
     def literal_text(self, source: str) -> str:
-        """Return what the template itself may write: its text and its string constants."""
+        """Return the text and the string constants of a template, all that it writes itself."""
         try:
             tree = self._sandbox.parse(source)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -133,7 +133,7 @@ class ChatTemplate:
         return "\0".join(texts | {value for value in constants if isinstance(value, str)})
 
     def replaced_texts(self, source: str) -> list[str]:
-        """Return the texts that a template replaces by others."""
+        """Return the texts that a template replaces by others (`replace`, method or filter)."""
         tree = self._sandbox.parse(source)
         calls = [c for c in tree.find_all(jinja2.nodes.Call) if _is_replace(c.node)]
         filters = [f for f in tree.find_all(jinja2.nodes.Filter) if f.name == "replace"]
@@ -160,13 +160,13 @@ def _is_replace(node: jinja2.nodes.Node) -> bool:
 
 
 def _first(args: list[Any], kwargs: list[Any]) -> list[Any]:
-    """Return what is replaced, if that is given."""
+    """Return the argument that is replaced, where it is given."""
     return args[:1] or [pair.value for pair in kwargs if pair.key == "old"]
 
 
 @contextmanager
 def _template_failures() -> Iterator[None]:
-    """Whatever a template raises as a TemplateError: it is foreign code over foreign data."""
+    """Turn whatever a template raises into TemplateError: it is foreign code on foreign data."""
     try:
         yield
     except TemplateError:
@@ -177,7 +177,7 @@ def _template_failures() -> Iterator[None]:
         raise TemplateError("The chat template was stopped: it ran out of memory.") from None
     except RecursionError:
         raise TemplateError("The chat template was stopped: it nests too deeply.") from None
-    except Exception as error:  # it raises whatever it likes
+    except Exception as error:  # a template can raise anything
         raise TemplateError(f"The chat template failed: {error}") from error
 
 

@@ -1,8 +1,8 @@
-"""Rewrites a template's tree so that what it does is measured. Knows jinja's nodes; no limits.
+"""What chat templates are rewritten into, and which objects they may call.
 
-What a template decides goes through calls too, so that marks within a text have no say in it.
-
-What templates may call besides jinja's own: as in transformers. Knows no messages, no limits.
+`TemplateRewriter` changes a template's syntax tree so that every operation that could build a value
+or loop calls back into the sandbox, which measures it. Decisions (if, and, or, not, comparisons) go
+through calls too, so that marks within a text do not influence them.
 """
 
 from typing import Any
@@ -16,7 +16,9 @@ from jinja2.visitor import NodeTransformer
 
 
 class TemplateRewriter(NodeTransformer):
-    """Puts the calls of `tick`, `measured`, `shown` and the like into a template's tree."""
+    """Inserts calls of the sandbox's methods (`tick`, `measured`, `joined`, …) into a template's
+    tree.
+    """
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: D102
         self.generic_visit(node)
@@ -92,7 +94,7 @@ class TemplateRewriter(NodeTransformer):
 
 
 class GenerationTag(Extension):
-    """`{% generation %}`: marks what the model wrote, for training; renders as its body."""
+    """`{% generation %}`, which marks the model's text for training; renders its body."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja's own way to declare it)
 
@@ -108,27 +110,27 @@ def _call(name: str, args: list[nodes.Expr], lineno: int) -> nodes.Call:
 
 
 def _compared(node: nodes.Expr) -> nodes.Expr:
-    """Return what compares as a value does, marks aside."""
+    """Return the node of an operand with marks removed."""
     return node if isinstance(node, nodes.Const) else _call("unmarked", [node], node.lineno)
 
 
 def _test(node: nodes.Node) -> nodes.Expr:
-    """Return what is true where a value is, marks aside."""
+    """Return the node of a condition that treats a text of marks as empty."""
     assert isinstance(node, nodes.Expr)
     if isinstance(node, (nodes.Const, nodes.Compare, nodes.Test, nodes.Not, nodes.And, nodes.Or)):
-        return node  # their values are no texts, or have been looked at
+        return node  # these give no text, or were rewritten already
     return _call("bare", [node], node.lineno)
 
 
 def _as_constant(node: nodes.Expr) -> nodes.Expr:
-    """Return a template's own text as an argument, other nodes as they are."""
+    """Return the template's own text as a constant node, other nodes as they are."""
     return (
         nodes.Const(node.data, lineno=node.lineno) if isinstance(node, nodes.TemplateData) else node
     )
 
 
 class DictBuilder:
-    """`dict(...)` for templates, without the attributes of the class."""
+    """`dict(...)` for templates, without the class's attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         """Return dict(*args, **kwargs)."""
@@ -140,7 +142,7 @@ class DictBuilder:
 
 
 class TemplateNamespace(Namespace):
-    """`namespace(...)` for templates; names with a leading underscore are refused."""
+    """`namespace(...)` for templates; a name with a leading underscore is refused."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args

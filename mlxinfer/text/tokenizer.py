@@ -1,12 +1,4 @@
-"""Text to token ids and back. Knows the tokenizer's files; no chat, no streams, no model.
-
-Whether texts are far too long for a context, found without encoding all of them.
-
-Encoding takes seconds a million characters, in a thread that cannot be interrupted. Knows
-tokenizers; no contexts, no errors.
-
-How vocabularies spell bytes and spaces. Knows single tokens; no ids and no sequences.
-"""
+"""Text to token ids and back, for one checkpoint. Independent of chat, streams and models."""
 
 import re
 import threading
@@ -33,16 +25,28 @@ MAX_TEXT_CHARS = 16_000_000
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|call|>")
 
 
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+USUAL_CHARS = 8  # per token; shorter texts are encoded at once
+PIECE_CHARS = 32_768
+SLACK = 2  # a text has a few more tokens for every cut
+_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
 class Tokenizer:
-    """A model's tokenizer; several threads use it at once, and none waits for another's text.
+    """A checkpoint's tokenizer. Safe to use from several threads at once, without waiting.
 
-    Whether special tokens are read is state of the library's tokenizer, and so is set once, never
-    while somebody encodes: texts that spell such tokens and do not mean them have a second one.
+    The library's tokenizer keeps as state whether special tokens are matched in a text. That state
+    is set once and never while another thread encodes: texts that spell such tokens and must stay
+    text go to a second copy with the opposite setting.
 
-    `eos_token_ids` end an answer: the ids of generation_config.json (or config.json), the
-    tokenizer's own eos_token, and the usual ends of a turn that the chat template writes, which
-    many checkpoints forget to declare. `special_ids` are control tokens, which decode leaves out.
-    `vocab_size` is one more than the largest id.
+    Attributes:
+        vocab_size: one more than the largest id.
+        eos_token_ids: tokens that end an answer: the ids of generation_config.json (or
+            config.json), the tokenizer's own eos_token, and the usual ends of a turn that the chat
+            template writes, which many checkpoints do not declare.
+        bos_token_id: the token that begins a text, None without one.
+        special_ids: control tokens, which `decode` leaves out.
+        template: the chat template, None without one.
     """
 
     vocab_size: int
@@ -54,15 +58,17 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles | None = None) -> None:
         files = files or TokenizerFiles()
         self._backend = backend
-        self._literal: tokenizers.Tokenizer | None = None  # reads no special tokens; made on demand
-        self._lock = threading.Lock()  # over the making of it
+        self._literal: tokenizers.Tokenizer | None = (
+            None  # matches no special tokens; made on demand
+        )
+        self._lock = threading.Lock()  # held while it is made
         _add_missing_tokens(backend, files)
         backend.encode_special_tokens = False
         self.added_tokens: dict[int, tokenizers.AddedToken] = backend.get_added_tokens_decoder()
         special = {i: token for i, token in self.added_tokens.items() if token.special}
         self.special_ids = frozenset(special)
         self._special_texts = tuple(token.content for token in special.values())
-        # looked for in normalised text, where other characters may have become theirs
+        # such tokens are matched in normalised text, to which other spellings lead
         self._special_anywhere = any(token.normalized for token in special.values())
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
         self.named_tokens = dict(files.named)
@@ -78,7 +84,7 @@ class Tokenizer:
 
         Raises:
             CheckpointError: a file is broken, truncated or hostile.
-            UnsupportedModelError: no tokenizer.json, and nothing that can make one.
+            UnsupportedModelError: there is no tokenizer.json, and transformers cannot make one.
         """
         return cls(load_backend(folder), read_tokenizer_files(folder))
 
@@ -92,8 +98,8 @@ class Tokenizer:
 
         Args:
             text: any valid Unicode up to MAX_TEXT_CHARS characters.
-            add_special_tokens: add what the tokenizer puts around a text, such as BOS. A text that
-                already begins with BOS (under `parse_special`) gets no second one.
+            add_special_tokens: add the tokens that the tokenizer puts around a text, such as BOS. A
+                text that already begins with BOS (under `parse_special`) gets no second one.
             parse_special: read special-token text (`<|im_end|>`) as control tokens; otherwise it is
                 plain text like any other.
 
@@ -107,7 +113,9 @@ class Tokenizer:
         return ids[1:] if doubled and add_special_tokens and parse_special else ids
 
     def _without_special(self, text: str) -> tokenizers.Tokenizer:
-        """A backend that reads no special tokens in this text: a copy, if there may be any."""
+        """Return a backend that matches no special token in `text`: the copy, if the text may
+        spell one.
+        """
         if not self._special_anywhere and not any(s in text for s in self._special_texts):
             return self._backend
         with self._lock:
@@ -134,10 +142,10 @@ class Tokenizer:
             raise InvalidRequestError(f"The tokenizer cannot encode this text: {error}") from None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`; ids that no token has are left out.
+        """Return the text of `ids`; ids without a token are left out.
 
         Raises:
-            InvalidRequestError: an id is negative or past 32 bits, or the tokenizer fails.
+            InvalidRequestError: an id is negative or exceeds 32 bits, or the tokenizer fails.
         """
         try:
             with panic_guard():
@@ -148,15 +156,17 @@ class Tokenizer:
             raise InvalidRequestError(f"The tokenizer cannot decode these ids: {error}") from None
 
     def id_to_piece(self, token_id: int) -> str | None:
-        """Return the token as the vocabulary spells it (`Ġthe`, `▁the`, `<0x0A>`), None if none."""
+        """Return the token as the vocabulary spells it (`Ġthe`, `▁the`, `<0x0A>`), None for no
+        token.
+        """
         piece: str | None = self._backend.id_to_token(token_id)
         return piece
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token stands for within a text, b"" for an id without a token.
 
-        A character may be spread over tokens, so that these need not be valid UTF-8. Control tokens
-        give their own text.
+        A character may be spread over several tokens, so the bytes need not be valid UTF-8. Control
+        tokens give their own text.
         """
         piece = self.id_to_piece(token_id)
         if piece is None:
@@ -171,7 +181,7 @@ class Tokenizer:
         return token_id
 
     def to_json(self) -> str:
-        """Return tokenizer.json of this tokenizer, for libraries that build their own tables."""
+        """Return this tokenizer's tokenizer.json, for libraries that build tables of their own."""
         return str(self._backend.to_str())
 
     def _resolve_ends(self, files: TokenizerFiles) -> None:
@@ -199,9 +209,6 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) ->
     backend.add_special_tokens(list(dict.fromkeys(missing)))
 
 
-_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
-
-
 def _check_text(text: object) -> None:
     if not isinstance(text, str):
         raise InvalidRequestError(f"Expected text, got {type(text).__name__}.")
@@ -211,18 +218,19 @@ def _check_text(text: object) -> None:
         )
 
 
-USUAL_CHARS = 8  # a token; texts with no more are encoded anyway
-PIECE_CHARS = 32_768
-SLACK = 2  # a text that is cut has more tokens than in one piece, by a few a cut
-
-
 def exceeds_tokens(
     encode: Callable[[str], Sequence[int]], texts: Sequence[str], num_tokens: int
 ) -> bool:
-    """Whether `texts` together have more than `num_tokens` tokens, as `encode` turns them to ids.
+    """Whether `texts` together are certain to have more than `num_tokens` tokens.
 
-    False says nothing: all of them have to be encoded to be sure. True costs no more than the
-    encoding of about twice `num_tokens` tokens.
+    Encoding takes seconds per million characters, on a thread that cannot be interrupted. True is
+    found after encoding pieces of about twice `num_tokens` tokens. False promises nothing: the
+    texts have to be encoded to be sure.
+
+    Args:
+        encode: turns one text into ids.
+        texts: of one prompt.
+        num_tokens: usually the context length.
     """
     if sum(map(len, texts)) <= USUAL_CHARS * num_tokens:
         return False
@@ -240,9 +248,6 @@ def _pieces(texts: Iterable[str]) -> Iterable[str]:
             yield text[start : start + PIECE_CHARS]
 
 
-_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
 def byte_of_fallback(piece: str) -> int | None:
     """Return the byte that a piece such as `<0xE2>` stands for, None for any other piece."""
     found = _FALLBACK.fullmatch(piece)
@@ -250,7 +255,9 @@ def byte_of_fallback(piece: str) -> int | None:
 
 
 def piece_bytes(piece: str, decoder: dict[str, Any] | None) -> bytes:
-    """Return the bytes of a token in the middle of a text, as the decoder with this spec has it."""
+    """Return the bytes of a token in the middle of a text, for a decoder with this JSON
+    description.
+    """
     parts = (decoder or {}).get("decoders") or [decoder or {}]
     kinds = {part.get("type"): part for part in parts}
     if "ByteLevel" in kinds and all(char in BYTE_OF for char in piece):
@@ -267,7 +274,8 @@ def piece_bytes(piece: str, decoder: dict[str, Any] | None) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return {character: byte} of GPT-2: printable bytes are themselves, the others U+0100 and up.
+    """Return GPT-2's {character: byte}: printable bytes stand for themselves, others for U+0100 and
+    up.
 
     Source: Radford et al. 2019, bytes_to_unicode.
     """

@@ -1,6 +1,7 @@
-"""The `tokenizers` library behind a guard. Knows how it fails; no requests, no templates.
+"""Reads a checkpoint's tokenizer: tokenizer.json through the `tokenizers` library, and the small
+files beside it (tokenizer_config.json, generation_config.json, chat templates).
 
-The small JSON files and templates beside a tokenizer. Knows the folder, not their use.
+Every failure of the library, Rust panics included, becomes an exception of this package.
 """
 
 import json
@@ -17,7 +18,7 @@ import tokenizers
 from ..errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 
 MAX_TOKENIZER_BYTES = 512 << 20
-LONG_TEXT = 20_000  # characters, from which on other threads must go on while a text is encoded
+LONG_TEXT = 20_000  # characters; longer texts are encoded without the GIL
 TOKENIZER_FILES = (
     "tokenizer.*",
     "tokenizer-*",
@@ -30,13 +31,21 @@ TOKENIZER_FILES = (
 MAX_GROWTH = 64  # how many times longer a normalizer or decoder may make a text
 
 
+NOT_TEXT = "The text is not valid Unicode: it holds half of a surrogate pair, or was not UTF-8."
+MAX_JSON_BYTES = 64 << 20
+MAX_TEMPLATE_BYTES = 1 << 20  # the longest in use have some tens of kilobytes
+NAMED_TOKENS = tuple(f"{name}_token" for name in ["bos", "eos", "unk", "sep", "pad", "cls", "mask"])
+
+
 class TokenizerPanicError(Exception):
     """The Rust side of `tokenizers` panicked; the message says where."""
 
 
 @contextmanager
 def panic_guard() -> Iterator[None]:
-    """Turn a Rust panic, which is a BaseException of no importable class, into an Exception."""
+    """Turn a Rust panic, which is a BaseException of no importable class, into
+    TokenizerPanicError.
+    """
     try:
         yield
     except BaseException as error:
@@ -49,8 +58,8 @@ def load_backend(folder: Path) -> tokenizers.Tokenizer:
     """Return the folder's tokenizer, without truncation and padding.
 
     Raises:
-        CheckpointError: tokenizer.json is broken, too large, or makes texts explode; or there is
-            nothing of a tokenizer.
+        CheckpointError: there is no tokenizer, or tokenizer.json is broken, too large, or makes
+            texts explode.
         UnsupportedModelError: there is no tokenizer.json and transformers cannot make one.
     """
     path = folder / "tokenizer.json"
@@ -97,9 +106,11 @@ def _from_file(path: Path) -> tokenizers.Tokenizer:
 
 def _from_transformers(folder: Path) -> tokenizers.Tokenizer:
     if not any(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)):
-        # transformers would make one without tokens
+        # transformers would make a tokenizer without tokens
         raise CheckpointError(f"{folder} has no tokenizer; add the model's tokenizer.json.")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses PyTorch, we do not
+    os.environ.setdefault(
+        "TRANSFORMERS_VERBOSITY", "error"
+    )  # else it warns that PyTorch is missing
     try:
         from transformers import AutoTokenizer
     except ImportError:
@@ -125,7 +136,9 @@ def _from_transformers(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _growth(spec: dict[str, Any] | None) -> float:
-    """Return by how much the part can lengthen a text, over all of its steps."""
+    """Return the factor by which a normalizer or decoder can lengthen a text, over all its
+    steps.
+    """
     if spec is None:
         return 1.0
     steps = spec.get("normalizers") or spec.get("decoders")
@@ -140,10 +153,10 @@ def _growth(spec: dict[str, Any] | None) -> float:
 
 
 def encode_guarded(backend: tokenizers.Tokenizer, text: str, *, special: bool) -> list[int]:
-    """Encode, with every way in which the library fails turned into InvalidRequestError."""
+    """Return the ids of a text; every failure of the library becomes InvalidRequestError."""
     try:
         with panic_guard():
-            if isinstance(text, str) and len(text) > LONG_TEXT:  # `encode` holds the GIL, this not
+            if isinstance(text, str) and len(text) > LONG_TEXT:  # `encode` would hold the GIL
                 ids: list[int] = backend.encode_batch([text], add_special_tokens=special)[0].ids
             else:
                 ids = backend.encode(text, add_special_tokens=special).ids
@@ -154,20 +167,16 @@ def encode_guarded(backend: tokenizers.Tokenizer, text: str, *, special: bool) -
     return ids
 
 
-NOT_TEXT = "The text is not valid Unicode: it holds half of a surrogate pair, or was not UTF-8."
-
-
-MAX_JSON_BYTES = 64 << 20
-MAX_TEMPLATE_BYTES = 1 << 20  # the longest in use have some tens of kilobytes
-NAMED_TOKENS = tuple(f"{name}_token" for name in ["bos", "eos", "unk", "sep", "pad", "cls", "mask"])
-
-
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What the files around tokenizer.json say, normalised.
+    """The content of the files beside tokenizer.json, in one form.
 
-    `named` holds what templates call bos_token, eos_token, ...; `added` are (token, special) in the
-    order of their ids; `templates` maps a template's name to its source.
+    Attributes:
+        named: {"bos_token": text, "eos_token": ...}, the names that templates use.
+        added: (token as JSON, is special) in the order of their ids.
+        eos_ids: of generation_config.json, else of config.json.
+        bos_id: of generation_config.json, else of config.json.
+        templates: {name: jinja source} of the chat templates.
     """
 
     named: Mapping[str, str] = field(default_factory=dict)
@@ -178,7 +187,7 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Read what stands beside tokenizer.json; a missing file is an empty one.
+    """Read the files beside tokenizer.json; a missing file counts as empty.
 
     Raises:
         CheckpointError: a file is not JSON, not an object, too large, or not UTF-8.
@@ -198,7 +207,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in the file, or {} where there is no such file."""
+    """Return the object in the file, {} if there is no such file."""
     if not path.is_file():
         return {}
     try:
@@ -211,7 +220,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """Return a UTF-8 file of at most `max_bytes`."""
+    """Return the content of a UTF-8 file of at most `max_bytes`."""
     size = path.stat().st_size
     if size > max_bytes:
         raise CheckpointError(f"{path} has {size} bytes; at most {max_bytes} are accepted.")
@@ -227,7 +236,7 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _token_text(value: object) -> str | None:
-    """Return the text of a token spelled as a string or as {"content": ...}."""
+    """Return the text of a token that is spelled as a string or as {"content": ...}."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 
@@ -260,9 +269,9 @@ def _bos_id(config: dict[str, Any]) -> int | None:
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return {name: source}; template files win over chat_template.json, and that over the config.
+    """Return {name: source} with the precedence of transformers' tokenizer and processor classes.
 
-    The same precedence as transformers' tokenizer and processor classes have together.
+    Template files come first, then chat_template.json, then tokenizer_config.json.
     """
     found = {
         path.name.removesuffix(".jinja"): read_text(path, MAX_TEMPLATE_BYTES)

@@ -26,6 +26,10 @@ LITERALS = ("const", "enum", "default", "examples")  # hold values, and no schem
 HOME = "#/$defs/tool"  # where a tool's schema is in the document of one of its parameters
 
 
+_INTEGER = re.compile(r"[-+]?[0-9]{1,400}(?:\.0*)?")
+_TYPE_OF = {bool: "boolean", int: "integer", float: "number", str: "string"}
+
+
 @dataclass(slots=True)
 class FlatSchema:
     """What a schema says of an object's members."""
@@ -150,10 +154,6 @@ def _mapping(value: object) -> Mapping[str, Any]:
 def as_list(value: object) -> Sequence[Any]:
     """A list of a schema; nothing where it is none."""
     return value if isinstance(value, (list, tuple)) else ()
-
-
-_INTEGER = re.compile(r"[-+]?[0-9]{1,400}(?:\.0*)?")
-_TYPE_OF = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
 
 @dataclass(frozen=True, slots=True)

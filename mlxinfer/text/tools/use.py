@@ -228,7 +228,7 @@ def control_tokens_of(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, i
 
 
 def reasoning_rule(lark: Lark, reasoning: ReasoningFormat | None, prefix: str) -> str:
-    """Return what matches the reasoning of an answer that the prompt has prefix so, see answer_prefix."""
+    """Return what matches the reasoning of an answer with this prefix."""
     if reasoning is None or reasoning.is_over(prefix):
         return ""
     if reasoning.harmony:

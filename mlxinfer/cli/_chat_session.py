@@ -135,7 +135,7 @@ class ChatSession:
 
     def _opened(self, model: str) -> Any:
         """A model, if it is one that can hold a conversation."""
-        from ._inspect import has_chat_template
+        from ._model import has_chat_template
 
         llm = self.open_model(model)
         if has_chat_template(llm.model_info.path):

@@ -24,7 +24,7 @@ from ._model import fetch
 from ._options import ENGINE_NAMES, engine_arguments, engine_options
 
 if TYPE_CHECKING:
-    from ..opening import EngineOptions
+    from ..session.engine_factory import EngineOptions
     from ..server.registry.entries import Entry
     from ..server.registry.served import ServedModel
 
@@ -247,7 +247,7 @@ def own_settings(wanted: Wanted) -> dict[str, Any]:
 def options_of(arguments: dict[str, Any]) -> "EngineOptions":
     """EngineOptions of the keyword arguments that LLM takes; raises InvalidRequestError."""
     from ..config import KVOptions
-    from ..opening import EngineOptions
+    from ..session.engine_factory import EngineOptions
 
     kv = KVOptions.build(
         bits=arguments.pop("kv_bits", None),

@@ -9,7 +9,7 @@ from ..models.config import ModelConfig, load_config
 from ..models.jsonfields import read_json
 from ..models.safetensors import TensorInfo, read_headers
 from ..text import Tokenizer
-from ..text.tokenizer_files import read_tokenizer_files
+from ._model import has_chat_template
 
 KV_GROUP = 64  # numbers that share a 16-bit scale and a 16-bit bias in a quantised KV cache
 
@@ -62,11 +62,6 @@ def _model_type(folder: Path) -> str | None:
     except CheckpointError:
         return None
     return model_type if isinstance(model_type, str) else None
-
-
-def has_chat_template(folder: Path | str) -> bool:
-    """Whether the tokenizer comes with a template for conversations."""
-    return bool(read_tokenizer_files(Path(folder)).templates)
 
 
 def count_weights(folder: Path, config: ModelConfig | None) -> Weights:

@@ -68,6 +68,13 @@ def progress_bar(label: str) -> Iterator[Callable[[hub.DownloadProgress], None]]
             bar.stop()
 
 
+def has_chat_template(folder: Path | str) -> bool:
+    """Whether the tokenizer comes with a template for conversations."""
+    from ..text.tokenizer_files import read_tokenizer_files
+
+    return bool(read_tokenizer_files(Path(folder)).templates)
+
+
 def size_of(folder: Path) -> str:
     """Bytes of the files in `folder`, for people."""
     return human_bytes(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))

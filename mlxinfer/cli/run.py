@@ -8,7 +8,7 @@ import click
 
 from ..core import FinishReason, SamplingParams
 from ..session.results import Delta, Result
-from ._model import open_llm
+from ._model import has_chat_template, open_llm
 from ._options import (
     engine_options,
     json_option,
@@ -39,12 +39,12 @@ def command(prompt: str | None, model: str, **options: Any) -> None:
     if options["raw"] and options["system"] is not None:
         raise click.UsageError("--system needs a chat template; it does not go with --raw.")
     text = read_prompt(prompt)
-    from ._inspect import has_chat_template
-
     with open_llm(model, **arguments) as llm:
         raw = options["raw"] or not has_chat_template(llm.model_info.path)
         if raw and options["system"] is not None:
             raise click.UsageError(f"--system needs a chat template, and {model} has none.")
+        if raw and not options["raw"]:
+            note(f"{model} has no chat template: it continues the prompt as plain text (--raw)")
         deltas = start(llm, text, options["system"], params, raw=raw)
         result, interrupted = show(deltas, quiet=options["as_json"])
     if options["as_json"]:

@@ -11,6 +11,7 @@ import click
 from mlxinfer.cli._errors import guarded
 
 from mlxinfer.bench.report import Report, describe_machine, show
+from mlxinfer.cli._commands import guarded
 from mlxinfer.cli._options import Option, apply_options, json_option, model_option
 from mlxinfer.cli.bench import Counts, markdown_option
 from tests.bench.blas import preload_openblas

@@ -65,6 +65,16 @@ def test_raw_and_base_models_get_the_text_as_it_is(
     assert "--system needs a chat template, and demo has none" in seen.err
 
 
+def test_a_missing_chat_template_is_noted_on_stderr_unless_raw_was_given(
+    fake: FakeLLM, outcome: Any, tmp_path: Path
+) -> None:
+    fake.model_info = FakeLLM(tmp_path / "base", template=False).model_info
+    seen = outcome("run", "-m", "org/base", "Once upon")
+    assert seen.out == "Hello there.\n"
+    assert "org/base has no chat template" in seen.err
+    assert outcome("run", "--raw", "Once upon").err == ""
+
+
 @pytest.mark.parametrize("arguments", [(), ("-",)])
 def test_the_prompt_from_stdin(
     arguments: tuple[str, ...], fake: FakeLLM, outcome: Any, monkeypatch: pytest.MonkeyPatch

@@ -24,9 +24,9 @@ from ._model import fetch
 from ._options import ENGINE_NAMES, engine_arguments, engine_options
 
 if TYPE_CHECKING:
-    from ..session.engine_factory import EngineOptions
     from ..server.registry.entries import Entry
     from ..server.registry.served import ServedModel
+    from ..session.engine_factory import EngineOptions
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from mlxinfer.cli._errors import guarded
 
 from mlxinfer.bench.report import Report, describe_machine, show
 from mlxinfer.cli._commands import guarded

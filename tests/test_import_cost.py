@@ -60,7 +60,7 @@ def test_help_loads_click_and_nothing_heavy() -> None:
 
 
 def cpu_s(*arguments: str, runs: int = 5) -> float:
-    """The least CPU time of a fresh interpreter; wall time would measure who else is busy."""
+    """The least CPU time of a fresh interpreter; wall time would measure other processes too."""
     times = []
     for _ in range(runs):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -50,7 +50,7 @@ class PeerGeneration:
     """Batches of mlx-lm: `BatchGenerator` with the settings of its server.
 
     On MLX's CPU backend its activations are float32, as those of mlxinfer are there: 16-bit
-    arithmetic takes ten times as long there, and would flatter whoever avoids it.
+    arithmetic takes ten times as long there, and would flatter the side that avoids it.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -84,24 +84,16 @@ def run(
     """
     if peer:
         require_peer()
-    if tokens < 2:
-        raise InvalidRequestError(f"tokens must be at least 2 to time a rate, not {tokens}.")
     with open_llm() as llm:
-        lengths = _fitting(llm, contexts, tokens)
         tokenizer, folder = llm.tokenizer, llm.path
-        sizes = [(context, batch) for context in lengths for batch in batches]
-        sizes.sort(key=lambda size: size[0] * size[1])  # pools grow: the smaller ones first
-
-        def cells(token_times: TokenTimes) -> list[Cell]:
-            token_times(prompts(tokenizer, 64, 1, "warm"), 4)  # loads and compiles
-            return [measure(token_times, tokenizer, *size, tokens, runs) for size in sizes]
-
-        sides = {OURS: cells(partial(_token_times, llm))}
+        sizes = _sizes(llm, contexts, batches, tokens)
+        measured = partial(_cells, tokenizer=tokenizer, sizes=sizes, tokens=tokens, runs=runs)
+        sides = {OURS: measured(partial(_token_times, llm))}
+    if peer and not mx.metal.is_available():
+        with cpu_layers(False), open_llm() as llm:
+            sides[AS_ON_A_GPU] = measured(partial(_token_times, llm))
     if peer:
-        if not mx.metal.is_available():
-            with cpu_layers(False), open_llm() as llm:
-                sides[AS_ON_A_GPU] = cells(partial(_token_times, llm))
-        sides[PEER] = cells(PeerGeneration(folder).token_times)
+        sides[PEER] = measured(PeerGeneration(folder).token_times)
     data = {"model": str(folder), "answer_tokens": tokens, "runs": runs}
     data |= {"cells": {side: [asdict(cell) for cell in cells] for side, cells in sides.items()}}
     return Report("speed", _tables(sides, tokens, before), data)
@@ -149,6 +141,17 @@ def prompts(tokenizer: "Tokenizer", length: int, count: int, seed: str) -> list[
             ids += tokenizer.encode(" ".join(drawn.choices(WORDS.split(), k=length - len(ids))))
         found.append(ids[:length])
     return found
+
+
+def _cells(
+    token_times: TokenTimes,
+    tokenizer: "Tokenizer",
+    sizes: Sequence[tuple[int, int]],
+    tokens: int,
+    runs: int,
+) -> list[Cell]:
+    token_times(prompts(tokenizer, 64, 1, "warm"), 4)  # loads and compiles
+    return [measure(token_times, tokenizer, *size, tokens, runs) for size in sizes]
 
 
 def measure(
@@ -201,15 +204,26 @@ async def _all_token_times(llm: "LLM", asked: list[list[int]], enough: int) -> l
     return times
 
 
-def _fitting(llm: "LLM", contexts: Sequence[int] | None, tokens: int) -> list[int]:
-    most = llm.model_info.max_context - tokens
+def _sizes(
+    llm: "LLM", contexts: Sequence[int] | None, batches: Sequence[int], tokens: int
+) -> list[tuple[int, int]]:
+    """(context, batch) of every cell, the smaller ones first: KV pools grow and do not shrink."""
+    if tokens < 2:
+        raise InvalidRequestError(f"tokens must be at least 2 to time a rate, not {tokens}.")
+    lengths = _fitting(llm.model_info.max_context, contexts, tokens)
+    sizes = [(context, batch) for context in lengths for batch in batches]
+    return sorted(sizes, key=lambda size: size[0] * size[1])
+
+
+def _fitting(max_context: int, contexts: Sequence[int] | None, tokens: int) -> list[int]:
+    most = max_context - tokens
     if contexts is None:
         return [length for length in CONTEXTS if length <= most] or [max(1, most)]
     too_long = [length for length in contexts if length > most]
     if too_long:
         raise InvalidRequestError(
             f"A context of {too_long[0]:,} tokens and an answer of {tokens:,} do not fit: the "
-            f"model takes {llm.model_info.max_context:,}."
+            f"model takes {max_context:,}."
         )
     return list(contexts)
 

@@ -165,12 +165,7 @@ def run(
     if peer:
         require_peer()
     folder = DEMO if model is None else model
-    if not (folder / "config.json").is_file():
-        raise ModelNotFoundError(
-            f"{folder} has no model; --model takes a folder of unquantised weights."
-        )
-    if plot is not None and not available():
-        raise InvalidRequestError('--plot needs matplotlib: pip install "mlxinfer[plots]"')
+    _check(folder, plot)
     with TemporaryDirectory() as scratch:
         if synthetic is not None:
             size = parse_bytes(synthetic, param="synthetic")
@@ -185,6 +180,16 @@ def run(
     table = _quality_table(recipes, perplexity, num_tokens, length)
     data = {"tokens": num_tokens, "source_perplexity": perplexity}
     return Report("convert", [table], {**data, "recipes": [asdict(r) for r in recipes]})
+
+
+def _check(folder: Path, plot: Path | None) -> None:
+    """Say what is missing before minutes have passed."""
+    if not (folder / "config.json").is_file():
+        raise ModelNotFoundError(
+            f"{folder} has no model; --model takes a folder of unquantised weights."
+        )
+    if plot is not None and not available():
+        raise InvalidRequestError('--plot needs matplotlib: pip install "mlxinfer[plots]"')
 
 
 def _quality_table(recipes: list[Recipe], perplexity: float, num_tokens: int, length: int) -> Table:

@@ -48,7 +48,7 @@ class Meter:
 
 
 def metered_evaluation(meter: Meter) -> AbstractContextManager[None]:
-    """Count the time inside mx.eval and mx.async_eval, whoever calls them."""
+    """Count the time inside mx.eval and mx.async_eval, from any caller."""
     return _listening(lambda function: meter.timed(DISPATCH, function))
 
 

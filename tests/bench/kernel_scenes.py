@@ -17,7 +17,7 @@ from mlxinfer.metal_kernels.stored import share_tails
 
 Ints = NDArray[np.int32]
 
-SPARE_SLOTS = 2  # tails that nobody has
+SPARE_SLOTS = 2  # tails of no sequence
 SPARE_PAGES = 3
 
 

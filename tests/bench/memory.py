@@ -52,7 +52,7 @@ class Waste:
 class Change:
     """Peak memory of steps, above what was held before them."""
 
-    steady_bytes: int  # nobody comes or goes
+    steady_bytes: int  # no request joins or leaves
     join_bytes: int  # in the steps until a short prompt has its first token
     leave_bytes: int  # in the steps until one has ended
 
@@ -65,7 +65,7 @@ class Scale:
     steps: int = 32
     rounds: int = 3
     lengths: tuple[int, ...] = (3000, 500, 10)
-    crowd: tuple[int, int] = (15, 1024)  # whom somebody joins
+    crowd: tuple[int, int] = (15, 1024)  # requests that another joins
 
 
 SMALL = Scale(streams=((2, 200),), steps=20, lengths=(120, 50, 10), crowd=(3, 100))
@@ -187,7 +187,7 @@ def waste_table(found: Sequence[Waste], lengths: Sequence[int]) -> Table:
 def change_table(found: Sequence[Change], count: int, length: int) -> Table:
     """Bytes above what is held, in three kinds of steps."""
     rows = [
-        ["nobody comes or goes", *megabytes([c.steady_bytes for c in found])],
+        ["no request joins or leaves", *megabytes([c.steady_bytes for c in found])],
         ["a short prompt joins", *megabytes([c.join_bytes for c in found])],
         ["it leaves", *megabytes([c.leave_bytes for c in found])],
     ]

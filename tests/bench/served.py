@@ -174,7 +174,7 @@ class OurServer:
 
     @property
     def kv_bytes(self) -> int:
-        """Pages that somebody holds or that are kept for reuse, and all tails."""
+        """Pages that are held by requests or kept for reuse, and all tails."""
         cache = self.loop.cache
         pages = sum(group.allocator.num_held * group.page_bytes for group in cache.groups)
         return pages + self.tail_bytes

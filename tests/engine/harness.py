@@ -19,6 +19,7 @@ from mlxinfer.core import (
 )
 from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.engine.loop import Loop
+from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 
@@ -61,10 +62,17 @@ class Outcome:
 class Harness:
     """A loop and what it said."""
 
-    def __init__(self, model: Model, *, kernels: Chooser = choose_none, **changes: object) -> None:
+    def __init__(
+        self,
+        model: Model,
+        *,
+        kernels: Chooser = choose_none,
+        proposer: Proposer | None = None,
+        **changes: object,
+    ) -> None:
         self.outcomes: dict[str, Outcome] = {}
         self.turns = 0
-        self.loop = Loop(model, config(**changes), self._take, kernels=kernels)
+        self.loop = Loop(model, config(**changes), self._take, kernels=kernels, proposer=proposer)
 
     def _take(self, events: list[TokenEvent]) -> None:
         for event in events:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from engine.fake_grammar import FakeGrammar
 from engine.harness import PAGE, Harness, Outcome, alone, prompt, tiny_model
+from engine.oracle import Oracle
 from engine.test_same_tokens import CASES, params_strategy, prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,6 +104,7 @@ def play(
     launch_ahead=st.booleans(),
     reuse=st.booleans(),
     preempt_every=st.sampled_from([None, None, 3, 7]),
+    guess_seed=st.none() | st.integers(0, 2**20),
 )
 @settings(max_examples=NUM_PROGRAMS)
 @hypothesis.seed(SEED)
@@ -115,9 +117,12 @@ def test_a_program_gives_each_request_its_own_tokens(
     launch_ahead: bool,
     reuse: bool,
     preempt_every: int | None,
+    guess_seed: int | None,
 ) -> None:
     model = tiny_model(case, quantized=True)
     longest = max(len(a.prompt_ids) + (a.params.max_tokens or 0) for a in program)
+    plains = {str(i): plain_run(case, asked) for i, asked in enumerate(program)}
+    answers = {name: plain.token_ids for name, plain in plains.items()}
     harness = Harness(
         model,
         num_pages=-(-longest // PAGE) + spare_pages,
@@ -125,10 +130,11 @@ def test_a_program_gives_each_request_its_own_tokens(
         max_batch=max_batch,
         launch_ahead=launch_ahead,
         prefix_cache=reuse,
+        proposer=None if guess_seed is None else Oracle(answers, guess_seed),
     )
     grammars = play(harness, program, preempt_every)
     for i, asked in enumerate(program):
-        outcome, plain = harness.outcomes[str(i)], plain_run(case, asked)
+        outcome, plain = harness.outcomes[str(i)], plains[str(i)]
         if i in grammars:
             assert grammars[i].taken == text_of(outcome, asked.stop_ids)
         if outcome.reason is FinishReason.ABORT:

@@ -2,7 +2,7 @@
 alone, in the plain run of the same KV format.
 
 Draws a model, stored bits, window and sinks, prefix cache, disk, chunk size, batch size, pool size,
-forced preemption, cancels and restarts.
+forced preemption, cancels, restarts, and proposals that steps verify.
 
     MLXINFER_PROGRAMS=1000 HYPOTHESIS_SEED=7 pytest tests/engine/test_matrix.py -s
 """
@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 
 import hypothesis
 from engine.harness import PAGE, Harness, Outcome, alone, prompt, tiny_model
+from engine.oracle import Oracle
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -116,25 +117,36 @@ def test_everything_at_once(data: st.DataObject) -> None:
         "prefix_cache": data.draw(st.sampled_from([True, True, False])),
     }
     preempt_every = data.draw(st.sampled_from([None, None, 3, 7]))
+    guess_seed = data.draw(st.none() | st.integers(0, 2**20))
     with TemporaryDirectory() as folder:
         if changes["prefix_cache"] and data.draw(st.booleans()):
             changes["disk"] = DiskOptions(
                 folder=Path(folder), max_bytes=1 << 24, identity=f"tiny {case}"
             )
         for run in runs:  # each in an engine of its own: a restart
-            harness = Harness(tiny_model(case, quantized=True), **changes)
+            plains = plain_runs(case, options, run)
+            answers = {name: plain.token_ids for name, plain in plains.items()}
+            proposer = None if guess_seed is None else Oracle(answers, guess_seed)
+            harness = Harness(tiny_model(case, quantized=True), proposer=proposer, **changes)
             play(harness, run, preempt_every)
-            check(case, options, run, harness)
+            for name, plain in plains.items():
+                stored = options.bits != (None, None)
+                assert_same(harness.outcomes[name], plain, stored=stored)
             harness.loop.close()
 
 
-def check(case: str, options: KVOptions, run: list[Asked], harness: Harness) -> None:
+def plain_runs(case: str, options: KVOptions, run: list[Asked]) -> dict[str, Outcome]:
+    """Each request by itself, in the same KV format."""
     model = tiny_model(case, quantized=True)
-    for i, asked in enumerate(run):
-        params = SamplingParams(max_tokens=asked.max_tokens, logprobs=2)
-        plain = alone(model, list(asked.prompt_ids), params, kv=options)
-        stored = options.bits != (None, None)
-        assert_same(harness.outcomes[str(i)], plain, stored=stored)
+    return {
+        str(i): alone(
+            model,
+            list(asked.prompt_ids),
+            SamplingParams(max_tokens=asked.max_tokens, logprobs=2),
+            kv=options,
+        )
+        for i, asked in enumerate(run)
+    }
 
 
 def test_the_seed_is_printed() -> None:

@@ -10,7 +10,9 @@ import os
 from dataclasses import dataclass
 
 import hypothesis
+import pytest
 from engine.harness import PAGE, Harness, alone, prompt, tiny_model
+from engine.oracle import Oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -102,6 +104,7 @@ def run(harness: Harness, program: list[Arrival]) -> None:
     chunk=st.sampled_from([16, 32, 64, 128]),
     max_batch=st.sampled_from([1, 2, 3, 4, 5, 6, 16]),
     launch_ahead=st.booleans(),
+    guess_seed=st.none() | st.integers(0, 2**20),
 )
 @settings(max_examples=NUM_PROGRAMS)
 @hypothesis.seed(SEED)
@@ -112,10 +115,17 @@ def test_a_program_gives_each_request_its_own_tokens(
     chunk: int,
     max_batch: int,
     launch_ahead: bool,
+    guess_seed: int | None,
 ) -> None:
     model = tiny_model(case, quantized=True)
+    plains = {
+        str(i): alone(model, list(a.prompt_ids), a.params, stop_ids=a.stop_ids)
+        for i, a in enumerate(program)
+    }
+    answers = {name: plain.token_ids for name, plain in plains.items()}
     harness = Harness(
         model,
+        proposer=None if guess_seed is None else Oracle(answers, guess_seed),
         num_pages=pages_for(program) + spare_pages,
         prefill_chunk=chunk,
         max_batch=max_batch,
@@ -125,9 +135,8 @@ def test_a_program_gives_each_request_its_own_tokens(
     assert harness.loop.cache.bytes_grown <= harness.loop.cache.max_batch * 2 * sum(
         group.page_bytes for group in harness.loop.cache.groups
     ), "only tails may grow in a pool of fixed size"
-    for i, arrival in enumerate(program):
-        outcome = harness.outcomes[str(i)]
-        plain = alone(model, list(arrival.prompt_ids), arrival.params, stop_ids=arrival.stop_ids)
+    for name, plain in plains.items():
+        outcome = harness.outcomes[name]
         assert outcome.error is None
         if outcome.reason is FinishReason.ABORT:
             assert outcome.token_ids == plain.token_ids[: len(outcome.token_ids)]
@@ -137,6 +146,9 @@ def test_a_program_gives_each_request_its_own_tokens(
         assert [p.top for p in outcome.logprobs] == [] or len(outcome.logprobs) == len(
             outcome.token_ids
         )
+        for ours, theirs in zip(outcome.logprobs, plain.logprobs, strict=True):
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+            assert dict(ours.top) == pytest.approx(dict(theirs.top), abs=1e-3)
 
 
 def test_the_seed_is_printed() -> None:

@@ -1,0 +1,203 @@
+"""Steps that verify proposals give the tokens of the plain run, whatever is proposed."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import pytest
+from engine.fake_grammar import FakeGrammar
+from engine.harness import Harness, Outcome, alone, prompt, tiny_model
+from engine.oracle import Oracle
+from engine.test_faults import break_launch, break_read
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxinfer.core import FinishReason, SamplingParams
+from mlxinfer.engine.sequence import Sequence
+from mlxinfer.errors import GrammarFailedError
+
+CASE = "qwen3-v4"
+DRAWN = SamplingParams(
+    max_tokens=40,
+    temperature=0.9,
+    seed=11,
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    frequency_penalty=0.4,
+    logprobs=2,
+)
+
+
+@dataclass
+class Script:
+    """Proposes the next tokens of given answers, and rests in some steps."""
+
+    answers: dict[str, list[int]]
+    every: int = 1  # steps from one proposal to the next
+    steps: int = 0
+
+    def depth(self, sequences: Seq[Sequence]) -> int:
+        self.steps += 1
+        return 7 if self.steps % self.every == 0 else 0
+
+    def propose(self, sequences: Seq[Sequence], depth: int) -> list[list[int]]:
+        return [
+            self.answers[s.request.id][s.num_answered : s.num_answered + depth] for s in sequences
+        ]
+
+
+def plain_run(params: SamplingParams, **how: object) -> Outcome:
+    return alone(tiny_model(CASE, quantized=True), prompt(20), params, **how)  # type: ignore[arg-type]
+
+
+def verified(answer: list[int], params: SamplingParams, **how: object) -> tuple[Outcome, Harness]:
+    proposer = Script({"a": answer})
+    harness = Harness(tiny_model(CASE, quantized=True), proposer=proposer)
+    harness.add("a", prompt(20), params, **how)  # type: ignore[arg-type]
+    return harness.drain()["a"], harness
+
+
+def test_right_proposals_give_eight_tokens_a_step() -> None:
+    plain = plain_run(DRAWN)
+    outcome, harness = verified(plain.token_ids, DRAWN)
+    assert outcome.token_ids == plain.token_ids
+    assert [p.logprob for p in outcome.logprobs] == pytest.approx(
+        [p.logprob for p in plain.logprobs], abs=1e-3
+    )
+    counters = harness.loop.scheduler.counters
+    assert counters.steps == 1 + 5  # the prompt, and 39 tokens
+    assert counters.tokens_accepted == counters.tokens_proposed == 34
+    assert counters.tokens_sampled == 40
+
+
+def test_wrong_proposals_change_no_token() -> None:
+    plain = plain_run(DRAWN)
+    wrong = [(token + 1) % 96 for token in plain.token_ids]
+    outcome, harness = verified(wrong, DRAWN)
+    assert outcome.token_ids == plain.token_ids
+    counters = harness.loop.scheduler.counters
+    assert counters.tokens_accepted == 0 < counters.tokens_proposed
+    assert counters.tokens_sampled == 40
+
+
+def test_an_end_token_among_accepted_proposals_ends_the_answer_there() -> None:
+    plain = plain_run(DRAWN)
+    stop = next(i for i in range(12, 40) if plain.token_ids[i] not in plain.token_ids[:i])
+    stop_ids = frozenset({plain.token_ids[stop]})
+    outcome, harness = verified(plain.token_ids, DRAWN, stop_ids=stop_ids)
+    assert outcome.token_ids == plain.token_ids[: stop + 1]
+    assert outcome.reason is FinishReason.STOP
+    assert len(outcome.logprobs) == stop + 1
+    assert harness.loop.scheduler.counters.tokens_sampled == stop + 1
+
+
+def test_min_tokens_counts_proposals_before_each_position() -> None:
+    early = SamplingParams(max_tokens=30, temperature=1.0, seed=3)
+    free = plain_run(early).token_ids
+    params = replace(early, min_tokens=12)
+    stop_ids = frozenset(free[:4])
+    plain = plain_run(params, stop_ids=stop_ids)
+    assert len(plain.token_ids) > 12
+    outcome, _ = verified(plain.token_ids, params, stop_ids=stop_ids)
+    assert outcome.token_ids == plain.token_ids
+
+
+def test_steps_without_proposals_launch_ahead() -> None:
+    plain = plain_run(DRAWN)
+    model = tiny_model(CASE, quantized=True)
+    harness = Harness(model, proposer=Script({"a": plain.token_ids}, every=10**6))
+    harness.add("a", prompt(20), DRAWN)
+    harness.turn(4)
+    assert harness.loop.scheduler.queues.running[0].num_pending == 1
+    assert harness.drain()["a"].token_ids == plain.token_ids
+
+
+def test_proposals_take_no_pages_from_other_requests() -> None:
+    params = SamplingParams(max_tokens=28)
+    model = tiny_model(CASE, quantized=True)
+    plains = {name: alone(model, prompt(20, ord(name)), params) for name in "ab"}
+    answers = {name: plain.token_ids for name, plain in plains.items()}
+    harness = Harness(model, num_pages=6, max_batch=2, proposer=Script(answers))
+    for name in "ab":
+        harness.add(name, prompt(20, ord(name)), params)
+    outcomes = harness.drain()
+    assert harness.loop.scheduler.counters.preemptions == 0
+    assert {name: o.token_ids for name, o in outcomes.items()} == answers
+
+
+def test_a_finished_grammar_ends_the_answer_among_proposals() -> None:
+    def start() -> FakeGrammar:
+        return FakeGrammar(4, length=13)
+
+    plain = plain_run(DRAWN, grammar=start())
+    outcome, harness = verified([*plain.token_ids, 1, 2, 3], DRAWN, grammar=start())
+    assert outcome.token_ids == plain.token_ids
+    assert (len(outcome.token_ids), outcome.reason) == (13, FinishReason.STOP)
+    assert harness.loop.scheduler.counters.tokens_accepted > 6
+
+
+def test_what_a_grammar_forbids_is_not_even_verified() -> None:
+    plain = plain_run(DRAWN, grammar=FakeGrammar(4))
+    grammar = FakeGrammar(4)
+    answer = list(plain.token_ids)
+    for token_id in answer[:5]:
+        grammar.accept(token_id)
+    answer[5] = next(token for token in range(96) if token not in grammar.allowed())
+    outcome, harness = verified(answer, DRAWN, grammar=FakeGrammar(4))
+    assert outcome.token_ids == plain.token_ids
+    counters = harness.loop.scheduler.counters
+    assert counters.tokens_proposed == counters.tokens_accepted == 4 + (40 - 6 - 5)
+
+
+@pytest.mark.parametrize("at", [3, 9, 10])
+def test_a_dead_end_after_accepted_proposals_is_reported_where_the_plain_run_does(at: int) -> None:
+    """The grammar allows nothing after some tokens, and a step looks beyond them before that."""
+    harness = Harness(tiny_model(CASE, quantized=True))
+    harness.add("plain", prompt(20), DRAWN, grammar=FakeGrammar(4, stuck_at=at))
+    plain = harness.drain()["plain"]
+    free = plain_run(DRAWN, grammar=FakeGrammar(4)).token_ids
+    outcome, _ = verified(free, DRAWN, grammar=FakeGrammar(4, stuck_at=at))
+    assert outcome.token_ids == plain.token_ids == free[:at]
+    assert isinstance(outcome.error, GrammarFailedError)
+    assert str(outcome.error) == str(plain.error)
+
+
+@pytest.mark.parametrize("how", ["abort", "preempt"])
+@pytest.mark.parametrize("turns", [2, 3, 4])
+def test_leaving_while_a_verification_is_in_flight(how: str, turns: int) -> None:
+    model = tiny_model(CASE, quantized=True)
+    plain = plain_run(DRAWN)
+    harness = Harness(model, proposer=Script({"a": plain.token_ids, "b": plain.token_ids}))
+    harness.add("a", prompt(20), DRAWN)
+    harness.turn(turns)
+    queues = harness.loop.scheduler.queues
+    assert queues.running[0].num_pending == 8
+    if how == "abort":
+        harness.loop.abort("a")
+        assert harness.drain()["a"].token_ids == plain.token_ids[: 1 + 8 * (turns - 2)]
+    else:
+        queues.preempt(queues.running[0])
+        assert harness.drain()["a"].token_ids == plain.token_ids
+    harness.add("b", prompt(20), DRAWN)
+    assert harness.drain()["b"].token_ids == plain.token_ids
+
+
+@given(
+    at=st.integers(1, 12), reading=st.booleans(), late=st.integers(0, 6), seed=st.integers(0, 99)
+)
+@settings(max_examples=25)
+def test_a_failed_verification_fails_its_requests_only(
+    at: int, reading: bool, late: int, seed: int
+) -> None:
+    model = tiny_model(CASE, quantized=True)
+    params = replace(DRAWN, max_tokens=20)
+    plains = {str(i): alone(model, prompt(20 + 9 * i), params).token_ids for i in range(4)}
+    harness = Harness(model, max_batch=2, proposer=Oracle(plains, seed))
+    lost = (break_read if reading else break_launch)(harness, at)
+    for i in range(4):
+        harness.add(str(i), prompt(20 + 9 * i), params)
+        harness.turn(late if i == 2 else 0)
+    for name, outcome in harness.drain().items():
+        failed = outcome.reason is FinishReason.ERROR
+        assert outcome.token_ids == plains[name][: len(outcome.token_ids)]
+        assert failed or outcome.token_ids == plains[name]
+        assert not failed or name in lost

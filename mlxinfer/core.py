@@ -244,6 +244,11 @@ class KVSpec:
     window: int | None = None  # a token sees itself and window - 1 before it; None: all
     sinks: int = 0  # with a window: the first positions, which stay visible
 
+    @property
+    def numbers(self) -> int:
+        """Numbers kept per token."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
@@ -257,6 +262,11 @@ class LatentSpec:
     rope_dim: int
     window: int | None = None  # as in `KVSpec`
     sinks: int = 0
+
+    @property
+    def numbers(self) -> int:
+        """Numbers kept per token."""
+        return self.latent_dim + self.rope_dim
 
 
 @dataclass(frozen=True, slots=True)

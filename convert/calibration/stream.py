@@ -94,9 +94,17 @@ class ObservedWeights(Weights):
 
     moments: Moments
 
-    def linear(self, path: str, out_dims: int, in_dims: int, *, bias: bool = False) -> Projection:
+    def linear(
+        self,
+        path: str,
+        out_dims: int,
+        in_dims: int,
+        *,
+        bias: bool = False,
+        order: Sequence[int] | None = None,
+    ) -> Projection:
         """As of Weights."""
-        made = super().linear(path, out_dims, in_dims, bias=bias)
+        made = super().linear(path, out_dims, in_dims, bias=bias, order=order)
         return ObservedProjection(made, [path], self.moments)
 
     def fused(

@@ -77,9 +77,11 @@ def count_weights(folder: Path, config: ModelConfig | None) -> Weights:
 def kv_bytes(config: ModelConfig, context: int, bits: int = 16) -> int:
     """KV cache of one sequence of `context` tokens, all layers; windows hold what they see."""
     bits_each = bits if bits == 16 else bits + 32 / KV_GROUP
-    per_token = 2 * config.num_kv_heads * config.head_dim * bits_each / 8
-    tokens = sum(min(context, window or context) for window in config.windows)
-    return round(per_token * tokens)
+    numbers = sum(
+        config.cache_spec(layer).numbers * min(context, window or context)
+        for layer, window in enumerate(config.windows)
+    )
+    return round(numbers * bits_each / 8)
 
 
 def _parameters(

@@ -13,7 +13,8 @@ import mlx.core as mx
 from ..cache.formats import Bits
 from ..config import default_kernel_folder
 from ..core import KVSpec, LatentSpec, PagedSpec
-from ..layers.attention import Attention
+from ..layers.attention import Attention, Mixer
+from ..layers.latent_attention import LatentAttention
 from ..metal_kernels.attention_cases import mla_variant, paged_variant
 from ..metal_kernels.attention_shape import threadgroup_shape
 from ..metal_kernels.gated import Gate
@@ -67,7 +68,7 @@ def choose_kernels(
     dtype = model.activation_dtype
     layers = list(zip(model.mixers, specs, bits, strict=True))
     attention = [_attention_variants(dtype, *layer) for layer in layers]
-    heads = [None if isinstance(spec, LatentSpec) else _heads(a, spec, b) for a, spec, b in layers]
+    heads = [_heads(*layer) for layer in layers]
     writing = [None if h is None else kv_write_variant(h, dtype) for h in heads]
     gates = {a.gate: gated_variant(a.gate) for a in model.activations if a.gate is not None}
     sampling = _sampling_variants(dtype, model.config.vocab_size)
@@ -93,15 +94,17 @@ def choose_kernels(
 
 
 def _attention_variants(
-    dtype: mx.Dtype, attention: Attention, spec: PagedSpec, bits: Bits
+    dtype: mx.Dtype, mixer: Mixer, spec: PagedSpec, bits: Bits
 ) -> list[Variant]:
     """One for each threadgroup that 1 to 8 query tokens need; none where the sizes have no kernel.
 
     Token counts that share a threadgroup share the compiled kernel too.
     """
-    if isinstance(spec, LatentSpec):
-        return _latent_variants(dtype, attention.num_heads, spec, bits)
-    group = attention.num_heads // spec.num_kv_heads
+    if isinstance(mixer, LatentAttention) and isinstance(spec, LatentSpec):
+        return _latent_variants(dtype, mixer.num_heads, spec, bits)
+    if not isinstance(mixer, Attention) or not isinstance(spec, KVSpec):
+        return []
+    group = mixer.num_heads // spec.num_kv_heads
     if not {spec.key_dim, spec.value_dim} <= set(HEAD_DIMS) or dtype not in DTYPES:
         return []
     if group * MAX_SHORT > MAX_ROWS:
@@ -124,7 +127,7 @@ def _attention_variants(
             queries=count,
             key_bits=bits[0],
             value_bits=bits[1],
-            sink_logits=attention.sinks is not None,
+            sink_logits=mixer.sinks is not None,
         )
         for count in counts.values()
     ]
@@ -144,12 +147,14 @@ def _latent_variants(
     ]
 
 
-def _heads(attention: Attention, spec: KVSpec, bits: Bits) -> Heads | None:
+def _heads(mixer: Mixer, spec: PagedSpec, bits: Bits) -> Heads | None:
     """What one kernel does to a layer's projection; None where it has no such sizes."""
-    dim = spec.key_dim
-    if attention.make_heads is None or dim != spec.value_dim or dim % 8 or dim > MAX_DIM:
+    if not isinstance(mixer, Attention) or not isinstance(spec, KVSpec):
         return None
-    return attention.make_heads(*bits)
+    dim = spec.key_dim
+    if mixer.make_heads is None or dim != spec.value_dim or dim % 8 or dim > MAX_DIM:
+        return None
+    return mixer.make_heads(*bits)
 
 
 def _sampling_variants(dtype: mx.Dtype, vocab_size: int) -> list[Variant]:

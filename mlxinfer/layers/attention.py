@@ -5,7 +5,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from ..core import KVSpec
+from ..core import KVSpec, PagedSpec
 from ..metal_kernels.heads import Heads
 from .linear import Projection
 from .norm import Norm
@@ -16,6 +16,11 @@ HeadsMaker = Callable[[int | None, int | None], Heads]  # from bits of keys and 
 
 class Mixer(Protocol):
     """The first block of a layer: it lets tokens of one sequence see each other."""
+
+    @property
+    def spec(self) -> PagedSpec:
+        """What the cache keeps for this layer."""
+        ...
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> (T, hidden)."""

@@ -89,3 +89,60 @@ class Joined:
     def onto(self, residual: mx.array, x: mx.array) -> mx.array:
         """residual + self(x)."""
         return residual + self(x)
+
+
+class HeadLinear(Protocol):
+    """One matrix (out_dims, in_dims) for each of H heads, used in both directions."""
+
+    def __call__(self, x: mx.array, *, transposed: bool) -> mx.array:
+        """x (H or 1, N, in_dims) -> (H, N, out_dims), or the other way round.
+
+        Args:
+            transposed: the product with each transposed matrix, as of a projection; else with the
+                matrix as it is, out_dims to in_dims.
+        """
+        ...
+
+
+class DenseHeadLinear:
+    """Dense matrices, stacked."""
+
+    __slots__ = ("transposed", "weight")
+
+    def __init__(self, weight: mx.array) -> None:
+        self.weight = weight  # (H, out_dims, in_dims)
+        self.transposed = weight.swapaxes(-1, -2)
+
+    def __call__(self, x: mx.array, *, transposed: bool) -> mx.array:
+        """As of HeadLinear."""
+        return x @ (self.transposed if transposed else self.weight)
+
+
+class QuantizedHeadLinear:
+    """Matrices in one of MLX's quantised formats, stacked."""
+
+    __slots__ = ("biases", "bits", "group_size", "mode", "scales", "weight")
+
+    def __init__(
+        self,
+        weight: mx.array,
+        scales: mx.array,
+        biases: mx.array | None,
+        *,
+        group_size: int,
+        bits: int,
+        mode: str,
+    ) -> None:
+        self.weight = weight  # (H, out_dims, in_dims * bits / 32) uint32
+        self.scales = scales  # (H, out_dims, in_dims / group_size)
+        self.biases = biases  # as scales; affine only
+        self.group_size = group_size
+        self.bits = bits
+        self.mode = mode
+
+    def __call__(self, x: mx.array, *, transposed: bool) -> mx.array:
+        """As of HeadLinear."""
+        if x.shape[0] == 1:
+            x = mx.broadcast_to(x, (self.weight.shape[0], *x.shape[1:]))
+        form = (self.group_size, self.bits, self.mode)
+        return mx.quantized_matmul(x, self.weight, self.scales, self.biases, transposed, *form)

@@ -9,7 +9,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from .linear import Projection
-from .mlp import Gated
+from .mlp import FeedForward, Gated
 
 # From this many (token, expert) pairs on, pairs are sorted by expert, so that each expert's matrix
 # is read once: MLX's gather kernels have a faster path for that.
@@ -28,9 +28,17 @@ class ExpertProjection(Protocol):
 
 
 class MoE:
-    """Router, gated experts, and the weighted sum of the experts' outputs."""
+    """Router, gated experts, and the weighted sum of the experts' outputs.
 
-    __slots__ = ("activation", "choose", "down_proj", "gate_up_proj", "router")
+    Args:
+        router: (T, hidden) -> logits (T, E).
+        choose: the experts of each token and their weights.
+        gate_up_proj, down_proj: the experts' matrices.
+        activation: between them.
+        shared: an expert that every token goes to, with weight 1; None: there is none.
+    """
+
+    __slots__ = ("activation", "choose", "down_proj", "gate_up_proj", "router", "shared")
 
     def __init__(
         self,
@@ -40,7 +48,9 @@ class MoE:
         gate_up_proj: ExpertProjection,
         down_proj: ExpertProjection,
         activation: Gated,
+        shared: FeedForward | None = None,
     ) -> None:
+        self.shared = shared
         self.router = router
         self.choose = choose
         self.gate_up_proj = gate_up_proj
@@ -51,7 +61,8 @@ class MoE:
         """x (T, hidden) -> (T, hidden)."""
         weights, experts = self.choose(self.router(x))  # (T, k) each
         y = self._sorted(x, experts) if experts.size >= SORT_FROM else self._direct(x, experts)
-        return (weights[:, None] @ y)[:, 0]
+        y = (weights[:, None].astype(y.dtype) @ y)[:, 0]
+        return y if self.shared is None else self.shared.onto(y, x)
 
     def onto(self, residual: mx.array, x: mx.array) -> mx.array:
         """residual (T, hidden) + self(x)."""
@@ -92,6 +103,68 @@ def softmax_top_k(k: int) -> Choose:
         return mx.take_along_axis(weights, experts, axis=-1), experts
 
     return choose
+
+
+class GroupedRouting:
+    """Experts in groups: only the best groups' experts may be chosen (DeepSeek-V2 and V3).
+
+    Args:
+        k: experts of each token.
+        num_groups: groups of equally many experts, which stand side by side.
+        num_best: groups that may be chosen from.
+        bias: (E,) added to the scores of a sigmoid for the choice alone; None: scores are those of
+            a softmax.
+        normalise: divide the chosen weights by their sum.
+        factor: multiplies the weights.
+    """
+
+    __slots__ = ("bias", "factor", "k", "normalise", "num_best", "num_groups")
+
+    def __init__(
+        self,
+        k: int,
+        *,
+        num_groups: int = 1,
+        num_best: int = 1,
+        bias: mx.array | None = None,
+        normalise: bool = False,
+        factor: float = 1.0,
+    ) -> None:
+        self.k = k
+        self.num_groups = num_groups
+        self.num_best = num_best
+        self.bias = bias
+        self.normalise = normalise
+        self.factor = factor
+
+    def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+        """Router logits (T, E) -> weights (T, k) float32 and experts (T, k)."""
+        logits = logits.astype(mx.float32)
+        if self.bias is None:
+            scores = ranks = mx.softmax(logits, axis=-1)
+        else:
+            scores = mx.sigmoid(logits)
+            ranks = scores + self.bias
+        if self.num_best < self.num_groups:
+            ranks = self._of_best_groups(ranks)
+        experts = mx.argpartition(ranks, kth=-self.k, axis=-1)[:, -self.k :]
+        weights = mx.take_along_axis(scores, experts, axis=-1)
+        if self.normalise:
+            weights = weights / (mx.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return weights * self.factor, experts
+
+    def _of_best_groups(self, ranks: mx.array) -> mx.array:
+        """Ranks (T, E), -inf outside of each token's best groups.
+
+        A group is worth the sum of its two best experts, or its best one where there is no bias.
+        """
+        grouped = mx.unflatten(ranks, -1, (self.num_groups, -1))  # (T, G, E / G)
+        counted = 1 if self.bias is None else 2
+        worth = mx.sum(mx.topk(grouped, counted, axis=-1), axis=-1, keepdims=True)  # (T, G, 1)
+        num_worse = self.num_groups - self.num_best
+        worse = mx.argpartition(worth, kth=num_worse - 1, axis=1)[:, :num_worse]
+        masked = mx.put_along_axis(grouped, worse, mx.array(-mx.inf), axis=1)
+        return masked.flatten(1)
 
 
 class ExpertLinear:

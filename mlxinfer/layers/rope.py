@@ -141,11 +141,12 @@ def yarn_attention_factor(
 ) -> float:
     """What YaRN multiplies the rotated queries and keys with, where the config does not say."""
     if mscale and mscale_all_dim:
-        return _magnitude(factor, mscale) / _magnitude(factor, mscale_all_dim)
-    return _magnitude(factor, 1.0)
+        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
+    return yarn_magnitude(factor, 1.0)
 
 
-def _magnitude(factor: float, mscale: float) -> float:
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    """YaRN's correction for the growing entropy of attention over a stretched context."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 

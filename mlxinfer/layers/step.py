@@ -50,6 +50,51 @@ class AttentionCache(Protocol):
         ...
 
 
+class LatentKeysValues(Protocol):
+    """How H heads' keys and values follow from latent vectors."""
+
+    def absorb(self, q_nope: mx.array) -> mx.array:
+        """q_nope (N, H, dn) -> (N, H, r): its product with a latent vector is q_nope · k_nope."""
+        ...
+
+    def value(self, outputs: mx.array) -> mx.array:
+        """Weighted sums of latent vectors (N, H, r) -> the same of values (N, H, dv)."""
+        ...
+
+    def expand(self, latent: mx.array) -> tuple[mx.array, mx.array]:
+        """latent (S, r) -> keys without their rotary part (S, H, dn), and values (S, H, dv)."""
+        ...
+
+
+class LatentCache(Protocol):
+    """The cache of one latent attention layer during one step."""
+
+    def attend(
+        self,
+        q_nope: mx.array,
+        q_rope: mx.array,
+        latent: mx.array,
+        k_rope: mx.array,
+        *,
+        projection: LatentKeysValues,
+        scale: float,
+    ) -> mx.array:
+        """Store this step's latent vectors, then attend over all that each token may see.
+
+        Args:
+            q_nope: (T, H, dn), the part of queries without positions.
+            q_rope: (T, H, dr), position-encoded.
+            latent: (T, r), normalised.
+            k_rope: (T, dr), position-encoded; one for all heads.
+            projection: makes keys and values of latent vectors.
+            scale: multiplies the scores, q_nope · k_nope + q_rope · k_rope.
+
+        Returns:
+            (T, H, dv).
+        """
+        ...
+
+
 class Rope(Protocol):
     """A rotary embedding: turns the heads of each token by the token's position."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..core import KVSpec
+from ..core import KVSpec, LatentSpec
 from ..errors import CheckpointError, UnsupportedModelError
 from ..layers.rope import RopeSpec
 from . import registry
@@ -53,12 +53,15 @@ class ModelConfig:
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
     sparse_layers: tuple[bool, ...] = ()  # whether a layer's MLP is a mixture of experts
+    latent: LatentSpec | None = None  # of latent attention; None: keys and values are kept
     quantization: Quantization | None = None
     dtype: str | None = None  # as the config states it; the tensors themselves decide
     fields: Fields = field(repr=False, compare=False)  # for what only one family reads
 
-    def kv_spec(self, index: int) -> KVSpec:
-        """What the attention of a layer keeps per token."""
+    def cache_spec(self, index: int) -> KVSpec | LatentSpec:
+        """What the mixer of a layer keeps per token."""
+        if self.latent is not None:
+            return self.latent
         return KVSpec(self.num_kv_heads, self.head_dim, self.head_dim, self.windows[index])
 
 
@@ -83,7 +86,7 @@ def normalise(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = Non
     _check_features(fields)
     vocab_size = fields.integer("vocab_size", high=2**24)
     num_layers = fields.integer("num_hidden_layers", high=2000)
-    heads = _heads(fields)
+    heads = _heads(family, fields)
     qkv_bias, o_bias = family.biases(fields)
     config = ModelConfig(
         model_type=model_type,
@@ -118,7 +121,7 @@ def _completed(fields: Fields, defaults: Mapping[str, Any]) -> Fields:
     return Fields({**assumed, **fields.values}, fields.where)
 
 
-def _heads(fields: Fields) -> dict[str, Any]:
+def _heads(family: Any, fields: Fields) -> dict[str, Any]:
     """Sizes of the attention heads, and the scale of their scores."""
     num_heads = fields.integer("num_attention_heads", high=2**14)
     num_kv_heads = fields.integer("num_key_value_heads", high=2**14, default=num_heads)
@@ -127,7 +130,7 @@ def _heads(fields: Fields) -> dict[str, Any]:
             f"num_attention_heads is {num_heads}, which num_key_value_heads, {num_kv_heads}, "
             "does not divide."
         )
-    head_dim = _head_dim(fields, num_heads)
+    head_dim = family.head_dim(fields, num_heads)
     query_scalar = fields.number("query_pre_attn_scalar", above=0.0, default=float(head_dim))
     return {
         "num_heads": num_heads,
@@ -135,19 +138,6 @@ def _heads(fields: Fields) -> dict[str, Any]:
         "head_dim": head_dim,
         "attention_scale": query_scalar**-0.5,
     }
-
-
-def _head_dim(fields: Fields, num_heads: int) -> int:
-    """As it is stated, or the head's share of the hidden size."""
-    if stated := fields.integer("head_dim", high=2**14, default=None):
-        return stated
-    hidden_size = fields.integer("hidden_size", high=2**20)
-    if hidden_size < num_heads:
-        raise CheckpointError(
-            f"hidden_size is {hidden_size} for num_attention_heads of {num_heads}, which leaves "
-            "nothing for a head; expected more, or a head_dim."
-        )
-    return hidden_size // num_heads
 
 
 def _positions(fields: Fields, layer_types: list[str], head_dim: int) -> dict[str, Any]:

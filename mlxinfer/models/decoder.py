@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from ..core import KVSpec
-from ..layers.attention import Attention
+from ..core import PagedSpec
+from ..layers.attention import Mixer
 from ..layers.embedding import Embedding
 from ..layers.linear import Projection
 from ..layers.mlp import FeedForward, Gated
@@ -22,7 +22,7 @@ from .config import ModelConfig
 class Layer(Protocol):
     """One layer of a decoder."""
 
-    mixer: Attention
+    mixer: Mixer
     mlp: FeedForward
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:
@@ -42,7 +42,7 @@ class PreNormLayer:
     def __init__(
         self,
         mixer_norm: Norm,
-        mixer: Attention,
+        mixer: Mixer,
         mlp_norm: Norm,
         mlp: FeedForward,
         *,
@@ -68,9 +68,7 @@ class PostNormLayer:
 
     __slots__ = ("mixer", "mixer_norm", "mlp", "mlp_norm")
 
-    def __init__(
-        self, mixer: Attention, mixer_norm: Norm, mlp: FeedForward, mlp_norm: Norm
-    ) -> None:
+    def __init__(self, mixer: Mixer, mixer_norm: Norm, mlp: FeedForward, mlp_norm: Norm) -> None:
         self.mixer = mixer
         self.mixer_norm = mixer_norm
         self.mlp = mlp
@@ -91,7 +89,7 @@ class SandwichLayer:
 
     __slots__ = ("mixer", "mlp", "norms")
 
-    def __init__(self, norms: Sequence[Norm], mixer: Attention, mlp: FeedForward) -> None:
+    def __init__(self, norms: Sequence[Norm], mixer: Mixer, mlp: FeedForward) -> None:
         self.norms = tuple(norms)
         self.mixer = mixer
         self.mlp = mlp
@@ -138,7 +136,7 @@ class Model:
         self.lm_head = lm_head
         self.activations = list(activations)
         self.activation_dtype = activation_dtype
-        self.cache_specs: list[KVSpec] = [layer.mixer.spec for layer in self.layers]
+        self.cache_specs: list[PagedSpec] = [layer.mixer.spec for layer in self.layers]
         self._embed_scale = None if embed_scale is None else mx.array(embed_scale, activation_dtype)
         self._logit_scale = logit_scale
 
@@ -190,7 +188,7 @@ class Model:
         return max((spec.variant(max_tokens) for spec in specs), default=0)
 
     @property
-    def mixers(self) -> list[Attention]:
+    def mixers(self) -> list[Mixer]:
         """The mixer of each layer."""
         return [layer.mixer for layer in self.layers]
 

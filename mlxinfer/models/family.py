@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 
-from ..errors import UnsupportedModelError
-from ..layers.attention import Attention, HeadsMaker
+from ..core import KVSpec
+from ..errors import CheckpointError, UnsupportedModelError
+from ..layers.attention import Attention, HeadsMaker, Mixer
 from ..layers.linear import Projection
 from ..layers.mlp import ACTIVATIONS, MLP, FeedForward, Gated, gated
 from ..layers.norm import Norm
@@ -55,6 +56,19 @@ class Family:
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
         """FULL or SLIDING for each layer; see rope_config.py."""
         return read_layer_types(fields, num_layers)
+
+    @classmethod
+    def head_dim(cls, fields: Fields, num_heads: int) -> int:
+        """Numbers of a head that has positions: as stated, or its share of the hidden size."""
+        if stated := fields.integer("head_dim", high=2**14, default=None):
+            return stated
+        hidden_size = fields.integer("hidden_size", high=2**20)
+        if hidden_size < num_heads:
+            raise CheckpointError(
+                f"hidden_size is {hidden_size} for num_attention_heads of {num_heads}, which "
+                "leaves nothing for a head; expected more, or a head_dim."
+            )
+        return hidden_size // num_heads
 
     @classmethod
     def biases(cls, fields: Fields) -> tuple[bool, bool]:
@@ -104,9 +118,10 @@ class Family:
         layers = []
         for index in range(config.num_layers):
             layer = self.layer(index)
-            mx.eval(list(arrays(layer)))
+            weights.evaluate(list(arrays(layer)))
             layers.append(layer)
         norm = self.norm("model.norm")
+        self._drop_prediction_layers()
         if tied:
             weights.drop("lm_head.weight", "lm_head.scales", "lm_head.biases")
             lm_head = table.as_linear()
@@ -124,8 +139,14 @@ class Family:
             embed_scale=self.embed_scale,
             logit_scale=self.logit_scale,
         )
-        mx.eval(model.arrays(), list(arrays(lm_head)))
+        weights.evaluate([*model.arrays(), *arrays(lm_head)])
         return model
+
+    def _drop_prediction_layers(self) -> None:
+        """Layers behind the last one predict tokens further ahead; a forward pass has no use."""
+        first = self.config.num_layers
+        more = self.config.fields.integer("num_nextn_predict_layers", low=0, default=0)
+        self.weights.drop_below([f"model.layers.{i}." for i in range(first, first + min(more, 64))])
 
     @property
     def embed_scale(self) -> float | None:
@@ -157,11 +178,11 @@ class Family:
             self.mlp(index),
         )
 
-    def norm(self, path: str, dims: int | None = None) -> Norm:
+    def norm(self, path: str, dims: int | None = None, eps: float | None = None) -> Norm:
         """The RMS norm at `path`, over `dims` numbers; None: over the hidden size."""
         width = self.config.hidden_size if dims is None else dims
         weight = self.weights.take(f"{path}.weight", (width,), offset=self.norm_offset)
-        return self.make.norm(weight, self.config.rms_norm_eps)
+        return self.make.norm(weight, self.config.rms_norm_eps if eps is None else eps)
 
     def mlp(self, index: int) -> FeedForward:
         """The feed-forward block of a layer."""
@@ -181,10 +202,12 @@ class Family:
 
     # -- attention ------------------------------------------------------------------------------
 
-    def mixer(self, index: int) -> Attention:
+    def mixer(self, index: int) -> Mixer:
         """The attention of a layer."""
         config, path = self.config, f"model.layers.{index}.self_attn"
         heads, dim, spec = config.num_heads, config.head_dim, config.ropes[index]
+        kv_spec = config.cache_spec(index)
+        assert isinstance(kv_spec, KVSpec)
         weight = self._head_norm_weight(path) if self.head_norms else None
         norm = self.qk_norm(path)
         if weight is not None:
@@ -196,7 +219,7 @@ class Family:
                 f"{path}.o_proj", config.hidden_size, heads * dim, bias=config.o_bias
             ),
             num_heads=heads,
-            spec=config.kv_spec(index),
+            spec=kv_spec,
             scale=config.attention_scale * scale_factor(spec, dim),
             rope=self.rope(spec),
             qk_norm=norm,

@@ -17,6 +17,8 @@ _FAMILIES = {  # model_type -> module in families/, class
     "olmo2": ("olmo2", "Olmo2"),
     "phi3": ("phi3", "Phi3"),
     "granite": ("granite", "Granite"),
+    "deepseek_v2": ("deepseek", "DeepseekV2"),
+    "deepseek_v3": ("deepseek", "DeepseekV3"),
 }
 
 SUPPORTED = tuple(_FAMILIES)

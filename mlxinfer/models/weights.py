@@ -16,7 +16,13 @@ from ..errors import CheckpointError, InvalidRequestError, shown
 from ..layers.cpu import layer_factory
 from ..layers.embedding import Embedding
 from ..layers.factory import LayerFactory
-from ..layers.linear import Joined, Projection
+from ..layers.linear import (
+    DenseHeadLinear,
+    HeadLinear,
+    Joined,
+    Projection,
+    QuantizedHeadLinear,
+)
 from ..layers.moe import ExpertProjection, JoinedExperts
 from .quantization import QuantFormat, Quantization, format_of_shapes
 from .safetensors import read_headers
@@ -38,6 +44,36 @@ class StoredMatrix:
     scales: mx.array | None = None  # (..., out_dims, in_dims / group_size)
     biases: mx.array | None = None  # as scales; affine formats only
     form: QuantFormat | None = None  # None: dense
+
+    def reordered(self, order: Sequence[int]) -> "StoredMatrix":
+        """The same with outputs in another order."""
+        rows = mx.array(list(order))
+        return self._each(lambda array, axis: mx.take(array, rows, axis=axis))
+
+    def by_head(self, num_heads: int) -> "StoredMatrix":
+        """(num_heads * rows, in_dims) as (num_heads, rows, in_dims)."""
+        return self._each(lambda array, axis: mx.unflatten(array, axis, (num_heads, -1)))
+
+    def rows(self, start: int, stop: int) -> "StoredMatrix":
+        """Some of the outputs."""
+        return self._each(lambda array, axis: mx.take(array, mx.arange(start, stop), axis=axis))
+
+    def _each(self, change: Callable[[mx.array, int], mx.array]) -> "StoredMatrix":
+        """`change` field by field, given the axis of the outputs in that field."""
+        return StoredMatrix(
+            change(self.weight, -2),
+            None if self.bias is None else change(self.bias, -1),
+            None if self.scales is None else change(self.scales, -2),
+            None if self.biases is None else change(self.biases, -2),
+            self.form,
+        )
+
+    def head_linear(self) -> HeadLinear:
+        """The layer of one matrix per head, without biases."""
+        if self.form is None:
+            return DenseHeadLinear(self.weight)
+        assert self.scales is not None
+        return QuantizedHeadLinear(self.weight, self.scales, self.biases, **asdict(self.form))
 
     def projection(self, make: LayerFactory) -> Projection:
         """The layer of one matrix."""
@@ -87,6 +123,14 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that is there."""
+        return tuple(self._tensors[name].shape)
+
+    def evaluate(self, arrays: Sequence[mx.array]) -> None:
+        """Read and compute arrays now, so that what they were made of can be dropped."""
+        mx.eval(arrays)
+
     def raw(self, name: str, shape: Sequence[int], *, dtype: mx.Dtype | None = None) -> mx.array:
         """The tensor as it is stored; it must have this shape, and this dtype if one is given."""
         tensor = self._tensors.pop(name, None)
@@ -115,9 +159,25 @@ class Weights:
             tensor = tensor.astype(mx.float32) + offset
         return tensor.astype(self.dtype)
 
-    def linear(self, path: str, out_dims: int, in_dims: int, *, bias: bool = False) -> Projection:
-        """The projection at `path`, dense or quantised as the checkpoint has it."""
-        return self.matrix(path, (out_dims, in_dims), bias=bias).projection(self.make)
+    def linear(
+        self,
+        path: str,
+        out_dims: int,
+        in_dims: int,
+        *,
+        bias: bool = False,
+        order: Sequence[int] | None = None,
+    ) -> Projection:
+        """The projection at `path`, dense or quantised as the checkpoint has it.
+
+        Args:
+            path: its name.
+            out_dims, in_dims: the shape of its matrix.
+            bias: whether it has one.
+            order: (out_dims,) which output of the checkpoint stands where; None: as it is.
+        """
+        stored = self.matrix(path, (out_dims, in_dims), bias=bias)
+        return (stored if order is None else stored.reordered(order)).projection(self.make)
 
     def fused(
         self, paths: Sequence[str], out_dims: Sequence[int], in_dims: int, *, bias: bool = False
@@ -209,6 +269,11 @@ class Weights:
             )
             for part in parts
         )
+
+    def drop_below(self, fronts: Sequence[str]) -> None:
+        """Leave out all tensors whose names begin with one of these."""
+        if fronts:
+            self.drop(*[name for name in self._tensors if name.startswith(tuple(fronts))])
 
     def drop(self, *names: str) -> None:
         """Leave out tensors that are known to carry nothing."""

@@ -149,8 +149,7 @@ def describe(name: str, path: Path, model: "Model") -> ModelInfo:
         max_context=config.max_context,
         weights_bytes=model.num_bytes,
         kv_bytes_per_token=sum(
-            s.num_kv_heads * (s.key_dim + s.value_dim) * model.activation_dtype.size
-            for s in model.cache_specs
+            spec.numbers * model.activation_dtype.size for spec in model.cache_specs
         ),
         quantization=(
             f"{default.bits}-bit {default.mode}, group {default.group_size}" if default else None

@@ -76,6 +76,32 @@ _GRANITE = {
     "residual_multiplier": 0.6,
     "logits_scaling": 0.5,
 }
+_DEEPSEEK = {
+    **{
+        key: value
+        for key, value in _SMALL.items()
+        if key not in ("head_dim", "num_key_value_heads")
+    },
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 0,
+}
+_DEEPSEEK_YARN = {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+}
 
 
 def _long_factors(pairs: int) -> dict[str, list[float]]:
@@ -270,5 +296,70 @@ CASES: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.4,
         "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
         "tie_word_embeddings": False,
+    },
+    "deepseek_v2-v4": {
+        **_DEEPSEEK,
+        "model_type": "deepseek_v2",
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "rope_theta": 1000.0,
+        "rope_scaling": {
+            **_DEEPSEEK_YARN,
+            "type": "yarn",
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+        },
+        "tie_word_embeddings": False,
+    },
+    "deepseek_v2-v5": {
+        **_DEEPSEEK,
+        "model_type": "deepseek_v2",
+        "q_lora_rank": 28,
+        "topk_method": "group_limited_greedy",
+        "n_group": 3,
+        "topk_group": 2,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 4.0,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        "tie_word_embeddings": True,
+    },
+    "deepseek_v3-v4": {
+        **_DEEPSEEK,
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 28,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "n_group": 3,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rope_theta": 1000.0,
+        "rope_scaling": {**_DEEPSEEK_YARN, "type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.6},
+        "tie_word_embeddings": False,
+    },
+    "deepseek_v3-v5": {
+        **_DEEPSEEK,
+        "model_type": "deepseek_v3",
+        "q_lora_rank": None,
+        "rope_interleave": False,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.5,
+        "attention_bias": True,
+        "first_k_dense_replace": 2,
+        "rope_parameters": {
+            **_DEEPSEEK_YARN,
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "tie_word_embeddings": True,
     },
 }

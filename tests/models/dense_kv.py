@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlxinfer.core import KVSpec
+from mlxinfer.core import KVSpec, LatentSpec
 
 
 class DenseLayerKV:
@@ -52,15 +52,56 @@ class DenseLayerKV:
         )
 
 
+class DenseLatentCache:
+    """One layer's latent vectors of every sequence; segments of up to `max_short` are absorbed."""
+
+    def __init__(self, spec: LatentSpec, max_short: int = 8) -> None:
+        self.spec = spec
+        self.max_short = max_short
+        self.past: dict[str, mx.array] = {}
+        self.segments: Sequence[tuple[str, int]] = []
+
+    def attend(self, q_nope, q_rope, latent, k_rope, *, projection, scale):
+        num_tokens = sum(count for _, count in self.segments)
+        assert latent.shape == (num_tokens, self.spec.latent_dim)
+        assert k_rope.shape == (num_tokens, self.spec.rope_dim)
+        new = mx.concatenate([latent, k_rope], axis=-1)
+        outputs, start = [], 0
+        for name, count in self.segments:
+            rows = slice(start, start + count)
+            past = [self.past[name]] if name in self.past else []
+            self.past[name] = mx.concatenate([*past, new[rows]])
+            attend = self._absorbed if count <= self.max_short else self._expanded
+            outputs.append(attend(q_nope[rows], q_rope[rows], self.past[name], projection, scale))
+            start += count
+        return mx.concatenate(outputs)
+
+    def _absorbed(self, q_nope, q_rope, past, projection, scale):
+        queries = mx.concatenate([projection.absorb(q_nope), q_rope], axis=-1)
+        values = past[:, None, : self.spec.latent_dim]
+        return projection.value(masked_attention(queries, past[:, None], values, scale=scale))
+
+    def _expanded(self, q_nope, q_rope, past, projection, scale):
+        latent, k_rope = past[:, : self.spec.latent_dim], past[:, None, self.spec.latent_dim :]
+        k_nope, values = projection.expand(latent)
+        k_rope = mx.broadcast_to(k_rope, (*k_nope.shape[:2], self.spec.rope_dim))
+        keys = mx.concatenate([k_nope, k_rope], axis=-1)
+        queries = mx.concatenate([q_nope, q_rope], axis=-1)
+        return masked_attention(queries, keys, values, scale=scale)
+
+
 class DenseCache:
-    """A DenseLayerKV for each layer of a model."""
+    """A dense cache for each layer of a model."""
 
     def __init__(self, model) -> None:
-        self.layers = [DenseLayerKV(spec) for spec in model.cache_specs]
+        self.layers = [
+            DenseLatentCache(spec) if isinstance(spec, LatentSpec) else DenseLayerKV(spec)
+            for spec in model.cache_specs
+        ]
         self.lengths: dict[str, int] = {}
         self.rope_variants: dict[str, int] = {}  # of sequences where it is not 0
 
-    def step(self, segments: Sequence[tuple[str, int]]) -> list[DenseLayerKV]:
+    def step(self, segments: Sequence[tuple[str, int]]) -> list[DenseLayerKV | DenseLatentCache]:
         """The caches for a step of these (sequence, number of tokens), in this order."""
         for layer in self.layers:
             layer.segments = segments

@@ -37,6 +37,8 @@ def _attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         config["hidden_size"],
         config["num_attention_heads"],
     )
+    if family.startswith("deepseek"):
+        return _latent_attention(config)
     dim = config.get("head_dim", hidden // heads)
     kv = config["num_key_value_heads"] * dim
     rows = {"q_proj": heads * dim, "k_proj": kv, "v_proj": kv}
@@ -59,6 +61,8 @@ def _attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _mlp(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
+    if config["model_type"].startswith("deepseek"):
+        return _deepseek_mlp(config, layer)
     experts = config.get("num_experts", config.get("num_local_experts", 0))
     if config["model_type"] == "gpt_oss":
         return {
@@ -86,3 +90,48 @@ def _gated(prefix: str, hidden: int, inner: int, bias: bool) -> dict[str, tuple[
     if bias:
         table |= {f"{prefix}{name}.bias": shape[:1] for name, shape in rows.items()}
     return table
+
+
+def _latent_attention(config: dict[str, Any]) -> dict[str, Shape]:
+    hidden, heads, rank = (
+        config["hidden_size"],
+        config["num_attention_heads"],
+        config["kv_lora_rank"],
+    )
+    nope, rope, value = (
+        config["qk_nope_head_dim"],
+        config["qk_rope_head_dim"],
+        config["v_head_dim"],
+    )
+    bias = config.get("attention_bias")
+    table: dict[str, Shape] = {
+        "kv_a_proj_with_mqa.weight": (rank + rope, hidden),
+        "kv_a_layernorm.weight": (rank,),
+        "kv_b_proj.weight": (heads * (nope + value), rank),
+        "o_proj.weight": (hidden, heads * value),
+    }
+    if query_rank := config["q_lora_rank"]:
+        table |= {
+            "q_a_proj.weight": (query_rank, hidden),
+            "q_a_layernorm.weight": (query_rank,),
+            "q_b_proj.weight": (heads * (nope + rope), query_rank),
+        }
+        table |= {"q_a_proj.bias": (query_rank,)} if bias else {}
+    else:
+        table["q_proj.weight"] = (heads * (nope + rope), hidden)
+    if bias:
+        table |= {"kv_a_proj_with_mqa.bias": (rank + rope,), "o_proj.bias": (hidden,)}
+    return table
+
+
+def _deepseek_mlp(config: dict[str, Any], layer: int) -> dict[str, Shape]:
+    hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
+    if layer < config["first_k_dense_replace"]:
+        return _gated("", hidden, config["intermediate_size"], False)
+    experts = config["n_routed_experts"]
+    table: dict[str, Shape] = {"gate.weight": (experts, hidden)}
+    if config["model_type"] == "deepseek_v3":
+        table["gate.e_score_correction_bias"] = (experts,)
+    for expert in range(experts):
+        table |= _gated(f"experts.{expert}.", hidden, inner, False)
+    return table | _gated("shared_experts.", hidden, inner * config["n_shared_experts"], False)

@@ -20,6 +20,7 @@ IDS = list(range(3, 23))
 
 
 def write(folder: Path, config: dict, tensors: dict) -> Path:
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     arrays = {name: mx.array(value) for name, value in tensors.items()}
     mx.save_safetensors(str(folder / "model.safetensors"), arrays)
@@ -252,3 +253,17 @@ def test_ragged_batches_are_what_each_sequence_gives_alone(tmp_path, case):
             expected = alone[name][end - len(ids) : end]
             np.testing.assert_allclose(result[start : start + len(ids)], expected, atol=2e-4)
             start += len(ids)
+
+
+def test_layers_that_predict_further_ahead_are_left_out(tmp_path):
+    config = tiny_config("deepseek_v3-v4") | {"num_nextn_predict_layers": 1}
+    tensors = {name: mx.array(value) for name, value in tiny_tensors(config).items()}
+    plain = load(write(tmp_path / "plain", config, dict(tensors)))
+    for name in [name for name in tensors if name.startswith("model.layers.2.")]:
+        tensors[name.replace(".2.", ".3.", 1)] = tensors[name]
+    tensors["model.layers.3.eh_proj.weight"] = mx.zeros((64, 128))
+    found = load(write(tmp_path / "more", config, tensors))
+    assert found.num_bytes == plain.num_bytes
+    tensors["model.layers.4.eh_proj.weight"] = mx.zeros((64, 128))
+    with pytest.raises(CheckpointError, match=r"layers\.4"):
+        load(write(tmp_path / "other", config, tensors))

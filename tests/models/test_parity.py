@@ -58,7 +58,7 @@ def test_the_path_that_a_gpu_takes(name, tmp_path, monkeypatch):
     """Fused norms and ropes, compiled activations, dense matrices as they are: run on the CPU."""
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     model = load(tiny_checkpoint(tmp_path, name))
-    assert type(model.layers[0].mixer.qkv_proj) is Linear
+    assert type(model.layers[0].mixer.o_proj) is Linear
     assert type(model.layers[0].mixer.rope) in (FusedRope, LongRope)
     with np.load(DATA / f"{name}.npz") as reference:
         ids = reference["ids"].tolist()

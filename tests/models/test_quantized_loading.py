@@ -235,3 +235,44 @@ def test_half_precision_scales(tmp_path, dtype):
     halves = {name: array.astype(getattr(mx, dtype)) for name, array in arrays_of(config).items()}
     arrays = quantized(halves, form)
     assert_same(tmp_path, config, arrays, form, lambda path: form)
+
+
+LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 16}
+WIDE = {"intermediate_size": 128, "moe_intermediate_size": 64}
+
+
+@pytest.mark.parametrize("form", [FORMS[2], FORMS[5], FORMS[7]], ids=str)
+def test_latent_attention(tmp_path, form):
+    config = tiny_config("deepseek_v3-v4") | LATENT | WIDE
+    arrays = quantized(arrays_of(config), form)
+    assert "model.layers.0.self_attn.kv_b_proj.scales" in arrays
+    assert_same(tmp_path, config, arrays, form, lambda path: form)
+
+
+@pytest.mark.parametrize("form", [None, FORMS[5]], ids=str)
+def test_latent_attention_as_mlx_lm_stores_it(tmp_path, form):
+    """Keys and values of a head as two matrices, the one for keys transposed."""
+    config = tiny_config("deepseek_v3-v4") | LATENT | WIDE
+    arrays = arrays_of(config)
+    heads, apart = config["num_attention_heads"], dict(arrays)
+    for layer in range(config["num_hidden_layers"]):
+        path = f"model.layers.{layer}.self_attn"
+        both = apart.pop(f"{path}.kv_b_proj.weight").reshape(heads, -1, LATENT["kv_lora_rank"])
+        keys, values = mx.split(both, [LATENT["qk_nope_head_dim"]], axis=1)
+        parts = {"embed_q": keys.swapaxes(1, 2), "unembed_out": values}
+        for name, weight in parts.items():
+            if form is None:
+                apart[f"{path}.{name}.weight"] = mx.contiguous(weight)
+                continue
+            made = mx.quantize(mx.contiguous(weight), **form)
+            for part, array in zip(("weight", "scales", "biases"), made, strict=True):
+                apart[f"{path}.{name}.{part}"] = array
+            plain = mx.dequantize(*made, **form)
+            parts[name] = plain
+        if form is not None:
+            both = mx.concatenate([parts["embed_q"].swapaxes(1, 2), parts["unembed_out"]], axis=1)
+            arrays[f"{path}.kv_b_proj.weight"] = both.flatten(0, 1)
+    stated = {} if form is None else {"quantization": form}
+    found = load(write(tmp_path / "apart", config | stated, apart))
+    expected = load(write(tmp_path / "joined", config, arrays))
+    np.testing.assert_allclose(logits(found), logits(expected), atol=2e-3)

@@ -37,7 +37,7 @@ def reference(config: dict, seed: int) -> tuple[np.ndarray, np.ndarray]:
     gaps: list[float] = []
     for name, module in model.named_modules():
         if name.endswith((".mlp.gate", ".mlp.router")):
-            module.register_forward_hook(lambda *call: gaps.append(router_gap(config, call[2])))
+            module.register_forward_hook(lambda m, _, out: gaps.append(router_gap(config, m, out)))
     with torch.no_grad():
         logits = model(torch.tensor(ids)[None]).logits[0].numpy()
     top = np.sort(logits, axis=-1)
@@ -83,12 +83,36 @@ def check_names(model: torch.nn.Module, config: dict, folder: str) -> None:
     assert saved == ours, {k: (saved.get(k), ours.get(k)) for k in saved.keys() ^ ours.keys()}
 
 
-def router_gap(config: dict, output: tuple[torch.Tensor, ...] | torch.Tensor) -> float:
+def router_gap(
+    config: dict, module: torch.nn.Module, output: tuple[torch.Tensor, ...] | torch.Tensor
+) -> float:
     """The smallest distance between the last expert taken and the first left out."""
+    if config["model_type"].startswith("deepseek"):
+        return deepseek_gap(config, module, output[0])
     logits = output[0] if isinstance(output, tuple) else output
-    ranked = logits.sort(dim=-1, descending=True).values
-    k = config["num_experts_per_tok"]
+    return gap(logits, config["num_experts_per_tok"])
+
+
+def gap(values: torch.Tensor, k: int) -> float:
+    """The smallest distance between the k-th largest of a row and the next."""
+    ranked = values.sort(dim=-1, descending=True).values
     return float((ranked[:, k - 1] - ranked[:, k]).min())
+
+
+def deepseek_gap(config: dict, router: torch.nn.Module, logits: torch.Tensor) -> float:
+    """Ten times the same of scores, which are below 1, for experts in groups and the groups."""
+    groups, best = config["n_group"], config["topk_group"]
+    counted = 2 if config["model_type"] == "deepseek_v3" else 1
+    ranks = logits.softmax(-1)
+    if counted == 2:
+        ranks = logits.sigmoid() + router.e_score_correction_bias
+    grouped = ranks.unflatten(-1, (groups, -1))
+    worth = grouped.topk(counted, dim=-1).values.sum(-1)
+    found = [gap(worth, best)] if best < groups else []
+    if best < groups:
+        chosen = torch.zeros_like(worth).scatter(1, worth.topk(best).indices, 1)
+        ranks = grouped.masked_fill(chosen[..., None] == 0, -9.0).flatten(1)
+    return 10 * min(*found, gap(ranks, config["num_experts_per_tok"]), 1.0)
 
 
 def main() -> None:

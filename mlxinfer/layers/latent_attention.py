@@ -1,0 +1,136 @@
+"""Multi-head latent attention (MLA) as a mixer.
+
+The cache keeps one vector of `latent_dim + rope_dim` numbers a token, from which every head's key
+and value follow. Over a long segment they are expanded as they are; over a short one the expansion
+is absorbed into queries and outputs, so that attention runs over the latent vectors themselves.
+Source: DeepSeek-V2, arXiv 2405.04434.
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ..core import LatentSpec
+from .linear import HeadLinear, Projection
+from .norm import Norm
+from .step import Rope, Step
+
+
+class LatentProjection:
+    """From latent vectors to the keys and values of H heads, and the same absorbed.
+
+    Args:
+        key: each head's matrix between latent vectors (r) and keys (dn).
+        value: each head's matrix from latent vectors (r) to values (dv).
+        key_reads_latent: `key` is stored (H, dn, r), as on the hub; else (H, r, dn), as MLX
+            checkpoints have it.
+    """
+
+    __slots__ = ("key", "key_reads_latent", "value_proj")
+
+    def __init__(self, key: HeadLinear, value: HeadLinear, *, key_reads_latent: bool) -> None:
+        self.key = key
+        self.value_proj = value
+        self.key_reads_latent = key_reads_latent
+
+    def absorb(self, q_nope: mx.array) -> mx.array:
+        """q_nope (N, H, dn) -> (N, H, r): its product with a latent vector is q_nope · k_nope."""
+        found = self.key(q_nope.swapaxes(0, 1), transposed=not self.key_reads_latent)
+        return found.swapaxes(0, 1)
+
+    def value(self, outputs: mx.array) -> mx.array:
+        """Weighted sums of latent vectors (N, H, r) -> the same of values (N, H, dv)."""
+        return self.value_proj(outputs.swapaxes(0, 1), transposed=True).swapaxes(0, 1)
+
+    def expand(self, latent: mx.array) -> tuple[mx.array, mx.array]:
+        """latent (S, r) -> keys without their rotary part (S, H, dn), and values (S, H, dv)."""
+        keys = self.key(latent[None], transposed=self.key_reads_latent)  # (H, S, dn)
+        values = self.value_proj(latent[None], transposed=True)
+        return keys.swapaxes(0, 1), values.swapaxes(0, 1)
+
+
+class LatentAttention:
+    """Queries of H heads, one latent vector a token, then the latent cache.
+
+    Args:
+        q_projs: (T, hidden) -> (T, H * (dn + dr)), one after the other: one projection, or two with
+            a norm between them.
+        kv_a_proj: (T, hidden) -> (T, r + dr), the latent vector and the shared rotary key.
+        kv_a_norm: over the latent vector.
+        projection: from latent vectors to keys and values.
+        o_proj: (T, H * dv) -> (T, hidden).
+        num_heads: H.
+        spec: what the cache keeps for this layer: r and dr.
+        scale: multiplies the scores.
+        rope: over dr numbers.
+        rope_scale: multiplies the rotary part of queries; None: 1.
+    """
+
+    __slots__ = (
+        "kv_a_norm",
+        "kv_a_proj",
+        "num_heads",
+        "o_proj",
+        "projection",
+        "q_projs",
+        "rope",
+        "rope_scale",
+        "scale",
+        "spec",
+    )
+
+    def __init__(
+        self,
+        *,
+        q_projs: Sequence[Projection | Norm],
+        kv_a_proj: Projection,
+        kv_a_norm: Norm,
+        projection: LatentProjection,
+        o_proj: Projection,
+        num_heads: int,
+        spec: LatentSpec,
+        scale: float,
+        rope: Rope,
+        rope_scale: float | None = None,
+    ) -> None:
+        self.q_projs = tuple(q_projs)
+        self.kv_a_proj = kv_a_proj
+        self.kv_a_norm = kv_a_norm
+        self.projection = projection
+        self.o_proj = o_proj
+        self.num_heads = num_heads
+        self.spec = spec
+        self.scale = scale
+        self.rope = rope
+        self.rope_scale = rope_scale
+
+    def attend(self, x: mx.array, step: Step) -> mx.array:
+        """x (T, hidden) -> the outputs of the heads side by side, (T, H * dv)."""
+        queries = x
+        for part in self.q_projs:
+            queries = part(queries)
+        queries = queries.reshape(x.shape[0], self.num_heads, -1)  # (T, H, dn + dr)
+        q_nope, q_rope = mx.split(queries, [queries.shape[-1] - self.spec.rope_dim], axis=-1)
+        latent, k_rope = mx.split(self.kv_a_proj(x), [self.spec.latent_dim], axis=-1)
+        prepared = step.prepared(self.rope)
+        turned = self.rope(mx.concatenate([q_rope, k_rope[:, None]], axis=1), prepared)
+        q_rope, k_rope = mx.split(turned, [self.num_heads], axis=1)
+        if self.rope_scale is not None:
+            q_rope = q_rope * self.rope_scale
+        outputs: mx.array = step.cache.attend(
+            q_nope,
+            q_rope,
+            self.kv_a_norm(latent),
+            k_rope[:, 0],
+            projection=self.projection,
+            scale=self.scale,
+        )
+        return outputs.flatten(1)
+
+    def __call__(self, x: mx.array, step: Step) -> mx.array:
+        """x (T, hidden) -> (T, hidden)."""
+        return self.o_proj(self.attend(x, step))
+
+    def onto(self, residual: mx.array, x: mx.array, step: Step) -> mx.array:
+        """residual (T, hidden) + self(x, step)."""
+        return self.o_proj.onto(residual, self.attend(x, step))

@@ -1,0 +1,261 @@
+"""DeepSeek V2 and V3: latent attention, and experts in groups beside shared ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import mlx.core as mx
+
+from ...core import LatentSpec
+from ...errors import UnsupportedModelError
+from ...layers.attention import Mixer
+from ...layers.latent_attention import LatentAttention, LatentProjection
+from ...layers.linear import Projection
+from ...layers.mlp import FeedForward
+from ...layers.moe import GroupedRouting, MoE
+from ...layers.norm import Norm
+from ...layers.rope import RopeSpec, yarn_magnitude
+from ..config import ModelConfig
+from ..family import Family
+from ..jsonfields import Fields
+from ..weights import StoredMatrix, fused_experts
+
+_INNER_EPS = 1e-6  # of the norms inside attention, whatever the config says
+
+
+@dataclass(frozen=True, slots=True)
+class LatentDims:
+    """Sizes of latent attention, as a config states them."""
+
+    query_rank: int | None  # None: queries are projected at once
+    rank: int
+    nope: int  # of a head's key, without positions
+    rope: int  # and with
+    value: int
+
+    @classmethod
+    def of(cls, fields: Fields) -> "LatentDims":
+        """As stated."""
+        return cls(
+            fields.integer("q_lora_rank", high=2**20, default=None),
+            fields.integer("kv_lora_rank", high=2**20),
+            fields.integer("qk_nope_head_dim", high=2**14),
+            fields.integer("qk_rope_head_dim", high=2**14),
+            fields.integer("v_head_dim", high=2**14),
+        )
+
+
+class DeepseekV3(Family):
+    """DeepSeek V3 and R1: a sigmoid router with a bias that balances the experts' load."""
+
+    defaults: ClassVar = {
+        "num_attention_heads": 128,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "qk_nope_head_dim": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+        "max_position_embeddings": 4096,
+    }
+
+    @classmethod
+    def head_dim(cls, fields: Fields, num_heads: int) -> int:
+        """The part of a head that has positions."""
+        return LatentDims.of(fields).rope
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """The scale of the scores, which layers have experts, and what the cache keeps."""
+        fields, dims = config.fields, LatentDims.of(config.fields)
+        dense = fields.integer("first_k_dense_replace", low=0)
+        num_experts = fields.integer("n_routed_experts", "num_local_experts", high=2**16)
+        cls.check_routing(fields)
+        return replace(
+            config,
+            attention_scale=(dims.nope + dims.rope) ** -0.5 * _yarn_scale(fields, config.ropes[0]),
+            latent=LatentSpec(dims.rank, dims.rope),
+            num_experts=num_experts,
+            experts_per_token=fields.integer("num_experts_per_tok", high=num_experts),
+            moe_intermediate_size=fields.integer("moe_intermediate_size", high=2**22),
+            norm_topk_prob=fields.boolean("norm_topk_prob"),
+            sparse_layers=tuple(i >= dense for i in range(config.num_layers)),
+        )
+
+    @classmethod
+    def check_routing(cls, fields: Fields) -> None:
+        """Refuse what would silently change the answers."""
+
+    # -- attention ------------------------------------------------------------------------------
+
+    def mixer(self, index: int) -> Mixer:
+        """Latent attention.
+
+        Checkpoints have rotary pairs side by side. They are put half a part apart as they are
+        loaded, in queries and keys alike, which leaves every score as it is.
+        """
+        config, weights, dims = self.config, self.weights, LatentDims.of(self.config.fields)
+        path, spec = f"model.layers.{index}.self_attn", config.ropes[index]
+        latent = config.latent
+        assert latent is not None
+        factor = spec.attention_factor**2  # of the rotary part alone; the rope leaves it to us
+        return LatentAttention(
+            q_projs=self._query_projections(path, dims),
+            kv_a_proj=weights.linear(
+                f"{path}.kv_a_proj_with_mqa",
+                dims.rank + dims.rope,
+                config.hidden_size,
+                bias=config.qkv_bias,
+                order=self._rope_order(1, dims.rank, dims.rope),
+            ),
+            kv_a_norm=self.norm(f"{path}.kv_a_layernorm", dims.rank, _INNER_EPS),
+            projection=self._latent_projection(path, dims),
+            o_proj=weights.linear(
+                f"{path}.o_proj",
+                config.hidden_size,
+                config.num_heads * dims.value,
+                bias=config.o_bias,
+            ),
+            num_heads=config.num_heads,
+            spec=latent,
+            scale=config.attention_scale,
+            rope=self.rope(spec),
+            rope_scale=None if factor == 1.0 else factor,
+        )
+
+    def _query_projections(self, path: str, dims: LatentDims) -> Sequence[Projection | Norm]:
+        config, weights = self.config, self.weights
+        rows = config.num_heads * (dims.nope + dims.rope)
+        order = self._rope_order(config.num_heads, dims.nope, dims.rope)
+        if dims.query_rank is None:
+            return [weights.linear(f"{path}.q_proj", rows, config.hidden_size, order=order)]
+        return [
+            weights.linear(
+                f"{path}.q_a_proj", dims.query_rank, config.hidden_size, bias=config.qkv_bias
+            ),
+            self.norm(f"{path}.q_a_layernorm", dims.query_rank, _INNER_EPS),
+            weights.linear(f"{path}.q_b_proj", rows, dims.query_rank, order=order),
+        ]
+
+    def _rope_order(self, num_heads: int, before: int, rope: int) -> list[int] | None:
+        """Outputs of heads of `before + rope` numbers, rotary pairs half a part apart."""
+        if not self.config.fields.boolean("rope_interleave", default=True):
+            return None
+        part = [
+            *range(before),
+            *range(before, before + rope, 2),
+            *range(before + 1, before + rope, 2),
+        ]
+        width = before + rope
+        return [head * width + place for head in range(num_heads) for place in part]
+
+    def _latent_projection(self, path: str, dims: LatentDims) -> LatentProjection:
+        """From `kv_b_proj`, as on the hub, or from what mlx-lm makes of it."""
+        weights, heads = self.weights, self.config.num_heads
+        if f"{path}.embed_q.weight" in weights:
+            key = weights.matrix(f"{path}.embed_q", (heads, dims.rank, dims.nope))
+            value = weights.matrix(f"{path}.unembed_out", (heads, dims.value, dims.rank))
+            return LatentProjection(key.head_linear(), value.head_linear(), key_reads_latent=False)
+        width = dims.nope + dims.value
+        both = weights.matrix(f"{path}.kv_b_proj", (heads * width, dims.rank)).by_head(heads)
+        return LatentProjection(
+            both.rows(0, dims.nope).head_linear(),
+            both.rows(dims.nope, width).head_linear(),
+            key_reads_latent=True,
+        )
+
+    # -- experts --------------------------------------------------------------------------------
+
+    def mlp(self, index: int) -> FeedForward:
+        """An MLP in the first layers, then experts and shared experts."""
+        config, path = self.config, f"model.layers.{index}.mlp"
+        if not config.sparse_layers[index]:
+            return super().mlp(index)
+        hidden, inner = config.hidden_size, config.moe_intermediate_size
+        gate, up = (self._experts(path, name, inner, hidden) for name in ("gate", "up"))
+        num_shared = config.fields.integer("n_shared_experts", low=0, high=2**10)
+        shared = self.dense_mlp(f"{path}.shared_experts", inner * num_shared)
+        return MoE(
+            router=self.weights.linear(f"{path}.gate", config.num_experts, hidden),
+            choose=self.routing(path),
+            gate_up_proj=fused_experts([gate, up], self.make),
+            down_proj=self._experts(path, "down", hidden, inner).expert_projection(self.make),
+            activation=self.activation,
+            shared=shared,
+        )
+
+    def routing(self, path: str) -> GroupedRouting:
+        """Scores of a sigmoid; the best groups by scores with the bias."""
+        config, fields = self.config, self.config.fields
+        bias = self.weights.raw(f"{path}.gate.e_score_correction_bias", (config.num_experts,))
+        return GroupedRouting(
+            config.experts_per_token,
+            num_groups=fields.integer("n_group"),
+            num_best=fields.integer("topk_group"),
+            bias=bias.astype(mx.float32),
+            normalise=config.norm_topk_prob,
+            factor=fields.number("routed_scaling_factor"),
+        )
+
+    def _experts(self, path: str, name: str, out_dims: int, in_dims: int) -> StoredMatrix:
+        shape = (self.config.num_experts, out_dims, in_dims)
+        stack, each = f"{path}.switch_mlp.{name}_proj", f"{path}.experts.{{}}.{name}_proj"
+        return self.weights.experts(stack, each, shape)
+
+
+class DeepseekV2(DeepseekV3):
+    """DeepSeek V2, V2.5 and V2 Lite: a softmax router, with groups or without."""
+
+    defaults: ClassVar = {
+        "num_attention_heads": 32,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "qk_nope_head_dim": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 0,
+    }
+
+    @classmethod
+    def check_routing(cls, fields: Fields) -> None:
+        """No published model normalises, and references do not agree on what that would be."""
+        method = fields.text("topk_method")
+        if fields.boolean("norm_topk_prob") or method not in ("greedy", "group_limited_greedy"):
+            raise UnsupportedModelError(
+                f"topk_method {method[:40]!r} with norm_topk_prob "
+                f"{fields.boolean('norm_topk_prob')} in {fields.where} is not supported."
+            )
+
+    def routing(self, path: str) -> GroupedRouting:
+        """Scores of a softmax; groups by their best expert."""
+        fields = self.config.fields
+        grouped = fields.text("topk_method") == "group_limited_greedy"
+        return GroupedRouting(
+            self.config.experts_per_token,
+            num_groups=fields.integer("n_group") if grouped else 1,
+            num_best=fields.integer("topk_group") if grouped else 1,
+            factor=fields.number("routed_scaling_factor"),
+        )
+
+
+def _yarn_scale(fields: Fields, rope: RopeSpec) -> float:
+    """What YaRN multiplies all scores with, where the config states `mscale_all_dim`."""
+    stated = fields.fields("rope_parameters", "rope_scaling")
+    if rope.kind != "yarn" or stated is None:
+        return 1.0
+    all_dims = stated.number("mscale_all_dim", low=0.0, high=1e3, default=0.0)
+    return yarn_magnitude(rope.factor, all_dims) ** 2 if all_dims else 1.0

@@ -331,6 +331,7 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek_v3-v4": {
         **_DEEPSEEK,
         "model_type": "deepseek_v3",
+        "kv_lora_rank": 32,  # sizes that can be quantised
         "q_lora_rank": 28,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",

@@ -1,4 +1,4 @@
-"""Tool calls in an answer: a format is a file, the parser is one for all of them."""
+"""Tool calls in an answer: one file per format, one parser for all of them."""
 
 from .detect import FORMATS, detect_tools, require_tools, tool_format
 from .format import ToolFormat, ToolParser

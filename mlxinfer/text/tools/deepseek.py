@@ -16,10 +16,11 @@ SEP = "<｜tool▁sep｜>"
 
 
 class DeepSeek(ToolFormat):
-    """A section of calls; a call without its section is read too.
+    """A section of calls; a call outside of a section is read too.
 
     Args:
-        fenced: how a forced call is written: as V3 does, or as V3.1 does. Both are read.
+        fenced: a forced call is written as V3 does, in a block of code; else as V3.1 does. Both
+            are read.
     """
 
     name = "deepseek"
@@ -30,11 +31,11 @@ class DeepSeek(ToolFormat):
         self._fenced = fenced
 
     def detect(self, clues: Clues) -> bool:
-        """The section's mark is in the template."""
+        """The section's mark stands in the template."""
         return CALLS in clues.template
 
     def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
-        """Read a section, or one call; missing end marks are forgiven."""
+        """Read a section or one call; missing end marks are tolerated."""
         if mark == CALLS:
             yield from reader.space()
             yield from reader.expect(CALL)
@@ -65,7 +66,7 @@ class DeepSeek(ToolFormat):
                 reader.commit()
 
     def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
-        """As the model's own template writes calls."""
+        """Calls as the model's own template writes them."""
         head = f"{CALL}function{SEP}{{name}}\n```json\n" if self._fenced else f"{CALL}{{name}}{SEP}"
         tail = f"\n```{CALL_END}" if self._fenced else CALL_END
         options = [

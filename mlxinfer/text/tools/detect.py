@@ -1,4 +1,4 @@
-"""All tool-call formats, and which one a model uses. Knows tokenizers; reads no answers."""
+"""The registry of tool-call formats, and which of them a model uses."""
 
 from ...errors import InvalidRequestError, TemplateError
 from ..tokenizer import Tokenizer
@@ -50,11 +50,11 @@ def tool_format(name: str) -> ToolFormat:
 
 
 def detect_tools(tokenizer: Tokenizer, name: str = "auto") -> ToolFormat | None:
-    """Return the format that the tokenizer's chat template and tokens show, None if none.
+    """Return the format that the tokenizer's chat template and tokens show, None for none.
 
     Args:
         tokenizer: of the model.
-        name: of the format, where somebody knows better than "auto".
+        name: of a format, for models that "auto" does not recognise.
 
     Raises:
         InvalidRequestError: there is no format of this name.
@@ -74,10 +74,10 @@ def detect_tools(tokenizer: Tokenizer, name: str = "auto") -> ToolFormat | None:
 
 
 def require_tools(tokenizer: Tokenizer, format: ToolFormat | None) -> ToolFormat:
-    """Return the format, if the model's template can show it tools.
+    """Return the format, if the model's template can present tools to it.
 
     Raises:
-        TemplateError: the template does not know tools, or nobody knows how the model calls them.
+        TemplateError: the template does not read tools, or the model's format is unknown.
     """
     template = tokenizer.template
     if template is None or not template.reads("tools"):

@@ -1,6 +1,7 @@
-"""What a tool-call format is, and what it reports. Knows calls; no format in particular.
+"""What a tool-call format is, and the parser that runs one over arriving text.
 
-Finds tool calls in arriving text. Knows where calls may begin; formats know how they go on.
+A format knows where calls may begin and reads them (`ToolFormat.read`); it reports each to a
+`CallWriter`. `ToolParser` finds the beginnings, and gives text back that turns out to be no call.
 """
 
 import re
@@ -17,9 +18,15 @@ from .schema import Toolbox
 
 
 class CallWriter:
-    """The calls of one answer, as a format finds them.
+    """Receives the calls of one answer from a format, and turns them into parts.
 
-    A call may be begun before its arguments are whole, so that they can be shown as they come.
+    A call is begun before its arguments are complete, so that they can be shown as they arrive.
+
+    Attributes:
+        tools: the tools of the request.
+        parts: text and pieces of calls that the parser has not returned yet.
+        count: calls that have ended, complete or broken.
+        is_open: a call has begun and not ended.
     """
 
     def __init__(self, reader: Reader, tools: Toolbox, new_id: Callable[[], str]) -> None:
@@ -31,7 +38,7 @@ class CallWriter:
         self._new_id = new_id
 
     def begin(self, name: str) -> None:
-        """A call of this name begins."""
+        """Begin a call of this name."""
         assert not self.is_open
         if not name:
             raise Malformed("a call without a name")
@@ -39,16 +46,16 @@ class CallWriter:
         self.parts.append(ToolCallDelta(index=self.count, id=self._new_id(), name=name))
 
     def arguments(self, text: str) -> None:
-        """The next piece of the JSON text of the arguments."""
+        """Add the next piece of the arguments' JSON text."""
         self.parts.append(ToolCallDelta(index=self.count, arguments=text))
 
     def end(self) -> None:
-        """The arguments are whole: what was read so far is this call and nothing else."""
+        """End the call: its arguments are complete, and all text read so far belongs to it."""
         self._close(CallStatus.DONE)
         self._reader.commit()
 
     def broken(self) -> None:
-        """The call that was begun is none; its text follows as such."""
+        """End an open call as BROKEN: it turned out to be none, and its text follows."""
         if self.is_open:
             self._close(CallStatus.BROKEN)
 
@@ -61,7 +68,7 @@ class CallWriter:
 
 @dataclass(frozen=True, slots=True)
 class Clues:
-    """What a tokenizer tells about its model."""
+    """What a tokenizer shows of its model's format."""
 
     template: str  # all of its chat templates
     tokens: Set[str]  # added tokens
@@ -71,12 +78,12 @@ class ToolFormat(ABC):
     """How a family of models writes its calls.
 
     Attributes:
-        name: for people, and to choose it.
+        name: under which a user chooses it.
         begins: texts that begin a call, wherever they stand.
-        bare: texts that begin one only as the first of an answer, or right after a call. What is
-            marked by nothing else is a call only if a declared tool is called.
-        ends: other texts that it looks for: with `begins`, what must not be left out of the text
-            where these are control tokens.
+        bare: texts that begin one only as the first of an answer, or right after a call. Nothing
+            else marks such a call, so it counts only if it names a declared tool.
+        ends: other texts that the format looks for. Where they are control tokens, they must not
+            be left out of the text, like those in `begins`.
     """
 
     name: ClassVar[str]
@@ -86,7 +93,7 @@ class ToolFormat(ABC):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All texts that it looks for."""
+        """All texts that the format looks for."""
         return self.begins + self.ends
 
     @abstractmethod
@@ -95,15 +102,15 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
-        """Read a call, or several, of which `mark` has just been read.
+        """Read one call or several, of which `mark` has just been read.
 
         Raises:
-            Malformed: what was read since the last whole call is text after all.
+            Malformed: what was read since the last complete call is text after all.
         """
 
     @abstractmethod
     def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
-        """Return what matches one call of these tools, one or more if `parallel`."""
+        """Return what matches one call of these tools, or one and more if `parallel`."""
 
     def new_id(self) -> str:
         """Return an id that no other call has."""
@@ -116,11 +123,11 @@ def read_section(
     """Read calls that follow each other; the first one's mark has been read.
 
     Args:
-        reader: where they are read from.
-        call: reads one, without its marks.
-        begin: the mark before each.
-        end: the mark after each; a missing one is forgiven, and so is `section_end`.
-        section_end: the mark after all.
+        reader: the text.
+        call: reads one call without its marks.
+        begin: the mark before each call.
+        end: the mark after each call; it may be missing, and so may `section_end`.
+        section_end: the mark after all calls.
     """
     while True:
         yield from call()
@@ -135,7 +142,7 @@ def read_section(
 
 
 def require_known(calls: CallWriter, name: str, mark: str, bare: tuple[str, ...]) -> None:
-    """Raise Malformed where only the name tells a call from text, and no tool has it."""
+    """Raise Malformed where only the name marks a call, and no declared tool has it."""
     if mark in bare and name not in calls.tools:
         raise Malformed(f"no tool is called {name}")
 
@@ -143,21 +150,21 @@ def require_known(calls: CallWriter, name: str, mark: str, bare: tuple[str, ...]
 class ToolParser:
     """Visible text in, parts out: text and tool calls in their order.
 
-    The parts of all pushes, merged, are the same whatever pieces the text comes in.
+    The parts of all pushes, merged, do not depend on how the text is divided into pushes.
 
-    - Arguments are passed on as they come. What turns out to be no call, or is cut off, comes out
-      as the text that it was; if its arguments were on their way, the call ends BROKEN first.
-    - A call of a tool that nobody declared is a call: whoever runs tools can tell the model so.
-      Only where nothing but the name tells a call from text (`ToolFormat.bare`) it is text.
-    - White space between calls, before and after them is theirs, not text.
-
-    Attributes:
-        marks: texts that must reach the parser, control tokens or not.
+    - Arguments are passed on as they arrive. Text that turns out to be no call, or is cut off,
+      comes out as the text that it was; if its arguments were passed on, it ends BROKEN first.
+    - A call of an undeclared tool is a call: the program that runs tools can answer the model so.
+      Only where nothing but the name marks a call (`ToolFormat.bare`) it is text.
+    - White space between calls, before and after them is dropped.
 
     Args:
         format: how the model writes calls.
-        tools: what it may call; their schemas tell strings from numbers where a format does not.
-        new_id: makes the ids of calls; None: as the format has them.
+        tools: the tools; their schemas tell strings from numbers where a format does not.
+        new_id: makes the ids of calls; None: the format does.
+
+    Attributes:
+        marks: texts that must reach the parser, control tokens or not.
     """
 
     def __init__(
@@ -174,12 +181,12 @@ class ToolParser:
         self._done = False
 
     def push(self, text: str) -> tuple[Part, ...]:
-        """Return what is certain now."""
+        """Return the parts that are certain now."""
         self._reader.feed(text)
         return self._advance()
 
     def finish(self) -> tuple[Part, ...]:
-        """Return what was held back, now that nothing follows."""
+        """Return what was held back, at the end of the answer."""
         self._reader.close()
         return self._advance()
 
@@ -191,7 +198,7 @@ class ToolParser:
         return parts
 
     def _run(self) -> Parse[None]:
-        """Words and calls; white space is held until it is known what follows."""
+        """Read words and calls; white space is held back until the next of them."""
         reader, format = self._reader, self._format
         fresh = True  # a bare call may begin here
         while True:
@@ -212,7 +219,7 @@ class ToolParser:
             self._text(rest)
 
     def _call(self, mark: str) -> Parse[bool]:
-        """Read a call; whether it was one."""
+        """Read a call; return whether it was one."""
         try:
             yield from self._format.read(self._reader, self._calls, mark)
         except Malformed:

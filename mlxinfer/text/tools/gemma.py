@@ -26,9 +26,9 @@ class Gemma(ToolFormat):
     """One call between marks.
 
     Args:
-        name: for people, and to choose it.
+        name: under which a user chooses it.
         begin: the mark before a call.
-        end: the mark after it.
+        end: the mark after a call.
         quote: the mark before and after a string.
     """
 
@@ -44,7 +44,7 @@ class Gemma(ToolFormat):
         return self.begins[0] in clues.template
 
     def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
-        """Read one call; a missing end mark is forgiven."""
+        """Read one call; a missing end mark is tolerated."""
         yield from reader.space()
         yield from reader.expect("call:")
         name = yield from reader.whole_run(_NAME)
@@ -93,7 +93,7 @@ class Gemma(ToolFormat):
         emit(": ")
 
     def _string(self, reader: Reader, emit: Emit) -> Parse[None]:
-        """Read a string whose first mark was read; nothing in it is escaped."""
+        """Read a string after its first mark; it has no escapes."""
         emit('"')
         while True:
             piece = yield from reader.run(self._plain)
@@ -107,13 +107,14 @@ class Gemma(ToolFormat):
         emit('"')
 
     def _spelled(self, value: object) -> str:
-        """A plain value as a call has it."""
+        """Return a value, no list or object, as a call spells it."""
         return f"{self._quote}{value}{self._quote}" if isinstance(value, str) else json.dumps(value)
 
     def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
-        """Parameters by their schemas; of lists and objects the type alone, and any value within.
+        """Parameters by their schemas; of lists and objects the type alone.
 
-        What is in them has no JSON: strings stand between marks.
+        The values inside those are not JSON, since strings stand between marks, so their schemas
+        cannot be compiled.
         """
         number, any_value = lark.rule(f"/{_NUMBER.pattern}/"), lark.name()
         string = f"{lark.text(self._quote)} {lark.free_text(self._quote)}"
@@ -146,7 +147,7 @@ class Gemma(ToolFormat):
 
 
 def _items(reader: Reader, emit: Emit, end: str, item: Callable[[], Parse[None]]) -> Parse[None]:
-    """Read a bracket, items with commas between them, and the bracket's counterpart."""
+    """Read a bracket, items with commas between them, and the closing bracket."""
     emit(reader.take())
     yield from reader.space()
     first = True

@@ -2,7 +2,7 @@
 
 Source: OpenAI's description of the harmony response format (openai-harmony.md). The recipient may
 stand in the role or after the channel. HarmonySplitter passes such messages on with their header,
-beginning with <|start|>; <|call|> ends the answer and seldom is part of it.
+beginning with <|start|>. <|call|> ends the answer and is seldom part of it.
 """
 
 import re
@@ -30,19 +30,19 @@ class Harmony(ToolFormat):
         )
 
     def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
-        """Read one message; what is none to a tool, or no JSON, is text."""
+        """Read one message; a message without a tool, or whose body is no JSON, is text."""
         header = yield from reader.until("<|message|>", limit=1024)
         yield from reader.expect("<|message|>")
         found = _RECIPIENT.search(header.replace("<|channel|>", " <|channel|>"))
         if found is None:
-            raise Malformed("a message to nobody")
+            raise Malformed("a message without a tool")
         yield from read_arguments(reader, calls, found.group(1))
         yield from reader.space()
         if (yield from reader.accept("<|call|>", "<|end|>", "<|return|>")):
             reader.commit()
 
     def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
-        """One call, or more as messages of their own; the first message's beginning is there."""
+        """One call, or several messages with one each; the prompt has begun the first message."""
         options = [
             f"{lark.text(f'<|channel|>commentary to=functions.{tool.name} ')} "
             f"{lark.text('<|constrain|>json<|message|>')} {lark.parameters(tool)}"

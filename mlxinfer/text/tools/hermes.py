@@ -12,18 +12,18 @@ from .schema import Toolbox
 
 
 class Hermes(ToolFormat):
-    """One JSON object between tags, as many of these as there are calls."""
+    """One JSON object between tags for each call."""
 
     name = "hermes"
     begins = ("<tool_call>",)
     ends = ("</tool_call>",)
 
     def detect(self, clues: Clues) -> bool:
-        """The tag in the template, and none of the formats that share it (they are asked first)."""
+        """The template writes the tag; formats that share it are asked before this one."""
         return "<tool_call>" in clues.template
 
     def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
-        """Read one object; a missing end tag is forgiven."""
+        """Read one object; a missing end tag is tolerated."""
         yield from reader.space()
         yield from read_call(reader, calls)
         yield from reader.space()
@@ -41,5 +41,5 @@ class Hermes(ToolFormat):
 
 
 def object_head(name: str, arguments: str = "arguments") -> str:
-    """Return a call's object up to its arguments, as templates write it."""
+    """Return a call's JSON object up to its arguments, as templates write it."""
     return f'{{"name": "{name}", "{arguments}": '

@@ -1,8 +1,8 @@
 """<invoke name="f"><parameter name="x">value</parameter></invoke>: MiniMax M2, DeepSeek V3.2.
 
 Source: the chat templates of MiniMaxAI/MiniMax-M2 (within <minimax:tool_call>) and
-deepseek-ai/DeepSeek-V3.2 (within <｜DSML｜function_calls>, each tag with ｜DSML｜; each parameter
-says string="true" or "false", and what is no string is JSON).
+deepseek-ai/DeepSeek-V3.2 (within <｜DSML｜function_calls>, each tag with ｜DSML｜; a parameter has
+string="true" or "false"; other values than strings are JSON).
 """
 
 import json
@@ -22,9 +22,9 @@ class Invoke(ToolFormat):
     """A section of invocations.
 
     Args:
-        name: for people, and to choose it.
+        name: under which a user chooses it.
         section: the tag around all calls.
-        prefix: what stands before the names of the tags within it.
+        prefix: stands before the names of the tags inside.
         typed: each parameter says whether it is a string.
     """
 
@@ -45,7 +45,7 @@ class Invoke(ToolFormat):
         return self.begins[0] in clues.template
 
     def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
-        """Read a section; a missing end tag is forgiven."""
+        """Read a section; a missing end tag is tolerated."""
         yield from reader.space()
         yield from reader.expect(self._invoke)
         while True:
@@ -73,7 +73,7 @@ class Invoke(ToolFormat):
         arguments.end()
 
     def _tag(self, reader: Reader) -> Parse[tuple[str, str]]:
-        """Read the rest of a tag; return the name it gives, and all of it."""
+        """Read the rest of a tag; return the name in it, and all of it."""
         rest = yield from reader.until(">", limit=2 * MAX_WORD)
         reader.take()
         found = _NAME.match(rest)

@@ -1,4 +1,4 @@
-"""A call written as one JSON object: {"name": ..., "arguments": ...}. Knows keys; no marks."""
+"""A call written as one JSON object, {"name": ..., "arguments": ...}, whatever stands around it."""
 
 import json
 from collections.abc import Callable
@@ -14,16 +14,16 @@ ARGUMENTS = ("arguments", "parameters")
 def read_call(
     reader: Reader, calls: CallWriter, check: Callable[[str], object] = str, *, opened: bool = False
 ) -> Parse[None]:
-    """Read the object; its arguments are passed on as they come if the name stands before them.
+    """Read the object; its arguments are passed on as they arrive if the name stands before them.
 
-    Arguments may also be null, or JSON within a string. Other keys, such as "type" or "id", do not
-    matter. A function within the object, as OpenAI's API has it, is read as the call.
+    Arguments may also be null, or JSON within a string. Other keys, such as "type" or "id", are
+    skipped. A "function" object inside, as OpenAI's API has it, is read as the call.
 
     Args:
         reader: the next character begins the object.
-        calls: where the call goes.
-        check: called with the name; raises Malformed where that cannot be.
-        opened: the object's first character has been read already.
+        calls: receives the call.
+        check: called with the name; raises Malformed for a name that cannot be meant.
+        opened: the object's first character has been read.
     """
     if not opened:
         yield from reader.expect("{")

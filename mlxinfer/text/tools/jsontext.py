@@ -1,7 +1,7 @@
-"""One JSON value read from arriving text and passed on piece by piece. Knows RFC 8259; no calls.
+"""One JSON value (RFC 8259) read from arriving text and passed on piece by piece.
 
-What is passed on is JSON even where models are careless: line breaks and other control characters
-within strings are escaped. Everything else that is no JSON is Malformed.
+The output is valid JSON where models are careless, too: line breaks and other control characters
+within strings are escaped. Other text that is no JSON raises Malformed.
 """
 
 import json
@@ -14,7 +14,7 @@ from .reader import Malformed, Parse, Reader
 Emit = Callable[[str], object]
 
 MAX_DEPTH = 64
-MAX_KEY = 1024  # characters of a key that somebody asks for
+MAX_KEY = 1024  # characters of a key or of a name
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _WORD = re.compile(r"[-+.0-9A-Za-z]+")
 _HEX = re.compile(r"[0-9A-Fa-f]+")
@@ -25,7 +25,7 @@ _LITERALS = {"true": "boolean", "false": "boolean", "null": "null"}
 
 
 def copy_value(reader: Reader, emit: Emit, depth: int = 0) -> Parse[str]:
-    """Read a value and pass its text on; return what it is: object, array, string, number, ..."""
+    """Read a value and pass its text on; return its type: object, array, string, number, ..."""
     if depth > MAX_DEPTH:
         raise Malformed(f"more than {MAX_DEPTH} objects and lists within each other")
     first = yield from reader.peek()
@@ -56,7 +56,7 @@ def read_value(reader: Reader) -> Parse[str]:
 
 
 def read_string(reader: Reader, limit: int = MAX_KEY) -> Parse[str]:
-    """Read a string; return what it says. Raise Malformed past `limit` characters."""
+    """Read a string; return its value. Raise Malformed past `limit` characters."""
     pieces: list[str] = []
     yield from copy_string(reader, pieces.append)
     text = "".join(pieces)
@@ -67,7 +67,7 @@ def read_string(reader: Reader, limit: int = MAX_KEY) -> Parse[str]:
 
 
 def copy_string(reader: Reader, emit: Emit) -> Parse[None]:
-    """Read a string and pass its text on, the quotes too."""
+    """Read a string and pass its text on with its quotes."""
     yield from reader.expect('"')
     emit('"')
     while True:
@@ -85,12 +85,12 @@ def copy_string(reader: Reader, emit: Emit) -> Parse[None]:
 
 
 def without_halves(text: str) -> str:
-    """The text with U+FFFD for halves of surrogate pairs, which nothing can encode."""
+    """Return the text with U+FFFD for halves of surrogate pairs, which cannot be encoded."""
     return _HALF.sub("\ufffd", text)
 
 
 def _escape(reader: Reader) -> Parse[str]:
-    """Read what follows a backslash; of surrogates only pairs are passed on."""
+    """Read what follows a backslash; a half of a surrogate pair becomes U+FFFD."""
     said, high = "", ""
     while True:
         char = yield from reader.expect(*'"\\/bfnrtu')
@@ -112,7 +112,7 @@ def _escape(reader: Reader) -> Parse[str]:
 
 
 def _hex_digits(reader: Reader) -> Parse[str]:
-    """Read the four of a \\u escape."""
+    """Read the four digits of a \\u escape."""
     digits = ""
     while len(digits) < 4:
         digit = yield from reader.peek()
@@ -152,7 +152,7 @@ def _copy_array(reader: Reader, emit: Emit, depth: int) -> Parse[None]:
 
 
 def _goes_on(reader: Reader, emit: Emit, end: str) -> Parse[bool]:
-    """Read the comma or the end after an item; whether it was the end."""
+    """Read the comma or the end after an item; return whether it was the end."""
     yield from reader.space()
     mark = yield from reader.expect(",", end)
     emit(", " if mark == "," else end)

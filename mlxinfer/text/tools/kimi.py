@@ -30,7 +30,7 @@ class Kimi(ToolFormat):
         return SECTION in clues.template or SECTION in clues.tokens
 
     def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
-        """Read a section, or one call; missing end marks are forgiven."""
+        """Read a section or one call; missing end marks are tolerated."""
         if mark == SECTION:
             yield from reader.space()
             yield from reader.expect(CALL)
@@ -43,7 +43,7 @@ class Kimi(ToolFormat):
         )
 
     def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
-        """Any number may follow the name."""
+        """Calls with any number after the name."""
         number = lark.rule("/[0-9]{1,4}/")
         options = [
             f"{lark.text(f'{CALL}functions.{tool.name}:')} {number} {lark.text(ARGUMENTS)} "

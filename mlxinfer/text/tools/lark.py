@@ -1,7 +1,7 @@
-"""Grammars of tool calls in the Lark dialect of llguidance. Knows its syntax; no format.
+"""Builds grammars of tool calls in llguidance's dialect of Lark.
 
-Source: docs/syntax.md of llguidance. Control tokens are written by their ids, `<[128010]>`, and are
-no part of any string; `%json` takes a schema in place; a rule with `suffix` ends at the first place
+Source: docs/syntax.md of llguidance. A control token is written by its id, `<[128010]>`, and is
+part of no string. `%json` takes a schema in place. A rule with `suffix` ends at the first place
 where its suffix stands.
 """
 
@@ -26,7 +26,7 @@ class Lark:
     """Builds one grammar, a rule at a time.
 
     Args:
-        special: {text: token id} of tokens that are no text: in a literal, such text is that token.
+        special: {text: token id} of control tokens; such text within a literal becomes the token.
     """
 
     def __init__(self, special: Mapping[str, int] | None = None) -> None:
@@ -37,7 +37,7 @@ class Lark:
         self._num_names = 0
 
     def is_token(self, mark: str) -> bool:
-        """Whether a mark begins with a token that is no text."""
+        """Whether a mark begins with a control token."""
         return bool(self._split and self._split.match(mark))
 
     def name(self) -> str:
@@ -52,17 +52,19 @@ class Lark:
         return name
 
     def text(self, text: str) -> str:
-        """Return what matches exactly this text, control tokens within it as tokens."""
+        """Return what matches exactly this text, with its control tokens as tokens."""
         pieces = self._split.split(text) if self._split else [text]
         terms = [self._term(piece) for piece in pieces if piece]
         return " ".join(terms) or '""'
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """Return what matches JSON of a schema, in one way of spacing."""
+        """Return what matches JSON of a schema, with one way of spacing."""
         return "%json " + json.dumps({**schema, "x-guidance": _STYLE})
 
     def parameters(self, tool: Tool) -> str:
-        """Return what matches a tool's arguments: of declared parameters only, if there are any."""
+        """Return what matches a tool's arguments; undeclared parameters only where none is
+        declared.
+        """
         schema = dict(tool.parameters)
         declared = schema.get("properties")
         whole = isinstance(declared, Mapping) and all(name in declared for name in tool.required)
@@ -71,9 +73,9 @@ class Lark:
         return self.json(schema)
 
     def free_text(self, end: str) -> str:
-        """Return what matches any text, without control tokens, up to `end`, and `end`.
+        """Return what matches any text without control tokens up to `end`, and `end`.
 
-        Where a control token stands within `end`, what comes before it is taken for text.
+        Where `end` contains a control token, the text before that token may be anything.
         """
         token = self._split.search(end) if self._split else None
         if token is not None:
@@ -81,11 +83,11 @@ class Lark:
         return self.rule("/(?s:.*)/", f"[suffix={json.dumps(end)}]")
 
     def one_of(self, options: Sequence[str]) -> str:
-        """Return what matches one of several."""
+        """Return what matches any of the options."""
         return self.rule(" | ".join(options) or '""')
 
     def repeated(self, item: str, separator: str, *, parallel: bool) -> str:
-        """Return what matches an item, and more after separators if `parallel`, up to MAX_CALLS."""
+        """Return what matches an item, and up to MAX_CALLS of them if `parallel`."""
         if not parallel:
             return item
         between = f"{self.text(separator)} " if separator else ""
@@ -93,12 +95,12 @@ class Lark:
         return self.rule(f"{item} {more}{{0,{MAX_CALLS - 1}}}")
 
     def arguments(self, tool: Tool, item: Callable[[str], str], separator: str = "") -> str:
-        """Return what matches the parameters of a tool: required ones first, each at most once.
+        """Return what matches a tool's parameters: required ones first, each at most once.
 
         Args:
             tool: its schema has the parameters.
-            item: makes what matches one parameter of this name.
-            separator: stands between two.
+            item: makes what matches the parameter of a name.
+            separator: stands between two parameters.
         """
         required = [name for name in tool.properties if name in tool.required]
         optional = [name for name in tool.properties if name not in tool.required]
@@ -114,7 +116,7 @@ class Lark:
         return f"({' | '.join(starts)})?" if starts else ""
 
     def grammar(self, start: str) -> str:
-        """Return the whole text, `start` being what it matches."""
+        """Return the whole grammar; `start` is what it matches."""
         return "\n".join([f"start: {start}", *self._rules]) + "\n"
 
     def _term(self, piece: str) -> str:
@@ -124,9 +126,9 @@ class Lark:
 
 
 def value_rule(lark: Lark, tool: Tool, parameter: str, end: str) -> str:
-    """Return what matches a value without quotes and the mark after it.
+    """Return what matches a value without quotes, and the mark after it.
 
-    Strings are free text, or one of an `enum`; everything else is JSON of its schema.
+    A string is free text, or one of an `enum`; other values are JSON of their schema.
     """
     schema = tool.properties[parameter]
     fixed = strings_of(tool, parameter)
@@ -138,7 +140,9 @@ def value_rule(lark: Lark, tool: Tool, parameter: str, end: str) -> str:
 
 
 def strings_of(tool: Tool, parameter: str) -> list[str]:
-    """The strings that an `enum` or `const` allows, [] where it is not about strings."""
+    """Return the strings that an `enum` or `const` allows, [] unless all of its values are
+    strings.
+    """
     options = enum_values(tool.properties[parameter], tool.parameters)
     strings = [option for option in options if isinstance(option, str)]
     return strings if len(strings) == len(options) else []

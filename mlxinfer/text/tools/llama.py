@@ -2,8 +2,8 @@
 
 Source: Meta's prompt formats of Llama 3.1 to 3.3 and their chat templates. Several calls are
 separated by semicolons, as vLLM's llama3_json and SGLang's llama3 parsers expect. The list of
-Python calls that Llama 3.2 may also write is read too. Without the tag only a declared name tells a
-call from an answer in JSON.
+Python calls that Llama 3.2 may also write is read too. Without the tag only a declared name
+distinguishes a call from an answer in JSON.
 """
 
 from functools import partial
@@ -25,7 +25,7 @@ class Llama(ToolFormat):
     bare = ("{", "[")
 
     def detect(self, clues: Clues) -> bool:
-        """The tag is known, and the template speaks of parameters."""
+        """The tag is known, and the template mentions parameters."""
         tag = "<|python_tag|>" in clues.tokens or "<|python_tag|>" in clues.template
         return tag and '"parameters"' in clues.template
 

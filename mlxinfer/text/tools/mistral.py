@@ -20,7 +20,7 @@ _ID_CHARS = string.ascii_letters + string.digits
 
 
 class Mistral(ToolFormat):
-    """Everything after the mark is calls, until something else comes."""
+    """Calls after the mark, until other text follows."""
 
     name = "mistral"
     begins = ("[TOOL_CALLS]",)
@@ -64,7 +64,7 @@ class Mistral(ToolFormat):
         yield from read_arguments(reader, calls, name)
 
     def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
-        """The way of the model's own template."""
+        """Calls as the model's own template writes them."""
         if not self._listed:
             options = [
                 f"{lark.text(f'[TOOL_CALLS]{tool.name}[ARGS]')} {lark.parameters(tool)}"
@@ -79,5 +79,5 @@ class Mistral(ToolFormat):
         return f"{lark.text('[TOOL_CALLS][')} {calls} {lark.text(']')}"
 
     def new_id(self) -> str:
-        """Nine letters or digits."""
+        """Return nine letters or digits."""
         return "".join(secrets.choice(_ID_CHARS) for _ in range(9))

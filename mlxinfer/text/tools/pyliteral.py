@@ -1,7 +1,7 @@
-"""One Python literal read from arriving text and passed on as JSON. Knows literals; no calls.
+"""One Python literal read from arriving text and passed on as JSON.
 
-Strings, numbers, True, False and None (or as JSON spells them), lists, tuples and dicts. Anything
-that would have to be computed is Malformed. A dict's keys become strings.
+Strings, numbers, True, False and None (or JSON's spelling), lists, tuples and dicts. An expression
+that would have to be computed raises Malformed. A dict's keys become strings.
 """
 
 import json
@@ -27,7 +27,7 @@ _OCTAL = re.compile(r"[0-7]")
 
 
 def python_to_json(text: str) -> str | None:
-    """Return the JSON of a whole text that is one literal, None if it is none."""
+    """Return the JSON of a text that is one literal, None for any other text."""
     reader = Reader()
     reader.feed(text.strip())
     reader.close()
@@ -118,7 +118,7 @@ def _ended(reader: Reader, end: str) -> Parse[bool]:
 
 
 def _after_item(reader: Reader, end: str) -> Parse[None]:
-    """Read the comma after an item, or see the end."""
+    """Read the comma after an item, unless the end follows."""
     yield from reader.space()
     if (yield from reader.peek()) != end:
         yield from reader.expect(",")

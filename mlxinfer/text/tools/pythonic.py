@@ -24,9 +24,9 @@ class Pythonic(ToolFormat):
     """A list of calls, bare or between marks.
 
     Args:
-        name: for people, and to choose it.
-        frames: (mark before, mark after) where there are any.
-        bare: whether a list alone is calls, if declared tools are called.
+        name: under which a user chooses it.
+        frames: (mark before, mark after), where there are marks.
+        bare: a list without marks is calls, if declared tools are called.
         clues: texts of which one in template or tokens shows this format.
     """
 
@@ -41,11 +41,11 @@ class Pythonic(ToolFormat):
         self._clues = tuple(clues)
 
     def detect(self, clues: Clues) -> bool:
-        """One of the texts that the family's templates or tokens have."""
+        """A text of the family stands in the template or among the tokens."""
         return any(clue in clues.template or clue in clues.tokens for clue in self._clues)
 
     def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
-        """Read a list, or a single call between marks; a missing end mark is forgiven."""
+        """Read a list, or a single call between marks; a missing end mark is tolerated."""
         yield from reader.space()
         if mark in self.bare or (yield from reader.accept("[")):
             yield from read_calls(reader, calls, mark, self.bare)
@@ -58,7 +58,7 @@ class Pythonic(ToolFormat):
                 reader.commit()
 
     def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
-        """A list, between the marks if there are any; values as JSON, which Python nearly is."""
+        """A list, between marks if there are any; values are JSON, a near subset of Python."""
         call = lark.one_of([_call_rule(lark, tool) for tool in tools])
         calls = lark.repeated(call, ", ", parallel=parallel)
         begin, end = next(iter(self._end_of.items()), ("", ""))
@@ -68,7 +68,7 @@ class Pythonic(ToolFormat):
 
 
 def read_calls(reader: Reader, calls: CallWriter, mark: str, bare: tuple[str, ...]) -> Parse[None]:
-    """Read the calls of a list whose bracket was read, and its end."""
+    """Read the calls of a list after its opening bracket, and its end."""
     while True:
         yield from reader.space()
         yield from read_one(reader, calls, mark, bare)

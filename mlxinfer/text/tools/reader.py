@@ -1,9 +1,8 @@
-"""Text that arrives in pieces, for parsers written as generators. Knows characters; no formats.
+"""Text that arrives in pieces, for parsers that are written as generators.
 
-A parser is a generator that yields, without a value, wherever the text that has come is used up.
-It sees the same characters in the same order whatever pieces they come in, so what it says does not
-depend on the pieces, as long as it decides nothing by how much text is there. Each character is
-looked at a bounded number of times.
+A parser is a generator that yields, without a value, wherever it has used up the text. It decides
+nothing by how much text has arrived, so that its result does not depend on how the text is divided.
+Each character is looked at a bounded number of times.
 """
 
 import re
@@ -25,8 +24,8 @@ class Malformed(Exception):
 class Reader:
     """The characters still to be read, and those read since the last `commit`.
 
-    What has been read stays available until it is committed: if it turns out to be no call, it goes
-    out as the text that it was.
+    Text that was read stays available until it is committed: if it turns out to be no call, it is
+    returned as the text that it was.
     """
 
     def __init__(self) -> None:
@@ -36,22 +35,22 @@ class Reader:
         self._taken: list[str] = []
 
     def feed(self, text: str) -> None:
-        """Add what has arrived."""
+        """Append text that has arrived."""
         self._text = self._text[self._at :] + text
         self._at = 0
 
     def close(self) -> None:
-        """Say that nothing more arrives."""
+        """Declare the end of the text."""
         self._closed = True
 
     def commit(self) -> str:
-        """Forget what was read so far; return it."""
+        """Return the text read since the last commit, and drop it."""
         taken = "".join(self._taken)
         self._taken.clear()
         return taken
 
     def more(self) -> Parse[bool]:
-        """Wait for a character; False at the end."""
+        """Wait for a character; return False at the end of the text."""
         while self._at == len(self._text):
             if self._closed:
                 return False
@@ -63,7 +62,7 @@ class Reader:
         return self._text[self._at] if (yield from self.more()) else ""
 
     def take(self, count: int = 1) -> str:
-        """Read characters that are known to be there."""
+        """Read `count` characters, which must have arrived."""
         taken = self._text[self._at : self._at + count]
         assert len(taken) == count
         self._at += count
@@ -71,10 +70,10 @@ class Reader:
         return taken
 
     def run(self, pattern: re.Pattern[str]) -> Parse[str]:
-        """Read what matches here of the text that is there: a piece of a run, "" where it ends.
+        """Read the characters that match here, as far as they have arrived; "" where the run ends.
 
         Args:
-            pattern: of one character class, repeated, so that a piece of a run matches too.
+            pattern: one character class, repeated, so that a piece of a run matches too.
         """
         if not (yield from self.more()):
             return ""
@@ -82,7 +81,7 @@ class Reader:
         return self.take(found.end() - self._at) if found else ""
 
     def whole_run(self, pattern: re.Pattern[str], limit: int = MAX_WORD) -> Parse[str]:
-        """Read all of a run; raise Malformed past `limit` characters."""
+        """Read a whole run; raise Malformed past `limit` characters."""
         pieces: list[str] = []
         size = 0
         while piece := (yield from self.run(pattern)):
@@ -98,7 +97,7 @@ class Reader:
             pass
 
     def ahead(self, marks: Sequence[str]) -> Parse[str | None]:
-        """Return which mark stands here, the longest, without reading it."""
+        """Return the longest of the marks that stands here, without reading it."""
         for mark in sorted(marks, key=len, reverse=True):
             while True:
                 there = self._text[self._at : self._at + len(mark)]
@@ -129,7 +128,7 @@ class Reader:
             raise Malformed("more text follows")
 
     def until(self, *marks: str, limit: int | None = None) -> Parse[str]:
-        """Read up to one of the marks, and not the mark itself; return what stood before it.
+        """Read up to one of the marks, without the mark; return the text before it.
 
         Raises Malformed at the end of the text, and past `limit` characters.
         """

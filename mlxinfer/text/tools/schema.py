@@ -1,9 +1,7 @@
-"""What the schemas of tools say of names and types. Knows JSON schemas; reads no answers.
+"""The tools of a request and the JSON schemas of their parameters.
 
-The parameters of a tool at one place, wherever its schema has them. Knows JSON schemas alone.
-
-Formats that write parameters one by one need the name and schema of each. References and `allOf`
-are followed; of alternatives all parameters count, and none has to be given.
+Formats that write parameters one by one need the name, schema and types of each. References and
+`allOf` are followed; of alternatives (`anyOf`, `oneOf`) all parameters count, and none is required.
 """
 
 import json
@@ -32,14 +30,14 @@ _TYPE_OF = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
 @dataclass(slots=True)
 class FlatSchema:
-    """What a schema says of an object's members."""
+    """The members of an object that a schema describes, wherever in it they stand."""
 
     properties: dict[str, object] = field(default_factory=dict)
     required: dict[str, None] = field(default_factory=dict)  # in order
     others: object = None  # the schema of those without one of their own
 
     def add(self, name: str, schema: object, *, alternative: bool) -> None:
-        """A member, of which another place may have spoken already."""
+        """Add a member, which another place of the schema may have described already."""
         before = self.properties.get(name, schema)
         if before != schema:
             schema = {"anyOf" if alternative else "allOf": [before, schema]}
@@ -47,7 +45,7 @@ class FlatSchema:
 
 
 def flatten(root: Schema) -> FlatSchema:
-    """The members of what a schema allows; such that it demands and says nothing of included."""
+    """Return the members that a schema allows, those included that it only requires."""
     found = FlatSchema()
     for place, alternative in _places(root):
         for name, schema in _mapping(place.get("properties")).items():
@@ -63,7 +61,7 @@ def flatten(root: Schema) -> FlatSchema:
 
 
 def _places(root: Schema) -> Iterator[tuple[Schema, bool]]:
-    """The schemas that one is put together from, and whether each is an alternative."""
+    """Yield the schemas that `root` is composed of, and whether each is an alternative."""
     waiting: list[tuple[object, bool]] = [(root, False)]
     seen: set[int] = set()
     while waiting and len(seen) < MAX_PLACES:
@@ -80,7 +78,7 @@ def _places(root: Schema) -> Iterator[tuple[Schema, bool]]:
 
 
 def resolve(reference: str, root: Schema) -> object:
-    """What a reference within the document points at (RFC 6901, in a URI); None: nothing."""
+    """Return what a reference within the document points at (RFC 6901, in a URI), or None."""
     if not reference.startswith("#"):
         return None
     place: object = root
@@ -96,7 +94,7 @@ def resolve(reference: str, root: Schema) -> object:
 
 
 def enum_values(schema: object, root: Schema) -> list[object]:
-    """The values that an `enum` or `const` allows, where a reference stands for it, too."""
+    """Return the values of an `enum` or `const`, also where a reference leads to it."""
     for _ in range(MAX_PLACES):
         own = _mapping(schema)
         if "enum" in own or "const" in own:
@@ -112,7 +110,8 @@ def enum_values(schema: object, root: Schema) -> list[object]:
 
 
 def standalone_schema(schema: object, root: Schema) -> Schema:
-    """A parameter's schema as a document, with all of the tool's if it refers to anything.
+    """Return a parameter's schema as a document of its own, with the tool's schema if it refers to
+    that.
 
     Raises:
         InvalidRequestError: it is nested too deeply.
@@ -137,7 +136,7 @@ def _refers(value: object) -> bool:
 
 
 def _moved(value: Any, key: str = "") -> Any:
-    """The same where the document stands at HOME."""
+    """Return the same schema for a document that stands at HOME."""
     if key in LITERALS:
         return value
     if key == "$ref" and isinstance(value, str) and value.startswith("#"):
@@ -152,7 +151,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def as_list(value: object) -> Sequence[Any]:
-    """A list of a schema; nothing where it is none."""
+    """Return a list of a schema, [] for any other value."""
     return value if isinstance(value, (list, tuple)) else ()
 
 
@@ -180,7 +179,7 @@ class Tool:
         return self._flat.required
 
     def types_of(self, parameter: str) -> frozenset[str]:
-        """The JSON types that a parameter may have; none where the schema does not say."""
+        """Return the JSON types that a parameter may have; none where the schema has no type."""
         schema = self.properties.get(parameter, self._flat.others)
         return frozenset(_types(schema, self.parameters))
 
@@ -193,7 +192,8 @@ class Toolbox:
 
     @classmethod
     def of(cls, tools: Sequence[Mapping[str, Any]]) -> "Toolbox":
-        """From OpenAI's form, {"type": "function", "function": {"name": ...}}, or the inner object.
+        """Return the tools of OpenAI's form, {"type": "function", "function": {"name": ...}}, or
+        the inner one.
 
         Raises:
             InvalidRequestError: a tool is no function, has no name, or the name of another.
@@ -216,7 +216,7 @@ class Toolbox:
         return name in self._tools
 
     def get(self, name: str) -> Tool:
-        """Return the tool; of a name that nobody declared, one without parameters."""
+        """Return the tool; for an undeclared name one without parameters."""
         return self._tools.get(name) or Tool(name)
 
 
@@ -254,7 +254,7 @@ def _parse(tool: object, place: int) -> Tool:
 
 
 def _types(schema: object, root: Schema) -> Iterator[str]:
-    """The types that a schema and its alternatives name."""
+    """Yield the types that a schema and its alternatives name."""
     waiting = [schema]
     for _ in range(MAX_PLACES):
         if not waiting:
@@ -283,11 +283,11 @@ def _own_types(schema: Schema) -> Iterator[str]:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """Return the JSON of a value that was written without quotes, as its types want it.
+    """Return the JSON of a value that was written without quotes, by the types it may have.
 
     Of several types the first that fits counts: null, boolean, integer, number, object or array,
-    string. What fits none is a string, so that nothing is lost. Without any type a value that is
-    JSON is taken as such.
+    string. A value that fits none becomes a string, so that nothing is lost. Without any type a
+    value that is JSON is taken as such.
     """
     if not types:
         return _any_json(text) or json.dumps(text, ensure_ascii=False)
@@ -328,6 +328,6 @@ def _number(text: str) -> str | None:
 
 
 def _container(text: str) -> str | None:
-    """An object or a list in JSON, or in Python where a model writes that; None for neither."""
+    """Return an object or list written as JSON or as a Python literal, None for any other text."""
     found = _any_json(text) or _any_json(python_to_json(text) or "")
     return found if found is not None and found[0] in "[{" else None

@@ -1,8 +1,5 @@
-"""How one request uses tools: which, whether it must, how they are found. Knows no engine.
-
-The grammar under which a model must call tools. Knows formats; compiles nothing.
-
-Leaves a model its reasoning before an answer that a grammar rules. Knows marks; no grammar.
+"""How one request uses tools: which ones, whether it must call one, and the grammar of its
+answer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,14 +21,14 @@ Choice = str | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of one request and the choice that it leaves to the model.
+    """The tools of one request and the choice that the model has.
 
     Attributes:
         shown: the tools as chat templates get them.
         tools: the same, checked.
         format: how the model writes calls.
-        must_call: the answer has to be a call; `only`, if given, names the tool.
-        parallel: whether an answer may have several calls; otherwise the first one ends it.
+        must_call: the answer has to be a call, of the tool `only` if that is given.
+        parallel: an answer may have several calls; otherwise the first one ends it.
     """
 
     shown: Sequence[Mapping[str, Any]]
@@ -51,19 +48,19 @@ class ToolUse:
         *,
         parallel: bool = True,
     ) -> "ToolUse | None":
-        """From what a request says; None where nothing is to be called.
+        """Return how a request uses its tools; None where it has none, or the choice is "none".
 
         Args:
-            tokenizer: of the model; its chat template must know tools.
-            format: as `detect_tools` has found, or as somebody has said.
+            tokenizer: of the model; its chat template must read tools.
+            format: found by `detect_tools`, or named by the user.
             tools: in OpenAI's form.
-            choice: "auto" (also None), "none" (the model does not even see the tools), "required",
+            choice: "auto" (also None), "none" (the tools are not even in the prompt), "required",
                 or {"type": "function", "function": {"name": ...}}.
-            parallel: whether several calls may be made.
+            parallel: several calls may be made.
 
         Raises:
-            InvalidRequestError: a tool or the choice is wrong.
-            TemplateError: the model's template knows no tools.
+            InvalidRequestError: a tool or the choice is invalid.
+            TemplateError: the model's template does not read tools.
         """
         if not isinstance(tools, (Sequence, NoneType)):  # an iterator could be read only once
             raise InvalidRequestError(
@@ -79,23 +76,23 @@ class ToolUse:
 
     @property
     def schemas(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """Where in a request the schemas of its tools stand, and these."""
+        """The place in the request and the schema of each tool's parameters."""
         return [
             (f"tools[{place}].function.parameters", tool.parameters)
             for place, tool in enumerate(self.tools)
         ]
 
     def parser(self) -> ToolParser:
-        """Return what finds the calls of one answer."""
+        """Return a parser that finds the calls of one answer."""
         return ToolParser(self.format, self.tools)
 
     def grammar(
         self, tokenizer: Tokenizer, reasoning: ReasoningFormat | None, prompt_ids: Sequence[int]
     ) -> str | None:
-        """Return the Lark grammar of the answer, None where it may be any.
+        """Return the Lark grammar of the answer, None where it may be any text.
 
-        A call that has to be made keeps to the schema of its tool. So do others if a tool is
-        `strict`, as far as the model marks its calls by tokens of their own.
+        A required call keeps to the schema of its tool. Optional calls do so if a tool is `strict`,
+        as far as the model marks its calls by tokens.
         """
         if not self.must_call:
             if not any(tool.strict for tool in self.tools):
@@ -120,7 +117,7 @@ class ToolUse:
 
 
 def _read_choice(choice: Choice | None, tools: Toolbox) -> tuple[bool, str | None]:
-    """Return whether a call must be made, and of which tool."""
+    """Return whether a call is required, and of which tool."""
     if choice is None or choice in ("auto", "none"):
         return False, None
     only = None
@@ -154,16 +151,17 @@ def forced_grammar(
     reasoning: ReasoningFormat | None = None,
     prompt_ids: Sequence[int] = (),
 ) -> str:
-    """Return a Lark grammar (llguidance) of answers that are calls, perhaps after reasoning.
+    """Return a Lark grammar (llguidance) of answers that are calls, after reasoning where there is
+    some.
 
     Args:
-        tokenizer: whose control tokens the calls are written with.
+        tokenizer: its control tokens mark the calls.
         format: how the model writes calls.
-        tools: what may be called, with their schemas.
+        tools: the tools, with their schemas.
         only: the one tool that must be called; None: any.
         parallel: more than one call may be made.
-        reasoning: how the model reasons; it may do so before it calls.
-        prompt_ids: to see whether the prompt has opened the reasoning already.
+        reasoning: how the model reasons, which it may do before it calls.
+        prompt_ids: the prompt, which may have opened the reasoning.
 
     Raises:
         InvalidRequestError: there is no tool called `only`, or no tool at all.
@@ -189,11 +187,11 @@ def offered_grammar(
 ) -> str | None:
     """Return a Lark grammar of any text, in which calls, if there are any, keep to the schemas.
 
-    None where the mark that begins a call is no token of its own: then a grammar cannot tell where
-    text ends and a call begins. Neither is there one within an answer that the prompt has prefix in
-    its own channel, where no call can be.
+    None where the mark that begins a call is no token: a grammar cannot distinguish text from a
+    call there. None too where the prompt has begun the answer in its own channel, which holds no
+    calls.
 
-    Args: as of forced_grammar.
+    Args: those of forced_grammar.
     """
     lark = _lark_for(tokenizer, format, reasoning)
     if format.bare or not lark.is_token(format.begins[0]):
@@ -219,7 +217,9 @@ def _lark_for(tokenizer: Tokenizer, format: ToolFormat, reasoning: ReasoningForm
 
 
 def control_tokens_of(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, int]:
-    """Return the control tokens, and others that were added for (parts of) these marks."""
+    """Return {text: id} of the control tokens, and of added tokens that are parts of these
+    marks.
+    """
     return {
         token.content: token_id
         for token_id, token in tokenizer.added_tokens.items()
@@ -244,12 +244,13 @@ def reasoning_rule(lark: Lark, reasoning: ReasoningFormat | None, prefix: str) -
 def after_reasoning(
     tokenizer: Tokenizer, reasoning: ReasoningFormat, prompt_ids: Sequence[int]
 ) -> str:
-    """Return a Lark grammar (llguidance) of what the grammar @main allows, perhaps after reasoning.
+    """Return a Lark grammar (llguidance) of what the grammar @main allows, after reasoning if there
+    is some.
 
     Args:
-        tokenizer: whose control tokens mark the reasoning.
+        tokenizer: its control tokens mark the reasoning.
         reasoning: how the model reasons.
-        prompt_ids: to see whether the prompt has opened the reasoning already.
+        prompt_ids: the prompt, which may have opened the reasoning.
     """
     lark = Lark(control_tokens_of(tokenizer, reasoning.marks))
     prefix = answer_prefix(tokenizer, reasoning, prompt_ids)
@@ -266,10 +267,10 @@ def calls_or_answer(
     """Return a Lark grammar (llguidance) of answers that call tools, or that @main allows.
 
     Args:
-        tokenizer: whose control tokens the calls are written with.
-        use: of the tools.
+        tokenizer: its control tokens mark the calls.
+        use: the tools.
         reasoning: how the model reasons, which it may do first.
-        prompt_ids: to see whether the prompt has opened the reasoning already.
+        prompt_ids: the prompt, which may have opened the reasoning.
     """
     marks = (*use.format.marks, *(reasoning.marks if reasoning else ()))
     lark = Lark(control_tokens_of(tokenizer, marks))

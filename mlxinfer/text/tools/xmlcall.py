@@ -1,4 +1,4 @@
-"""Values between tags, made JSON by the schemas of the tools. Knows one parameter at a time."""
+"""Values between tags, converted to JSON by the schemas of the tools, one parameter at a time."""
 
 import json
 import re
@@ -10,15 +10,15 @@ from .schema import Tool, json_of
 
 
 class XmlArguments:
-    """The arguments of one call, written as one JSON object while parameters come.
+    """The arguments of one call, written as one JSON object while its parameters arrive.
 
-    A value whose type is string and nothing else is passed on as it comes; others when they are
-    whole, since only then their type is known.
+    A value whose only type is string is passed on as it arrives; others once they are complete,
+    since only then their type is known.
 
     Args:
-        reader: where values are read from.
-        calls: where the JSON goes; the call is begun.
-        tool: whose schema tells the types.
+        reader: the text.
+        calls: receives the JSON; the call has begun.
+        tool: its schema has the types.
         trim: one line break after the tag before a value, and one before the tag after it, belong
             to the tags.
     """
@@ -31,9 +31,9 @@ class XmlArguments:
     def value(
         self, name: str, ends: Sequence[str], *, is_string: bool | None = None
     ) -> Parse[None]:
-        """Read the value of a parameter up to one of `ends`, which stays unread.
+        """Read the value of a parameter up to one of `ends`, which is not read.
 
-        `is_string` is what the tag says of it, None where it says nothing.
+        `is_string` is the type in the tag, None where the tag has none.
         """
         if name in self._names:
             raise Malformed(f"{name} is given twice")
@@ -54,7 +54,7 @@ class XmlArguments:
         self._calls.arguments(json_of(text, types))
 
     def end(self) -> None:
-        """There are no more."""
+        """End the object and the call."""
         self._calls.arguments("}")
         self._calls.end()
 

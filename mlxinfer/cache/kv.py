@@ -10,30 +10,28 @@ from ..core import LatentSpec, PagedSpec
 from ..metal_kernels.heads import Heads
 from .budget import FIRST_PAGES, check_memory, growth_threshold, layers_to_grow, page_counts
 from .formats import PLAIN, Bits
+from .groups import ENDLESS, PageGroup
 from .kernel_attention import KernelPlanner
 from .latent import LatentKernelPlanner, LatentPool, LatentStep
-from .page_table import PageTable
 from .pages import PageAllocator
+from .payload import read_pages, write_pages
 from .plain_attention import PlainPlanner
 from .pool import LayerPool, Plane, token_bytes
-from .sealing import Move, seal_index
 from .segments import StepSegments
 from .step import GroupPlan, Planner, StepKV, padded_positions, plan_group
 from .window import AttentionWindow
+from .work import CacheWork, Load, Move, PartialCopy, Spill, seal_index
 
 FIRST_SLOTS = 4
 MAX_TAIL_SHARE = 4  # tails may take one part in so many of the budget
 
 
 @dataclass(slots=True)
-class LayerGroup:
-    """Layers that keep the same thing of the same positions, and so share page tables."""
+class LayerGroup(PageGroup):
+    """A page group with its layers."""
 
-    window: AttentionWindow
     latent: bool  # latent attention: one vector a token
     layers: list[int]
-    page_bytes: int  # of all its layers
-    allocator: PageAllocator
     planner: Planner  # of short segments
 
 
@@ -113,10 +111,12 @@ class KVCache:
         return [
             LayerGroup(
                 window,
+                PageAllocator(count),
+                self.page_size,
+                self._prefill_chunk,
+                sum(cost),
                 latent=key[0],
                 layers=layers,
-                page_bytes=sum(cost),
-                allocator=PageAllocator(count),
                 planner=self._planner(g, window, layers),
             )
             for g, ((key, layers), window, cost, count) in enumerate(
@@ -149,6 +149,7 @@ class KVCache:
     def reset(self) -> None:
         """Fresh arrays: after a failed step nothing in the old ones can be trusted."""
         self.pools = [self._pool(i) for i in range(len(self.specs))]
+        self._used_slots: set[int] = set()
         self._steps: list[StepKV | LatentStep] = []
         mx.eval([pool.arrays() for pool in self.pools])
         for group in self.groups:
@@ -178,16 +179,13 @@ class KVCache:
     @property
     def max_tokens(self) -> int:
         """Positions that one sequence may ever have, if it runs alone."""
-        endless = 2**31
-        held = [
-            g.window.max_pages(endless, self._prefill_chunk, self.page_size) for g in self.groups
-        ]
+        held = [group.max_pages(ENDLESS) for group in self.groups]
         short = [
             group.allocator.num_pages * self.page_size
             for group, most in zip(self.groups, held, strict=True)
             if group.allocator.num_pages < most
         ]
-        return min(short, default=endless)
+        return min(short, default=ENDLESS)
 
     @property
     def bytes_allocated(self) -> int:
@@ -261,37 +259,63 @@ class KVCache:
                 for layer in group.layers:
                     self.pools[layer].seal(slots, offsets, targets)
 
-    def restore(
-        self, copies: Sequence[tuple[list[PageTable], int, int, int, list[int | None]]]
-    ) -> None:
-        """Copy beginnings of shared pages: (tables, tail slot, from, to, shared pages) each.
+    def carry_out(
+        self, work: CacheWork, *, new_slots: Sequence[int] = ()
+    ) -> list[tuple[Spill, bytes]]:
+        """Do what must be done before a step; the payloads of the pages that are read out.
 
-        Into the page that the tables have for these positions, and into the tail. Only behind a
-        barrier, after `seal`.
+        Only behind a barrier where `work.writes_pages`.
+
+        Args:
+            work: of the step.
+            new_slots: have a new owner in this step.
         """
+        self.seal(work.seal)
+        spilled = self.read_out(work.spill)
+        self._fill(work.load)
+        self.clear_tails([slot for slot in new_slots if slot in self._used_slots])
+        self._used_slots.update(new_slots)
+        self._copy_partial(work.copies)
+        return spilled
+
+    def read_out(self, spills: Sequence[Spill]) -> list[tuple[Spill, bytes]]:
+        """The payloads of pages; only behind a barrier, after seals."""
+        spilled: list[tuple[Spill, bytes]] = []
+        for group in sorted({spill.group for spill in spills}):
+            some = [spill for spill in spills if spill.group == group]
+            pages = [spill.page for spill in some]
+            payloads = read_pages(self.planes(group), pages, self.page_size)
+            spilled += zip(some, payloads, strict=True)
+        return spilled
+
+    def _fill(self, loads: Sequence[Load]) -> None:
+        for group in sorted({load.group for load in loads}):
+            some = [load for load in loads if load.group == group]
+            pages, payloads = [load.page for load in some], [load.payload for load in some]
+            write_pages(self.planes(group), pages, self.page_size, payloads)
+
+    def _copy_partial(self, copies: Sequence[PartialCopy]) -> None:
+        """Copy beginnings of shared pages into pages and tails; all are read before any write."""
         if not copies:
             return
         taken = []
         for tables, slot, start, stop, pages in copies:
-            for group, table, page in zip(self.groups, tables, pages, strict=True):
+            for group, (table, page) in enumerate(zip(tables, pages, strict=True)):
                 if page is not None:
                     (target, _), *_ = table.runs(start, stop)
                     place = target, slot, start % (2 * self.page_size)
                     source = page * self.page_size
                     taken += [
                         (plane, plane.copy_out(source, source + stop - start), place)
-                        for plane in self._planes_of(group)
+                        for plane in self.planes(group)
                     ]
         mx.eval([parts for _, parts, _ in taken])  # before the pages that they lie in are written
         for plane, parts, place in taken:
             plane.copy_in(parts, *place)
 
     def planes(self, group: int) -> list[Plane]:
-        """Keys and values of each layer of a group, in order."""
-        return self._planes_of(self.groups[group])
-
-    def _planes_of(self, group: LayerGroup) -> list[Plane]:
-        return [plane for i in group.layers for plane in self.pools[i].planes]
+        """What each layer of a group keeps, in order."""
+        return [plane for i in self.groups[group].layers for plane in self.pools[i].planes]
 
     def begin_step(self, segments: StepSegments) -> "list[StepKV | LatentStep]":
         """What each layer attends through, for a step of these segments, until the next begins."""

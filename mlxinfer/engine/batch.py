@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cache.page_table import PageTable
-from ..cache.sealing import Move
 from ..cache.segments import Ints, Segments, StepSegments, ints
+from ..cache.work import CacheWork
 from ..core import FinishReason
 from .sequence import Sequence
 
@@ -38,36 +38,6 @@ class Segment:
     def stop(self) -> int:
         """One past the position of the last token."""
         return self.start + self.num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class PartialCopy:
-    """Tokens of a shared page to be copied, before a step, into a page and a tail of one's own."""
-
-    sequence: Sequence
-    start: int  # position of the page's first token
-    stop: int  # one past the last that is copied
-    pages: list[int | None]  # by group: the shared page; None: nothing of it is visible
-
-
-@dataclass(frozen=True, slots=True)
-class Spill:
-    """A page that was evicted, to be read before the step writes over it."""
-
-    group: int
-    page: int
-    key: bytes  # what it is stored under
-    parent: bytes
-    token_ids: tuple[int, ...]  # of this page alone
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Stored bytes to be written to a page before a step."""
-
-    group: int
-    page: int
-    payload: memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +193,7 @@ class Batch:
     decodes: DecodeBatch
     short: list[Segment]  # of up to MAX_SHORT tokens, single ones first
     long: list[Segment]
-    seal: list[Move] = field(default_factory=list)  # tails, before the step
-    spill: list[Spill] = field(default_factory=list)
-    load: list[Load] = field(default_factory=list)
-    restore: list[PartialCopy] = field(default_factory=list)
+    cache_work: CacheWork = field(default_factory=CacheWork)  # before the step
     admitted: list[Sequence] = field(default_factory=list)  # took their slot for this step
     sampling: SamplingRows = NO_ROWS
     num_tokens: int = 0  # rows of the forward pass
@@ -250,7 +217,7 @@ class Batch:
     def num_slots(self) -> int:
         """Tail slots to allocate, with those of sequences that only receive a partial page."""
         slots = [*self.decodes.slots, *[segment.slot for segment in self.ragged]]
-        return max([*slots, *[copy.sequence.slot for copy in self.restore]], default=-1) + 1
+        return max(max(slots, default=-1) + 1, self.cache_work.num_slots)
 
     @property
     def begins_answers(self) -> bool:
@@ -271,15 +238,12 @@ class Batch:
         """Whether to check that logits are finite: where an answer begins, since damaged weights
         show at once, and as often as tails are sealed, for what goes wrong later.
         """
-        return bool(self.seal) or self.begins_answers
+        return bool(self.cache_work.seal) or self.begins_answers
 
     @property
     def writes_pages(self) -> bool:
-        """Whether the step writes the pool or reads it out, and so must wait for the one in flight.
-
-        Before the step proper come, in this order: seal, spill, load, restore.
-        """
-        return bool(self.long or self.seal or self.restore or self.spill or self.load)
+        """Whether the step writes or reads out pages, and so waits for the one in flight."""
+        return bool(self.long) or self.cache_work.writes_pages
 
 
 @dataclass(slots=True)

@@ -7,13 +7,12 @@ of them before, as they are written too. Only a cut page is copied.
 
 from collections.abc import Sequence as Seq
 
+from ..cache.groups import PageGroup
 from ..cache.page_table import PageTable
-from ..cache.pages import OutOfPages, PageAllocator
+from ..cache.pages import OutOfPages
 from ..cache.prefix import PrefixTree
 from ..cache.prefix.match import Match
-from ..cache.sealing import Move
-from ..cache.window import AttentionWindow
-from .batch import Load, PartialCopy, Spill
+from ..cache.work import CacheWork, Move, PartialCopy, Spill
 from .pagestore import PageStore, Transfers
 from .sequence import Sequence
 
@@ -22,55 +21,46 @@ class KVManager:
     """Takes and gives back pages for sequences.
 
     Args:
-        windows: what each layer group keeps.
-        allocators: the pages of each group.
-        page_size: tokens a page.
-        prefill_chunk: tokens of a step's prefill: windows hold that much more for a moment.
+        groups: what layers keep in pages.
         reuse: whether prompts may use what earlier requests left.
         store: where evicted pages go, and come back from.
     """
 
     def __init__(
-        self,
-        *,
-        windows: Seq[AttentionWindow],
-        allocators: Seq[PageAllocator],
-        page_size: int,
-        prefill_chunk: int,
-        reuse: bool,
-        store: PageStore | None = None,
+        self, groups: Seq[PageGroup], *, reuse: bool, store: PageStore | None = None
     ) -> None:
-        self.windows = windows
-        self.allocators = allocators
-        self.page_size = page_size
+        self.groups = groups
+        self.allocators = [group.allocator for group in groups]
+        self.page_size = groups[0].page_size
         self.reuse = reuse
-        self._prefill_chunk = prefill_chunk
-        self._windowed = [(g, r) for g, r in enumerate(windows) if r.size is not None]
+        self._recycling = [(g, group) for g, group in enumerate(groups) if group.recycles]
         self._written: list[Sequence] = []
         self._closing: list[Move] = []
-        self._transfers = Transfers(store, allocators) if store and reuse else None
+        self._copies: dict[Sequence, PartialCopy] = {}  # of sequences that no step has yet
+        self._transfers = Transfers(store, groups) if store and reuse else None
         self.tree = PrefixTree(
-            allocators,
-            windows=[window.size for window in windows],
-            num_kept=[window.kept_pages(page_size) for window in windows],
-            page_size=page_size,
+            self.allocators,
+            windows=[group.window.size for group in groups],
+            num_kept=[group.num_kept for group in groups],
+            page_size=self.page_size,
             on_evict=self._transfers.note_evicted if self._transfers else None,
         )
 
     def pages_needed(self, group: int, num_tokens: int) -> int:
         """Pages of a group that a sequence of `num_tokens` needs at once, at most."""
-        return self.windows[group].max_pages(num_tokens, self._prefill_chunk, self.page_size)
+        return self.groups[group].max_pages(num_tokens)
 
     # -- beginning ------------------------------------------------------------------------------
 
-    def begin(self, sequence: Sequence, *, spare: int) -> PartialCopy | None:
+    def begin(self, sequence: Sequence, *, slot: int, spare: int) -> None:
         """Take what the tree has of a sequence and the pages for the rest of its known tokens.
 
-        Args:
-            spare: pages of each group to leave free.
+        A partial page that it shares is copied before the next step.
 
-        Returns:
-            The copy of a cut page that is to be made before its first step, if there is one.
+        Args:
+            sequence: waits.
+            slot: that it is to run in.
+            spare: pages of each group to leave free.
 
         Raises:
             OutOfPages: there is no room now; then nothing is taken.
@@ -86,12 +76,13 @@ class KVManager:
         sequence.num_sealed = match.num_tokens - match.cut_tokens
         if not sequence.num_preempted:  # later it finds what it left itself
             sequence.num_cached = match.num_tokens
-        for group, window in enumerate(self.windows):
-            if window.size is None:  # in one go, so that a prompt lies in one run
-                self._extend(sequence.tables[group], group, sequence.num_known)
-            elif match.cut_tokens:
-                self._extend(sequence.tables[group], group, match.num_tokens)
-        return self._restore(match, sequence) if match.cut_tokens else None
+        for g, group in enumerate(self.groups):
+            num_tokens = group.begin(match.num_tokens, sequence.num_known)
+            self._extend(sequence.tables[g], g, num_tokens)
+        if match.cut_tokens:
+            self._copies[sequence] = PartialCopy(
+                sequence.tables, slot, sequence.num_sealed, match.num_tokens, match.cut_pages
+            )
 
     def _lock(self, sequence: Sequence, spare: int) -> Match:
         """Lock the longest match that leaves room for the rest of a sequence.
@@ -120,14 +111,6 @@ class KVManager:
                 return False
         return True
 
-    def _restore(self, match: Match, sequence: Sequence) -> PartialCopy:
-        return PartialCopy(
-            sequence=sequence,
-            start=sequence.num_sealed,
-            stop=match.num_tokens,
-            pages=match.cut_pages,
-        )
-
     def shares_later(self, sequence: Sequence, others: Seq[Sequence]) -> bool:
         """Whether a prompt in work will soon have left more to share than there is now."""
         if not self.reuse or sequence.request.prompt_logits:
@@ -150,11 +133,19 @@ class KVManager:
         common -= common % size
         return common if common > self.tree.match(sequence.namespace, ids).num_tokens else 0
 
-    # -- to and from the disk -------------------------------------------------------------------
+    # -- before a step --------------------------------------------------------------------------
 
-    def take_transfers(self) -> tuple[list[Spill], list[Load]]:
-        """Pages to be read out before the next step, and then those to be filled."""
-        return self._transfers.take() if self._transfers else ([], [])
+    def take_work(self) -> CacheWork:
+        """What is to be done to the cache's arrays before the next step.
+
+        Its copies are as good as made: the pages that they are made from may be evicted.
+        """
+        for sequence in self._copies:
+            self.tree.release_cut(sequence.lease_of)
+        spills, loads = self._transfers.take() if self._transfers else ([], [])
+        work = CacheWork(self._closing, spills, loads, list(self._copies.values()))
+        self._closing, self._copies = [], {}
+        return work
 
     def take_all(self) -> list[Spill]:
         """All that the tree has and the disk lacks, what was used last and parents first."""
@@ -204,13 +195,13 @@ class KVManager:
         Nobody asks for one that still grows: they can wait for its end, but where a window would
         let go of them before.
         """
-        if self._windowed:
+        if self._recycling:
             self._written.append(sequence)
 
     @property
     def unsettled(self) -> bool:
         """Whether there is anything to settle."""
-        return bool(self._written or self._windowed)
+        return bool(self._written or self._recycling)
 
     def settle(self, running: Seq[Sequence]) -> bool:
         """Between two launches: publish what the last one writes, let go of what windows passed.
@@ -223,28 +214,29 @@ class KVManager:
             if sequence.lease is not None:
                 replaced |= self._hand_over(sequence, sequence.num_sealed)
         self._written = []
-        if self._windowed:
+        if self._recycling:
             for sequence in running:
                 self.trim(sequence)
         return replaced
 
     def trim(self, sequence: Sequence) -> None:
         """Let go of pages that no later token can see."""
-        for group, window in self._windowed:
-            table = sequence.tables[group]
-            first = window.first_page(sequence.num_computed, self.page_size)
-            if first <= table.first:
-                continue
-            lease = sequence.lease_of
-            own = max(lease.num_pages - table.first, 0)  # of those dropped, from here on
-            self.allocators[group].release(table.drop_before(first)[own:])
-            self.tree.trim(lease, group, table.first)
+        for g, group in self._recycling:
+            table = sequence.tables[g]
+            first = table.first
+            dropped = group.commit(table, sequence.num_computed)
+            if dropped:
+                lease = sequence.lease_of
+                own = max(lease.num_pages - first, 0)  # of those dropped, from here on
+                group.allocator.release(dropped[own:])
+                self.tree.trim(lease, g, table.first)
 
     # -- ending ---------------------------------------------------------------------------------
 
     def end(self, sequence: Sequence, *, keep: bool) -> None:
         """Give back all that a sequence holds; with `keep` the tree takes what was computed."""
         lease, kept_partial = sequence.lease_of, False
+        self._copies.pop(sequence, None)
         if keep and self.reuse:
             written = sequence.num_sealed
             if sequence.started:
@@ -264,14 +256,9 @@ class KVManager:
         sequence.lease = None
         sequence.sharers = {}
 
-    def take_closing(self) -> list[Move]:
-        """Tails of sequences that have ended, to be moved into pages before the next step."""
-        closing, self._closing = self._closing, []
-        return closing
-
     def forget(self) -> None:
         """What was computed is not to be trusted: nothing of it is found any more."""
-        self._closing, self._written = [], []
+        self._closing, self._written, self._copies = [], [], {}
         if self._transfers is not None:
             self._transfers.forget()
         self.tree.clear()

@@ -46,7 +46,7 @@ class EngineLimits:
                 GroupLimits(
                     group.allocator.num_pages,
                     group.page_bytes,
-                    group.window.max_pages(_ENDLESS, config.prefill_chunk, config.page_size),
+                    group.max_pages(_ENDLESS),
                 )
                 for group in cache.groups
             ),

@@ -13,7 +13,6 @@ import numpy as np
 from ..cache.disk import DiskTier, namespace_key
 from ..cache.formats import lay_out
 from ..cache.kv import KVCache
-from ..cache.transfer import payload_bytes
 from ..config import DiskOptions, EngineConfig
 from ..core import FinishReason, Request, TokenEvent, TokenLogprobs
 from ..errors import GrammarFailedError, RequestFailedError
@@ -22,6 +21,7 @@ from ..sampling.sampler import Sampler
 from .batch import Batch, CommitResult, SamplingRows
 from .grammar_masks import GrammarMasks
 from .kernels import Chooser, choose_kernels, choose_none
+from .kv_manager import KVManager
 from .limits import EngineLimits
 from .pagestore import PageStore
 from .queues import Counters
@@ -83,13 +83,9 @@ class Loop:
         if config.disk is not None and self.store is None:
             self.store = _open_store(config.disk, self.cache)
         self.scheduler = Scheduler(
-            windows=[group.window for group in self.cache.groups],
-            allocators=[group.allocator for group in self.cache.groups],
-            page_size=config.page_size,
+            KVManager(self.cache.groups, reuse=config.prefix_cache, store=self.store),
             max_batch=self.cache.max_batch,
             prefill_chunk=config.prefill_chunk,
-            reuse=config.prefix_cache,
-            store=self.store,
             proposer=self._proposer,
             counters=self._counters,
         )
@@ -304,9 +300,10 @@ class Loop:
             return
         self._in_flight = None
         kv_manager = self.scheduler.kv_manager
-        self.cache.make_room(0)
-        self.cache.seal(kv_manager.take_closing())
-        store.save(kv_manager.take_all(), self.runner.read_out)
+        work = kv_manager.take_work()
+        self.cache.make_room(work.num_slots)
+        store.put(self.cache.carry_out(work))
+        store.save(kv_manager.take_all(), self.cache.read_out)
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers of what was done and what is held."""
@@ -322,9 +319,7 @@ def _open_store(options: DiskOptions, cache: KVCache) -> PageStore:
     )
     return PageStore(
         DiskTier(str(options.folder), namespace, max_bytes=options.max_bytes),
-        windows=[group.window for group in cache.groups],
-        page_bytes=[payload_bytes(cache, group) for group in range(len(cache.groups))],
-        page_size=cache.page_size,
+        groups=cache.groups,
         max_bytes=options.max_bytes,
     )
 

@@ -13,12 +13,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..cache.disk import DiskTier, chain_keys, page_key
+from ..cache.groups import PageGroup
 from ..cache.page_table import PageTable
-from ..cache.pages import PageAllocator
 from ..cache.prefix import PrefixTree, StoredPage
-from ..cache.prefix.match import Match, first_page
-from ..cache.window import AttentionWindow
-from .batch import Load, Spill
+from ..cache.prefix.match import Match
+from ..cache.work import Load, Spill
 
 MIN_PAGES = 2  # fewer are not worth a look at the disk
 MAX_SPILL_BYTES = 128 * 2**20  # read out of the pools before one step, and held until they go
@@ -58,9 +57,7 @@ class PageStore:
 
     Args:
         tier: of this model and KV format.
-        windows: what each layer group keeps.
-        page_bytes: of a page's payload, by group.
-        page_size: tokens a page.
+        groups: what layers keep in pages.
         max_bytes: what the tier may hold.
         clock: seconds that only grow.
     """
@@ -69,16 +66,14 @@ class PageStore:
         self,
         tier: DiskTier,
         *,
-        windows: Seq[AttentionWindow],
-        page_bytes: Seq[int],
-        page_size: int,
+        groups: Seq[PageGroup],
         max_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tier = tier
-        self.windows = windows
-        self.page_bytes = page_bytes
-        self.page_size = page_size
+        self.groups = groups
+        self.page_bytes = [group.page_bytes for group in groups]
+        self.page_size = groups[0].page_size
         self.tokens_loaded = 0
         self._max_bytes = max_bytes
         self._clock = clock
@@ -218,31 +213,31 @@ class _Search:
 
     def reachable(self) -> int:
         """The most pages after which all groups can go on, from memory and disk together."""
-        windows = list(enumerate(self.store.windows))
-        full = [g for g, window in windows if window.size is None]
+        groups = list(enumerate(self.store.groups))
+        always = [g for g, group in groups if not group.recycles]
         num_pages = len(self.match.nodes)
-        while num_pages < self.stop and all(self._has(num_pages, g) for g in full):
+        while num_pages < self.stop and all(self._has(num_pages, g) for g in always):
             num_pages += 1
         checked = -1
         while num_pages != checked:
             checked = num_pages
-            for group, window in windows:
-                if window.size is not None:
-                    num_pages = self._lower(num_pages, group)
+            for g, group in groups:
+                if group.recycles:
+                    num_pages = self._lower(num_pages, g)
         return num_pages
 
     def wanted(self, num_pages: int) -> list[tuple[int, int]]:
         """Places to be read for going on after `num_pages`, the first pages first."""
         return sorted(
             (number, group)
-            for group in range(len(self.store.windows))
+            for group in range(len(self.store.groups))
             for number in self._needed(num_pages, group)
             if not self._in_memory(number, group) and (number, group) not in self.payloads
         )
 
     def found(self, num_pages: int) -> Found:
         """What was read of what is needed."""
-        payloads: list[dict[int, memoryview]] = [{} for _ in self.store.windows]
+        payloads: list[dict[int, memoryview]] = [{} for _ in self.store.groups]
         for group, pages in enumerate(payloads):
             for number in self._needed(num_pages, group):
                 if (number, group) in self.payloads:
@@ -269,9 +264,7 @@ class _Search:
 
     def _needed(self, num_pages: int, group: int) -> Seq[int]:
         """Page numbers of a group that the token after `num_pages` sees."""
-        size, window = self.store.page_size, self.store.windows[group]
-        first = first_page(num_pages * size, window.size, size)
-        return [*range(min(window.kept_pages(size), first)), *range(first, num_pages)]
+        return self.store.groups[group].needed_pages(num_pages * self.store.page_size)
 
     def _has(self, number: int, group: int) -> bool:
         if self._in_memory(number, group):
@@ -297,12 +290,13 @@ class Transfers:
 
     Args:
         store: where pages go and come from.
-        allocators: the pages of each layer group.
+        groups: what layers keep in pages.
     """
 
-    def __init__(self, store: PageStore, allocators: Seq[PageAllocator]) -> None:
+    def __init__(self, store: PageStore, groups: Seq[PageGroup]) -> None:
         self._store = store
-        self._allocators = allocators
+        self._groups = groups
+        self._allocators = [group.allocator for group in groups]
         self._spills: list[Spill] = []
         self._loads: dict[tuple[int, int], Load] = {}  # (group, page id) -> what is to go there
 
@@ -377,8 +371,7 @@ class Transfers:
                     last[2].append(page)
                 else:
                     runs.append((group, number, [page]))
-        windows = self._store.windows
-        whole = [run for run in runs if windows[run[0]].size is None]
+        whole = [run for run in runs if not self._groups[run[0]].recycles]
         for some in [whole, *[[run] for run in runs if run not in whole]]:
             if some:
                 self._insert_runs(tree, ids, some)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from ..cache.pages import OutOfPages
 from ..core import Request
-from .batch import PartialCopy
 from .kv_manager import KVManager
 from .sequence import Sequence
 
@@ -45,7 +44,6 @@ class RequestQueues:
         self._by_id: dict[str, Sequence] = {}
         self._free_slots = list(range(max_batch))  # a heap: low slots first keeps tails small
         self._admitted: list[Sequence] = []
-        self._copies: list[PartialCopy] = []
 
     @property
     def idle(self) -> bool:
@@ -105,7 +103,6 @@ class RequestQueues:
     def _release(self, sequence: Sequence, keep: bool) -> None:
         self.running.remove(sequence)
         self._kv.end(sequence, keep=keep)
-        self._copies = [copy for copy in self._copies if copy.sequence is not sequence]
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = -1
         sequence.started = False
@@ -125,22 +122,20 @@ class RequestQueues:
             if self._kv.shares_later(sequence, prefilling):
                 continue
             try:
-                copy = self._kv.begin(sequence, spare=len(self.running))
+                self._kv.begin(sequence, slot=self._free_slots[0], spare=len(self.running))
             except OutOfPages:
                 return None
             self.waiting.remove(sequence)
             sequence.slot = heapq.heappop(self._free_slots)
             self.running.append(sequence)
             self._admitted.append(sequence)
-            self._copies += [copy] if copy else []
             return sequence
         return None
 
-    def take_admitted(self) -> tuple[list[Sequence], list[PartialCopy]]:
-        """Sequences admitted since the last step, and the copies to make before their first."""
+    def take_admitted(self) -> list[Sequence]:
+        """Sequences admitted since the last step."""
         admitted, self._admitted = self._admitted, []
-        copies, self._copies = self._copies, []
-        return admitted, copies
+        return admitted
 
     def hold(self, sequence: Sequence, num_tokens: int) -> bool:
         """Take the pages for `num_tokens` positions, preempting the youngest others if need be.

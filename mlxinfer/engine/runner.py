@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from ..cache.kv import KVCache
 from ..cache.segments import Ints
-from ..cache.transfer import read_pages, write_pages
+from ..cache.work import Spill
 from ..core import TokenLogprobs
 from ..models.decoder import Model
 from ..sampling.logprobs import read_logprobs
 from ..sampling.sampler import Sampled, Sampler
-from .batch import Batch, CommitResult, Load, SamplingRows, Segment, Spill
+from .batch import Batch, CommitResult, SamplingRows, Segment
 from .sequence import Sequence
 
 Bools = NDArray[np.bool_]
@@ -88,14 +88,9 @@ class Runner:
             previous.wait()
             in_flight = False
         self.cache.make_room(num_slots)
-        self.cache.seal(batch.seal)
-        spilled = self.read_out(batch.spill)
-        self._fill(batch.load)
-        if batch.admitted:  # after the seals, which read the tails of earlier owners
-            self._admit(batch)
-        self.cache.restore(
-            [(r.sequence.tables, r.sequence.slot, r.start, r.stop, r.pages) for r in batch.restore]
-        )
+        admitted = [s for s in batch.admitted if s.slot >= 0]  # others were preempted at once
+        spilled = self.cache.carry_out(batch.cache_work, new_slots=[s.slot for s in admitted])
+        self._admit(admitted)
         ids, pending = _input_ids(batch, previous)
         segments = batch.segments
         hidden = self.model(
@@ -153,28 +148,10 @@ class Runner:
             rows = proposals.counts == count
             self.sampler.observe(slots[rows], token_ids[rows])
 
-    def read_out(self, spills: Seq[Spill]) -> list[tuple[Spill, bytes]]:
-        """The payloads of pages; only behind a barrier, after seals."""
-        spilled: list[tuple[Spill, bytes]] = []
-        for group in sorted({spill.group for spill in spills}):
-            some = [spill for spill in spills if spill.group == group]
-            payloads = read_pages(self.cache, group, [spill.page for spill in some])
-            spilled += zip(some, payloads, strict=True)
-        return spilled
-
-    def _fill(self, loads: Seq[Load]) -> None:
-        for group in sorted({load.group for load in loads}):
-            some = [load for load in loads if load.group == group]
-            payloads = [load.payload for load in some]
-            write_pages(self.cache, group, [load.page for load in some], payloads)
-
-    def _admit(self, batch: Batch) -> None:
-        admitted = [s for s in batch.admitted if s.slot >= 0]  # others were preempted at once
-        used_before = [s.slot for s in admitted if s.slot in self._used_slots]
-        self.cache.clear_tails(used_before)
-        for slot in used_before:
-            self.sampler.remove(slot)
+    def _admit(self, admitted: Seq[Sequence]) -> None:
         for sequence in admitted:
+            if sequence.slot in self._used_slots:
+                self.sampler.remove(sequence.slot)
             self._used_slots.add(sequence.slot)
             request, known = sequence.request, sequence.token_ids
             self.sampler.add(

@@ -11,14 +11,12 @@ from typing import Protocol
 
 import numpy as np
 
-from ..cache.pages import OutOfPages, PageAllocator
-from ..cache.sealing import Move
-from ..cache.window import AttentionWindow
+from ..cache.pages import OutOfPages
+from ..cache.work import Move
 from ..core import FinishReason, Grammar
 from .batch import MAX_SHORT, Batch, CommitResult, DecodeBatch, Segment, sampling_rows
 from .grammar_masks import num_allowed
 from .kv_manager import KVManager
-from .pagestore import PageStore
 from .queues import Counters, RequestQueues
 from .sequence import Sequence
 
@@ -45,45 +43,29 @@ class Scheduler:
     """Continuous batching over paged KV.
 
     Args:
-        windows: what each layer group keeps.
-        allocators: the pages of each group.
-        page_size: tokens a page.
+        kv_manager: gives pages to sequences.
         max_batch: sequences that may run at once.
         prefill_chunk: prompt tokens a step, all sequences together.
-        reuse: whether prompts may use the KV that earlier requests left.
-        store: where evicted pages go, and come back from.
         proposer: of tokens to verify; None: every row brings one token.
         counters: to go on counting in.
     """
 
     def __init__(
         self,
+        kv_manager: KVManager,
         *,
-        windows: Seq[AttentionWindow],
-        allocators: Seq[PageAllocator],
-        page_size: int,
         max_batch: int,
         prefill_chunk: int,
-        reuse: bool = True,
-        store: PageStore | None = None,
         proposer: Proposer | None = None,
         counters: Counters | None = None,
     ) -> None:
-        assert len(windows) == len(allocators)
-        assert prefill_chunk % page_size == 0
-        self.kv_manager = KVManager(
-            windows=windows,
-            allocators=allocators,
-            page_size=page_size,
-            prefill_chunk=prefill_chunk,
-            reuse=reuse,
-            store=store,
-        )
-        self.page_size = page_size
+        assert prefill_chunk % kv_manager.page_size == 0
+        self.kv_manager = kv_manager
+        self.page_size = kv_manager.page_size
         self.prefill_chunk = prefill_chunk
         self.counters = counters or Counters()
         self.queues = RequestQueues(self.kv_manager, self.counters, max_batch=max_batch)
-        self._max_short = min(MAX_SHORT, page_size)  # fits in a tail beside a page begun
+        self._max_short = min(MAX_SHORT, self.page_size)  # fits in a tail beside a page begun
         self._proposer = proposer
         self._last: DecodeBatch | None = None  # of the last step, where the next may go on from it
 
@@ -110,10 +92,9 @@ class Scheduler:
             decodes,
             short=sorted([s for s in segments if not s.seals], key=lambda s: s.num_tokens > 1),
             long=[s for s in segments if s.seals],
-            seal=self.kv_manager.take_closing(),
+            cache_work=self.kv_manager.take_work(),
+            admitted=queues.take_admitted(),
         )
-        batch.admitted, batch.restore = queues.take_admitted()
-        batch.spill, batch.load = self.kv_manager.take_transfers()
         self._seal_tails(batch)
         self._launch(batch)
         return batch
@@ -234,12 +215,12 @@ class Scheduler:
         segments, sequences = batch.decodes.segments, batch.decodes.sequences
         stops = np.maximum(segments.starts - segments.starts % self.page_size, segments.sealed)
         for row in np.flatnonzero(stops > segments.sealed).tolist():
-            batch.seal.append(self._seal(sequences[row], int(stops[row])))
+            batch.cache_work.seal.append(self._seal(sequences[row], int(stops[row])))
         batch.decodes = batch.decodes.sealed_to(stops)
         for segment in batch.ragged:
             stop = segment.start - segment.start % self.page_size
             if stop > segment.sealed:
-                batch.seal.append(self._seal(segment.sequence, stop))
+                batch.cache_work.seal.append(self._seal(segment.sequence, stop))
                 segment.sealed = stop
 
     def _seal(self, sequence: Sequence, stop: int) -> Move:
@@ -274,8 +255,6 @@ class Scheduler:
         for segment in batch.long:
             segment.sequence.num_sealed = segment.stop - segment.stop % self.page_size
             self.kv_manager.wrote(segment.sequence)
-        for copy in batch.restore:
-            self.kv_manager.tree.release_cut(copy.sequence.lease_of)
         batch.sampling = sampling_rows(batch.decodes, batch.ragged)
         batch.num_tokens = row
         self._last = None if batch.ragged or batch.admitted else batch.decodes

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from mlxinfer.cache.formats import lay_out, make_format
 from mlxinfer.cache.kv import KVCache
 from mlxinfer.cache.page_table import PageTable
-from mlxinfer.cache.sealing import Move
 from mlxinfer.cache.segments import StepSegments
+from mlxinfer.cache.work import Move
 from mlxinfer.config import KVOptions
 from mlxinfer.core import LatentSpec
 from mlxinfer.errors import InvalidRequestError

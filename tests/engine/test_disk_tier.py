@@ -76,11 +76,11 @@ def test_what_failed_does_not_go_to_the_disk(tmp_path: Path) -> None:
     answer(harness, prompt(100))
     kv_manager = harness.loop.scheduler.kv_manager
     kv_manager.tree.evict(0, 2)
-    spills, _ = kv_manager.take_transfers()
+    spills = kv_manager.take_work().spill
     assert spills
     kv_manager.tree.evict(0, 2)
     kv_manager.forget()
-    assert kv_manager.take_transfers() == ([], [])
+    assert not kv_manager.take_work().writes_pages
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -138,7 +138,7 @@ def begun_and_ended(folder: Path) -> Harness:
     harness = on_disk(folder)
     scheduler = harness.loop.scheduler
     gone = scheduler.queues.add(Request("gone", prompt(100), FEW), max_output=4)
-    scheduler.kv_manager.begin(gone, spare=0)
+    scheduler.kv_manager.begin(gone, slot=0, spare=0)
     assert gone.num_computed == 96
     scheduler.kv_manager.end(gone, keep=True)
     scheduler.queues.finish(gone)
@@ -161,7 +161,7 @@ def test_pages_that_go_before_they_were_filled_are_not_stored(tmp_path: Path) ->
         path.unlink()
     kv_manager = harness.loop.scheduler.kv_manager
     assert kv_manager.tree.evict(0, 100) == 6
-    assert kv_manager.take_transfers() == ([], [])
+    assert not kv_manager.take_work().writes_pages
 
 
 # -- whatever becomes of the files --------------------------------------------------------------

@@ -50,7 +50,7 @@ def test_windows_hold_a_window_and_a_page(case: str) -> None:
     harness.add("a", prompt(200), SamplingParams(max_tokens=100))
     harness.add("b", prompt(33), SamplingParams(max_tokens=100))
     scheduler, group = harness.loop.scheduler, len(harness.loop.cache.groups) - 1
-    window = scheduler.kv_manager.windows[group].size
+    window = scheduler.kv_manager.groups[group].window.size
     assert window == 8
     most = 0
     while not harness.loop.idle:

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from mlxinfer.cache.disk import DiskTier, namespace_key
+from mlxinfer.cache.groups import PageGroup
 from mlxinfer.cache.page_table import PageTable
 from mlxinfer.cache.pages import PageAllocator
 from mlxinfer.cache.prefix import PrefixTree
 from mlxinfer.cache.window import AttentionWindow
+from mlxinfer.cache.work import Spill
 from mlxinfer.engine import pagestore
-from mlxinfer.engine.batch import Spill
 from mlxinfer.engine.pagestore import TRIES, Found, PageStore
 
 PAGE = 4
@@ -46,14 +47,16 @@ class Bench:
         self.folder = folder
         self.keys: dict[tuple[int, int], bytes] = {}  # (page number, group) -> of its entry
         self.windows = [AttentionWindow(), AttentionWindow(size=9, sinks=1)]
+        groups = [
+            PageGroup(window, PageAllocator(20), PAGE, PAGE, page_bytes)
+            for window, page_bytes in zip(self.windows, PAGE_BYTES, strict=True)
+        ]
         self.clock = Clock()
         self.tier = SlowTier(str(folder), namespace_key("test"), max_bytes=1 << 20)
         self.tier.clock = self.clock
         self.store = PageStore(
             self.tier,
-            windows=self.windows,
-            page_bytes=PAGE_BYTES,
-            page_size=PAGE,
+            groups=groups,
             max_bytes=max_bytes,
             clock=self.clock,
         )

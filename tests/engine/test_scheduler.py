@@ -8,11 +8,13 @@ from engine.spelled import segments_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxinfer.cache.groups import PageGroup
 from mlxinfer.cache.pages import PageAllocator
 from mlxinfer.cache.window import AttentionWindow
 from mlxinfer.core import FinishReason, Request, SamplingParams
 from mlxinfer.engine import kv_manager
 from mlxinfer.engine.batch import MAX_SHORT, Batch
+from mlxinfer.engine.kv_manager import KVManager
 from mlxinfer.engine.scheduler import CommitResult, Scheduler
 from mlxinfer.engine.sequence import Sequence
 
@@ -27,13 +29,18 @@ def build(
     max_batch: int = 4,
     chunk: int = 16,
 ) -> Scheduler:
-    return Scheduler(
-        windows=[AttentionWindow(window, sinks if window else 0) for window in windows],
-        allocators=[PageAllocator(pages, headroom=2) for _ in windows],
-        page_size=PAGE,
-        max_batch=max_batch,
-        prefill_chunk=chunk,
-    )
+    groups = [
+        PageGroup(
+            AttentionWindow(window, sinks if window else 0),
+            PageAllocator(pages, headroom=2),
+            PAGE,
+            prefill_chunk=chunk,
+            page_bytes=1,
+        )
+        for window in windows
+    ]
+    kv_manager = KVManager(groups, reuse=True)
+    return Scheduler(kv_manager, max_batch=max_batch, prefill_chunk=chunk)
 
 
 def request(name: str, num_prompt: int, max_tokens: int = 8, *, shared: int = 0) -> Request:
@@ -143,7 +150,7 @@ def test_tails_are_sealed_all_at_once() -> None:
     scheduler = build(pages=64)
     for name in "ab":
         scheduler.queues.add(request(name, 3, 60), max_output=60)
-    sealed = [len(step(scheduler).seal) for _ in range(30)]
+    sealed = [len(step(scheduler).cache_work.seal) for _ in range(30)]
     assert set(sealed) == {0, 2}  # at a barrier everybody seals
     first, second = [i for i, count in enumerate(sealed) if count][:2]
     assert second - first >= PAGE  # and barriers are a page apart at least
@@ -171,9 +178,9 @@ def test_who_makes_room_before_its_first_step_leaves_nothing_unwritten() -> None
     scheduler.queues.preempt(sequence)
     assert scheduler.queues.admit([]) is sequence
     assert sequence.num_computed % PAGE, "a cut page, whose copy was not made yet"
-    scheduler.kv_manager.take_closing()
+    scheduler.kv_manager.take_work()
     scheduler.queues.preempt(sequence)
-    assert scheduler.kv_manager.take_closing() == [], "its tail holds what somebody else wrote"
+    assert scheduler.kv_manager.take_work().seal == [], "its tail holds what somebody else wrote"
     assert_only_cached(scheduler)
 
 
@@ -339,18 +346,16 @@ def check_batch(scheduler: Scheduler, batch: Batch, chunk: int) -> None:
             assert 0 <= segment.start - segment.sealed < PAGE  # more than 0: after a cut page
         else:
             assert segment.stop - segment.sealed <= 2 * PAGE, "the tail is too short"
-        for window, table in zip(
-            scheduler.kv_manager.windows, segment.sequence.tables, strict=True
-        ):
+        groups = scheduler.kv_manager.groups
+        for group, table in zip(groups, segment.sequence.tables, strict=True):
             assert table.end >= segment.stop, "a token without a slot"
-            for part in window.ranges(segment.start, segment.stop):
+            for part in group.window.ranges(segment.start, segment.stop):
                 table.runs(*part)  # asserts that every visible position is held
 
 
 def check_books(scheduler: Scheduler) -> None:
-    for group, (window, allocator) in enumerate(
-        zip(scheduler.kv_manager.windows, scheduler.kv_manager.allocators, strict=True)
-    ):
+    for group, page_group in enumerate(scheduler.kv_manager.groups):
+        window, allocator = page_group.window, page_group.allocator
         tree = scheduler.kv_manager.tree
         own = [
             page

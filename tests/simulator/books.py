@@ -46,8 +46,8 @@ def check_decodes(scheduler: Scheduler, decodes: DecodeBatch) -> None:
     tails = [n - s.num_sealed for n, s in zip(lengths, sequences, strict=True)]
     assert decodes.max_tail == max(tails, default=0)
     assert all(a is b.tables for a, b in zip(segments.tables, sequences, strict=True))
-    for group, window in enumerate(scheduler.kv_manager.windows):
-        if window.size is None:
+    for group, page_group in enumerate(scheduler.kv_manager.groups):
+        if page_group.window.size is None:
             found = [s.tables[group].numbers_before(s.num_sealed).tolist() for s in sequences]
             assert segments.memoised(("books", group), list(found).copy) == found
 
@@ -83,14 +83,14 @@ def check_locks(scheduler: Scheduler, leases: list[Lease]) -> None:
     """Nodes count just the leases that there are, and windowed pages those that need them."""
     kv_manager = scheduler.kv_manager
     locks: Counter[Node] = Counter()
-    holds: list[Counter[Node]] = [Counter() for _ in kv_manager.windows]
+    holds: list[Counter[Node]] = [Counter() for _ in kv_manager.groups]
     for lease in leases:
         assert not lease.released
         cut = [lease.cut] if lease.cut else []
         locks.update(lease.nodes + cut)
-        for group, window in enumerate(kv_manager.windows):
-            if window.size is not None:
-                kept = window.kept_pages(kv_manager.page_size)
+        for group, page_group in enumerate(kv_manager.groups):
+            if page_group.window.size is not None:
+                kept = page_group.window.kept_pages(kv_manager.page_size)
                 holds[group].update(lease.nodes[:kept] + lease.nodes[lease.first[group] :] + cut)
     for stored in kv_manager.tree.stored():
         node = stored.node

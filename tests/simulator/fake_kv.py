@@ -13,7 +13,8 @@ from simulator.oracle import layer_groups
 from mlxinfer.cache.page_table import PageTable
 from mlxinfer.cache.pages import PageAllocator
 from mlxinfer.cache.window import AttentionWindow
-from mlxinfer.engine.batch import Load, Move, PartialCopy, Segment, Spill
+from mlxinfer.cache.work import Load, Move, PartialCopy, Spill
+from mlxinfer.engine.batch import Segment
 
 POISON = 1 << 80  # no hash is as large
 
@@ -142,10 +143,10 @@ class FakeKV:
                     source = page * self.page_size
                     count = restore.stop - restore.start
                     values = self.read(layer, [(source, source + count)])
-                    (target, _), *_ = restore.sequence.tables[g].runs(restore.start, restore.stop)
+                    (target, _), *_ = restore.tables[g].runs(restore.start, restore.stop)
                     copies.append((layer, restore, target, values))
         for layer, restore, target, values in copies:
-            tail = self.tails[layer][restore.sequence.slot]
+            tail = self.tails[layer][restore.slot]
             for i, value in enumerate(values):
                 self._write(self.pools[layer], target + i, value)
                 tail[(restore.start + i) % ring] = value

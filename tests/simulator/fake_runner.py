@@ -12,7 +12,8 @@ from engine.spelled import segments_of
 from simulator.fake_kv import FakeKV
 from simulator.oracle import Rules, embed, key, mix, sample
 
-from mlxinfer.engine.batch import Batch, CommitResult, SamplingRows, Segment, Spill
+from mlxinfer.cache.work import Spill
+from mlxinfer.engine.batch import Batch, CommitResult, SamplingRows, Segment
 from mlxinfer.engine.sequence import Sequence as EngineSequence
 
 
@@ -77,14 +78,14 @@ class FakeRunner:
             previous.wait()
         self.kv.may_write_pages = previous is None or previous.done
         if self.kv.may_write_pages:
-            self.kv.poison_given_back(batch.spill)
+            self.kv.poison_given_back(batch.cache_work.spill)
         self.kv.make_room(batch.num_slots)
-        self.kv.seal(batch.seal)
-        spilled = self.kv.read_out(batch.spill)
-        self.kv.poison_pages(batch.spill)
-        self.kv.fill(batch.load)
+        self.kv.seal(batch.cache_work.seal)
+        spilled = self.kv.read_out(batch.cache_work.spill)
+        self.kv.poison_pages(batch.cache_work.spill)
+        self.kv.fill(batch.cache_work.load)
         self._admit(batch)
-        self.kv.restore(batch.restore)
+        self.kv.restore(batch.cache_work.copies)
         self._fail(fault, "middle")
         launched = Launched(batch, spilled=spilled, fault=fault, unreadable=fault == "read")
         ids = _input_ids(batch, previous)

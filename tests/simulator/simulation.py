@@ -15,9 +15,11 @@ from simulator.oracle import ROUNDS, Oracle
 from simulator.sizes import Sizes
 
 from mlxinfer.cache.disk import DiskTier
+from mlxinfer.cache.groups import PageGroup
 from mlxinfer.cache.prefix.leases import Lease
 from mlxinfer.core import FinishReason, Request
 from mlxinfer.engine.batch import Batch
+from mlxinfer.engine.kv_manager import KVManager
 from mlxinfer.engine.pagestore import PageStore
 from mlxinfer.engine.scheduler import Proposer, Scheduler
 
@@ -42,28 +44,35 @@ class Simulation:
         self.start()
 
     def _open(self, tier: FakeTier) -> PageStore:
-        sizes = self.sizes
         return PageStore(
             cast(DiskTier, tier),
-            windows=sizes.windows,
-            page_bytes=[ROUNDS * sizes.page_size * 8 for _ in sizes.windows],
-            page_size=sizes.page_size,
+            groups=self._groups(),
             max_bytes=2**40,
             clock=lambda: 0.0,
         )
 
+    def _groups(self) -> list[PageGroup]:
+        sizes = self.sizes
+        return [
+            PageGroup(
+                window,
+                WatchedAllocator(num_pages, headroom=sizes.headroom),
+                sizes.page_size,
+                sizes.prefill_chunk,
+                page_bytes=ROUNDS * sizes.page_size * 8,
+            )
+            for window, num_pages in zip(sizes.windows, sizes.num_pages, strict=True)
+        ]
+
     def start(self) -> None:
         """A fresh cache, scheduler and runner; the disk stays."""
         sizes = self.sizes
-        allocators = [WatchedAllocator(n, headroom=sizes.headroom) for n in sizes.num_pages]
+        groups = self._groups()
+        allocators = [cast(WatchedAllocator, group.allocator) for group in groups]
         self.scheduler = Scheduler(
-            windows=sizes.windows,
-            allocators=allocators,
-            page_size=sizes.page_size,
+            KVManager(groups, reuse=sizes.reuse, store=self.store),
             max_batch=sizes.max_batch,
             prefill_chunk=sizes.prefill_chunk,
-            reuse=sizes.reuse,
-            store=self.store,
             proposer=self.proposer,
         )
         self.kv = FakeKV(
@@ -103,7 +112,7 @@ class Simulation:
         """Save what is cached and start afresh. Nothing runs or waits."""
         kv_manager = self.scheduler.kv_manager
         self.kv.may_write_pages = True
-        self.kv.seal(kv_manager.take_closing())
+        self.kv.seal(kv_manager.take_work().seal)
         if self.store is not None and self.sizes.reuse:
             self.store.save(kv_manager.take_all(), self.kv.read_out)
         self.start()
@@ -210,7 +219,7 @@ class Simulation:
         assert all(a.reason is not None for a in self.asked.values())
         self.kv.may_write_pages = True
         self.scheduler.kv_manager.settle(())
-        self.kv.seal(self.scheduler.kv_manager.take_closing())
+        self.kv.seal(self.scheduler.kv_manager.take_work().seal)
         self._check_stored()
         tree = self.scheduler.kv_manager.tree
         for group, allocator in enumerate(self.scheduler.kv_manager.allocators):

@@ -11,8 +11,9 @@ from collections.abc import Callable
 import pytest
 from simulator.programs import Program
 
+from mlxinfer.cache.groups import PageGroup
 from mlxinfer.cache.page_table import PageTable
-from mlxinfer.cache.window import AttentionWindow
+from mlxinfer.cache.work import CacheWork
 from mlxinfer.engine.batch import Batch
 from mlxinfer.engine.kv_manager import KVManager
 from mlxinfer.engine.scheduler import Scheduler
@@ -70,19 +71,31 @@ def nothing(*args: object, **kwargs: object) -> None:
     pass
 
 
-def one_page_more(self: AttentionWindow, position: int, page_size: int) -> int:
-    return self.lowest(position) // page_size + 1
+def one_page_more(self: PageGroup, num_tokens: int) -> int:
+    return self.num_skippable(num_tokens) // self.page_size + 1
+
+
+def without(name: str) -> Callable[[KVManager], CacheWork]:
+    """`take_work` that leaves a part of the work out."""
+    take_work = KVManager.take_work
+
+    def incomplete(kv_manager: KVManager) -> CacheWork:
+        work = take_work(kv_manager)
+        getattr(work, name).clear()
+        return work
+
+    return incomplete
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
     [
         (Batch, "writes_pages", property(lambda batch: bool(batch.long))),
-        (KVManager, "_restore", nothing),
+        (KVManager, "take_work", without("copies")),
         (KVManager, "forget", nothing),
-        (KVManager, "take_closing", lambda kv_manager: []),
+        (KVManager, "take_work", without("seal")),
         (PageTable, "replace", nothing),
-        (AttentionWindow, "first_page", one_page_more),
+        (PageGroup, "first_page", one_page_more),
         (Scheduler, "_seal_tails", nothing),
     ],
 )

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.cache.page_table import PageTable
-from mlxinfer.cache.sealing import seal_index
+from mlxinfer.cache.work import seal_index
 
 PAGE = 4
 

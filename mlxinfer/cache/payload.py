@@ -1,7 +1,8 @@
-"""Pages of one layer group to bytes and back. Knows arrays; no tokens, no files.
+"""Pages of one layer group to bytes and back. Knows planes of arrays; no tokens, no files.
 
-The payload of a page is, for each layer of its group, the parts of the keys and then those of the
-values, each (H, P, W) in the pool's own format: what comes back is what was there, bit for bit.
+The payload of a page is, for each layer of its group, the parts of each of its planes (keys and
+then values, or latent vectors), each (H, P, W) in the pool's own format: what comes back is what
+was there, bit for bit.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,6 @@ from math import prod
 import mlx.core as mx
 import numpy as np
 
-from .kv import KVCache
 from .pool import Plane
 
 CHUNK_BYTES = 64 * 2**20  # payloads that are gathered at once
@@ -18,33 +18,34 @@ CHUNK_BYTES = 64 * 2**20  # payloads that are gathered at once
 Payload = bytes | memoryview
 
 
-def payload_bytes(cache: KVCache, group: int) -> int:
-    """Bytes of the payload of one page of a group."""
-    return cache.groups[group].page_bytes
-
-
-def read_pages(cache: KVCache, group: int, pages: Sequence[int]) -> list[bytes]:
+def read_pages(planes: Sequence[Plane], pages: Sequence[int], page_size: int) -> list[bytes]:
     """The payloads of pages, in order. Waits for whatever writes them."""
-    return [payload for chunk in _chunks(cache, group, pages) for payload in _read(*chunk)]
+    return [
+        payload
+        for some in _chunks(planes, pages, page_size)
+        for payload in _read(planes, some, page_size)
+    ]
 
 
 def write_pages(
-    cache: KVCache, group: int, pages: Sequence[int], payloads: Sequence[Payload]
+    planes: Sequence[Plane], pages: Sequence[int], page_size: int, payloads: Sequence[Payload]
 ) -> None:
     """Put payloads into pages. Only behind a barrier."""
     start = 0
-    for planes, some, page_size in _chunks(cache, group, pages):
+    for some in _chunks(planes, pages, page_size):
         _write(planes, some, page_size, payloads[start : start + len(some)])
         start += len(some)
 
 
 def _chunks(
-    cache: KVCache, group: int, pages: Sequence[int]
-) -> Iterator[tuple[list[Plane], Sequence[int], int]]:
-    planes = cache.planes(group)
-    count = max(CHUNK_BYTES // payload_bytes(cache, group), 1)
+    planes: Sequence[Plane], pages: Sequence[int], page_size: int
+) -> Iterator[Sequence[int]]:
+    page_bytes = page_size * sum(
+        len(part) * part.shape[-1] * part.itemsize for plane in planes for part in plane.pages
+    )
+    count = max(CHUNK_BYTES // max(page_bytes, 1), 1)
     for start in range(0, len(pages), count):
-        yield planes, pages[start : start + count], cache.page_size
+        yield pages[start : start + count]
 
 
 def _slots(pages: Sequence[int], page_size: int) -> mx.array:

@@ -4,9 +4,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxinfer.cache import transfer
+from mlxinfer.cache import payload as payload_module
 from mlxinfer.cache.formats import Bits
 from mlxinfer.cache.kv import KVCache
+from mlxinfer.cache.payload import read_pages, write_pages
 from mlxinfer.core import KVSpec
 
 PAGE = 4
@@ -59,14 +60,14 @@ def page_parts(cache: KVCache, group: int, page: int) -> list[bytes]:
 def test_pages_move_between_caches_bit_for_bit(
     dtype: mx.Dtype, bits: Bits, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(payload_module, "CHUNK_BYTES", chunk_bytes)
     source, target = noisy_cache(dtype, bits), noisy_cache(dtype, bits, seed=1)
     for group in range(len(source.groups)):
         taken, placed, other = [5, 0, 7, 6], [2, 3, 8, 0], 4
         before = page_parts(target, group, other)
-        payloads = transfer.read_pages(source, group, taken)
-        assert {len(p) for p in payloads} == {transfer.payload_bytes(source, group)}
-        transfer.write_pages(target, group, placed, payloads)
+        payloads = read_pages(source.planes(group), taken, PAGE)
+        assert {len(p) for p in payloads} == {source.groups[group].page_bytes}
+        write_pages(target.planes(group), placed, PAGE, payloads)
         for page, payload, place in zip(taken, payloads, placed, strict=True):
             assert b"".join(page_parts(source, group, page)) == payload
             assert page_parts(target, group, place) == page_parts(source, group, page)
@@ -75,5 +76,5 @@ def test_pages_move_between_caches_bit_for_bit(
 
 def test_nothing_is_read_or_written_where_nothing_is_asked_for() -> None:
     cache = noisy_cache(mx.float32, (None, None))
-    assert transfer.read_pages(cache, 0, []) == []
-    transfer.write_pages(cache, 0, [], [])
+    assert read_pages(cache.planes(0), [], PAGE) == []
+    write_pages(cache.planes(0), [], PAGE, [])

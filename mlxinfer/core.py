@@ -171,6 +171,7 @@ class Request:
     prompt_logits: bool = False  # also return the logits of every prompt position
     priority: int = 0  # of what it leaves in the prefix cache: lower goes first
     grammar: Grammar | None = None  # of this request alone; the answer ends when it is finished
+    adapter: str | None = None  # name of the adapter that the model runs with; None: none
     arrived_s: float = 0.0  # monotonic seconds, set by the engine; so is the next
     started_s: float = 0.0  # when its first step was launched
 

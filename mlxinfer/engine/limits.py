@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ..cache.kv import KVCache
 from ..config import EngineConfig
 from ..core import Request, check_token_ids
-from ..errors import ContextLengthError, InsufficientMemoryError, InvalidRequestError
+from ..errors import ContextLengthError, InsufficientMemoryError, InvalidRequestError, shown
 from ..memory import human_bytes
 
 _ENDLESS = 2**31  # tokens; more than any context
@@ -33,12 +33,16 @@ class EngineLimits:
     max_context: int  # tokens of prompt and answer of one request
     max_positions: int  # that the KV cache holds of one sequence, if it runs alone
     groups: tuple[GroupLimits, ...]
+    adapters: tuple[str, ...] = ()  # that requests may name
 
     @classmethod
-    def of(cls, config: EngineConfig, vocab_size: int, cache: KVCache) -> "EngineLimits":
+    def of(
+        cls, config: EngineConfig, vocab_size: int, cache: KVCache, adapters: tuple[str, ...] = ()
+    ) -> "EngineLimits":
         """Read them off a cache that has been set up."""
         return cls(
             vocab_size=vocab_size,
+            adapters=adapters,
             page_size=config.page_size,
             max_context=config.max_context,
             max_positions=cache.max_tokens,
@@ -66,6 +70,12 @@ class EngineLimits:
         check_token_ids(request.prompt_ids, self.vocab_size, param="prompt")
         check_token_ids(request.stop_ids, self.vocab_size, param="stop_token_ids")
         request.params.check_vocabulary(self.vocab_size)
+        if request.adapter is not None and request.adapter not in self.adapters:
+            raise InvalidRequestError(
+                f"There is no adapter {shown(request.adapter)}; "
+                f"{'loaded: ' + ', '.join(self.adapters) if self.adapters else 'none is loaded'}.",
+                param="adapter",
+            )
         room = self.max_context - num_prompt
         if room < 1:
             raise ContextLengthError(

@@ -4,6 +4,7 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from importlib.metadata import version
 from typing import Any
 
@@ -41,6 +42,7 @@ class Loop:
             finish_reason.
         kernels: says which Metal kernels may be used.
         proposer: of tokens that steps verify; None: every step gives a sequence one token.
+        adapters: names that requests may give; row i of the model's adapters is the i-th, from 1.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Loop:
         *,
         kernels: Chooser = choose_none,
         proposer: Proposer | None = None,
+        adapters: Seq[str] = (),
     ) -> None:
         self.model = model
         self.config = config
@@ -61,6 +64,7 @@ class Loop:
         self._in_flight: Launched | None = None
         self.store: PageStore | None = None
         self._proposer = proposer
+        self._adapters = tuple(adapters)
         self._counters = Counters()  # lives on where the loop starts afresh
         self.assemble()
 
@@ -128,7 +132,9 @@ class Loop:
     @property
     def limits(self) -> EngineLimits:
         """What requests must fit into."""
-        return EngineLimits.of(self.config, self.model.config.vocab_size, self.cache)
+        return EngineLimits.of(
+            self.config, self.model.config.vocab_size, self.cache, self._adapters
+        )
 
     def check(self, request: Request) -> int:
         """How many tokens the answer may have at most; errors as of `EngineLimits.check`."""
@@ -138,6 +144,8 @@ class Loop:
         """Queue a request that `check` passed."""
         sequence = self.scheduler.queues.add(request, max_output=max_output)
         sequence.rope_variant = self.model.rope_variant(sequence.max_known)
+        if request.adapter is not None:
+            sequence.adapter = 1 + self._adapters.index(request.adapter)
 
     def abort(self, request_id: str) -> None:
         """End a request if it has not ended."""

@@ -1,8 +1,9 @@
 """Runs a batch: forward pass and sampling. The only place that evaluates; knows no queues."""
 
-import sys
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import mlx.core as mx
 import numpy as np
@@ -20,6 +21,7 @@ from .sequence import Sequence
 
 Bools = NDArray[np.bool_]
 NO_TOKENS: Ints = np.zeros(0, dtype=np.int32)
+ROPE_VARIANT, ADAPTER = attrgetter("rope_variant"), attrgetter("adapter")
 
 
 @dataclass(slots=True)
@@ -73,7 +75,6 @@ class Runner:
         self.cache = cache
         self.sampler = sampler
         self._used_slots: set[int] = set()
-        self._has_rope_variants = model.rope_variant(sys.maxsize) > 0
 
     def launch(self, batch: Batch, previous: Launched | None) -> Launched:
         """Start a step.
@@ -97,7 +98,8 @@ class Runner:
             ids,
             mx.array(segments.positions),
             self.cache.begin_step(segments),
-            rope_variants=_rope_variants(batch) if self._has_rope_variants else None,
+            rope_variants=_of_rows(batch, ROPE_VARIANT),
+            adapters=_of_rows(batch, ADAPTER),
         )
         launched = self._heads(batch, hidden, ids, pending)
         launched.spilled = spilled
@@ -240,11 +242,11 @@ def _input_ids(batch: Batch, previous: Launched | None) -> tuple[mx.array, Bools
     return mx.where(mx.array(pending), sampled, _known_ids(batch)), pending
 
 
-def _rope_variants(batch: Batch) -> Ints | None:
-    """(T,) the variant of each token's sequence; None: 0 for all."""
-    rows = [sequence.rope_variant for sequence in batch.decodes.sequences]
+def _of_rows(batch: Batch, value: Callable[[Sequence], int]) -> Ints | None:
+    """(T,) a value of each token's sequence; None: 0 for all."""
+    rows = [value(sequence) for sequence in batch.decodes.sequences]
     for segment in batch.ragged:
-        rows += [segment.sequence.rope_variant] * segment.num_tokens
+        rows += [value(segment.sequence)] * segment.num_tokens
     return np.array(rows, dtype=np.int32) if any(rows) else None
 
 

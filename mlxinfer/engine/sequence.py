@@ -21,6 +21,7 @@ class Sequence:
     token_ids: list[int]  # prompt and answer, as far as known
     num_prompt: int
     rope_variant: int = 0  # see `Model.rope_variant`; chosen once, since all of its keys have it
+    adapter: int = 0  # place in the model's adapters, from 1; 0: none
     num_computed: int = 0  # positions whose KV is there, or in a launched step
     num_sealed: int = 0  # of these, in pages of the pool; the rest lies in the tail
     num_pending: int = 0  # rows of launched steps that sample for it and were not yet read
@@ -42,9 +43,13 @@ class Sequence:
         return self.lease
 
     @property
-    def namespace(self) -> int | None:
-        """Keys and values are shared between sequences of one namespace only."""
-        return self.rope_variant or None
+    def namespace(self) -> tuple[str | None, int] | None:
+        """Keys and values are shared between sequences of one namespace only.
+
+        None: no adapter, and the model's usual frequencies.
+        """
+        namespace = (self.request.adapter, self.rope_variant)
+        return None if namespace == (None, 0) else namespace
 
     @property
     def num_known(self) -> int:

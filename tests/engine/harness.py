@@ -68,11 +68,19 @@ class Harness:
         *,
         kernels: Chooser = choose_none,
         proposer: Proposer | None = None,
+        adapters: tuple[str, ...] = (),
         **changes: object,
     ) -> None:
         self.outcomes: dict[str, Outcome] = {}
         self.turns = 0
-        self.loop = Loop(model, config(**changes), self._take, kernels=kernels, proposer=proposer)
+        self.loop = Loop(
+            model,
+            config(**changes),
+            self._take,
+            kernels=kernels,
+            proposer=proposer,
+            adapters=adapters,
+        )
 
     def _take(self, events: list[TokenEvent]) -> None:
         for event in events:
@@ -100,9 +108,10 @@ class Harness:
         stop_ids: frozenset[int] = frozenset(),
         prompt_logits: bool = False,
         grammar: Grammar | None = None,
+        adapter: str | None = None,
     ) -> None:
         request = Request(name, prompt_ids, params or SamplingParams(), stop_ids, prompt_logits)
-        request.grammar = grammar
+        request.grammar, request.adapter = grammar, adapter
         self.outcomes[name] = Outcome()
         self.loop.add(request, self.loop.check(request))
 

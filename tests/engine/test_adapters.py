@@ -1,0 +1,112 @@
+"""A request's adapter reaches each of its tokens, and keeps its keys and values to itself."""
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import pytest
+from engine.harness import PAGE, Harness, prompt, tiny_model
+
+from mlxinfer.core import SamplingParams
+from mlxinfer.engine.sequence import Sequence
+from mlxinfer.errors import InvalidRequestError
+
+CASE = "qwen3-v4"
+NAMES = ("first", "second")
+
+
+class FromPrompt:
+    """Proposes tokens of the prompt."""
+
+    def depth(self, sequences: Seq[Sequence]) -> int:
+        return 3
+
+    def propose(self, sequences: Seq[Sequence], depth: int) -> list[list[int]]:
+        return [s.request.prompt_ids[:depth] for s in sequences]
+
+
+class Recorder:
+    """A model that notes the ids and adapters of each step."""
+
+    def __init__(self, harness: Harness) -> None:
+        self._model = harness.loop.runner.model
+        self.steps: list[tuple[list[int], np.ndarray | None]] = []
+        harness.loop.runner.model = self  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._model, name)
+
+    def __call__(self, ids, positions, caches, *, adapters=None, **rows):  # type: ignore[no-untyped-def]
+        self.steps.append((ids.tolist(), adapters))
+        return self._model(ids, positions, caches, adapters=adapters, **rows)
+
+
+@pytest.mark.parametrize("guesses", [False, True])
+def test_every_row_of_a_step_has_its_sequences_adapter(guesses: bool) -> None:
+    """Prompts of distinct tokens, so that ids tell the rows apart, and answers kept within them."""
+    own = {None: range(10, 30), "first": range(30, 60), "second": range(60, 95)}
+    places = {None: 0, "first": 1, "second": 2}
+    harness = Harness(
+        tiny_model(CASE, quantized=True),
+        adapters=NAMES,
+        proposer=FromPrompt() if guesses else None,
+    )
+    recorder = Recorder(harness)
+    for name, ids in own.items():
+        bias = dict.fromkeys(ids, 1e6)
+        params = SamplingParams(max_tokens=30, logit_bias=bias, temperature=1.0, seed=1)
+        harness.add(str(name), list(ids), params, adapter=name)
+        harness.turn(2)
+    outcomes = harness.drain()
+    of_token = {token: places[name] for name, ids in own.items() for token in ids}
+    for name, ids in own.items():
+        assert set(outcomes[str(name)].token_ids) <= set(ids)
+    mixed = 0
+    for ids, adapters in recorder.steps:
+        expected = [of_token.get(token, -1) for token in ids]
+        rows = [0] * len(ids) if adapters is None else adapters.tolist()
+        assert rows == expected
+        mixed += len(set(rows)) > 2
+    assert mixed > 5
+
+
+def test_steps_without_adapters_say_so() -> None:
+    harness = Harness(tiny_model(CASE), adapters=NAMES)
+    recorder = Recorder(harness)
+    harness.add("a", prompt(20), SamplingParams(max_tokens=5))
+    harness.drain()
+    assert all(adapters is None for _, adapters in recorder.steps)
+
+
+def test_two_adapters_never_share_a_page() -> None:
+    harness = Harness(tiny_model(CASE, quantized=True), adapters=NAMES)
+    params = SamplingParams(max_tokens=5)
+    for turn in range(2):
+        for name in (None, *NAMES):
+            harness.add(f"{name} {turn}", prompt(4 * PAGE), params, adapter=name)
+            outcome = harness.drain()[f"{name} {turn}"]
+            assert outcome.cached_tokens == (4 * PAGE - 1 if turn else 0)
+    pages: dict[object, set[int]] = {}
+    for stored in harness.loop.scheduler.kv_manager.tree.stored():
+        page = stored.pages[0]
+        assert page is not None
+        assert page not in pages.setdefault(stored.namespace, set())
+        pages[stored.namespace].add(page)
+    assert set(pages) == {None, ("first", 0), ("second", 0)}
+    assert len(set().union(*pages.values())) == sum(map(len, pages.values()))
+
+
+def test_prompts_that_wait_for_another_wait_within_their_adapter_only() -> None:
+    harness = Harness(tiny_model(CASE, quantized=True), adapters=NAMES, prefill_chunk=2 * PAGE)
+    for name in NAMES:
+        harness.add(name, prompt(8 * PAGE), SamplingParams(max_tokens=2), adapter=name)
+    harness.turn(2)
+    assert len(harness.loop.scheduler.queues.running) == 2
+    harness.drain()
+
+
+def test_an_adapter_that_is_not_loaded_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="no adapter 'x'; none is loaded") as caught:
+        Harness(tiny_model(CASE)).add("a", [5], adapter="x")
+    assert caught.value.param == "adapter"
+    with pytest.raises(InvalidRequestError, match="loaded: first, second"):
+        Harness(tiny_model(CASE), adapters=NAMES).add("a", [5], adapter="x")

@@ -1,4 +1,4 @@
-"""What an answer must look like: grammars compiled to masks over tokens. Knows no mlx."""
+"""Grammars of answers, compiled to bitmasks over the vocabulary. No mlx."""
 
 from .compiler import GrammarCompiler
 from .spec import GrammarSpec, response_format

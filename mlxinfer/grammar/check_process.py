@@ -1,12 +1,12 @@
-"""Compiles grammars that strangers sent, in a process that may be killed. Run as a file.
+"""Compiles untrusted grammars in a process that may be killed. Run as a file.
 
-Knows nothing of mlxinfer: it starts in the time that Python and llguidance take. On stdin and
-stdout go messages of JSON with their length before them, 4 bytes, big-endian:
+Imports nothing of mlxinfer, so that it starts as fast as Python and llguidance do. Messages on
+stdin and stdout are JSON after their length (4 bytes, big-endian):
 
     {"source": ..., "schemas": [[place, text], ...], "is_free": ...,
      "special": {token id: text}, "vocab_size": ...}
 
-and the answers, {} if the grammar is sound, or
+and the answers, {} for a sound grammar, or
 
     {"error": message, "place": of the schema at fault or null, "pointer": within it}
 """
@@ -47,13 +47,13 @@ MAPS_OF_SUBSCHEMAS = frozenset(("properties", "patternProperties", "$defs", "def
 
 
 def parser_limits(*, is_free: bool) -> "llguidance.LLParserLimits":
-    """The limits of a grammar."""
+    """Return llguidance's limits for a grammar."""
     items = {"step_max_items": MAX_FREE_ITEMS} if is_free else {}
     return llguidance.LLParserLimits(**LIMITS, **items)
 
 
 class ByteTokenizer:
-    """A tokenizer whose tokens are the bytes and the control tokens of a model, at their ids."""
+    """A tokenizer of the 256 bytes and a model's control tokens, these at their ids."""
 
     bos_token_id = None
 
@@ -70,7 +70,7 @@ class ByteTokenizer:
         self.special_token_ids = [*special, self.eos_token_id]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """The ids of a text."""
+        """Return the ids of a text."""
         data = text if isinstance(text, bytes) else text.encode()
         return [self._ids[byte] for byte in data]
 
@@ -87,14 +87,14 @@ class GrammarChecker:
         self._table = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self._tokens))
 
     def use_tokens(self, special: dict[str, str], vocab_size: int) -> None:
-        """Know these control tokens from now on."""
+        """Set the control tokens that grammars may name."""
         if special != self._special or vocab_size > len(self._tokens.tokens):
             self._special = special
             self._tokens = ByteTokenizer({int(i): text for i, text in special.items()}, vocab_size)
             self._make_table()
 
     def answer(self, job: dict[str, Any]) -> dict[str, Any]:
-        """The reply to a message."""
+        """Return the reply to a message."""
         self.use_tokens(job["special"], job["vocab_size"])
         error = self.error_of(job["source"], is_free=job["is_free"])
         if error is None:
@@ -108,7 +108,7 @@ class GrammarChecker:
         return {"error": error, "place": None, "pointer": ""}
 
     def error_of(self, source: str, *, is_free: bool = False) -> str | None:
-        """Why a grammar cannot be used; None: it can."""
+        """Return why a grammar cannot be used, None if it can."""
         limits = parser_limits(is_free=is_free)
         matcher = llguidance.LLMatcher(self._table, source, log_level=0, limits=limits)
         for _ in range(MAX_FORCED):
@@ -123,13 +123,14 @@ class GrammarChecker:
         return None
 
     def error_of_schema(self, schema: Any) -> str | None:
-        """Why a JSON schema cannot be used."""
+        """Return why a JSON schema cannot be used, None if it can."""
         return self.error_of(json.dumps({"grammars": [{"json_schema": schema}]}))
 
     def locate(self, schema: Any, message: str) -> tuple[str, str]:
-        """(JSON pointer, message) of the smallest part that fails in the same way by itself.
+        """Return (JSON pointer, message) of the smallest part that fails with the same message by
+        itself.
 
-        Parts are tried with the definitions of the whole, so that references resolve.
+        Each part is tried with the definitions of the whole schema, so that references resolve.
         """
         shared = {k: schema[k] for k in ("$defs", "definitions", "x-guidance") if k in schema}
         pointer, part = "", schema
@@ -147,7 +148,7 @@ class GrammarChecker:
 
 
 def subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
-    """(JSON pointer, schema) of the parts directly inside a schema."""
+    """Yield (JSON pointer, schema) of the parts directly inside a schema."""
     if not isinstance(schema, dict):
         return
     for key, value in schema.items():
@@ -161,7 +162,7 @@ def subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
 
 
 def readable(message: str) -> str:
-    """An error of llguidance without its state, which may hold what others wrote."""
+    """Return an error of llguidance without its parser state, which may hold other users' text."""
     first = STATE.split(message)[0].strip()
     if first.startswith("NoExtension"):
         return "no text satisfies it"
@@ -169,9 +170,10 @@ def readable(message: str) -> str:
 
 
 def watch_memory(max_bytes: int) -> None:
-    """End the process when it takes more; where the system does not, a thread looks.
+    """End the process when its memory grows by more than `max_bytes`.
 
-    Linux counts the peak of the process that started this one, too: what matters is the growth.
+    Where the system sets no limit, a thread polls. Linux counts the parent's peak too, so growth
+    is compared.
     """
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
@@ -191,7 +193,7 @@ def watch_memory(max_bytes: int) -> None:
 
 
 def receive(stream: BinaryIO) -> Any:
-    """The next message; None: there is nobody to send any."""
+    """Return the next message, None at the end of the stream."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
@@ -206,7 +208,7 @@ def send(stream: BinaryIO, message: Any) -> None:
 
 
 def main() -> None:
-    """Answer messages until there is nobody to send any."""
+    """Answer messages until the stream ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who started this
     watch_memory(int(sys.argv[1]))
     checker = GrammarChecker()

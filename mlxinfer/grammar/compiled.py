@@ -1,15 +1,11 @@
-"""What the masks of one answer may cost. Knows CPU time, no grammars.
+"""A compiled grammar, and the state of one answer under it.
 
-Masks are filled on the engine's thread, where every other answer waits for them. What they cost
-cannot be seen in a grammar, so it is measured: CPU time of the thread, which does not pass faster
-where others use the machine.
+Matchers of one compiled grammar share a lexer, whose states grow with use up to a limit. So a
+grammar that was used much gets a new lexer, and an answer that reaches the limit starts over once
+with a lexer of its own: other answers' use is no reason for it to fail.
 
-A compiled grammar, and the state of one answer under it. Knows matchers, no requests.
-
-Matchers of one compiled grammar share the states of their lexer, which grow with use, to a limit.
-So a grammar that was used much gets a new lexer, and an answer that runs into the limit starts over
-with a lexer of its own, once: what others did is no reason to fail. Unless it takes too long: the
-engine's thread, on which this happens, is everybody's.
+Masks are filled on the engine's thread, where all other answers wait. Their cost cannot be read off
+a grammar, so the CPU time of each answer's masks is measured and limited.
 """
 
 import threading
@@ -26,14 +22,14 @@ from ..errors import InvalidRequestError
 from .check_process import parser_limits, readable
 from .spec import GrammarSpec
 
-ALLOWED_S = 0.01  # of each mask or token followed; a thousand optional properties take a quarter
-MAX_EXCESS_S = 0.1  # what all of them may take beyond that, of a grammar that may be ambiguous
-MAX_EXCESS_FIXED_S = 1.0  # of others, which are slow at first: a lexer grows, and serves all later
-TIMED_ALONE_FROM_S = 0.05  # wall time of masks filled in parallel, whose shares nobody knows
+ALLOWED_S = 0.01  # per mask or token; a thousand optional properties take a quarter of it
+MAX_EXCESS_S = 0.1  # of one answer, for a grammar that may be ambiguous
+MAX_EXCESS_FIXED_S = 1.0  # for others, which are slow until the shared lexer has grown
+TIMED_ALONE_FROM_S = 0.05  # wall time of masks filled in parallel, whose shares are unknown
 
 
 WORD_BITS = 32  # of a mask
-PARALLEL_FROM = 16  # rows; fewer are done sooner than several threads are told to
+PARALLEL_FROM = 16  # rows; for fewer, starting threads takes longer than the masks
 MAX_USES = 20_000  # tokens that the matchers of one lexer may take
 SOURCE_FACTOR = 64  # bytes that a byte of source takes once it is compiled, about
 BYTES_PER_USE = 256  # by which the lexer grows, about
@@ -42,9 +38,14 @@ LEXER_ERROR = "lexer error"  # in llguidance's messages
 
 
 class MaskTimeLimit:
-    """The account of one answer, which may owe so many seconds.
+    """The CPU time that one answer's masks have taken beyond ALLOWED_S each.
 
-    `is_timed_alone` asks for the next mask to be filled by itself, so that its time is known.
+    Time below ALLOWED_S reduces the excess again. CPU time of the thread is counted, since it does
+    not pass faster on a busy machine.
+
+    Attributes:
+        excess_s: seconds, at least 0.
+        is_timed_alone: the next mask has to be filled by itself, so that its time is known.
     """
 
     def __init__(self, max_excess_s: float = MAX_EXCESS_S) -> None:
@@ -53,19 +54,19 @@ class MaskTimeLimit:
         self.is_timed_alone = False
 
     def add(self, seconds: float) -> None:
-        """Count a mask, or a token followed; what is not used of its time pays what is owed."""
+        """Count the time of a mask, or of a token that the grammar followed."""
         if not self.is_exceeded:
             self.excess_s = max(0.0, self.excess_s + seconds - ALLOWED_S)
         self.is_timed_alone = self.excess_s > 0.0
 
     @property
     def is_exceeded(self) -> bool:
-        """Whether it took too much, once and for all."""
+        """Whether the excess was too large; it stays so."""
         return self.excess_s > self._max_excess_s
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with the grammar, and what to do."""
+        """Why the answer cannot go on, and what to do; None if it can."""
         if not self.is_exceeded:
             return None
         return (
@@ -76,14 +77,14 @@ class MaskTimeLimit:
 
 
 class CompiledGrammar:
-    """A grammar over the tokens of a model; safe to use from several threads.
+    """A grammar over the tokens of a model. Safe to use from several threads.
 
     Args:
         table: of the tokens.
-        spec: that was found sound.
+        spec: a grammar that was found sound.
 
     Raises:
-        InvalidRequestError: it passes a limit with these tokens.
+        InvalidRequestError: it exceeds a limit with these tokens.
     """
 
     def __init__(self, table: "llguidance.LLTokenizer", spec: GrammarSpec) -> None:
@@ -108,18 +109,20 @@ class CompiledGrammar:
 
     @property
     def num_bytes(self) -> int:
-        """About how much memory it takes."""
+        """About how much memory the grammar takes."""
         return len(self._source) * SOURCE_FACTOR + self.num_uses * BYTES_PER_USE
 
     def start(self) -> "TokenGrammar":
-        """The state of a new answer."""
+        """Return the state of a new answer."""
         with self._lock:
             if self.num_uses > MAX_USES or self._prototype.is_error():
                 self._prototype, self.num_uses = self.matcher(), 0
             return TokenGrammar(self, self._prototype.deep_copy())
 
     def matcher(self) -> "llguidance.LLMatcher":
-        """At the beginning, with a lexer of its own and the first mask worked out."""
+        """Return a matcher at the beginning, with a lexer of its own and the first mask
+        computed.
+        """
         made = llguidance.LLMatcher(self._table, self._source, log_level=0, limits=self._limits)
         if not made.is_error():
             made.compute_bitmask()
@@ -145,28 +148,28 @@ class TokenGrammar:
 
     @property
     def place(self) -> str:
-        """The field of the request that it came from."""
+        """The request's field that the grammar came from."""
         return self._compiled.spec.place
 
     @property
     def accepting(self) -> bool:
-        """Whether the answer so far is whole."""
+        """Whether the answer so far is complete."""
         return bool(self._matcher.is_accepting())
 
     @property
     def finished(self) -> bool:
-        """Whether it is whole and nothing may follow."""
+        """Whether the answer is complete and no token may follow."""
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     @property
     def problem(self) -> str | None:
-        """Why it cannot go on."""
+        """Why the answer cannot go on; None if it can."""
         if self._matcher.is_error():
             return readable(self._matcher.get_error())
         return self._mask_time.problem
 
     def accept(self, token_id: int) -> None:
-        """Take in the next token of the answer."""
+        """Follow the next token of the answer."""
         self._taken.append(token_id)
         self._compiled.num_uses += 1
         began_s = time.thread_time()
@@ -187,9 +190,15 @@ class TokenGrammar:
     def fill_masks(
         grammars: Sequence["TokenGrammar"], rows: Sequence[int], masks: NDArray[np.uint32]
     ) -> None:
-        """Write which tokens may come next; without Python's lock, and many in parallel.
+        """Write the allowed next tokens of several answers into their rows of `masks`.
 
-        The mask of a grammar that has a problem is something.
+        Releases the GIL; many masks are filled in parallel. The row of a grammar with a problem is
+        arbitrary.
+
+        Args:
+            grammars: of one model.
+            rows: of `masks`, one for each grammar.
+            masks: (rows, words), one bit per token.
         """
         words = grammars[0]._compiled.num_words  # the same for all of one model
         whole = masks
@@ -206,7 +215,7 @@ class TokenGrammar:
                 masks[row] = whole[row, : masks.shape[1]]
 
     def _start_afresh(self) -> bool:
-        """Come back to the same place with a lexer of its own; False: that does not help."""
+        """Return to the same place with a new lexer; False if that does not help."""
         helps = LEXER_ERROR in self._matcher.get_error()
         if self._is_afresh or not helps or self._compiled.matcher_s > MAX_RESTART_S:
             return False
@@ -219,7 +228,7 @@ class TokenGrammar:
 
 
 def _compute(pairs: Sequence[tuple[TokenGrammar, int]], masks: NDArray[np.uint32]) -> None:
-    """Write the masks of grammars to their rows; one in trouble writes something."""
+    """Fill the masks of grammars; the row of a grammar with a problem is arbitrary."""
     if not pairs:
         return
     assert masks.flags.c_contiguous
@@ -237,7 +246,10 @@ def _compute(pairs: Sequence[tuple[TokenGrammar, int]], masks: NDArray[np.uint32
 
 
 def _compute_together(pairs: Sequence[tuple[TokenGrammar, int]], masks: NDArray[np.uint32]) -> None:
-    """In several threads: where it takes long, the next masks have to show whose fault it is."""
+    """Fill masks in several threads.
+
+    If that takes long, the next masks are timed alone, to find the grammar that is slow.
+    """
     address, row_bytes = _place(masks)
     jobs = [(grammar._matcher, row) for grammar, row in pairs]
     began_s = time.monotonic()
@@ -248,12 +260,12 @@ def _compute_together(pairs: Sequence[tuple[TokenGrammar, int]], masks: NDArray[
 
 
 def _place(masks: NDArray[np.uint32]) -> tuple[int, int]:
-    """Address, and bytes of a row."""
+    """Return the address of the masks, and the bytes of a row."""
     address: int = masks.__array_interface__["data"][0]  # `ctypes.data` takes longer than a mask
     return address, masks.shape[1] * masks.itemsize
 
 
 @cache
 def _executor() -> "llguidance.LLExecutor":
-    """The threads for masks, of the whole process."""
+    """Return the process-wide threads for masks."""
     return llguidance.LLExecutor()

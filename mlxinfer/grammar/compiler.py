@@ -1,12 +1,8 @@
-"""Tries grammars out in a process of their own, which is killed when it takes too much.
+"""Grammar specs to compiled grammars: checked, built, cached.
 
-Knows processes and time; what a grammar is, `check_process.py` knows.
-
-From a grammar's description to a compiled one: checked, built, kept. Knows no requests.
-
-A grammar that a stranger sent is first tried in a process that can be killed (`compiler.py`), then
-built here under llguidance's own limits. Building holds no lock of Python, and runs on the caller's
-thread, never on the engine's.
+An untrusted grammar is first compiled in a process that can be killed (`check_process.py`), then
+built here under llguidance's own limits. Building releases the GIL and runs on the caller's thread,
+never on the engine's.
 """
 
 import contextlib
@@ -47,7 +43,7 @@ FROM_OUTSIDE = frozenset(
 
 
 class _EndedError(Exception):
-    """The process ended over a job, by its own doing or not."""
+    """The process ended during a job; `is_to_blame` says whether the job caused it."""
 
     def __init__(self, *, is_to_blame: bool) -> None:
         super().__init__()
@@ -55,13 +51,13 @@ class _EndedError(Exception):
 
 
 class CheckProcess:
-    """One process that lives on between grammars; a new one takes the place of one that was killed.
+    """The process in which grammars are tried; a killed one is replaced at the next grammar.
 
     Safe to use from several threads, which wait for each other.
 
     Args:
-        max_seconds: what one grammar may take, and at most how long one waits for its turn.
-        max_bytes: what the process may take.
+        max_seconds: limit of one grammar, and of the wait for other threads' grammars.
+        max_bytes: memory that the process may take.
     """
 
     def __init__(self, *, max_seconds: float = 5.0, max_bytes: int = 1 << 30) -> None:
@@ -78,13 +74,13 @@ class CheckProcess:
         """Return if a grammar can be compiled.
 
         Args:
-            spec: of the grammar.
-            special: control tokens that it may name, by id.
-            vocab_size: up to which ids may be named.
+            spec: the grammar.
+            special: {id: text} of the control tokens that it may name.
+            vocab_size: upper end of the ids that it may name.
 
         Raises:
             InvalidRequestError: it cannot; with the place in the request and a JSON pointer.
-            OverloadedError: others were checked all the time, or the process was ended.
+            OverloadedError: other grammars took all the time, or the process was killed.
         """
         job = {
             "source": spec.source,
@@ -121,7 +117,7 @@ class CheckProcess:
         )
 
     def _ask_twice(self, job: dict[str, Any]) -> dict[str, Any]:
-        """The reply, of a second process if the first one was ended from outside."""
+        """Return the reply, of a second process if the first was ended from outside."""
         try:
             return self._ask(job)
         except _EndedError as ended:
@@ -160,10 +156,10 @@ class CheckProcess:
 def _exchange(
     process: "subprocess.Popen[bytes]", job: dict[str, Any], seconds: float
 ) -> dict[str, Any]:
-    """Send a job and wait for its reply.
+    """Send a job and return its reply.
 
     Raises:
-        _EndedError: the process was killed or died over it.
+        _EndedError: the process was killed or ended during the job.
     """
     from .check_process import receive, send  # imports llguidance: the first grammar pays for it
 
@@ -191,7 +187,7 @@ def _exchange(
 
 
 def _was_ended(process: "subprocess.Popen[bytes]") -> bool:
-    """Whether somebody else ended a process whose streams are closed."""
+    """Whether a process whose streams are closed was ended by a signal from outside."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(END_SECONDS) in FROM_OUTSIDE
     return False
@@ -207,16 +203,16 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 class GrammarCompiler:
-    """Compiles grammars for the tokens of one model, and keeps those that were used last.
+    """Compiles grammars for the tokens of one model, and caches the ones used last.
 
-    Safe to use from several threads. The table of tokens and the checking process are made when
-    the first grammar comes.
+    Safe to use from several threads. The token table and the checking process are made for the
+    first grammar.
 
     Args:
         tokens: the model's tokenizer.
         vocab_size: of the model, which may be larger than the tokenizer's.
         end_ids: tokens that end an answer.
-        cache_bytes: what compiled grammars may take together, about.
+        cache_bytes: memory of the cached grammars together, about.
         checker: tries grammars out; None: one with the usual limits.
     """
 
@@ -241,7 +237,7 @@ class GrammarCompiler:
         self._cache_lock = threading.Lock()
 
     def start(self, spec: GrammarSpec) -> "TokenGrammar":
-        """The state of a new answer under a grammar, for one request.
+        """Return the state of a new answer under a grammar.
 
         Raises:
             InvalidRequestError: the grammar cannot be compiled, or not within the limits.
@@ -251,10 +247,10 @@ class GrammarCompiler:
         return self.compile(spec).start()
 
     def compile(self, spec: GrammarSpec) -> "CompiledGrammar":
-        """The compiled grammar, from the cache if it is there.
+        """Return the compiled grammar, from the cache if it is there.
 
         Raises:
-            As start.
+            Those of start.
         """
         with self._cache_lock:
             found = self._cache.get(spec)
@@ -274,7 +270,7 @@ class GrammarCompiler:
         return compiled
 
     def table(self) -> "llguidance.LLTokenizer":
-        """The table of tokens; made once, in seconds for a large vocabulary."""
+        """Return the token table; made once, in seconds for a large vocabulary."""
         from .tokens import token_table
 
         with self._table_lock:
@@ -289,7 +285,7 @@ class GrammarCompiler:
         self._checker.close()
 
     def _trim(self) -> None:
-        """Let go of what was not used the longest, until the rest fits; the newest stays."""
+        """Drop the least recently used grammars until the rest fits; the newest stays."""
         total = sum(compiled.num_bytes for compiled in self._cache.values())
         while total > self._cache_bytes and len(self._cache) > 1:
             _, gone = self._cache.popitem(last=False)

@@ -1,4 +1,4 @@
-"""What the answers of one model must look like: requests to grammars. Knows text; no engine."""
+"""Requests to grammars: response_format, tools and reasoning of one model's requests."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
 
 class Guidance:
-    """Makes grammars for requests to one model. Cheap until the first one comes; safe in threads.
+    """Makes grammars for requests to one model. Safe in threads; costs nothing until the first
+    grammar.
 
     Args:
         tokenizer: of the model.
-        reasoning: how it reasons, which a grammar leaves it before the answer proper.
+        reasoning: how the model reasons; a grammar lets it do so before the answer.
         vocab_size: of the model.
         end_ids: tokens that end an answer.
     """
@@ -38,14 +39,15 @@ class Guidance:
     def plan(
         self, prompt_ids: Sequence[int], format: Any = None, use: ToolUse | None = None
     ) -> GrammarSpec | None:
-        """What rules the answer to a prompt, None where any text will do. Compiles nothing.
+        """Return the grammar of the answer to a prompt, None where any text will do. Compiles
+        nothing.
 
-        With a form and tools the answer is calls, or a text of that form.
+        With a response_format and tools the answer is calls, or a text of that format.
 
         Args:
-            prompt_ids: to see whether the prompt has opened the reasoning already.
+            prompt_ids: the prompt, which may have opened the reasoning.
             format: a request's response_format.
-            use: its tools.
+            use: the request's tools.
 
         Raises:
             InvalidRequestError: no such response_format, or a schema is too large.
@@ -60,7 +62,9 @@ class Guidance:
         *,
         reasons: bool = True,
     ) -> GrammarSpec | None:
-        """The same of a form that has been read; with `reasons` the model may reason before it."""
+        """The same for a spec instead of a response_format; with `reasons` the model may reason
+        first.
+        """
         if use is not None and (spec is None or use.must_call):
             return self.forced(use, prompt_ids)
         if spec is not None and use is not None:
@@ -68,19 +72,20 @@ class Guidance:
         return self.after_reasoning(spec, prompt_ids) if spec is not None and reasons else spec
 
     def forced(self, use: ToolUse, prompt_ids: Sequence[int]) -> GrammarSpec | None:
-        """The grammar of calls that must be made, None where the model has the choice."""
+        """Return the grammar of calls that keep to their schemas, None where any text will do."""
         lark = use.grammar(self._tokenizer, self._reasoning, prompt_ids)
         return None if lark is None else tool_calls(lark, use.schemas)
 
     def after_reasoning(self, spec: GrammarSpec, prompt_ids: Sequence[int]) -> GrammarSpec:
-        """The same, where the model may reason first, if it does at all."""
+        """Return the same grammar, after reasoning if the model reasons."""
         if self._reasoning is None:
             return spec
         before = after_reasoning(self._tokenizer, self._reasoning, prompt_ids)
         return replace(spec, before=before)
 
     def start(self, spec: GrammarSpec) -> "TokenGrammar":
-        """The grammar of one request. New ones take milliseconds to seconds: not for event loops.
+        """Return the compiled grammar of one request. Takes milliseconds to seconds: not for event
+        loops.
 
         Raises:
             InvalidRequestError: the grammar cannot be compiled, or not within the limits.
@@ -101,7 +106,8 @@ def calls_or(
     reasoning: ReasoningFormat | None,
     prompt_ids: Sequence[int],
 ) -> GrammarSpec:
-    """Calls of these tools, or what `spec` allows; the model may reason first, if it does at all.
+    """Return the grammar of calls of these tools, or of what `spec` allows, after reasoning if
+    there is some.
 
     Raises:
         InvalidRequestError: the schema of a tool is too large, or none.

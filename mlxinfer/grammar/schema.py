@@ -1,7 +1,7 @@
-"""Which JSON schemas are worth trying: size, depth, references, numbers. Knows few keywords.
+"""Which JSON schemas are accepted: limits of size, depth and references, and exact numbers.
 
-What a schema may cost when it is compiled is bounded elsewhere (`compiler.py`); these limits keep
-the masks of an accepted one cheap, which are filled while a step runs.
+The cost of compiling a schema is bounded by the checking process (`compiler.py`). These limits keep
+the masks of an accepted schema cheap, which are filled while a step runs.
 """
 
 import json
@@ -29,11 +29,11 @@ ENDS_OF_TYPES = ((1 << 63) - 1, (1 << 64) - 1)  # llguidance keeps to these
 
 
 def check_schema(schema: Any, *, place: str) -> None:
-    """Raise InvalidRequestError, with a JSON pointer, where a schema is not worth trying.
+    """Raise InvalidRequestError, with a JSON pointer, for a schema outside of the limits.
 
     Args:
         schema: a JSON schema as Python's json reads it.
-        place: where in the request it stands.
+        place: its place in the request.
     """
     if not isinstance(schema, (Mapping, bool)):
         raise InvalidRequestError(
@@ -66,21 +66,22 @@ def _check_size(schema: Any, place: str) -> None:
 
 
 def at(place: str, pointer: str, problem: str) -> InvalidRequestError:
-    """The error of a schema, at a JSON pointer (RFC 6901) within it."""
+    """Return the error of a schema, at a JSON pointer (RFC 6901) within it."""
     shown = pointer if len(pointer) <= MAX_POINTER else pointer[:MAX_POINTER] + "…"
     where = f" at {shown}" if pointer else ""
     return InvalidRequestError(f"{place}{where}: {problem}", param=place)
 
 
 def escaped(key: str) -> str:
-    """A step of a JSON pointer."""
+    """Return a key as a step of a JSON pointer."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
 def _walk(schema: Any) -> Iterator[tuple[str, Any, str]]:
-    """(pointer, value, keyword) of all that counts, plain notes left out; without recursion.
+    """Yield (pointer, value, keyword) of all values that count, without recursion; notes are left
+    out.
 
-    The keyword is that of a literal or note, for all that is in it, else the name of the value.
+    Inside a literal or a note the keyword is that of the literal or note, else the value's own.
     """
     stack: list[tuple[str, Any, int, str]] = [("", schema, 0, "")]
     while stack:
@@ -106,11 +107,11 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 class TooDeep:
-    """Stands for what lies below MAX_DEPTH."""
+    """Stands for the values below MAX_DEPTH."""
 
 
 def _problem(value: Any, keyword: str) -> str | None:
-    """What is wrong with one value, taken by itself."""
+    """Return what is wrong with one value by itself."""
     if isinstance(value, TooDeep):
         return f"the schema is nested more than {MAX_DEPTH} levels deep."
     if keyword in NOTES:
@@ -136,7 +137,7 @@ def _problem(value: Any, keyword: str) -> str | None:
 
 
 def _number_problem(value: Any, keyword: str) -> str | None:
-    """What is wrong with a number that the answers must equal, or keep to."""
+    """Return what is wrong with a number that answers must equal or be bounded by."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     if keyword not in LITERALS and not (keyword in BOUNDS and isinstance(value, int)):
@@ -152,10 +153,10 @@ def _number_problem(value: Any, keyword: str) -> str | None:
 
 
 def _is_exact(value: int | float) -> bool:
-    """Whether llguidance reads and writes it as this number."""
+    """Whether llguidance reads and writes a number without changing it."""
     if isinstance(value, int):
         return abs(value) <= MAX_EXACT
     if not math.isfinite(value):
-        return True  # no JSON at all, which is told elsewhere
+        return True  # no JSON; _check_size refuses it
     _, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
     return int("".join(map(str, digits))) <= MAX_EXACT and abs(int(exponent)) <= MAX_POWER

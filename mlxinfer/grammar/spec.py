@@ -1,9 +1,8 @@
-"""What an answer must look like, as one hashable description. Compiles nothing, knows no tokens.
+"""The grammar of an answer as one hashable description, and response_format as its source.
 
 The texts are llguidance's: a JSON schema with the options of JSON_STYLE, or a grammar in its
-variant of Lark (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md).
-
-response_format and its like -> a grammar's description. Knows the shapes of requests.
+variant of Lark (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md). Nothing is
+compiled here.
 """
 
 import json
@@ -29,7 +28,7 @@ SCHEMA_KEYS = frozenset(("name", "description", "schema", "strict"))
 
 @dataclass(frozen=True, slots=True)
 class SchemaPart:
-    """A JSON schema within a grammar, and where in the request it came from."""
+    """A JSON schema within a grammar, and its place in the request."""
 
     place: str  # such as tools[2].function.parameters
     text: str  # JSON, with its options
@@ -37,29 +36,29 @@ class SchemaPart:
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """One grammar; equal ones are compiled once."""
+    """One grammar; equal specs are compiled once."""
 
     place: str  # of the request's field, for messages
     main: str  # JSON: {"json_schema": ...} or {"lark_grammar": ...}
     schemas: tuple[SchemaPart, ...] = ()  # those inside `main`
     before: str = ""  # Lark that leads to @main; empty: nothing comes before
-    is_free: bool = False  # Lark that a stranger wrote, which may be ambiguous
+    is_free: bool = False  # Lark from a request, which may be ambiguous
 
     @property
     def names_tokens(self) -> bool:
-        """Whether it may speak of control tokens: schemas alone do not."""
+        """Whether the grammar may name control tokens; schemas alone do not."""
         return bool(self.before) or '"lark_grammar"' in self.main[:20]
 
     @property
     def source(self) -> str:
-        """All of it as llguidance reads it."""
+        """The whole grammar as llguidance reads it."""
         main = '{"name": "main", ' + self.main.removeprefix("{")
         lead = [json.dumps({"lark_grammar": self.before})] if self.before else []
         return '{"grammars": [' + ", ".join([*lead, main]) + "]}"
 
 
 def json_schema(schema: Any, *, place: str = "json_schema.schema") -> GrammarSpec:
-    """An answer that is one JSON value which satisfies a schema.
+    """Return the grammar of answers that are one JSON value of a schema.
 
     Raises:
         InvalidRequestError: it is no schema, too large, too deep, or refers to other documents.
@@ -69,12 +68,14 @@ def json_schema(schema: Any, *, place: str = "json_schema.schema") -> GrammarSpe
 
 
 def json_object(*, place: str = "response_format") -> GrammarSpec:
-    """An answer that is any JSON object."""
+    """Return the grammar of answers that are any JSON object."""
     return json_schema({"type": "object"}, place=place)
 
 
 def regex(pattern: Any, *, place: str = "regex") -> GrammarSpec:
-    """An answer that a regular expression (of Rust's regex crate: no look-around) matches whole."""
+    """Return the grammar of answers that match a regular expression (Rust's regex crate: no
+    look-around).
+    """
     _check_text(pattern, MAX_REGEX, place)
     import llguidance  # the first use of a grammar pays for it, not the start
 
@@ -82,7 +83,7 @@ def regex(pattern: Any, *, place: str = "regex") -> GrammarSpec:
 
 
 def choice(choices: Any, *, place: str = "choice") -> GrammarSpec:
-    """An answer that is one of some strings."""
+    """Return the grammar of answers that are one of some strings."""
     if not isinstance(choices, (list, tuple)) or not 0 < len(choices) <= MAX_CHOICES:
         raise InvalidRequestError(
             f"{place} has to be a list of 1 to {MAX_CHOICES} strings.", param=place
@@ -94,7 +95,8 @@ def choice(choices: Any, *, place: str = "choice") -> GrammarSpec:
 
 
 def lark(grammar: Any, *, place: str = "grammar") -> GrammarSpec:
-    """An answer that a grammar in llguidance's variant of Lark derives from its rule `start`.
+    """Return the grammar of answers that a Lark grammar (llguidance's variant) derives from its
+    rule `start`.
 
     Raises:
         InvalidRequestError: it is too long, or no text.
@@ -104,24 +106,24 @@ def lark(grammar: Any, *, place: str = "grammar") -> GrammarSpec:
 
 
 def tool_calls(grammar: str, schemas: Iterable[tuple[str, Any]]) -> GrammarSpec:
-    """An answer that calls tools.
+    """Return the grammar of answers that call tools.
 
     Args:
-        grammar: Lark, with the schemas of the tools in it, as `text.tools` writes it.
+        grammar: Lark with the schemas of the tools, as `text.tools` writes it.
         schemas: (place in the request, schema) of each of these tools.
 
     Raises:
-        InvalidRequestError: as json_schema.
+        InvalidRequestError: those of json_schema.
     """
     parts = [schema_part(schema, place=place) for place, schema in schemas]
     return _lark(grammar, "tools", parts)
 
 
 def schema_part(schema: Any, *, place: str) -> SchemaPart:
-    """A checked schema with the options that hold for all.
+    """Return a checked schema with JSON_STYLE.
 
     Raises:
-        InvalidRequestError: as json_schema.
+        InvalidRequestError: those of json_schema.
     """
     check_schema(schema, place=place)
     if schema is False:
@@ -131,7 +133,7 @@ def schema_part(schema: Any, *, place: str) -> SchemaPart:
 
 
 def quoted(text: str) -> str:
-    """A string literal of Lark."""
+    """Return a string literal of Lark."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -155,16 +157,16 @@ def _check_text(text: object, max_chars: int, place: str) -> None:
 
 
 def response_format(value: Any, *, place: str = "response_format") -> GrammarSpec | None:
-    """What a request's response_format asks for; None: any text.
+    """Return the grammar that a request's response_format asks for; None: any text.
 
     Args:
         value: {"type": ...} with "text", "json_object", "json_schema" (as chat completions have it,
             {"json_schema": {"schema": ...}}, or flat, as responses have it), "regex", "choice" or
-            "grammar", whose description stands under that name: {"type": "regex", "regex": ...}.
+            "grammar", with the grammar under that name: {"type": "regex", "regex": ...}.
         place: the field's name, for messages.
 
     Raises:
-        InvalidRequestError: it is none of these, or its grammar cannot be compiled.
+        InvalidRequestError: it is none of these, or its grammar is invalid.
     """
     if value is None:
         return None
@@ -195,7 +197,7 @@ _PLAIN: dict[str, Callable[..., GrammarSpec]] = {
 
 
 def _json_schema(value: Mapping[str, Any], place: str) -> GrammarSpec:
-    """The schema is enforced whether `strict` is true or not: what cannot be is refused."""
+    """Return the schema's grammar; it is enforced whether `strict` is true or not."""
     inner = value
     if "json_schema" in value:
         _only(value, {"type", "json_schema"}, place)

@@ -1,7 +1,6 @@
-"""llguidance's table of a tokenizer's tokens. Knows which ids exist and which end an answer.
+"""llguidance's table of a tokenizer's tokens, built from the bytes of each token.
 
-The table is built from the bytes of each token. Ids that no token has, such as a model's padding,
-stand for nothing and never come.
+An id without a token, such as a model's padding, has no bytes and is never allowed.
 """
 
 from collections.abc import Iterable
@@ -16,27 +15,27 @@ STARTS = ("", "\n")  # before a text: some tokenizers put a space there, which i
 
 
 class Tokens(Protocol):
-    """What is needed of a tokenizer; `text.Tokenizer` is one."""
+    """What the table needs of a tokenizer; `text.Tokenizer` has it."""
 
     vocab_size: int
     added_tokens: dict[int, Any]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for."""
+        """Return the bytes that a token stands for."""
         ...
 
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of a text; no control token is read in it."""
+        """Return the ids of a text in which no control token is matched."""
         ...
 
 
 def token_table(
     tokens: Tokens, *, vocab_size: int, end_ids: Iterable[int]
 ) -> "llguidance.LLTokenizer":
-    """Build the table; takes half a second for a large vocabulary.
+    """Return the table; takes half a second for a large vocabulary.
 
-    llguidance could read tokenizer.json, but would then spell a text that has to come, such as a
-    choice, with control tokens wherever it holds their text.
+    llguidance could read tokenizer.json itself, but would then spell a forced text, such as a
+    choice, with control tokens wherever it contains their text.
 
     Args:
         tokens: of the model.
@@ -55,7 +54,7 @@ def token_table(
 
 
 class TokenizerAdapter:
-    """A tokenizer as llguidance asks for it: every token as its bytes, every text as tokens."""
+    """A tokenizer with llguidance's interface: every token as its bytes, every text as ids."""
 
     bos_token_id = None
 
@@ -67,7 +66,7 @@ class TokenizerAdapter:
         self._tokens = tokens
 
     def __call__(self, text: str) -> list[int]:
-        """Ids that spell exactly this text, as the tokenizer does if it can."""
+        """Return ids that spell exactly this text, those of the tokenizer where they do."""
         if not isinstance(text, str):
             raise TypeError("only texts")
         data = text.encode()
@@ -81,7 +80,7 @@ class TokenizerAdapter:
         return self._greedy(data)
 
     def _last(self, ids: list[int], num_bytes: int) -> list[int]:
-        """The ids at the end that stand for so many bytes, or a few more."""
+        """Return the last ids, which stand for `num_bytes` or a few more."""
         first = len(ids)
         while num_bytes > 0 and first > 0:
             first -= 1
@@ -89,9 +88,10 @@ class TokenizerAdapter:
         return ids[first:]
 
     def _greedy(self, data: bytes) -> list[int]:
-        """Each time the longest token that fits; up to what no token spells.
+        """Return the ids of the longest tokens that fit, one after the other, up to bytes that no
+        token has.
 
-        For texts that the tokenizer changes: to another form of Unicode, to small letters.
+        For texts that the tokenizer normalises (to another form of Unicode, to lower case).
         """
         ids: list[int] = []
         at = 0
@@ -112,7 +112,7 @@ class TokenizerAdapter:
 
     @cached_property
     def _longest_from(self) -> dict[bytes, int]:
-        """By their first two bytes, how long tokens are at most."""
+        """The length of the longest token, by the first two bytes of the tokens."""
         longest: dict[bytes, int] = {}
         for part in self._id_of:
             longest[part[:2]] = max(longest.get(part[:2], 1), len(part))
@@ -120,6 +120,6 @@ class TokenizerAdapter:
 
 
 def _is_control(token: Any) -> bool:
-    """Whether an added token is none of an answer's text; others are words, or runs of space."""
+    """Whether an added token is no text of an answer; others are words, or runs of spaces."""
     is_tag = token.content.startswith("<") and token.content.endswith(">")
     return bool(token.special or is_tag)

@@ -1,4 +1,4 @@
-"""Model name -> local folder: find, download, list, remove. Knows no mlx, no architectures."""
+"""Model name -> local folder: find, download, list, remove."""
 
 import difflib
 import os
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def resolve(name: str, *, download: bool = True, progress: Progress | None = None) -> Path:
-    """The folder of a model: bundled, a local folder, or a hub repository.
+    """Return the folder of a model: bundled, a local folder, or a hub repository.
 
     A repository that is complete in the hub cache is used as it is, without asking the network;
     pull() brings it up to date.
@@ -52,7 +52,7 @@ def resolve(name: str, *, download: bool = True, progress: Progress | None = Non
         progress: called with a DownloadProgress, from several threads.
 
     Raises:
-        ModelNotFoundError: nothing has this name.
+        ModelNotFoundError: there is no model of this name.
         DownloadError: the hub could not be reached or refused, or the disk is full.
     """
     local = _local_folder(name)
@@ -68,17 +68,18 @@ def resolve(name: str, *, download: bool = True, progress: Progress | None = Non
 
 
 def pull(name: str, *, progress: Progress | None = None) -> Path:
-    """Download a repository or bring it up to date; local models are left as they are.
+    """Download a repository or bring it up to date; return its folder. Local models are left as
+    they are.
 
-    Raises: as resolve().
+    Raises: those of resolve().
     """
     return _local_folder(name) or _fetch(_parse(name), progress)
 
 
 def plan_pull(name: str) -> DownloadPlan:
-    """What pull() would fetch, and whether it fits on the disk.
+    """Return what pull() would fetch, and whether it fits on the disk.
 
-    Raises: as resolve(); and InvalidRequestError for a model that is not the hub's.
+    Raises: those of resolve(), and InvalidRequestError for a local model.
     """
     if _local_folder(name) is not None:
         raise InvalidRequestError(f"{name} is local: there is nothing to download.", param="name")
@@ -91,14 +92,16 @@ def is_bundled(name: str) -> bool:
 
 
 def list_models() -> list[LocalModel]:
-    """Bundled models, then those in the hub cache; unfinished downloads are marked as such."""
+    """Return the bundled models, then those in the hub cache; unfinished downloads are marked as
+    such.
+    """
     return [*bundled_models(), *cached_models()]
 
 
 def remove(name: str) -> int:
     """Delete a repository, or one revision of it, from the hub cache. Returns the bytes freed.
 
-    Raises: as check_removable().
+    Raises: those of check_removable().
     """
     check_removable(name)
     repo = _parse(name)
@@ -108,12 +111,12 @@ def remove(name: str) -> int:
 
 
 def check_removable(name: str) -> None:
-    """See that remove() will find something to delete.
+    """Raise unless remove() will find something that it may delete.
 
     Raises:
-        InvalidRequestError: a bundled model, a folder of the user's own, or a link to one; or a
-            process is just downloading it.
-        ModelNotFoundError: not in the cache.
+        InvalidRequestError: a bundled model, a local folder, a link to one, or a repository that is
+            being downloaded.
+        ModelNotFoundError: it is not in the cache.
     """
     if name in BUNDLED:
         raise InvalidRequestError(f"{name} is part of mlxinfer and stays.", param="name")
@@ -137,14 +140,14 @@ def check_removable(name: str) -> None:
 
 
 def _is_being_downloaded(repo: RepoName) -> bool:
-    """Whether a large file of it is locked by us, or a small one by huggingface_hub."""
+    """Whether a file of the repository is locked by this package or by huggingface_hub."""
     ours = (repo.folder / "blobs").glob("*.incomplete")
     theirs = (cache_folder() / ".locks" / repo.folder.name).glob("*.lock")
     return any(is_locked(path) for path in (*ours, *theirs))
 
 
 def _delete(repo: RepoName, *, whole: bool) -> None:
-    """The folder; or one revision, which shares files with others, as the hub's scan sees it."""
+    """Delete the folder, or one revision, which shares files with others."""
     if whole:
         shutil.rmtree(repo.folder)
         return
@@ -160,7 +163,7 @@ def _delete(repo: RepoName, *, whole: bool) -> None:
 
 
 def _local_folder(name: str) -> Path | None:
-    """A bundled model or an existing folder; None where `name` may be a repository."""
+    """Return a bundled model or an existing folder; None where `name` may be a repository."""
     if name in BUNDLED:
         folder = ASSETS / name
         if not (folder / "config.json").is_file():
@@ -204,7 +207,7 @@ def _why_not_here(repo: RepoName, snapshot: Path | None) -> str:
 
 
 def _suggestion(name: str) -> str:
-    """' Did you mean …?' for the local model whose name is closest; empty if none is close."""
+    """Return ' Did you mean …?' for the local model with the closest name, "" if none is close."""
     names = [model.name for model in list_models()]
     by_tail = {known.rpartition("/")[2].lower(): known for known in names}
     close = difflib.get_close_matches(name, names, n=1) or [

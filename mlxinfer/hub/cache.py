@@ -1,8 +1,6 @@
-"""What a model may be called, and which folder of the hub cache is meant. Knows no network.
+"""Models on this disk: repository names, bundled models and the hub's cache. No network.
 
-What of the hub lies on this disk: bundled models and the hub's cache. Knows no network, no mlx.
-
-The cache's layout is the documented one of huggingface_hub: `models--org--name/` with `blobs/`,
+The cache has the documented layout of huggingface_hub: `models--org--name/` with `blobs/`,
 `refs/<branch>` holding a commit, and `snapshots/<commit>/` full of links into `blobs/`.
 """
 
@@ -40,7 +38,7 @@ class RepoName:
 
     @property
     def folder(self) -> Path:
-        """Where the hub cache keeps this repository, whether it is there or not."""
+        """The repository's folder in the hub cache, which may not exist."""
         return cache_folder() / ("models--" + self.repo_id.replace("/", "--"))
 
 
@@ -48,7 +46,7 @@ def parse_repo_name(name: str) -> RepoName:
     """Read `org/name` or `org/name@revision`.
 
     Raises:
-        ModelNotFoundError: it cannot be the name of a repository.
+        ModelNotFoundError: this cannot be the name of a repository.
     """
     match = _REPO.fullmatch(name)
     if match is None or ".." in name or "--" in match["repo"] or match["repo"].endswith(".git"):
@@ -61,7 +59,7 @@ def parse_repo_name(name: str) -> RepoName:
 
 
 def cache_folder() -> Path:
-    """The hub cache, as huggingface_hub finds it, but read now and not when it was imported."""
+    """Return the hub cache, found as by huggingface_hub, but from the environment as it is now."""
     for variable, below in (
         ("HF_HUB_CACHE", ""),
         ("HUGGINGFACE_HUB_CACHE", ""),
@@ -85,7 +83,7 @@ def _shown(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model on this disk, or what an interrupted download left of one."""
+    """A model on this disk, or an interrupted download of one."""
 
     name: str  # what resolve() takes
     path: Path
@@ -97,14 +95,14 @@ class LocalModel:
 
 
 def bundled_models() -> Iterator[LocalModel]:
-    """The models that came with this package."""
+    """Yield the models that come with this package."""
     for name in BUNDLED:
         if (ASSETS / name / "config.json").is_file():
             yield _describe(name, ASSETS / name, "bundled", finished=True)
 
 
 def cached_models() -> Iterator[LocalModel]:
-    """The language models with safetensors weights in the hub cache, by name."""
+    """Yield the language models with safetensors weights in the hub cache, by name."""
     for repo_folder in sorted(cache_folder().glob("models--*--*")):
         repo_id = repo_folder.name.removeprefix("models--").replace("--", "/", 1)
         if "--" in repo_id or not repo_folder.is_dir():
@@ -117,7 +115,7 @@ def cached_models() -> Iterator[LocalModel]:
 
 
 def find_snapshot(repo: RepoName) -> Path | None:
-    """The cached folder of `repo`, complete or not; None where the cache has none."""
+    """Return the cached folder of `repo`, complete or not; None if there is none."""
     reference = repo.folder / "refs" / repo.revision
     if reference.is_file():
         snapshot = _snapshot_of(reference, repo.folder)
@@ -127,7 +125,7 @@ def find_snapshot(repo: RepoName) -> Path | None:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """What a model folder lacks to be loaded; the weights are those that the loader would open."""
+    """Return the files that a model folder lacks to be loaded; weights are those of the index."""
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     weights = _indexed_weights(folder)
     missing += [name for name in sorted(weights) if not (folder / name).is_file()]
@@ -139,7 +137,7 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; empty where there is none to be read."""
+    """Return the JSON object in `path`; {} if it cannot be read."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -148,13 +146,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def disk_bytes(folder: Path) -> int:
-    """Bytes that files under `folder` take, links not followed."""
+    """Return the bytes of the files under `folder`; links are not followed."""
     files = (file for file in folder.rglob("*") if not file.is_symlink() and file.is_file())
     return sum(file.stat().st_size for file in files)
 
 
 def _indexed_weights(folder: Path) -> set[str]:
-    """The files that the index names; none beside a whole file, which the loader prefers."""
+    """Return the files that the index names; none beside a whole file, which the loader prefers."""
     if (folder / WHOLE).is_file():
         return set()
     names = read_json(folder / INDEX).get("weight_map")
@@ -164,7 +162,7 @@ def _indexed_weights(folder: Path) -> set[str]:
 
 
 def _snapshots(repo_id: str, repo_folder: Path) -> Iterator[tuple[RepoName, Path]]:
-    """Each branch or tag with its snapshot; a repository without any stands for itself."""
+    """Yield each branch or tag with its snapshot; a repository without any as itself."""
     refs = repo_folder / "refs"
     references = sorted(file for file in refs.rglob("*") if file.is_file())
     for reference in references:
@@ -175,9 +173,9 @@ def _snapshots(repo_id: str, repo_folder: Path) -> Iterator[tuple[RepoName, Path
 
 
 def _snapshot_of(reference: Path, repo_folder: Path) -> Path:
-    """The folder of the commit that a branch or tag stands for.
+    """Return the folder of the commit that a branch or tag refers to.
 
-    Where a power cut left something else in its file than a commit, it is the newest one.
+    Where its file holds no commit (after a power cut), that is the newest folder.
     """
     commit = reference.read_bytes().decode("ascii", "replace").strip()
     if _COMMIT.fullmatch(commit):
@@ -186,7 +184,7 @@ def _snapshot_of(reference: Path, repo_folder: Path) -> Path:
 
 
 def _newest_snapshot(repo_folder: Path) -> Path:
-    """It, or what is not there; a link to nowhere is no snapshot."""
+    """Return the newest folder, or a path that does not exist; a broken link does not count."""
     snapshots = repo_folder / "snapshots"
     found = [entry for entry in snapshots.glob("*") if entry.is_dir()]
     return max(found, key=lambda entry: entry.stat().st_mtime, default=snapshots / "none")

@@ -1,9 +1,10 @@
-"""Bring a hub repository into the hub's cache: what is needed, is there room, fetch. No mlx.
+"""Downloads a hub repository into the hub's cache: which files, whether there is room, the
+transfer.
 
-Weights are fetched by fetch.py, which resumes after an interruption and checks the SHA-256 that
-the hub announces; the rest, and the cache's links, are huggingface_hub's work. A branch is pointed
-at the new commit only when every file is there, so an old version stays usable until then. A file
-in the cache counts as there when it has the size that the hub announces.
+Weights are fetched by `fetch.py`, which resumes after an interruption and checks the SHA-256 that
+the hub announces; huggingface_hub does the small files and the cache's links. A branch is moved to
+the new commit only once every file is there, so the old version stays usable until then. A file in
+the cache counts as present when it has the announced size.
 """
 
 import fnmatch
@@ -30,7 +31,7 @@ WORKERS = 4
 
 @dataclass(frozen=True, slots=True)
 class DownloadProgress:
-    """How far a download is, over all its files."""
+    """Bytes of a download that are here, and all of them."""
 
     done_bytes: int
     total_bytes: int
@@ -41,7 +42,7 @@ Progress = Callable[[DownloadProgress], None]
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """One file of a repository that will be needed."""
+    """One file of a repository that is needed."""
 
     path: str
     size: int
@@ -51,7 +52,7 @@ class PlannedFile:
 
 @dataclass(frozen=True, slots=True)
 class DownloadPlan:
-    """What a download will do."""
+    """The files that a download needs, and the room on the disk."""
 
     repo: RepoName
     commit: str
@@ -65,11 +66,11 @@ class DownloadPlan:
 
     @property
     def missing_bytes(self) -> int:
-        """What is still to be fetched."""
+        """Bytes still to be fetched."""
         return sum(file.size - file.present_bytes for file in self.files)
 
     def check_room(self) -> None:
-        """Raise DownloadError where the disk is too full."""
+        """Raise DownloadError if the disk is too full."""
         if self.missing_bytes and self.missing_bytes + SPARE_BYTES > self.free_bytes:
             raise DownloadError(
                 f"{self.repo} needs {human_bytes(self.missing_bytes)} more, and "
@@ -80,7 +81,7 @@ class DownloadPlan:
 
 
 def plan_download(repo: RepoName) -> DownloadPlan:
-    """Ask the hub what `repo` holds and compare with the cache.
+    """Ask the hub for the files of `repo` and compare them with the cache.
 
     Raises:
         ModelNotFoundError, DownloadError: as hub_failures() words them; and a DownloadError for a
@@ -93,7 +94,7 @@ def plan_download(repo: RepoName) -> DownloadPlan:
 
 
 def download(repo: RepoName, *, progress: Progress | None = None) -> Path:
-    """Fetch what is missing of `repo` and return its folder in the cache.
+    """Fetch the missing files of `repo` and return its folder in the cache.
 
     Raises:
         ModelNotFoundError, DownloadError: with what to do.
@@ -111,7 +112,7 @@ def download(repo: RepoName, *, progress: Progress | None = None) -> Path:
 
 
 class _Tally:
-    """Counts bytes of several threads and tells the listener."""
+    """Counts the bytes of several threads and reports the sum."""
 
     def __init__(self, plan: DownloadPlan, progress: Progress | None) -> None:
         self._total = plan.total_bytes
@@ -121,7 +122,7 @@ class _Tally:
         self.add(0)
 
     def add(self, count: int) -> None:
-        """`count` more bytes are there; negative where some turned out useless."""
+        """Count bytes that arrived; negative for bytes that turned out useless."""
         with self._lock:
             self._done += count
             if self._progress:
@@ -132,7 +133,9 @@ class _Tally:
 
 
 def _needed(names: list[str], repo: RepoName) -> set[str]:
-    """The files to fetch: weights and texts at the top level, nothing that could hold code."""
+    """Return the files to fetch: weights and texts at the top level, nothing that could hold
+    code.
+    """
     wanted = {name for name in names if _is_wanted(name)}
     weights = {name for name in wanted if name.endswith(".safetensors")}
     if not weights:
@@ -143,7 +146,7 @@ def _needed(names: list[str], repo: RepoName) -> set[str]:
         )
     if any(name.startswith("model") for name in weights):  # then these are the same weights again
         wanted -= {name for name in weights if name.startswith("consolidated")}
-    if WHOLE in weights:  # an index beside it is what an upload in shards left, and nobody reads it
+    if WHOLE in weights:  # the loader then ignores an index, left by an upload in shards
         wanted.discard(INDEX)
     return wanted
 
@@ -167,21 +170,21 @@ def _planned(listing: Listing, file: RemoteFile) -> PlannedFile:
 
 
 def _places(source: Listing | DownloadPlan, file: RemoteFile | PlannedFile) -> list[Path]:
-    """Where the cache has a file, if it has: its name in the snapshot, and its content."""
+    """Return where the cache keeps a file: its name in the snapshot, and its content."""
     folder = source.repo.folder
     places = [folder / "snapshots" / source.commit / file.path]
     return [*places, folder / "blobs" / file.sha256] if file.sha256 else places
 
 
 def _is_whole(path: Path, file: RemoteFile | PlannedFile) -> bool:
-    """Whether it is there with the size that the hub announced, where it announced one."""
+    """Whether a file has the size that the hub announced, if it announced one."""
     return path.is_file() and file.size in (0, path.stat().st_size)
 
 
 def _remove_damaged(plan: DownloadPlan) -> None:
-    """Make room for what has another size than the hub's: huggingface_hub would keep it for good.
+    """Delete files whose size is not the hub's, which huggingface_hub would keep.
 
-    It is of no use to anybody: every snapshot that shares it has the same content in mind.
+    All snapshots that share such a content need the same bytes, so none loses anything.
     """
     for file in plan.files:
         for path in _places(plan, file):
@@ -193,7 +196,7 @@ def _remove_damaged(plan: DownloadPlan) -> None:
 
 
 def _fetch_weights(plan: DownloadPlan, tally: _Tally) -> None:
-    """Fetch the large files side by side; the first failure or Ctrl-C stops them all."""
+    """Fetch the large files in parallel; the first failure or Ctrl-C stops all of them."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.constants import MAX_HTTP_DOWNLOAD_SIZE
 
@@ -221,7 +224,7 @@ def _fetch_weights(plan: DownloadPlan, tally: _Tally) -> None:
 
 
 def _complete_snapshot(plan: DownloadPlan, revision: str) -> Path:
-    """Let huggingface_hub fetch the small files and link all; a branch name moves the branch."""
+    """Fetch the small files and link all, with huggingface_hub; a branch name moves the branch."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import tqdm
 

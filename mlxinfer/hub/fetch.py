@@ -1,9 +1,8 @@
-"""What huggingface_hub raises -> our errors, with what to do. Knows no requests, no files.
+"""One large file over HTTP: resumed after interruptions, retried, and checked by its SHA-256.
+Failures of the hub become this package's errors.
 
-Fetch one large file over HTTP, resuming and checking it. Knows no repositories, no cache layout.
-
-Why not huggingface_hub's own download: since 1.0 it begins each file anew after the process ended,
-and it compares sizes and not contents.
+huggingface_hub's own download begins each file anew after the process ended (since 1.0), and
+compares sizes, not contents.
 """
 
 import errno
@@ -35,10 +34,10 @@ Found = TypeVar("Found")
 
 @contextmanager
 def hub_failures(repo: RepoName) -> Iterator[None]:
-    """Turn what goes wrong inside into ModelNotFoundError or DownloadError.
+    """Turn failures inside into ModelNotFoundError or DownloadError.
 
-    Only errors of the network, the hub and the disk: all of them are OSErrors or the HTTP
-    library's. Bugs pass through.
+    Those are errors of the network, the hub and the disk: OSErrors and the HTTP library's. Other
+    exceptions pass through.
     """
     from huggingface_hub.errors import HFValidationError, HTTPError
 
@@ -51,7 +50,7 @@ def hub_failures(repo: RepoName) -> Iterator[None]:
 
 
 def translate(error: BaseException, repo: RepoName) -> MlxinferError:
-    """The error of ours that tells a user about `error`."""
+    """Return the error of this package for an exception of huggingface_hub or of the disk."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -136,7 +135,7 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a file comes from and what it must turn out to be."""
+    """The address of a file and the content that it must have."""
 
     url: str
     size: int
@@ -145,22 +144,26 @@ class Source:
 
 
 def partial_path(target: Path) -> Path:
-    """Where the beginning of `target` is kept; huggingface_hub counts this name as incomplete."""
+    """Return where the beginning of `target` is kept; huggingface_hub treats this name as
+    incomplete.
+    """
     return target.with_name(target.name + ".incomplete")
 
 
 def fetch(
     source: Source, target: Path, report: Callable[[int], None], stop: threading.Event
 ) -> None:
-    """Bring `source` to `target`, going on where an earlier call was interrupted.
+    """Bring `source` to `target`, continuing where an earlier call was interrupted.
 
     Args:
-        report: told how many bytes arrived, and negative numbers where bytes had to be thrown away.
-        stop: set it to make fetch() return early with CancelledError, keeping what has arrived.
+        source: the file.
+        target: its path on the disk.
+        report: called with the number of bytes that arrived, negative where bytes were dropped.
+        stop: when set, fetch() raises CancelledError early and keeps what has arrived.
 
     Raises:
-        DownloadError: another process fetches the same file, or the content is not what was
-            announced.
+        DownloadError: another process fetches the same file, or the content is not the announced
+            one.
         HTTPError: of huggingface_hub's HTTP library, after several tries.
     """
     partial = partial_path(target)
@@ -178,7 +181,9 @@ def fetch(
 
 
 def patiently(ask: Callable[[], Found]) -> Found:
-    """Call `ask` until it succeeds, waiting where the hub is busy; the last failure is raised."""
+    """Call `ask` until it succeeds, with waits while the hub is busy; the last failure is
+    raised.
+    """
     from huggingface_hub.errors import HTTPError
 
     failures = 0
@@ -220,10 +225,7 @@ def _receive(
                 if done + len(chunk) > source.size:  # it might never end, and fill the disk
                     file.truncate(0)
                     report(-done)
-                    raise DownloadError(
-                        f"The hub sends more of {source.label} than the {source.size} bytes that "
-                        "it announced. Nothing of it was kept; try again."
-                    )
+                    raise _too_long(source)
                 file.write(chunk)
                 digest.update(chunk)
                 done += len(chunk)
@@ -242,7 +244,9 @@ def _receive(
 
 
 def _stream(source: Source, start: int) -> Iterator[tuple[bool, bytes]]:
-    """Chunks from byte `start` on; the first comes with True if the server began at 0 instead."""
+    """Yield (server began at 0, chunk) from byte `start` on; the first flag is only set on the
+    first chunk.
+    """
     from huggingface_hub import get_session
     from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
@@ -260,8 +264,15 @@ def _stream(source: Source, start: int) -> Iterator[tuple[bool, bytes]]:
             restarted = False
 
 
+def _too_long(source: Source) -> DownloadError:
+    return DownloadError(
+        f"The hub sends more of {source.label} than the {source.size} bytes that it announced. "
+        "Nothing of it was kept; try again."
+    )
+
+
 def _digest_of(path: Path) -> tuple[Any, int]:
-    """A running SHA-256 over what `path` holds, and how many bytes that is."""
+    """Return a running SHA-256 over the content of `path`, and its number of bytes."""
     digest, count = hashlib.sha256(), 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -271,7 +282,7 @@ def _digest_of(path: Path) -> tuple[Any, int]:
 
 
 def _lock(file: BinaryIO, source: Source) -> None:
-    """Two processes that append to one file would spoil it; the lock ends with the process."""
+    """Lock the file against other processes; the lock ends with the process."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -281,7 +292,7 @@ def _lock(file: BinaryIO, source: Source) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether somebody holds the lock of a file; one that is gone nobody holds."""
+    """Whether a process holds the lock of a file; a missing file has none."""
     try:
         with path.open("rb+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,9 +1,7 @@
-"""What a hub repository holds, at which commit. Knows no cache, and fetches no file.
+"""A hub repository at one commit: its files, parts of a file, single files.
 
-Files of a hub repository one by one: read a part of one, fetch one. No mlx.
-
-For whoever works through a repository without keeping it: nothing here moves a branch of the
-cache, and large files go where the caller wants them.
+For callers that work through a repository without keeping it: no branch of the cache is moved, and
+large files go where the caller wants them.
 """
 
 import os
@@ -30,7 +28,7 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a repository holds at one commit."""
+    """The files of a repository at one commit."""
 
     repo: RepoName
     commit: str
@@ -38,7 +36,7 @@ class Listing:
 
 
 def list_files(repo: RepoName) -> Listing:
-    """Ask the hub what `repo` holds.
+    """Ask the hub for the files of `repo`.
 
     Raises:
         ModelNotFoundError, DownloadError: as hub_failures() words them.
@@ -65,20 +63,20 @@ def list_files(repo: RepoName) -> Listing:
 
 
 def endpoint() -> str | None:
-    """The hub's address, where the user gave one (HF_ENDPOINT)."""
+    """Return the hub's address from HF_ENDPOINT, None if it is not set."""
     address = os.environ.get("HF_ENDPOINT")
     return address.rstrip("/") if address else None
 
 
 def cached_file(listing: Listing, path: str) -> Path | None:
-    """Where the hub cache has a file of this commit; None where it has not."""
+    """Return the path of a file of this commit in the hub cache, None if it is not there."""
     snapshot = find_snapshot(RepoName(listing.repo.repo_id, listing.commit))
     found = snapshot / path if snapshot else None
     return found if found is not None and found.is_file() else None
 
 
 def read_range(listing: Listing, path: str, start: int, count: int) -> bytes:
-    """`count` bytes of a file from byte `start` on, or fewer where it ends.
+    """Return `count` bytes of a file from byte `start` on, or fewer at its end.
 
     Raises:
         ModelNotFoundError, DownloadError: as hub_failures() words them.
@@ -100,14 +98,17 @@ def fetch_file(
     target: Path,
     report: Callable[[int], None],
 ) -> None:
-    """Bring a large file to `target`, going on where an earlier call was interrupted.
+    """Bring a large file to `target`, continuing where an earlier call was interrupted.
 
     Args:
-        report: told how many bytes arrived.
+        listing: of the file.
+        file: one with a SHA-256.
+        target: its path on the disk.
+        report: called with the number of bytes that arrived.
 
     Raises:
-        ModelNotFoundError, DownloadError: as hub_failures() words them; contents that are not what
-            was announced.
+        ModelNotFoundError, DownloadError: as hub_failures() words them; the content is not the
+            announced one.
     """
     assert file.sha256 is not None, file
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +118,7 @@ def fetch_file(
 
 
 def fetch_small(listing: Listing, path: str) -> Path:
-    """Bring a small file to the hub cache and say where it is.
+    """Bring a small file to the hub cache and return its path there.
 
     Raises:
         ModelNotFoundError, DownloadError: as hub_failures() words them.

@@ -76,24 +76,17 @@ class ChatTemplate:
         Raises:
             TemplateError: the template refuses the messages, is broken, or exceeds a limit.
         """
+        given = {"tools": tools, "documents": documents, **kwargs, "messages": messages}
         with _template_failures():
-            data = plain_data(
-                {"tools": tools, "documents": documents, "kwargs": kwargs, "messages": messages}
-            )
+            data = plain_data(given)
             size = _size_of_input(data)
             chat = [
                 with_reasoning_fields(without_none(m)) for m in check_messages(data["messages"])
             ]
             source = self.source_for(tools)
             tail = insert_continue_tag(chat, continue_final_message, add_generation_prompt, source)
-            variables = {
-                **self.variables,
-                **data["kwargs"],
-                "messages": chat,
-                "tools": data["tools"],
-                "documents": data["documents"],
-                "add_generation_prompt": add_generation_prompt,
-            }
+            data |= {"messages": chat, "add_generation_prompt": add_generation_prompt}
+            variables = {**self.variables, **data}
             text = self._run(source, variables, Budget(size, self._deadline_s), marks)
         return text if tail is None else cut_at_continue_tag(text, tail, marks)
 

@@ -225,7 +225,7 @@ def confirm(checked: CheckedTensor, written: ErrorStats, checksums: list[int]) -
         raise ConversionError(f"{checked.name} is not on the disk as it was written: damaged.")
     if checked.status in (SCALES, EXACT):
         return
-    if abs(checked.relative - written.relative) > TOLERANCE * max(written.relative, 1e-6):
+    if not abs(checked.relative - written.relative) <= TOLERANCE * max(written.relative, 1e-6):
         raise ConversionError(
             f"{checked.name} was written with an error of {written.relative:.3g}, but what the "
             f"disk holds has {checked.relative:.3g}: it is damaged."
@@ -313,7 +313,7 @@ def _agree(checked: CheckedTensor, said: dict[str, Any] | None, *, sampled: bool
     if checked.checksums != said["checksums"]:
         raise ConversionError(f"{checked.name} is not as it was written: it is damaged.")
     tolerance = SAMPLED_TOLERANCE if sampled else TOLERANCE
-    if abs(checked.relative - said["relative"]) > tolerance * max(said["relative"], 1e-6):
+    if not abs(checked.relative - said["relative"]) <= tolerance * max(said["relative"], 1e-6):
         raise ConversionError(
             f"{checked.name} is {checked.relative:.3g} from the source, but report.json says "
             f"{said['relative']:.3g}: the source is another one."

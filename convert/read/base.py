@@ -9,7 +9,8 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import CheckpointError
-from .source import Packed, TensorInfo
+from ..arrays import as_numpy
+from .source import MLXFormat, Packed, TensorInfo
 from .stored import FLOATS, Files, StoredArray, to_mlx
 
 
@@ -77,6 +78,9 @@ def not_packed(info: TensorInfo) -> CheckpointError:
 Leaves = dict[str, StoredArray]
 Claim = Callable[[str, Leaves], Iterable[Reader]]
 """Takes what it knows out of the leaves of the module at a path, and returns readers of it."""
+
+
+_OVERFLOW = {"mxfp4": 253, "mxfp8": 246, "nvfp4": 127}  # scale bytes from which code x scale may
 
 
 class DroppableFiles(Files, Protocol):
@@ -157,7 +161,10 @@ class ReaderSource:
         """See Source."""
         reader = self._reader(name)
         with np.errstate(all="ignore"):
-            return reader.packed()
+            packed = reader.packed()
+            if may_overflow(packed, reader.info.lossless) and not _is_finite(reader):
+                raise CheckpointError(f"{name} holds NaN or infinity: the checkpoint is damaged.")
+        return packed
 
     def forget(self, names: Iterable[str]) -> None:
         """See Source."""
@@ -180,6 +187,31 @@ class ReaderSource:
         if name not in self._readers:
             raise CheckpointError(f"{self.label} has no tensor {name!r}.")
         return self._readers[name]
+
+
+def may_overflow(packed: Packed, form: MLXFormat | None) -> bool:
+    """Whether some product of code and scale may be infinite or NaN, by the bytes alone.
+
+    Affine scales are checked where they are read. E8M0 has NaN (255), and its largest powers
+    overflow float32 with the largest codes; E4M3 has NaN (0x7F, either sign) and no infinity.
+    """
+    if form is None or form.mode not in _OVERFLOW:
+        return False
+    scales = np.asarray(as_numpy(packed.scales), np.uint8)
+    if form.mode == "nvfp4":
+        return bool(((scales & 0x7F) == 0x7F).any())
+    if bool((scales >= _OVERFLOW[form.mode]).any()):
+        return True
+    codes = as_numpy(packed.weight).reshape(-1).view(np.uint8)
+    return form.mode == "mxfp8" and bool(((codes & 0x7F) == 0x7F).any())
+
+
+def _is_finite(reader: Reader) -> bool:
+    """Whether all values of a tensor are finite, a part of the first axis at a time."""
+    length = reader.info.shape[0]
+    step = max(1, length // 8)
+    parts = (slice(start, min(start + step, length)) for start in range(0, length, step))
+    return all(bool(mx.isfinite(reader.read(rows)).all()) for rows in parts)
 
 
 def majority_dtype(config: Mapping[str, Any], infos: Iterable[TensorInfo], default: str) -> str:

@@ -22,6 +22,7 @@ SAMPLE_BYTES = 4096  # of each tensor, from its middle, that go into a folder's 
 MAX_SAMPLES = 4096  # tensors of a file that do
 MAX_HEADER_BYTES = 100_000_000  # as the reference implementation
 MAX_DIMS = 8
+MAX_FILE_NAME = 255  # characters; file systems refuse to look for a longer one
 GIT_LFS = b"version https://git-lfs"  # how a clone without git-lfs says where a large file lies
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -105,8 +106,10 @@ def _indexed(index: Path) -> list[Path]:
                 f"{index} names the file {name[:200]!r}; expected the name of a .safetensors file "
                 "in the same folder."
             )
-        if not (index.parent / name).is_file():
-            raise CheckpointError(f"{index} names {name!r}, which is missing; download it again.")
+        if len(name) > MAX_FILE_NAME or not (index.parent / name).is_file():
+            raise CheckpointError(
+                f"{index} names {name[:200]!r}, which is missing; download it again."
+            )
     return [index.parent / name for name in names]
 
 

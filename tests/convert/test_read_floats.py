@@ -71,6 +71,31 @@ def test_fp8(tmp_path: Path, case: str) -> None:
         source.read_packed(NAME)
 
 
+@pytest.mark.parametrize(
+    ("shape", "scale_shape", "block"),
+    [
+        ((2, 256), (1, 2), (128, 128)),  # as many rows as blocks in a row
+        ((100, 12_800), (1, 100), (128, 128)),
+        ((2, 256), (2, 1), (1, 256)),  # and the rows themselves
+        ((2, 256), (1, 1, 2, 1), (128, 128)),
+        ((3, 96), (3, 3), (1, 32)),
+        ((256, 64), (2, 1), (128, 64)),
+    ],
+)
+def test_fp8_grid_of_a_narrow_matrix(
+    tmp_path: Path, shape: tuple[int, int], scale_shape: tuple[int, ...], block: tuple[int, int]
+) -> None:
+    codes = RNG.integers(0, 0x7E, shape).astype(np.uint8)
+    scale = RNG.uniform(1e-4, 1e-3, scale_shape).astype(np.float32)
+    stated = [1, 32] if block == (1, 32) else [128, 128]
+    leaves = {"weight": ("F8_E4M3", codes), "weight_scale_inv": f32(scale)}
+    source = opened(tmp_path, leaves, fp8(weight_block_size=stated))
+    grid = scale.reshape(-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+    each = np.repeat(np.repeat(grid, block[0], axis=0), block[1], axis=1)[: shape[0], : shape[1]]
+    expected = E4M3_VALUES[codes].astype(np.float32) * each
+    assert np.array_equal(np.array(source.read(NAME)), expected)
+
+
 def test_fp8_of_which_every_code_is_read(tmp_path: Path) -> None:
     codes = np.tile(np.arange(256, dtype=np.uint8), (2, 1))
     source = opened(tmp_path, {"weight": ("F8_E4M3", codes)}, None)
@@ -128,6 +153,48 @@ def test_compressed_fp8_with_blocks(tmp_path: Path) -> None:
     leaves = {"weight": ("F8_E4M3", codes), "weight_scale": f32(scale)}
     expected = E4M3_VALUES[codes].astype(np.float32) * spread(scale, 64, 64)
     assert np.array_equal(np.array(opened(tmp_path, leaves, method).read(NAME)), expected)
+
+
+@pytest.mark.parametrize(
+    ("byte", "code", "damaged"),
+    [
+        (255, 2, True),
+        (254, 7, True),
+        (254, 4, True),
+        (253, 6, True),
+        (254, 3, False),
+        (252, 7, False),
+    ],
+)
+def test_mxfp4_that_is_not_finite_is_refused(
+    tmp_path: Path, byte: int, code: int, damaged: bool
+) -> None:
+    """One group of a matrix: E8M0's NaN, and powers of two that its codes carry beyond float32."""
+    exponents = np.full((OUT, IN // 32), 120, np.uint8)
+    exponents[7, 3] = byte
+    octets = np.full((OUT, IN // 2), 0x11, np.uint8)
+    octets[7, 3 * 16] = 0x10 | code
+    leaves = {"weight_packed": ("U8", octets), "weight_scale": ("U8", exponents)}
+    method = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+    source = opened(tmp_path, leaves, method)
+    if damaged:
+        with pytest.raises(CheckpointError, match="NaN or infinity"):
+            source.read_packed(NAME)
+    else:
+        assert np.isfinite(dequantised(source.read_packed(NAME), source.tensors[NAME])).all()
+
+
+@pytest.mark.parametrize("where", ["weight", "weight_scale"])
+def test_mxfp8_that_is_not_finite_is_refused(tmp_path: Path, where: str) -> None:
+    codes, exponents = finite_e4m3((OUT, IN), seed=3), np.full((OUT, IN // 32), 120, np.uint8)
+    if where == "weight":
+        codes[3, 5] = 0xFF
+    else:
+        exponents[3, 5] = 255
+    leaves = {"weight": ("F8_E4M3", codes), "weight_scale": ("U8", exponents)}
+    method = {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}
+    with pytest.raises(CheckpointError, match=r"NaN or infinity|no number"):
+        opened(tmp_path, leaves, method).read_packed(NAME)
 
 
 def test_scales_of_no_known_shape_are_refused(tmp_path: Path) -> None:

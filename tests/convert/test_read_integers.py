@@ -7,7 +7,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from oracles.checkpoints import bf16, f16, from_bf16, i32, write_folder
-from oracles.integers import awq_gemm, awq_gemv, awq_values, gptq, gptq_values, pack_columns
+from oracles.integers import (
+    awq_gemm,
+    awq_gemv,
+    awq_values,
+    gptq,
+    gptq_values,
+    pack_columns,
+    pack_padded,
+)
 
 from mlxinfer.convert.read import Packed, Source, TensorInfo, open_source
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
@@ -180,6 +188,33 @@ def test_scales_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     assert source.read(NAME, slice(4, 8)).shape == (4, IN)
 
 
+@pytest.mark.parametrize(
+    "stated", [{"format": "gptq_v2"}, {"format": "gptq_v2", "checkpoint_format": "gptq_v2"}]
+)
+def test_gptq_v2_is_read_as_such_wherever_it_is_stated(
+    tmp_path: Path, stated: dict[str, str]
+) -> None:
+    codes, zeros, scales = numbers(4, 64)
+    group_of = np.arange(IN) // 64
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 64, **stated}
+    source = opened(tmp_path, gptq(codes, zeros, scales, group_of, 4, 2), config)
+    assert np.array_equal(np.array(source.read(NAME)), gptq_values(codes, zeros, scales, group_of))
+
+
+def test_gptq_that_states_two_versions_is_refused(tmp_path: Path) -> None:
+    leaves = gptq(*numbers(4, 64), np.arange(IN) // 64, 4, 1)
+    with pytest.raises(UnsupportedModelError, match=r"gptq.*gptq_v2|gptq_v2.*gptq"):
+        opened(tmp_path, leaves, gptq_config(4, 64, 1, format="gptq_v2"))
+
+
+def test_awq_states_its_layout_as_version_or_as_format(tmp_path: Path) -> None:
+    codes, zeros, scales = numbers(4, 64)
+    config = awq_config(format="gemv", group_size=64)
+    source = opened(tmp_path, awq_gemv(codes, zeros, scales), config)
+    read = np.array(source.read(NAME)).astype(np.float16)
+    assert np.array_equal(read, awq_values(codes, zeros, scales))
+
+
 def test_gptq_of_other_kinds_is_refused(tmp_path: Path) -> None:
     leaves = gptq(*numbers(4, 64), np.arange(IN) // 64, 4, 1)
     for wrong in ({"bits": 5}, {"checkpoint_format": "marlin"}, {"dynamic": {"-:x": {}}}):
@@ -233,6 +268,48 @@ def test_pack_quantized(tmp_path: Path, bits: int, zero_points: bool) -> None:
         packed = source.read_packed(NAME)
         assert packed.scales.dtype == (mx.float32 if zero_points else mx.bfloat16)
         assert np.array_equal(dequantised(packed, info), expected)
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_pack_quantized_with_whole_codes_in_each_word(
+    tmp_path: Path, bits: int, zero_points: bool
+) -> None:
+    """As compressed-tensors packed before its words were dense: 32 // bits codes in each."""
+    codes, zeros, scales = numbers(bits, 64)
+    stored = f16(scales.T)
+    leaves = {
+        "weight_packed": i32(pack_padded(codes.T, bits)),
+        "weight_scale": stored,
+        "weight_shape": ("I64", np.array([OUT, IN])),
+    }
+    config = compressed(bits, 64, format="pack-quantized")
+    if zero_points:
+        leaves["weight_zero_point"] = i32(pack_padded(zeros, bits).T)
+    else:
+        zeros = np.full_like(zeros, 1 << (bits - 1))
+    source = opened(tmp_path, leaves, config)
+    each = np.repeat(scales.T.astype(np.float32), 64, axis=1)
+    expected = (codes - np.repeat(zeros, 64, axis=0)).T * each
+    info = source.tensors[NAME]
+    assert np.array_equal(np.array(source.read(NAME)), expected)
+    assert np.array_equal(np.array(source.read(NAME, slice(8, 12))), expected[8:12])
+    if info.lossless is not None:
+        assert np.array_equal(dequantised(source.read_packed(NAME), info), expected)
+
+
+@pytest.mark.parametrize("kind", ["pack-quantized", "int-quantized"])
+def test_asymmetric_integers_without_zero_points_are_refused(tmp_path: Path, kind: str) -> None:
+    codes, _, scales = numbers(8, 64)
+    config = compressed(8, 64, format=kind)
+    config["config_groups"]["group_0"]["weights"]["symmetric"] = False
+    if kind == "pack-quantized":
+        leaves: dict[str, Any] = {"weight_packed": i32(pack_columns(codes.T, 8))}
+    else:
+        leaves = {"weight": ("I8", (codes.T - 128).astype(np.int8))}
+    leaves["weight_scale"] = f16(scales.T)
+    with pytest.raises(CheckpointError, match="weight_zero_point"):
+        opened(tmp_path, leaves, config)
 
 
 def test_pack_quantized_rows_and_act_order(tmp_path: Path) -> None:

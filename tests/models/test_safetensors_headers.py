@@ -194,3 +194,9 @@ def test_what_may_have_no_end_is_not_read(tmp_path):
         read_header(tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="is no file"):
         read_json(tmp_path / "config.json")
+
+
+def test_an_index_with_a_name_that_no_file_can_have(tmp_path):
+    index(tmp_path, {"a": "x" * 300 + ".safetensors"})
+    with pytest.raises(CheckpointError, match="missing"):
+        read_headers(tmp_path)

@@ -34,7 +34,7 @@ class AWQ:
                 f"{config.where} says {bits} bits, zero_point "
                 f"{config.get('zero_point')}; AWQ is read with 4 bits and zero points."
             )
-        version = config.text("version", default="gemm").lower()
+        version = config.text("version", "format", default="gemm").lower()
         if version not in ("gemm", "gemv", "exllama"):
             raise UnsupportedModelError(
                 f"version in {config.where} is {version[:40]!r}; expected gemm or gemv."

@@ -150,14 +150,17 @@ class _Scaled:
 
 
 def _block_of(weight: StoredArray, scale: StoredArray, block: tuple[int, int]) -> tuple[int, int]:
-    """How many rows and inputs share a scale; both at most as many as there are."""
+    """How many rows and inputs share a scale; both at most as many as there are.
+
+    Shapes are compared with their axes of length 1: (1, 2) is a row of two blocks, (2, 1) two rows.
+    Where both fit, the block that the config states is meant.
+    """
     out_dims, in_dims = weight.shape
-    choices = [(out_dims, in_dims), (1, in_dims), (min(block[0], out_dims), min(block[1], in_dims))]
+    choices = [(min(block[0], out_dims), min(block[1], in_dims)), (out_dims, in_dims), (1, in_dims)]
     if scale.dtype in _POWERS:
         choices.append((1, 32))
-    shape = _squeezed(scale.shape)
     for rows, columns in choices:
-        if shape == _squeezed((-(-out_dims // rows), -(-in_dims // columns))):
+        if scale.shape in _spellings(-(-out_dims // rows), -(-in_dims // columns)):
             return rows, columns
     raise scale.fail(
         f"has shape {scale.shape}, which is neither one scale, nor one for each row, nor one for "
@@ -165,9 +168,14 @@ def _block_of(weight: StoredArray, scale: StoredArray, block: tuple[int, int]) -
     )
 
 
-def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """ModelOpt writes (row blocks, 1, column blocks, 1)."""
-    return tuple(size for size in shape if size != 1)
+def _spellings(rows: int, columns: int) -> list[tuple[int, ...]]:
+    """The shapes that a grid of scales may have; ModelOpt's has an axis of 1 after each."""
+    shapes: list[tuple[int, ...]] = [(rows, columns), (rows, 1, columns, 1)]
+    if columns == 1:
+        shapes.append((rows,))
+    if rows == columns == 1:
+        shapes.append(())
+    return shapes
 
 
 def _described(shape: tuple[int, ...], block: tuple[int, int]) -> str:

@@ -33,11 +33,7 @@ class GPTQ:
             raise UnsupportedModelError(
                 f"{config.where} says {self._bits} bits; GPTQ is read with 2, 3, 4 or 8."
             )
-        form = config.text("checkpoint_format", default="gptq")
-        if form not in ("gptq", "gptq_v2"):
-            raise UnsupportedModelError(
-                f"checkpoint_format in {config.where} is {form[:40]!r}; expected gptq or gptq_v2."
-            )
+        form = _version_of(config)
         if config.get("dynamic"):
             raise UnsupportedModelError(f"dynamic in {config.where} is not supported.")
         self._zero_offset = 1 if form == "gptq" else 0
@@ -74,6 +70,23 @@ class GPTQ:
         if not self._is_here:
             return not self._act_order or reader.group_size == in_dims
         return bool(np.array_equal(g_idx.view(), np.arange(in_dims) // reader.group_size))
+
+
+def _version_of(config: Fields) -> str:
+    """ "gptq" or "gptq_v2", stated as checkpoint_format or, by GPTQModel, as format alone."""
+    keys = [key for key in ("checkpoint_format", "format") if config.get(key) is not None]
+    stated = {key: config.text(key) for key in keys}
+    for key, form in stated.items():
+        if form not in ("gptq", "gptq_v2"):
+            raise UnsupportedModelError(
+                f"{key} in {config.where} is {form[:40]!r}; expected gptq or gptq_v2."
+            )
+    if len(set(stated.values())) > 1:
+        raise UnsupportedModelError(
+            f"{config.where} says {' and '.join(f'{k} {v}' for k, v in stated.items())}; expected "
+            "one of them."
+        )
+    return next(iter(stated.values()), "gptq")
 
 
 class _Matrix(AffineReader):

@@ -8,12 +8,13 @@ rows or groups. Source: github.com/vllm-project/compressed-tensors, compressors/
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ....errors import UnsupportedModelError
 from ....models.jsonfields import Fields
-from ...arrays import Words, pack, unpack
+from ...arrays import Codes, Words, pack, unpack
 from ..affine import AffineReader, MixedReader, affine_format
 from ..base import Leaves, Reader
 from ..source import TensorInfo
@@ -32,6 +33,7 @@ class Integers:
         groups = config.fields("config_groups")
         names = list(groups.values) if groups else []
         self._weights = [w for name in names if groups and (w := _weights_of(groups, name))]
+        self._where = config.where
         stated = [config.text("format", default="dense")]
         stated += [_format_of(groups, name) for name in names if groups]
         for form in stated:
@@ -55,7 +57,9 @@ class Integers:
             scale = leaves.pop("weight_scale", None)
             if scale is None:
                 raise plain.fail("has no weight_scale beside it")
-            yield _Bytes(path, plain, scale, leaves.pop("weight_zero_point", None))
+            zeros = leaves.pop("weight_zero_point", None)
+            self._check_zeros(plain, zeros, [w for w in self._weights if w.bits == 8])
+            yield _Bytes(path, plain, scale, zeros)
 
     def _packed(self, path: str, leaves: Leaves) -> Reader:
         names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
@@ -63,28 +67,78 @@ class Integers:
         assert words is not None
         if scale is None or len(words.shape) != 2 or len(scale.shape) != 2 or 0 in words.shape:
             raise words.fail(f"has shape {words.shape} and no weight_scale that fits")
-        bits, group_size = self._choose(words, scale)
-        matrix = _Words(path, words, scale, zeros, shape, bits=bits, group_size=group_size)
+        found = self._choose(words, scale)
+        self._check_zeros(words, zeros, [w for w in self._weights if w.bits == found.bits])
+        matrix = _Words(path, words, scale, zeros, shape, found)
         group_of = leaves.pop("weight_g_idx", None)
         if group_of is None:
             return matrix
         group_of.expect(["I32", "I64"], (matrix.info.shape[1],))
         return MixedReader(matrix, group_of)
 
-    def _choose(self, words: StoredArray, scale: StoredArray) -> tuple[int, int]:
-        """The only pair of bits and group size that is in the config and fits these shapes."""
+    def _choose(self, words: StoredArray, scale: StoredArray) -> "_Packing":
+        """The only packing that the config states and that fits these shapes."""
         fitting = set()
-        for bits, stated in self._weights:
-            groups = scale.shape[1]
-            in_dims = groups * stated if stated else words.shape[1] * 32 // bits
-            if (stated or groups == 1) and words.shape[1] == -(-in_dims * bits // 32):
-                fitting.add((bits, in_dims // groups))
+        num_words, groups = words.shape[1], scale.shape[1]
+        for stated in self._weights:
+            in_dims = groups * stated.group_size or num_words * 32 // stated.bits
+            if not (stated.group_size or groups == 1):
+                continue
+            for padded in (False, True):
+                packing = _Packing(stated.bits, in_dims // groups, padded)
+                if packing.num_words(in_dims) == num_words:
+                    fitting.add(replace(packing, padded=padded and 32 % stated.bits != 0))
         if len(fitting) != 1:
+            stated_as = ", ".join(f"{w.bits} bits in groups of {w.group_size or 'a row'}"
+                                  for w in self._weights) or "no integers"  # fmt: skip
             raise words.fail(
-                f"has shape {words.shape} and scales {scale.shape}, which "
-                f"{len(fitting)} of the config's formats fit; expected one"
+                f"has shape {words.shape} and scales {scale.shape}, which {len(fitting)} of the "
+                f"config's formats fit ({stated_as}); expected one"
             )
         return fitting.pop()
+
+    def _check_zeros(
+        self, codes: StoredArray, zeros: StoredArray | None, stated: "list[_Stated]"
+    ) -> None:
+        """Raise where zero points are stated and missing: the middle would be a wrong guess."""
+        if zeros is None and stated and not any(weights.symmetric for weights in stated):
+            raise codes.fail(
+                f"has no weight_zero_point beside it, though {self._where} says symmetric false"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stated:
+    """The weights of a config group."""
+
+    bits: int
+    group_size: int  # 0: whole rows
+    symmetric: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """How codes lie in words of 32 bits.
+
+    `padded`: a word holds 32 // bits whole codes, as versions of compressed-tensors before dense
+    packing wrote 3, 5, 6 and 7 bits; otherwise a code may cross into the next word.
+    """
+
+    bits: int
+    group_size: int
+    padded: bool
+
+    def num_words(self, count: int) -> int:
+        """Words of `count` codes."""
+        return -(-count // (32 // self.bits)) if self.padded else -(-count * self.bits // 32)
+
+    def unpack(self, words: Words, count: int) -> Codes:
+        """(..., num_words) uint32 -> (..., count) uint8."""
+        if not self.padded:
+            return unpack(words, self.bits, count)
+        places = np.arange(32 // self.bits, dtype=np.uint32) * np.uint32(self.bits)
+        codes = (words[..., None] >> places) & np.uint32((1 << self.bits) - 1)
+        return codes.astype(np.uint8).reshape(*words.shape[:-1], -1)[..., :count]
 
 
 def _check_transforms(stated: Fields | None) -> None:
@@ -101,14 +155,15 @@ def _check_transforms(stated: Fields | None) -> None:
                 )
 
 
-def _weights_of(groups: Fields, name: str) -> tuple[int, int] | None:
-    """(bits, group size or 0 for whole rows) of a config group of integers."""
+def _weights_of(groups: Fields, name: str) -> _Stated | None:
+    """The weights of a config group; None where they are no integers."""
     group = groups.fields(name)
     weights = group.fields("weights") if group else None
     if weights is None or weights.text("type", default="int") != "int":
         return None
     size = weights.integer("group_size", low=-1, default=0)
-    return weights.integer("num_bits", high=8), max(size, 0)
+    symmetric = weights.boolean("symmetric", default=True)
+    return _Stated(weights.integer("num_bits", high=8), max(size, 0), symmetric)
 
 
 def _format_of(groups: Fields, name: str) -> str:
@@ -124,18 +179,18 @@ class _Words(AffineReader):
         scale: StoredArray,
         zeros: StoredArray | None,
         shape: StoredArray | None,
-        *,
-        bits: int,
-        group_size: int,
+        packing: _Packing,
     ) -> None:
+        bits, group_size = packing.bits, packing.group_size
         out_dims, groups = words.shape[0], scale.shape[1]
         in_dims = groups * group_size
         scale.expect([*FLOATS], (out_dims, groups))
         if zeros is not None:
-            zeros.expect(["I32"], (-(-out_dims * bits // 32), groups))
+            zeros.expect(["I32"], (packing.num_words(out_dims), groups))
         if shape is not None:
             shape.expect(["I64", "I32"], (2,))
         self._words, self._scale, self._zeros, self._shape = words, scale, zeros, shape
+        self._packing = packing
         parts = [part for part in (words, scale, zeros, shape) if part is not None]
         info = TensorInfo(
             name=f"{path}.weight",
@@ -154,6 +209,8 @@ class _Words(AffineReader):
         if self._shape is not None and tuple(self._shape.view().tolist()) != self.info.shape:
             raise self._shape.fail(f"is {self._shape.view().tolist()}; expected {self.info.shape}")
         words = np.ascontiguousarray(self._words.view(rows)).view(np.uint32)
+        if self._packing.padded:
+            words = _as_words(self._packing.unpack(words, self.info.shape[1]), self.bits)
         steps = self._scale.floats(rows)
         middle = np.float32(1 << (self.bits - 1))
         return words, steps, -(middle if self._zeros is None else self._points(rows)) * steps
@@ -161,7 +218,7 @@ class _Words(AffineReader):
     def _points(self, rows: slice) -> Array:
         assert self._zeros is not None
         words = np.ascontiguousarray(self._zeros.view().T).view(np.uint32)  # (groups, words)
-        points = unpack(words, self.bits, self.info.shape[0])[:, rows]
+        points = self._packing.unpack(words, self.info.shape[0])[:, rows]
         return np.ascontiguousarray(points.T).astype(np.float32)
 
 
@@ -199,7 +256,7 @@ class _Bytes(AffineReader):
         zero: Array = np.full((), 128, np.float32)
         if self._zeros is not None:
             zero = zero + self._each_row(self._zeros.floats(), rows)
-        return _as_words(octets), steps, -zero * steps
+        return _as_words(octets, 8), steps, -zero * steps
 
     def _each_row(self, values: Array, rows: slice) -> Array:
         grid = np.asarray(values).reshape(-1, self._groups)
@@ -215,7 +272,7 @@ def _groups_of(scale: StoredArray, out_dims: int) -> int:
     raise scale.fail(f"has shape {scale.shape}; expected one scale, or ({out_dims}, groups)")
 
 
-def _as_words(octets: Array) -> Words:
-    """Rows of bytes as words; rows that fill no words get zeros at their end."""
-    short = -octets.shape[1] % 32
-    return pack(np.pad(octets, ((0, 0), (0, short))) if short else octets, 8)
+def _as_words(codes: Codes, bits: int) -> Words:
+    """Rows of codes as words; rows that fill no words get zeros at their end."""
+    short = -codes.shape[1] % 32
+    return pack(np.pad(codes, ((0, 0), (0, short))) if short else codes, bits)

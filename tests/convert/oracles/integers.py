@@ -1,6 +1,6 @@
 """AWQ, GPTQ and compressed-tensors packing, number by number, and what the numbers mean.
 
-WrittenTensor from the documented layouts: AutoAWQ (awq/modules/linear/gemm.py), AutoGPTQ
+Written from the documented layouts: AutoAWQ (awq/modules/linear/gemm.py), AutoGPTQ
 (auto_gptq/nn_modules/qlinear), compressed-tensors (compressors/pack_quantized). No mlxinfer.
 """
 
@@ -15,6 +15,16 @@ def pack_columns(codes: np.ndarray, bits: int) -> np.ndarray:
     for row in codes:
         number = sum(int(code) << (bits * place) for place, code in enumerate(row))
         rows.append([(number >> (32 * word)) & 0xFFFFFFFF for word in range(num_words)])
+    return np.array(rows, np.uint32)
+
+
+def pack_padded(codes: np.ndarray, bits: int) -> np.ndarray:
+    """(n, k) -> (n, ceil(k / (32 // bits))): whole codes in each word, lowest first."""
+    each = 32 // bits
+    rows = []
+    for row in codes:
+        words = [row[start : start + each] for start in range(0, len(row), each)]
+        rows.append([sum(int(c) << (bits * i) for i, c in enumerate(word)) for word in words])
     return np.array(rows, np.uint32)
 
 

@@ -52,7 +52,8 @@ class Guidance:
         Raises:
             InvalidRequestError: no such response_format, or a schema is too large.
         """
-        return self.rule(prompt_ids, response_format(format), use)
+        spec = None if format is None else response_format(format)
+        return self.rule(prompt_ids, spec, use)
 
     def rule(
         self,

@@ -96,7 +96,7 @@ def test_two_slashes_send_one(session: ChatSession) -> None:
     assert session.messages[0]["content"] == "/etc is a folder"
 
 
-def test_regen_asks_the_same_again(session: ChatSession, llm: FakeLLM) -> None:
+def test_regen_repeats_the_request(session: ChatSession, llm: FakeLLM) -> None:
     assert talk(session, "hi", "/regen").count("Hello") == 2
     assert len(session.messages) == 2
     assert llm.asked[0][0] == llm.asked[1][0]
@@ -236,7 +236,7 @@ def test_keys_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "+one" in _terminal.history_file().read_text()
 
 
-def test_nothing_that_is_typed_ends_the_chat(
+def test_no_input_line_crashes_the_chat(
     session: ChatSession, llm: FakeLLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
     deep = "[" * 100_000
@@ -265,7 +265,7 @@ def test_a_bug_of_ours_ends_only_the_turn(
     assert len(session.messages) == 2
 
 
-def test_a_script_learns_from_the_exit_code_that_a_turn_failed(
+def test_a_failed_turn_sets_the_exit_code(
     fake: FakeLLM, outcome: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for typed, code in (("hi\n", 0), ("hi\n/nonsense\nhi\n", 1)):

@@ -111,7 +111,9 @@ class SomethingElse(BaseHTTPRequestHandler):
     "says",
     [(200, "x-a", "b"), (404, "x-a", "b"), (302, "location", "/stolen")],
 )
-def test_another_program_is_told_apart(outcome: Any, says: tuple[int, str, str]) -> None:
+def test_another_program_at_the_address_is_recognised(
+    outcome: Any, says: tuple[int, str, str]
+) -> None:
     SomethingElse.seen = []
     with HTTPServer(("127.0.0.1", 0), SomethingElse) as other:
         other.says = says  # type: ignore[attr-defined]

@@ -67,7 +67,7 @@ def launchctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return log
 
 
-def test_install_writes_the_file_and_tells_launchd(
+def test_install_writes_the_file_and_loads_it_in_launchd(
     launchctl: Path, tmp_path: Path, outcome: Any
 ) -> None:
     ended = outcome("service", "install", "--", "--port", "9000")
@@ -143,7 +143,9 @@ def test_uninstall_without_a_service(launchctl: Path, outcome: Any) -> None:
     assert "There is no service" in outcome("service", "uninstall").err
 
 
-def test_elsewhere_it_says_so(outcome: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_fails_with_a_hint_outside_macos(
+    outcome: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     ended = outcome("service", "install")
     assert (ended.code, "only macOS has" in ended.err) == (1, True)

@@ -94,7 +94,7 @@ def test_a_block_taller_than_the_screen_shows_its_end(monkeypatch: pytest.Monkey
     assert "line10" in shown(console)
 
 
-def test_no_terminal_gets_the_text_as_it_is() -> None:
+def test_without_a_terminal_text_is_written_unchanged() -> None:
     console = Console(file=io.StringIO(), width=40)
     stream = MarkdownStream(console)
     for piece in ("# Ti", "tle\n\n", "*x*"):

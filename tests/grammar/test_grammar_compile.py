@@ -138,7 +138,7 @@ def test_the_schema_of_a_tool_is_named() -> None:
 # -- limits ---------------------------------------------------------------------------------------
 
 
-def test_what_takes_too_long_is_killed_and_the_next_is_served() -> None:
+def test_a_slow_grammar_is_killed_and_the_next_one_compiles() -> None:
     checker = CheckProcess(max_seconds=0.001)
     with pytest.raises(InvalidRequestError, match=r"more than 0\.001 s"):
         checker.check(SLOW)
@@ -150,7 +150,7 @@ def test_what_takes_too_long_is_killed_and_the_next_is_served() -> None:
     checker.close()
 
 
-def test_what_takes_too_much_memory_is_killed_and_the_next_is_served() -> None:
+def test_a_large_grammar_is_killed_and_the_next_one_compiles() -> None:
     checker = CheckProcess(max_bytes=250 << 20)
     schema = json.dumps({"json_schema": {"enum": [f"value {i}" for i in range(400_000)]}})
     with pytest.raises(InvalidRequestError, match=r"more than .* 262 MB"):
@@ -160,7 +160,7 @@ def test_what_takes_too_much_memory_is_killed_and_the_next_is_served() -> None:
     checker.close()
 
 
-def test_those_who_wait_too_long_come_again_later() -> None:
+def test_a_long_wait_for_the_checker_raises_overloaded() -> None:
     checker = CheckProcess()
     checker.check(json_object())
     checker.max_seconds = 0.05
@@ -183,7 +183,7 @@ def test_a_process_that_died_is_replaced() -> None:
     assert process.poll() is not None, "it goes with its owner"
 
 
-def test_ctrl_c_is_not_for_the_process() -> None:
+def test_the_checking_process_ignores_ctrl_c() -> None:
     checker = CheckProcess()
     checker.check(json_object())
     assert checker._process is not None
@@ -194,7 +194,7 @@ def test_ctrl_c_is_not_for_the_process() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_process_that_is_ended_from_outside_is_not_the_grammars_fault(number: int) -> None:
+def test_a_process_ended_from_outside_is_started_again(number: int) -> None:
     checker = CheckProcess()
     checker.check(json_object())
     assert checker._process is not None

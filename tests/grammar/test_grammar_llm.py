@@ -79,7 +79,7 @@ def test_an_answer_that_is_cut_off_says_so(llm: LLM) -> None:
     assert stopped.text == '{"name": "Grace", "age": '
 
 
-def test_what_cannot_be_kept_is_refused_and_the_engine_goes_on(llm: LLM) -> None:
+def test_an_unsupported_schema_is_refused_and_the_engine_continues(llm: LLM) -> None:
     bad = {"type": "json_schema", "json_schema": {"schema": {"properties": {"p": {"type": "x"}}}}}
     with pytest.raises(mlxinfer.InvalidRequestError, match="/properties/p") as caught:
         llm.chat(ASK, response_format=bad)
@@ -91,7 +91,7 @@ def test_what_cannot_be_kept_is_refused_and_the_engine_goes_on(llm: LLM) -> None
     assert llm.stats()["running"] == 0
 
 
-def test_the_end_token_may_come_where_the_form_is_whole(llm: LLM) -> None:
+def test_the_end_token_is_allowed_only_after_a_complete_answer(llm: LLM) -> None:
     digits = {"type": "regex", "regex": "[0-9]+"}
     (end,) = sorted(llm.end_ids)[:1]
     bias = SamplingParams(max_tokens=9, min_tokens=3, logit_bias={end: 1e6})

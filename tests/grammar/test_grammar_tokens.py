@@ -63,9 +63,7 @@ def only_answer(kind: str, spec: GrammarSpec) -> tuple[str, list[int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", ["yes", " two  words", "<|im_end|>", "<|im_start|>", HOSTILE])
-def test_a_text_that_has_to_come_comes_whole_and_without_control_tokens(
-    kind: str, text: str
-) -> None:
+def test_forced_text_is_complete_and_without_control_tokens(kind: str, text: str) -> None:
     named = {"type": "object", "properties": {text: {"const": [text]}}, "required": [text]}
     closed = {**named, "additionalProperties": False}
     tool = f"start: %json {json.dumps({OPTIONS_KEY: JSON_STYLE, **closed})}"

@@ -34,7 +34,7 @@ MANY_OPTIONAL = json_schema(
 )
 
 
-def test_what_took_too_long_is_paid_back_or_not() -> None:
+def test_excess_mask_time_shrinks_with_fast_masks() -> None:
     limit = MaskTimeLimit()
     for _ in range(1000):
         limit.add(ALLOWED_S)
@@ -47,7 +47,7 @@ def test_what_took_too_long_is_paid_back_or_not() -> None:
     assert not limit.is_timed_alone
 
 
-def test_one_mask_or_many_may_be_too_much_and_stay_so() -> None:
+def test_an_exceeded_mask_time_limit_stays_exceeded() -> None:
     for seconds, count in ((MAX_EXCESS_S + 2 * ALLOWED_S, 1), (3 * ALLOWED_S, 6)):
         limit = MaskTimeLimit()
         for _ in range(count):

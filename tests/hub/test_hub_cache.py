@@ -47,7 +47,7 @@ def test_an_existing_folder_is_itself(
 
 
 @pytest.mark.parametrize("name", ["/no/such", "./no", "../no", "~/no", ".hidden/../../x"])
-def test_a_path_that_is_not_there_is_not_asked_of_the_hub(name: str, standin: StandIn) -> None:
+def test_a_missing_path_sends_no_request(name: str, standin: StandIn) -> None:
     with pytest.raises(ModelNotFoundError):
         hub.resolve(name)
     assert standin.log == []
@@ -133,7 +133,7 @@ def test_a_typo_gets_a_suggestion(bundled: Path, standin: StandIn) -> None:
         hub.resolve("tiny")
 
 
-def test_remove_frees_what_it_says(standin: StandIn, cache: Path) -> None:
+def test_remove_returns_the_bytes_freed(standin: StandIn, cache: Path) -> None:
     hub.pull("org/tiny")
     on_disk = hub_cache.disk_bytes(cache / "models--org--tiny")
     assert hub.remove("org/tiny") == on_disk > len(WEIGHTS)
@@ -208,9 +208,7 @@ def test_a_reference_that_a_power_cut_tore_hides_no_model(
     assert "org/tiny" not in names()
 
 
-def test_a_link_to_nowhere_among_the_snapshots_hides_no_model(
-    standin: StandIn, cache: Path
-) -> None:
+def test_a_broken_snapshot_link_hides_no_model(standin: StandIn, cache: Path) -> None:
     folder = hub.pull("org/tiny")
     (cache / "models--org--tiny/refs/main").unlink()
     (folder.parent / "zzz").symlink_to("/no/such/folder")

@@ -37,7 +37,7 @@ def test_fetches_weights_and_texts_and_nothing_else(standin: StandIn, cache: Pat
     assert standin.sent[CDN] == len(WEIGHTS)
 
 
-def test_what_is_in_the_cache_is_used_without_asking(standin: StandIn) -> None:
+def test_a_cached_model_needs_no_request(standin: StandIn) -> None:
     first = hub.resolve("org/tiny")
     standin.log.clear()
     assert hub.resolve("org/tiny") == first
@@ -211,7 +211,7 @@ def test_a_busy_hub_is_asked_again(status: int, standin: StandIn) -> None:
 @pytest.mark.parametrize(
     "asked", ["", "\u00b2", "-1", "1e9", "soon", "Wed, 21 Oct 2015 07:28:00 GMT"]
 )
-def test_a_hub_that_says_when_in_other_words_is_asked_again(asked: str, standin: StandIn) -> None:
+def test_any_form_of_retry_after_is_retried(asked: str, standin: StandIn) -> None:
     standin.faults.busy, standin.faults.retry_after = 1, asked
     assert (hub.resolve("org/tiny") / "model.safetensors").is_file()
 
@@ -249,7 +249,7 @@ def test_no_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         hub.resolve("org/tiny")
 
 
-def test_offline_uses_the_cache_and_asks_nobody(
+def test_offline_uses_the_cache_without_requests(
     standin: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = hub.resolve("org/tiny")
@@ -263,7 +263,7 @@ def test_offline_uses_the_cache_and_asks_nobody(
     assert standin.log == []
 
 
-def test_without_download_nobody_is_asked(standin: StandIn) -> None:
+def test_resolve_without_download_sends_no_request(standin: StandIn) -> None:
     with pytest.raises(ModelNotFoundError, match="mlxinfer pull org/tiny"):
         hub.resolve("org/tiny", download=False)
     assert standin.log == []
@@ -349,7 +349,7 @@ def test_stopping_keeps_what_has_arrived(standin: StandIn, tmp_path: Path) -> No
     assert target.read_bytes() == WEIGHTS
 
 
-def test_the_plan_tells_sizes_and_asks_once(standin: StandIn) -> None:
+def test_the_plan_has_sizes_and_needs_one_request(standin: StandIn) -> None:
     plan = hub.plan_pull("org/tiny")
     assert plan.missing_bytes == plan.total_bytes > len(WEIGHTS)
     assert len(standin.log) == 1

@@ -31,7 +31,7 @@ def harmony():
     return tokenizer
 
 
-def test_a_tag_that_any_text_becomes_opens_nothing_where_no_token_parts_the_turns():
+def test_a_tag_from_user_text_opens_no_reasoning_without_turn_tokens():
     tokenizer = Tokenizer.from_folder(DATA / "bytelevel")
     tokenizer.template = ChatTemplate(
         "{% for m in messages %}{{ bos_token }}[INST] {{ m.content }} [/INST]{% endfor %}",
@@ -82,7 +82,7 @@ def test_without_turns_a_tag_in_the_text_opens_nothing():
     assert begun(tokenizer, THINK, "Q\n<think>\nOkay") == "<think>\nOkay"
 
 
-def test_what_a_user_typed_is_not_the_templates():
+def test_user_text_opens_no_reasoning():
     tokenizer = load_tokenizer("bytelevel", "chatml_plain")
     typed = [{"role": "user", "content": "go <think> on"}]
     assert answer_prefix(tokenizer, THINK, encode_chat(tokenizer, typed)) == ""
@@ -92,7 +92,7 @@ def test_what_a_user_typed_is_not_the_templates():
     assert answer_prefix(tokenizer, THINK, ids) == "<think>\nOkay"
 
 
-def test_a_token_that_only_the_template_writes_parts_turns():
+def test_a_token_of_the_template_alone_divides_turns():
     """Some checkpoints have turns between tokens that are added, but not special."""
     tokenizer = load_tokenizer("bytelevel")
     prompt = "<tool_call>What is <reason>?</tool_call>Hello"
@@ -129,7 +129,7 @@ def test_a_message_in_harmony_that_has_come_to_its_end_is_not(harmony):
     assert answer_prefix(harmony, HARMONY, typed) == said.removesuffix("a")
 
 
-def test_the_space_of_a_continued_thought_is_kept():
+def test_continued_reasoning_keeps_its_leading_space():
     tokenizer = load_tokenizer("bytelevel")
     answer = tokenizer.encode(" said hi.\n</think>\n\nHello", parse_special=True)
     for thought, expected in (("\nOkay, the user", " said hi."), ("\n", "said hi.")):

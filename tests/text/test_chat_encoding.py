@@ -80,7 +80,7 @@ def test_a_variable_of_the_template_may_have_any_name(tokenizer):
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60)
 @given(texts=st.lists(contents, min_size=1, max_size=4))
-def test_nobody_types_a_control_token(kind, texts):
+def test_user_text_cannot_spell_a_control_token(kind, texts):
     tokenizer = load_tokenizer(kind, "chatml_plain")
     messages = [{"role": "user", "content": text} for text in texts]
     ids = encode_chat(tokenizer, messages)
@@ -92,7 +92,7 @@ def test_nobody_types_a_control_token(kind, texts):
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60)
 @given(texts=st.lists(contents, min_size=1, max_size=4))
-def test_nobody_types_a_control_token_in_parts(kind, texts):
+def test_user_text_cannot_assemble_a_control_token(kind, texts):
     """A template may write strings of the user side by side: half a token each is no token."""
     tokenizer = load_tokenizer(kind, "docs_continue")
     parts = [{"type": "text", "text": text} for text in texts]
@@ -118,7 +118,7 @@ def test_nobody_types_a_control_token_in_parts(kind, texts):
         "{{ kwarg }}{{ tools | tojson }}{{ documents }}",
     ],
 )
-def test_whatever_the_template_does_with_the_text(tokenizer, source):
+def test_marks_survive_every_template_operation(tokenizer, source):
     source = "<|im_start|>" + source
     given = Tokenizer(tokenizer._backend)
     given.template = ChatTemplate(source)
@@ -183,7 +183,7 @@ def rounds_tokenizer():
 
 @settings(max_examples=300)
 @given(turns=st.lists(turns, min_size=1, max_size=4))
-def test_the_template_decides_as_if_nothing_were_marked(turns):
+def test_template_decisions_ignore_marks(turns):
     tokenizer = rounds_tokenizer()
     messages = [{"role": role, "content": content} for role, content in turns]
     ids = encode_chat(tokenizer, messages)
@@ -309,7 +309,7 @@ def test_the_reasoning_in_an_answer_given_back_leaves_no_space_behind():
     assert written.startswith("<|im_start|>assistant\nHello!<|im_end|>")
 
 
-def test_an_answer_goes_on_where_the_template_took_its_tags_apart():
+def test_an_answer_continues_where_the_template_rewrote_its_tags():
     tokenizer = rounds_tokenizer()
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": SPLIT_REPLY}]
     goes_on = {"add_generation_prompt": False, "continue_final_message": True}

@@ -75,7 +75,7 @@ def joined(detokenizer, ids):
     ids=st.lists(st.integers(0, len(PIECES) + 1) | st.sampled_from([9, 10, 11]), max_size=12),
     skip=st.booleans(),
 )
-def test_pieces_joined_are_the_decoding(name, ids, skip):
+def test_detokenized_pieces_join_to_the_decoding(name, ids, skip):
     tokenizer = make(DECODERS[name])
     if name == "strip the end":  # the library panics where there is less to strip from
         ids = [PIECES.index("é"), PIECES.index("c"), *ids]
@@ -108,7 +108,7 @@ def test_no_replacement_character_for_what_is_still_coming(kind, text):
     assert "".join(deltas) + detokenizer.flush() == text
 
 
-def test_half_a_character_at_the_end_is_shown_as_decode_shows_it(tokenizer):
+def test_half_a_character_at_the_end_equals_decode(tokenizer):
     ids = tokenizer.encode("a🙂", add_special_tokens=False)[:-1]
     detokenizer = Detokenizer(tokenizer)
     shown = "".join(map(detokenizer.push, ids))
@@ -138,7 +138,7 @@ snippets = st.lists(st.sampled_from(SNIPPETS), min_size=1, max_size=9).map("".jo
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(prompt=snippets, answer=snippets)
-def test_nothing_of_the_prompt_comes_again(kind, prompt, answer):
+def test_detokenizer_does_not_repeat_the_prompt(kind, prompt, answer):
     tokenizer = load_tokenizer(kind)
     ids, whole = tokenizer.encode(prompt), tokenizer.encode(prompt + answer)
     assume(whole[: len(ids)] == ids)
@@ -153,7 +153,7 @@ def test_nothing_of_the_prompt_comes_again(kind, prompt, answer):
     prompt=st.lists(st.integers(0, len(PIECES) - 1), max_size=8),
     answer=st.lists(st.integers(0, len(PIECES) - 1), max_size=8),
 )
-def test_an_answer_is_what_it_adds_to_the_prompt(name, prompt, answer):
+def test_prompt_and_answer_texts_join_to_the_decoding(name, prompt, answer):
     tokenizer = make(DECODERS[name])
     if name == "strip the end":
         prompt = [*prompt, PIECES.index("é")]  # of what it strips, some could be the prompt's
@@ -199,7 +199,7 @@ def test_work_is_linear(name, monkeypatch):
         assert sum(sizes) <= 8 * count * len(detokenizer._steps)
 
 
-def test_the_specs_that_checkpoints_have_are_understood():
+def test_decoder_specs_of_checkpoints_have_steps():
     for spec in (
         {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},

@@ -23,7 +23,7 @@ def expected(text, stops):
 
 
 @given(text=texts, stops=stop_lists, cuts=cuts)
-def test_the_same_as_the_definition_however_the_text_is_cut(text, stops, cuts):
+def test_stop_matching_equals_its_definition_for_any_pieces(text, stops, cuts):
     matcher = StopMatcher(stops)
     shown = "".join(matcher.push("".join(part)) for part in pieces(list(text), cuts))
     shown += matcher.finish()
@@ -54,13 +54,13 @@ def test_no_more_is_held_than_could_become_a_stop_string(text, stops):
         assert len(held) == longest
 
 
-def test_of_two_that_end_together_the_longer_counts():
+def test_of_two_stops_ending_together_the_longer_matches():
     matcher = StopMatcher(["b", "ab"])
     assert matcher.push("xab") == "x"
     assert matcher.matched == "ab"
 
 
-def test_one_within_the_beginning_of_another_is_found():
+def test_a_stop_inside_the_prefix_of_another_is_found():
     assert StopMatcher(["abcd", "bc"]).push("xabcz") == "xa"
     matcher = StopMatcher(["abcde", "bcdx", "c"])
     assert matcher.push("abcd") == "ab"
@@ -82,7 +82,7 @@ def test_a_match_does_not_count_while_it_is_disabled():
     marks=st.lists(st.text("<a/>", min_size=1, max_size=5), min_size=1, max_size=4),
     cuts=cuts,
 )
-def test_marks_are_found_however_the_text_is_cut(text, marks, cuts):
+def test_marks_are_found_for_any_pieces(text, marks, cuts):
     def scan(parts):
         scanner = MarkScanner(marks)
         found = [part for piece in parts for part in scanner.push(piece)]

@@ -72,9 +72,7 @@ words = st.sampled_from(
     include=st.booleans(),
     min_tokens=st.sampled_from([0, 0, 5]),
 )
-def test_deltas_do_not_depend_on_how_the_tokens_come(
-    kind, text, cuts, reasoning, include, min_tokens
-):
+def test_deltas_do_not_depend_on_the_pushes(kind, text, cuts, reasoning, include, min_tokens):
     tokenizer = load_tokenizer(kind)
     ids = tokenizer.encode(text, add_special_tokens=False, parse_special=True)
     options = {"stop": ["STOP", "Pa"], "include_stop": include, "min_tokens": min_tokens}
@@ -124,7 +122,7 @@ def test_a_stop_string_completed_by_token_number_min_tokens_counts(kind):
     assert run(after, ids)[0] == "a b c d e"
 
 
-def test_what_may_be_a_stop_string_is_shown_at_the_end(tokenizer):
+def test_a_held_back_stop_prefix_is_shown_at_the_end(tokenizer):
     assert answer(tokenizer, "wait ST", stop=["STOP"]) == ("wait ST", "")
 
 
@@ -223,7 +221,7 @@ def test_an_endless_repetition_is_linear(format, text):
     assert time.process_time() - began < 3
 
 
-def test_harmony_goes_on_with_what_the_prompt_began(harmony):
+def test_harmony_continues_the_header_in_the_prompt(harmony):
     prompt = harmony.encode(
         "<|start|>assistant<|channel|>analysis<|message|>hm, ", parse_special=True
     )

@@ -80,7 +80,7 @@ def test_what_is_read_of_special_text_does_not_depend_on_what_was_asked_before(k
         assert found == expected
 
 
-def test_nobody_waits_for_a_long_text(tokenizer):
+def test_encoding_a_long_text_releases_the_gil(tokenizer):
     """A short text is encoded many times while one long text is; neither changes the other."""
     long, short = "A café, 日本 🙂 " * 20_000, "Hello <|im_end|>"
     alone = [tokenizer.encode(short, parse_special=p) for p in (False, True)]
@@ -128,14 +128,14 @@ def test_ends_of_a_multimodal_config(tmp_path):
     assert Tokenizer.from_folder(folder).eos_token_ids == {7}
 
 
-def test_the_end_of_a_turn_that_nobody_declared(tmp_path):
+def test_undeclared_turn_ends_are_eos_tokens(tmp_path):
     config = {"chat_template": "{{ messages[0].content }}<|im_end|>"}
     folder = make_folder(tmp_path, tokenizer_config=config, config={"eos_token_id": 5})
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer.eos_token_ids == {5, tokenizer.piece_to_id("<|im_end|>")}
 
 
-def test_tokens_of_the_config_alone_are_added(tmp_path):
+def test_tokens_that_only_the_config_declares_are_added(tmp_path):
     entry = {"content": "<extra>", "special": True}
     config = {"added_tokens_decoder": {"9000": entry}, "pad_token": "<pad>", "mask_token": None}
     tokenizer = Tokenizer.from_folder(make_folder(tmp_path, tokenizer_config=config))
@@ -161,7 +161,7 @@ def test_templates_in_order_of_precedence(tmp_path):
     assert sources() == {"default": "file", "tool_use": "more"}
 
 
-def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path):
+def test_truncation_and_padding_in_tokenizer_json_are_ignored(tmp_path):
     def change(spec):
         backend = tokenizers.Tokenizer.from_str(json.dumps(spec))
         backend.enable_truncation(3)

@@ -123,7 +123,7 @@ def test_a_call_that_is_cut_off_is_text(name, writer):
     assert text_of(parts) == cut
 
 
-def test_a_broken_call_says_so_and_comes_as_text():
+def test_a_broken_call_is_marked_and_comes_as_text():
     text = '<tool_call>{"name": "now", "arguments": {"a": 1, oops}}</tool_call>'
     parts = parse("hermes", [text])
     assert parts == (
@@ -182,7 +182,7 @@ def test_a_call_of_an_unknown_tool_is_a_call_where_it_is_marked():
         '{"function": "now", "arguments": {}}',
     ],
 )
-def test_the_ways_to_write_a_call_in_json(text):
+def test_all_json_spellings_of_a_call_are_read(text):
     assert calls_of(parse("hermes", [f"<tool_call>{text}</tool_call>"])) == [("now", {})]
 
 

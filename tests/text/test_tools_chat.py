@@ -47,7 +47,7 @@ def test_no_format():
         tool_format("unheard-of")
 
 
-def test_a_template_that_knows_no_tools_is_named():
+def test_tools_need_a_template_that_reads_them():
     tokenizer = load_tokenizer("bytelevel", "chatml_plain")
     with pytest.raises(TemplateError, match="does not know tools"):
         ToolUse.plan(tokenizer, tool_format("hermes"), TOOLS)
@@ -146,7 +146,7 @@ def test_arguments_are_text_for_templates_that_append_them(arguments):
     assert rendered(template, conversation(arguments)) == '[f{"a": "é"}]'
 
 
-def test_the_first_error_counts_if_both_ways_fail():
+def test_the_first_template_error_is_raised_if_both_forms_fail():
     with pytest.raises(TemplateError, match="refused"):
         rendered("{{ raise_exception('refused') }}", conversation("{}"))
 

@@ -128,7 +128,7 @@ def test_forced_calls_come_to_an_end(name, writer):
     ],
 )
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_the_other_ways_of_two_formats(kind, known, text):
+def test_both_spellings_of_mistral_and_deepseek_can_be_forced(kind, known, text):
     assert allowed(kind, forced_grammar(TOKENIZERS[kind], known, BOX), text)
 
 
@@ -143,7 +143,7 @@ def test_reasoning_may_come_first():
     assert not allowed("text", grammar, f"<think>hm</think>ok{CALL}")
 
 
-def test_reasoning_that_the_prompt_opened_comes_to_its_end():
+def test_reasoning_opened_by_the_prompt_is_split_at_its_end_tag():
     tokenizer = TOKENIZERS["text"]
     prompt = tokenizer.encode("x<think>\n", parse_special=True)
     grammar = forced_grammar(
@@ -177,7 +177,7 @@ HEADER = "<|start|>assistant<|channel|>{}<|message|>"
 
 
 @pytest.mark.parametrize("said", ["", "so far", "so far " * 80])
-def test_harmony_goes_on_in_the_channel_of_the_prompt(said):
+def test_harmony_continues_in_the_channel_of_the_prompt(said):
     tokenizer, harmony = TOKENIZERS["special"], tool_format("harmony")
     channel = {
         name: tokenizer.encode(HEADER.format(name) + said, parse_special=True)

@@ -151,7 +151,7 @@ def test_types_are_known_wherever_they_are_declared(schema):
     assert tool.types_of("a") == {"integer"}
 
 
-def test_where_two_places_speak_of_one_parameter_both_count():
+def test_a_parameter_described_twice_keeps_both_schemas():
     parts = [{"properties": {"a": {"type": "integer"}}}, {"properties": {"a": {"minimum": 3}}}]
     assert flatten({"allOf": parts}).properties["a"] == {
         "allOf": [{"type": "integer"}, {"minimum": 3}]
@@ -170,7 +170,7 @@ def test_references(reference, expected):
     assert resolve(reference, root) == (root if expected == "all" else expected)
 
 
-def test_a_tool_whose_required_parameter_is_declared_nowhere():
+def test_an_undeclared_required_parameter_can_be_forced():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a", "b"]}
     for name in ("hermes", "qwen_xml"):
         text = text_of(name, WRITER_OF[name], {"a": 1, "b": "x"})

@@ -88,7 +88,7 @@ def test_marks_that_are_control_tokens(special, name, writer):
     reasoning=st.sampled_from([None, THINK]),
     single=st.booleans(),
 )
-def test_parts_do_not_depend_on_how_the_tokens_come(kind, bits, cuts, reasoning, single):
+def test_parts_do_not_depend_on_the_pieces(kind, bits, cuts, reasoning, single):
     tokenizer = load_tokenizer(kind)
     ids = tokenizer.encode("".join(bits), add_special_tokens=False, parse_special=True)
     options = {"reasoning": reasoning, "single_call": single, "stop": ["STOP"]}
@@ -134,7 +134,7 @@ def test_harmony_messages_to_tools(special):
     assert shown == (ReasoningPart("hm"), TextPart("I look."), WEATHER)
 
 
-def test_harmony_goes_on_with_what_the_prompt_began(special):
+def test_harmony_continues_the_header_in_the_prompt(special):
     prompt = special.encode("<|start|>assistant", parse_special=True)
     text = harmony([("now", {})]).removeprefix("<|start|>assistant")
     shown = answer(special, text, "harmony", reasoning=HARMONY, prompt_ids=prompt)

@@ -143,7 +143,7 @@ def test_what_is_no_literal(text):
         ("9" * 500, {"integer"}, "9" * 500),
     ],
 )
-def test_bare_words_become_what_the_schema_wants(text, types, expected):
+def test_unquoted_values_get_the_type_of_the_schema(text, types, expected):
     assert json.loads(json_of(text, frozenset(types))) == expected
 
 

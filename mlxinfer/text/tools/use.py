@@ -66,6 +66,8 @@ class ToolUse:
             raise InvalidRequestError(
                 f"tools is {shown(tools)}; expected a list of tools.", param="tools"
             )
+        if not tools and choice in (None, "auto", "none"):
+            return None
         toolbox = Toolbox.of(tools or ())
         must_call, only = _read_choice(choice, toolbox)
         if choice == "none" or not tools:

@@ -10,7 +10,8 @@ class CallStatus(StrEnum):
 
     OPEN = "open"  # more of its arguments follow
     DONE = "done"  # its arguments are one JSON object
-    BROKEN = "broken"  # it was cut off or is no JSON: all of it follows as text, as it was written
+    CUT = "cut"  # the answer ended within its arguments, which are the beginning of an object
+    BROKEN = "broken"  # it is no JSON: all of it follows as text, as it was written
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,8 @@ class ToolCallDelta:
     """A piece of one tool call.
 
     The first piece brings `id` and `name`, the last one a `status` other than OPEN. The `arguments`
-    of all pieces joined are the JSON text of one object, unless the call is BROKEN.
+    of all pieces joined are the JSON text of one object, or its beginning if the call is CUT; they
+    are void if it is BROKEN.
     """
 
     index: int  # of the call within the answer, from 0
@@ -44,11 +46,12 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One complete call of a tool."""
+    """One call of a tool."""
 
     id: str
     name: str
     arguments: str  # a JSON object, as text
+    complete: bool = True  # False: the answer ended within `arguments`
 
 
 Part = TextPart | ReasoningPart | ToolCallDelta
@@ -105,8 +108,11 @@ class CallCollector:
             return
         del self._open[piece.index]
         first = pieces[0]
-        if piece.status is CallStatus.DONE:
+        if piece.status is not CallStatus.BROKEN:
             assert first.id is not None
             assert first.name is not None
             arguments = "".join(p.arguments for p in pieces)
-            self.calls.append(ToolCall(id=first.id, name=first.name, arguments=arguments))
+            complete = piece.status is CallStatus.DONE
+            self.calls.append(
+                ToolCall(id=first.id, name=first.name, arguments=arguments, complete=complete)
+            )

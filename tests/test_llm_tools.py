@@ -74,7 +74,7 @@ def test_a_forced_call(knowing: LLM) -> None:
     assert json.loads(call.arguments)["city"] in ("Oslo", "Rome")
     assert result.text == ""
     assert result.to_dict()["tool_calls"] == [
-        {"id": call.id, "name": call.name, "arguments": call.arguments}
+        {"id": call.id, "name": call.name, "arguments": call.arguments, "complete": True}
     ]
     history = [
         *HI,

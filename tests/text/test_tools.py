@@ -109,18 +109,35 @@ def test_whatever_comes_nothing_is_lost(name, data, cuts):
     for part in whole:
         if isinstance(part, ToolCallDelta) and part.status is CallStatus.DONE:
             assert isinstance(json.loads(part.arguments), dict)
-    if not calls_of(whole):
+    cut = [p for p in whole if isinstance(p, ToolCallDelta) and p.status is CallStatus.CUT]
+    if not calls_of(whole) and not cut:
         assert text_of(whole) == text
     assert all(p.status is not CallStatus.OPEN for p in whole if isinstance(p, ToolCallDelta))
 
 
 @every_writer
-def test_a_call_that_is_cut_off_is_text(name, writer):
+def test_a_call_that_is_cut_off_within_its_arguments_is_their_beginning(name, writer):
     text = writer(TWO[:1])
-    cut = text[: text.index("days") + 3]
-    parts = parse(name, [cut])
-    assert calls_of(parts) == []
-    assert text_of(parts) == cut
+    (whole,) = parse(name, [text])
+    (cut,) = parse(name, [text[: text.index("days") + 3]])
+    assert (cut.name, cut.status) == (whole.name, CallStatus.CUT)
+    assert whole.arguments.startswith(cut.arguments)
+    assert "city" in cut.arguments
+
+
+@every_writer
+def test_a_call_that_is_cut_off_anywhere_is_either_text_or_a_call(name, writer):
+    text = writer(TWO[:1])
+    (whole,) = parse(name, [text])
+    for end in range(1, len(text)):
+        parts = parse(name, [text[:end]])
+        calls = [part for part in parts if isinstance(part, ToolCallDelta)]
+        if calls:
+            (call,) = parts
+            assert call.name == whole.name
+            assert whole.arguments.startswith(call.arguments)
+        else:
+            assert text_of(parts) == text[:end]
 
 
 def test_a_broken_call_is_marked_and_comes_as_text():

@@ -141,8 +141,8 @@ def test_harmony_continues_the_header_in_the_prompt(special):
     assert shown == (done("now", "{}"),)
 
 
-def test_a_truncated_call_is_text(special):
+def test_a_truncated_call_is_a_call_alone(special):
     text = "<tool_call>\n" + '{"name": "get_weather", "arguments": {"city": "Zü'
-    broken, shown = answer(special, text)
-    assert broken.status is CallStatus.BROKEN
-    assert shown == TextPart(text)
+    (cut,) = answer(special, text)
+    assert (cut.name, cut.arguments) == ("get_weather", '{"city": "Zü')
+    assert cut.status is CallStatus.CUT

@@ -35,8 +35,8 @@ class EventFrames:
 class OutputItems:
     """The items of one answer as they grow, one open at a time.
 
-    `push` yields the events, which an answer without a stream drops. `done` has the complete items.
-    A call that broke off is not among them; its text is.
+    `push` yields the events, which an answer without a stream drops. `done` has the ended items; a
+    call that the end of the answer cut off is incomplete, and a broken one is text instead.
 
     Args:
         make_id: gives the id of an item from a prefix.

@@ -59,6 +59,11 @@ class CallWriter:
         if self.is_open:
             self._close(CallStatus.BROKEN)
 
+    def cut(self) -> None:
+        """The answer ended within the arguments of the call: its beginning stands, not as text."""
+        self._close(CallStatus.CUT)
+        self._reader.drop()
+
     def _close(self, status: CallStatus) -> None:
         assert self.is_open
         self.is_open = False
@@ -152,11 +157,14 @@ class ToolParser:
 
     The parts of all pushes, merged, do not depend on how the text is divided into pushes.
 
-    - Arguments are passed on as they arrive. Text that turns out to be no call, or is cut off,
-      comes out as the text that it was; if its arguments were passed on, it ends BROKEN first.
+    - Arguments are passed on as they arrive. Text that turns out to be no call comes out as the text
+      that it was; if its arguments were passed on, the call ends BROKEN first.
+    - A call that the end of the answer cuts off ends CUT, and is no text. Before its arguments have
+      begun, it is text.
     - A call of an undeclared tool is a call: the program that runs tools can answer the model so.
       Only where nothing but the name marks a call (`ToolFormat.bare`) it is text.
-    - White space between calls, before and after them is dropped.
+    - White space between calls, before and after them is dropped, and so is the beginning of a mark
+      after a call, at the end of the answer.
 
     Args:
         format: how the model writes calls.
@@ -210,6 +218,9 @@ class ToolParser:
             if mark is not None:
                 fresh = yield from self._call(mark)
                 continue
+            if fresh and self._calls.count and reader.at_end:
+                reader.drop()
+                break
             if not (yield from reader.run(self._word)):
                 reader.take()
             self._text(reader.commit())
@@ -223,6 +234,9 @@ class ToolParser:
         try:
             yield from self._format.read(self._reader, self._calls, mark)
         except Malformed:
+            if self._calls.is_open and self._reader.at_end:
+                self._calls.cut()
+                return True
             self._calls.broken()
             self._text(self._reader.commit())
             return False

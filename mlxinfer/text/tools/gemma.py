@@ -102,6 +102,8 @@ class Gemma(ToolFormat):
                     raise Malformed("the text ended within a string")
                 if (yield from reader.accept(self._quote)):
                     break
+                if reader.at_end:
+                    raise Malformed("the text ended within a mark")
                 piece = reader.take()
             emit(json.dumps(piece, ensure_ascii=False)[1:-1])
         emit('"')

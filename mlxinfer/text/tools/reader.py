@@ -33,6 +33,7 @@ class Reader:
         self._at = 0
         self._closed = False
         self._taken: list[str] = []
+        self._cut_mark = -1  # where the end of the text cuts off a mark that was looked for
 
     def feed(self, text: str) -> None:
         """Append text that has arrived."""
@@ -42,6 +43,16 @@ class Reader:
     def close(self) -> None:
         """Declare the end of the text."""
         self._closed = True
+
+    @property
+    def at_end(self) -> bool:
+        """Whether nothing more arrives and all is read, but for the beginning of a mark."""
+        return self._closed and self._at in (len(self._text), self._cut_mark)
+
+    def drop(self) -> None:
+        """Forget the rest of the text."""
+        self._at = len(self._text)
+        self.commit()
 
     def commit(self) -> str:
         """Return the text read since the last commit, and drop it."""
@@ -103,7 +114,10 @@ class Reader:
                 there = self._text[self._at : self._at + len(mark)]
                 if there == mark:
                     return mark
-                if self._closed or not mark.startswith(there):
+                if not mark.startswith(there):
+                    break
+                if self._closed:
+                    self._cut_mark = self._at
                     break
                 yield
         return None

@@ -72,6 +72,8 @@ class XmlArguments:
                 stop = yield from reader.ahead(stops)
                 if stop is not None:
                     break
+                if reader.at_end:
+                    raise Malformed("the text ended within a mark")
                 piece = reader.take()
             self._calls.arguments(json.dumps(piece, ensure_ascii=False)[1:-1])
         reader.take(len(stop) - len(stop.removeprefix("\n")))

@@ -66,7 +66,7 @@ class Result:
     token_ids: Sequence[int] = ()  # of the answer
     finish_reason: FinishReason = FinishReason.STOP
     reasoning: str | None = None  # what the model thought aloud before the answer
-    tool_calls: Sequence[ToolCall] = ()  # the last one may be incomplete; what is no call is in the text
+    tool_calls: Sequence[ToolCall] = ()  # the last one may be incomplete
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     logprobs: Sequence[TokenLogprobs] | None = None  # one for each answer token, if asked for

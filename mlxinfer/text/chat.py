@@ -17,7 +17,13 @@ from typing import Any
 
 from ..errors import InvalidRequestError, TemplateError
 from .marked_text import TextMarks, literal_pattern
-from .messages import has_calls, plain_data, with_parsed_arguments, with_text_arguments
+from .messages import (
+    has_calls,
+    plain_data,
+    with_object_arguments,
+    with_parsed_arguments,
+    with_text_arguments,
+)
 from .template import ChatTemplate
 from .tokenizer import Tokenizer
 
@@ -68,9 +74,11 @@ def encode_chat(
     except TemplateError:
         if not has_calls(given["messages"]):
             raise
-        with suppress(TemplateError):  # the template may need the arguments of calls as text
-            changed = {**given, "messages": with_text_arguments(given["messages"])}
-            return _rendered(tokenizer, template, changed, ends, check)
+        # the template may need all arguments of calls as text, or those that are no JSON as objects
+        for changed in (with_text_arguments, with_object_arguments):
+            with suppress(TemplateError):
+                other = {**given, "messages": changed(given["messages"])}
+                return _rendered(tokenizer, template, other, ends, check)
         raise
 
 

@@ -152,6 +152,14 @@ def with_text_arguments(messages: Messages) -> list[dict[str, Any]]:
     return [{**m, "content": ""} if _calls(m) and m.get("content") is None else m for m in changed]
 
 
+def with_object_arguments(messages: Messages) -> list[dict[str, Any]]:
+    """Return messages whose tool calls all have objects as arguments: {"arguments": text} for text.
+
+    Templates that write each argument by itself cannot write text that is no JSON object.
+    """
+    return [_with_arguments(message, _as_wrapped) for message in messages]
+
+
 def _with_arguments(message: Any, change: Callable[[Any], Any]) -> Any:
     calls = _calls(message)
     if not calls:
@@ -175,6 +183,10 @@ def _as_object(arguments: Any) -> Any:
     except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
+
+
+def _as_wrapped(arguments: Any) -> Any:
+    return {"arguments": arguments} if isinstance(arguments, str) else arguments
 
 
 def _as_text(arguments: Any) -> Any:

@@ -133,17 +133,6 @@ def test_the_stream_helper_accumulates(client: openai.OpenAI, scripted: Scripted
     assert final.output_text == "I look."
 
 
-def test_a_truncated_call_is_text(client: openai.OpenAI, scripted: ScriptedServer) -> None:
-    with scripted.says(WEATHER):
-        whole = ask(client, tools=TOOLS, max_output_tokens=15)
-        *_, last = ask(client, tools=TOOLS, max_output_tokens=15, stream=True)
-    assert last.type == "response.incomplete"
-    for answer in (whole, last.response):
-        assert [(item.type, item.status) for item in answer.output] == [("message", "incomplete")]
-        assert answer.output_text
-        assert WEATHER.startswith(answer.output_text)
-
-
 def test_a_call_that_breaks_within_its_arguments_is_no_item(
     client: openai.OpenAI, scripted: ScriptedServer
 ) -> None:

@@ -112,19 +112,6 @@ def test_none_shows_no_tools_and_finds_no_calls(
     assert (choice.message.content, choice.finish_reason) == (NOW, "stop")
 
 
-def test_a_truncated_call_is_content(client: openai.OpenAI, scripted: ScriptedServer) -> None:
-    with scripted.says(WEATHER):
-        choice = ask(client, max_tokens=15).choices[0]
-        chunks = list(ask(client, max_tokens=15, stream=True))
-    assert choice.finish_reason == "length"
-    assert choice.message.tool_calls is None
-    assert choice.message.content
-    assert WEATHER.startswith(choice.message.content)
-    assert chunks[-1].choices[0].finish_reason == "length"
-    text = "".join(c.choices[0].delta.content or "" for c in chunks)
-    assert text == choice.message.content
-
-
 def test_a_whole_conversation_with_a_tool(client: openai.OpenAI, scripted: ScriptedServer) -> None:
     with scripted.says(WEATHER):
         first = ask(client).choices[0].message

@@ -1,6 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's API."""
 
 from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -231,11 +232,11 @@ def _ending(call: Call, generation: Generation, *, clipped: bool) -> dict[str, A
 def blocks_of(
     parts: Iterable[Part], calls: Iterable[ToolCall], *, signature: str, thoughts: bool
 ) -> list[Any]:
-    """The content of a complete answer, in the order in which it came; broken calls are text.
+    """The content of a complete answer, in the order in which it came; what is no call is text.
 
     Args:
         parts: of the answer, neighbours joined.
-        calls: the complete ones.
+        calls: of the answer; the last one may be cut off.
         signature: of blocks of thinking.
         thoughts: whether these show the reasoning.
     """
@@ -249,9 +250,34 @@ def blocks_of(
             found.append(ThinkingBlock(thinking=shown, signature=signature))
         elif part.id in whole:
             call = whole[part.id]
-            given = msgspec.json.decode(call.arguments)
+            given = _begun_object(call.arguments)
             found.append(ToolUseBlock(id=call.id, name=call.name, input=given))
     return found
+
+
+def _begun_object(text: str) -> dict[str, Any]:
+    """A JSON object; of one that was cut off, what is there: whole members, and a begun string."""
+    closers: list[str] = []
+    in_string = escaped = False
+    whole = ("", "")  # the text up to the last whole member, and what closes it
+    for index, char in enumerate(text):
+        if in_string:
+            in_string = escaped or char != '"'
+            escaped = char == "\\" and not escaped
+        elif char == '"':
+            in_string = True
+        elif char in "{[":
+            closers.append("}" if char == "{" else "]")
+            whole = (text[: index + 1], "".join(reversed(closers)))
+        elif char in "}]":
+            closers.pop()
+        elif char == ",":
+            whole = (text[:index], "".join(reversed(closers)))
+    closed = text + '"' * in_string + "".join(reversed(closers))
+    for candidate in (closed, "".join(whole), "{}"):
+        with suppress(msgspec.DecodeError, UnicodeError):
+            return msgspec.json.decode(candidate, type=dict[str, Any])
+    return {}
 
 
 def usage_of_result(result: Result) -> AnthropicUsage:

@@ -8,7 +8,13 @@ import msgspec
 from ...errors import InvalidRequestError, TemplateError
 from ...text import encode_chat
 from ..errors import UnsupportedFieldError
-from ..fields.prompt import TemplateFields, check_messages, template_kwargs, text_check
+from ..fields.prompt import (
+    TemplateFields,
+    call_arguments,
+    check_messages,
+    template_kwargs,
+    text_check,
+)
 from ..registry.served import ServedModel
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -91,10 +97,7 @@ def _plain(message: Message, path: str, source: str) -> dict[str, Any]:
     }
     plain.update({key: value for key, value in optional.items() if value is not None})
     if message.tool_calls:
-        plain["tool_calls"] = [
-            _tool_call(call, f"{path}.tool_calls[{index}]")
-            for index, call in enumerate(message.tool_calls)
-        ]
+        plain["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return plain
 
 
@@ -120,15 +123,11 @@ def _part_text(part: Part, path: str) -> str:
     return text
 
 
-def _tool_call(call: ToolCall, path: str) -> dict[str, Any]:
-    try:
-        arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        raise InvalidRequestError(
-            f"{path}.function.arguments is not a JSON object in a string.",
-            param=f"{path}.function.arguments",
-        ) from None
-    function = {"name": call.function.name, "arguments": arguments}
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    function = {
+        "name": call.function.name,
+        "arguments": call_arguments(call.function.arguments),
+    }
     return {"id": call.id, "type": "function", "function": function}
 
 

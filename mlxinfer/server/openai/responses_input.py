@@ -4,10 +4,9 @@ import base64
 import binascii
 from typing import Any
 
-import msgspec
-
 from ...errors import InvalidRequestError
 from ..errors import UnsupportedFieldError
+from ..fields.prompt import call_arguments
 from .responses_types import InputItem, InputPart, ResponsesRequest
 
 Plain = dict[str, Any]
@@ -108,13 +107,7 @@ def _turn(found: list[Plain], key: str) -> Plain:
 def _call(item: InputItem, path: str) -> Plain:
     if item.call_id is None or item.name is None:
         raise InvalidRequestError(f"{path} has no call_id or no name.", param=path)
-    try:
-        arguments = msgspec.json.decode(item.arguments or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        raise InvalidRequestError(
-            f"{path}.arguments is not a JSON object in a string.", param=f"{path}.arguments"
-        ) from None
-    function = {"name": item.name, "arguments": arguments}
+    function = {"name": item.name, "arguments": call_arguments(item.arguments)}
     return {"id": item.call_id, "type": "function", "function": function}
 
 

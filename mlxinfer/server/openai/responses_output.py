@@ -52,6 +52,7 @@ class OutputItems:
         self._open: Item | None = None
         self._texts: list[str] = []
         self._index = -1
+        self._broken = False  # the open item is a call that turned out to be text
         self._item_id = ""
 
     def push(self, parts: Iterable[Part]) -> Iterator[bytes]:
@@ -83,7 +84,9 @@ class OutputItems:
             yield self._event(f"{_NAMES[type(item)]}.done", content_index=0, text=whole, **rest)
             yield self._event("content_part.done", content_index=0, part=content)
         yield self._frame("response.output_item.done", output_index=self._index, item=item)
-        if not (isinstance(item, CallItem) and status == "incomplete"):
+        if self._broken:
+            self._broken = False
+        else:
             self.done.append(item)
 
     def _text(self, text: str) -> Iterator[bytes]:
@@ -114,8 +117,8 @@ class OutputItems:
             self._texts.append(piece.arguments)
             yield self._event("function_call_arguments.delta", delta=piece.arguments)
         if piece.status is not CallStatus.OPEN:
-            whole = piece.status is CallStatus.DONE
-            yield from self.close("completed" if whole else "incomplete")
+            self._broken = piece.status is CallStatus.BROKEN
+            yield from self.close("completed" if piece.status is CallStatus.DONE else "incomplete")
 
     def _begin(self, item: Item) -> Iterator[bytes]:
         yield from self.close("completed")

@@ -157,8 +157,8 @@ class ToolParser:
 
     The parts of all pushes, merged, do not depend on how the text is divided into pushes.
 
-    - Arguments are passed on as they arrive. Text that turns out to be no call comes out as the text
-      that it was; if its arguments were passed on, the call ends BROKEN first.
+    - Arguments are passed on as they arrive. Text that turns out to be no call comes out as it was;
+      if its arguments were passed on, the call ends BROKEN first.
     - A call that the end of the answer cuts off ends CUT, and is no text. Before its arguments have
       begun, it is text.
     - A call of an undeclared tool is a call: the program that runs tools can answer the model so.

@@ -250,10 +250,10 @@ class Detokenizer:
         self._skipped = tokenizer.special_ids - set(keep_ids) if skip_special_tokens else set()
         self._steps = decoder_steps(tokenizer.decoder_spec)
         self._held: list[int] = []  # where the decoder has no incremental form
+        self._before = 0  # characters of the held ids that are the prompt's
         for token_id in prompt_ids[-PROMPT_TAIL:]:
             self.push(token_id)
-        self._drain(lambda step: step.settle())
-        self._before = len(self._decoded())  # characters that are the prompt's
+        self.end_prompt()
 
     def push(self, token_id: int) -> str:
         """Return the text that is certain after this token; often ""."""
@@ -269,6 +269,15 @@ class Detokenizer:
         for step in self._steps:
             tokens = [out for token in tokens for out in step.feed(token)]
         return "".join(tokens)
+
+    def end_prompt(self) -> str:
+        """Return the text that is certain if the ids so far are a prompt which an answer continues.
+
+        Half a character stays held: `flush`, or the answer's text, begins with it.
+        """
+        text = self._decoded()
+        self._before = len(text)
+        return text or self._drain(lambda step: step.settle())
 
     def flush(self) -> str:
         """Return the rest of the text; half a character becomes U+FFFD. No token may follow."""

@@ -86,6 +86,22 @@ def test_scoring_alone_generates_nothing(server: LiveServer) -> None:
     assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"]
 
 
+def test_half_a_character_at_the_end_of_an_echoed_prompt_is_shown_once(
+    server: LiveServer,
+) -> None:
+    def text(prompt: list[int], **fields: Any) -> str:
+        found: str = server.post(PATH, ask(prompt, **fields)).json()["choices"][0]["text"]
+        return found
+
+    ids = ids_of(server, "A→")
+    prompts = [ids[:cut] for cut in range(1, len(ids) + 1)]
+    alone = [text(prompt, echo=True, max_tokens=0) for prompt in prompts]
+    assert any(shown.endswith("\ufffd") for shown in alone)
+    for prompt, shown in zip(prompts, alone, strict=True):
+        expected = shown.removesuffix("\ufffd") + text(prompt)
+        assert text(prompt, echo=True) == expected
+
+
 def test_a_cut_character_is_spelled_as_bytes(server: LiveServer) -> None:
     choice = server.post(PATH, ask("é→ø", echo=True, logprobs=1, max_tokens=0)).json()["choices"][0]
     tokens = choice["logprobs"]["tokens"]

@@ -173,6 +173,20 @@ def test_an_answer_completes_half_a_character(kind):
         assert "\ufffd" not in text
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_echoed_prompt_and_answer_join_to_the_text_of_all_ids(kind, data):
+    tokenizer = load_tokenizer(kind)
+    ids = tokenizer.encode(data.draw(st.text("a é→😀", max_size=8)), add_special_tokens=False)
+    cut = data.draw(st.integers(0, len(ids)))
+    prompt, answer = ids[:cut], ids[cut:]
+    detokenizer = Detokenizer(tokenizer)
+    echoed = "".join(map(detokenizer.push, prompt)) + detokenizer.end_prompt()
+    assert "\ufffd" not in echoed
+    said = joined(Detokenizer(tokenizer, prompt_ids=prompt), answer)
+    assert echoed + said == joined(Detokenizer(tokenizer), ids)
+
+
 def test_special_tokens_that_are_to_be_kept(tokenizer):
     start, end = map(tokenizer.piece_to_id, ("<|im_start|>", "<|im_end|>"))
     assert joined(Detokenizer(tokenizer, keep_ids=[end]), [start, end]) == "<|im_end|>"

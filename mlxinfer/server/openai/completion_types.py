@@ -9,6 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from ...core import MAX_LOGPROBS
 from ...errors import InvalidRequestError
+from ...text import Detokenizer
 from ..fields.grammar import ConstraintFields
 from ..fields.prompt import check_room, check_texts
 from ..registry.served import ServedModel
@@ -57,6 +58,7 @@ class Prompt:
 
     ids: list[int]
     text: str
+    half: str = ""  # U+FFFD for half a character at the end, which the answer may complete
 
 
 def read_prompts(model: ServedModel, given: Given) -> list[Prompt]:
@@ -98,7 +100,9 @@ def _of_text(model: ServedModel, text: str, path: str) -> Prompt:
 def _of_ids(model: ServedModel, given: Sequence[object], path: str) -> Prompt:
     check_room(model, len(given), None, param=path)  # before millions are looked at
     ids = model.asking.check_ids(given, param=path)
-    return _checked(Prompt(ids, model.tokenizer.decode(ids)), path)
+    detokenizer = Detokenizer(model.tokenizer)
+    text = "".join(map(detokenizer.push, ids)) + detokenizer.end_prompt()
+    return _checked(Prompt(ids, text, detokenizer.flush()), path)
 
 
 def _checked(prompt: Prompt, path: str) -> Prompt:

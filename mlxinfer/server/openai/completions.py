@@ -136,7 +136,7 @@ class ChoiceWriter:
         if self._logprobs is not None and self.scores is not None:
             for token_id, found in zip(prompt.ids, self.scores.scores, strict=True):
                 self._logprobs.add(token_id, found)
-        return prompt.text
+        return prompt.text + prompt.half if self.silent else prompt.text
 
 
 def merged(pieces: Sequence[CompletionChoice]) -> CompletionChoice:

@@ -152,10 +152,22 @@ def _escape(reader: Reader) -> Parse[str]:
     if char in _ESCAPES:
         return _ESCAPES[char]
     if char in _CODES:
-        return _character(int((yield from _digits(reader, _HEX, _CODES[char])), 16))
+        code = int((yield from _digits(reader, _HEX, _CODES[char])), 16)
+        if char == "u" and 0xD800 <= code < 0xDC00:
+            return (yield from _low_half(reader, code))
+        return _character(code)
     if _OCTAL.match(char):
         return chr(int(char + (yield from _digits(reader, _OCTAL, 2, fewer=True)), 8))
     return "\\" + char
+
+
+def _low_half(reader: Reader, high: int) -> Parse[str]:
+    """Read the second \\u escape of a surrogate pair, as JSON spells characters past U+FFFF."""
+    yield from reader.expect("\\u")
+    low = int((yield from _digits(reader, _HEX, 4)), 16)
+    if not 0xDC00 <= low < 0xE000:
+        raise Malformed(f"\\u{high:04x}\\u{low:04x} is no character")
+    return chr(0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00))
 
 
 def _digits(

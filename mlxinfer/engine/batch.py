@@ -198,9 +198,12 @@ class Batch:
     sampling: SamplingRows = NO_ROWS
     num_tokens: int = 0  # rows of the forward pass
     ragged: list[Segment] = field(init=False)  # short and long ones, in flat order
+    begins_answers: bool = field(init=False)  # whether it gives the first token of an answer
 
     def __post_init__(self) -> None:
         self.ragged = self.short + self.long
+        firsts = [s for s in self.ragged if s.num_samples and not s.output_index]
+        self.begins_answers = bool(firsts)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -218,11 +221,6 @@ class Batch:
         """Tail slots to allocate, with those of sequences that only receive a partial page."""
         slots = [*self.decodes.slots, *[segment.slot for segment in self.ragged]]
         return max(max(slots, default=-1) + 1, self.cache_work.num_slots)
-
-    @property
-    def begins_answers(self) -> bool:
-        """Whether the step gives the first token of an answer."""
-        return any(s.num_samples and not s.output_index for s in self.ragged)
 
     @property
     def is_read_first(self) -> bool:

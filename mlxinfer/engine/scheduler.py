@@ -82,10 +82,12 @@ class Scheduler:
         if self.kv_manager.unsettled and self.kv_manager.settle(queues.running):
             self._last = None
         decodes, verified = self._next_decodes()
+        preemptions = self.counters.preemptions
         prefills = self._next_prefills(len(decodes) + len(verified) == len(queues.running))
-        decodes, verified = _without_preempted(decodes, verified)
+        if self.counters.preemptions > preemptions:
+            decodes, verified = _without_preempted(decodes, verified)
         segments = verified + prefills
-        if not segments and not decodes:
+        if not segments and not decodes.sequences:
             assert queues.idle or any(s.num_pending for s in queues.unfinished()), "stuck"
             return None
         batch = Batch(
@@ -104,6 +106,7 @@ class Scheduler:
 
         Those with proposals come as segments, the others as a batch of single tokens.
         """
+        preemptions = self.counters.preemptions
         decoding = [s for s in self.queues.running if s.decodes]
         proposals = self._propose(decoding)
         singles = [s for s in decoding if s not in proposals] if proposals else decoding
@@ -117,7 +120,9 @@ class Scheduler:
             for sequence, proposed in proposals.items()
             if sequence.slot >= 0 and self.queues.hold(sequence, sequence.num_computed + 1)
         ]
-        return _without_preempted(decodes, verified)
+        if self.counters.preemptions > preemptions:
+            decodes, verified = _without_preempted(decodes, verified)
+        return decodes, verified
 
     def _hold_decodes(self, decodes: DecodeBatch) -> None:
         """Take the pages that the new tokens begin; the youngest sequences may be preempted."""
@@ -346,9 +351,8 @@ def _without_preempted(
     decodes: DecodeBatch, segments: list[Segment]
 ) -> tuple[DecodeBatch, list[Segment]]:
     """The parts of a step whose sequences still have their slot."""
-    if any(sequence.slot < 0 for sequence in decodes.sequences):
-        decodes = DecodeBatch.of([s for s in decodes.sequences if s.slot >= 0])
-    return decodes, [segment for segment in segments if segment.sequence.slot >= 0]
+    running = [sequence for sequence in decodes.sequences if sequence.slot >= 0]
+    return DecodeBatch.of(running), [segment for segment in segments if segment.sequence.slot >= 0]
 
 
 def _prefilling(running: Seq[Sequence]) -> list[Sequence]:

@@ -24,7 +24,8 @@ from mlxinfer.core import FinishReason, SamplingParams
 NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "100"))
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
 BITS = [(None, None), (None, None), (8, 8), (8, 4), (4, 4), (8, None), (None, 4)]
-CASES = ("qwen3-v4", "mistral-v4", "gemma3_text-v4", "gpt_oss-v4", "qwen3_moe-v4")
+LATENT = "deepseek_v3-v4"
+CASES = ("qwen3-v4", "mistral-v4", "gemma3_text-v4", "gpt_oss-v4", "qwen3_moe-v4", LATENT)
 
 # Where codes are stored, a last bit that differs between two ways of adding up can move one by a
 # step, and a choice between two tokens that are this close (in log-probability) may turn.
@@ -58,6 +59,8 @@ def kv_options(draw: st.DrawFn, case: str) -> KVOptions:
     bits = draw(st.sampled_from(BITS))
     if bits[0] == 4 and tiny_model(case, quantized=True).config.qkv_bias:
         bits = (8, 4)
+    if case == LATENT:  # one plane, one number of bits
+        bits = (bits[0], bits[0])
     window = draw(st.sampled_from([None, None, 12, 40]))
     sinks = draw(st.sampled_from([0, 4, 17])) if window else 0
     return KVOptions(bits=bits, window=window, sinks=sinks, plain_ends=draw(st.booleans()))

@@ -1,11 +1,12 @@
 import sys
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from sampling_cases import VOCAB, rows
+from sampling_cases import VOCAB, logits, rows
 from sampling_reference import Row, draw, greedy, kept_tokens
 
 from mlxinfer.core import SamplingParams, TokenLogprobs
@@ -58,6 +59,40 @@ def test_a_row_gets_in_any_batch_and_slot_what_it_gets_alone(cases: list[Row], s
 @given(cases=st.lists(rows(), min_size=1, max_size=8))
 def test_a_token_not_yet_read_counts_as_one_that_was(cases: list[Row]):
     assert choose(cases, pending=True) == choose(cases)
+
+
+@st.composite
+def positions(draw: st.DrawFn) -> tuple[Row, int, list[np.ndarray]]:
+    """A request, how many tokens of its answer are known, and logits after each of the others."""
+    row = draw(rows())
+    known = draw(st.integers(0, len(row.output_ids)))
+    return row, known, [draw(logits()) for _ in range(len(row.output_ids) - known + 1)]
+
+
+@given(cases=st.lists(positions(), min_size=1, max_size=4))
+def test_several_rows_of_a_slot_choose_as_they_do_one_after_another(
+    cases: list[tuple[Row, int, list[np.ndarray]]],
+):
+    """Each row has its own history, index and bans: the proposals before it count as tokens."""
+    sampler = Sampler(VOCAB)
+    slots, found, recent, counts = [], [], [], []
+    for slot, (row, known, after) in enumerate(cases):
+        sampler.add(slot, row.params, row.prompt_ids, row.output_ids[:known], row.stop_ids)
+        for place, each in enumerate(after):
+            slots.append(slot)
+            found.append(replace(row, logits=each, output_ids=row.output_ids[: known + place]))
+            counts.append(known + place)
+            recent.append([*row.output_ids[known : known + place], *[-1] * 6][:6])
+    sampled = sampler.sample(
+        mx.array(np.stack([row.logits for row in found])),
+        tuple(slots),
+        np.array(counts),
+        mx.array(recent, mx.int32),
+    )
+    mx.eval(sampled.arrays())
+    logprobs = {} if sampled.logprobs is None else read_logprobs(sampled.logprobs)
+    together = [(token, logprobs.get(i)) for i, token in enumerate(sampled.tokens.tolist())]
+    assert together == [choose([row])[0] for row in found]
 
 
 def test_a_run_launched_ahead_and_one_resumed_in_the_middle_give_the_same_tokens():

@@ -1,8 +1,8 @@
 """bench dispatches: kernels are in the graph, views are not counted, MLX is as before."""
 
 import mlx.core as mx
-from bench_reports import check
 
+from tests.bench.bench_reports import check
 from tests.bench.dispatches import MODEL, VIEWS, run, traced
 
 

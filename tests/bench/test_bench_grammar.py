@@ -1,8 +1,8 @@
 """The benchmark of grammars, small: its numbers are there and its documents are what they claim."""
 
 import jsonschema
-from bench.bench_reports import check
 
+from tests.bench.bench_reports import check
 from tests.bench.grammar import MIXES, run
 from tests.bench.grammar_cases import CASES, END, large_tokenizer
 

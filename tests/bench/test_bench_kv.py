@@ -3,9 +3,9 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from bench_reports import check
 
 from tests.bench import kv
+from tests.bench.bench_reports import check
 from tests.bench.checkpoints import TWO_LAYERS
 from tests.bench.kv import KINDS, peak_bytes, peaks
 from tests.bench.quality import HELD_OUT, compared, divergence, log_softmax, measure, windows

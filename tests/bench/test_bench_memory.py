@@ -3,11 +3,11 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
-from bench_reports import check
 
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 from tests.bench import memory
+from tests.bench.bench_reports import check
 from tests.bench.checkpoints import write_checkpoint
 from tests.bench.memory import (
     PAGE,

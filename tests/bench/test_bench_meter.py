@@ -1,9 +1,9 @@
 import mlx.core as mx
 import pytest
-from bench_models import VOCAB, two_layers
 
 from mlxinfer.engine.kernels import choose_none
 from mlxinfer.metal_kernels.launch import running_on
+from tests.bench.bench_models import VOCAB, two_layers
 from tests.bench.driver import (
     DISPATCH,
     FORWARD,

@@ -1,7 +1,6 @@
 """bench peak: the peak is above the cache, and fewer bits take less of both."""
 
-from bench_reports import check
-
+from tests.bench.bench_reports import check
 from tests.bench.peak import run
 
 

@@ -3,10 +3,10 @@
 import time
 
 import pytest
-from bench_models import TINY_VOCAB, two_layers, two_layers_windowed
-from bench_reports import check
 
 from tests.bench import prefix
+from tests.bench.bench_models import TINY_VOCAB, two_layers, two_layers_windowed
+from tests.bench.bench_reports import check
 from tests.bench.peer import _without
 from tests.bench.prefix import (
     Prompts,

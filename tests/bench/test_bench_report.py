@@ -2,12 +2,12 @@ import json
 from pathlib import Path
 
 import pytest
-from bench_models import VOCAB
 
 from mlxinfer.bench import peer
 from mlxinfer.bench.report import Report, describe_machine, ratio
 from mlxinfer.errors import BackendMissingError, MlxinferError
 from tests.bench import host, latency, start
+from tests.bench.bench_models import VOCAB
 from tests.bench.checkpoints import LAPTOP, TWO_LAYERS, write_checkpoint
 
 

@@ -1,8 +1,8 @@
 """bench serve: the scenes run against the real server, and the client hears what it says."""
 
 import pytest
-from bench_reports import check
 
+from tests.bench.bench_reports import check
 from tests.bench.serve import run
 
 

@@ -1,8 +1,7 @@
 """What the benchmarks' speed rests on, as counts: they come out the same on every machine."""
 
-from bench_models import VOCAB, two_layers
-
 from mlxinfer.core import SamplingParams
+from tests.bench.bench_models import VOCAB, two_layers
 from tests.bench.checkpoints import random_prompt
 from tests.bench.driver import OurDriver, Work
 from tests.bench.latency import ANSWER, SHORT_PROMPT, SHORTS, Arrival, Timeline

@@ -9,13 +9,13 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from bench_reports import check
 from click.testing import CliRunner
 
 from mlxinfer.bench.client import Answer, Client
 from mlxinfer.bench.load import Load, NoServerError, arrivals, bodies, run, summary
 from mlxinfer.cli._commands import cli
 from mlxinfer.errors import InvalidRequestError
+from tests.bench.bench_reports import check
 
 
 class Scripted(ThreadingHTTPServer):

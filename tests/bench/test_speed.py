@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from bench_reports import check
 from click.testing import CliRunner
 
 from mlxinfer import LLM
 from mlxinfer.bench import speed
 from mlxinfer.cli._commands import cli
 from mlxinfer.errors import InvalidRequestError
+from tests.bench.bench_reports import check
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 """The engine's thread: submit, abort, call and close from any other."""
 
-import _thread
 import contextlib
 import itertools
 import os
 import queue
+import signal
 import threading
 import time
 from typing import Any
@@ -108,7 +108,7 @@ def test_ctrl_c_while_a_model_loads_ends_the_engine(monkeypatch: pytest.MonkeyPa
         close(engine)
 
     def load():  # type: ignore[no-untyped-def]
-        _thread.interrupt_main()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # wakes a waiting lock
         assert closing.wait(60)
         return tiny_model("qwen3-v4", quantized=True), config(num_pages=40)
 

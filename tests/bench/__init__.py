@@ -1,0 +1,1 @@
+"""What our claims rest on, measured: `python -m tests.bench`."""

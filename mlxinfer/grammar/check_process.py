@@ -43,6 +43,8 @@ SUBSCHEMAS = frozenset(
     ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 )
 LISTS_OF_SUBSCHEMAS = frozenset(("anyOf", "allOf", "oneOf", "prefixItems"))
+SHARED = ("$defs", "definitions", "x-guidance")  # what the parts of a schema need of the whole
+LOCATION = re.compile(r"^at [0-9]+\([0-9]+\): (?:failed to compile JSON schema: )?")  # in Lark
 MAPS_OF_SUBSCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 
 
@@ -105,6 +107,24 @@ class GrammarChecker:
             if found is not None:
                 pointer, message = self.locate(schema, found)
                 return {"error": message, "place": place, "pointer": pointer}
+        return self._locate_alone(job["schemas"], error)
+
+    def _locate_alone(self, schemas: list[tuple[str, str]], error: str) -> dict[str, Any]:
+        """Return the reply for an error of the grammar that no whole schema has.
+
+        Some tool-call formats write each parameter by itself, so a part may be wrong alone: an
+        optional property that nothing satisfies makes no schema unsatisfiable. Without such a part
+        the reply has the error's first line only: what follows quotes the generated grammar.
+        """
+        for place, text in schemas:
+            schema = json.loads(text)
+            for step, inner in subschemas(schema):
+                found = self.error_of_schema(_with_definitions(inner, schema))
+                if found is not None and found in error:
+                    pointer, message = self.locate(inner, found)
+                    return {"error": message, "place": place, "pointer": step + pointer}
+        if schemas:
+            error = LOCATION.sub("", error.partition("\n")[0])
         return {"error": error, "place": None, "pointer": ""}
 
     def error_of(self, source: str, *, is_free: bool = False) -> str | None:
@@ -132,19 +152,25 @@ class GrammarChecker:
 
         Each part is tried with the definitions of the whole schema, so that references resolve.
         """
-        shared = {k: schema[k] for k in ("$defs", "definitions", "x-guidance") if k in schema}
         pointer, part = "", schema
         while True:
             for step, inner in subschemas(part):
-                alone = {**shared, **inner} if isinstance(inner, dict) else inner
+                alone = _with_definitions(inner, schema)
                 if step.startswith(("/$defs", "/definitions")) and isinstance(inner, dict):
-                    alone = {**shared, "$ref": "#" + pointer + step}
+                    alone = _with_definitions({"$ref": "#" + pointer + step}, schema)
                 found = self.error_of_schema(alone)
                 if found is not None and found == message:
                     pointer, part = pointer + step, inner
                     break
             else:
                 return pointer, message
+
+
+def _with_definitions(part: Any, schema: Any) -> Any:
+    """Return a part with the definitions and options of the whole schema."""
+    if not isinstance(part, dict) or not isinstance(schema, dict):
+        return part
+    return {**{key: schema[key] for key in SHARED if key in schema}, **part}
 
 
 def subschemas(schema: Any) -> Iterator[tuple[str, Any]]:

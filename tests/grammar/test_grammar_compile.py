@@ -23,6 +23,7 @@ from mlxinfer.grammar.spec import (
     regex,
     tool_calls,
 )
+from mlxinfer.text.tools import Toolbox, ToolUse, tool_format
 
 SIZE = tokenizer_of("demo").vocab_size + PADDING
 FULL = "[a-z ]{0,40}x[a-z]{0,20}y[0-9 ]{3,30}z[a-z]{3,40}"  # has many states
@@ -123,6 +124,22 @@ def test_a_schema_that_cannot_be_kept_is_refused_with_its_place(
         compiler_of().start(json_schema(schema, place="here"))
     assert caught.value.param == "here"
     assert "<" not in str(caught.value).split(": ", 1)[1], "llguidance's marks, or its state"
+
+
+@pytest.mark.parametrize("kind", ["qwen_xml", "gemma4", "lfm2"])
+def test_a_parameter_that_only_fails_alone_is_named(kind: str) -> None:
+    """Formats that write parameters one by one compile each by itself."""
+    never = {"type": "integer", "minimum": 5, "maximum": 1}
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "n/a": never}}
+    tools = Toolbox.of([{"name": "f", "parameters": schema}])
+    use = ToolUse([], tools, tool_format(kind), must_call=True)
+    grammar = use.grammar(tokenizer_of("demo"), None, [])
+    assert grammar is not None
+    with pytest.raises(InvalidRequestError) as caught:
+        compiler_of().start(tool_calls(grammar, use.schemas))
+    assert caught.value.param == "tools[0].function.parameters"
+    assert "at /properties/n~1a: Unsatisfiable schema: minimum (5)" in str(caught.value)
+    assert "%json" not in str(caught.value)
 
 
 def test_the_schema_of_a_tool_is_named() -> None:

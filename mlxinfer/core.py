@@ -171,7 +171,9 @@ class Request:
     prompt_logits: bool = False  # also return the logits of every prompt position
     priority: int = 0  # of what it leaves in the prefix cache: lower goes first
     grammar: Grammar | None = None  # of this request alone; the answer ends when it is finished
-    adapter: str | None = None  # name of the adapter that the model runs with; None: none
+    # The weights that are added to the model's for this request, by name; None: the model's alone.
+    # K and V depend on them: requests with different adapters never share a page.
+    adapter: str | None = None
     arrived_s: float = 0.0  # monotonic seconds, set by the engine; so is the next
     started_s: float = 0.0  # when its first step was launched
 
@@ -193,7 +195,9 @@ class TokenEvent(NamedTuple):
     logprobs: TokenLogprobs | None = None
     error: Exception | None = None
     cached_tokens: int = 0  # prompt tokens whose KV was there already
-    prompt_logits: object = None  # numpy (n, vocab) float32 of the prompt's next n positions
+    prompt_logits: "NDArray[np.float32] | None" = (
+        None  # (n, vocab) of the prompt's next n positions
+    )
     made_s: float = 0.0  # monotonic seconds
 
     @classmethod
@@ -203,7 +207,7 @@ class TokenEvent(NamedTuple):
         finish_reason: FinishReason | None = None,
         *,
         error: Exception | None = None,
-        prompt_logits: object = None,
+        prompt_logits: "NDArray[np.float32] | None" = None,
     ) -> "TokenEvent":
         """Made now."""
         return cls(

@@ -1,7 +1,6 @@
-"""LLM: text in, text out, over one engine. Puts the parts together; each of them is elsewhere."""
+"""LLM: Python over one session. Everything that it does is elsewhere."""
 
 import asyncio
-import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -13,25 +12,22 @@ from .backend import require_mlx
 from .config import KVOptions
 from .core import SamplingParams
 from .errors import InvalidRequestError
-from .session.engine_client import EngineClient, last
-from .session.engine_factory import PAGE_SIZE, EngineOptions, open_engine
+from .session.engine_client import last
+from .session.engine_factory import EngineOptions
 from .session.output_processor import OutputProcessor
 from .session.request_builder import (
-    Asked,
+    BuiltRequest,
     ChatOptions,
     Message,
     Prompt,
-    RequestBuilder,
     ResponseFormat,
     is_one_prompt,
 )
 from .session.results import Delta, Result
-from .text import Tokenizer
+from .session.session import Session
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from .engine.engine import Engine
 
 
 class LLM:
@@ -106,16 +102,10 @@ class LLM:
         )
         require_mlx()
         self.path = hub.resolve(str(model))
-        self.tokenizer = Tokenizer.from_folder(self.path)
-        self._engine, self.model_info = open_engine(str(model), self.path, options)
-        try:
-            self._asking = RequestBuilder(self.tokenizer, self.model_info, tool_format)
-        except BaseException:
-            self._engine.close()
-            raise
-        self._delivery = EngineClient(self._engine)
+        self._session = Session(str(model), self.path, options, tool_format)
         self._keeps_prefixes = prefix_cache
-        self._finalizer = weakref.finalize(self, _close, self._engine, self._asking)
+        self.tokenizer = self._session.tokenizer
+        self.model_info = self._session.info
 
     # -- text -----------------------------------------------------------------------------------
 
@@ -155,8 +145,9 @@ class LLM:
         Returns:
             A Result, or a list of them in the order of the prompts.
         """
-        asked = self._asking.batch(prompts, params, response_format)
-        results = self._delivery.run([self._asking.ready(*each) for each in asked])
+        builder = self._session.builder
+        built = builder.batch(prompts, params, response_format)
+        results = self._session.client.run([builder.compile_grammar(each) for each in built])
         return results[0] if is_one_prompt(prompts) else results
 
     def stream(
@@ -167,8 +158,7 @@ class LLM:
         response_format: ResponseFormat | None = None,
     ) -> Iterator[Delta]:
         """Continue one prompt and yield what each step adds; leaving the loop ends the request."""
-        asked = self._asking.plain(prompt, params, response_format)
-        return self._stream(self._asking.ready(*asked))
+        return self._stream(self._session.builder.prompt(prompt, params, response_format))
 
     async def agenerate(
         self,
@@ -188,7 +178,7 @@ class LLM:
         response_format: ResponseFormat | None = None,
     ) -> AsyncIterator[Delta]:
         """`stream` for asyncio."""
-        return self._astream(self._asking.plain(prompt, params, response_format))
+        return self._astream(self._session.builder.prompt(prompt, params, response_format))
 
     # -- chat -----------------------------------------------------------------------------------
 
@@ -221,8 +211,9 @@ class LLM:
             InvalidRequestError: a tool or the choice is wrong, a grammar cannot be compiled, or
                 the template has no such variable.
         """
-        asked = self._asking.chat(messages, params, **options)
-        return self._delivery.run([self._asking.ready(*asked)])[0]
+        builder = self._session.builder
+        built = builder.chat(messages, params, **options)
+        return self._session.client.run([builder.compile_grammar(built)])[0]
 
     def stream_chat(
         self,
@@ -231,8 +222,7 @@ class LLM:
         **options: Unpack[ChatOptions],
     ) -> Iterator[Delta]:
         """Answer a conversation and yield what each step adds; arguments as of `chat`."""
-        asked = self._asking.chat(messages, params, **options)
-        return self._stream(self._asking.ready(*asked))
+        return self._stream(self._session.builder.chat(messages, params, **options))
 
     async def achat(
         self,
@@ -250,7 +240,7 @@ class LLM:
         **options: Unpack[ChatOptions],
     ) -> AsyncIterator[Delta]:
         """`stream_chat` for asyncio."""
-        return self._astream(self._asking.chat(messages, params, **options))
+        return self._astream(self._session.builder.chat(messages, params, **options))
 
     def pin(self, prompt: Prompt | Sequence[Message]) -> int:
         """Compute the KV cache of a prompt or a conversation's beginning, and keep it the longest.
@@ -265,11 +255,8 @@ class LLM:
         """
         if not self._keeps_prefixes:
             raise InvalidRequestError("pin() needs the prefix cache: prefix_cache=True.")
-        ids = self._asking.beginning(prompt)
-        request = self._asking.request(ids, SamplingParams(max_tokens=1))
-        request.priority = 1
-        self._delivery.all_events(request)
-        return len(ids) - len(ids) % PAGE_SIZE
+        (result,) = self._session.client.run([self._session.builder.pin(prompt)])
+        return result.prompt_tokens - result.prompt_tokens % self._session.limits.page_size
 
     # -- the model itself -----------------------------------------------------------------------
 
@@ -277,19 +264,17 @@ class LLM:
         """Logits (T, vocab) float32 of every position, through the pages and chunks of answers."""
         import numpy as np
 
-        ids = self._asking.encode(prompt)
-        request = self._asking.request(ids, SamplingParams(max_tokens=1))
-        request.prompt_logits = True
-        events = self._delivery.all_events(request)
-        return np.concatenate([e.prompt_logits for e in events if e.prompt_logits is not None])
+        output = self._session.builder.logits(prompt)
+        self._session.client.run([output])
+        return np.concatenate(output.prompt_logits)
 
     def stats(self) -> dict[str, Any]:
         """Counters, pages and memory of the engine, as plain numbers."""
-        return self._engine.stats()
+        return self._session.stats()
 
     def close(self) -> None:
         """End what runs and free the memory; closing twice is fine."""
-        self._finalizer()
+        self._session.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -303,26 +288,27 @@ class LLM:
         self.close()
 
     def __repr__(self) -> str:
-        state = ", closed" if self._engine.closed else ""
+        state = ", closed" if self._session.closed else ""
         return f"LLM({self.model_info.name!r}, {self.model_info.summary}{state})"
 
     @property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end an answer."""
-        return self._asking.end_ids
+        return self._session.builder.end_ids
 
-    def _stream(self, answer: OutputProcessor) -> Iterator[Delta]:
-        """A stream holds its model: nobody else may."""
-        yield from self._delivery.stream(answer)
+    def _stream(self, built: BuiltRequest) -> Iterator[Delta]:
+        """Compile the grammar, if there is one, and return the deltas."""
+        return self._deltas(self._session.builder.compile_grammar(built))
 
-    async def _astream(self, asked: Asked) -> AsyncIterator[Delta]:
-        """A grammar is compiled beside the event loop, not on it."""
-        answer = await asyncio.to_thread(self._asking.ready, *asked) if asked[1] else asked[0]
-        async with aclosing(self._delivery.astream(answer)) as deltas:
+    def _deltas(self, output: OutputProcessor) -> Iterator[Delta]:
+        """A generator of this object: the model stays as long as one of its streams."""
+        yield from self._session.client.stream(output)
+
+    async def _astream(self, built: BuiltRequest) -> AsyncIterator[Delta]:
+        """Compile the grammar beside the event loop, not on it, and yield the deltas."""
+        output = built.output
+        if built.grammar is not None:
+            output = await asyncio.to_thread(self._session.builder.compile_grammar, built)
+        async with aclosing(self._session.client.astream(output)) as deltas:
             async for delta in deltas:
                 yield delta
-
-
-def _close(engine: "Engine", asking: RequestBuilder) -> None:
-    engine.close()
-    asking.close()

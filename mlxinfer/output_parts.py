@@ -1,4 +1,4 @@
-"""What an answer is made of, in the order in which it comes: text, reasoning, tool calls."""
+"""The parts of an answer, in the order in which they come: text, reasoning, tool calls."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningPart:
-    """What the model thinks aloud."""
+    """Reasoning of the model, before or between its visible text."""
 
     text: str
 
@@ -91,28 +91,3 @@ def _joined(run: list[Part]) -> Part:
         )
     texts = (part.text for part in run if isinstance(part, TextPart | ReasoningPart))
     return type(first)("".join(texts))
-
-
-class CallCollector:
-    """Puts the pieces of tool calls together; broken ones, which are text too, are left out."""
-
-    def __init__(self) -> None:
-        self._open: dict[int, list[ToolCallDelta]] = {}
-        self.calls: list[ToolCall] = []
-
-    def push(self, piece: ToolCallDelta) -> None:
-        """Take in the next piece."""
-        pieces = self._open.setdefault(piece.index, [])
-        pieces.append(piece)
-        if piece.status is CallStatus.OPEN:
-            return
-        del self._open[piece.index]
-        first = pieces[0]
-        if piece.status is not CallStatus.BROKEN:
-            assert first.id is not None
-            assert first.name is not None
-            arguments = "".join(p.arguments for p in pieces)
-            complete = piece.status is CallStatus.DONE
-            self.calls.append(
-                ToolCall(id=first.id, name=first.name, arguments=arguments, complete=complete)
-            )

@@ -177,13 +177,13 @@ def test_leaving_a_stream_ends_its_request(llm: LLM) -> None:
 def test_ctrl_c_ends_the_requests_of_a_cell(llm: LLM) -> None:
     def press() -> bool:
         """On the engine's thread, where nothing ends meanwhile."""
-        running = len(llm._engine._loop.scheduler.queues.running) == 2
+        running = len(llm._session.client.engine._loop.scheduler.queues.running) == 2
         if running:
             _thread.interrupt_main()
         return running
 
     def press_when_they_run() -> None:
-        while not llm._engine.call(press):
+        while not llm._session.client.engine.call(press):
             time.sleep(0.01)
 
     endless = SamplingParams(max_tokens=None, ignore_eos=True)
@@ -380,7 +380,7 @@ def test_closing(llm: LLM) -> None:
 
 def test_a_forgotten_llm_is_closed() -> None:
     made = LLM("demo")
-    thread = made._engine._thread
+    thread = made._session.client.engine._thread
     gone = weakref.ref(made)
     del made
     gc.collect()
@@ -406,7 +406,7 @@ def test_logits_and_pins_tell_of_failures(monkeypatch: pytest.MonkeyPatch) -> No
     with LLM("demo", prefix_cache=False) as llm:
         with pytest.raises(mlxinfer.InvalidRequestError, match="prefix_cache"):
             llm.pin("A page")
-        runner = llm._engine._loop.runner
+        runner = llm._session.client.engine._loop.runner
         launch, count = runner.launch, 0
 
         def failing(*step: Any) -> Any:
@@ -432,7 +432,7 @@ def test_whoever_listens_when_the_end_goes_wrong_is_told(monkeypatch: pytest.Mon
     def broken() -> None:
         raise RuntimeError("the books are wrong")
 
-    monkeypatch.setattr(llm._engine._loop, "abort_all", broken)
+    monkeypatch.setattr(llm._session.client.engine._loop, "abort_all", broken)
     llm.close()
     with pytest.raises(mlxinfer.EngineClosedError, match="the books are wrong"):
         list(stream)

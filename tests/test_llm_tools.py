@@ -34,7 +34,7 @@ def llm() -> Iterator[LLM]:
 def knowing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
     tokenizer = llm.tokenizer
     monkeypatch.setattr(tokenizer, "template", ChatTemplate(TEMPLATE))
-    monkeypatch.setattr(llm._asking, "_tool_format", detect_tools(tokenizer))
+    monkeypatch.setattr(llm._session.builder, "_tool_format", detect_tools(tokenizer))
     return llm
 
 

@@ -24,8 +24,8 @@ from ._model import fetch
 from ._options import ENGINE_NAMES, engine_arguments, engine_options
 
 if TYPE_CHECKING:
-    from ..server.registry.entries import Entry
     from ..server.registry.served import ServedModel
+    from ..server.registry.slots import Entry
     from ..session.engine_factory import EngineOptions
 
 
@@ -179,7 +179,7 @@ def entry_of(wanted: Wanted, server: Mapping[str, Any], ttl_s: float | None) -> 
         ttl_s: of models that have none of their own.
     """
     from ..memory import parse_bytes
-    from ..server.registry.entries import Entry, weights_bytes
+    from ..server.registry.slots import Entry, weights_bytes
 
     options, tool_format = checked_settings(wanted, server)
     kv_bytes = None if options.max_memory is None else parse_bytes(options.max_memory)

@@ -11,7 +11,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
@@ -64,13 +66,17 @@ class Engine:
 
     Args:
         load: called once on the engine's thread; returns the model and how to run it.
+        owner: the engine is closed when this object is collected, and when the process ends; None:
+            only when it is told to. It must not be reachable from `load`.
 
     Raises:
         EngineClosedError: this process is a fork of one that has used MLX.
         whatever `load` raises.
     """
 
-    def __init__(self, load: Callable[[], tuple[Model, EngineConfig]]) -> None:
+    def __init__(
+        self, load: Callable[[], tuple[Model, EngineConfig]], *, owner: object | None = None
+    ) -> None:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, Listener] = {}
         self._stopping = False
@@ -82,6 +88,8 @@ class Engine:
         self._thread = threading.Thread(
             target=self._work, args=(load, ready), name="mlxinfer-engine", daemon=True
         )
+        if owner is not None:  # before there is a thread: Ctrl-C may come as soon as there is one
+            weakref.finalize(owner, self.close)
         try:
             _thread.start_new_thread(self._start, (ready,))
             ready.wait()
@@ -101,9 +109,17 @@ class Engine:
         request.arrived_s = time.monotonic()
         self._put(lambda: self._add(request, max_output, listener))
 
-    def abort(self, *request_ids: str) -> None:
-        """End the requests that have not ended; the last event of each has FinishReason.ABORT."""
-        self._inbox.put(lambda: self._abort(request_ids))
+    def abort(self, request_id: str) -> None:
+        """End a request if it has not ended; its last event has FinishReason.ABORT."""
+        self._inbox.put(lambda: self._abort((request_id,)))
+
+    def aborter(self, request_ids: Sequence[str]) -> Callable[[], None]:
+        """A call that aborts these requests, for a caller that leaves before their ends.
+
+        It may be called before they are submitted, or more than once. It is C code down to the
+        inbox: no signal handler runs between its beginning and its effect.
+        """
+        return partial(self._inbox.put, lambda: self._abort(request_ids))
 
     @property
     def limits(self) -> EngineLimits:

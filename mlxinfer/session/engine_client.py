@@ -1,6 +1,7 @@
-"""Requests to an engine and their answers back, for callers that wait and for asyncio.
+"""Requests to one engine and their events back, for threads and for asyncio. Knows no text.
 
-Knows no text. Whoever leaves early ends what was asked for.
+A caller that leaves early, by an error, Ctrl-C or a closed generator, ends its requests. It does so
+by one call in C, which a signal handler cannot interrupt before it has taken effect.
 """
 
 import asyncio
@@ -8,29 +9,189 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ..core import FinishReason, Request, TokenEvent
+from ..core import FinishReason, TokenEvent
 from ..errors import EngineClosedError
 from .output_processor import OutputProcessor
 from .results import Delta, Result
 
 if TYPE_CHECKING:
-    from ..engine.engine import Engine
-
+    from ..engine.engine import Engine, Listener
+    from ..engine.limits import EngineLimits
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one event added to the output of one request."""
+
+    index: int  # of the request within its group
+    delta: Delta
+    event: TokenEvent
+
+
+class RequestGroup:
+    """Requests that are submitted together, read together and left together.
+
+    It is the one place that aborts a request whose text has ended it, and that drops the events
+    that come after a request's end.
+
+    Args:
+        engine: runs them.
+        outputs: of the requests, in the order of the indices.
+
+    Attributes:
+        outputs: as given.
+        close: ends the requests that have not ended. A call in C; may be called at any time, twice
+            as well.
+    """
+
+    def __init__(self, engine: "Engine", outputs: Sequence[OutputProcessor]) -> None:
+        self.outputs = outputs
+        self._engine = engine
+        self._unfinished = {output.request.id: i for i, output in enumerate(outputs)}
+        self.close: Callable[[], None] = engine.aborter(list(self._unfinished))
+
+    @property
+    def finished(self) -> bool:
+        """Whether every request has ended."""
+        return not self._unfinished
+
+    def submit(self, listener: "Listener") -> None:
+        """Hand the requests to the engine; their events go to `listener`, on the engine's thread.
+
+        The logits of a prompt that is only scored are not passed on: they are scored at once.
+
+        Raises:
+            As Engine.submit; requests before the one at fault are submitted.
+        """
+        for output in self.outputs:
+            self._engine.submit(output.request, _scoring(output, listener))
+
+    def index_of(self, event: TokenEvent) -> int | None:
+        """Of the request of an event; None: the request has ended, and `push` drops the event."""
+        return self._unfinished.get(event.request_id)
+
+    def push(self, event: TokenEvent) -> Step | None:
+        """Add an event to the output of its request; None: the request had ended before.
+
+        Raises:
+            RequestFailedError: the request failed.
+        """
+        index = self.index_of(event)
+        if index is None:
+            return None
+        output = self.outputs[index]
+        delta = output.push(event)
+        if output.result is not None:
+            del self._unfinished[event.request_id]
+            if output.ended_early:
+                self._engine.abort(event.request_id)
+        return Step(index, delta, event)
+
+
+class EngineClient:
+    """The way to one engine.
+
+    Args:
+        engine: as far as it is used here, it may be called from any thread.
+    """
+
+    def __init__(self, engine: "Engine") -> None:
+        self.engine = engine
+        self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox[Any]]
+        self._mailboxes = weakref.WeakKeyDictionary()
+
+    @property
+    def limits(self) -> "EngineLimits":
+        """What requests must fit into; a new value after each restart of the engine's loop."""
+        return self.engine.limits
+
+    def group(self, outputs: Sequence[OutputProcessor]) -> RequestGroup:
+        """Requests to be submitted together."""
+        return RequestGroup(self.engine, outputs)
+
+    def run(self, outputs: Sequence[OutputProcessor]) -> list[Result]:
+        """Run requests together to their ends; if one fails, all end and its error is raised.
+
+        Raises:
+            RequestFailedError: one failed.
+            EngineClosedError: the engine was closed before all had ended.
+        """
+        results: list[Result | None] = [None] * len(outputs)
+        for step in self._steps(outputs):
+            results[step.index] = step.delta.result
+        return [finished(result) for result in results]
+
+    def stream(self, output: OutputProcessor) -> Iterator[Delta]:
+        """The deltas of one request; the last one has its result."""
+        for step in self._steps([output]):
+            yield step.delta
+
+    def _steps(self, outputs: Sequence[OutputProcessor]) -> Iterator[Step]:
+        """Submit requests and yield their steps until each has ended."""
+        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        group = self.group(outputs)
+        close = group.close
+        try:
+            group.submit(events.put)
+            while not group.finished:
+                self.engine.require_process()
+                step = group.push(events.get())
+                if step is not None:
+                    yield step
+        except BaseException:  # the caller leaves: an error, Ctrl-C, a closed generator
+            close()
+            raise
+
+    async def arun(self, output: OutputProcessor) -> Result:
+        """`run` of one request for asyncio; cancelling the task ends the request."""
+        return await last(self.astream(output))
+
+    async def astream(self, output: OutputProcessor) -> AsyncGenerator[Delta, None]:
+        """`stream` for asyncio."""
+        events: asyncio.Queue[TokenEvent] = asyncio.Queue()
+        group = self.group([output])
+        try:
+            group.submit(self.posting_to(events))
+            while not group.finished:
+                step = group.push(await events.get())
+                if step is not None:
+                    yield step.delta
+        except BaseException:  # as above; or a cancelled task
+            group.close()
+            raise
+
+    def posting_to(self, inbox: "asyncio.Queue[Any]") -> "Listener":
+        """A listener that puts events into a queue of the running event loop.
+
+        A request ends once that loop is closed.
+        """
+        loop = asyncio.get_running_loop()
+        mailbox = self._mailboxes.setdefault(loop, Mailbox(loop))
+
+        def post(event: TokenEvent) -> None:
+            if not mailbox.post(inbox, event):
+                self.engine.abort(event.request_id)
+
+        return post
+
+
 class Mailbox(Generic[T]):
-    """Queues of one event loop that another thread fills.
+    """Passes messages of other threads to the queues of one event loop.
 
     A wake-up of the loop costs a system call; messages posted before the loop has run share one.
+
+    Args:
+        loop: not kept alive by the mailbox.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = weakref.ref(loop)  # whoever keeps mailboxes by their loops keeps no loops
+        self._loop = weakref.ref(loop)
         self._lock = threading.Lock()
         self._posted: deque[tuple[asyncio.Queue[T], T]] = deque()
 
@@ -38,7 +199,7 @@ class Mailbox(Generic[T]):
         """Deliver `message` to `target`, from any thread.
 
         Returns:
-            False where the loop is closed: nobody will ever read it.
+            False where the loop is closed: the message cannot be read any more.
         """
         loop = self._loop()
         with self._lock:
@@ -61,87 +222,35 @@ class Mailbox(Generic[T]):
             target.put_nowait(message)
 
 
-class EngineClient:
-    """The way to one engine."""
-
-    def __init__(self, engine: "Engine") -> None:
-        self._engine = engine
-        self._mailboxes: weakref.WeakKeyDictionary[
-            asyncio.AbstractEventLoop, Mailbox[TokenEvent]
-        ] = weakref.WeakKeyDictionary()
-
-    def run(self, answers: Sequence[OutputProcessor]) -> list[Result]:
-        """Run requests together; any failure ends them all and is raised."""
-        by_id = {answer.request.id: answer for answer in answers}
-        for event in self.events([answer.request for answer in answers]):
-            answer = by_id[event.request_id]
-            if answer.result is None:
-                answer.push(event)
-                if answer.stopped:
-                    self._engine.abort(event.request_id)
-        return [answer.result for answer in answers if answer.result is not None]
-
-    def stream(self, answer: OutputProcessor) -> Iterator[Delta]:
-        """What each step adds to an answer."""
-        for event in self.events([answer.request]):
-            yield answer.push(event)
-            if answer.result is not None:
-                return
-
-    def events(self, requests: Sequence[Request]) -> Iterator[TokenEvent]:
-        """Submit requests and yield their events until each has ended; leaving early ends them."""
-        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-        unfinished: set[str] = set()
-        try:
-            for request in requests:
-                unfinished.add(request.id)  # first: Ctrl-C may come between the two
-                self._engine.submit(request, events.put)
-            while unfinished:
-                self._engine.require_process()
-                event = events.get()
-                if event.finish_reason is not None:
-                    unfinished.discard(event.request_id)
-                yield event
-        finally:
-            for request_id in unfinished:
-                self._engine.abort(request_id)
-
-    def all_events(self, request: Request) -> list[TokenEvent]:
-        """Run one request to its end.
-
-        Raises:
-            RequestFailedError: it failed.
-            EngineClosedError: the engine was closed meanwhile.
-        """
-        events = list(self.events([request]))
-        if events[-1].error is not None:
-            raise events[-1].error
-        if events[-1].finish_reason is FinishReason.ABORT:
-            raise EngineClosedError("The engine was closed.")
-        return events
-
-    async def astream(self, answer: OutputProcessor) -> AsyncGenerator[Delta, None]:
-        """`stream` for asyncio."""
-        loop = asyncio.get_running_loop()
-        mailbox = self._mailboxes.setdefault(loop, Mailbox(loop))
-        events: asyncio.Queue[TokenEvent] = asyncio.Queue()
-
-        def post(event: TokenEvent) -> None:
-            if not mailbox.post(events, event):
-                self._engine.abort(event.request_id)
-
-        self._engine.submit(answer.request, post)
-        try:
-            while answer.result is None:
-                yield answer.push(await events.get())
-        finally:
-            self._engine.abort(answer.request.id)
-
-
 async def last(deltas: AsyncIterator[Delta]) -> Result:
-    """The result that a stream ends with."""
+    """The result that a stream ends with; raises as `finished`."""
     result = None
     async for delta in deltas:
         result = delta.result
+    return finished(result)
+
+
+def finished(result: Result | None) -> Result:
+    """The result of a request that has ended.
+
+    Raises:
+        EngineClosedError: the engine was closed before the request had ended.
+    """
     assert result is not None
+    if result.finish_reason is FinishReason.ABORT:
+        raise EngineClosedError("The engine was closed.")
     return result
+
+
+def _scoring(output: OutputProcessor, listener: "Listener") -> "Listener":
+    scores = output.prompt_scores
+    if scores is None:
+        return listener
+
+    def score(event: TokenEvent) -> None:
+        if event.prompt_logits is not None:
+            scores.push(event.prompt_logits)
+        else:
+            listener(event)
+
+    return score

@@ -1,4 +1,4 @@
-"""From what a user asks for to a running engine: options checked, memory found, model loaded."""
+"""Options to a running engine: arguments checked, memory found, model loaded."""
 
 import os
 from dataclasses import dataclass, field
@@ -174,15 +174,23 @@ def _writable(folder: Path) -> Path:
     return folder
 
 
-def open_engine(name: str, folder: Path, options: EngineOptions) -> "tuple[Engine, ModelInfo]":
+def open_engine(
+    name: str, folder: Path, options: EngineOptions, *, owner: object
+) -> "tuple[Engine, ModelInfo]":
     """Load the model in `folder` on the engine's own thread.
 
+    Args:
+        name: of the model, for people.
+        folder: with the checkpoint.
+        options: of the engine.
+        owner: the engine is closed when this object is collected.
+
     Raises:
-        ModelError: it is broken or not supported.
+        ModelError: the model is broken or not supported.
         BackendMissingError: MLX does not run here.
     """
     require_mlx()
-    from ..engine.engine import Engine  # imports mlx, which need not be there to say why not
+    from ..engine.engine import Engine  # imports mlx; where it is missing, require_mlx says why
     from ..models import load
 
     described: list[ModelInfo] = []
@@ -192,5 +200,5 @@ def open_engine(name: str, folder: Path, options: EngineOptions) -> "tuple[Engin
         described.append(describe(name, folder, model))
         return model, options.config(model, folder)
 
-    engine = Engine(build)
+    engine = Engine(build, owner=owner)
     return engine, described[0]

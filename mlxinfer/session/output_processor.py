@@ -1,24 +1,49 @@
-"""One answer as it grows: token events in, deltas of text and a Result out. Knows no engine."""
+"""The output of one request: token events in, deltas and a Result out. Knows no engine."""
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..core import FinishReason, Request, TokenEvent, TokenLogprobs
-from ..output_parts import CallCollector, merged
+from ..output_parts import CallStatus, Part, ToolCall, ToolCallDelta, merged
 from ..text import TextDelta, TextStream
 from .results import Delta, Result, Timing
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 
 class OutputProcessor:
-    """Turns the events of one request into deltas, and keeps what the Result needs.
+    """Turns the token events of one request into deltas, and keeps what the Result needs.
 
-    `stopped` tells that a stop string or a tool call ended the answer: the request is to be
-    aborted, and later events are ignored.
+    The text decides here whether the answer has ended: a stop string, or the only tool call that is
+    allowed, makes the finish reason STOP. All other reasons are the engine's. A reason that was set
+    stays.
+
+    Args:
+        request: its events are pushed.
+        stream: decodes its tokens, from the first one on.
+        prompt_scores: takes the logits of the prompt; None: they are kept in `prompt_logits`.
+
+    Attributes:
+        result: of the whole answer, once it has ended.
+        ended_early: the text ended the answer before the engine did: the request is to be aborted.
+        prompt_logits: (n, vocab) float32 each, of the prompt's next n positions, where the request
+            asks for them.
     """
 
-    def __init__(self, request: Request, stream: TextStream) -> None:
+    def __init__(
+        self,
+        request: Request,
+        stream: TextStream,
+        *,
+        prompt_scores: "PromptScores | None" = None,
+    ) -> None:
         self.request = request
-        self.stopped = False
+        self.prompt_scores = prompt_scores
+        self.prompt_logits: list[NDArray[np.float32]] = []
+        self.ended_early = False
         self.result: Result | None = None
         self._stream = stream
         self._token_ids: list[int] = []
@@ -36,26 +61,22 @@ class OutputProcessor:
         return self._stream.stop_match
 
     def push(self, event: TokenEvent) -> Delta:
-        """Take in one event; the last one's delta carries the Result.
+        """Add one event; the delta of the last one carries the Result.
 
         Raises:
             RequestFailedError: the request failed.
         """
         if event.error is not None:
             raise event.error
+        if event.prompt_logits is not None:
+            self.prompt_logits.append(event.prompt_logits)
         new_ids: Sequence[int] = ()
         self._cached_tokens = max(self._cached_tokens, event.cached_tokens)
         if event.token_id is not None:
             new_ids = (event.token_id,)
-            self._take(event, event.token_id)
-        delta = self._push_text(event)
-        reason = FinishReason.STOP if self._stream.stopped else event.finish_reason
-        if reason is not None:
-            self.stopped = self._stream.stopped and event.finish_reason is None
-            delta = TextDelta(merged((*delta.parts, *self._stream.finish().parts)))
-            if self._stream.stopped and reason is FinishReason.LENGTH:  # in what was held back
-                reason = FinishReason.STOP
-        self._keep(delta)
+            self._add_token(event, event.token_id)
+        delta, reason = self._push_text(event)
+        self._add_text(delta)
         if reason is not None:
             self.result = self._finish(reason, event.made_s)
         return Delta(
@@ -67,28 +88,34 @@ class OutputProcessor:
             result=self.result,
         )
 
-    def _keep(self, delta: TextDelta) -> None:
-        self._text.append(delta.text)
-        self._reasoning.append(delta.reasoning)
-        for piece in delta.tool_calls:
-            self._calls.push(piece)
+    def _push_text(self, event: TokenEvent) -> tuple[TextDelta, FinishReason | None]:
+        """The new text, and why the answer has ended; None: it goes on."""
+        parts: list[Part] = []
+        reason = event.finish_reason
+        if event.token_id is not None and reason is not FinishReason.STOP:  # an end token has none
+            parts += self._stream.push([event.token_id]).parts
+        if reason is not None:
+            parts += self._stream.finish().parts
+        if self._stream.stopped and reason is not FinishReason.ABORT:
+            self.ended_early = reason is None
+            reason = FinishReason.STOP
+        return TextDelta(merged(parts)), reason
 
-    def _take(self, event: TokenEvent, token_id: int) -> None:
+    def _add_token(self, event: TokenEvent, token_id: int) -> None:
         if not self._token_ids:
             self._first_token_s = event.made_s
         self._token_ids.append(token_id)
         if self._logprobs is not None and event.logprobs is not None:
             self._logprobs.append(event.logprobs)
 
-    def _push_text(self, event: TokenEvent) -> TextDelta:
-        """The new text; the token that ended the answer is not part of it."""
-        ended = event.finish_reason is FinishReason.STOP
-        if event.token_id is None or ended:
-            return TextDelta()
-        return self._stream.push([event.token_id])
+    def _add_text(self, delta: TextDelta) -> None:
+        self._text.append(delta.text)
+        self._reasoning.append(delta.reasoning)
+        for piece in delta.tool_calls:
+            self._calls.push(piece)
 
     def _finish(self, reason: FinishReason, finished_s: float) -> Result:
-        """Times are the engine's: a caller who reads slowly, or late, changes none."""
+        """The Result. Times are when the engine made the tokens, not when they were read."""
         first = self._first_token_s or finished_s
         return Result(
             text="".join(self._text),
@@ -108,3 +135,76 @@ class OutputProcessor:
                 answer_tokens=len(self._token_ids),
             ),
         )
+
+
+class CallCollector:
+    """Joins the pieces of tool calls; broken calls, which are text too, are left out.
+
+    Attributes:
+        calls: in order; the last one may be cut off.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, list[ToolCallDelta]] = {}
+        self.calls: list[ToolCall] = []
+
+    def push(self, piece: ToolCallDelta) -> None:
+        """Add the next piece."""
+        pieces = self._open.setdefault(piece.index, [])
+        pieces.append(piece)
+        if piece.status is CallStatus.OPEN:
+            return
+        del self._open[piece.index]
+        first = pieces[0]
+        if piece.status is not CallStatus.BROKEN:
+            assert first.id is not None
+            assert first.name is not None
+            arguments = "".join(p.arguments for p in pieces)
+            complete = piece.status is CallStatus.DONE
+            self.calls.append(
+                ToolCall(id=first.id, name=first.name, arguments=arguments, complete=complete)
+            )
+
+
+class PromptScores:
+    """Log-probabilities of a prompt's own tokens, from the logits of its positions in order.
+
+    The first token has no score.
+
+    Args:
+        prompt_ids: the whole prompt.
+        num_top: how many of the most probable tokens to name at each position.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int], num_top: int) -> None:
+        self._ids = prompt_ids
+        self._num_top = num_top
+        self._num_rows = 0
+        self.scores: list[TokenLogprobs | None] = [None]
+
+    def push(self, logits: "NDArray[np.float32]") -> None:
+        """Score the tokens that follow the next n positions.
+
+        Args:
+            logits: (n, vocab).
+        """
+        import numpy as np
+
+        targets = self._ids[self._num_rows + 1 : self._num_rows + 1 + len(logits)]
+        self._num_rows += len(logits)
+        for row, target in zip(logits, targets, strict=False):
+            scores = row - row.max()  # (vocab,)
+            scores -= np.log(np.exp(scores).sum())
+            top = tuple((int(i), float(scores[i])) for i in _largest(scores, self._num_top))
+            self.scores.append(TokenLogprobs(float(scores[target]), top))
+
+
+def _largest(scores: "NDArray[np.float32]", count: int) -> "list[int]":
+    """Indices of the largest, most probable first; of equal ones the lower index."""
+    import numpy as np
+
+    if count < 2:
+        return [int(scores.argmax())] * count
+    near = np.argpartition(-scores, min(count, len(scores) - 1))[:count]
+    order: list[int] = near[np.lexsort((near, -scores[near]))].tolist()
+    return order

@@ -1,12 +1,13 @@
-"""From what a user asks of a model to a request for its engine. Knows text; runs nothing."""
+"""Text to requests: prompts, conversations, tools and forms of the answer. Runs nothing."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypedDict, TypeVar
 
 from ..config import check_switch
-from ..core import Request, SamplingParams, check_token_ids
+from ..core import Grammar, Request, SamplingParams, check_token_ids
 from ..errors import InvalidRequestError, shown
 from ..grammar import GrammarSpec
 from ..grammar.guidance import Guidance
@@ -20,12 +21,11 @@ from ..text import (
     text_messages,
 )
 from .engine_factory import ModelInfo
-from .output_processor import OutputProcessor
+from .output_processor import OutputProcessor, PromptScores
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 ResponseFormat = Mapping[str, Any]  # {"type": ...}, see LLM.generate
-Asked = tuple[OutputProcessor, GrammarSpec | None]  # whose grammar, if any, is still to be compiled
 T = TypeVar("T")
 
 _ENDS = ("add_generation_prompt", "continue_final_message")  # of every template, see encode_chat
@@ -41,13 +41,26 @@ class ChatOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
 
 
+@dataclass(frozen=True, slots=True)
+class BuiltRequest:
+    """A request with its output processor, complete but for the compiled grammar."""
+
+    output: OutputProcessor
+    grammar: GrammarSpec | None  # see RequestBuilder.compile_grammar
+
+
 class RequestBuilder:
-    """The questions that one model can be asked.
+    """Builds the requests to one model. Safe to use from several threads.
 
     Args:
         tokenizer: of the model.
         info: of the model.
         tool_format: how it writes tool calls; "auto": as its template and its tokens show.
+
+    Attributes:
+        tokenizer: as given.
+        end_ids: tokens that end an answer.
+        guidance: makes the grammars.
     """
 
     def __init__(self, tokenizer: Tokenizer, info: ModelInfo, tool_format: str) -> None:
@@ -60,23 +73,23 @@ class RequestBuilder:
         self.guidance = Guidance(
             tokenizer, self._reasoning, vocab_size=info.vocab_size, end_ids=self.end_ids
         )
-        self._ids = itertools.count()
+        self._request_ids = itertools.count()
 
-    def plain(
+    def prompt(
         self, prompt: Prompt, params: SamplingParams | None, response_format: ResponseFormat | None
-    ) -> Asked:
-        """A prompt to be continued."""
+    ) -> BuiltRequest:
+        """A request to continue a prompt."""
         ids = self.encode(prompt)
-        answer = self.answer(ids, params, continues=True)
-        return answer, self.guidance.plan(ids, response_format)
+        output = self.output(ids, params, continues=True)
+        return BuiltRequest(output, self.guidance.plan(ids, response_format))
 
     def batch(
         self,
         prompts: Any,
         params: SamplingParams | Sequence[SamplingParams] | None,
         response_format: ResponseFormat | Sequence[ResponseFormat | None] | None,
-    ) -> list[Asked]:
-        """One prompt or many to be continued, with settings for all or for each."""
+    ) -> list[BuiltRequest]:
+        """Requests to continue one prompt or many, with settings for all or for each."""
         every = [prompts] if is_one_prompt(prompts) else prompts
         settings = zip(
             every,
@@ -84,7 +97,7 @@ class RequestBuilder:
             _one_each(response_format, len(every), Mapping, "response_format", '{"type": ...}'),
             strict=True,
         )
-        return [self.plain(*each) for each in settings]
+        return [self.prompt(*each) for each in settings]
 
     def chat(
         self,
@@ -97,8 +110,8 @@ class RequestBuilder:
         response_format: ResponseFormat | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
-    ) -> Asked:
-        """A conversation to be answered; arguments and errors as of LLM.chat."""
+    ) -> BuiltRequest:
+        """A request to answer a conversation; arguments and errors as of LLM.chat."""
         for name in others:
             raise TypeError(
                 f"A chat takes no {name!r}. How tokens are chosen is said by its params, "
@@ -108,26 +121,57 @@ class RequestBuilder:
         use = self.tool_use(tools, tool_choice, parallel=parallel_tool_calls)
         named = None if use is None else use.shown
         variables = _checked_variables(chat_template_kwargs)
-        ids = encode_chat(self.tokenizer, text_messages(messages), tools=named, **variables)
+        ids = self.encode_chat(text_messages(messages), tools=named, **variables)
         self._check_variables(variables)
-        spec = self.guidance.plan(ids, response_format, use)
-        goes_on = bool(variables.get("continue_final_message"))
-        return self.answer(ids, params, continues=goes_on, use=use), spec
+        grammar = self.guidance.plan(ids, response_format, use)
+        continues = bool(variables.get("continue_final_message"))
+        return BuiltRequest(self.output(ids, params, continues=continues, use=use), grammar)
 
-    def beginning(self, prompt: Prompt | Sequence[Message]) -> list[int]:
-        """The tokens of a prompt, or of a conversation that goes on."""
+    def pin(self, prompt: Prompt | Sequence[Message]) -> OutputProcessor:
+        """A request after which the KV cache of a prompt, or of the messages given, is pinned."""
         _check_sequence(prompt)
-        messages = [part for part in prompt if isinstance(part, Mapping)]
-        if messages:
-            return encode_chat(self.tokenizer, text_messages(prompt), add_generation_prompt=False)
-        return self.encode(prompt)  # type: ignore[arg-type]  # no messages: text or ids
+        if any(isinstance(part, Mapping) for part in prompt):
+            ids = self.encode_chat(text_messages(prompt), add_generation_prompt=False)
+        else:
+            ids = self.encode(prompt)  # type: ignore[arg-type]  # no messages: text or ids
+        output = self.output(ids, SamplingParams(max_tokens=1), continues=True)
+        output.request.priority = 1
+        return output
+
+    def logits(self, prompt: Prompt) -> OutputProcessor:
+        """A request for the logits of every position of a prompt."""
+        output = self.output(self.encode(prompt), SamplingParams(max_tokens=1), continues=True)
+        output.request.prompt_logits = True
+        return output
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Text, or token ids, which are checked."""
+        """The ids of a text, or token ids, which are checked."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, parse_special=True)
         _check_sequence(prompt)
         return self.check_ids(prompt, param="prompt")
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        check: Callable[[str], None] | None = None,
+        /,
+        *,
+        tools: Sequence[Message] | None = None,
+        **variables: Any,
+    ) -> list[int]:
+        """The ids of a conversation's prompt, from the model's chat template.
+
+        Args:
+            messages: as templates read them, see `text.encode_chat`.
+            check: called with the prompt's text before it is encoded; raises where it is wrong.
+            tools: that the template shows.
+            variables: of the template.
+
+        Raises:
+            TemplateError: the model has no template, or the template refuses the messages.
+        """
+        return encode_chat(self.tokenizer, messages, check, tools=tools, **variables)
 
     def check_ids(self, ids: Sequence[object], *, param: str) -> list[int]:
         """The ids, if they are tokens of this model; raises InvalidRequestError."""
@@ -145,17 +189,7 @@ class RequestBuilder:
         """How an answer uses tools; arguments and errors as of ToolUse.plan."""
         return ToolUse.plan(self.tokenizer, self._tool_format, tools, choice, parallel=parallel)
 
-    def request(self, ids: list[int], params: SamplingParams | None) -> Request:
-        """A request of these prompt tokens."""
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequestError(
-                f"params is {shown(params)}; expected SamplingParams(...).", param="params"
-            )
-        ends: frozenset[int] = frozenset() if params.ignore_eos else self.end_ids
-        return Request(str(next(self._ids)), ids, params, ends.union(params.stop_token_ids))
-
-    def answer(
+    def output(
         self,
         ids: list[int],
         params: SamplingParams | None,
@@ -163,8 +197,10 @@ class RequestBuilder:
         continues: bool,
         reasons: bool = True,
         use: ToolUse | None = None,
+        grammar: Grammar | None = None,
+        prompt_logprobs: int | None = None,
     ) -> OutputProcessor:
-        """A request for the engine, and what turns its tokens into text.
+        """A request for the engine, in the object that turns its tokens into text.
 
         Args:
             ids: the whole prompt.
@@ -173,8 +209,16 @@ class RequestBuilder:
                 where the last message is to be continued.
             reasons: what the model marks as its reasoning is split off, if it reasons at all.
             use: tools that the answer may call.
+            grammar: the form of the answer; a state of this request alone.
+            prompt_logprobs: score the prompt's tokens, and name so many of the most probable ones
+                at each position; None: do not.
+
+        Raises:
+            InvalidRequestError: `params` is something else.
         """
-        request = self.request(ids, params)
+        request = self._request(ids, params)
+        request.grammar = grammar
+        request.prompt_logits = prompt_logprobs is not None
         stream = TextStream(
             self.tokenizer,
             stop=request.params.stop,
@@ -185,17 +229,33 @@ class RequestBuilder:
             prompt_ids=ids,
             continues=continues,
         )
-        return OutputProcessor(request, stream)
+        scores = None if prompt_logprobs is None else PromptScores(ids, prompt_logprobs)
+        return OutputProcessor(request, stream, prompt_scores=scores)
 
-    def ready(self, answer: OutputProcessor, spec: GrammarSpec | None) -> OutputProcessor:
-        """The answer with its grammar compiled, which may take its time."""
-        if spec is not None:
-            answer.request.grammar = self.guidance.start(spec)
-        return answer
+    def compile_grammar(self, built: BuiltRequest) -> OutputProcessor:
+        """The output of a request whose grammar has been compiled, which may take seconds.
+
+        Raises:
+            InvalidRequestError: the grammar cannot be compiled, or not within the limits.
+            OverloadedError: too many grammars at once.
+        """
+        if built.grammar is not None:
+            built.output.request.grammar = self.guidance.start(built.grammar)
+        return built.output
 
     def close(self) -> None:
-        """End what compiles grammars."""
+        """End the process that tries grammars out."""
         self.guidance.close()
+
+    def _request(self, ids: list[int], params: SamplingParams | None) -> Request:
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"params is {shown(params)}; expected SamplingParams(...).", param="params"
+            )
+        ends: frozenset[int] = frozenset() if params.ignore_eos else self.end_ids
+        request_id = str(next(self._request_ids))
+        return Request(request_id, ids, params, ends.union(params.stop_token_ids))
 
     def _check_variables(self, names: Iterable[str]) -> None:
         """Raise InvalidRequestError for a variable that the template never reads."""

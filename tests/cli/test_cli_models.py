@@ -10,7 +10,7 @@ from mlxinfer.cli._configuration import Wanted, wanted_models
 from mlxinfer.cli.config import serve_context
 from mlxinfer.cli.serve import registry
 from mlxinfer.configfile import read_config_file
-from mlxinfer.server.registry.entries import Entry
+from mlxinfer.server.registry.slots import Entry
 from mlxinfer.session.engine_factory import EngineOptions
 
 FILE = """

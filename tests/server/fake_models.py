@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from mlxinfer.errors import CheckpointError
-from mlxinfer.server.registry.entries import Entry
 from mlxinfer.server.registry.models import Models
+from mlxinfer.server.registry.slots import Entry
 
 MB = 10**6
 

@@ -6,9 +6,9 @@ from typing import Any
 from live_server import LiveServer, in_no_hurry
 
 from mlxinfer import hub
-from mlxinfer.server.registry.entries import Entry, weights_bytes
 from mlxinfer.server.registry.models import Models
 from mlxinfer.server.registry.served import ServedModel
+from mlxinfer.server.registry.slots import Entry, weights_bytes
 from mlxinfer.session.engine_factory import EngineOptions
 
 MB = 10**6

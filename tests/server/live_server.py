@@ -37,7 +37,7 @@ def long_chat(**fields: Any) -> dict[str, Any]:
 
 def in_no_hurry(model: ServedModel) -> ServedModel:
     """The same model, which takes its time where an answer may be long."""
-    loop = model.engine._loop
+    loop = model.client.engine._loop
     emit = loop._emit
 
     def emit_slowly(events: list[TokenEvent]) -> None:
@@ -127,7 +127,7 @@ class LiveServer:
         return len(self.server.server_state.connections)
 
     def stats(self) -> dict[str, Any]:
-        return self.model.engine.stats()
+        return self.model.client.engine.stats()
 
     def is_idle(self) -> bool:
         """Nothing runs, waits or is held but for cached pages."""

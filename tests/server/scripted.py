@@ -1,13 +1,14 @@
 """A server whose model says what a test tells it to: for tool calls, which the demo cannot make."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from live_server import LiveServer, wait_until
 
 from mlxinfer.core import FinishReason, Request, TokenEvent
+from mlxinfer.engine.limits import EngineLimits
 from mlxinfer.server.registry.served import ServedModel
 from mlxinfer.session.request_builder import RequestBuilder
 from mlxinfer.text import ChatTemplate
@@ -27,15 +28,16 @@ def teach(model: ServedModel, template: str) -> None:
     """Give a model another chat template, and with it tools and reasoning as that shows them."""
     tokenizer = model.tokenizer
     tokenizer.template = ChatTemplate(template, variables=tokenizer.named_tokens)
-    model.asking.close()
-    model.asking = RequestBuilder(tokenizer, model.info, "auto")
+    model.builder.close()
+    model.session.builder = RequestBuilder(tokenizer, model.info, "auto")
 
 
 class Script:
     """Stands where the engine does: each request gets the same tokens, all at once."""
 
-    def __init__(self, encode: Callable[[str], list[int]]) -> None:
+    def __init__(self, encode: Callable[[str], list[int]], limits: EngineLimits) -> None:
         self._encode = encode
+        self.limits = limits
         self.text = ""
         self.requests: list[Request] = []
         self.cached_tokens = 0
@@ -64,6 +66,9 @@ class Script:
     def abort(self, request_id: str) -> None:
         pass
 
+    def aborter(self, request_ids: Sequence[str]) -> Callable[[], None]:
+        return lambda: None
+
     def stats(self) -> dict[str, Any]:
         return {"running": 0, "waiting": 0, "groups": []}
 
@@ -76,11 +81,12 @@ class ScriptedServer(LiveServer):
 
     def __init__(self, template: str = TEMPLATE, **config: Any) -> None:
         super().__init__(**config)
-        self.model.engine.close()
+        self.model.client.engine.close()
         tokenizer = self.model.tokenizer
         teach(self.model, template)
-        self.script = Script(lambda text: tokenizer.encode(text, parse_special=True))
-        self.model.engine = self.script  # type: ignore[assignment]  # it does what is asked here
+        limits = self.model.session.limits
+        self.script = Script(lambda text: tokenizer.encode(text, parse_special=True), limits)
+        self.model.client.engine = self.script  # type: ignore[assignment]  # as far as it is used
 
     @contextmanager
     def says(self, text: str, cached_tokens: int = 0) -> Iterator[None]:

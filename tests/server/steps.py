@@ -12,13 +12,13 @@ SECRET = "/Users/somebody/secret"
 
 def break_next_step(server: LiveServer) -> None:
     """Let one launch of the engine fail, on its own thread, as an exception in MLX would."""
-    runner = server.model.engine._loop.runner
+    runner = server.model.client.engine._loop.runner
 
     def fail(*args: Any) -> Any:
         del vars(runner)["launch"]  # the class's is seen again, whatever a later test makes of it
         raise RuntimeError(f"[metal] out of memory at 0x7ffe in {SECRET}")
 
-    server.model.engine.call(lambda: setattr(runner, "launch", fail))
+    server.model.client.engine.call(lambda: setattr(runner, "launch", fail))
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def hanging(server: LiveServer, *, behind: int = -1) -> Iterator[threading.Event
         behind: it is the first that samples a later token than this one of an answer; else the
             next step.
     """
-    runner, go_on = server.model.engine._loop.runner, threading.Event()
+    runner, go_on = server.model.client.engine._loop.runner, threading.Event()
     launch = runner.launch
 
     def hang(batch: Any, previous: Any) -> Any:
@@ -38,7 +38,7 @@ def hanging(server: LiveServer, *, behind: int = -1) -> Iterator[threading.Event
             del vars(runner)["launch"]
         return launch(batch, previous)
 
-    server.model.engine.call(lambda: setattr(runner, "launch", hang))
+    server.model.client.engine.call(lambda: setattr(runner, "launch", hang))
     try:
         yield go_on
     finally:

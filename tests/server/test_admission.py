@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.errors import OverloadedError
-from mlxinfer.server.calls.admission import MAX_RETRY_S, MIN_RETRY_S, Admission
-from mlxinfer.server.registry.defaults import SamplingDefaults, read_defaults
+from mlxinfer.server.calls.service import MAX_RETRY_S, MIN_RETRY_S, Admission
+from mlxinfer.server.registry.served import SamplingDefaults, read_defaults
 
 arrivals = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 50), st.booleans()), max_size=40)
 

@@ -9,9 +9,9 @@ from live_server import LiveServer
 from sdk_clients import anthropic_client
 
 from mlxinfer.server.keys import ApiKeys
-from mlxinfer.server.registry.entries import Entry
 from mlxinfer.server.registry.models import Models
 from mlxinfer.server.registry.served import ServedModel
+from mlxinfer.server.registry.slots import Entry
 
 NAMES = ["one", "two", "three"]
 VERSION = {"anthropic-version": "2023-06-01"}

@@ -13,25 +13,28 @@ from mlxinfer.engine.loop import failed_event
 from mlxinfer.engine.sequence import Sequence
 from mlxinfer.errors import RequestFailedError
 from mlxinfer.server.calls.generation import Generation
+from mlxinfer.session.engine_client import EngineClient
 from mlxinfer.session.output_processor import OutputProcessor
 
 PROMPT = [5, 6, 7]
 
 
 class Listening:
-    """A model that is asked, and whose engine says what a test says."""
+    """A model whose engine gives the events of a test."""
 
     def __init__(self, server: LiveServer) -> None:
         self.server = server
         self.aborted: list[str] = []
-        self.engine = SimpleNamespace(abort=self.aborted.append)
-
-    def submit(self, *_: Any) -> None:
-        pass
+        engine: Any = SimpleNamespace(
+            submit=lambda *_: None,
+            abort=self.aborted.append,
+            aborter=lambda _: lambda: None,
+        )
+        self.client = EngineClient(engine)
 
     def answers(self, *params: SamplingParams) -> list[OutputProcessor]:
         model = self.server.model
-        return [model.answer(PROMPT, each, continues=False) for each in params]
+        return [model.builder.output(PROMPT, each, continues=False) for each in params]
 
     def says(self, answer: OutputProcessor, text: str) -> list[TokenEvent]:
         ids = self.server.model.tokenizer.encode(text, add_special_tokens=False)

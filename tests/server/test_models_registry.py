@@ -15,10 +15,8 @@ from mlxinfer.errors import (
     OverloadedError,
 )
 from mlxinfer.server.errors import ModelBusyError, ModelLoadError
-from mlxinfer.server.registry.brake import FIRST_PAUSE_S, MAX_PAUSE_S
-from mlxinfer.server.registry.entries import Entry
 from mlxinfer.server.registry.models import Models
-from mlxinfer.server.registry.slots import State
+from mlxinfer.server.registry.slots import FIRST_PAUSE_S, MAX_PAUSE_S, Entry, State
 
 
 @pytest.fixture

@@ -27,9 +27,9 @@ def spaced() -> Iterator[ScriptedServer]:
         tokenizer = load_tokenizer("sentencepiece")
         tokenizer.template = ChatTemplate(TEMPLATE, variables={})
         model = server.model
-        model.asking.close()
+        model.builder.close()
         info = replace(model.info, vocab_size=tokenizer.vocab_size)
-        model.asking = RequestBuilder(tokenizer, info, "auto")
+        model.session.builder = RequestBuilder(tokenizer, info, "auto")
         server.script._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
         yield server
 
@@ -55,14 +55,14 @@ def test_a_message_of_anthropics(spaced: ScriptedServer) -> None:
 
 
 def test_the_library(spaced: ScriptedServer) -> None:
-    asking = spaced.model.asking
-    ids = asking.tokenizer.encode("sleeps", add_special_tokens=False)
+    builder = spaced.model.builder
+    ids = spaced.model.tokenizer.encode("sleeps", add_special_tokens=False)
     goes_on = {"add_generation_prompt": False, "continue_final_message": True}
     for messages, variables, expected in (
         ([ASKED], {}, "sleeps"),
         ([ASKED, BEGUN], goes_on, " sleeps"),
     ):
-        answer, _ = asking.chat(messages, None, chat_template_kwargs=variables)
+        answer = builder.chat(messages, None, chat_template_kwargs=variables).output
         for token_id in ids:
             answer.push(TokenEvent(answer.request.id, token_id))
         answer.push(TokenEvent.without_token(answer.request.id, FinishReason.LENGTH))

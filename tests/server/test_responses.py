@@ -231,7 +231,7 @@ def test_an_interrupted_stream_fails() -> None:
         events = iter(ask(client, text=form, stream=True))
         while next(events).type != "response.output_text.delta":
             pass
-        server.model.engine.close()
+        server.model.client.engine.close()
         *_, last = events
         strictly(ResponseStreamEvent, last)
     assert last.type == "response.failed"

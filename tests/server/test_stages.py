@@ -22,8 +22,8 @@ from mlxinfer.engine.runner import Launched, Runner
 from mlxinfer.engine.scheduler import Scheduler
 from mlxinfer.grammar import GrammarCompiler
 from mlxinfer.sampling.sampler import Sampler
-from mlxinfer.server.calls.admission import Admission
 from mlxinfer.server.calls.generation import Generation
+from mlxinfer.server.calls.service import Admission
 from mlxinfer.server.http import sse
 from mlxinfer.server.http.replies import HIDDEN
 from mlxinfer.server.openai import chat as chat_module
@@ -221,7 +221,7 @@ def single() -> Iterator[LiveServer]:
 @pytest.mark.parametrize("name", [*STEPS, "forward", "mask"])
 def test_in_a_step(single: LiveServer, name: str) -> None:
     """Whoever waits while a step fails is answered as ever."""
-    model = type(single.model.engine._loop.model)
+    model = type(single.model.client.engine._loop.model)
     owner, attribute = {**STEPS, "forward": (model, "__call__"), "mask": (GrammarMasks, "fill")}[
         name
     ]

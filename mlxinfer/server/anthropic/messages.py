@@ -19,7 +19,7 @@ from ...output_parts import (
 )
 from ...session.output_processor import OutputProcessor
 from ...session.results import Result
-from ...text import ToolUse, encode_chat
+from ...text import ToolUse
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
@@ -60,7 +60,7 @@ async def messages(call: Call, body: MessagesRequest) -> Reply:
     (grammar,) = await call.in_worker(
         start_grammars, model, asked, use, prompt_ids, 1, reasons=True
     )
-    answer = model.answer(
+    answer = model.builder.output(
         prompt_ids, params, continues=continues_last(body.messages), use=use, grammar=grammar
     )
     generation = call.generate(model, [answer])
@@ -126,8 +126,7 @@ def _encode(
     plain = conversation(body)
     if bounded:
         check_messages(model, plain, param="messages")
-    return encode_chat(
-        model.tokenizer,
+    return model.builder.encode_chat(
         plain,
         text_check(model, param="messages") if bounded else None,
         tools=None if use is None else use.shown,

@@ -13,7 +13,6 @@ from starlette.types import Scope
 from ...errors import InvalidRequestError
 from ...session.output_processor import OutputProcessor
 from ..errors import DeadlineError, ShuttingDownError
-from ..registry.prompt_scores import PromptScores
 from ..registry.served import ServedModel
 from .generation import Generation
 from .service import Service
@@ -84,8 +83,6 @@ class Call:
         self,
         model: ServedModel,
         answers: Sequence[OutputProcessor],
-        *,
-        scores: Sequence[PromptScores] | None = None,
     ) -> Generation:
         """Start these answers; they end with the call at the latest. Raises as Generation.start."""
         if self._error is not None:
@@ -96,7 +93,6 @@ class Call:
             self.service.admission,
             self.service.request_metrics[model.name],
             keep_alive_s=self.service.config.keep_alive_s,
-            scores=scores,
         )
         generation.start()
         self._generations.append(generation)

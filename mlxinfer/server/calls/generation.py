@@ -6,21 +6,12 @@ from dataclasses import dataclass
 
 from ...core import FinishReason, TokenEvent
 from ...errors import EngineClosedError, OverloadedError
+from ...session.engine_client import Step
 from ...session.output_processor import OutputProcessor
-from ...session.results import Delta, Result
-from ..registry.prompt_scores import PromptScores
+from ...session.results import Result
 from ..registry.served import ServedModel
 from ..watch.request_metrics import Meter, RequestMetrics
-from .admission import Admission
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one token added to one answer."""
-
-    index: int  # of the answer within the call
-    delta: Delta
-    event: TokenEvent
+from .service import Admission
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +22,7 @@ class Interrupt:
 
 
 class Silence:
-    """Nothing came for a while."""
+    """No event came for a while."""
 
 
 Message = TokenEvent | Interrupt | Silence
@@ -42,12 +33,11 @@ class Generation:
     """Runs answers together: `start`, then `steps` or `results`, and `close` in any case.
 
     Args:
-        model: that answers.
-        answers: made by it, in the order of the choices.
+        model: runs them.
+        answers: built for it, in the order of the choices.
         admission: where they queue.
         metrics: of the model, for the metrics.
         keep_alive_s: seconds of silence after which `steps` yields an empty list.
-        scores: for each answer where to score its prompt; None: no prompt is scored.
     """
 
     def __init__(
@@ -58,20 +48,18 @@ class Generation:
         metrics: RequestMetrics,
         *,
         keep_alive_s: float,
-        scores: Sequence[PromptScores] | None = None,
     ) -> None:
         self.model = model
         self.answers = list(answers)
         self.num_tokens = [0] * len(self.answers)  # of each answer so far
         self.reasoning_tokens = [0] * len(self.answers)  # of each answer, up to its last thought
-        self._scores = scores
+        self._client = model.client
+        self._group = self._client.group(self.answers)
         self._admission = admission
         self._keep_alive_s = keep_alive_s
         self._meter = Meter(metrics, [answer.request for answer in self.answers])
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
-        self._index_of = {a.request.id: i for i, a in enumerate(self.answers)}
-        self._unfinished: set[str] = set()
-        self._waiting: set[str] = set()
+        self._waiting: set[int] = set()  # answers without a token
         self._timer: asyncio.TimerHandle | None = None
         self._heard_s = 0.0  # event-loop time of the last step
 
@@ -90,12 +78,9 @@ class Generation:
             self._meter.refuse(full=True)
             raise
         self._meter.begin()
-        self._waiting.update(self._index_of)
+        self._waiting.update(range(len(self.answers)))
         try:
-            for index, answer in enumerate(self.answers):
-                scores = self._scores[index] if self._scores else None
-                self.model.submit(answer.request, self._inbox, scores)
-                self._unfinished.add(answer.request.id)
+            self._group.submit(self._client.posting_to(self._inbox))
         except BaseException:
             self._meter.refuse()
             self.close()
@@ -117,7 +102,7 @@ class Generation:
         loop = asyncio.get_running_loop()
         self._heard_s = loop.time()
         self._watch_silence()
-        while self._unfinished:
+        while not self._group.finished:
             messages = [await self._inbox.get()]
             while not self._inbox.empty():
                 messages.append(self._inbox.get_nowait())
@@ -137,12 +122,11 @@ class Generation:
 
     def close(self) -> None:
         """End what has not ended, and leave the queue. May be called twice."""
-        for request_id in self._unfinished:
-            self.model.engine.abort(request_id)
-        self._unfinished.clear()
+        if not self._group.finished:
+            self._group.close()
         self._meter.close()
-        for request_id in list(self._waiting):
-            self._leave_queue(request_id)
+        for index in list(self._waiting):
+            self._leave_queue(index)
         if self._timer is not None:
             self._timer.cancel()
 
@@ -161,32 +145,32 @@ class Generation:
             raise message.error
         if isinstance(message, Silence):
             return []
-        if message.request_id not in self._unfinished:  # aborted after its stop string
+        index = self._group.index_of(message)
+        if index is None:  # aborted after its stop string
             return []
-        if message.finish_reason is FinishReason.ABORT:  # we did not ask for it
+        if message.finish_reason is FinishReason.ABORT:  # not by this call
             raise EngineClosedError("The model was unloaded while it answered; ask again.")
-        self._leave_queue(message.request_id)
-        index = self._index_of[message.request_id]
-        answer = self.answers[index]
+        self._leave_queue(index)
         self._meter.record(index, message)
         if message.error is not None:
             self._meter.end(index, "error")
-        delta = answer.push(message)
+        step = self._group.push(message)
+        return [] if step is None else [self._counted(step)]
+
+    def _counted(self, step: Step) -> Step:
+        """The same step, after its tokens and its end have been counted."""
+        index, delta = step.index, step.delta
         self.num_tokens[index] += len(delta.token_ids)
         if delta.reasoning:
             self.reasoning_tokens[index] = self.num_tokens[index]
-        if answer.result is not None:
-            self._unfinished.discard(message.request_id)
-            self._meter.end(index, str(answer.result.finish_reason), answer.result)
-            if answer.stopped:
-                self.model.engine.abort(message.request_id)
-        return [Step(index, delta, message)]
+        if delta.result is not None:
+            self._meter.end(index, str(delta.result.finish_reason), delta.result)
+        return step
 
-    def _leave_queue(self, request_id: str) -> None:
-        if request_id in self._waiting:
-            self._waiting.discard(request_id)
-            answer = self.answers[self._index_of[request_id]]
-            self._admission.leave(len(answer.request.prompt_ids))
+    def _leave_queue(self, index: int) -> None:
+        if index in self._waiting:
+            self._waiting.discard(index)
+            self._admission.leave(len(self.answers[index].request.prompt_ids))
 
     def _watch_silence(self) -> None:
         """One timer that looks again when the silence could be long enough, not one a token."""

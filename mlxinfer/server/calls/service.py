@@ -1,24 +1,141 @@
-"""What all requests of a server share, and the requests that are being answered. Knows no API."""
+"""What all requests of a server share: models, bounds on what waits, threads for texts. No API."""
 
 import asyncio
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import ParamSpec, Protocol, TypeVar
 
 from starlette.types import Scope
 
+from ...errors import OverloadedError
 from ..errors import ShuttingDownError
 from ..registry.models import Models
 from ..settings import ServerConfig
 from ..watch.readiness import EngineStats, Readiness
 from ..watch.request_metrics import RequestMetrics
-from .admission import Admission
-from .workers import Workers
 
 POLL_S = 0.02
 BODY_BYTES = "mlxinfer.body_bytes"  # in the scope of a request whose body was read
 LARGE_BODY = 256 << 10  # bytes
 ENDING_S = 2.0  # that interrupted calls get to say so
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+SMOOTHING = 0.2  # weight of the newest interval between two first tokens
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Admission:
+    """A bound on waiting requests and on the tokens of their prompts.
+
+    A request waits from the time it is handed to the engine until its first token. The engine
+    itself would queue without end.
+
+    Args:
+        max_waiting: requests without a token.
+        max_waiting_tokens: of their prompts together; a single longer one is let in when nothing
+            else waits.
+    """
+
+    def __init__(self, max_waiting: int, max_waiting_tokens: int) -> None:
+        self._max_waiting = max_waiting
+        self._max_tokens = max_waiting_tokens
+        self.num_waiting = 0
+        self.num_waiting_tokens = 0
+        self._interval_s = 1.0  # between two requests that leave the queue, smoothed
+        self._left_s = 0.0  # when the last one did
+
+    def enter(self, num_requests: int, num_tokens: int) -> None:
+        """Count requests in.
+
+        Raises:
+            OverloadedError: the queue is full; it says when to try again.
+        """
+        tokens = self.num_waiting_tokens + num_tokens
+        full = self.num_waiting + num_requests > self._max_waiting or tokens > self._max_tokens
+        if full and self.num_waiting:
+            raise OverloadedError(
+                f"{self.num_waiting} requests with {self.num_waiting_tokens} prompt tokens wait "
+                "already; try again later.",
+                retry_after_s=self.retry_after_s,
+            )
+        if not self.num_waiting:
+            self._left_s = time.monotonic()
+        self.num_waiting += num_requests
+        self.num_waiting_tokens = tokens
+
+    def leave(self, num_tokens: int) -> None:
+        """Count one request out: it has a token, or it ended."""
+        self.num_waiting -= 1
+        self.num_waiting_tokens -= num_tokens
+        assert self.num_waiting >= 0
+        assert self.num_waiting_tokens >= 0
+        now = time.monotonic()
+        self._interval_s += SMOOTHING * (now - self._left_s - self._interval_s)
+        self._left_s = now
+
+    @property
+    def retry_after_s(self) -> float:
+        """Seconds after which about a quarter of the queue should have gone."""
+        return min(max(self._interval_s * self.num_waiting / 4, MIN_RETRY_S), MAX_RETRY_S)
+
+
+class Workers:
+    """Runs functions in threads. They limit their own time: a thread cannot be interrupted.
+
+    Args:
+        num_threads: that work at once.
+        max_waiting: functions that may wait for a thread.
+    """
+
+    def __init__(self, num_threads: int, max_waiting: int = 256) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="mlxinfer-text")
+        self._max_pending = num_threads + max_waiting
+        self._pending = 0
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function in a thread and return its result.
+
+        Raises:
+            OverloadedError: too many wait.
+            PanicError: a library panicked.
+            whatever else the function raises.
+        """
+        if self._pending >= self._max_pending:
+            raise OverloadedError("Too many prompts wait to be encoded; try again soon.")
+        self._pending += 1
+        future = self._pool.submit(_guarded, partial(function, *args, **kwargs))
+        loop = asyncio.get_running_loop()
+        future.add_done_callback(lambda _: _call_soon(loop, self._done))
+        return await asyncio.wrap_future(future)
+
+    def _done(self) -> None:
+        self._pending -= 1
+
+    def close(self) -> None:
+        """Drop what waits; what runs ends by itself."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class PanicError(Exception):
+    """What a library in Rust raises when it panics; theirs is no Exception, and ends servers."""
+
+
+def _guarded(work: Callable[[], T]) -> T:
+    try:
+        return work()
+    except Exception:
+        raise
+    except BaseException as panic:  # the fault boundary of a thread
+        raise PanicError(f"{type(panic).__name__}: {panic}") from panic
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(function)
 
 
 class Running(Protocol):

@@ -137,6 +137,6 @@ def start_grammars(
         InvalidRequestError: the grammar cannot be compiled.
         OverloadedError: too many grammars at once.
     """
-    guidance = model.asking.guidance
+    guidance = model.builder.guidance
     ruling = guidance.rule(prompt_ids, asked, use, reasons=reasons)
     return [None if ruling is None else guidance.start(ruling) for _ in range(count)]

@@ -92,7 +92,7 @@ def tool_use(
         )
     check_json_size(tools, param="tools", max_depth=MAX_DEPTH)
     check_json_size(choice, param="tool_choice", max_depth=MAX_DEPTH)
-    return model.asking.tool_use(tools, choice, parallel=parallel is not False)
+    return model.builder.tool_use(tools, choice, parallel=parallel is not False)
 
 
 def call_arguments(text: str | None) -> dict[str, Any] | str:

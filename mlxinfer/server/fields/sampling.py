@@ -1,7 +1,7 @@
 """Sampling fields that chat and plain completions share, and their SamplingParams.
 
 The default of an absent field is the model's generation_config.json, or else OpenAI's, such as
-temperature 1 (`registry/defaults.py`).
+temperature 1 (`registry/served.py`).
 """
 
 from typing import Annotated
@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from ...core import SamplingParams
 from ...errors import InvalidRequestError
-from ..registry.defaults import SamplingDefaults
+from ..registry.served import SamplingDefaults
 from .checks import RefusedFields, refuse
 
 MAX_STOPS = 4

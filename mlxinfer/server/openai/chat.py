@@ -7,11 +7,12 @@ from msgspec import UNSET
 
 from ...errors import InvalidRequestError
 from ...grammar import GrammarSpec
+from ...session.engine_client import Step
 from ...session.results import Result
 from ...text import ToolUse
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
-from ..calls.generation import Generation, Step
+from ..calls.generation import Generation
 from ..fields.checks import refuse
 from ..fields.grammar import constraint, start_grammars
 from ..fields.prompt import check_room, tool_use
@@ -55,7 +56,7 @@ async def chat(call: Call, body: ChatRequest) -> Reply:
     )
     continues = bool(body.continue_final_message)
     answers = [
-        model.answer(prompt_ids, choice, continues=continues, use=use, grammar=grammar)
+        model.builder.output(prompt_ids, choice, continues=continues, use=use, grammar=grammar)
         for choice, grammar in zip(params, grammars, strict=True)
     ]
     generation = call.generate(model, answers)

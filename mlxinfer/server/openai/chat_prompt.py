@@ -6,7 +6,6 @@ from typing import Any, Literal
 import msgspec
 
 from ...errors import InvalidRequestError, TemplateError
-from ...text import encode_chat
 from ..errors import UnsupportedFieldError
 from ..fields.prompt import (
     TemplateFields,
@@ -162,8 +161,7 @@ def encode_conversation(
     plain = template_messages(messages, source=source)
     if bounded:
         check_messages(model, plain, param="messages")
-    return encode_chat(
-        model.tokenizer,
+    return model.builder.encode_chat(
         plain,
         text_check(model, param="messages") if bounded else None,
         tools=tools,

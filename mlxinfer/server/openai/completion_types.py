@@ -99,7 +99,7 @@ def _of_text(model: ServedModel, text: str, path: str) -> Prompt:
 
 def _of_ids(model: ServedModel, given: Sequence[object], path: str) -> Prompt:
     check_room(model, len(given), None, param=path)  # before millions are looked at
-    ids = model.asking.check_ids(given, param=path)
+    ids = model.builder.check_ids(given, param=path)
     detokenizer = Detokenizer(model.tokenizer)
     text = "".join(map(detokenizer.push, ids)) + detokenizer.end_prompt()
     return _checked(Prompt(ids, text, detokenizer.flush()), path)

@@ -8,17 +8,17 @@ from msgspec import UNSET
 
 from ...core import FinishReason, Grammar, SamplingParams
 from ...errors import InvalidRequestError
+from ...session.engine_client import Step
 from ...session.output_processor import OutputProcessor
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
-from ..calls.generation import Generation, Step
+from ..calls.generation import Generation
 from ..fields.checks import refuse
 from ..fields.grammar import constraint, start_grammars
 from ..fields.prompt import check_room
 from ..fields.sampling import sampling_params
 from ..http import sse
 from ..http.replies import Events, Reply, json_body
-from ..registry.prompt_scores import PromptScores
 from ..registry.served import ServedModel
 from .completion_types import Completion, CompletionChoice, CompletionRequest, Prompt, read_prompts
 from .logprobs import CompletionLogprobs, LogprobsWriter
@@ -45,15 +45,21 @@ async def complete(call: Call, body: CompletionRequest) -> Reply:
     pairs = [(prompt, choice) for prompt in prompts for choice in params]
     grammars = await call.in_worker(_grammars, model, body, len(pairs))
     answers = [
-        model.answer(prompt.ids, choice, continues=True, reasons=False, grammar=grammar)
+        model.builder.output(
+            prompt.ids,
+            choice,
+            continues=True,
+            reasons=False,
+            grammar=grammar,
+            prompt_logprobs=body.logprobs if body.echo else None,
+        )
         for (prompt, choice), grammar in zip(pairs, grammars, strict=True)
     ]
     writers = [
         ChoiceWriter(model, answer, body, prompt)
         for answer, (prompt, _) in zip(answers, pairs, strict=True)
     ]
-    scores = [w.scores for w in writers if w.scores is not None]
-    generation = call.generate(model, answers, scores=scores or None)
+    generation = call.generate(model, answers)
     made = RunningCompletion(call, generation, writers, len(params))
     if body.stream:
         return Events(_events(made, body))
@@ -92,7 +98,6 @@ class ChoiceWriter:
     """Writes one choice: the prompt if it is echoed, then the generated text.
 
     Attributes:
-        scores: collects the log-probabilities of the prompt; None: not asked for.
         silent: max_tokens is 0, so the one token that is generated is left out.
     """
 
@@ -100,14 +105,12 @@ class ChoiceWriter:
         self, model: ServedModel, answer: OutputProcessor, body: CompletionRequest, prompt: Prompt
     ) -> None:
         self.silent = body.max_tokens == 0
-        self.scores: PromptScores | None = None
+        self._scores = answer.prompt_scores
         self._echo = prompt if body.echo else None
         self._logprobs: LogprobsWriter | None = None
         if body.logprobs is not None:
             offset = 0 if body.echo else len(prompt.text)
             self._logprobs = LogprobsWriter(model.tokenizer, offset)
-            if body.echo:
-                self.scores = PromptScores(prompt.ids, body.logprobs)
 
     def write(self, index: int, step: Step) -> list[CompletionChoice]:
         """The pieces of a step: none while its text is held back, two where the answer ends."""
@@ -133,8 +136,8 @@ class ChoiceWriter:
         prompt, self._echo = self._echo, None
         if prompt is None:
             return ""
-        if self._logprobs is not None and self.scores is not None:
-            for token_id, found in zip(prompt.ids, self.scores.scores, strict=True):
+        if self._logprobs is not None and self._scores is not None:
+            for token_id, found in zip(prompt.ids, self._scores.scores, strict=True):
                 self._logprobs.add(token_id, found)
         return prompt.text + prompt.half if self.silent else prompt.text
 

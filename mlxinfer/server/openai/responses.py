@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from ...core import FinishReason, SamplingParams
 from ...errors import MlxinferError, TemplateError
 from ...grammar import GrammarSpec
-from ...text import ToolUse, encode_chat
+from ...text import ToolUse
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
@@ -52,7 +52,7 @@ async def responses(call: Call, body: ResponsesRequest) -> Reply:
     (grammar,) = await call.in_worker(
         start_grammars, model, asked, use, prompt_ids, 1, reasons=True
     )
-    answer = model.answer(prompt_ids, params, continues=False, use=use, grammar=grammar)
+    answer = model.builder.output(prompt_ids, params, continues=False, use=use, grammar=grammar)
     generation = call.generate(model, [answer])
     run = _ResponseRun(call, generation, _begun(call, body, model, params), _wraps(body))
     if body.stream:
@@ -184,7 +184,7 @@ def _encode(model: ServedModel, body: ResponsesRequest, use: ToolUse | None) -> 
     check_messages(model, messages, param="input")
     check = text_check(model, param="input")
     variables = effort_variables(effort, source)
-    return encode_chat(model.tokenizer, messages, check, tools=tools, **variables)
+    return model.builder.encode_chat(messages, check, tools=tools, **variables)
 
 
 def _params(body: ResponsesRequest, model: ServedModel) -> SamplingParams:

@@ -107,7 +107,7 @@ ENDPOINTS = (
 
 def _decode(model: ServedModel, tokens: list[int]) -> str:
     return model.tokenizer.decode(
-        model.asking.check_ids(tokens, param="tokens"), skip_special_tokens=False
+        model.builder.check_ids(tokens, param="tokens"), skip_special_tokens=False
     )
 
 

@@ -15,10 +15,9 @@ from ...errors import InvalidRequestError, ModelNotFoundError, OverloadedError
 from ..background import in_background
 from ..errors import ModelBusyError, ModelLoadError
 from .budget import Need, kv_budgets
-from .entries import Entry
 from .loader import Loader, not_loaded
 from .served import ServedModel
-from .slots import Slot, State
+from .slots import Entry, Slot, State
 
 CLOSE_S = 30.0  # that all may take at the end of the server
 POLL_S = 0.02

@@ -1,38 +1,41 @@
-"""One running model as the server sees it: text in, Requests for the engine out. Knows no HTTP."""
+"""One running model as the server sees it: a session under a name, with sampling defaults."""
 
-import asyncio
-import weakref
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...core import Grammar, Request, SamplingParams, TokenEvent
-from ...session.engine_client import Mailbox
-from ...session.engine_factory import EngineOptions, ModelInfo, open_engine
-from ...session.output_processor import OutputProcessor
+from ...session.engine_client import EngineClient
+from ...session.engine_factory import EngineOptions, ModelInfo
 from ...session.request_builder import RequestBuilder
-from ...text import Tokenizer, ToolUse, detect_tools
-from .defaults import SamplingDefaults, read_defaults
-from .prompt_scores import PromptScores
+from ...session.session import Session
+from ...text import Tokenizer
+from ...text.tokenizer_files import read_json
 
-if TYPE_CHECKING:
-    from ...engine.engine import Engine
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """Values for what a request leaves out. Without generation_config.json: OpenAI's.
+
+    vLLM and SGLang take the model's own values too: models are published with what they were
+    evaluated at, and most chat models are poor at temperature 1.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class ServedModel:
-    """A loaded model with its tokenizer, under the name that requests call it by."""
+    """A loaded model under the name that requests call it by."""
 
     name: str
-    info: ModelInfo
-    asking: RequestBuilder
-    engine: "Engine"
-    max_context: int  # tokens of prompt and answer
+    session: Session
     defaults: SamplingDefaults
     created_s: int  # seconds since 1970
-    _mailboxes: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox[Any]]" = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
 
     @classmethod
     def open(
@@ -44,82 +47,79 @@ class ServedModel:
         created_s: int,
         tool_format: str = "auto",
     ) -> "ServedModel":
-        """Load the model in `folder`; raises what open_engine and detect_tools raise."""
-        tokenizer = Tokenizer.from_folder(folder)
-        detect_tools(tokenizer, tool_format)  # a wrong name is known before weights are read
-        engine, info = open_engine(name, folder, options)
-        return cls(
-            name=name,
-            info=info,
-            asking=RequestBuilder(tokenizer, info, tool_format),
-            engine=engine,
-            max_context=min(options.max_context or info.max_context, info.max_context),
-            defaults=read_defaults(folder),
-            created_s=created_s,
-        )
+        """Load the model in `folder`; raises as Session, and CheckpointError as `read_defaults`."""
+        defaults = read_defaults(folder)
+        session = Session(name, folder, options, tool_format)
+        return cls(name=name, session=session, defaults=defaults, created_s=created_s)
 
     @property
     def tokenizer(self) -> Tokenizer:
         """Of the model."""
-        return self.asking.tokenizer
+        return self.session.tokenizer
 
-    def answer(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        *,
-        continues: bool,
-        reasons: bool = True,
-        use: ToolUse | None = None,
-        grammar: Grammar | None = None,
-    ) -> OutputProcessor:
-        """A request for the engine, and what turns its tokens into text.
+    @property
+    def builder(self) -> RequestBuilder:
+        """Text to requests."""
+        return self.session.builder
 
-        Args:
-            prompt_ids: the whole prompt.
-            params: checked.
-            continues: see `RequestBuilder.answer`.
-            reasons: see there; where it is False all is text, reasoning too.
-            use: tools that the answer may call.
-            grammar: what the answer must look like; a state of this answer alone.
-        """
-        answer = self.asking.answer(
-            prompt_ids, params, continues=continues, reasons=reasons, use=use
-        )
-        answer.request.grammar = grammar
-        return answer
+    @property
+    def client(self) -> EngineClient:
+        """Requests to events and outputs."""
+        return self.session.client
 
-    def submit(
-        self,
-        request: Request,
-        inbox: "asyncio.Queue[Any]",
-        scores: PromptScores | None = None,
-    ) -> None:
-        """Queue a request; its TokenEvents go to `inbox` of the running event loop.
+    @property
+    def info(self) -> ModelInfo:
+        """What the model is."""
+        return self.session.info
 
-        With `scores` the logits of the prompt go there instead, on the engine's thread: they are
-        too large to be queued.
-
-        Raises: what Engine.submit raises.
-        """
-        loop = asyncio.get_running_loop()
-        mailbox = self._mailboxes.setdefault(loop, Mailbox(loop))
-
-        def deliver(event: TokenEvent) -> None:
-            if scores is not None and event.prompt_logits is not None:
-                scores.push(event.prompt_logits)
-            else:
-                mailbox.post(inbox, event)
-
-        request.prompt_logits = scores is not None
-        self.engine.submit(request, deliver)
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer."""
+        return self.session.limits.max_context
 
     @property
     def closed(self) -> bool:
-        """It answers nothing any more: close() was called, or its engine ended after a fault."""
-        return self.engine.closed
+        """Whether close() was called, or the engine ended after a fault."""
+        return self.session.closed
 
     def close(self) -> None:
         """End what runs and free the memory."""
-        self.asking.close()
-        self.engine.close()
+        self.session.close()
+
+
+def read_defaults(folder: Path) -> SamplingDefaults:
+    """The sampling values of a checkpoint's generation_config.json; unusable ones are left out.
+
+    `"do_sample": false` makes the default greedy.
+
+    Raises:
+        CheckpointError: the file is broken.
+    """
+    given = read_json(folder / "generation_config.json")
+    usable: dict[str, Any] = {
+        name: given[name]
+        for name, (low, high) in _RANGES.items()
+        if _is_number(given.get(name)) and low <= given[name] <= high
+    }
+    if "top_k" in usable:
+        usable["top_k"] = int(usable["top_k"])
+    if usable.get("top_p") == 0:
+        del usable["top_p"]
+    if usable.get("repetition_penalty") == 0:
+        del usable["repetition_penalty"]
+    if given.get("do_sample") is False:
+        usable["temperature"] = 0.0
+    return SamplingDefaults(**usable)
+
+
+_RANGES = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "top_k": (0, 1_000_000),
+    "min_p": (0, 1),
+    "repetition_penalty": (0, 100),
+}
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]

@@ -1,13 +1,82 @@
-"""One model of the registry: whether it is there, who uses it, when it may go. Knows no others."""
+"""One model of the registry: its entry, whether it is loaded, who uses it, when it may go."""
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
-from .brake import Brake
-from .entries import Entry
 from .served import ServedModel
+
+FIRST_PAUSE_S = 10.0
+MAX_PAUSE_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One model.
+
+    Attributes:
+        name: that requests and answers use.
+        load: makes it run within so many bytes, weights and KV cache together (the cache alone
+            has `kv_bytes`, where that is given); called off the event loop.
+        weights_bytes: as its files say; what it takes is known once it was loaded.
+        aliases: further names that requests may use.
+        kv_bytes: a KV budget of its own; None: a share of the server's.
+        pinned: loaded at the start, and never unloaded.
+        preload: loaded at the start, as far as there is room.
+        ttl_s: seconds without a request after which it is unloaded; None: never.
+        created_s: seconds since 1970.
+    """
+
+    name: str
+    load: Callable[[int], ServedModel]
+    weights_bytes: int = 0
+    aliases: tuple[str, ...] = ()
+    kv_bytes: int | None = None
+    pinned: bool = False
+    preload: bool = False
+    ttl_s: float | None = None
+    created_s: int = 0
+
+
+def weights_bytes(folder: Path) -> int:
+    """Bytes of the weight files in a checkpoint's folder."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+@dataclass(slots=True)
+class Brake:
+    """How long a model that cannot be loaded is not tried again.
+
+    A load that fails may have read hundreds of gigabytes, and unloaded other models to make room.
+    So the pause doubles with each failure in a row. A load that succeeds, and an explicit request
+    to load, end it. Times are of one monotonic clock.
+
+    Attributes:
+        num_failures: in a row.
+        until_s: before which it is not tried.
+    """
+
+    num_failures: int = 0
+    until_s: float = 0.0
+
+    def fail(self, now_s: float) -> float:
+        """Count a failure; returns the seconds until the next attempt."""
+        self.num_failures += 1
+        doublings = min(self.num_failures - 1, 30)  # far past the longest pause
+        pause_s = min(FIRST_PAUSE_S * 2**doublings, MAX_PAUSE_S)
+        self.until_s = now_s + pause_s
+        return pause_s
+
+    def release(self) -> None:
+        """Forget what failed."""
+        self.num_failures, self.until_s = 0, 0.0
+
+    def left_s(self, now_s: float) -> float:
+        """Seconds until it may be tried again; 0: now."""
+        return max(self.until_s - now_s, 0.0) if self.num_failures else 0.0
 
 
 class State(StrEnum):

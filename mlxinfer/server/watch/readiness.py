@@ -5,14 +5,13 @@ engine has to generate one token; a working one has to finish steps.
 """
 
 import asyncio
-import itertools
 import logging
 import time
 import weakref
 from enum import StrEnum
 from typing import Any
 
-from ...core import FinishReason, Request, SamplingParams, TokenEvent
+from ...core import SamplingParams
 from ...errors import EngineClosedError, MlxinferError
 from ..background import in_background
 from ..registry.models import Models
@@ -23,7 +22,6 @@ POLL_S = 0.02
 FRESH_S = 1.0  # that an answer is reused: frequent probes cost nothing
 CANARY_TOKEN = 0
 log = logging.getLogger("mlxinfer.server")
-_ids = itertools.count()
 
 
 class EngineStats:
@@ -41,7 +39,7 @@ class EngineStats:
         """
         pending = self._pending.get(model)
         if pending is None or pending.done():
-            pending = asyncio.wrap_future(in_background(model.engine.stats, "mlxinfer-stats"))
+            pending = asyncio.wrap_future(in_background(model.session.stats, "mlxinfer-stats"))
             pending.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._pending[model] = pending
         return await asyncio.shield(pending)
@@ -130,27 +128,8 @@ async def generate_canary(model: ServedModel) -> None:
         RequestFailedError: the request failed.
         EngineClosedError: the engine was closed.
     """
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[TokenEvent] = loop.create_future()
-
-    def end(event: TokenEvent) -> None:
-        if not ended.done():
-            ended.set_result(event)
-
-    def deliver(event: TokenEvent) -> None:
-        if event.finish_reason is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(end, event)
-
-    request = Request(f"canary-{next(_ids)}", [CANARY_TOKEN], SamplingParams(max_tokens=1))
-    model.engine.submit(request, deliver)
-    try:
-        event = await ended
-    finally:
-        model.engine.abort(request.id)
-    if event.error is not None:
-        raise event.error
-    if event.finish_reason is FinishReason.ABORT:
-        raise EngineClosedError("The model was unloaded.")
+    params = SamplingParams(max_tokens=1)
+    await model.client.arun(model.builder.output([CANARY_TOKEN], params, continues=True))
 
 
 def _is_busy(stats: dict[str, Any]) -> bool:

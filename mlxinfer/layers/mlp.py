@@ -62,7 +62,7 @@ class MLP:
 class Gated:
     """[gate, up] (..., 2 * dims) -> act(gate) * up (..., dims).
 
-    One kernel where there is Metal: MLX's compiled function, or, where the engine says so, our own,
+    One kernel where there is Metal: MLX's compiled function, or our own, where the engine chose it,
     which takes the host half as long. On the CPU, MLX would call a compiler. The split stays
     outside of what is compiled: it has no rule for shapes that are left open.
 

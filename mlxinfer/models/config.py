@@ -1,6 +1,6 @@
 """config.json, normalised: one frozen ModelConfig for every family and spelling.
 
-A family says what it assumes where its config is silent, and reads what only it has; see family.py.
+A family states its defaults and reads what only it has; see family.py.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _COMMON = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What a decoder needs to know to be built. Per-layer tuples have `num_layers` entries."""
+    """What a decoder is built from. Per-layer tuples have `num_layers` entries."""
 
     model_type: str
     vocab_size: int
@@ -177,7 +177,7 @@ def _eos_token_ids(
                 raise CheckpointError(
                     f"eos_token_id holds {str(token_id)[:60]!r}; expected token ids."
                 )
-            if 0 <= token_id < vocab_size:  # others, -1 among them, the model cannot say
+            if 0 <= token_id < vocab_size:  # others, such as -1, have no logit
                 found[token_id] = None
     return tuple(found)
 

@@ -1,7 +1,7 @@
 """The one decoder: a stack of layers, each a mixer and a feed-forward block in a norm layout.
 
-It knows no sequences: every token brings its own position, and what it may attend to is behind the
-cache that the caller passes for each layer.
+Every token brings its own position; which sequence it belongs to and what it may attend to is
+behind the cache that the caller passes for each layer.
 """
 
 from collections.abc import Iterator, Sequence

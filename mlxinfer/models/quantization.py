@@ -1,4 +1,4 @@
-"""Which weights a checkpoint holds quantised, and in which format. Knows config.json, no mlx.
+"""Which weights of a checkpoint are quantised, and in which format, as config.json states it.
 
 MLX checkpoints state one format for all layers and exceptions by path:
 `{"group_size": 64, "bits": 4, "mode": "affine", "lm_head": false, "a.b": {"bits": 8, ...}}`.
@@ -62,7 +62,7 @@ def format_of_shapes(
 
 
 def read_quantization(config: Fields) -> Quantization | None:
-    """What config.json says of quantisation; None: nothing is quantised.
+    """The quantisation that config.json states; None: nothing is quantised.
 
     Raises:
         CheckpointError: a format that does not exist.

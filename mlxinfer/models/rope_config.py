@@ -87,7 +87,7 @@ def _stated(config: Fields, layer_type: str) -> Fields:
     chosen = _one_of(new, old)
     values = {"rope_theta": theta, "partial_rotary_factor": config.get("partial_rotary_factor")}
     if chosen is not None:
-        values |= _known(chosen)
+        values |= _present(chosen)
     return Fields(values, chosen.where if chosen is not None else config.where)
 
 
@@ -105,22 +105,22 @@ def _one_of(new: Fields | None, old: Fields | None) -> Fields | None:
     if kinds[1] == "default":
         return new
     if kinds[0] == "default":
-        return Fields({**new.values, **_known(old), "rope_type": kinds[1]}, old.where)
-    said, again = _known(new), _known(old)
-    both = said.keys() & again.keys() - {"type", "rope_type"}
-    if kinds[0] != kinds[1] or any(said[key] != again[key] for key in both):
+        return Fields({**new.values, **_present(old), "rope_type": kinds[1]}, old.where)
+    stated, repeated = _present(new), _present(old)
+    both = stated.keys() & repeated.keys() - {"type", "rope_type"}
+    if kinds[0] != kinds[1] or any(stated[key] != repeated[key] for key in both):
         raise CheckpointError(
             f"{new.where} and {old.where} scale positions in two ways; leave one of them out."
         )
-    return Fields({**again, **said}, new.where)
+    return Fields({**repeated, **stated}, new.where)
 
 
-def _known(stated: Fields) -> dict[str, Any]:
+def _present(stated: Fields) -> dict[str, Any]:
     return {key: value for key, value in stated.values.items() if value is not None}
 
 
 def _original_context(stated: Fields, config: Fields) -> int:
-    """Tokens the model was first trained with, wherever the config says so."""
+    """Tokens the model was first trained with, from the rope's own object or from the config."""
     original = stated.get("original_max_position_embeddings")
     source = stated if original is not None else config
     return source.integer("original_max_position_embeddings", "max_position_embeddings")

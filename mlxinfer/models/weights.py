@@ -1,7 +1,7 @@
 """A folder of safetensors as strictly checked arrays, and matrices made of them.
 
-A family asks for each tensor by name and shape; what is missing, misshapen or left over at the end
-is an error that names it. MLX sees a file only after its header was checked (safetensors.py).
+A family takes each tensor by name and shape; one that is missing, misshapen or left over at the
+end is an error that names it. MLX sees a file only after its header was checked (safetensors.py).
 Matrices that read the same input are fused, outputs side by side: fewer operations a token.
 """
 
@@ -281,7 +281,7 @@ class Weights:
             self._tensors.pop(name, None)
 
     def finish(self) -> None:
-        """Raise CheckpointError if a tensor was not asked for."""
+        """Raise CheckpointError if a tensor was not taken."""
         if self._tensors:
             names = sorted(self._original[name] for name in self._tensors)
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -351,7 +351,7 @@ def load_tensors(folder: Path) -> dict[str, mx.array]:
 def choose_dtype(
     tensors: Mapping[str, mx.array], dtype: str, *, fits_float16: bool = True
 ) -> mx.Dtype:
-    """The dtype of activations: as asked for, or the checkpoint's own; float32 on the CPU.
+    """The dtype of activations: as requested, or the checkpoint's own; float32 on the CPU.
 
     The checkpoint's own is that of most tensors but scales and biases of quantised matrices, which
     may be narrower than what they were made from. Vectors in float32 alone make no model wide.

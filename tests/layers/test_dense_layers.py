@@ -38,7 +38,7 @@ def sigmoid(x):
 
 @pytest.mark.parametrize("shape", [(5, 48), (5, 3, 16)])
 @pytest.mark.parametrize("size", [1.0, 1e-4])
-def test_norms_are_the_definition(shape, size):
+def test_norms_equal_their_definition(shape, size):
     x, weight, eps = normal(*shape) * size, normal(*shape[1:], seed=1), 1e-5
     expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
     fused = RMSNorm if weight.ndim == 1 else HeadRMSNorm

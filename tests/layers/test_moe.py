@@ -55,7 +55,7 @@ def silu(x: np.ndarray) -> np.ndarray:
     ],
 )
 @pytest.mark.parametrize("normalised", [True, False])
-def test_experts_are_a_loop(num_tokens, bits, kind, make, normalised):
+def test_mixture_equals_a_loop_over_experts(num_tokens, bits, kind, make, normalised):
     inner = 40 if kind is ExpertLinear else 64  # which tiles divide, or not
     gate, up, down = (
         experts(inner, HIDDEN, seed=0, bits=bits[0]),

@@ -47,7 +47,7 @@ def rotate(x: np.ndarray, positions: list[int], spec: RopeSpec) -> np.ndarray:
 
 @pytest.mark.parametrize("implementation", [TableRope, FusedRope])
 @pytest.mark.parametrize("name", SPECS)
-def test_both_implementations_are_the_definition(implementation, name):
+def test_both_ropes_equal_their_definition(implementation, name):
     spec = SPECS[name]
     positions = [0, 1, 7, 300, 3]
     x = np.random.default_rng(0).standard_normal((5, 3, HEAD_DIM)).astype(np.float32)
@@ -57,7 +57,7 @@ def test_both_implementations_are_the_definition(implementation, name):
 
 
 @pytest.mark.parametrize("implementation", [TableRope, FusedRope])
-def test_the_dtype_stays(implementation):
+def test_ropes_keep_the_dtype(implementation):
     rope = implementation(SPECS["partial yarn"], HEAD_DIM, mx.bfloat16)
     x = mx.ones((2, 1, HEAD_DIM), mx.bfloat16)
     assert rope(x, rope.prepare(mx.arange(2))).dtype == mx.bfloat16
@@ -91,7 +91,7 @@ def test_llama3_keeps_fast_pairs_and_slows_slow_ones():
     assert len(between) >= 5
 
 
-def test_yarn_rounds_its_range_only_if_told():
+def test_yarn_rounds_its_range_only_with_truncate():
     """The rounding moves single frequencies of gpt-oss by up to 76 %."""
     stated = {
         "dims": 64, "theta": 150_000.0, "kind": "yarn", "factor": 32.0, "original_context": 4096
@@ -113,6 +113,6 @@ def test_yarn_attention_factor(arguments, expected):
     assert yarn_attention_factor(*arguments) == pytest.approx(expected)
 
 
-def test_only_whole_heads_leave_their_factor_to_the_scale():
+def test_attention_factor_goes_to_the_scale_where_whole_heads_turn():
     assert scale_factor(SPECS["yarn"], HEAD_DIM) == pytest.approx(1.44)
     assert scale_factor(SPECS["partial yarn"], HEAD_DIM) == 1.0

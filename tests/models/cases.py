@@ -1,4 +1,4 @@
-"""Tiny configurations of every native family, as the hub spells them. Knows no mlx and no torch.
+"""Tiny configurations of every native family, as the hub spells them. No mlx, no torch.
 
 Chosen to tell right from nearly right: kv heads != heads, head_dim != hidden / heads, windows
 shorter than the text, contexts that cross `original_max_position_embeddings`, at least two periods

@@ -13,7 +13,7 @@ from mlxinfer.core import KVSpec, LatentSpec
 
 
 class DenseLayerKV:
-    """One layer's keys and values of every sequence, and who is in the step."""
+    """One layer's keys and values of every sequence, and the segments of the step."""
 
     heads = None  # layers prepare queries, keys and values themselves
 

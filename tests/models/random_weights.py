@@ -1,6 +1,7 @@
-"""Random weights that depend on a seed and the tensor's name alone. Knows no mlx and no torch.
+"""Random weights that depend on a seed and the tensor's name alone. No mlx, no torch.
 
-Whoever generates reference logits and whoever tests against them call this; no weights are kept.
+The script that generates reference logits and the tests that compare with them both call this, so
+no weights are stored.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Every tensor of a tiny checkpoint, by its name on the hub. Knows no mlx and no torch."""
+"""Every tensor of a tiny checkpoint, by its name on the hub. No mlx, no torch."""
 
 from typing import Any
 

@@ -88,7 +88,7 @@ def test_harmless_extras_are_left_out(tmp_path):
     assert model.config.tie_word_embeddings
 
 
-def test_a_head_of_its_own_counts_whatever_the_config_says(tmp_path):
+def test_stored_output_matrix_counts_even_if_the_config_ties_it(tmp_path):
     """As in transformers 5: tied is what is equal."""
     config, tensors = tiny_config("llama-v5"), tiny_tensors(tiny_config("llama-v5"))
     assert config["tie_word_embeddings"]
@@ -221,7 +221,7 @@ def test_an_unknown_dtype(tmp_path):
         load(tiny_checkpoint(tmp_path, "llama"), dtype="int3")
 
 
-def test_what_the_engine_reads(tmp_path):
+def test_cache_specs_and_limits_of_a_model(tmp_path):
     model = load(tiny_checkpoint(tmp_path, "gpt_oss"))
     assert model.cache_specs == [KVSpec(2, 24, 24, window) for window in (8, None, 8, None)]
     assert model.config.eos_token_ids == (2,)
@@ -231,7 +231,7 @@ def test_what_the_engine_reads(tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ragged_batches_are_what_each_sequence_gives_alone(tmp_path, case):
+def test_ragged_batch_equals_alone(tmp_path, case):
     """Any split of any mixture of sequences into steps."""
     model = load(tiny_checkpoint(tmp_path, case))
     random = np.random.default_rng(7)

@@ -166,7 +166,7 @@ def test_a_bare_gemma_text_config_means_the_4b_model():
     assert config.attention_scale == 1 / 16
 
 
-def test_gpt_oss_stretches_positions_unless_told_otherwise():
+def test_gpt_oss_defaults_to_yarn():
     stated = dict(tiny_config("gpt_oss-v4"))
     del stated["rope_scaling"]
     rope = normalise(stated).ropes[0]

@@ -37,12 +37,12 @@ def assert_parity(logits: mx.array, reference: np.ndarray) -> None:
     assert (ours.argmax(-1) == reference.argmax(-1)).all()
 
 
-def test_one_shot(case):
+def test_one_shot_logits_equal_the_reference(case):
     model, ids, reference = case
     assert_parity(cache_for(model, ids).run(model, [("a", ids)]), reference)
 
 
-def test_chunks_and_steps_beside_another_sequence(case):
+def test_chunked_and_stepped_logits_equal_the_reference(case):
     model, ids, reference = case
     cache = cache_for(model, ids)
     parts = [cache.run(model, [("a", ids[:17])])]
@@ -54,7 +54,7 @@ def test_chunks_and_steps_beside_another_sequence(case):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_path_that_a_gpu_takes(name, tmp_path, monkeypatch):
+def test_layers_of_the_gpu_equal_the_reference(name, tmp_path, monkeypatch):
     """Fused norms and ropes, compiled activations, dense matrices as they are: run on the CPU."""
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     model = load(tiny_checkpoint(tmp_path, name))

@@ -188,7 +188,7 @@ def test_scales_without_a_format(tmp_path):
 
 
 @pytest.mark.parametrize("stated", [{"group_size": 64, "bits": 4}, {"group_size": 32, "bits": 8}])
-def test_a_format_that_is_not_the_file_s(tmp_path, stated):
+def test_stated_format_must_fit_the_tensors(tmp_path, stated):
     """What the config says of a layer must be so; what it says of all may have exceptions."""
     folder = tiny_checkpoint(tmp_path, "qwen3", quantize={"group_size": 32, "bits": 4})
     plain = logits(load(folder))
@@ -212,7 +212,7 @@ def test_shapes_that_no_format_has(tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(map(str, form.values())))
-def test_shapes_tell_the_format(form):
+def test_format_is_inferred_from_shapes(form):
     weight, scales, *_ = mx.quantize(mx.random.normal((3, 128)), **form)
     integer = scales.dtype == mx.uint8
     found = format_of_shapes(128, weight.shape[1], scales.shape[1], integer_scales=integer)

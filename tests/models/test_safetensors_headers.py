@@ -79,7 +79,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_lies_are_refused(tmp_path, lie):
+def test_inconsistent_headers_are_refused(tmp_path, lie):
     header, data_bytes = LIES[lie]
     path = write(tmp_path / "x.safetensors", header, bytes(data_bytes))
     with pytest.raises(CheckpointError, match=r"x\.safetensors"):
@@ -145,7 +145,7 @@ def test_shards_without_an_index(tmp_path):
     ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", "..", "weights.bin", "", 7,
      "a\\..\\b.safetensors", "missing.safetensors"],
 )  # fmt: skip
-def test_an_index_that_leads_astray(tmp_path, name):
+def test_index_entries_outside_the_folder_are_refused(tmp_path, name):
     (tmp_path / "sub").mkdir()
     shard(tmp_path / "sub", "model.safetensors", "a")
     index(tmp_path / "sub", {"a": name})
@@ -187,7 +187,7 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path):
         read_header(path)
 
 
-def test_what_may_have_no_end_is_not_read(tmp_path):
+def test_pipes_and_devices_are_not_read(tmp_path):
     for name in ("model.safetensors", "config.json"):
         os.mkfifo(tmp_path / name)
     with pytest.raises(CheckpointError, match="is no file"):

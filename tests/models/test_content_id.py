@@ -16,14 +16,14 @@ def folder(tmp_path: Path) -> Path:
     return tiny_checkpoint(tmp_path / "model", "qwen3")
 
 
-def test_copies_are_the_same(folder: Path, tmp_path: Path) -> None:
+def test_content_id_of_copies_is_equal(folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "README.md").write_text("not part of the model")
     assert content_id(copy) == content_id(folder)
     assert content_id(tiny_checkpoint(tmp_path / "other", "qwen3", seed=1)) != content_id(folder)
 
 
-def test_a_change_in_any_one_tensor_shows(folder: Path) -> None:
+def test_content_id_depends_on_every_tensor(folder: Path) -> None:
     path = folder / "model.safetensors"
     whole, name = path.read_bytes(), content_id(folder)
     (length,) = struct.unpack("<Q", whole[:8])
@@ -34,14 +34,16 @@ def test_a_change_in_any_one_tensor_shows(folder: Path) -> None:
         assert content_id(folder) != name
 
 
-def test_the_config_counts(folder: Path) -> None:
+def test_content_id_depends_on_the_config(folder: Path) -> None:
     name = content_id(folder)
     config = folder / "config.json"
     config.write_text(config.read_text() + " ")
     assert content_id(folder) != name
 
 
-def test_little_is_read_of_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_content_id_reads_samples_of_large_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num_tensors, size = 2 * MAX_SAMPLES + 1, 1 << 16
     entries = ",".join(
         f'"{i}":{{"dtype":"U8","shape":[{size}],"data_offsets":[{i * size},{(i + 1) * size}]}}'
@@ -64,6 +66,6 @@ def test_little_is_read_of_a_large_file(tmp_path: Path, monkeypatch: pytest.Monk
     assert 0 < read <= MAX_SAMPLES * SAMPLE_BYTES
 
 
-def test_no_weights_are_said_to_be_missing(tmp_path: Path) -> None:
+def test_content_id_without_weights_names_the_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
         content_id(tmp_path)

@@ -134,14 +134,15 @@ def _spell_gemma3(config: dict[str, Any], model: ModelConfig) -> None:
 
 def _spell_silent(config: dict[str, Any], model: ModelConfig) -> None:
     """What families assume here where a config is silent: mlx-lm refuses or assumes otherwise."""
-    ropes = zip(model.ropes, model.windows, strict=True)
-    rope = next((rope for rope, window in ropes if window is None), model.ropes[0])
+    pairs = zip(model.ropes, model.windows, strict=True)
+    ropes = [(rope, window) for rope, window in pairs if rope is not None]
+    rope = next((rope for rope, window in ropes if window is None), ropes[0][0] if ropes else None)
     found: dict[str, Any] = {
         "vocab_size": model.vocab_size,
         "num_key_value_heads": model.num_kv_heads,
         "head_dim": model.head_dim,
         "rms_norm_eps": model.rms_norm_eps,
-        "rope_theta": rope.theta,
+        "rope_theta": None if rope is None else rope.theta,
         "max_position_embeddings": model.fields.get("max_position_embeddings"),
     }
     if model.num_experts:

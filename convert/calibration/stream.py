@@ -108,10 +108,16 @@ class ObservedWeights(Weights):
         return ObservedProjection(made, [path], self.moments)
 
     def fused(
-        self, paths: Sequence[str], out_dims: Sequence[int], in_dims: int, *, bias: bool = False
+        self,
+        paths: Sequence[str],
+        out_dims: Sequence[int],
+        in_dims: int,
+        *,
+        bias: bool = False,
+        orders: Sequence[Sequence[int] | None] | None = None,
     ) -> Projection:
         """As of Weights."""
-        made = super().fused(paths, out_dims, in_dims, bias=bias)
+        made = super().fused(paths, out_dims, in_dims, bias=bias, orders=orders)
         return ObservedProjection(made, paths, self.moments)
 
 

@@ -1,4 +1,4 @@
-"""RMS normalisation, y = x / rms(x) * weight over the last axis (arXiv 1910.07467)."""
+"""Normalisation over the last axis: RMS norm (arXiv 1910.07467) and layer norm (1607.06450)."""
 
 from collections.abc import Callable
 
@@ -36,6 +36,20 @@ class HeadRMSNorm:
     def __call__(self, x: mx.array) -> mx.array:
         """x (T, heads, dims) to the same shape and dtype."""
         return mx.fast.rms_norm(x, None, self.eps) * self.weight
+
+
+class LayerNorm:
+    """MLX's fused layer norm, without a bias."""
+
+    __slots__ = ("eps", "weight")
+
+    def __init__(self, weight: mx.array, eps: float) -> None:
+        self.weight = weight  # (dims,)
+        self.eps = eps  # added to the variance
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (..., dims), of any dtype, to the same shape and dtype."""
+        return mx.fast.layer_norm(x, self.weight, None, self.eps)
 
 
 class WideQKNorm:

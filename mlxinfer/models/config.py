@@ -14,7 +14,7 @@ from ..layers.rope import RopeSpec
 from . import registry
 from .jsonfields import Fields, read_json
 from .quantization import Quantization, read_quantization
-from .rope_config import SLIDING, read_rope
+from .rope_config import SLIDING
 
 _COMMON = {
     "rope_theta": 10_000.0,
@@ -42,7 +42,7 @@ class ModelConfig:
     activation: str
     tie_word_embeddings: bool
     windows: tuple[int | None, ...]  # tokens a layer sees, itself included; None: all
-    ropes: tuple[RopeSpec, ...]
+    ropes: tuple[RopeSpec | None, ...]  # None: a layer without positions
     attention_scale: float
     qkv_bias: bool = False
     o_bias: bool = False
@@ -106,7 +106,7 @@ def normalise(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = Non
         dtype=fields.text("dtype", "torch_dtype", default=None),
         fields=fields,
         **heads,
-        **_positions(fields, family.layer_types(fields, num_layers), heads["head_dim"]),
+        **_positions(family, fields, num_layers, heads["head_dim"]),
         **_experts(fields, num_layers),
     )
     configured: ModelConfig = family.configure(config)
@@ -140,14 +140,15 @@ def _heads(family: Any, fields: Fields) -> dict[str, Any]:
     }
 
 
-def _positions(fields: Fields, layer_types: list[str], head_dim: int) -> dict[str, Any]:
+def _positions(family: Any, fields: Fields, num_layers: int, head_dim: int) -> dict[str, Any]:
     """The window and the rope of each layer, and the longest context."""
+    layer_types = family.layer_types(fields, num_layers)
     window = fields.integer("sliding_window", default=None) if SLIDING in layer_types else None
-    ropes = {kind: read_rope(fields, kind, head_dim=head_dim) for kind in set(layer_types)}
+    ropes = family.rope_specs(fields, layer_types, head_dim)
     return {
         "windows": tuple(window if kind == SLIDING else None for kind in layer_types),
-        "ropes": tuple(ropes[kind] for kind in layer_types),
-        "max_context": _max_context(fields, ropes[layer_types[-1]]),
+        "ropes": ropes,
+        "max_context": _max_context(fields, next((r for r in reversed(ropes) if r), None)),
     }
 
 
@@ -157,10 +158,12 @@ def _tied(raw: Mapping[str, Any], fields: Fields) -> bool:
     return Fields(raw, "config.json").boolean("tie_word_embeddings", default=inner)
 
 
-def _max_context(fields: Fields, rope: RopeSpec) -> int:
+def _max_context(fields: Fields, rope: RopeSpec | None) -> int:
     """YaRN configs may state the context before stretching; the others state it after."""
     stated = fields.integer("max_position_embeddings")
-    stretched = int(rope.original_context * rope.factor) if rope.kind == "yarn" else 0
+    stretched = 0
+    if rope is not None and rope.kind == "yarn":
+        stretched = int(rope.original_context * rope.factor)
     return min(max(stated, stretched), 2**31 - 1)
 
 

@@ -101,6 +101,22 @@ class SandwichLayer:
         return x + after_mlp(self.mlp(before_mlp(x)))
 
 
+class ParallelLayer:
+    """x + mixer(norm(x)) + mlp(norm(x)), with one norm: Cohere."""
+
+    __slots__ = ("mixer", "mlp", "norm")
+
+    def __init__(self, norm: Norm, mixer: Mixer, mlp: FeedForward) -> None:
+        self.norm = norm
+        self.mixer = mixer
+        self.mlp = mlp
+
+    def __call__(self, x: mx.array, step: Step) -> mx.array:
+        """x (T, hidden) -> (T, hidden)."""
+        normed = self.norm(x)
+        return self.mlp.onto(self.mixer.onto(x, normed, step), normed)
+
+
 class Model:
     """A decoder-only language model over a flat list of tokens.
 

@@ -5,7 +5,7 @@ attribute or by one overridden method; nothing outside its file, and its row in 
 the architecture.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -17,15 +17,16 @@ from ..errors import CheckpointError, UnsupportedModelError
 from ..layers.attention import Attention, HeadsMaker, Mixer
 from ..layers.linear import Projection
 from ..layers.mlp import ACTIVATIONS, MLP, FeedForward, Gated, gated
-from ..layers.norm import Norm
+from ..layers.moe import Choose, MoE
+from ..layers.norm import Norm, WideQKNorm
 from ..layers.rope import RopeSpec, inverse_frequencies, scale_factor
 from ..layers.step import Rope
 from ..metal_kernels.heads import Heads
 from .config import ModelConfig
 from .decoder import Layer, Model, PreNormLayer, arrays
 from .jsonfields import Fields
-from .rope_config import read_layer_types
-from .weights import Weights
+from .rope_config import read_layer_types, read_rope
+from .weights import Weights, fused_experts
 
 
 class Family:
@@ -37,6 +38,8 @@ class Family:
         head_norms: Q and K have an RMS norm over each head, before the rope.
         sinks: attention has learned logits that take part in each softmax.
         norm_offset: what is added to stored norm weights.
+        interleaved: rotary pairs stand side by side in the checkpoint. They are put half a part
+            apart as they are loaded, in Q and K alike, which leaves every score as it is.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {}
@@ -44,6 +47,7 @@ class Family:
     head_norms: ClassVar[bool] = False
     sinks: ClassVar[bool] = False
     norm_offset: ClassVar[float] = 0.0
+    interleaved: ClassVar[bool] = False
 
     # -- the config -----------------------------------------------------------------------------
 
@@ -56,6 +60,19 @@ class Family:
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
         """FULL or SLIDING for each layer; see rope_config.py."""
         return read_layer_types(fields, num_layers)
+
+    @classmethod
+    def rope_specs(
+        cls, fields: Fields, layer_types: Sequence[str], head_dim: int
+    ) -> tuple[RopeSpec | None, ...]:
+        """How each layer encodes positions; None: not at all."""
+        by_type = {kind: cls.rope_spec(fields, kind, head_dim) for kind in set(layer_types)}
+        return tuple(by_type[kind] for kind in layer_types)
+
+    @classmethod
+    def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
+        """The same for all layers of a type."""
+        return read_rope(fields, layer_type, head_dim=head_dim)
 
     @classmethod
     def head_dim(cls, fields: Fields, num_heads: int) -> int:
@@ -200,6 +217,49 @@ class Family:
         down = weights.linear(f"{path}.down_proj", config.hidden_size, inner, bias=config.mlp_bias)
         return MLP(gate_up, down, self.activation)
 
+    def packed_mlp(self, path: str, inner: int) -> MLP:
+        """gate_up_proj, the gate first, and down_proj at `path`, without biases."""
+        hidden = self.config.hidden_size
+        return MLP(
+            self.weights.linear(f"{path}.gate_up_proj", 2 * inner, hidden),
+            self.weights.linear(f"{path}.down_proj", hidden, inner),
+            self.activation,
+        )
+
+    def experts(
+        self,
+        path: str,
+        choose: Choose,
+        *,
+        router: str = "gate",
+        shared: FeedForward | None = None,
+    ) -> MoE:
+        """The mixture of experts at `path`.
+
+        Its experts are the stacks `switch_mlp.gate_proj` and so on, as in MLX checkpoints, or
+        `experts.0.gate_proj` and so on, as on the hub.
+        """
+        config, weights = self.config, self.weights
+        hidden, inner, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
+        gate, up, down = (
+            weights.experts(
+                f"{path}.switch_mlp.{name}_proj", f"{path}.experts.{{}}.{name}_proj", shape
+            )
+            for name, shape in (
+                ("gate", (count, inner, hidden)),
+                ("up", (count, inner, hidden)),
+                ("down", (count, hidden, inner)),
+            )
+        )
+        return MoE(
+            router=weights.linear(f"{path}.{router}", count, hidden),
+            choose=choose,
+            gate_up_proj=fused_experts([gate, up], self.make),
+            down_proj=down.expert_projection(self.make),
+            activation=self.activation,
+            shared=shared,
+        )
+
     # -- attention ------------------------------------------------------------------------------
 
     def mixer(self, index: int) -> Mixer:
@@ -208,7 +268,7 @@ class Family:
         heads, dim, spec = config.num_heads, config.head_dim, config.ropes[index]
         kv_spec = config.cache_spec(index)
         assert isinstance(kv_spec, KVSpec)
-        weight = self._head_norm_weight(path) if self.head_norms else None
+        weight = self._head_norm_weight(path) if self.has_head_norms() else None
         norm = self.qk_norm(path)
         if weight is not None:
             norm = self.make.norm(weight, config.rms_norm_eps)
@@ -220,8 +280,8 @@ class Family:
             ),
             num_heads=heads,
             spec=kv_spec,
-            scale=config.attention_scale * scale_factor(spec, dim),
-            rope=self.rope(spec),
+            scale=config.attention_scale * (scale_factor(spec, dim) if spec else 1.0),
+            rope=self.rope(spec) if spec else None,
             qk_norm=norm,
             sinks=self.weights.take(f"{path}.sinks", (heads,)) if self.sinks else None,
             make_heads=self._heads_maker(spec, weight) if fused else None,
@@ -229,18 +289,36 @@ class Family:
 
     def qkv(self, path: str) -> Projection:
         """The projection to Q, K and V of the attention at `path`."""
-        config = self.config
-        rows = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        config, dim = self.config, self.config.head_dim
+        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        spec = next((spec for spec in config.ropes if spec is not None), None)
+        orders = None
+        if self.interleaved and spec is not None:
+            orders = [*(rotary_order(count, 0, spec.dims, dim) for count in heads[:2]), None]
         return self.weights.fused(
             [f"{path}.{name}_proj" for name in "qkv"],
-            [count * config.head_dim for count in rows],
+            [count * dim for count in heads],
             config.hidden_size,
             bias=config.qkv_bias,
+            orders=orders,
         )
 
     def qk_norm(self, path: str) -> Norm | None:
         """A norm over (T, num_heads + num_kv_heads, head_dim) that is not one over each head."""
         return None
+
+    def has_head_norms(self) -> bool:
+        """Whether Q and K have a norm over each head."""
+        return self.head_norms
+
+    def wide_qk_norm(self, path: str) -> WideQKNorm:
+        """One norm over the whole of Q, and one over the whole of K."""
+        config, dim = self.config, self.config.head_dim
+        return WideQKNorm(
+            self.norm(f"{path}.q_norm", config.num_heads * dim),
+            self.norm(f"{path}.k_norm", config.num_kv_heads * dim),
+            config.num_heads,
+        )
 
     def rope(self, spec: RopeSpec) -> Rope:
         """The rope of a spec; layers of equal specs share it."""
@@ -260,12 +338,18 @@ class Family:
         ]
         return mx.concatenate(parts)
 
-    def _heads_maker(self, spec: RopeSpec, norm_weight: mx.array | None) -> HeadsMaker | None:
+    def _heads_maker(
+        self, spec: RopeSpec | None, norm_weight: mx.array | None
+    ) -> HeadsMaker | None:
         """Settings of norm and rope, for the kernel that does both; None: it has no such rope."""
         config, dim = self.config, self.config.head_dim
-        whole = spec.dims == dim  # then the attention scale has the factor, see scale_factor
-        if spec.long is not None:
+        if spec is not None and spec.long is not None:
             return None
+        frequencies, magnitude = None, 1.0
+        if spec is not None:
+            frequencies = mx.array(inverse_frequencies(spec), mx.float32)
+            # Where whole heads turn the attention scale has the factor, see scale_factor.
+            magnitude = 1.0 if spec.dims == dim else spec.attention_factor
 
         def make(key_bits: int | None, value_bits: int | None) -> Heads:
             return Heads(
@@ -277,8 +361,22 @@ class Family:
                 rotate=key_bits == 4,
                 norm_weight=norm_weight,
                 norm_eps=config.rms_norm_eps,
-                frequencies=mx.array(inverse_frequencies(spec), mx.float32),
-                magnitude=1.0 if whole else spec.attention_factor,
+                frequencies=frequencies,
+                magnitude=magnitude,
             )
 
         return make
+
+
+def rotary_order(num_heads: int, before: int, rotary: int, width: int) -> list[int]:
+    """Outputs of heads whose rotary pairs stand side by side, with pairs half a part apart.
+
+    Args:
+        num_heads: heads, one after the other.
+        before: numbers of a head before its rotary part.
+        rotary: numbers of that part.
+        width: numbers of a head.
+    """
+    end = before + rotary
+    head = [*range(before), *range(before, end, 2), *range(before + 1, end, 2), *range(end, width)]
+    return [number * width + place for number in range(num_heads) for place in head]

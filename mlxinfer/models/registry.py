@@ -14,11 +14,21 @@ _FAMILIES = {  # model_type -> module in families/, class
     "gemma3": ("gemma", "Gemma3"),
     "gemma3_text": ("gemma", "Gemma3"),
     "gpt_oss": ("gpt_oss", "GptOss"),
-    "olmo2": ("olmo2", "Olmo2"),
+    "olmo2": ("olmo", "Olmo2"),
+    "olmo3": ("olmo", "Olmo3"),
     "phi3": ("phi3", "Phi3"),
     "granite": ("granite", "Granite"),
     "deepseek_v2": ("deepseek", "DeepseekV2"),
     "deepseek_v3": ("deepseek", "DeepseekV3"),
+    "mixtral": ("mixtral", "Mixtral"),
+    "glm4": ("glm", "Glm4"),
+    "glm4_moe": ("glm", "Glm4MoE"),
+    "smollm3": ("smollm3", "SmolLM3"),
+    "cohere2": ("cohere", "Cohere2"),
+    "seed_oss": ("seed_oss", "SeedOss"),
+    "exaone4": ("exaone", "Exaone4"),
+    "ernie4_5": ("ernie", "Ernie4_5"),
+    "minimax_m2": ("minimax", "MiniMaxM2"),
 }
 
 SUPPORTED = tuple(_FAMILIES)

@@ -180,11 +180,27 @@ class Weights:
         return (stored if order is None else stored.reordered(order)).projection(self.make)
 
     def fused(
-        self, paths: Sequence[str], out_dims: Sequence[int], in_dims: int, *, bias: bool = False
+        self,
+        paths: Sequence[str],
+        out_dims: Sequence[int],
+        in_dims: int,
+        *,
+        bias: bool = False,
+        orders: Sequence[Sequence[int] | None] | None = None,
     ) -> Projection:
-        """Projections of one input as one matrix, outputs in the order of `paths`."""
-        rows = zip(paths, out_dims, strict=True)
-        parts = [self.matrix(path, (count, in_dims), bias=bias) for path, count in rows]
+        """Projections of one input as one matrix, outputs in the order of `paths`.
+
+        Args:
+            paths: their names.
+            out_dims: rows of each.
+            in_dims: columns of all.
+            bias: whether they have one.
+            orders: of each one's outputs, as in `linear`; None: all as they are.
+        """
+        parts = []
+        for path, rows, order in zip(paths, out_dims, orders or [None] * len(paths), strict=True):
+            stored = self.matrix(path, (rows, in_dims), bias=bias)
+            parts.append(stored if order is None else stored.reordered(order))
         return fused(parts, self.make)
 
     def matrix(self, path: str, shape: tuple[int, ...], *, bias: bool = False) -> StoredMatrix:

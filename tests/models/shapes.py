@@ -18,15 +18,23 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         path = f"model.layers.{layer}"
         table |= {f"{path}.{name}.weight": (hidden,) for name in _norms(config)}
         table |= {f"{path}.self_attn.{name}": s for name, s in _attention(config).items()}
+        if config["model_type"] in ("mixtral", "minimax_m2"):
+            table |= {f"{path}.block_sparse_moe.{n}": s for n, s in _sparse_block(config).items()}
+            continue
         table |= {f"{path}.mlp.{name}": s for name, s in _mlp(config, layer).items()}
     return table
 
 
 def _norms(config: dict[str, Any]) -> list[str]:
-    if config["model_type"] == "olmo2":
+    family = config["model_type"]
+    if family in ("olmo2", "olmo3", "exaone4"):
         return ["post_attention_layernorm", "post_feedforward_layernorm"]
+    if family == "cohere2":
+        return ["input_layernorm"]
     names = ["input_layernorm", "post_attention_layernorm"]
-    if config["model_type"] == "gemma3_text":
+    if family == "glm4":
+        names += ["post_self_attn_layernorm", "post_mlp_layernorm"]
+    if family == "gemma3_text":
         names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     return names
 
@@ -46,22 +54,40 @@ def _attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         rows = {"qkv_proj": heads * dim + 2 * kv}
     table: dict[str, tuple[int, ...]] = {f"{n}.weight": (r, hidden) for n, r in rows.items()}
     table["o_proj.weight"] = (hidden, heads * dim)
-    if config.get("attention_bias") or family == "qwen2":
+    on_qkv, on_output = _attention_biases(config)
+    if on_qkv:
         table |= {f"{name}.bias": (r,) for name, r in rows.items()}
-    if config.get("attention_bias"):
+    if on_output:
         table["o_proj.bias"] = (hidden,)
-    if family in ("qwen3", "qwen3_moe", "gemma3_text"):
+    if family in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4") or (
+        family == "glm4_moe" and config["use_qk_norm"]
+    ):
         table |= {"q_norm.weight": (dim,), "k_norm.weight": (dim,)}
-    if family == "olmo2":
+    if family in ("olmo2", "olmo3", "minimax_m2"):
         table |= {"q_norm.weight": (heads * dim,), "k_norm.weight": (kv,)}
     if family == "gpt_oss":
         table["sinks"] = (heads,)
     return table
 
 
+def _attention_biases(config: dict[str, Any]) -> tuple[bool, bool]:
+    """On Q, K and V, and on the output."""
+    family, stated = config["model_type"], config.get("attention_bias", False)
+    match family:
+        case "qwen2":
+            return True, False
+        case "glm4" | "glm4_moe":
+            return stated, False
+        case "seed_oss":
+            return config.get("attention_bias", True), config.get("attention_out_bias", False)
+        case "ernie4_5":
+            return config["use_bias"], config["use_bias"]
+    return stated, stated
+
+
 def _mlp(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    if config["model_type"].startswith("deepseek"):
+    if config["model_type"] in ("deepseek_v2", "deepseek_v3", "glm4_moe"):
         return _deepseek_mlp(config, layer)
     experts = config.get("num_experts", config.get("num_local_experts", 0))
     if config["model_type"] == "gpt_oss":
@@ -79,9 +105,9 @@ def _mlp(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
         for expert in range(experts):
             table |= _gated(f"experts.{expert}.", hidden, config["moe_intermediate_size"], False)
         return table
-    if config["model_type"] == "phi3":
+    if config["model_type"] in ("phi3", "glm4"):
         return {"gate_up_proj.weight": (2 * inner, hidden), "down_proj.weight": (hidden, inner)}
-    return _gated("", hidden, inner, config.get("mlp_bias", False))
+    return _gated("", hidden, inner, config.get("mlp_bias", config.get("use_bias", False)))
 
 
 def _gated(prefix: str, hidden: int, inner: int, bias: bool) -> dict[str, tuple[int, ...]]:
@@ -130,8 +156,20 @@ def _deepseek_mlp(config: dict[str, Any], layer: int) -> dict[str, Shape]:
         return _gated("", hidden, config["intermediate_size"], False)
     experts = config["n_routed_experts"]
     table: dict[str, Shape] = {"gate.weight": (experts, hidden)}
-    if config["model_type"] == "deepseek_v3":
+    if config["model_type"] != "deepseek_v2":
         table["gate.e_score_correction_bias"] = (experts,)
     for expert in range(experts):
         table |= _gated(f"experts.{expert}.", hidden, inner, False)
     return table | _gated("shared_experts.", hidden, inner * config["n_shared_experts"], False)
+
+
+def _sparse_block(config: dict[str, Any]) -> dict[str, Shape]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    experts = config["num_local_experts"]
+    table: dict[str, Shape] = {"gate.weight": (experts, hidden)}
+    if config["model_type"] == "minimax_m2":
+        table["e_score_correction_bias"] = (experts,)
+    for expert in range(experts):
+        table |= {f"experts.{expert}.w{n}.weight": (inner, hidden) for n in (1, 3)}
+        table[f"experts.{expert}.w2.weight"] = (hidden, inner)
+    return table

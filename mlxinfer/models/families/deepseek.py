@@ -12,13 +12,12 @@ from ...layers.attention import Mixer
 from ...layers.latent_attention import LatentAttention, LatentProjection
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
-from ...layers.moe import GroupedRouting, MoE
+from ...layers.moe import GroupedRouting
 from ...layers.norm import Norm
 from ...layers.rope import RopeSpec, yarn_magnitude
 from ..config import ModelConfig
-from ..family import Family
+from ..family import Family, rotary_order
 from ..jsonfields import Fields
-from ..weights import StoredMatrix, fused_experts
 
 _INNER_EPS = 1e-6  # of the norms inside attention, whatever the config says
 
@@ -76,18 +75,11 @@ class DeepseekV3(Family):
     def configure(cls, config: ModelConfig) -> ModelConfig:
         """The scale of the scores, which layers have experts, and what the cache keeps."""
         fields, dims = config.fields, LatentDims.of(config.fields)
-        dense = fields.integer("first_k_dense_replace", low=0)
-        num_experts = fields.integer("n_routed_experts", "num_local_experts", high=2**16)
         cls.check_routing(fields)
         return replace(
-            config,
+            with_experts(config),
             attention_scale=(dims.nope + dims.rope) ** -0.5 * _yarn_scale(fields, config.ropes[0]),
             latent=LatentSpec(dims.rank, dims.rope),
-            num_experts=num_experts,
-            experts_per_token=fields.integer("num_experts_per_tok", high=num_experts),
-            moe_intermediate_size=fields.integer("moe_intermediate_size", high=2**22),
-            norm_topk_prob=fields.boolean("norm_topk_prob"),
-            sparse_layers=tuple(i >= dense for i in range(config.num_layers)),
         )
 
     @classmethod
@@ -97,15 +89,12 @@ class DeepseekV3(Family):
     # -- attention ------------------------------------------------------------------------------
 
     def mixer(self, index: int) -> Mixer:
-        """Latent attention.
-
-        Checkpoints have rotary pairs side by side. They are put half a part apart as they are
-        loaded, in queries and keys alike, which leaves every score as it is.
-        """
+        """Latent attention; rotary pairs as of `Family.interleaved`."""
         config, weights, dims = self.config, self.weights, LatentDims.of(self.config.fields)
         path, spec = f"model.layers.{index}.self_attn", config.ropes[index]
         latent = config.latent
         assert latent is not None
+        assert spec is not None
         factor = spec.attention_factor**2  # of the rotary part alone; the rope leaves it to us
         return LatentAttention(
             q_projs=self._query_projections(path, dims),
@@ -146,16 +135,9 @@ class DeepseekV3(Family):
         ]
 
     def _rope_order(self, num_heads: int, before: int, rope: int) -> list[int] | None:
-        """Outputs of heads of `before + rope` numbers, rotary pairs half a part apart."""
         if not self.config.fields.boolean("rope_interleave", default=True):
             return None
-        part = [
-            *range(before),
-            *range(before, before + rope, 2),
-            *range(before + 1, before + rope, 2),
-        ]
-        width = before + rope
-        return [head * width + place for head in range(num_heads) for place in part]
+        return rotary_order(num_heads, before, rope, before + rope)
 
     def _latent_projection(self, path: str, dims: LatentDims) -> LatentProjection:
         """From `kv_b_proj`, as on the hub, or from what mlx-lm makes of it."""
@@ -179,36 +161,11 @@ class DeepseekV3(Family):
         config, path = self.config, f"model.layers.{index}.mlp"
         if not config.sparse_layers[index]:
             return super().mlp(index)
-        hidden, inner = config.hidden_size, config.moe_intermediate_size
-        gate, up = (self._experts(path, name, inner, hidden) for name in ("gate", "up"))
-        num_shared = config.fields.integer("n_shared_experts", low=0, high=2**10)
-        shared = self.dense_mlp(f"{path}.shared_experts", inner * num_shared)
-        return MoE(
-            router=self.weights.linear(f"{path}.gate", config.num_experts, hidden),
-            choose=self.routing(path),
-            gate_up_proj=fused_experts([gate, up], self.make),
-            down_proj=self._experts(path, "down", hidden, inner).expert_projection(self.make),
-            activation=self.activation,
-            shared=shared,
-        )
+        return self.experts(path, self.routing(path), shared=shared_expert(self, path))
 
     def routing(self, path: str) -> GroupedRouting:
         """Scores of a sigmoid; the best groups by scores with the bias."""
-        config, fields = self.config, self.config.fields
-        bias = self.weights.raw(f"{path}.gate.e_score_correction_bias", (config.num_experts,))
-        return GroupedRouting(
-            config.experts_per_token,
-            num_groups=fields.integer("n_group"),
-            num_best=fields.integer("topk_group"),
-            bias=bias.astype(mx.float32),
-            normalise=config.norm_topk_prob,
-            factor=fields.number("routed_scaling_factor"),
-        )
-
-    def _experts(self, path: str, name: str, out_dims: int, in_dims: int) -> StoredMatrix:
-        shape = (self.config.num_experts, out_dims, in_dims)
-        stack, each = f"{path}.switch_mlp.{name}_proj", f"{path}.experts.{{}}.{name}_proj"
-        return self.weights.experts(stack, each, shape)
+        return biased_routing(self, path)
 
 
 class DeepseekV2(DeepseekV3):
@@ -252,10 +209,45 @@ class DeepseekV2(DeepseekV3):
         )
 
 
-def _yarn_scale(fields: Fields, rope: RopeSpec) -> float:
+def _yarn_scale(fields: Fields, rope: RopeSpec | None) -> float:
     """What YaRN multiplies all scores with, where the config states `mscale_all_dim`."""
     stated = fields.fields("rope_parameters", "rope_scaling")
-    if rope.kind != "yarn" or stated is None:
+    if rope is None or rope.kind != "yarn" or stated is None:
         return 1.0
     all_dims = stated.number("mscale_all_dim", low=0.0, high=1e3, default=0.0)
     return yarn_magnitude(rope.factor, all_dims) ** 2 if all_dims else 1.0
+
+
+def with_experts(config: ModelConfig) -> ModelConfig:
+    """The config with what DeepSeek and its kin state of experts."""
+    fields = config.fields
+    dense = fields.integer("first_k_dense_replace", low=0)
+    num_experts = fields.integer("n_routed_experts", "num_local_experts", high=2**16)
+    return replace(
+        config,
+        num_experts=num_experts,
+        experts_per_token=fields.integer("num_experts_per_tok", high=num_experts),
+        moe_intermediate_size=fields.integer("moe_intermediate_size", high=2**22),
+        norm_topk_prob=fields.boolean("norm_topk_prob"),
+        sparse_layers=tuple(i >= dense for i in range(config.num_layers)),
+    )
+
+
+def biased_routing(family: Family, path: str) -> GroupedRouting:
+    """Scores of a sigmoid; groups and experts are chosen by scores with a bias."""
+    config, fields = family.config, family.config.fields
+    bias = family.weights.raw(f"{path}.gate.e_score_correction_bias", (config.num_experts,))
+    return GroupedRouting(
+        config.experts_per_token,
+        num_groups=fields.integer("n_group"),
+        num_best=fields.integer("topk_group"),
+        bias=bias.astype(mx.float32),
+        normalise=config.norm_topk_prob,
+        factor=fields.number("routed_scaling_factor"),
+    )
+
+
+def shared_expert(family: Family, path: str) -> FeedForward:
+    """The experts that every token goes to, as one wide MLP."""
+    count = family.config.fields.integer("n_shared_experts", high=2**10)
+    return family.dense_mlp(f"{path}.shared_experts", family.config.moe_intermediate_size * count)

@@ -35,9 +35,4 @@ class Phi3(Family):
 
     def dense_mlp(self, path: str, inner: int) -> MLP:
         """gate_up_proj, the gate first, and down_proj."""
-        hidden = self.config.hidden_size
-        return MLP(
-            self.weights.linear(f"{path}.gate_up_proj", 2 * inner, hidden),
-            self.weights.linear(f"{path}.down_proj", hidden, inner),
-            self.activation,
-        )
+        return self.packed_mlp(path, inner)

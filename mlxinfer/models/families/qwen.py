@@ -3,11 +3,10 @@
 from typing import ClassVar
 
 from ...layers.mlp import FeedForward
-from ...layers.moe import MoE, softmax_top_k, top_k_softmax
+from ...layers.moe import softmax_top_k, top_k_softmax
 from ..family import Family
 from ..jsonfields import Fields
 from ..rope_config import FULL, SLIDING, read_layer_types
-from ..weights import StoredMatrix, fused_experts
 
 
 class _Qwen(Family):
@@ -65,24 +64,8 @@ class Qwen3MoE(_Qwen):
 
     def mlp(self, index: int) -> FeedForward:
         """A mixture of experts, or a dense MLP where the config leaves a layer dense."""
-        config, path = self.config, f"model.layers.{index}.mlp"
+        config, k = self.config, self.config.experts_per_token
         if not config.sparse_layers[index]:
             return super().mlp(index)
-        hidden, inner, k = (
-            config.hidden_size,
-            config.moe_intermediate_size,
-            config.experts_per_token,
-        )
-        gate, up = (self._experts(path, name, inner, hidden) for name in ("gate", "up"))
-        return MoE(
-            router=self.weights.linear(f"{path}.gate", config.num_experts, hidden),
-            choose=top_k_softmax(k) if config.norm_topk_prob else softmax_top_k(k),
-            gate_up_proj=fused_experts([gate, up], self.make),
-            down_proj=self._experts(path, "down", hidden, inner).expert_projection(self.make),
-            activation=self.activation,
-        )
-
-    def _experts(self, path: str, name: str, out_dims: int, in_dims: int) -> StoredMatrix:
-        shape = (self.config.num_experts, out_dims, in_dims)
-        stack, each = f"{path}.switch_mlp.{name}_proj", f"{path}.experts.{{}}.{name}_proj"
-        return self.weights.experts(stack, each, shape)
+        choose = top_k_softmax(k) if config.norm_topk_prob else softmax_top_k(k)
+        return self.experts(f"model.layers.{index}.mlp", choose)

@@ -37,7 +37,9 @@ def reference(config: dict, seed: int) -> tuple[np.ndarray, np.ndarray]:
     gaps: list[float] = []
     for name, module in model.named_modules():
         if name.endswith((".mlp.gate", ".mlp.router")):
-            module.register_forward_hook(lambda m, _, out: gaps.append(router_gap(config, m, out)))
+            module.register_forward_hook(
+                lambda m, inputs, out: gaps.append(router_gap(config, m, inputs, out))
+            )
     with torch.no_grad():
         logits = model(torch.tensor(ids)[None]).logits[0].numpy()
     top = np.sort(logits, axis=-1)
@@ -84,12 +86,19 @@ def check_names(model: torch.nn.Module, config: dict, folder: str) -> None:
 
 
 def router_gap(
-    config: dict, module: torch.nn.Module, output: tuple[torch.Tensor, ...] | torch.Tensor
+    config: dict,
+    module: torch.nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    output: tuple[torch.Tensor, ...] | torch.Tensor,
 ) -> float:
     """The smallest distance between the last expert taken and the first left out."""
-    if config["model_type"].startswith("deepseek"):
-        return deepseek_gap(config, module, output[0])
     logits = output[0] if isinstance(output, tuple) else output
+    if config["model_type"] == "deepseek_v2":
+        return grouped_gap(config, logits.softmax(-1), 1)
+    if config["model_type"] in ("deepseek_v3", "glm4_moe"):
+        return grouped_gap(config, logits.sigmoid() + module.e_score_correction_bias, 2)
+    if config["model_type"] == "minimax_m2":
+        return grouped_gap(config, logits.sigmoid() + inputs[1], 2)
     return gap(logits, config["num_experts_per_tok"])
 
 
@@ -99,20 +108,20 @@ def gap(values: torch.Tensor, k: int) -> float:
     return float((ranked[:, k - 1] - ranked[:, k]).min())
 
 
-def deepseek_gap(config: dict, router: torch.nn.Module, logits: torch.Tensor) -> float:
-    """Ten times the same of scores, which are below 1, for experts in groups and the groups."""
-    groups, best = config["n_group"], config["topk_group"]
-    counted = 2 if config["model_type"] == "deepseek_v3" else 1
-    ranks = logits.softmax(-1)
-    if counted == 2:
-        ranks = logits.sigmoid() + router.e_score_correction_bias
-    grouped = ranks.unflatten(-1, (groups, -1))
-    worth = grouped.topk(counted, dim=-1).values.sum(-1)
-    found = [gap(worth, best)] if best < groups else []
+def grouped_gap(config: dict, ranks: torch.Tensor, counted: int) -> float:
+    """Ten times the same of scores, which are about 1, for experts in groups and the groups.
+
+    A group is worth its `counted` best experts.
+    """
+    groups, best = config.get("n_group") or 1, config.get("topk_group") or 1
+    found = 1.0
     if best < groups:
+        grouped = ranks.unflatten(-1, (groups, -1))
+        worth = grouped.topk(counted, dim=-1).values.sum(-1)
+        found = gap(worth, best)
         chosen = torch.zeros_like(worth).scatter(1, worth.topk(best).indices, 1)
         ranks = grouped.masked_fill(chosen[..., None] == 0, -9.0).flatten(1)
-    return 10 * min(*found, gap(ranks, config["num_experts_per_tok"]), 1.0)
+    return 10 * min(found, gap(ranks, config["num_experts_per_tok"]))
 
 
 def main() -> None:

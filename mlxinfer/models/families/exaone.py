@@ -1,0 +1,61 @@
+"""EXAONE 4: post-norm layers, QK-norm, and, in its hybrids, positions in windowed layers only."""
+
+from typing import ClassVar
+
+from ...errors import CheckpointError
+from ...layers.rope import RopeSpec
+from ..decoder import Layer, PostNormLayer
+from ..family import Family
+from ..jsonfields import Fields
+from ..rope_config import FULL, SLIDING, read_layer_types
+
+
+class Exaone4(Family):
+    """The small models have no windows, and then every layer has positions."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    }
+    head_norms = True
+
+    @classmethod
+    def biases(cls, fields: Fields) -> tuple[bool, bool]:
+        """None."""
+        return False, False
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """As stated, or by a pattern: a period, or letters such as "LLLG" that repeat."""
+        pattern = fields.get("sliding_window_pattern")
+        windowed = fields.get("sliding_window") is not None and pattern != 0
+        if not windowed:
+            return [FULL] * num_layers
+        if fields.items("layer_types") is not None or not isinstance(pattern, str):
+            return read_layer_types(fields, num_layers)
+        if not pattern or set(pattern) - {"L", "G"}:
+            raise CheckpointError(
+                f"sliding_window_pattern in {fields.where} is {pattern[:40]!r}; expected L for "
+                "layers with a window and G for others."
+            )
+        kinds = [SLIDING if letter == "L" else FULL for letter in pattern]
+        return [kinds[i % len(kinds)] for i in range(num_layers)]
+
+    @classmethod
+    def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
+        """None in layers that see everything beside windowed ones."""
+        if layer_type == FULL and fields.get("sliding_window") is not None:
+            return None
+        return super().rope_spec(fields, layer_type, head_dim)
+
+    def layer(self, index: int) -> Layer:
+        """Each block's output is normalised before it is added to the residual stream."""
+        path = f"model.layers.{index}"
+        return PostNormLayer(
+            self.mixer(index),
+            self.norm(f"{path}.post_attention_layernorm"),
+            self.mlp(index),
+            self.norm(f"{path}.post_feedforward_layernorm"),
+        )

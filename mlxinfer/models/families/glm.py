@@ -1,0 +1,88 @@
+"""GLM 4: the dense models, and GLM 4.5 to 4.7 with experts."""
+
+from typing import ClassVar
+
+from ...layers.mlp import MLP, FeedForward
+from ..config import ModelConfig
+from ..decoder import Layer, SandwichLayer
+from ..family import Family
+from ..jsonfields import Fields
+from .deepseek import biased_routing, shared_expert, with_experts
+
+_NORMS = (
+    "input_layernorm",
+    "post_self_attn_layernorm",
+    "post_attention_layernorm",
+    "post_mlp_layernorm",
+)
+
+
+class Glm4(Family):
+    """Sandwich norms, half of each head turns, gate and up are one tensor in the checkpoint."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1.5625e-7,
+        "max_position_embeddings": 131_072,
+    }
+    interleaved = True
+
+    @classmethod
+    def biases(cls, fields: Fields) -> tuple[bool, bool]:
+        """Never on the output."""
+        return fields.boolean("attention_bias"), False
+
+    def layer(self, index: int) -> Layer:
+        """Norms before and after both blocks."""
+        norms = [self.norm(f"model.layers.{index}.{name}") for name in _NORMS]
+        return SandwichLayer(norms, self.mixer(index), self.mlp(index))
+
+    def dense_mlp(self, path: str, inner: int) -> MLP:
+        """gate_up_proj, the gate first, and down_proj."""
+        return self.packed_mlp(path, inner)
+
+
+class Glm4MoE(Family):
+    """Pre-norm layers, QK-norm where stated, DeepSeek V3's experts."""
+
+    defaults: ClassVar = {
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "n_routed_experts": 128,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "use_qk_norm": False,
+    }
+
+    @classmethod
+    def biases(cls, fields: Fields) -> tuple[bool, bool]:
+        """Never on the output."""
+        return fields.boolean("attention_bias", default=False), False
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """Which layers have experts."""
+        return with_experts(config)
+
+    def has_head_norms(self) -> bool:
+        """As stated."""
+        return self.config.fields.boolean("use_qk_norm")
+
+    def mlp(self, index: int) -> FeedForward:
+        """An MLP in the first layers, then experts and shared experts."""
+        path = f"model.layers.{index}.mlp"
+        if not self.config.sparse_layers[index]:
+            return super().mlp(index)
+        return self.experts(path, biased_routing(self, path), shared=shared_expert(self, path))

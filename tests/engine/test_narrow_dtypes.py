@@ -36,8 +36,8 @@ class Listening:
     def __getattr__(self, name: str) -> object:
         return getattr(self._model, name)
 
-    def __call__(self, *args: object) -> mx.array:
-        hidden = self._model(*args)  # type: ignore[arg-type]
+    def __call__(self, *args: object, **options: object) -> mx.array:
+        hidden = self._model(*args, **options)  # type: ignore[arg-type]
         self.dtypes.add(hidden.dtype)
         return hidden
 

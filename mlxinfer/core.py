@@ -174,6 +174,7 @@ class Request:
     # The weights that are added to the model's for this request, by name; None: the model's alone.
     # K and V depend on them: requests with different adapters never share a page.
     adapter: str | None = None
+    boundaries: tuple[int, ...] = ()  # positions at which other prompts may part from this one
     arrived_s: float = 0.0  # monotonic seconds, set by the engine; so is the next
     started_s: float = 0.0  # when its first step was launched
 
@@ -282,6 +283,11 @@ class StateSpec:
     """
 
     shapes: tuple[tuple[tuple[int, ...], str], ...]  # (shape, dtype such as "float32") of each
+
+    @property
+    def numbers(self) -> int:
+        """Numbers kept per token: none."""
+        return 0
 
 
 PagedSpec = KVSpec | LatentSpec  # what lies in pages, a vector or more for each token

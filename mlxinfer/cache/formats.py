@@ -12,7 +12,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from ..config import KVOptions
-from ..core import KVSpec, LatentSpec, PagedSpec
+from ..core import CacheSpec, KVSpec, LatentSpec, PagedSpec, StateSpec
 from ..errors import InvalidRequestError
 
 Bits = tuple[int | None, int | None]  # of keys and values; None: the activation dtype
@@ -122,8 +122,8 @@ def rotatable(dim: int) -> bool:
 
 
 def lay_out(
-    specs: Sequence[PagedSpec], options: KVOptions, *, key_bias: bool
-) -> tuple[list[PagedSpec], list[Bits]]:
+    specs: Sequence[CacheSpec], options: KVOptions, *, key_bias: bool
+) -> tuple[list[CacheSpec], list[Bits]]:
     """Specs and stored bits of every layer.
 
     Args:
@@ -137,17 +137,19 @@ def lay_out(
     windowed = [_windowed(spec, options) for spec in specs]
     if options.bits == PLAIN:
         return windowed, [PLAIN] * len(specs)
-    _check_bits(specs, options.bits, key_bias)
-    ends = {0, len(specs) - 1} if options.plain_ends else set()
-    bits = [
-        PLAIN if i in ends or (options.plain_windows and spec.window is not None) else options.bits
-        for i, spec in enumerate(specs)
-    ]
-    return windowed, bits
+    paged = {i: spec for i, spec in enumerate(specs) if not isinstance(spec, StateSpec)}
+    _check_bits(list(paged.values()), options.bits, key_bias)
+    plain = {min(paged), max(paged)} if options.plain_ends and paged else set()
+    if options.plain_windows:
+        plain |= {i for i, spec in paged.items() if spec.window is not None}
+    stored = paged.keys() - plain
+    return windowed, [options.bits if i in stored else PLAIN for i in range(len(specs))]
 
 
-def _windowed(spec: PagedSpec, options: KVOptions) -> PagedSpec:
-    """A layer's own window stands where it is the smaller one."""
+def _windowed(spec: CacheSpec, options: KVOptions) -> CacheSpec:
+    """A layer's own window stands where it is the smaller one; a state has none."""
+    if isinstance(spec, StateSpec):
+        return spec
     if options.window is None or (spec.window is not None and spec.window <= options.window):
         return spec
     return replace(spec, window=options.window, sinks=options.sinks)

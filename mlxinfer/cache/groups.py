@@ -1,7 +1,8 @@
 """Layer groups: layers that keep the same thing under the same rule. Pure Python; no arrays.
 
 A page group keeps a vector or more for each token, in pages: attention or latent attention, over
-all positions or a window with sinks.
+all positions or a window with sinks. A state group keeps one state for a whole sequence: recurrent
+layers. `num_skippable` says for each of them which positions no later token needs.
 """
 
 from dataclasses import dataclass
@@ -69,3 +70,49 @@ class PageGroup:
     def commit(self, table: PageTable, num_tokens: int) -> list[int]:
         """Recycle pages that no token after the first `num_tokens` needs; they are returned."""
         return table.drop_before(self.first_page(num_tokens))
+
+
+class StateGroup:
+    """Layers that keep a state of fixed size of each sequence, and snapshots of such states.
+
+    A state cannot go back: a sequence resumes only where a snapshot was taken. Snapshots are known
+    by numbers that are never used twice, so that one may be dropped and another be taken before
+    either is done to the arrays.
+
+    Args:
+        num_bytes: of one state, all layers together.
+        max_snapshots: that may be there at once.
+    """
+
+    def __init__(self, num_bytes: int, max_snapshots: int) -> None:
+        self.num_bytes = num_bytes
+        self.max_snapshots = max_snapshots
+        self.num_held = 0
+        self._num_taken = 0
+        self._dropped: list[int] = []
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more snapshot may be taken."""
+        return self.num_held < self.max_snapshots
+
+    def num_skippable(self, num_tokens: int) -> int:
+        """Positions that no later token needs: all, since a state stands for them."""
+        return num_tokens
+
+    def allocate(self) -> int:
+        """The number of a new snapshot."""
+        assert self.has_room
+        self.num_held += 1
+        self._num_taken += 1
+        return self._num_taken
+
+    def release(self, snapshot: int) -> None:
+        """Give a snapshot up; its arrays go with the next step."""
+        self.num_held -= 1
+        self._dropped.append(snapshot)
+
+    def take_dropped(self) -> list[int]:
+        """Snapshots that were given up since the last call."""
+        dropped, self._dropped = self._dropped, []
+        return dropped

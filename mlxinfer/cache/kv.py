@@ -1,38 +1,30 @@
 """The KV cache of a model: layer groups, their pages and pools, within a budget. Knows no queue."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
-from ..core import LatentSpec, PagedSpec
+from ..core import CacheSpec, LatentSpec, StateSpec
 from ..metal_kernels.heads import Heads
-from .budget import FIRST_PAGES, check_memory, growth_threshold, layers_to_grow, page_counts
+from .budget import FIRST_PAGES, check_memory, growth_threshold, layers_to_grow
 from .formats import PLAIN, Bits
-from .groups import ENDLESS, PageGroup
-from .kernel_attention import KernelPlanner
-from .latent import LatentKernelPlanner, LatentPool, LatentStep
-from .pages import PageAllocator
+from .groups import ENDLESS, StateGroup
+from .latent import LatentPool, LatentStep
+from .layer_groups import GroupMaker, LayerGroup
 from .payload import read_pages, write_pages
-from .plain_attention import PlainPlanner
-from .pool import LayerPool, Plane, token_bytes
+from .pool import LayerPool, Plane
 from .segments import StepSegments
-from .step import GroupPlan, Planner, StepKV, padded_positions, plan_group
-from .window import AttentionWindow
+from .state import StatePool, StateStep
+from .step import GroupPlan, StepKV, padded_positions, plan_group
 from .work import CacheWork, Load, Move, PartialCopy, Spill, seal_index
 
 FIRST_SLOTS = 4
-MAX_TAIL_SHARE = 4  # tails may take one part in so many of the budget
+MAX_RUNNING_SHARE = 4  # tails and states may take one part in so many of the budget
+SNAPSHOT_SHARE = 4  # snapshots of states take one part in so many of what is left
 
-
-@dataclass(slots=True)
-class LayerGroup(PageGroup):
-    """A page group with its layers."""
-
-    latent: bool  # latent attention: one vector a token
-    layers: list[int]
-    planner: Planner  # of short segments
+LayerStep = StepKV | LatentStep | StateStep  # what a layer sees of a step
 
 
 class KVCache:
@@ -56,7 +48,7 @@ class KVCache:
 
     def __init__(
         self,
-        specs: Sequence[PagedSpec],
+        specs: Sequence[CacheSpec],
         *,
         dtype: mx.Dtype,
         page_size: int,
@@ -77,88 +69,61 @@ class KVCache:
         self.bits = list(bits or [PLAIN] * len(specs))
         self.bytes_copied = 0  # tails copied because a step was in flight
         self.bytes_grown = 0  # copied while pools grew
-        per_page = [
-            token_bytes(spec, dtype, b) * page_size
-            for spec, b in zip(specs, self.bits, strict=True)
-        ]
-        self._page_bytes = per_page  # of each layer
-        tail_bytes = 2 * sum(per_page)  # of one sequence
-        self.max_batch = max(1, min(max_batch, budget_bytes // MAX_TAIL_SHARE // tail_bytes))
+        paged = [(i, s) for i, s in enumerate(specs) if not isinstance(s, StateSpec)]
+        self._paged = {layer: place for place, (layer, _) in enumerate(paged)}
+        self._stateful = [layer for layer in range(len(specs)) if layer not in self._paged]
+        self._paged_specs = [spec for _, spec in paged]
+        self.states = StatePool([s for s in specs if isinstance(s, StateSpec)])
+        make = GroupMaker(
+            self._paged_specs,
+            [self.bits[layer] for layer in self._paged],
+            dtype,
+            page_size,
+            max_batch,
+            prefill_chunk,
+            [self._paged[layer] for layer in kernel_layers],
+        )
+        self._page_bytes = [make.page_bytes(i) for i in range(len(paged))]
+        # A running sequence has tails, a state, and another one while a step makes it.
+        running_bytes = 2 * sum(self._page_bytes) + 2 * self.states.num_bytes
+        most = budget_bytes // MAX_RUNNING_SHARE // max(running_bytes, 1)
+        self.max_batch = max(1, min(max_batch, most))
         # While tails of a layer grow they are there twice, and that counts too.
-        room = budget_bytes - self.max_batch * (tail_bytes + 2 * max(per_page))
-        self.groups = self._layer_groups(room, num_pages)
+        growing = 2 * max(self._page_bytes, default=0)
+        room = budget_bytes - self.max_batch * (running_bytes + growing)
+        self.state_group = self._state_group(room)
+        if self.state_group is not None:
+            room -= self.state_group.max_snapshots * self.states.num_bytes
+        self.groups = replace(make, max_batch=self.max_batch).groups(room, num_pages)
         group_of = {i: g for g, group in enumerate(self.groups) for i in group.layers}
-        self._group_of = [group_of[i] for i in range(len(specs))]
+        self._group_of = [group_of[i] for i in range(len(paged))]
         self._fixed = num_pages is not None
         if self._fixed:
             check_memory(sum(g.allocator.num_pages * g.page_bytes for g in self.groups))
         self.reset()
 
-    def _layer_groups(self, budget_bytes: int, num_pages: int | None) -> list[LayerGroup]:
-        """Layers that keep the same positions, and as many pages for them as there is room for."""
-        members: dict[GroupKey, list[int]] = {}
-        for i, spec in enumerate(self.specs):
-            members.setdefault(_group_key(spec), []).append(i)
-        found = sorted(members.items(), key=lambda item: item[0])
-        windows = [AttentionWindow(size or None, sinks) for (_, size, sinks), _ in found]
-        costs = [[self._page_bytes[i] for i in layers] for _, layers in found]
-        counts = page_counts(
-            [sum(cost) + max(cost) for cost in costs],  # the keys or values of one are there twice
-            budget_bytes,
-            max_held=[self._max_held(window, self._prefill_chunk) for window in windows],
-            num_pages=num_pages,
-        )
-        return [
-            LayerGroup(
-                window,
-                PageAllocator(count),
-                self.page_size,
-                self._prefill_chunk,
-                sum(cost),
-                latent=key[0],
-                layers=layers,
-                planner=self._planner(g, window, layers),
-            )
-            for g, ((key, layers), window, cost, count) in enumerate(
-                zip(found, windows, costs, counts, strict=True)
-            )
-        ]
-
-    def _planner(self, group: int, window: AttentionWindow, layers: list[int]) -> Planner:
-        """How short segments of a group attend: through kernels, or in plain MLX."""
-        spec = self.specs[layers[0]]
-        if self._kernel_layers.issuperset(layers):
-            if isinstance(spec, LatentSpec):
-                return LatentKernelPlanner(group, window, self.page_size)
-            return KernelPlanner(group, window, self.page_size, kv_heads=spec.num_kv_heads)
-        return PlainPlanner(
-            group,
-            window,
-            self.page_size,
-            token_bytes=max([token_bytes(self.specs[i], self.dtype, PLAIN) for i in layers]),
-            decodes=any(self.bits[i] != PLAIN for i in layers),
-        )
-
-    def _max_held(self, window: AttentionWindow, prefill_chunk: int) -> int | None:
-        """Pages of a window that `max_batch` sequences can hold; None: bound by their length."""
-        if window.size is None:
+    def _state_group(self, budget_bytes: int) -> StateGroup | None:
+        """Snapshots within a share of the budget; None: there are no state layers."""
+        if not self._stateful:
             return None
-        held = -(-(window.size - 1) // self.page_size) + 2 + window.kept_pages(self.page_size)
-        return self.max_batch * held + prefill_chunk // self.page_size
+        max_snapshots = max(budget_bytes // SNAPSHOT_SHARE, 0) // self.states.num_bytes
+        return StateGroup(self.states.num_bytes, max_snapshots)
 
     def reset(self) -> None:
         """Fresh arrays: after a failed step nothing in the old ones can be trusted."""
-        self.pools = [self._pool(i) for i in range(len(self.specs))]
+        self.pools = [self._pool(layer) for layer in self._paged]
+        self.states.reset()
         self._used_slots: set[int] = set()
-        self._steps: list[StepKV | LatentStep] = []
+        self._steps: list[StepKV | LatentStep] = []  # of the layers that have pages
         mx.eval([pool.arrays() for pool in self.pools])
-        for group in self.groups:
+        for group in self._groups_of_layers():
             self._note_size(group)
 
     def _pool(self, layer: int) -> LayerPool | LatentPool:
         """The empty pool of a layer."""
-        spec, bits = self.specs[layer], self.bits[layer]
-        num_pages = self._first_pages(self.groups[self._group_of[layer]])
+        place, bits = self._paged[layer], self.bits[layer]
+        spec = self._paged_specs[place]
+        num_pages = self._first_pages(self.groups[self._group_of[place]])
         sizes: dict[str, Any] = {
             "page_size": self.page_size,
             "num_pages": num_pages,
@@ -190,22 +155,23 @@ class KVCache:
     @property
     def bytes_allocated(self) -> int:
         """Bytes of all arrays."""
-        return sum(array.nbytes for pool in self.pools for array in pool.arrays())
+        paged = sum(array.nbytes for pool in self.pools for array in pool.arrays())
+        return paged + self.states.bytes_allocated
 
     def must_grow(self, num_slots: int) -> bool:
         """Whether a step needs more pages or tails than the arrays have, or will before long."""
         return any(
             num_slots > self.pools[group.layers[0]].num_slots
             or group.allocator.extent > group.allocator.num_present
-            for group in self.groups
+            for group in self._groups_of_layers()
         )
 
     def make_room(self, num_slots: int) -> None:
         """Grow the arrays until all pages handed out and `num_slots` tails are there.
 
-        Pages that are soon wanted come a layer a step, see `growth.py`.
+        Pages that are soon wanted come a layer a step, see `budget.py`.
         """
-        for group in self.groups:
+        for group in self._groups_of_layers():
             if group.allocator.extent > group.allocator.num_present:
                 self._grow_pages(group)
             slots = self.pools[group.layers[0]].num_slots
@@ -213,6 +179,10 @@ class KVCache:
                 self.bytes_grown += slots * 2 * group.page_bytes
                 for layer in group.layers:
                     self.pools[layer].grow_tails(min(max(2 * slots, num_slots), self.max_batch))
+
+    def _groups_of_layers(self) -> list[LayerGroup]:
+        """Groups that have arrays."""
+        return [group for group in self.groups if group.layers]
 
     def _grow_pages(self, group: LayerGroup) -> None:
         sizes = [self.pools[layer].num_pages for layer in group.layers]
@@ -236,13 +206,14 @@ class KVCache:
 
         Numbers do no harm then; NaN and infinity, which an owner may have left, would.
         """
-        there = [slot for slot in slots if slot < self.pools[0].num_slots]  # others come as zeros
-        for pool in self.pools if there else ():
-            pool.clear_tails(there)
+        for pool in self.pools if slots else ():
+            there = [slot for slot in slots if slot < pool.num_slots]  # others come as zeros
+            if there:
+                pool.clear_tails(there)
 
     def count_copies(self) -> None:
         """A step was launched while another held the tails: they are copied as they are written."""
-        for group in self.groups:
+        for group in self._groups_of_layers():
             self.bytes_copied += self.pools[group.layers[0]].num_slots * 2 * group.page_bytes
 
     # -- one step -------------------------------------------------------------------------------
@@ -271,28 +242,40 @@ class KVCache:
             new_slots: have a new owner in this step.
         """
         self.seal(work.seal)
+        for slot, snapshot in work.save:
+            self.states.save(slot, snapshot)
         spilled = self.read_out(work.spill)
         self._fill(work.load)
         self.clear_tails([slot for slot in new_slots if slot in self._used_slots])
         self._used_slots.update(new_slots)
         self._copy_partial(work.copies)
+        self.states.leave(work.leave)
+        for snapshot, slot in work.resume:
+            self.states.restore(snapshot, slot)
+        self.states.drop(work.drop)
         return spilled
 
     def read_out(self, spills: Sequence[Spill]) -> list[tuple[Spill, bytes]]:
         """The payloads of pages; only behind a barrier, after seals."""
         spilled: list[tuple[Spill, bytes]] = []
-        for group in sorted({spill.group for spill in spills}):
-            some = [spill for spill in spills if spill.group == group]
+        paged = [spill for spill in spills if spill.group < len(self.groups)]
+        for group in sorted({spill.group for spill in paged}):
+            some = [spill for spill in paged if spill.group == group]
             pages = [spill.page for spill in some]
             payloads = read_pages(self.planes(group), pages, self.page_size)
             spilled += zip(some, payloads, strict=True)
-        return spilled
+        snapshots = [spill for spill in spills if spill.group == len(self.groups)]
+        return spilled + [(spill, self.states.read(spill.page)) for spill in snapshots]
 
     def _fill(self, loads: Sequence[Load]) -> None:
-        for group in sorted({load.group for load in loads}):
-            some = [load for load in loads if load.group == group]
+        paged = [load for load in loads if load.group < len(self.groups)]
+        for group in sorted({load.group for load in paged}):
+            some = [load for load in paged if load.group == group]
             pages, payloads = [load.page for load in some], [load.payload for load in some]
             write_pages(self.planes(group), pages, self.page_size, payloads)
+        for load in loads:
+            if load.group == len(self.groups):
+                self.states.load(load.page, load.payload)
 
     def _copy_partial(self, copies: Sequence[PartialCopy]) -> None:
         """Copy beginnings of shared pages into pages and tails; all are read before any write."""
@@ -317,7 +300,7 @@ class KVCache:
         """What each layer of a group keeps, in order."""
         return [plane for i in self.groups[group].layers for plane in self.pools[i].planes]
 
-    def begin_step(self, segments: StepSegments) -> "list[StepKV | LatentStep]":
+    def begin_step(self, segments: StepSegments) -> list[LayerStep]:
         """What each layer attends through, for a step of these segments, until the next begins."""
         positions = padded_positions(segments.positions) if self._heads else None
         plans = [
@@ -333,20 +316,34 @@ class KVCache:
             for g, group in enumerate(self.groups)
         ]
         if not self._steps:
-            self._steps = [self._step(i, plans[g]) for i, g in enumerate(self._group_of)]
+            self._steps = [
+                self._step(layer, plans[g])
+                for layer, g in zip(self._paged, self._group_of, strict=True)
+            ]
         for step, group in zip(self._steps, self._group_of, strict=True):
             step.plan = plans[group]
-        return self._steps
+        if not self._stateful:
+            return [*self._steps]
+        states = dict(zip(self._stateful, self.states.begin_step(segments), strict=True))
+        pages = dict(zip(self._paged, self._steps, strict=True))
+        return [states[i] if i in states else pages[i] for i in range(len(self.specs))]
+
+    def commit(self, num_kept: Mapping[int, int]) -> None:
+        """Take back tokens of the last step that were rejected, where a layer cannot forget them.
+
+        Pages and tails need nothing: what lies behind a sequence's end is never read.
+
+        Args:
+            num_kept: tail slot -> tokens of the last step that stay, from the first one on.
+        """
+        self.states.commit(num_kept)
+
+    def step_outputs(self) -> list[mx.array]:
+        """Arrays that the last step makes and no later layer reads, to be evaluated with it."""
+        return self.states.outputs()
 
     def _step(self, layer: int, plan: GroupPlan) -> StepKV | LatentStep:
-        pool = self.pools[layer]
+        pool = self.pools[self._paged[layer]]
         if isinstance(pool, LatentPool):
             return LatentStep(pool, plan)
         return StepKV(pool, plan, self._heads.get(layer))
-
-
-GroupKey = tuple[bool, int, int]  # latent, window or 0, sinks
-
-
-def _group_key(spec: PagedSpec) -> GroupKey:
-    return isinstance(spec, LatentSpec), spec.window or 0, spec.sinks

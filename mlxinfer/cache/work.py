@@ -49,16 +49,20 @@ class Load(NamedTuple):
 
 @dataclass(slots=True)
 class CacheWork:
-    """What is done before a step, in the order of the fields.
+    """What is done before a step.
 
-    Seals come first, since an evicted page may hold what is sealed only now; copies come last,
-    since a shared page may be one that is loaded.
+    In this order: `seal` and `save`, since what is evicted may hold what is written only now;
+    `spill`; `load`; `copies` and `resume`, which may read what is loaded; `drop`.
     """
 
     seal: list[Move] = field(default_factory=list)
     spill: list[Spill] = field(default_factory=list)
     load: list[Load] = field(default_factory=list)
     copies: list[PartialCopy] = field(default_factory=list)
+    save: list[tuple[int, int]] = field(default_factory=list)  # slot, snapshot of its state
+    leave: list[int] = field(default_factory=list)  # slots that were given up
+    resume: list[tuple[int, int]] = field(default_factory=list)  # snapshot, slot to go on from it
+    drop: list[int] = field(default_factory=list)  # snapshots that were given up
 
     @property
     def writes_pages(self) -> bool:

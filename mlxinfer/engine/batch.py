@@ -222,6 +222,15 @@ class Batch:
         slots = [*self.decodes.slots, *[segment.slot for segment in self.ragged]]
         return max(max(slots, default=-1) + 1, self.cache_work.num_slots)
 
+    def num_kept(self, result: "CommitResult") -> dict[int, int]:
+        """Tail slot -> tokens that stay, of sequences whose proposals were verified."""
+        kept = {s.slot: 0 for s in self.short if s.num_samples > 1}
+        discarded = set(result.discarded)
+        for row, slot in enumerate(self.sampling.slots):
+            if slot in kept and row not in discarded:
+                kept[slot] += 1
+        return kept
+
     @property
     def is_read_first(self) -> bool:
         """Whether the next step is planned only when this one has been read.

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..cache.formats import Bits
 from ..config import default_kernel_folder
-from ..core import KVSpec, LatentSpec, PagedSpec
+from ..core import CacheSpec, KVSpec, LatentSpec
 from ..layers.attention import Attention, Mixer
 from ..layers.latent_attention import LatentAttention
 from ..metal_kernels.attention_cases import mla_variant, paged_variant
@@ -60,7 +60,7 @@ def choose_none(variants: Sequence[Variant]) -> frozenset[Variant]:
 
 
 def choose_kernels(
-    model: Model, specs: Sequence[PagedSpec], bits: Sequence[Bits], chooser: Chooser
+    model: Model, specs: Sequence[CacheSpec], bits: Sequence[Bits], chooser: Chooser
 ) -> Kernels:
     """The kernels of a model whose layers keep their keys and values so."""
     if chooser is choose_none:
@@ -94,7 +94,7 @@ def choose_kernels(
 
 
 def _attention_variants(
-    dtype: mx.Dtype, mixer: Mixer, spec: PagedSpec, bits: Bits
+    dtype: mx.Dtype, mixer: Mixer, spec: CacheSpec, bits: Bits
 ) -> list[Variant]:
     """One for each threadgroup that 1 to 8 query tokens need; none where the sizes have no kernel.
 
@@ -147,7 +147,7 @@ def _latent_variants(
     ]
 
 
-def _heads(mixer: Mixer, spec: PagedSpec, bits: Bits) -> Heads | None:
+def _heads(mixer: Mixer, spec: CacheSpec, bits: Bits) -> Heads | None:
     """What one kernel does to a layer's projection; None where it has no such sizes."""
     if not isinstance(mixer, Attention) or not isinstance(spec, KVSpec):
         return None

@@ -7,14 +7,15 @@ of them before, as they are written too. Only a cut page is copied.
 
 from collections.abc import Sequence as Seq
 
-from ..cache.groups import PageGroup
+from ..cache.groups import PageGroup, StateGroup
 from ..cache.page_table import PageTable
 from ..cache.pages import OutOfPages
-from ..cache.prefix import PrefixTree
-from ..cache.prefix.match import Match
+from ..cache.prefix import PrefixTree, RestorePoint, Snapshot
 from ..cache.work import CacheWork, Move, PartialCopy, Spill
 from .pagestore import PageStore, Transfers
 from .sequence import Sequence
+
+ROLLING_TOKENS = 4096  # of a long prompt between two snapshots of its state; whole pages
 
 
 class KVManager:
@@ -23,11 +24,17 @@ class KVManager:
     Args:
         groups: what layers keep in pages.
         reuse: whether prompts may use what earlier requests left.
+        states: of recurrent layers; None: there are none.
         store: where evicted pages go, and come back from.
     """
 
     def __init__(
-        self, groups: Seq[PageGroup], *, reuse: bool, store: PageStore | None = None
+        self,
+        groups: Seq[PageGroup],
+        *,
+        reuse: bool,
+        states: StateGroup | None = None,
+        store: PageStore | None = None,
     ) -> None:
         self.groups = groups
         self.allocators = [group.allocator for group in groups]
@@ -44,7 +51,9 @@ class KVManager:
             num_kept=[group.num_kept for group in groups],
             page_size=self.page_size,
             on_evict=self._transfers.note_evicted if self._transfers else None,
+            states=states,
         )
+        self._states = Snapshots(states, self.tree, reuse=reuse) if states else None
 
     def pages_needed(self, group: int, num_tokens: int) -> int:
         """Pages of a group that a sequence of `num_tokens` needs at once, at most."""
@@ -65,46 +74,53 @@ class KVManager:
         Raises:
             OutOfPages: there is no room now; then nothing is taken.
         """
-        on_disk = sequence.namespace is None
-        if self._transfers is not None and on_disk and not sequence.request.prompt_logits:
+        if self._transfers is not None and not sequence.request.prompt_logits:
             self._transfers.fetch(
-                self.tree, sequence.token_ids, lambda match: self._room(match, sequence, spare)
+                self.tree,
+                sequence.namespace,
+                sequence.token_ids,
+                lambda point: self._room(point, sequence, spare),
             )
-        match = self._lock(sequence, spare)
-        sequence.tables = match.tables()
-        sequence.num_computed = match.num_tokens
-        sequence.num_sealed = match.num_tokens - match.cut_tokens
+        point = self._lookup(sequence, spare)
+        sequence.tables = point.tables()
+        sequence.num_computed = point.num_tokens
+        sequence.num_sealed = point.num_tokens - point.cut_tokens
         if not sequence.num_preempted:  # later it finds what it left itself
-            sequence.num_cached = match.num_tokens
+            sequence.num_cached = point.num_tokens
         for g, group in enumerate(self.groups):
-            num_tokens = group.begin(match.num_tokens, sequence.num_known)
-            self._extend(sequence.tables[g], g, num_tokens)
-        if match.cut_tokens:
+            self._extend(sequence.tables[g], g, group.begin(point.num_tokens, sequence.num_known))
+        if point.cut_tokens:
             self._copies[sequence] = PartialCopy(
-                sequence.tables, slot, sequence.num_sealed, match.num_tokens, match.cut_pages
+                sequence.tables, slot, sequence.num_sealed, point.num_tokens, point.cut_pages
             )
+        if self._states is not None:
+            self._states.begin(sequence, slot, point)
 
-    def _lock(self, sequence: Sequence, spare: int) -> Match:
-        """Lock the longest match that leaves room for the rest of a sequence.
+    def _lookup(self, sequence: Sequence, spare: int) -> RestorePoint:
+        """Lock the longest prefix that leaves room for the rest of a sequence.
 
         A cut page takes a page more, its copy: where only that is too much, it is computed again.
         """
         limit = 0 if sequence.request.prompt_logits or not self.reuse else None
-        match = self.tree.match(sequence.namespace, sequence.token_ids, limit=limit)
+        point = self.tree.probe(sequence.namespace, sequence.token_ids, limit=limit)
         while True:
-            lease = self.tree.lock(match, priority=sequence.request.priority)
-            if self._room(match, sequence, spare):
+            lease = self.tree.lock(point, priority=sequence.request.priority)
+            if self._room(point, sequence, spare):
                 sequence.lease = lease
-                self.tree.count(match)
-                return match
+                self.tree.count(point)
+                return point
             self.tree.unlock(lease)
-            if not match.cut_tokens:
+            if not point.cut_tokens:
                 raise OutOfPages
-            whole = match.num_tokens - match.cut_tokens
-            match = self.tree.match(sequence.namespace, sequence.token_ids, limit=whole)
+            point = self.tree.probe(
+                sequence.namespace,
+                sequence.token_ids,
+                limit=point.num_tokens,
+                alignment=self.page_size,
+            )
 
-    def _room(self, match: Match, sequence: Sequence, spare: int) -> bool:
-        for group, shared in enumerate(match.tables()):
+    def _room(self, point: RestorePoint, sequence: Sequence, spare: int) -> bool:
+        for group, shared in enumerate(point.tables()):
             needed = self.pages_needed(group, sequence.num_known + 1) - len(shared.all_pages)
             free = self.allocators[group].num_free + self.tree.num_evictable(group)
             if needed + spare > free:
@@ -124,26 +140,40 @@ class KVManager:
         return False
 
     def _shared_later(self, sequence: Sequence, other: Sequence) -> int:
-        """How far another must come to have left all that a prompt can share; 0: it is there."""
+        """Positions of `other` to wait for until the common prefix can be shared; 0: none."""
         ids, known, size = sequence.token_ids, other.token_ids, self.page_size
         stop = min(len(known), len(ids) - 1)
         if stop <= size or ids[:size] != known[:size] or other.namespace != sequence.namespace:
             return 0
         common = _common_prefix(ids, known, stop)
         common -= common % size
-        return common if common > self.tree.match(sequence.namespace, ids).num_tokens else 0
+        if common <= self.tree.probe(sequence.namespace, ids).num_tokens:
+            return 0
+        if self._states is not None and not self._states.will_stop_at(other, common):
+            return 0
+        return common
+
+    def next_boundary(self, sequence: Sequence) -> int | None:
+        """The next position, a whole number of pages, at which a prefill chunk must end.
+
+        None: it may end anywhere. A layer's state can be kept only as a step leaves it.
+        """
+        return self._states.next_boundary(sequence) if self._states is not None else None
 
     # -- before a step --------------------------------------------------------------------------
 
     def take_work(self) -> CacheWork:
         """What is to be done to the cache's arrays before the next step.
 
-        Its copies are as good as made: the pages that they are made from may be evicted.
+        Its copies are as good as made: what they are made from may be evicted.
         """
-        for sequence in self._copies:
-            self.tree.release_cut(sequence.lease_of)
         spills, loads = self._transfers.take() if self._transfers else ([], [])
         work = CacheWork(self._closing, spills, loads, list(self._copies.values()))
+        begun = [*self._copies]
+        if self._states is not None:
+            begun += self._states.take(work)
+        for sequence in begun:
+            self.tree.release_cut(sequence.lease_of)
         self._closing, self._copies = [], {}
         return work
 
@@ -190,10 +220,9 @@ class KVManager:
         self._written.append(sequence)
 
     def wrote_answer(self, sequence: Sequence) -> None:
-        """It writes whole pages of an answer.
+        """A step that is being launched writes whole pages of an answer.
 
-        Nobody asks for one that still grows: they can wait for its end, but where a window would
-        let go of them before.
+        They go to the tree when it ends, unless a window recycles them before.
         """
         if self._recycling:
             self._written.append(sequence)
@@ -204,7 +233,7 @@ class KVManager:
         return bool(self._written or self._recycling)
 
     def settle(self, running: Seq[Sequence]) -> bool:
-        """Between two launches: publish what the last one writes, let go of what windows passed.
+        """Between two launches: publish what the last one writes, recycle pages behind windows.
 
         Returns:
             Whether a page was replaced by an equal one that was there before.
@@ -213,6 +242,8 @@ class KVManager:
         for sequence in self._written if self.reuse else ():
             if sequence.lease is not None:
                 replaced |= self._hand_over(sequence, sequence.num_sealed)
+                if self._states is not None:
+                    self._states.settle(sequence)
         self._written = []
         if self._recycling:
             for sequence in running:
@@ -220,7 +251,7 @@ class KVManager:
         return replaced
 
     def trim(self, sequence: Sequence) -> None:
-        """Let go of pages that no later token can see."""
+        """Recycle pages that no later token can see."""
         for g, group in self._recycling:
             table = sequence.tables[g]
             first = table.first
@@ -248,6 +279,10 @@ class KVManager:
             kept_partial = self.tree.add_partial(
                 lease, sequence.token_ids, sequence.tables, num_tokens=written
             )
+            if self._states is not None:
+                self._states.snapshot(sequence, written)
+        if self._states is not None:
+            self._states.end(sequence)
         own = lease.num_pages + kept_partial
         for table, allocator in zip(sequence.tables, self.allocators, strict=True):
             allocator.release(table.pages_from(own))
@@ -262,6 +297,8 @@ class KVManager:
         if self._transfers is not None:
             self._transfers.forget()
         self.tree.clear()
+        if self._states is not None:
+            self._states.forget()
 
     def _hand_over(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give whole pages to the tree; whether it had one of them, which replaces one's own."""
@@ -272,6 +309,108 @@ class KVManager:
             sequence.tables[duplicate.group].replace(duplicate.page_number, duplicate.tree)
             self.allocators[duplicate.group].release([duplicate.own])
         return bool(duplicates)
+
+
+class Snapshots:
+    """When states of sequences are kept, and what is done for that before the next step.
+
+    A snapshot is as large as the KV of thousands of tokens, so few are taken: every
+    `ROLLING_TOKENS` of a long prompt, each in place of the one before; at the last page boundary
+    before the prompt's end; where prompts part (`Request.boundaries`, and where the tree's own
+    pages go further than its snapshots); and where a sequence ends or is preempted.
+
+    Args:
+        group: the state layers.
+        tree: where snapshots hang.
+        reuse: whether any are taken.
+    """
+
+    def __init__(self, group: StateGroup, tree: PrefixTree, *, reuse: bool) -> None:
+        self._group = group
+        self._tree = tree
+        self._reuse = reuse
+        self._boundaries: dict[Sequence, set[int]] = {}  # of running sequences
+        self._rolling: dict[Sequence, Snapshot] = {}  # the last one
+        self._save: list[tuple[int, int]] = []  # slot, snapshot
+        self._leave: list[int] = []  # slots
+        self._resume: dict[Sequence, tuple[int, int]] = {}  # snapshot, slot
+
+    def begin(self, sequence: Sequence, slot: int, point: RestorePoint) -> None:
+        """A sequence goes on from the snapshot of a restore point, or from the beginning."""
+        if point.snapshot is not None:
+            self._resume[sequence] = point.snapshot.number, slot
+        places = [*sequence.request.boundaries, sequence.num_prompt - 1]
+        if point.num_matched > point.num_tokens:
+            places.append(point.num_matched)
+        self._boundaries[sequence] = {self._aligned(place) for place in places}
+
+    def next_boundary(self, sequence: Sequence) -> int | None:
+        """The next position at which a snapshot is to be taken."""
+        if not self._reuse or sequence.request.prompt_logits:
+            return None
+        done = sequence.num_computed
+        ahead = [place for place in self._boundaries[sequence] if place > done]
+        rolling = (done // ROLLING_TOKENS + 1) * ROLLING_TOKENS
+        ahead += [rolling] if rolling < sequence.num_prompt else []
+        return min(ahead, default=None)
+
+    def will_stop_at(self, sequence: Sequence, place: int) -> bool:
+        """Take a snapshot where another prompt will part; False: the sequence is past it."""
+        if place <= sequence.num_computed or sequence not in self._boundaries:
+            return False
+        self._boundaries[sequence].add(place)
+        return True
+
+    def settle(self, sequence: Sequence) -> None:
+        """Take a snapshot if the step that was launched last ends at a boundary."""
+        place = sequence.num_computed
+        if place != sequence.num_sealed or not sequence.started:
+            return
+        if place in self._boundaries[sequence]:
+            self.snapshot(sequence, place)
+        elif place % ROLLING_TOKENS == 0:
+            before = self._rolling.pop(sequence, None)
+            taken = self.snapshot(sequence, place)
+            if taken is not None:
+                self._rolling[sequence] = taken
+            if before is not None:
+                self._tree.remove_snapshot(before)
+
+    def snapshot(self, sequence: Sequence, place: int) -> Snapshot | None:
+        """Keep the state of a sequence in the tree, which has its tokens up to `place`.
+
+        None: not its state, or there is one already, or no room.
+        """
+        if not sequence.started or place != sequence.num_computed or not place:
+            return None
+        taken = self._tree.add_snapshot(sequence.namespace, sequence.token_ids, place)
+        if taken is not None:
+            self._save.append((sequence.slot, taken.number))
+        return taken
+
+    def end(self, sequence: Sequence) -> None:
+        """The slot of a sequence is given up."""
+        self._leave.append(sequence.slot)
+        self._resume.pop(sequence, None)
+        self._boundaries.pop(sequence, None)
+        self._rolling.pop(sequence, None)
+
+    def take(self, work: CacheWork) -> list[Sequence]:
+        """Add what is to be done before the next step; the sequences that resume."""
+        resumed = list(self._resume)
+        work.save, work.leave = self._save, self._leave
+        work.resume = list(self._resume.values())
+        work.drop = self._group.take_dropped()
+        self._save, self._leave, self._resume = [], [], {}
+        return resumed
+
+    def forget(self) -> None:
+        """All states are lost."""
+        self._group.take_dropped()
+        self._save, self._leave, self._resume = [], [], {}
+
+    def _aligned(self, place: int) -> int:
+        return place - place % self._tree.page_size
 
 
 def _common_prefix(a: list[int], b: list[int], stop: int) -> int:

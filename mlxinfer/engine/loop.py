@@ -87,7 +87,12 @@ class Loop:
         if config.disk is not None and self.store is None:
             self.store = _open_store(config.disk, self.cache)
         self.scheduler = Scheduler(
-            KVManager(self.cache.groups, reuse=config.prefix_cache, store=self.store),
+            KVManager(
+                self.cache.groups,
+                reuse=config.prefix_cache,
+                states=self.cache.state_group,
+                store=self.store,
+            ),
             max_batch=self.cache.max_batch,
             prefill_chunk=config.prefill_chunk,
             proposer=self._proposer,
@@ -328,6 +333,7 @@ def _open_store(options: DiskOptions, cache: KVCache) -> PageStore:
     return PageStore(
         DiskTier(str(options.folder), namespace, max_bytes=options.max_bytes),
         groups=cache.groups,
+        states=cache.state_group,
         max_bytes=options.max_bytes,
     )
 

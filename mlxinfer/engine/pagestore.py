@@ -7,16 +7,15 @@ request that caused it.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..cache.disk import DiskTier, chain_keys, page_key
-from ..cache.groups import PageGroup
+from ..cache.disk import DiskTier, chain_keys, namespace_key, page_key
+from ..cache.groups import PageGroup, StateGroup
 from ..cache.page_table import PageTable
-from ..cache.prefix import PrefixTree, StoredPage
-from ..cache.prefix.match import Match
+from ..cache.prefix import PrefixTree, RestorePoint, StoredPage
 from ..cache.work import Load, Spill
 
 MIN_PAGES = 2  # fewer are not worth a look at the disk
@@ -58,6 +57,7 @@ class PageStore:
     Args:
         tier: of this model and KV format.
         groups: what layers keep in pages.
+        states: of recurrent layers, whose snapshots are entries, too; None: there are none.
         max_bytes: what the tier may hold.
         clock: seconds that only grow.
     """
@@ -67,12 +67,15 @@ class PageStore:
         tier: DiskTier,
         *,
         groups: Seq[PageGroup],
+        states: StateGroup | None = None,
         max_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tier = tier
         self.groups = groups
+        self.state_group = len(groups)  # its number among the groups of entries
         self.page_bytes = [group.page_bytes for group in groups]
+        self.page_bytes += [states.num_bytes] if states is not None else []
         self.page_size = groups[0].page_size
         self.tokens_loaded = 0
         self._max_bytes = max_bytes
@@ -84,25 +87,39 @@ class PageStore:
 
     # -- to the disk ----------------------------------------------------------------------------
 
+    def root_key(self, namespace: Hashable) -> bytes:
+        """What the keys of a namespace's pages start from: no two namespaces share one."""
+        root = self.tier.namespace
+        return root if namespace is None else namespace_key(root.hex(), repr(namespace))
+
     def spills(self, page: StoredPage) -> list[Spill]:
         """What is to be read out of a page; nothing of what is on the disk already."""
-        if len(page.tokens) < self.page_size or page.namespace is not None:
-            return []  # keys on the disk know one namespace
-        before, _ = page.chain_keys(self.tier.namespace, page_key)
+        if len(page.tokens) < self.page_size:
+            return []
+        before, _ = page.chain_keys(self.root_key(page.namespace), page_key)
+        held = [(group, page_id) for group, page_id in enumerate(page.pages) if page_id is not None]
+        held += [
+            (self.state_group, snapshot.number)
+            for snapshot in page.snapshots
+            if snapshot.offset == self.page_size
+        ]
         spills = []
-        for group, page_id in enumerate(page.pages):
-            if page_id is not None:
-                parent, key = entry_keys(before, group, page.tokens)
-                if not self.tier.contains(key):
-                    spills.append(Spill(group, page_id, key, parent, page.tokens))
+        for group, number in held:
+            parent, key = entry_keys(before, group, page.tokens)
+            if not self.tier.contains(key):
+                spills.append(Spill(group, number, key, parent, page.tokens))
         return spills
 
     def affordable(self, spills: Seq[Spill]) -> list[Spill]:
-        """The last ones, as many as may be held: of a path these are nearest to its beginning."""
-        kept, room = [], MAX_SPILL_BYTES
+        """The last ones, as many as may be held: of a path these are nearest to its beginning.
+
+        At least one, however large.
+        """
+        kept: list[Spill] = []
+        room = MAX_SPILL_BYTES
         for spill in reversed(spills):
             room -= self.page_bytes[spill.group]
-            if room < 0:
+            if room < 0 and kept:
                 break
             kept.append(spill)
         return kept[::-1]
@@ -138,18 +155,18 @@ class PageStore:
 
     # -- from the disk --------------------------------------------------------------------------
 
-    def find(self, token_ids: Seq[int], match: Match) -> Found | None:
-        """What the disk adds to `match` of a prompt, read; None: nothing, or not worth its time.
+    def find(self, token_ids: Seq[int], point: RestorePoint) -> Found | None:
+        """What the disk adds to `point` of a prompt, read; None: nothing, or not worth its time.
 
         Costs the prompt's length, one look at a file where the disk knows nothing of it.
         """
         stop = (len(token_ids) - 1) // self.page_size
-        if stop - len(match.nodes) < MIN_PAGES:
+        if stop - len(point.nodes) < MIN_PAGES:
             return None
-        search = _Search(self, token_ids, match, stop)
-        while (num_pages := search.reachable()) - len(match.nodes) >= MIN_PAGES:
+        search = _Search(self, token_ids, point, stop)
+        while (num_pages := search.reachable()) - len(point.nodes) >= MIN_PAGES:
             wanted = search.wanted(num_pages)
-            num_tokens = num_pages * self.page_size - match.num_tokens
+            num_tokens = num_pages * self.page_size - point.num_tokens
             if not self._pays(num_tokens, sum(self.page_bytes[g] for _, g in wanted)):
                 return None
             if self._read(search, wanted):
@@ -205,7 +222,7 @@ class _Search:
 
     store: PageStore
     token_ids: Seq[int]
-    match: Match
+    point: RestorePoint
     stop: int  # pages
     there: dict[tuple[int, int], bool] = field(default_factory=dict)
     payloads: dict[tuple[int, int], memoryview] = field(default_factory=dict)
@@ -213,31 +230,31 @@ class _Search:
 
     def reachable(self) -> int:
         """The most pages after which all groups can go on, from memory and disk together."""
-        groups = list(enumerate(self.store.groups))
-        always = [g for g, group in groups if not group.recycles]
-        num_pages = len(self.match.nodes)
+        groups = self.store.groups
+        always = [g for g, group in enumerate(groups) if not group.recycles]
+        num_pages = len(self.point.nodes)
         while num_pages < self.stop and all(self._has(num_pages, g) for g in always):
             num_pages += 1
+        sparse = [g for g in range(len(self.store.page_bytes)) if g not in always]
         checked = -1
         while num_pages != checked:
             checked = num_pages
-            for g, group in groups:
-                if group.recycles:
-                    num_pages = self._lower(num_pages, g)
+            for group in sparse:
+                num_pages = self._lower(num_pages, group)
         return num_pages
 
     def wanted(self, num_pages: int) -> list[tuple[int, int]]:
         """Places to be read for going on after `num_pages`, the first pages first."""
         return sorted(
             (number, group)
-            for group in range(len(self.store.groups))
+            for group in range(len(self.store.page_bytes))
             for number in self._needed(num_pages, group)
             if not self._in_memory(number, group) and (number, group) not in self.payloads
         )
 
     def found(self, num_pages: int) -> Found:
         """What was read of what is needed."""
-        payloads: list[dict[int, memoryview]] = [{} for _ in self.store.groups]
+        payloads: list[dict[int, memoryview]] = [{} for _ in self.store.page_bytes]
         for group, pages in enumerate(payloads):
             for number in self._needed(num_pages, group):
                 if (number, group) in self.payloads:
@@ -248,14 +265,14 @@ class _Search:
         """The name of a page's entry."""
         if not self._before:
             known = self.token_ids[: self.stop * self.store.page_size]
-            namespace = self.store.tier.namespace
-            self._before = [namespace, *chain_keys(namespace, known, self.store.page_size)]
+            root = self.store.root_key(self.point.namespace)
+            self._before = [root, *chain_keys(root, known, self.store.page_size)]
         size = self.store.page_size
         tokens = self.token_ids[number * size : (number + 1) * size]
         return entry_keys(self._before[number], group, tokens)[1]
 
     def _lower(self, num_pages: int, group: int) -> int:
-        while num_pages > len(self.match.nodes):
+        while num_pages > len(self.point.nodes):
             lacking = [n for n in self._needed(num_pages, group) if not self._has(n, group)]
             if not lacking:
                 break
@@ -263,7 +280,9 @@ class _Search:
         return num_pages
 
     def _needed(self, num_pages: int, group: int) -> Seq[int]:
-        """Page numbers of a group that the token after `num_pages` sees."""
+        """Page numbers of a group that the token after `num_pages` needs; of a state, the last."""
+        if group == self.store.state_group:
+            return [num_pages - 1] if num_pages else []
         return self.store.groups[group].needed_pages(num_pages * self.store.page_size)
 
     def _has(self, number: int, group: int) -> bool:
@@ -275,8 +294,12 @@ class _Search:
         return self.there[place]
 
     def _in_memory(self, number: int, group: int) -> bool:
-        nodes = self.match.nodes
-        return number < len(nodes) and nodes[number].pages[group] is not None
+        path = self.point.path
+        if number >= len(path):
+            return False
+        if group == self.store.state_group:
+            return self.store.page_size in path[number].snapshots
+        return path[number].pages[group] is not None
 
 
 def entry_keys(before: bytes, group: int, tokens: Seq[int]) -> tuple[bytes, bytes]:
@@ -317,6 +340,7 @@ class Transfers:
         """Pages go; what is yet to be filled from the disk need not go there, nor be filled."""
         for page in pages:
             places = [(g, i) for g, i in enumerate(page.pages) if i is not None]
+            places += [(self._store.state_group, s.number) for s in page.snapshots]
             unfilled = {place for place in places if self._loads.pop(place, None)}
             self._spills += [
                 spill
@@ -333,15 +357,22 @@ class Transfers:
 
     # -- from the disk --------------------------------------------------------------------------
 
-    def fetch(self, tree: PrefixTree, ids: list[int], has_room: Callable[[Match], bool]) -> None:
+    def fetch(
+        self,
+        tree: PrefixTree,
+        namespace: Hashable,
+        ids: list[int],
+        has_room: Callable[[RestorePoint], bool],
+    ) -> None:
         """Put into the tree what the disk has of a prompt beyond that, where there is room."""
-        match = tree.match(None, ids)
-        lease = tree.pin(None, ids[: match.num_tokens])
-        if has_room(match):
-            found = self._store.find(ids, match)
-            pages = self._allocate(tree, [len(p) for p in found.payloads]) if found else None
+        point = tree.probe(namespace, ids)
+        lease = tree.hold_path(point)
+        if has_room(point):
+            found = self._store.find(ids, point)
+            counts = [len(p) for p in found.payloads[: len(self._groups)]] if found else []
+            pages = self._allocate(tree, counts) if found else None
             if found and pages:
-                self._insert(tree, ids, found, pages)
+                self._insert(tree, namespace, ids, found, pages)
         tree.unlock(lease)
 
     def _allocate(self, tree: PrefixTree, counts: Seq[int]) -> list[list[int]] | None:
@@ -359,12 +390,18 @@ class Transfers:
         return taken
 
     def _insert(
-        self, tree: PrefixTree, ids: list[int], found: Found, pages: list[list[int]]
+        self,
+        tree: PrefixTree,
+        namespace: Hashable,
+        ids: list[int],
+        found: Found,
+        pages: list[list[int]],
     ) -> None:
         """Give pages to the tree, and note what is to go there."""
         runs: list[tuple[int, int, list[int]]] = []  # group, number of the first, page ids
-        for group, payloads in enumerate(found.payloads):
-            for number, page in zip(payloads, pages[group], strict=True):
+        for group, numbers in enumerate(pages):
+            payloads = found.payloads[group]
+            for number, page in zip(payloads, numbers, strict=True):
                 self._loads[group, page] = Load(group, page, payloads[number])
                 last = runs[-1] if runs else None
                 if last and last[0] == group and last[1] + len(last[2]) == number:
@@ -374,10 +411,17 @@ class Transfers:
         whole = [run for run in runs if not self._groups[run[0]].recycles]
         for some in [whole, *[[run] for run in runs if run not in whole]]:
             if some:
-                self._insert_runs(tree, ids, some)
+                self._insert_runs(tree, namespace, ids, some)
+        for states in found.payloads[len(pages) :]:
+            for number, payload in states.items():
+                self._insert_snapshot(tree, namespace, ids, number, payload)
 
     def _insert_runs(
-        self, tree: PrefixTree, ids: list[int], runs: list[tuple[int, int, list[int]]]
+        self,
+        tree: PrefixTree,
+        namespace: Hashable,
+        ids: list[int],
+        runs: list[tuple[int, int, list[int]]],
     ) -> None:
         """Runs of several groups that end at the same page."""
         _, first, last_run = runs[0]
@@ -385,6 +429,20 @@ class Transfers:
         tables = [PageTable(size, first=stop) for _ in self._allocators]
         for group, first, pages in runs:
             tables[group] = PageTable(size, first=first, pages=pages)
-        for duplicate in tree.insert(None, ids[: stop * size], tables):
+        for duplicate in tree.insert(namespace, ids[: stop * size], tables):
             self._loads.pop((duplicate.group, duplicate.own))
             self._allocators[duplicate.group].release([duplicate.own])
+
+    def _insert_snapshot(
+        self,
+        tree: PrefixTree,
+        namespace: Hashable,
+        ids: list[int],
+        number: int,
+        payload: memoryview,
+    ) -> None:
+        """The state after page `number`, where there is room for it."""
+        snapshot = tree.add_snapshot(namespace, ids, (number + 1) * self._store.page_size)
+        if snapshot is not None:
+            place = self._store.state_group, snapshot.number
+            self._loads[place] = Load(*place, payload)

@@ -102,6 +102,7 @@ class Runner:
             adapters=_of_rows(batch, ADAPTER),
         )
         launched = self._heads(batch, hidden, ids, pending)
+        launched.outputs += self.cache.step_outputs()
         launched.spilled = spilled
         mx.async_eval(launched.outputs)
         if in_flight:
@@ -146,6 +147,7 @@ class Runner:
         if proposals is None:
             self.sampler.observe(slots, token_ids)
             return
+        self.cache.commit(batch.num_kept(result))
         for count in range(int(proposals.counts.max()) + 1):  # one token of each slot at a time
             rows = proposals.counts == count
             self.sampler.observe(slots[rows], token_ids[rows])

@@ -151,10 +151,17 @@ class Scheduler:
             budget = max(budget // 2, self.page_size)
         shares = [
             (sequence, count)
-            for sequence, count in prefill_shares(prefilling, budget, self.page_size)
-            if sequence.slot >= 0 and queues.hold(sequence, sequence.num_computed + count)
+            for sequence, share in prefill_shares(prefilling, budget, self.page_size)
+            if sequence.slot >= 0
+            and (count := self._up_to_boundary(sequence, share))
+            and queues.hold(sequence, sequence.num_computed + count)
         ]
         return [self._prefill(s, count) for s, count in shares if s.slot >= 0]
+
+    def _up_to_boundary(self, sequence: Sequence, count: int) -> int:
+        """As many of the next `count` tokens as end where the KV manager wants a chunk to end."""
+        boundary = self.kv_manager.next_boundary(sequence)
+        return count if boundary is None else min(count, boundary - sequence.num_computed)
 
     def _prefill(self, sequence: Sequence, count: int) -> Segment:
         return Segment(

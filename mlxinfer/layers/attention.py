@@ -5,7 +5,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from ..core import KVSpec, PagedSpec
+from ..core import CacheSpec, KVSpec
 from ..metal_kernels.heads import Heads
 from .linear import Projection
 from .norm import Norm
@@ -18,7 +18,7 @@ class Mixer(Protocol):
     """The first block of a layer: it lets tokens of one sequence see each other."""
 
     @property
-    def spec(self) -> PagedSpec:
+    def spec(self) -> CacheSpec:
         """What the cache keeps for this layer."""
         ...
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from ..core import PagedSpec
+from ..core import CacheSpec
 from ..layers.attention import Mixer
 from ..layers.embedding import Embedding
 from ..layers.linear import Projection
@@ -152,7 +152,7 @@ class Model:
         self.lm_head = lm_head
         self.activations = list(activations)
         self.activation_dtype = activation_dtype
-        self.cache_specs: list[PagedSpec] = [layer.mixer.spec for layer in self.layers]
+        self.cache_specs: list[CacheSpec] = [layer.mixer.spec for layer in self.layers]
         self._embed_scale = None if embed_scale is None else mx.array(embed_scale, activation_dtype)
         self._logit_scale = logit_scale
 

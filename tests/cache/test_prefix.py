@@ -33,7 +33,7 @@ def tables_for(
 
 def put(tree: PrefixTree, token_ids: list[int], *, priority: int = 0, partial: bool = True) -> None:
     """A sequence that came, was computed and went."""
-    lease = tree.lock(tree.match("", token_ids, limit=0), priority=priority)
+    lease = tree.lock(tree.probe("", token_ids, limit=0), priority=priority)
     tables = tables_for(tree, len(token_ids))
     for duplicate in tree.extend(lease, token_ids, tables, num_tokens=len(token_ids)):
         tree.allocators[duplicate.group].release([duplicate.own])
@@ -45,7 +45,7 @@ def put(tree: PrefixTree, token_ids: list[int], *, priority: int = 0, partial: b
 
 
 def reused(tree: PrefixTree, token_ids: list[int], namespace: str = "") -> int:
-    return tree.match(namespace, token_ids, limit=len(token_ids)).num_tokens
+    return tree.probe(namespace, token_ids, limit=len(token_ids)).num_tokens
 
 
 def pass_by(tree: PrefixTree, lease: Lease, token_ids: list[int]) -> None:
@@ -65,7 +65,7 @@ def pass_by(tree: PrefixTree, lease: Lease, token_ids: list[int]) -> None:
 def test_finds_whole_pages_and_part_of_the_next() -> None:
     tree = make_tree(None)
     put(tree, list(range(10)))
-    match = tree.match("", [*range(7), 99, 98, 97])
+    match = tree.probe("", [*range(7), 99, 98, 97])
     assert match.num_tokens == 7
     assert match.tables()[0].pages == [0]
     assert (match.cut_pages, match.cut_tokens) == ([1], 3)
@@ -77,9 +77,9 @@ def test_finds_whole_pages_and_part_of_the_next() -> None:
 def test_leaves_the_last_token_to_compute() -> None:
     tree = make_tree(None)
     put(tree, list(range(8)))
-    match = tree.match("", list(range(8)))
+    match = tree.probe("", list(range(8)))
     assert (match.num_tokens, match.cut_tokens) == (7, 3)
-    assert tree.match("", []).num_tokens == tree.match("", [0]).num_tokens == 0
+    assert tree.probe("", []).num_tokens == tree.probe("", [0]).num_tokens == 0
 
 
 def test_a_longer_page_takes_the_place_of_a_partial_leaf() -> None:
@@ -88,7 +88,7 @@ def test_a_longer_page_takes_the_place_of_a_partial_leaf() -> None:
     put(tree, [1, 2, 3])
     put(tree, [1, 2])
     assert tree.num_nodes == tree.num_pages(0) == tree.allocators[0].num_held == 1
-    held = tree.lock(tree.match("", [1, 2, 3, 9]))
+    held = tree.lock(tree.probe("", [1, 2, 3, 9]))
     put(tree, [1, 2, 3, 4])
     assert tree.num_nodes == 2, "somebody copies from the partial one"
     tree.unlock(held)
@@ -104,7 +104,7 @@ def test_a_window_resumes_only_where_its_pages_are() -> None:
     assert reused(tree, tokens) == 24
     assert reused(tree, tokens[:17]) == 17  # sees 12 to 16
     assert reused(tree, tokens[:16]) == 0  # would see 11
-    assert tree.match("", tokens).tables()[1] == PageTable(SIZE, first=4, pages=[1])
+    assert tree.probe("", tokens).tables()[1] == PageTable(SIZE, first=4, pages=[1])
     tree.insert("", tokens[:16], filling := tables_for(tree, 16))  # what was missing comes
     assert reused(tree, tokens[:9]) == 9
     tree.allocators[0].release(filling[0].pages)
@@ -119,13 +119,13 @@ def test_sinks_are_needed_wherever_one_resumes() -> None:
     tree.allocators[0].allocate(12)
     tree.insert("", list(range(20)), [table])
     assert reused(tree, list(range(20))) == 20
-    assert tree.match("", list(range(30))).tables() == [
+    assert tree.probe("", list(range(30))).tables() == [
         PageTable(SIZE, num_kept=1, first=4, kept=[7], pages=[8])
     ]
     unheld = PageTable(SIZE, num_kept=0, first=1, pages=[1, 2, 3, 4])
     other = make_tree(5, num_kept=[1])
     other.allocators[0].allocate(5)
-    lease = other.lock(other.match("", [0], limit=0))
+    lease = other.lock(other.probe("", [0], limit=0))
     other.extend(lease, list(range(20)), [unheld], num_tokens=20)
     assert reused(other, list(range(20))) == 0
 
@@ -137,10 +137,10 @@ def test_a_prompt_is_found_while_it_is_being_computed() -> None:
     tree = make_tree(None)
     tokens = list(range(20))
     tables = tables_for(tree, 20)
-    first = tree.lock(tree.match("", tokens))
+    first = tree.lock(tree.probe("", tokens))
     tree.extend(first, tokens, tables, num_tokens=9)
     assert first.num_pages == 2
-    second = tree.lock(tree.match("", tokens))
+    second = tree.lock(tree.probe("", tokens))
     tree.extend(first, tokens, tables, num_tokens=20)
     assert reused(tree, tokens) == 20
     own = tables_for(tree, 20)
@@ -156,7 +156,7 @@ def test_a_prompt_is_found_while_it_is_being_computed() -> None:
 
 def test_leases_protect_exactly_what_is_in_use() -> None:
     tree = make_tree(None, SIZE)
-    lease = tree.lock(tree.match("", [0], limit=0))
+    lease = tree.lock(tree.probe("", [0], limit=0))
     pass_by(tree, lease, list(range(40)))
     assert [tree.num_evictable(g) for g in (0, 1)] == [0, 9], "the window needs its last page only"
     assert tree.evict(1, 5) == 5
@@ -171,7 +171,7 @@ def test_clearing_keeps_what_is_in_use_until_it_is_not() -> None:
     tree = make_tree(None, SIZE)
     put(tree, [7] * 8)
     tokens = list(range(20))
-    lease = tree.lock(tree.match("", tokens))
+    lease = tree.lock(tree.probe("", tokens))
     pass_by(tree, lease, tokens[:16])
     tree.clear()
     assert (tree.num_nodes, reused(tree, tokens)) == (0, 0)
@@ -189,7 +189,7 @@ def test_clearing_keeps_what_is_in_use_until_it_is_not() -> None:
 def test_what_two_share_lasts_until_the_last_of_them_ends() -> None:
     tree = make_tree(SIZE)
     put(tree, list(range(8)))
-    leases = [tree.lock(tree.match("", list(range(9)))) for _ in range(2)]
+    leases = [tree.lock(tree.probe("", list(range(9)))) for _ in range(2)]
     assert tree.evict(0, 9) == 1
     tree.clear()
     tree.trim(leases[0], 0, 5)
@@ -202,7 +202,7 @@ def test_what_two_share_lasts_until_the_last_of_them_ends() -> None:
 def test_a_table_tells_how_far_its_window_is() -> None:
     tree = make_tree(SIZE)
     tokens = list(range(12))
-    lease = tree.lock(tree.match("", tokens, limit=0))
+    lease = tree.lock(tree.probe("", tokens, limit=0))
     table = tables_for(tree, 8)[0]
     tree.extend(lease, tokens, [table], num_tokens=8)
     table.drop_before(1)
@@ -218,7 +218,7 @@ def test_the_longest_unused_goes_first_from_its_end() -> None:
     tree = make_tree(None)
     put(tree, [1, 1, 1, 1, 2, 2, 2, 2])
     put(tree, [3, 3, 3, 3, 4, 4, 4, 4])
-    tree.unlock(tree.lock(tree.match("", [1, 1, 1, 1, 2, 2, 2, 2, 5])))
+    tree.unlock(tree.lock(tree.probe("", [1, 1, 1, 1, 2, 2, 2, 2, 5])))
     assert tree.evict(0, 1) == 1
     assert (reused(tree, [1, 1, 1, 1, 2, 2, 2, 2]), reused(tree, [3, 3, 3, 3, 4])) == (8, 4)
     assert tree.evict(0, 9) == 3
@@ -241,10 +241,10 @@ def test_low_priority_goes_first_and_pins_never() -> None:
 
 def test_windows_lose_what_was_passed_by_before_where_somebody_stopped() -> None:
     tree = make_tree(None, SIZE)
-    old = tree.lock(tree.match("", [0], limit=0))
+    old = tree.lock(tree.probe("", [0], limit=0))
     pass_by(tree, old, list(range(12)))
     tree.unlock(old)
-    new = tree.lock(tree.match("", [0], limit=0))
+    new = tree.lock(tree.probe("", [0], limit=0))
     pass_by(tree, new, list(range(100, 140)))
     tree.unlock(new)
     tree.evict(1, 11)
@@ -367,7 +367,7 @@ def test_growing_costs_what_is_new() -> None:
     tree = make_tree(None, 9)
     tokens = [Counted(token) for token in range(400)]
     tables = tables_for(tree, 400)
-    lease = tree.lock(tree.match("", tokens, limit=0))
+    lease = tree.lock(tree.probe("", tokens, limit=0))
     costs = []
     for stop in range(40, 401, 40):
         Counted.looked = 0

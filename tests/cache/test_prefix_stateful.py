@@ -197,7 +197,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) < 4)
     @rule(namespace=namespaces, token_ids=few_prompts, priority=st.sampled_from([0, 0, 0, 1]))
     def start(self, namespace: str, token_ids: list[int], priority: int) -> None:
-        match = self.tree.match(namespace, token_ids)
+        match = self.tree.probe(namespace, token_ids)
         lease = self.tree.lock(match, priority=priority)
         self.tree.count(match)
         length = match.num_tokens
@@ -386,7 +386,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(namespace=namespaces, token_ids=few_prompts, limit=st.integers(0, LONGEST))
     def look(self, namespace: str, token_ids: list[int], limit: int) -> None:
         limit = min(limit, len(token_ids))
-        match = self.tree.match(namespace, token_ids, limit=limit)
+        match = self.tree.probe(namespace, token_ids, limit=limit)
         right = self.model.matches(namespace, token_ids, limit, self.windows, self.kept)
         assert match.num_tokens in right
         assert match.cut_tokens == match.num_tokens % SIZE
@@ -415,7 +415,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.pins) < 2)
     @rule(namespace=namespaces, token_ids=few_prompts)
     def pin(self, namespace: str, token_ids: list[int]) -> None:
-        match = self.tree.match(namespace, token_ids, limit=len(token_ids))
+        match = self.tree.probe(namespace, token_ids, limit=len(token_ids))
         lease = self.tree.pin(namespace, token_ids)
         nodes = [*match.nodes, match.cut] if match.cut else match.nodes
         paths = [(namespace, tuple(StoredPage(node).token_ids())) for node in nodes]

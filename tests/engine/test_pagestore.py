@@ -89,7 +89,7 @@ class Bench:
         path.unlink()
 
     def find(self, in_memory: int = 0) -> Found | None:
-        return self.store.find(IDS, self.tree(in_memory).match(None, IDS))
+        return self.store.find(IDS, self.tree(in_memory).probe(None, IDS))
 
 
 @pytest.fixture

@@ -153,7 +153,7 @@ class Program:
         """Keep a prefix, as long as all pins together leave what requests need."""
         tree = self.simulation.scheduler.kv_manager.tree
         tokens = self._prompt()
-        match = tree.match(None, tokens, limit=len(tokens))
+        match = tree.probe(None, tokens, limit=len(tokens))
         num_pages = len(match.nodes) + (match.cut is not None)
         if num_pages and sum(p.num_pages for p in self.pins) + num_pages <= self.extra_pages:
             until = self.simulation.turns + self.rng.randint(0, 20)

@@ -6,8 +6,8 @@ pages one by one.
 
 from dataclasses import dataclass
 
-from .match import Match
-from .node import Node
+from .match import RestorePoint
+from .node import Node, Snapshot
 from .store import NodeStore
 
 
@@ -23,6 +23,7 @@ class Lease:
     nodes: list[Node]
     first: list[int]
     cut: Node | None
+    snapshot: Snapshot | None
     priority: int
     epoch: int
     released: bool = False
@@ -45,7 +46,7 @@ class Leases:
         self._store = store
         self._epoch = 0
 
-    def take(self, match: Match, priority: int) -> Lease:
+    def take(self, match: RestorePoint, priority: int) -> Lease:
         """Protect what a match found; it must be fresh, and may be empty."""
         root = self._store.root(match.namespace)
         lease = Lease(
@@ -53,6 +54,7 @@ class Leases:
             nodes=list(match.nodes),
             first=list(match.first),
             cut=match.cut,
+            snapshot=match.snapshot,
             priority=priority,
             epoch=self._epoch,
         )
@@ -60,6 +62,8 @@ class Leases:
         for node in [root, *match.nodes, *cut]:
             assert node.alive, "the tree changed between match and lock"
             self._store.lock(node)
+        if match.snapshot is not None:
+            self._store.hold_snapshot(match.snapshot)
         for group in self._store.windowed:
             for node in self._protected(lease, group) + cut:
                 node.anchored[group] = True
@@ -83,8 +87,11 @@ class Leases:
             self._store.unhold(node, group, now)
 
     def release_cut(self, lease: Lease) -> None:
-        """Stop protecting the cut page."""
+        """Stop protecting the cut page and the snapshot."""
         cut, lease.cut = lease.cut, None
+        snapshot, lease.snapshot = lease.snapshot, None
+        if snapshot is not None:
+            self._store.unhold_snapshot(snapshot, self._store.clock())
         if cut is None:
             return
         now = self._store.clock()

@@ -1,21 +1,33 @@
-"""How much of a prompt a prefix tree has, where all layer groups can resume. Changes nothing."""
+"""How much of a prompt a prefix tree has, where all layer groups can resume. Changes nothing.
 
-from collections.abc import Hashable, Sequence
+Pages are the tree; everything else is coverage on it. A window covers the positions whose pages it
+still holds, a snapshot the one position that it was taken at. Each kind of coverage lowers a
+position to the last one before it where the group can resume; `resume_point` asks them in turn
+until all agree.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from ..page_table import PageTable
-from .node import Node
+from .node import Node, Snapshot
+
+Coverage = Callable[[int], int]  # position -> the last one up to it where a group can resume
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class RestorePoint:
     """What a prompt can reuse. Lock it before anything else changes the tree."""
 
     namespace: Hashable
     num_tokens: int  # positions that need not be computed
-    nodes: list[Node]  # the whole pages before it, in order
+    num_matched: int  # positions that agree with the tree, whether groups can resume there or not
+    nodes: list[Node]  # the whole pages before `num_tokens`, in order
+    path: list[Node]  # the whole pages before `num_matched`
     cut: Node | None  # the page that num_tokens lies inside of
     cut_tokens: int  # how many of its tokens: num_tokens % page_size
+    snapshot: Snapshot | None  # of the state after `num_tokens`, where there are state layers
     first: list[int]  # by group: number of the first page after the kept ones needed to go on
     num_kept: list[int]  # by group: pages at the front that are needed besides
     page_size: int
@@ -44,34 +56,48 @@ def find(
     namespace: Hashable,
     token_ids: Sequence[int],
     *,
-    limit: int,
+    boundary: int,
+    alignment: int,
     windows: Sequence[int | None],
     num_kept: Sequence[int],
     page_size: int,
-) -> Match:
-    """Whole pages, then the child that agrees for longest, then back to where all can resume."""
-    path: list[Node] = []
-    node, overlap = root, 0
-    while node is not None:
-        start = len(path) * page_size
-        tokens = tuple(token_ids[start : min(start + page_size, limit)])
-        child = node.children.get(tokens) if len(tokens) == page_size else None
-        if child is None:
-            child, overlap = node.closest(tokens)
-            path += [child] if child else []
-            break
-        path.append(child)
-        node = child
+    has_states: bool,
+) -> RestorePoint:
+    """Whole pages, then the child that agrees for longest, then back to where all can resume.
+
+    Args:
+        root: of the namespace; None: it has nothing.
+        namespace: of the prompt.
+        token_ids: of the prompt.
+        boundary: tokens that may be reused at most.
+        alignment: of the position to resume at.
+        windows: of each page group; None: it sees everything.
+        num_kept: pages of each group at the front that hold sinks.
+        page_size: tokens a page.
+        has_states: whether there are state layers, which resume at snapshots only.
+    """
+    path, overlap = _walk(root, token_ids, boundary, page_size)
     whole = len(path) - (overlap > 0)
     longest = whole * page_size + overlap
-    point = resume_point(path, longest, windows, num_kept, page_size)
+    coverages = [
+        window_coverage(path, group, window, kept, page_size)
+        for group, (window, kept) in enumerate(zip(windows, num_kept, strict=True))
+        if window is not None
+    ]
+    point = resume_point(
+        longest, [*coverages, state_coverage(path)] if has_states else coverages, alignment
+    )
     number, inside = divmod(point, page_size)
-    return Match(
+    last = path[number] if inside else path[number - 1] if number else None
+    return RestorePoint(
         namespace=namespace,
         num_tokens=point,
+        num_matched=longest,
         nodes=path[:number],
+        path=path[:whole],
         cut=path[number] if inside else None,
         cut_tokens=inside,
+        snapshot=last.snapshots[inside or page_size] if has_states and last is not None else None,
         first=[
             max(first_page(point, window, page_size), kept)
             for window, kept in zip(windows, num_kept, strict=True)
@@ -81,37 +107,79 @@ def find(
     )
 
 
+def _walk(
+    root: Node | None, token_ids: Sequence[int], boundary: int, page_size: int
+) -> tuple[list[Node], int]:
+    """The pages that agree with the prompt; and of the last, if it is cut, how many tokens."""
+    path: list[Node] = []
+    node, overlap = root, 0
+    while node is not None:
+        start = len(path) * page_size
+        tokens = tuple(token_ids[start : min(start + page_size, boundary)])
+        child = node.children.get(tokens) if len(tokens) == page_size else None
+        if child is None:
+            child, overlap = node.closest(tokens)
+            path += [child] if child else []
+            break
+        path.append(child)
+        node = child
+    return path, overlap
+
+
 def first_page(point: int, window: int | None, page_size: int) -> int:
     """Number of the first page that the token at `point` sees, its sinks apart."""
     return 0 if window is None else max(point - window + 1, 0) // page_size
 
 
-def resume_point(
-    path: Sequence[Node],
-    longest: int,
-    windows: Sequence[int | None],
-    num_kept: Sequence[int],
-    page_size: int,
-) -> int:
-    """The last point up to `longest` where every window has all it sees. Linear in the path.
+def resume_point(longest: int, coverages: Sequence[Coverage], alignment: int = 1) -> int:
+    """The last position up to `longest` that all groups accept, a multiple of `alignment`."""
+    point, checked = longest - longest % alignment, -1
+    while point != checked:
+        checked = point
+        for lower in coverages:
+            point = lower(point)
+            point -= point % alignment
+    return point
+
+
+def window_coverage(
+    path: Sequence[Node], group: int, window: int, num_kept: int, page_size: int
+) -> Coverage:
+    """Where a window has all that it sees. Linear in the path.
 
     The token at position p of a group with window W sees p - W + 1 to p and the sinks, so resuming
     at p takes the pages of p - W + 1 to p - 1 and those kept for sinks; inside of a page always
     that page, so that no page has gaps.
     """
-    point, limited = longest, []
-    for group, window in enumerate(windows):
-        if window is not None:
-            for number, node in enumerate(path[: num_kept[group]]):
-                if node.pages[group] is None:
-                    point = min(point, number * page_size)
-            limited.append((window, _run_starts(path, group)))
-    checked = -1
-    while point != checked:
-        checked = point
-        for window, starts in limited:
-            point = _lower(point, window, starts, page_size)
-    return point
+    sinks = len(path) * page_size
+    for number, node in enumerate(path[:num_kept]):
+        if node.pages[group] is None:
+            sinks = min(sinks, number * page_size)
+    starts = _run_starts(path, group)
+
+    def lower(point: int) -> int:
+        point = min(point, sinks)
+        while point > 0:
+            last = (point - 1) // page_size
+            if starts[last] * page_size <= max(point - window + 1, 0):
+                return point
+            point = last * page_size  # earlier in this page would take an even longer run
+        return 0
+
+    return lower
+
+
+def state_coverage(path: Sequence[Node]) -> Coverage:
+    """Where a snapshot stands, or the beginning."""
+    positions, start = [0], 0
+    for node in path:
+        positions += sorted(start + offset for offset in node.snapshots)
+        start += len(node.tokens)
+
+    def lower(point: int) -> int:
+        return positions[bisect_right(positions, point) - 1]
+
+    return lower
 
 
 def _run_starts(path: Sequence[Node], group: int) -> list[int]:
@@ -125,16 +193,7 @@ def _run_starts(path: Sequence[Node], group: int) -> list[int]:
     return starts
 
 
-def _lower(point: int, window: int, starts: list[int], page_size: int) -> int:
-    while point > 0:
-        last = (point - 1) // page_size
-        if starts[last] * page_size <= max(point - window + 1, 0):
-            return point
-        point = last * page_size  # earlier in this page would take an even longer run
-    return 0
-
-
 def _held(node: Node, group: int) -> int:
     page = node.pages[group]
-    assert page is not None, "a match has every page that it needs"
+    assert page is not None, "a restore point has every page that it needs"
     return page

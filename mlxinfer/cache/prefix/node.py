@@ -27,6 +27,7 @@ class Node:
         "pages",
         "parent",
         "priority",
+        "snapshots",
         "tick",
         "tokens",
     )
@@ -48,6 +49,7 @@ class Node:
         self.tick = 0  # when it was last in use
         self.alive = True  # in the tree
         self.digest: bytes | None = None
+        self.snapshots: dict[int, Snapshot] = {}  # by how many of its tokens they are after
 
     def raise_priority(self, priority: int) -> None:
         """It was used by somebody of this priority."""
@@ -80,16 +82,17 @@ class Node:
         """The child that agrees with `tokens` for longest, and for how many tokens.
 
         In sorted order that child is next to `tokens`: no other has to be looked at. Where both
-        neighbours agree alike, the one that has all its pages.
+        neighbours agree alike, the one that has all its pages, or a snapshot further on.
         """
         at = bisect_left(self.order, tokens)
         best: Node | None = None
-        worth = (0, False)
+        worth = (0, False, 0)
         for key in self.order[max(at - 1, 0) : at + 1]:
             child = self.children[key]
             overlap = common_length(key, tokens)
-            if overlap and (overlap, None not in child.pages) > worth:
-                best, worth = child, (overlap, None not in child.pages)
+            snapshot = max([n for n in child.snapshots if n <= overlap], default=0)
+            if overlap and (overlap, None not in child.pages, snapshot) > worth:
+                best, worth = child, (overlap, None not in child.pages, snapshot)
         return best, worth[0]
 
     def covers(self, tokens: Tokens) -> bool:
@@ -109,11 +112,29 @@ class Node:
         return found
 
 
+class Snapshot:
+    """The state of recurrent layers after `offset` tokens of a node; begin = end, as coverage."""
+
+    __slots__ = ("holds", "node", "number", "offset", "tick")
+
+    def __init__(self, node: Node, offset: int, number: int, tick: int) -> None:
+        self.node = node
+        self.offset = offset  # 1 to the node's tokens
+        self.number = number  # in the state group; no other has it
+        self.tick = tick  # when it was last in use
+        self.holds = 0  # leases that go on from it
+
+
 @dataclass(frozen=True, slots=True)
 class StoredPage:
-    """A page of tokens as the tree tells of it: to be spilled, or looked at."""
+    """A page of tokens with what lies there, to be spilled or looked at.
+
+    Attributes:
+        alone: of the node, only this snapshot is meant.
+    """
 
     node: Node
+    alone: Snapshot | None = None
 
     @property
     def namespace(self) -> Hashable:
@@ -132,8 +153,13 @@ class StoredPage:
 
     @property
     def pages(self) -> tuple[int | None, ...]:
-        """Page id of each group; None where a window let go of it."""
-        return tuple(self.node.pages)
+        """Page id of each group; None where a window recycled it."""
+        return tuple(self.node.pages) if self.alone is None else (None,) * len(self.node.pages)
+
+    @property
+    def snapshots(self) -> list[Snapshot]:
+        """States after some of its tokens."""
+        return list(self.node.snapshots.values()) if self.alone is None else [self.alone]
 
     def token_ids(self) -> list[int]:
         """All tokens from position 0 to the end of this page. Costs the length of the path."""

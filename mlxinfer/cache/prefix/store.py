@@ -9,8 +9,9 @@ import heapq
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
+from ..groups import StateGroup
 from ..pages import PageAllocator
-from .node import Node, Tokens
+from .node import Node, Snapshot, Tokens
 
 Item = TypeVar("Item")
 
@@ -64,11 +65,14 @@ class NodeStore:
         windows: Sequence[int | None],
         num_kept: Sequence[int],
         clock: Callable[[], int],
+        states: StateGroup | None = None,
     ) -> None:
         self.allocators = allocators
         self.windows = windows
         self.num_kept = num_kept
         self.clock = clock
+        self.states = states
+        self.snapshots: EvictionQueue[Snapshot] = EvictionQueue()  # those that no lease holds
         self.windowed = [g for g, window in enumerate(windows) if window is not None]
         self.roots: dict[Hashable, Node] = {}
         self.num_nodes = 0
@@ -132,6 +136,27 @@ class NodeStore:
         elif not node.holds[group]:
             self.release([node], [group])
 
+    def hold_snapshot(self, snapshot: Snapshot) -> None:
+        """One more user of a snapshot."""
+        snapshot.holds += 1
+        self.snapshots.discard(snapshot)
+
+    def unhold_snapshot(self, snapshot: Snapshot, now: int) -> None:
+        """One user less of a snapshot."""
+        snapshot.holds -= 1
+        assert snapshot.holds >= 0
+        if not snapshot.holds:
+            if snapshot.node.alive:
+                self.offer_snapshot(snapshot, now)
+            else:
+                self.remove_snapshot(snapshot)
+
+    def offer_snapshot(self, snapshot: Snapshot, now: int) -> None:
+        """A snapshot was used, and may be evicted when it is the longest unused."""
+        snapshot.tick = now
+        if not snapshot.holds:
+            self.snapshots.push(snapshot, (snapshot.node.priority, now))
+
     def offer(self, node: Node) -> None:
         """A node may have become evictable; without any page it is of no use, and goes."""
         if not node.evictable:
@@ -155,11 +180,15 @@ class NodeStore:
         """
         assert parent.locks
         assert all(pages[g] is not None for g, w in enumerate(self.windows) if w is None)
+        node = Node(parent.namespace, parent, tokens, pages)
         for shorter in parent.shorter(tokens):
             if shorter.evictable:
+                for snapshot in shorter.snapshots.values():  # it is one of the longer page, too
+                    snapshot.node = node
+                node.snapshots.update(shorter.snapshots)
+                shorter.snapshots = {}
                 self.detach(shorter)
                 self.release([shorter])
-        node = Node(parent.namespace, parent, tokens, pages)
         node.attach()
         node.priority, node.tick = priority, self.clock()
         node.locks = 1
@@ -174,6 +203,22 @@ class NodeStore:
         node.pages[group] = page
         self.num_pages[group] += 1
         self.offer_window(node, group, self.clock())
+
+    def add_snapshot(self, node: Node, offset: int) -> Snapshot:
+        """A new snapshot after `offset` tokens of a node; there is room for it."""
+        assert self.states is not None
+        snapshot = Snapshot(node, offset, self.states.allocate(), self.clock())
+        node.snapshots[offset] = snapshot
+        self.offer_snapshot(snapshot, snapshot.tick)
+        return snapshot
+
+    def remove_snapshot(self, snapshot: Snapshot) -> None:
+        """Take a snapshot that no lease holds from its node."""
+        assert self.states is not None
+        assert not snapshot.holds
+        self.snapshots.discard(snapshot)
+        del snapshot.node.snapshots[snapshot.offset]
+        self.states.release(snapshot.number)
 
     def remove(self, node: Node) -> list[Node]:
         """Take out an evictable node, and those above that then are leaves without any page.
@@ -203,7 +248,13 @@ class NodeStore:
             loose.discard(node)
 
     def release(self, nodes: Sequence[Node], groups: Sequence[int] | None = None) -> None:
-        """Give the pages of nodes (of some groups) back to where they came from."""
+        """Give the pages of nodes (of some groups) back to where they came from.
+
+        Without `groups`, their snapshots go as well.
+        """
+        for node in nodes if groups is None else ():
+            for snapshot in list(node.snapshots.values()):
+                self.remove_snapshot(snapshot)
         for group in range(len(self.windows)) if groups is None else groups:
             pages = [page for node in nodes if (page := node.pages[group]) is not None]
             for node in nodes:
@@ -223,6 +274,8 @@ class NodeStore:
                 for group, window in enumerate(self.windows)
             ]
             self.release([node], [group for group, users in enumerate(used) if not users])
+            for snapshot in [s for s in node.snapshots.values() if not s.holds]:
+                self.remove_snapshot(snapshot)
         for root in self.roots.values():
             root.alive = False
         self.roots.clear()
@@ -246,6 +299,9 @@ class NodeStore:
         for group in range(len(self.windows)):
             pages = [page for node in nodes if (page := node.pages[group]) is not None]
             assert len(pages) == len(set(pages)) <= self.num_pages[group]
+        snapshots = [snapshot for node in nodes for snapshot in node.snapshots.values()]
+        assert self.snapshots.items() == {s for s in snapshots if not s.holds}
+        assert self.states is not None or not snapshots
         for node in [*self.roots.values(), *nodes]:
             self._check_node(node)
 
@@ -258,6 +314,9 @@ class NodeStore:
             return
         assert node.parent.children[node.tokens] is node
         assert node.tokens
+        for offset, snapshot in node.snapshots.items():
+            assert snapshot.node is node
+            assert snapshot.offset == offset <= len(node.tokens)
         assert node.locks or node.children or not node.empty, "a node of nothing"
         for group, window in enumerate(self.windows):
             assert node.pages[group] is not None or window is not None

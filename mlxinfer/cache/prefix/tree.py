@@ -7,13 +7,14 @@ node does.
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ..groups import StateGroup
 from ..page_table import PageTable
 from ..pages import PageAllocator
 from .leases import Lease, Leases
-from .match import Match, find
-from .node import Node, StoredPage
+from .match import RestorePoint, find
+from .node import Node, Snapshot, StoredPage
 from .store import NodeStore
 
 OnEvict = Callable[[list[StoredPage]], None]
@@ -51,8 +52,9 @@ class PrefixTree:
         num_kept: for each group how many pages at the front its window never lets go of (sinks);
             none where left out.
         clock: ever larger numbers, to order uses by.
-        on_evict: is told of whole nodes that go, before their pages are released. The deepest of a
-            path come first. Windowed pages that go alone are not told of.
+        on_evict: gets whole nodes that go, and snapshots that go alone, before they are released.
+            The deepest of a path come first. Windowed pages that go alone are left out.
+        states: of the state layers; None: there are none.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class PrefixTree:
         num_kept: Sequence[int] | None = None,
         clock: Callable[[], int] | None = None,
         on_evict: OnEvict | None = None,
+        states: StateGroup | None = None,
     ) -> None:
         assert len(allocators) == len(windows) > 0
         assert page_size > 0
@@ -74,29 +77,44 @@ class PrefixTree:
             windows,
             num_kept or [0] * len(windows),
             clock or itertools.count(1).__next__,
+            states,
         )
+        self._states = states
         self._leases = Leases(self._store)
         self._on_evict = on_evict
 
     # -- reading --------------------------------------------------------------------------------
 
-    def match(
-        self, namespace: Hashable, token_ids: Sequence[int], *, limit: int | None = None
-    ) -> Match:
-        """The longest reusable prefix of at most `limit` tokens; changes nothing.
+    def probe(
+        self,
+        namespace: Hashable,
+        token_ids: Sequence[int],
+        *,
+        limit: int | None = None,
+        alignment: int = 1,
+    ) -> RestorePoint:
+        """The longest reusable prefix of at most `limit` tokens; locks, counts, changes nothing.
 
         A prompt leaves its last token to be computed: the default limit is one less than its
         length. Costs the length of the prompt, whatever the tree holds.
+
+        Args:
+            namespace: of the prompt; nothing is shared between two.
+            token_ids: of the prompt, from position 0.
+            limit: tokens.
+            alignment: of the number of tokens.
         """
         highest = len(token_ids) - 1 if limit is None else min(limit, len(token_ids))
         return find(
             self._store.roots.get(namespace),
             namespace,
             token_ids,
-            limit=max(highest, 0),
+            boundary=max(highest, 0),
+            alignment=alignment,
             windows=self._store.windows,
             num_kept=self._store.num_kept,
             page_size=self.page_size,
+            has_states=self._states is not None,
         )
 
     @property
@@ -126,14 +144,14 @@ class PrefixTree:
 
     # -- leases ---------------------------------------------------------------------------------
 
-    def lock(self, match: Match, *, priority: int = 0) -> Lease:
+    def lock(self, match: RestorePoint, *, priority: int = 0) -> Lease:
         """Protect what a match found until `unlock`. The match must be fresh, and may be empty.
 
         What it protects is evicted after everything of a lower priority, see `evict`.
         """
         return self._leases.take(match, priority)
 
-    def count(self, match: Match) -> None:
+    def count(self, match: RestorePoint) -> None:
         """Count a match that is made use of; one may be locked in vain."""
         self.counters.tokens_reused += match.num_tokens
         if match.num_tokens:
@@ -143,14 +161,24 @@ class PrefixTree:
 
     def pin(self, namespace: Hashable, token_ids: Sequence[int]) -> Lease:
         """Keep what the tree has of a prefix, its windows' last pages included, until `unlock`."""
-        return self._leases.take(self.match(namespace, token_ids, limit=len(token_ids)), 0)
+        return self._leases.take(self.probe(namespace, token_ids, limit=len(token_ids)), 0)
+
+    def hold_path(self, point: RestorePoint) -> Lease:
+        """Keep all whole pages that agreed with a prompt, with every page of their windows."""
+        whole = replace(
+            point, nodes=point.path, cut=None, snapshot=None, first=list(point.num_kept)
+        )
+        return self._leases.take(whole, 0)
 
     def unlock(self, lease: Lease) -> None:
         """End a lease; what it protected counts as just used."""
         self._leases.end(lease)
 
     def release_cut(self, lease: Lease) -> None:
-        """Stop protecting the cut page: its copy was launched. `unlock` does so too."""
+        """Stop protecting the cut page and the snapshot: copies of them are launched.
+
+        `unlock` does so too.
+        """
         self._leases.release_cut(lease)
 
     def trim(self, lease: Lease, group: int, first: int) -> None:
@@ -234,11 +262,41 @@ class PrefixTree:
         self._store.unlock(node, node.tick)
         return True
 
+    def add_snapshot(
+        self, namespace: Hashable, token_ids: Sequence[int], num_tokens: int
+    ) -> Snapshot | None:
+        """Make room for the state after the first `num_tokens` tokens, all of which the tree has.
+
+        The longest unused snapshot is evicted where there is no room. Costs `num_tokens`.
+
+        Returns:
+            None: the tree has one there already, does not have the tokens, or has no room.
+        """
+        node, start = self._store.roots.get(namespace), 0
+        while node is not None and num_tokens - start > self.page_size:
+            node = node.children.get(tuple(token_ids[start : start + self.page_size]))
+            start += self.page_size
+        tokens = tuple(token_ids[start:num_tokens])
+        child, overlap = node.closest(tokens) if node is not None else (None, 0)
+        if child is None or overlap < len(tokens) or self._states is None:
+            return None
+        if len(tokens) in child.snapshots:
+            self._store.offer_snapshot(child.snapshots[len(tokens)], self._store.clock())
+            return None
+        if not self._states.has_room and not self.evict_snapshot():
+            return None
+        return self._store.add_snapshot(child, len(tokens))
+
+    def remove_snapshot(self, snapshot: Snapshot) -> None:
+        """Give up a snapshot that another one replaces, unless a lease holds it or it is gone."""
+        if snapshot.node.snapshots.get(snapshot.offset) is snapshot and not snapshot.holds:
+            self._store.remove_snapshot(snapshot)
+
     def insert(
         self, namespace: Hashable, token_ids: Sequence[int], tables: Sequence[PageTable]
     ) -> list[Duplicate]:
         """Hand over the whole pages of a sequence that nobody uses, in one go."""
-        lease = self.lock(self.match(namespace, (), limit=0))
+        lease = self.lock(self.probe(namespace, (), limit=0))
         duplicates = self.extend(lease, token_ids, tables, num_tokens=len(token_ids))
         self.unlock(lease)
         return duplicates
@@ -284,6 +342,18 @@ class PrefixTree:
         finally:
             self._store.release(gone)
         return freed
+
+    def evict_snapshot(self) -> bool:
+        """Give up the snapshot that is least worth keeping; False: leases hold all of them."""
+        snapshot = self._store.snapshots.pop()
+        if snapshot is None:
+            return False
+        try:
+            if self._on_evict is not None:
+                self._on_evict([StoredPage(snapshot.node, alone=snapshot)])
+        finally:
+            self._store.remove_snapshot(snapshot)
+        return True
 
     def clear(self) -> None:
         """Forget everything. Pages that leases protect are released as these end: for their

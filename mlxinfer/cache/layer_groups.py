@@ -1,0 +1,131 @@
+"""Which layers share page tables, how many pages a budget gives each group, and how they attend."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..core import LatentSpec, PagedSpec
+from .budget import page_counts
+from .formats import PLAIN, Bits
+from .groups import PageGroup
+from .kernel_attention import KernelPlanner
+from .latent import LatentKernelPlanner
+from .pages import PageAllocator
+from .plain_attention import PlainPlanner
+from .pool import token_bytes
+from .step import Planner
+from .window import AttentionWindow
+
+MAX_BARE_PAGES = 1 << 16  # of a model without attention, whose pages are numbers alone
+
+GroupKey = tuple[bool, int, int]  # latent, window or 0, sinks
+
+
+@dataclass(slots=True)
+class LayerGroup(PageGroup):
+    """A page group with its layers."""
+
+    latent: bool  # latent attention: one vector a token
+    layers: list[int]  # places among the layers that have pages
+    planner: Planner  # of short segments
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMaker:
+    """Sizes and formats that the layer groups of a cache follow from.
+
+    Args:
+        specs: of the layers that have pages.
+        bits: of each.
+        dtype: of what is not quantised.
+        page_size: tokens a page.
+        max_batch: sequences that may run at once.
+        prefill_chunk: tokens of a step's prefill.
+        kernel_layers: places of those whose attention has a Metal kernel.
+    """
+
+    specs: Sequence[PagedSpec]
+    bits: Sequence[Bits]
+    dtype: mx.Dtype
+    page_size: int
+    max_batch: int
+    prefill_chunk: int
+    kernel_layers: Collection[int]
+
+    def groups(self, budget_bytes: int, num_pages: int | None) -> list[LayerGroup]:
+        """Groups, and as many pages for each as there is room for.
+
+        Args:
+            budget_bytes: for all pages.
+            num_pages: of every full group instead.
+        """
+        if not self.specs:
+            return [self._bare(num_pages or MAX_BARE_PAGES)]
+        members: dict[GroupKey, list[int]] = {}
+        for i, spec in enumerate(self.specs):
+            key = isinstance(spec, LatentSpec), spec.window or 0, spec.sinks
+            members.setdefault(key, []).append(i)
+        found = sorted(members.items(), key=lambda item: item[0])
+        windows = [AttentionWindow(size or None, sinks) for (_, size, sinks), _ in found]
+        costs = [[self.page_bytes(i) for i in layers] for _, layers in found]
+        counts = page_counts(
+            [sum(cost) + max(cost) for cost in costs],  # the keys or values of one are there twice
+            budget_bytes,
+            max_held=[self._max_held(window) for window in windows],
+            num_pages=num_pages,
+        )
+        return [
+            LayerGroup(
+                window,
+                PageAllocator(count),
+                self.page_size,
+                self.prefill_chunk,
+                sum(cost),
+                latent=key[0],
+                layers=layers,
+                planner=self._planner(g, window, layers),
+            )
+            for g, ((key, layers), window, cost, count) in enumerate(
+                zip(found, windows, costs, counts, strict=True)
+            )
+        ]
+
+    def page_bytes(self, layer: int) -> int:
+        """Bytes of a page of one layer."""
+        return token_bytes(self.specs[layer], self.dtype, self.bits[layer]) * self.page_size
+
+    def _bare(self, num_pages: int) -> LayerGroup:
+        """A group of no layers: the prefix tree, on which snapshots hang, is made of pages."""
+        return LayerGroup(
+            AttentionWindow(),
+            PageAllocator(num_pages),
+            self.page_size,
+            self.prefill_chunk,
+            page_bytes=0,
+            latent=False,
+            layers=[],
+            planner=lambda segments, num_rows: [],
+        )
+
+    def _planner(self, group: int, window: AttentionWindow, layers: list[int]) -> Planner:
+        """How short segments of a group attend: through kernels, or in plain MLX."""
+        spec = self.specs[layers[0]]
+        if set(self.kernel_layers).issuperset(layers):
+            if isinstance(spec, LatentSpec):
+                return LatentKernelPlanner(group, window, self.page_size)
+            return KernelPlanner(group, window, self.page_size, kv_heads=spec.num_kv_heads)
+        return PlainPlanner(
+            group,
+            window,
+            self.page_size,
+            token_bytes=max([token_bytes(self.specs[i], self.dtype, PLAIN) for i in layers]),
+            decodes=any(self.bits[i] != PLAIN for i in layers),
+        )
+
+    def _max_held(self, window: AttentionWindow) -> int | None:
+        """Pages of a window that `max_batch` sequences can hold; None: bound by their length."""
+        if window.size is None:
+            return None
+        held = -(-(window.size - 1) // self.page_size) + 2 + window.kept_pages(self.page_size)
+        return self.max_batch * held + self.prefill_chunk // self.page_size

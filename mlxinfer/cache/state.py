@@ -1,0 +1,312 @@
+"""States of recurrent layers: one for each running sequence, snapshots, and a step's view of them.
+
+B = sequences of a part, L = tokens of each, T = tokens of the step, D = hidden size.
+
+States are values, never written in place: a step's new states are arrays of their own, made of the
+old ones, so a step can be launched while the one before it runs. The states that a step leaves lie
+together in one `Block`, which the next step of the same sequences takes as it is: a steady decode
+batch gathers nothing. A snapshot is a block of one state, shared rather than copied back.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import mlx.core as mx
+import numpy as np
+
+from ..core import StateSpec
+from .segments import Ints, Segments, StepSegments
+
+Arrays = list[mx.array]  # (B, ...) as `StateSpec.shapes` says, of one layer
+# (inputs of a part, states before it, tokens that count (B,)) -> states after these tokens
+Replay = Callable[[Arrays, Arrays, mx.array], Arrays]
+
+
+class Block:
+    """The states of `size` sequences, by layer."""
+
+    __slots__ = ("layers", "size")
+
+    def __init__(self, layers: list[Arrays], size: int) -> None:
+        self.layers = layers
+        self.size = size
+
+    def row(self, row: int) -> "Block":
+        """One of the states, alone; a copy, unless it is alone."""
+        if self.size == 1:
+            return self
+        layers = [[mx.contiguous(array[row : row + 1]) for array in some] for some in self.layers]
+        alone = Block(layers, 1)
+        mx.async_eval(alone.arrays())  # else the copy would keep all of this block
+        return alone
+
+    def arrays(self) -> Arrays:
+        """All arrays."""
+        return [array for some in self.layers for array in some]
+
+
+@dataclass(slots=True)
+class Undo:
+    """What one layer of a part needs to be replayed."""
+
+    inputs: Arrays
+    replay: Replay
+
+
+@dataclass(slots=True)
+class Part:
+    """Sequences of one step that go through the recurrence together."""
+
+    slots: list[int]  # (B,)
+    rows: mx.array  # (B, L) flat rows of the step; a shorter sequence repeats its last one
+    span: slice  # of the flat rows that it covers
+    counts: Ints  # (B,) tokens of each
+    lengths: mx.array | None  # (B,) the same; None: L each
+    unpad: mx.array | None  # (N,) from the padded (B * L) rows back to flat order
+    sources: list[tuple[Block | None, list[int]]]  # of the old states, in order; None: zeros
+    new: Block  # filled by the layers
+    undo: dict[int, Undo] = field(default_factory=dict)  # by layer
+
+
+class StatePart:
+    """A part of a step, as one recurrent layer sees it.
+
+    Attributes:
+        rows: (B, L) flat rows of the step, in order; padded by repetition.
+        lengths: (B,) tokens of each sequence; None: L, so nothing is padded.
+    """
+
+    __slots__ = ("_layer", "_part", "_spec", "lengths", "rows")
+
+    def __init__(self, part: Part, layer: int, spec: StateSpec) -> None:
+        self._part = part
+        self._layer = layer
+        self._spec = spec
+        self.rows = part.rows
+        self.lengths = part.lengths
+
+    def take(self, x: mx.array) -> mx.array:
+        """(T, D) -> (B, L, D)."""
+        if self._part.unpad is None:
+            return mx.unflatten(x[self._part.span], 0, self.rows.shape)
+        return x[self.rows]
+
+    def read(self) -> Arrays:
+        """The states before the step, (B, ...) each."""
+        return _gather(self._part.sources, self._layer, self._spec)
+
+    def write(self, states: Arrays, inputs: Arrays, replay: Replay) -> None:
+        """Keep the states after the part.
+
+        Args:
+            states: (B, ...) each, after `lengths` tokens.
+            inputs: (B, L, ...) what the recurrence alone needs to go over the tokens again.
+            replay: `replay(inputs, states, lengths)`: the states after the first `lengths` (B,)
+                tokens, from those that `read` gives.
+        """
+        self._part.new.layers[self._layer] = states
+        if self.rows.shape[1] > 1:
+            self._part.undo[self._layer] = Undo(inputs, replay)
+
+
+class StateStep:
+    """One recurrent layer's cache during one step.
+
+    Attributes:
+        parts: cover all rows of the step: those of one token, the short ones of several, and each
+            prefill chunk by itself.
+    """
+
+    __slots__ = ("_plan", "parts")
+
+    def __init__(self, plan: list[Part], layer: int, spec: StateSpec) -> None:
+        self._plan = plan
+        self.parts = [StatePart(part, layer, spec) for part in plan]
+
+    def join(self, outputs: Sequence[mx.array]) -> mx.array:
+        """Outputs (B, L, D) of each part -> (T, D)."""
+        flat = []
+        for part, output in zip(self._plan, outputs, strict=True):
+            rows = mx.flatten(output, 0, 1)
+            flat.append(rows if part.unpad is None else rows[part.unpad])
+        return flat[0] if len(flat) == 1 else mx.concatenate(flat)
+
+
+class StatePool:
+    """States of running sequences, by slot, and snapshots, by number.
+
+    Args:
+        specs: of each state layer.
+    """
+
+    def __init__(self, specs: Sequence[StateSpec]) -> None:
+        self.specs = specs
+        self.num_bytes = sum(state_bytes(spec) for spec in specs)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all states and snapshots."""
+        self._states: dict[int, tuple[Block, int]] = {}  # slot -> where its state lies
+        self._snapshots: dict[int, Block] = {}
+        self._undoable: list[Part] = []
+        self._outputs: list[Block] = []  # of the last step
+
+    @property
+    def bytes_allocated(self) -> int:
+        """Bytes of all arrays."""
+        blocks = {
+            id(b): b for b in [*(b for b, _ in self._states.values()), *self._snapshots.values()]
+        }
+        return sum(array.nbytes for block in blocks.values() for array in block.arrays())
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    def begin_step(self, segments: StepSegments) -> list[StateStep]:
+        """What each layer sees of a step, until the next one begins."""
+        groups = [*segments.short]
+        groups += [Segments.of([segment]) for segment in segments.long]
+        self._keep_apart({slot for group in groups for slot in group.slots.tolist()})
+        plan = [self._part(group) for group in groups]
+        num_short = len(segments.short)
+        self._undoable = [part for part in plan[:num_short] if part.rows.shape[1] > 1]
+        self._outputs = [part.new for part in plan]
+        return [StateStep(plan, layer, spec) for layer, spec in enumerate(self.specs)]
+
+    def outputs(self) -> Arrays:
+        """The new states of the last step, to be evaluated with it."""
+        return [array for block in self._outputs for array in block.arrays()]
+
+    def _part(self, group: Segments) -> Part:
+        slots: list[int] = group.slots.tolist()
+        rows, unpad = group.memoised("state rows", lambda: _padded_rows(group))
+        new = Block([[] for _ in self.specs], len(slots))
+        part = Part(
+            slots=slots,
+            rows=rows,
+            span=slice(int(group.rows[0]), int(group.rows[-1] + group.counts[-1])),
+            counts=group.counts,
+            lengths=None if unpad is None else mx.array(group.counts),
+            unpad=unpad,
+            sources=_runs([self._states.get(slot, (None, 0)) for slot in slots]),
+            new=new,
+        )
+        self._states.update((slot, (new, row)) for row, slot in enumerate(slots))
+        return part
+
+    def _keep_apart(self, slots: set[int]) -> None:
+        """States of sequences that sit a step out must not keep a whole block of others."""
+        for slot, (block, row) in self._states.items():
+            if slot not in slots and block.size > 1:
+                self._states[slot] = block.row(row), 0
+
+    def commit(self, num_kept: Mapping[int, int]) -> None:
+        """Go back to fewer tokens of the last step: of slots in short parts, those that count."""
+        for part in self._undoable:
+            kept = [
+                num_kept.get(s, c) for s, c in zip(part.slots, part.counts.tolist(), strict=True)
+            ]
+            if kept == part.counts.tolist():
+                continue
+            lengths = mx.array(kept)
+            layers = [
+                part.undo[i].replay(part.undo[i].inputs, _gather(part.sources, i, spec), lengths)
+                for i, spec in enumerate(self.specs)
+            ]
+            block = Block(layers, len(kept))
+            for row, slot in enumerate(part.slots):
+                if self._states.get(slot) == (part.new, row):
+                    self._states[slot] = block, row
+        self._undoable = []
+
+    # -- between steps --------------------------------------------------------------------------
+
+    def save(self, slot: int, snapshot: int) -> None:
+        """Keep the state of a slot as a snapshot."""
+        block, row = self._states[slot]
+        self._snapshots[snapshot] = block.row(row)
+
+    def restore(self, snapshot: int, slot: int) -> None:
+        """Let a slot go on from a snapshot."""
+        self._states[slot] = self._snapshots[snapshot], 0
+
+    def leave(self, slots: Iterable[int]) -> None:
+        """Forget the states of slots; the next sequences there begin with zeros."""
+        for slot in slots:
+            self._states.pop(slot, None)
+
+    def drop(self, snapshots: Iterable[int]) -> None:
+        """Forget snapshots."""
+        for snapshot in snapshots:
+            self._snapshots.pop(snapshot, None)
+
+    def read(self, snapshot: int) -> bytes:
+        """A snapshot as bytes: each array of each layer in order."""
+        arrays = self._snapshots[snapshot].arrays()
+        mx.eval(arrays)
+        return b"".join(np.array(array.view(mx.uint8)).tobytes() for array in arrays)
+
+    def load(self, snapshot: int, payload: bytes | memoryview) -> None:
+        """Make a snapshot of bytes that `read` gave."""
+        assert len(payload) == self.num_bytes, "a payload of another format"
+        layers, start = [], 0
+        for spec in self.specs:
+            arrays = []
+            for shape, dtype in spec.shapes:
+                stop = start + prod(shape) * _dtype(dtype).size
+                part = mx.array(np.frombuffer(payload[start:stop], dtype=np.uint8))
+                arrays.append(part.view(_dtype(dtype)).reshape(1, *shape))
+                start = stop
+            layers.append(arrays)
+        self._snapshots[snapshot] = Block(layers, 1)
+
+
+def state_bytes(spec: StateSpec) -> int:
+    """Bytes of one layer's state of one sequence."""
+    return sum(prod(shape) * _dtype(dtype).size for shape, dtype in spec.shapes)
+
+
+def _dtype(name: str) -> mx.Dtype:
+    dtype: mx.Dtype = getattr(mx, name)
+    return dtype
+
+
+def _runs(
+    places: Sequence[tuple[Block | None, int]],
+) -> list[tuple[Block | None, list[int]]]:
+    """Neighbours that lie in one block together."""
+    runs: list[tuple[Block | None, list[int]]] = []
+    for block, row in places:
+        if runs and runs[-1][0] is block:
+            runs[-1][1].append(row)
+        else:
+            runs.append((block, [row]))
+    return runs
+
+
+def _gather(
+    sources: Sequence[tuple[Block | None, list[int]]], layer: int, spec: StateSpec
+) -> Arrays:
+    """The states of one layer (B, ...) from where they lie."""
+    found = [_rows(block, rows, layer, spec) for block, rows in sources]
+    if len(found) == 1:
+        return found[0]
+    return [mx.concatenate(list(arrays)) for arrays in zip(*found, strict=True)]
+
+
+def _rows(block: Block | None, rows: list[int], layer: int, spec: StateSpec) -> Arrays:
+    if block is None:
+        return [mx.zeros((len(rows), *shape), _dtype(dtype)) for shape, dtype in spec.shapes]
+    if rows == list(range(block.size)):
+        return block.layers[layer]
+    index = mx.array(rows)
+    return [array[index] for array in block.layers[layer]]
+
+
+def _padded_rows(group: Segments) -> tuple[mx.array, mx.array | None]:
+    """(B, L) flat rows of segments, the last one of each repeated; and how to undo that."""
+    width = np.arange(group.width, dtype=np.int32)
+    step = np.minimum(width, group.counts[:, None] - 1)
+    real = width < group.counts[:, None]
+    rows = mx.array(group.rows[:, None] + step)
+    return rows, None if real.all() else mx.array(np.flatnonzero(real))

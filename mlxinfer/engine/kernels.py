@@ -35,7 +35,7 @@ Chooser = Callable[[Sequence[Variant]], frozenset[Variant]]
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The kernels that may be used; by default none."""
+    """The Metal kernels that may be used; by default none."""
 
     attention: frozenset[int] = frozenset()  # layers whose attention over pages has one
     heads: dict[int, Heads] = field(default_factory=dict)  # by layer: of those that write with one
@@ -62,7 +62,7 @@ def choose_none(variants: Sequence[Variant]) -> frozenset[Variant]:
 def choose_kernels(
     model: Model, specs: Sequence[CacheSpec], bits: Sequence[Bits], chooser: Chooser
 ) -> Kernels:
-    """The kernels of a model whose layers keep their keys and values so."""
+    """The kernels for a model, given what each layer keeps and in which format."""
     if chooser is choose_none:
         return Kernels()
     dtype = model.activation_dtype

@@ -276,9 +276,9 @@ class Loop:
         self.cache.reset()
 
     def _fail_not_finite(self, sequences: list[Sequence]) -> None:
-        """End sequences whose logits are not finite; what was sampled from them is discarded.
+        """End sequences whose logits are not finite, before their tokens are emitted.
 
-        Those that asked for the logits of their prompt get them, whatever they are.
+        Requests that ask for the logits of their prompt get them even so.
         """
         for sequence in sequences:
             if not (sequence.finished or sequence.request.prompt_logits):

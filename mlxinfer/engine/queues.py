@@ -93,7 +93,10 @@ class RequestQueues:
             self.waiting.remove(sequence)
 
     def preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """Back to the head of the queue; what of it is evicted meanwhile is computed again."""
+        """Put a running sequence back at the head of the queue, with its tokens.
+
+        Its pages stay in the prefix tree until they are evicted; only those are computed again.
+        """
         self._release(sequence, keep)
         sequence.num_computed = sequence.num_sealed = 0
         sequence.num_preempted += 1

@@ -22,9 +22,9 @@ from .sequence import Sequence
 
 
 class Proposer(Protocol):
-    """Guesses what sequences will say, so that one step verifies several tokens of each.
+    """Proposes the next tokens of sequences, so that one step verifies several tokens of each.
 
-    A guess changes how fast an answer comes, and never its tokens.
+    Proposals change how many steps an answer takes, and never its tokens.
     """
 
     def depth(self, sequences: Seq[Sequence]) -> int:
@@ -138,7 +138,7 @@ class Scheduler:
                     self.queues.hold(sequence, count)
 
     def _next_prefills(self, all_decode: bool) -> list[Segment]:
-        """Prompts in work, and from the queue those for which there is room."""
+        """Chunks of running prompts, and of waiting ones for which there is room."""
         queues = self.queues
         if all_decode and not queues.may_admit:
             return []
@@ -179,7 +179,10 @@ class Scheduler:
     # -- proposals ------------------------------------------------------------------------------
 
     def _propose(self, decoding: list[Sequence]) -> dict[Sequence, list[int]]:
-        """What the proposer has for sequences whose tokens are all known; only where it is any."""
+        """Proposals to verify, by sequence; only sequences whose tokens are all read get any.
+
+        They are cut where the answer would have its full length, and where its grammar forbids one.
+        """
         if self._proposer is None:
             return {}
         known = [s for s in decoding if not s.num_pending]
@@ -363,7 +366,7 @@ def _without_preempted(
 
 
 def _prefilling(running: Seq[Sequence]) -> list[Sequence]:
-    """Sequences whose prompts are in work."""
+    """Running sequences whose prompt is not computed to its end."""
     return [s for s in running if s.num_left > 0 and not s.decoding]
 
 

@@ -1,4 +1,4 @@
-"""One request while the engine works on it: tokens, how far they are computed, what it holds."""
+"""The state of one request in the engine: its tokens, how far they are computed, its pages."""
 
 from dataclasses import dataclass, field
 

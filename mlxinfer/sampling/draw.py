@@ -22,7 +22,7 @@ UNIT = np.array([2**-24], np.float32)
 
 
 def stream_of(seed: int | None) -> int:
-    """The 64-bit stream of a seed; without one, a stream nobody can repeat."""
+    """The 64-bit stream of a seed; without one, a random stream."""
     if seed is None:
         return secrets.randbits(64)
     return int(_mixed(np.array([seed % 2**64], dtype=np.uint64))[0])

@@ -1,4 +1,4 @@
-"""Log-probabilities of the model's own distribution, for the rows that asked for them."""
+"""Log-probabilities of the model's own distribution, for the rows that ask for them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from .blocks import largest_entries, pad_rows
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """The A rows of a batch that asked, and for how many tokens beside the chosen one."""
+    """The A rows of a batch that ask for log-probabilities, and of how many top tokens."""
 
     rows: tuple[int, ...]  # places in the batch
     nums: tuple[int, ...]
@@ -21,7 +21,7 @@ class LogprobRows:
 
 @dataclass(frozen=True, slots=True)
 class LogprobArrays:
-    """What one step computed for the A rows that asked; n is the most that one of them asked for.
+    """Log-probabilities of one step for A rows; n is the most top tokens that one row asks for.
 
     Lazy until evaluated; read_logprobs turns it into plain Python.
     """
@@ -37,7 +37,7 @@ class LogprobArrays:
 
 
 def logprob_rows(rows: Sequence[int], nums: Sequence[int]) -> LogprobRows:
-    """Rows that asked, and how many tokens each asked for."""
+    """The rows that ask, with the number of top tokens of each."""
     return LogprobRows(tuple(rows), tuple(nums), mx.array(list(rows), mx.int32))
 
 
@@ -47,7 +47,7 @@ def compute_logprobs(logits: mx.array, tokens: mx.array, asked: LogprobRows) -> 
     Args:
         logits: (R, V) as the model gave them.
         tokens: (R,) int32 the chosen ones.
-        asked: the rows that count.
+        asked: the rows to work out.
     """
     rows = pad_rows(logits[asked.device_rows])  # (A, width)
     total = mx.logsumexp(rows, axis=-1, keepdims=True)
@@ -62,7 +62,7 @@ def compute_logprobs(logits: mx.array, tokens: mx.array, asked: LogprobRows) -> 
 def read_logprobs(arrays: LogprobArrays) -> dict[int, TokenLogprobs]:
     """Row of the batch -> its log-probabilities; waits for the arrays if they are not there yet.
 
-    A row gets as many as it asked for, or the whole vocabulary where that is smaller.
+    A row gets the number that it asks for, or the whole vocabulary where that is smaller.
     """
     chosen, ids, top = (
         [] if array is None else np.array(array).tolist()

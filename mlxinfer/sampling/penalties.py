@@ -19,8 +19,8 @@ BITS = np.array([1 << place for place in range(8)], dtype=np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """Slots (N,), and the P of them that are followed."""
+class _Followed:
+    """Slots (N,) of a batch, and the P of them that have a history."""
 
     slots: Ints
     places: NDArray[np.int64]  # (P,) among the slots
@@ -29,29 +29,29 @@ class _Asked:
 
 
 class TokenHistory:
-    """Distinct tokens of the answer of each slot it follows, and how often each of them is there.
+    """For each slot with penalties: the distinct tokens of its answer, and how often each occurs.
 
     A row of `ids` holds `sizes` tokens, then `spare`: the column of a padded row of logits that
-    stands for no token. A bit for each token of the vocabulary says whether it is in the row; where
-    it is, only slots that are counted ask.
+    stands for no token. `seen` has a bit for each token of the vocabulary: whether it is in the
+    row. Only slots with a frequency penalty are counted.
     """
 
     def __init__(self, spare: int) -> None:
         self.spare = spare
-        self._sizes = np.full(1, -1)  # by slot, -1: not followed; the last: all that lie beyond
+        self._sizes = np.full(1, -1)  # by slot, -1: no history; the last entry: slots beyond
         self._counted = np.zeros(0, dtype=np.bool_)
-        self._last: _Asked | None = None  # while the same slots are asked about
+        self._last: _Followed | None = None  # of the slots observed last
         self._seen = np.zeros((0, spare // 8 + 1), dtype=np.uint8)  # token t: bit t % 8 of t // 8
         self._ids = np.zeros((0, 64), dtype=np.int32)
         self._counts = np.zeros((0, 64), dtype=np.float32)
 
     def start(self, slot: int, output_ids: Sequence[int], *, counted: bool) -> None:
-        """Follow a slot, whose answer so far is known.
+        """Begin the history of a slot; one that it has is replaced.
 
         Args:
-            slot: followed or not.
-            output_ids: the answer.
-            counted: whether it is counted how often a token is there.
+            slot: of a request.
+            output_ids: its answer so far.
+            counted: whether to count how often each token occurs.
         """
         ids, times = np.unique(np.asarray(output_ids, dtype=np.int32), return_counts=True)
         num_ids = len(ids)
@@ -67,15 +67,18 @@ class TokenHistory:
         self._last = None
 
     def stop(self, slot: int) -> None:
-        """Follow a slot no longer, if it was followed."""
+        """Forget the history of a slot, if it has one."""
         if slot < len(self._sizes):
             self._sizes[slot] = -1
             self._last = None
 
     def observe(self, slots: Ints, token_ids: Ints) -> None:
-        """Add one token to each of these slots (N,), all different, that is followed; -1: none.
+        """Add one token (N,) to the history of each slot (N,) that has one.
 
-        Cheapest with the same array of slots, never changed, while the batch is the same.
+        Args:
+            slots: all different, -1: no slot. Cheapest as the same array, never changed, while the
+                batch is the same.
+            token_ids: of each slot.
         """
         if self._last is None or self._last.slots is not slots:
             self._last = self._followed(slots)
@@ -99,16 +102,16 @@ class TokenHistory:
         """(P, N) how often each of the `ids` is there; 0 in rows that are not counted."""
         return self._counts[slots, : self._width(slots)]
 
-    def _followed(self, slots: Ints) -> "_Asked":
-        """Which of these slots (N,) are followed, and which of those are counted."""
+    def _followed(self, slots: Ints) -> "_Followed":
+        """Which of these slots (N,) have a history, and which of those are counted."""
         beyond = len(self._sizes) - 1
         places = np.flatnonzero(self._sizes[np.minimum(slots, beyond)] >= 0)
         rows = slots[places]
         counted = self._counted[rows]
-        return _Asked(slots, places, rows, counted if counted.any() else None)
+        return _Followed(slots, places, rows, counted if counted.any() else None)
 
     def _add(self, slots: Ints, token_ids: Ints) -> None:
-        """Tokens (N,) that these slots have not had."""
+        """Add tokens (N,) that are new to these slots."""
         columns = self._sizes[slots]
         self._reserve(num_slots=0, num_ids=int(columns.max(initial=-1)) + 1)
         self._ids[slots, columns] = token_ids
@@ -116,7 +119,7 @@ class TokenHistory:
         self._sizes[slots] = columns + 1
 
     def _count(self, slots: Ints, token_ids: Ints) -> None:
-        """Tokens (N,) that these slots have."""
+        """Count tokens (N,) that these slots have already."""
         ids = self._ids[slots, : int(self._sizes[slots].max())]
         self._counts[slots, (ids == token_ids[:, None]).argmax(axis=-1)] += 1
 
@@ -147,19 +150,19 @@ class Repetition:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """The P rows of a batch that have penalties, and how strong these are."""
+    """The P rows of a batch with penalties, and their strengths."""
 
     slots: NDArray[np.int64]  # (P,)
     places: mx.array | None  # (P,) int32 in the batch; None: all of it, in order
-    repetition: Repetition | None  # None: no row has it, and so with the others
+    repetition: Repetition | None  # of these three None: no row has it
     presence: mx.array | None  # (P, 1) float32
     frequency: mx.array | None  # (P, 1) float32
 
 
 def prompt_mask(prompt_ids: Sequence[int], vocab_size: int) -> mx.array:
-    """(width,) bool the tokens of a prompt.
+    """(width,) bool: which tokens a prompt holds.
 
-    A prompt may hold most of the vocabulary and never changes: it is sent to the device once.
+    A prompt may hold most of the vocabulary and never changes, so it goes to the device once.
     """
     mask = np.zeros(padded_width(vocab_size), dtype=np.bool_)
     mask[np.asarray(prompt_ids, dtype=np.int64)] = True
@@ -210,10 +213,10 @@ def _repeated(logits: mx.array, strength: mx.array) -> mx.array:
 def _answers(
     penalties: Penalties, history: TokenHistory, recent: mx.array | None
 ) -> tuple[mx.array, list[mx.array]]:
-    """The tokens (P, N) of the answers and what is subtracted from their logits.
+    """The tokens (P, N) of the answers, and the amounts to subtract from their logits.
 
-    A token may come twice, and then the same is subtracted both times. What stands for no token is
-    a column that is -inf, whatever is subtracted: `spare`, or -1, the last one.
+    A token may be in two columns: both subtract the same, so it does not matter which is written.
+    Entries without a token name a column that stays -inf: `spare`, or -1, the last one.
     """
     ids = mx.array(history.ids(penalties.slots))
     subtracted = []
@@ -230,9 +233,10 @@ def _answers(
 def _counted(
     ids: mx.array, counts: mx.array, recent: mx.array, spare: int
 ) -> tuple[mx.array, mx.array]:
-    """Counts (P, N + n) with the recent tokens (P, n), and these, or `spare` where one is known.
+    """Counts (P, N + n) that include the recent tokens, and these (P, n) without known ones.
 
-    A token that is known is counted in its own column, any other in each column that it has here.
+    A recent token that is among the ids is counted in its column there, and `spare` takes its
+    place; any other has its count in each of its columns among the recent ones.
     """
     among_ids = ids[:, :, None] == recent[:, None, :]  # (P, N, n)
     among_recent = recent[:, :, None] == recent[:, None, :]  # (P, n, n)

@@ -1,8 +1,8 @@
-"""What a batch needs done, worked out once and kept while its rows stay the same.
+"""The sampling plan of a batch: everything that stays the same while its rows do.
 
-Rows fall into groups by the work they need, so that nobody pays for what another row asked: greedy,
-drawn from all tokens, drawn after top-p alone (a sort of the row), drawn after top-k. A batch is
-sorted by group before its tokens are chosen, and they are put back in order afterwards.
+Rows are grouped by the work that their settings need, so that no row takes part in work that only
+another asked for: greedy, drawn from all tokens, drawn after top-p alone (a sort of the row), drawn
+after top-k. A batch is sorted by group before its tokens are chosen, and put back in order after.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from .truncation import RankCuts, WeightCuts
 
 GREEDY, PLAIN, TOP_P, TOP_K = range(4)
 KEEP_ALL = 2.0  # a top_p that no mass reaches, whatever the rounding
-TINY = 1e-30  # stands for what is above 0 and would be 0 in float32
+TINY = 1e-30  # in place of values above 0 that would be 0 in float32
 
 ROW = np.dtype(
     [
@@ -80,10 +80,10 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """All that does not change from step to step while the batch stays the same."""
+    """What the sampler does for R rows with these slots, in every step of the same batch."""
 
     slots: tuple[int, ...]
-    order: mx.array | None  # (R,) int32 rows by group; None: they stand so already
+    order: mx.array | None  # (R,) int32 rows by group; None: they are in this order already
     places: mx.array | None  # (R,) int32 where each row is in that order
     num_greedy: int  # the first rows by group: their most probable token is taken
     drawn: Drawn | None  # the others; None: all are greedy
@@ -107,7 +107,7 @@ def make_plan(
     prompts: Mapping[int, mx.array],
     vocab_size: int,
 ) -> SamplingPlan:
-    """Sort out a batch.
+    """The plan of a batch.
 
     Args:
         slots: (R,) of its rows.

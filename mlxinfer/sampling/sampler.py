@@ -27,7 +27,7 @@ class Sampled:
     """What one step chose; lazy until evaluated."""
 
     tokens: mx.array  # (R,) int32
-    logprobs: LogprobArrays | None  # None: no row asked
+    logprobs: LogprobArrays | None  # None: no row asks for them
 
     def arrays(self) -> list[mx.array]:
         """The arrays to evaluate."""
@@ -35,7 +35,7 @@ class Sampled:
 
 
 class Choice(Protocol):
-    """A way to choose."""
+    """How the next token of every row is chosen, once penalties and biases are applied."""
 
     def masked(self, logits: mx.array, mask: mx.array) -> mx.array:
         """(R, V) without the tokens that a mask (R, ceil(V / 32)) forbids."""
@@ -57,10 +57,10 @@ class Choice(Protocol):
 
 
 class PlainChoice:
-    """MLX's own operations.
+    """In plain MLX.
 
     Args:
-        mask_kernel: masks are applied by a Metal kernel all the same.
+        mask_kernel: whether masks are applied by a Metal kernel.
     """
 
     def __init__(self, *, mask_kernel: bool = False) -> None:
@@ -74,7 +74,7 @@ class PlainChoice:
     def choose(
         self, plan: SamplingPlan, logits: mx.array, counts: NDArray[np.int64], mask: mx.array | None
     ) -> mx.array:
-        """Rows that need the same work together, then in order again."""
+        """Choose group by group, then put the tokens in the order of the rows."""
         if mask is not None:
             logits = self._mask(logits, mask)
         if plan.drawn is None:

@@ -69,7 +69,7 @@ def test_every_row_of_a_step_has_its_sequences_adapter(guesses: bool) -> None:
     assert mixed > 5
 
 
-def test_steps_without_adapters_say_so() -> None:
+def test_steps_without_adapters_have_no_adapter_rows() -> None:
     harness = Harness(tiny_model(CASE), adapters=NAMES)
     recorder = Recorder(harness)
     harness.add("a", prompt(20), SamplingParams(max_tokens=5))

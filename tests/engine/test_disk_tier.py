@@ -71,7 +71,7 @@ def test_an_evicted_prefix_comes_back(case: str, bits: int | None, tmp_path: Pat
         assert first.token_ids == plain(case, shared)
 
 
-def test_what_failed_does_not_go_to_the_disk(tmp_path: Path) -> None:
+def test_pages_of_a_failed_step_do_not_go_to_the_disk(tmp_path: Path) -> None:
     harness = on_disk(tmp_path, num_pages=9)
     answer(harness, prompt(100))
     kv_manager = harness.loop.scheduler.kv_manager
@@ -84,7 +84,7 @@ def test_what_failed_does_not_go_to_the_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_restart_finds_what_was_cached(case: str, tmp_path: Path) -> None:
+def test_a_restart_finds_cached_prefixes(case: str, tmp_path: Path) -> None:
     shared = prompt(100)
     earlier = on_disk(tmp_path, case)
     answer(earlier, shared)
@@ -145,7 +145,7 @@ def begun_and_ended(folder: Path) -> Harness:
     return harness
 
 
-def test_what_was_fetched_for_a_request_that_went_is_there_for_the_next(tmp_path: Path) -> None:
+def test_pages_fetched_for_an_aborted_request_are_there_for_the_next(tmp_path: Path) -> None:
     harness = begun_and_ended(tmp_path)
     for path in files_in(tmp_path):
         path.unlink()
@@ -325,7 +325,7 @@ programs = st.tuples(
     launch_ahead=st.booleans(),
 )
 @settings(max_examples=int(os.environ.get("MLXINFER_PROGRAMS", "15")))
-def test_each_request_gets_its_own_tokens(
+def test_disk_hits_give_the_tokens_of_the_plain_run(
     case: str,
     bits: int | None,
     runs: list[tuple[list[tuple[int, int, int, int]], Callable[[Path], None] | None, int]],

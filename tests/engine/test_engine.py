@@ -88,7 +88,7 @@ def test_close_ends_everything_and_twice_is_fine(engine: Engine) -> None:
         engine.stats()
 
 
-def test_what_load_raises_comes_out_of_the_constructor() -> None:
+def test_an_error_of_load_is_raised_by_the_constructor() -> None:
     def load():  # type: ignore[no-untyped-def]
         raise InvalidRequestError("no such thing")
 
@@ -120,7 +120,7 @@ def test_ctrl_c_while_a_model_loads_ends_the_engine(monkeypatch: pytest.MonkeyPa
     assert not engine._thread.is_alive()
 
 
-def test_a_fault_in_the_books_does_not_kill_the_engine(engine: Engine) -> None:
+def test_a_scheduler_fault_does_not_kill_the_engine(engine: Engine) -> None:
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
     engine.submit(Request("a", prompt(30), SamplingParams(max_tokens=3000)), events.put)
     events.get(timeout=60)
@@ -155,7 +155,7 @@ class BreakingGrammar(FakeGrammar):
         super().accept(token_id)
 
 
-def test_who_ends_in_the_step_of_a_fault_is_told(engine: Engine) -> None:
+def test_requests_that_end_in_the_step_of_a_fault_get_their_last_event(engine: Engine) -> None:
     """A grammar breaks over a token of the same step in which others get their last one."""
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
     params = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -190,7 +190,7 @@ def test_a_listener_that_raises_ends_its_own_request(
     assert engine.call(lambda: not engine._listeners)
 
 
-def test_a_request_that_ended_just_before_a_fault_is_told(engine: Engine) -> None:
+def test_a_request_that_ended_just_before_a_fault_gets_a_last_event(engine: Engine) -> None:
     """The scheduler knows it no longer, and its last token was lost."""
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
     runner, calls = engine._loop.runner, itertools.count(1)
@@ -212,7 +212,7 @@ def test_a_request_that_ended_just_before_a_fault_is_told(engine: Engine) -> Non
     assert len(tokens(collect(events, 1)["after"])) == 4
 
 
-def test_an_engine_that_cannot_start_afresh_ends_and_says_so(
+def test_an_engine_that_cannot_start_afresh_ends_with_an_error_for_each_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for ever: not who runs, not who comes while it ends, not who comes later."""
@@ -248,7 +248,7 @@ def test_an_engine_that_cannot_start_afresh_ends_and_says_so(
 
 
 @pytest.mark.parametrize("times", range(20))
-def test_whoever_comes_while_it_closes_is_answered(times: int) -> None:
+def test_a_request_submitted_while_the_engine_closes_is_answered(times: int) -> None:
     engine = Engine(lambda: (tiny_model("qwen3-v4", quantized=True), config(num_pages=40)))
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
     accepted = 0
@@ -263,7 +263,9 @@ def test_whoever_comes_while_it_closes_is_answered(times: int) -> None:
     assert len(collect(events, accepted)) == accepted
 
 
-def test_where_no_thread_can_be_had_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_start_is_an_error_of_the_constructor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -272,7 +274,7 @@ def test_where_no_thread_can_be_had_the_error_says_so(monkeypatch: pytest.Monkey
         Engine(lambda: (tiny_model("qwen3-v4"), config()))
 
 
-def test_a_forked_process_is_told_that_it_has_no_engine(engine: Engine) -> None:
+def test_an_engine_raises_in_a_forked_process(engine: Engine) -> None:
     child = os.fork()
     if not child:  # in the child no thread but this one lives on: nothing of pytest may run
         try:
@@ -284,7 +286,7 @@ def test_a_forked_process_is_told_that_it_has_no_engine(engine: Engine) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_forked_process_builds_no_engine_of_its_own(engine: Engine) -> None:
+def test_a_forked_process_cannot_build_an_engine(engine: Engine) -> None:
     """MLX would wait for threads that are not there, also where the engine was closed before."""
     for close in (False, True):
         if close:

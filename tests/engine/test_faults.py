@@ -142,7 +142,7 @@ def test_a_failed_step_fails_its_requests_only(
     assert harness.drain()["after"].token_ids == alone(model, prompt(30), params).token_ids
 
 
-def test_the_loop_starts_afresh_when_its_books_are_wrong() -> None:
+def test_a_scheduler_fault_fails_all_requests_and_the_loop_starts_afresh() -> None:
     harness = Harness(tiny_model(CASE))
     harness.add("a", prompt(20), SamplingParams(max_tokens=12))
     harness.turn(3)
@@ -160,7 +160,7 @@ def refuse(harness: Harness, ids: list[int], **params: object) -> pytest.Excepti
     return caught
 
 
-def test_what_can_never_run_is_refused_at_once() -> None:
+def test_requests_that_can_never_run_are_refused_at_once() -> None:
     harness = Harness(tiny_model(CASE), num_pages=4, max_context=100)
     assert "empty" in str(refuse(harness, []).value)
     assert "from 0 to 95" in str(refuse(harness, [5, 96]).value)
@@ -198,7 +198,7 @@ def test_a_pool_smaller_than_a_window_bounds_the_answer() -> None:
     assert (len(outcome.token_ids), outcome.reason) == (3, FinishReason.LENGTH)
 
 
-def test_what_a_preempted_request_left_itself_is_not_called_cached() -> None:
+def test_tokens_that_a_preempted_request_left_itself_are_not_counted_as_cached() -> None:
     harness = Harness(tiny_model(CASE), num_pages=8, max_batch=2)
     for name, seed in (("a", 1), ("b", 2)):
         harness.add(name, prompt(40, seed), SamplingParams(max_tokens=30))
@@ -287,7 +287,7 @@ def test_where_numbers_end_within_an_answer_the_next_seal_shows_it(launch_ahead:
     assert outcomes["b"].token_ids == alone(model, prompts["b"], params).token_ids
 
 
-def test_what_is_left_in_a_tail_reaches_no_later_owner() -> None:
+def test_nan_in_a_reused_tail_reaches_no_later_owner() -> None:
     """NaN times 0 is NaN: what is masked must be numbers, whoever had the tail before."""
     model = with_a_damaged_token(7)
     fine = without(7, prompt(5))
@@ -307,7 +307,7 @@ def test_what_is_left_in_a_tail_reaches_no_later_owner() -> None:
 @pytest.mark.parametrize("also_launch", [False, True])
 @pytest.mark.parametrize("late", range(4))
 @pytest.mark.parametrize("at", range(1, 7))
-def test_who_was_not_in_the_failed_step_starts_over(at: int, late: int, also_launch: bool) -> None:
+def test_sequences_outside_a_failed_step_start_over(at: int, late: int, also_launch: bool) -> None:
     """Also who was in the step after it, which ran on what it left, or failed itself."""
     model = tiny_model(CASE, quantized=True)
     harness = Harness(model)

@@ -1,4 +1,4 @@
-"""Rows under a grammar share steps with all others, and everybody gets the tokens of the plain run.
+"""Constrained rows share steps with all others, and each request gets the tokens of the plain run.
 
 MLXINFER_PROGRAMS=1000 HYPOTHESIS_SEED=7 pytest tests/engine/test_grammar_rows.py -s
 """
@@ -108,7 +108,7 @@ def play(
 )
 @settings(max_examples=NUM_PROGRAMS)
 @hypothesis.seed(SEED)
-def test_a_program_gives_each_request_its_own_tokens(
+def test_a_batched_program_gives_each_request_the_tokens_of_its_plain_run(
     case: str,
     program: list[Asked],
     spare_pages: int,
@@ -238,7 +238,7 @@ def test_a_dead_end_fails_its_request_only(
     assert outcomes["before"].token_ids == same.token_ids
 
 
-def test_a_grammar_that_breaks_fails_the_step_and_nobody_else() -> None:
+def test_a_grammar_that_raises_fails_its_step_only() -> None:
     class Broken(FakeGrammar):
         @staticmethod
         def fill_masks(grammars: object, rows: object, masks: np.ndarray) -> None:
@@ -255,7 +255,7 @@ def test_a_grammar_that_breaks_fails_the_step_and_nobody_else() -> None:
     assert outcomes["good"].token_ids == plain.token_ids
 
 
-def test_a_grammar_holds_nobody_back() -> None:
+def test_constrained_rows_do_not_delay_the_others() -> None:
     """The forward pass is launched before the grammar has its token; the answers come as fast."""
     harness = Harness(tiny_model(CASE), max_batch=4)
     harness.add("free", prompt(20), SamplingParams(max_tokens=12))

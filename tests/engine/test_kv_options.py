@@ -144,7 +144,7 @@ def test_pages_take_the_bytes_of_their_format(
     assert sum(a.nbytes for p in cache.pools for a in p.arrays()) == cache.bytes_allocated
 
 
-def test_options_that_do_not_suit_a_model_say_why() -> None:
+def test_kv_options_that_a_model_cannot_have_are_refused_with_the_reason() -> None:
     spec = [KVSpec(2, 64, 64)]
     with pytest.raises(InvalidRequestError, match="biases"):
         lay_out(spec, KVOptions(bits=(4, 4)), key_bias=True)

@@ -25,7 +25,7 @@ def ideal_bytes(harness: Harness) -> int:
     return pages * sum(group.page_bytes for group in harness.loop.cache.groups)
 
 
-def test_mixed_lengths_take_what_they_are_long() -> None:
+def test_memory_grows_with_the_lengths_of_mixed_requests() -> None:
     """One request of 8k tokens and seven of 100: within 5 % of the ideal, and no padded row."""
     model = tiny_model("qwen3-v4")
     harness = Harness(model, prefill_chunk=512, max_context=10_000, num_pages=600)

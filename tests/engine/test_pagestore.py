@@ -134,7 +134,7 @@ def test_one_page_is_not_looked_for(bench: Bench) -> None:
         (0, WINDOWED, []),
     ],
 )
-def test_what_is_lost_ends_the_way(
+def test_a_lost_page_ends_the_chain(
     number: int, group: int, expected: list[list[int]], bench: Bench
 ) -> None:
     bench.lose(number, group)
@@ -153,7 +153,7 @@ def test_a_payload_of_another_size_is_a_miss(bench: Bench) -> None:
     assert bench.find() is None
 
 
-def test_what_is_on_the_disk_is_not_spilled_again(bench: Bench) -> None:
+def test_pages_on_the_disk_are_not_spilled_again(bench: Bench) -> None:
     assert [s for page in bench.tree(10).stored() for s in bench.store.spills(page)] == []
     bench.lose(4, WINDOWED)
     [spill] = [s for page in bench.tree(10).stored() for s in bench.store.spills(page)]

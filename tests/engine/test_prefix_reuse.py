@@ -47,7 +47,7 @@ def test_the_answer_is_shared_too() -> None:
     check(prompt(30), prompt(30) + answer + [5, 6, 7], computed=len(answer) - 7 + 3)
 
 
-def test_what_is_shared_makes_way_when_there_is_no_other_room() -> None:
+def test_shared_pages_are_evicted_when_there_is_no_other_room() -> None:
     """One page: a second prompt cannot keep the first one's page and have its own."""
     check([78, 10, 19], [78, 87, 80], computed=3, num_pages=1)
     check(prompt(30), prompt(30)[:20] + prompt(5, seed=1), computed=5, num_pages=3)
@@ -86,7 +86,7 @@ def test_prompt_logits_come_once_though_it_was_preempted() -> None:
     assert sum(len(rows) for rows in harness.drain()["it"].logits) == 50
 
 
-def test_what_goes_on_with_no_prompt_left_keeps_its_tail() -> None:
+def test_a_prefix_hit_that_leaves_no_page_to_compute_keeps_its_tail() -> None:
     """All of a page's share goes to another's prompt: it begins as one that decodes."""
     harness = Harness(tiny_model("qwen3-v4", quantized=True), prefill_chunk=2 * PAGE)
     queues = harness.loop.scheduler.queues
@@ -146,7 +146,7 @@ def test_a_windowed_answer_can_be_cut_before_its_last_window(case: str, cut: int
     assert len(kept) - PAGE <= cached <= len(kept)
 
 
-def test_who_follows_in_a_slot_has_a_history_of_its_own() -> None:
+def test_a_reused_slot_starts_with_an_empty_history() -> None:
     """The last token of somebody who left is read when another has his slot."""
     model = tiny_model("qwen3-v4", quantized=True)
     params = SamplingParams(max_tokens=30, ignore_eos=True, frequency_penalty=2.0)
@@ -159,7 +159,7 @@ def test_who_follows_in_a_slot_has_a_history_of_its_own() -> None:
         assert harness.drain()["follows"].token_ids == alone(model, prompt(9), params).token_ids
 
 
-def test_a_beginning_is_kept_for_those_who_have_no_tail_yet() -> None:
+def test_a_partial_page_is_copied_for_sequences_without_a_tail() -> None:
     """Many join at once and share a page's beginning; some wait for a later step's budget."""
     model = tiny_model("qwen3-v4", quantized=True)
     params = SamplingParams(max_tokens=12)

@@ -111,7 +111,7 @@ def run(harness: Harness, program: list[Arrival]) -> None:
 )
 @settings(max_examples=NUM_PROGRAMS)
 @hypothesis.seed(SEED)
-def test_a_program_gives_each_request_its_own_tokens(
+def test_a_batched_program_gives_each_request_the_tokens_of_its_plain_run(
     case: str,
     program: list[Arrival],
     spare_pages: int,

@@ -1,4 +1,4 @@
-"""The scheduler alone, no model, no arrays: whatever is drawn, its books balance."""
+"""The scheduler alone, no model and no arrays: pages, slots and queues balance."""
 
 from collections import Counter
 from dataclasses import replace
@@ -156,7 +156,7 @@ def test_tails_are_sealed_all_at_once() -> None:
     assert second - first >= PAGE  # and barriers are a page apart at least
 
 
-def test_the_youngest_makes_room_and_comes_back() -> None:
+def test_the_youngest_is_preempted_and_resumes() -> None:
     scheduler = build(pages=6, max_batch=2)
     old = scheduler.queues.add(request("old", 8, 12), max_output=12)
     young = scheduler.queues.add(request("young", 8, 12), max_output=12)
@@ -171,7 +171,7 @@ def test_the_youngest_makes_room_and_comes_back() -> None:
     assert_only_cached(scheduler)
 
 
-def test_who_makes_room_before_its_first_step_leaves_nothing_unwritten() -> None:
+def test_preemption_before_the_first_step_seals_no_tail() -> None:
     scheduler = build()
     sequence = scheduler.queues.add(request("a", 6), max_output=8)
     step(scheduler)
@@ -199,7 +199,7 @@ def test_a_token_in_flight_survives_preemption() -> None:
     assert_only_cached(scheduler)
 
 
-def test_nobody_passes_who_waits_for_a_token_in_flight() -> None:
+def test_no_request_overtakes_a_preempted_one_with_a_token_in_flight() -> None:
     scheduler = build(max_batch=1)
     first = scheduler.queues.add(request("first", 8), max_output=8)
     step(scheduler)
@@ -249,7 +249,7 @@ def test_long_prompts_that_wait_are_compared_once(monkeypatch: pytest.MonkeyPatc
     assert compared == 29
 
 
-def test_finished_is_noticed_one_step_late_and_counted_once() -> None:
+def test_tokens_after_the_end_are_discarded_and_not_counted() -> None:
     scheduler = build()
     stopping = Request("a", [1, 2], SamplingParams(max_tokens=9), stop_ids=frozenset({99}))
     sequence = scheduler.queues.add(stopping, max_output=9)
@@ -264,7 +264,7 @@ def test_finished_is_noticed_one_step_late_and_counted_once() -> None:
     assert scheduler.queues.idle
 
 
-def test_min_tokens_holds_back_the_end() -> None:
+def test_min_tokens_delays_the_end_token() -> None:
     scheduler = build()
     params = SamplingParams(max_tokens=9, min_tokens=2)
     scheduler.queues.add(Request("a", [1], params, stop_ids=frozenset({7})), max_output=9)
@@ -280,7 +280,7 @@ def commit_sevens(scheduler: Scheduler) -> CommitResult:
 
 @given(st.data())
 @settings(max_examples=150)
-def test_books_balance_over_random_programs(data: st.DataObject) -> None:
+def test_pages_and_queues_balance_over_random_programs(data: st.DataObject) -> None:
     windows = data.draw(st.sampled_from([(None,), (6,), (None, 6), (None, 1, 20)]))
     chunk = PAGE * data.draw(st.integers(1, 5))
     pages = data.draw(st.integers(12, 30))

@@ -51,7 +51,7 @@ def test_chooses_as_the_reference(row: Row):
 
 
 @given(cases=st.lists(rows(), min_size=2, max_size=8), shift=st.integers(0, 7))
-def test_a_row_gets_in_any_batch_and_slot_what_it_gets_alone(cases: list[Row], shift: int):
+def test_a_row_in_any_batch_and_slot_equals_the_row_alone(cases: list[Row], shift: int):
     slots = [(3 * place + shift) % 11 for place in range(len(cases))]
     assert choose(cases, slots=slots) == [choose([row])[0] for row in cases]
 

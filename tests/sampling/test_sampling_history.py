@@ -66,7 +66,7 @@ def test_ids_are_as_wide_as_the_longest_of_the_histories_asked_for():
     assert as_dicts(history, np.array([0])) == [{}]
 
 
-def test_who_is_followed_may_change_while_the_batch_is_the_same():
+def test_histories_may_begin_and_end_while_the_batch_is_the_same():
     history, slots = TokenHistory(SPARE), np.array([0, 1])
     history.start(0, [], counted=True)
     history.observe(slots, np.array([5, 6]))

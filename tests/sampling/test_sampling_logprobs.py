@@ -13,7 +13,7 @@ def logits() -> np.ndarray:
     return (np.random.default_rng(0).normal(size=(4, VOCAB)) * 3).astype(np.float32)
 
 
-def test_each_row_gets_what_it_asked_for(logits: np.ndarray):
+def test_each_row_gets_as_many_logprobs_as_it_asks_for(logits: np.ndarray):
     tokens = [5, 6, 7, 8]
     asked = logprob_rows([3, 0, 2], [2, 20, 0])
     found = read_logprobs(compute_logprobs(mx.array(logits), mx.array(tokens, mx.int32), asked))
@@ -42,7 +42,7 @@ def test_a_vocabulary_smaller_than_asked_for_and_tokens_that_cannot_be():
     assert found.top[2][1] == -np.inf
 
 
-def test_what_it_says_is_plain_python(logits: np.ndarray):
+def test_logprobs_are_plain_python(logits: np.ndarray):
     arrays = compute_logprobs(mx.array(logits), mx.zeros(4, mx.int32), logprob_rows([1], [1]))
     found = read_logprobs(arrays)[1]
     assert type(found.logprob) is float

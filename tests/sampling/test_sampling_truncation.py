@@ -30,7 +30,7 @@ def weights(x: np.ndarray, *params: SamplingParams) -> np.ndarray:
 
 
 @given(x=logits(), params=DRAWN)
-def test_keeps_what_the_reference_keeps(x: np.ndarray, params: SamplingParams):
+def test_kept_tokens_equal_the_reference(x: np.ndarray, params: SamplingParams):
     settings = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
     cut = SamplingParams(temperature=params.temperature, **settings)
     expected = kept_tokens(Row(cut, x))
@@ -70,7 +70,7 @@ def test_a_set_that_has_exactly_top_p_is_enough():
         assert (weights(x, SamplingParams(temperature=1.0, top_p=0.5, **cut)) > 0).sum() == 1
 
 
-def test_what_rounding_cannot_see_in_the_mass_stays_where_top_p_is_off():
+def test_tokens_below_rounding_stay_where_top_p_is_off():
     x = np.array([0.0, *[-20.0] * 99], np.float32)
     rest = [SamplingParams(temperature=1.0, top_k=80, top_p=p) for p in (1.0, 1 - 1e-12, 0.5)]
     assert (weights(x, *rest) > 0).sum(axis=1).tolist() == [100, 100, 1]
@@ -85,7 +85,7 @@ def test_a_top_p_near_zero_keeps_the_most_probable(top_p: float):
 
 
 @given(x=logits(), params=st.lists(DRAWN, min_size=1, max_size=3))
-def test_halving_ends_where_sorting_the_whole_row_does(x: np.ndarray, params: list[SamplingParams]):
+def test_halving_finds_the_floor_that_sorting_finds(x: np.ndarray, params: list[SamplingParams]):
     found = []
     for width in (8, truncation.SORTED, 10**9):
         with mock.patch.object(truncation, "SORTED", width):

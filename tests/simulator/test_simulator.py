@@ -39,7 +39,7 @@ def run_all(first_seed: int, count: int, *, proposes: bool = False) -> None:
         run(seed, proposes=proposes)
 
 
-def test_random_programs_give_every_request_its_own_tokens() -> None:
+def test_random_programs_give_every_request_the_tokens_of_its_oracle() -> None:
     started_s = time.perf_counter()
     run_all(FIRST_SEED, NUM_SEEDS)
     took_s = time.perf_counter() - started_s
@@ -99,7 +99,7 @@ def without(name: str) -> Callable[[KVManager], CacheWork]:
         (Scheduler, "_seal_tails", nothing),
     ],
 )
-def test_what_is_broken_is_noticed(
+def test_mutants_are_found(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: Callable[..., object]
 ) -> None:
     monkeypatch.setattr(owner, name, broken)

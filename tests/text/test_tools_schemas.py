@@ -51,6 +51,81 @@ def test_a_forced_call_keeps_to_the_whole_schema(name, writer, schema):
     assert not allowed("text", grammar, text_of(name, writer, {"a": "x"}))
 
 
+one_by_one = pytest.mark.parametrize(
+    ("name", "writer"),
+    [
+        pytest.param(name, writer, id=name)
+        for name, writer in SAMPLES
+        if name not in ("hermes", "mistral", "llama", "harmony", "deepseek", "kimi")
+    ],
+)
+A, B = {"a": {"type": "integer"}}, {"b": {"type": "integer"}}
+EITHER = {
+    "of two objects": [
+        {"properties": A, "required": ["a"]},
+        {"properties": B, "required": ["b"]},
+    ],
+    "of two objects elsewhere": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
+}
+
+
+@one_by_one
+@pytest.mark.parametrize("keyword", ["anyOf", "oneOf"])
+@pytest.mark.parametrize("options", EITHER.values(), ids=EITHER)
+def test_a_forced_call_keeps_to_one_of_the_alternatives(name, writer, options, keyword):
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        keyword: options,
+        "$defs": {
+            "A": {"properties": A, "required": ["a"]},
+            "B": {"properties": B, "required": ["b"]},
+        },
+    }
+    grammar = forced(name, schema)
+    for arguments in ({"a": 5}, {"b": 7}, {"b": 7, "n": 1}):
+        ordered = sorted(arguments.items(), key=lambda pair: pair[0] == "n")
+        assert allowed("text", grammar, text_of(name, writer, dict(ordered)))
+    assert not allowed("text", grammar, text_of(name, writer, {}))
+    assert not allowed("text", grammar, text_of(name, writer, {"n": 1}))
+    assert not allowed("text", grammar, text_of(name, writer, {"a": "x"}))
+
+
+@one_by_one
+def test_alternatives_may_differ_in_what_they_require_or_in_one_type(name, writer):
+    schema = {
+        "type": "object",
+        "properties": {**A, **B},
+        "anyOf": [{"required": ["a"]}, {"required": ["b"]}, {"type": "null"}],
+    }
+    grammar = forced(name, schema)
+    for arguments in ({"a": 5}, {"b": 7}, {"a": 5, "b": 7}):
+        assert allowed("text", grammar, text_of(name, writer, arguments))
+    assert not allowed("text", grammar, text_of(name, writer, {}))
+    kinds = [
+        {"properties": {"k": {"const": kind}, "v": {"type": value}}, "required": ["k", "v"]}
+        for kind, value in (("one", "integer"), ("many", "array"))
+    ]
+    grammar = forced(name, {"type": "object", "anyOf": kinds})
+    assert allowed("text", grammar, text_of(name, writer, {"k": "one", "v": 5}))
+    assert allowed("text", grammar, text_of(name, writer, {"k": "many", "v": [5]}))
+    assert not allowed("text", grammar, text_of(name, writer, {"k": "many", "v": 5}))
+
+
+@one_by_one
+def test_alternatives_that_the_schema_refers_to_stay_allowed_inside(name, writer):
+    """One alternative is not the whole document that `#` refers to."""
+    schema = {
+        "type": "object",
+        "anyOf": [
+            {"properties": {"list": {"type": "array", "items": {"$ref": "#"}}}},
+            {"properties": {**A}, "required": ["a"]},
+        ],
+    }
+    arguments = {"list": [{"a": 5}]}
+    assert allowed("text", forced(name, schema), text_of(name, writer, arguments))
+
+
 @every_format
 def test_a_parameter_may_refer_to_anything_in_the_tool(name, writer):
     count = {"type": "integer", "minimum": 1, "maximum": 9}

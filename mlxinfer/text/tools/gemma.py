@@ -144,7 +144,7 @@ class Gemma(ToolFormat):
             head = lark.text(f"{self.begins[0]}call:{tool.name}{{")
             return f"{head} {lark.arguments(tool, pair_of, ',')} {lark.text('}' + self._end)}"
 
-        call = lark.one_of([call_rule(tool) for tool in tools])
+        call = lark.one_of([call_rule(tool) for tool in tools.alternatives()])
         return lark.repeated(call, "", parallel=parallel)
 
 

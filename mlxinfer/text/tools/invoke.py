@@ -83,7 +83,7 @@ class Invoke(ToolFormat):
 
     def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
         """Parameters in the schema's order, required ones first."""
-        call = lark.one_of([self._call_rule(lark, tool) for tool in tools])
+        call = lark.one_of([self._call_rule(lark, tool) for tool in tools.alternatives()])
         calls = lark.repeated(call, "", parallel=parallel)
         return f"{lark.text(self.begins[0] + chr(10))} {calls} {lark.text(self._section_end)}"
 

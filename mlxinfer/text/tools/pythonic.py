@@ -59,7 +59,7 @@ class Pythonic(ToolFormat):
 
     def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
         """A list, between marks if there are any; values are JSON, a near subset of Python."""
-        call = lark.one_of([_call_rule(lark, tool) for tool in tools])
+        call = lark.one_of([_call_rule(lark, tool) for tool in tools.alternatives()])
         calls = lark.repeated(call, ", ", parallel=parallel)
         begin, end = next(iter(self._end_of.items()), ("", ""))
         if self.bare:

@@ -59,7 +59,7 @@ class QwenXml(ToolFormat):
 
     def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
         """Parameters in the schema's order, required ones first."""
-        call = lark.one_of([self._call_rule(lark, tool) for tool in tools])
+        call = lark.one_of([self._call_rule(lark, tool) for tool in tools.alternatives()])
         return lark.repeated(call, "\n", parallel=parallel)
 
     def _call_rule(self, lark: Lark, tool: Tool) -> str:

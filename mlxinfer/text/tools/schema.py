@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 from urllib.parse import unquote
 
@@ -20,6 +21,7 @@ Schema = Mapping[str, Any]
 
 MAX_PLACES = 200  # of a schema that are looked at: it may refer to itself
 ALTERNATIVES = ("anyOf", "oneOf")
+MAX_ALTERNATIVES = 64  # of a tool's root, for each of which its parameters are written out
 LITERALS = ("const", "enum", "default", "examples")  # hold values, and no schemas
 HOME = "#/$defs/tool"  # where a tool's schema is in the document of one of its parameters
 
@@ -129,6 +131,26 @@ def standalone_schema(schema: object, root: Schema) -> Schema:
         ) from None
 
 
+def _allows_object(schema: object) -> bool:
+    types = _mapping(schema).get("type", "object")
+    return schema is not False and (types == "object" or "object" in as_list(types))
+
+
+def _refers_to_root(value: object) -> bool:
+    """Whether a schema holds a reference to its whole document, or into its alternatives."""
+    stack = [value]
+    while stack:
+        place = stack.pop()
+        if isinstance(place, Mapping):
+            target = place.get("$ref")
+            if target == "#" or str(target).startswith(("#/anyOf", "#/oneOf")):
+                return True
+            stack += place.values()
+        elif isinstance(place, (list, tuple)):
+            stack += place
+    return False
+
+
 def _refers(value: object) -> bool:
     if isinstance(value, Mapping):
         return "$ref" in value or any(_refers(inner) for inner in value.values())
@@ -178,6 +200,25 @@ class Tool:
         """The parameters that must be given."""
         return self._flat.required
 
+    def alternatives(self) -> list["Tool"]:
+        """Return this tool once for each alternative of its schema's root, or as it is.
+
+        A call that keeps to one of them keeps to the schema. Alternatives within a property, and
+        those of a schema that refers to its own root, stay as they are.
+        """
+        root = self.parameters
+        options = {k: [o for o in as_list(root.get(k)) if _allows_object(o)] for k in ALTERNATIVES}
+        options = {keyword: found for keyword, found in options.items() if found}
+        count = math.prod(map(len, options.values()))
+        if not options or count > MAX_ALTERNATIVES or _refers_to_root(root):
+            return [self]
+        rest = {key: value for key, value in root.items() if key not in options}
+        shared = as_list(root.get("allOf"))
+        return [
+            replace(self, parameters={**rest, "allOf": [*shared, *chosen]})
+            for chosen in product(*options.values())
+        ]
+
     def types_of(self, parameter: str) -> frozenset[str]:
         """Return the JSON types that a parameter may have; none where the schema has no type."""
         schema = self.properties.get(parameter, self._flat.others)
@@ -214,6 +255,11 @@ class Toolbox:
 
     def __contains__(self, name: str) -> bool:
         return name in self._tools
+
+    def alternatives(self) -> Iterator[Tool]:
+        """Yield each tool once for each alternative of its schema's root."""
+        for tool in self:
+            yield from tool.alternatives()
 
     def get(self, name: str) -> Tool:
         """Return the tool; for an undeclared name one without parameters."""

@@ -1,6 +1,6 @@
 """The files beside the weights: config.json, the index, the tokenizer.
 
-WrittenTensor so that mlx-lm reads them unchanged: formats under `quantization` and, for the hub,
+Written so that mlx-lm reads them unchanged: formats under `quantization` and, for the hub,
 `quantization_config`. mlx-lm reads what transformers 4 wrote and replaces missing keys by defaults
 of its own, so transformers 5's keys are repeated in the old spelling and the family's defaults are
 written out.

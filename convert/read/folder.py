@@ -1,5 +1,6 @@
 """A folder of safetensors as a Source: headers are checked, schemes are chosen."""
 
+import os
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -48,14 +49,16 @@ def open_folder(folder: Path, tokenizer: SideFiles | None = None) -> ReaderSourc
     beside = {name: read_json(folder / name) for name in QUANT_FILES if (folder / name).is_file()}
     digest = blake2b(repr((config, beside)).encode(), digest_size=20)
     for name, stat in stats.items():
-        digest.update(f"{name} {stat.st_size} {stat.st_mtime_ns} {headers[name]}".encode())
+        digest.update(f"{name} {file_state(stat)} {headers[name]}".encode())
+    side_files = exchanged(local_side_files(folder), tokenizer)
+    digest.update(digest_of(side_files))
     return assemble(
         label=str(folder),
         config=config,
         beside=beside,
         arrays=stored_arrays(headers, starts, files),
         files=files,
-        side_files=lambda: exchanged(local_side_files(folder), tokenizer),
+        side_files=lambda: side_files,
         fingerprint=digest.hexdigest(),
         is_here=True,
     )
@@ -125,6 +128,20 @@ def exchanged(
     if tokenizer is None:
         return own
     return {name: own[name] for name in _NOT_THE_TOKENIZERS if name in own} | dict(tokenizer())
+
+
+def file_state(stat: os.stat_result) -> str:
+    """What changes with a file's contents: also the time and place that no program can set."""
+    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+
+
+def digest_of(files: Mapping[str, bytes | Path]) -> bytes:
+    """A digest of names and contents, of side files: small."""
+    digest = blake2b(digest_size=20)
+    for name, content in sorted(files.items()):
+        data = content if isinstance(content, bytes) else content.read_bytes()
+        digest.update(f"{name} {len(data)} ".encode() + data)
+    return digest.digest()
 
 
 def data_start(path: Path) -> int:

@@ -34,6 +34,7 @@ from .folder import (
     SideFiles,
     assemble,
     data_start,
+    digest_of,
     exchanged,
     open_folder,
     stored_arrays,
@@ -166,7 +167,7 @@ def _open_safetensors(files: HubFiles, tokenizer: SideFiles | None) -> ReaderSou
         arrays=stored_arrays(headers, starts, files),
         files=files,
         side_files=lambda: exchanged(_side_files(files), tokenizer),
-        fingerprint=_fingerprint(files, list(headers)),
+        fingerprint=_fingerprint(files, list(headers), tokenizer),
         is_here=False,
     )
 
@@ -221,7 +222,7 @@ def _open_gguf(
         headers=headers,
         files=files,
         side_files=tokenizer,
-        fingerprint=_fingerprint(files, parts),
+        fingerprint=_fingerprint(files, parts, tokenizer),
         read_small=files.small,
     )
 
@@ -259,6 +260,9 @@ def _fits(path: str, pattern: str) -> bool:
     return same_depth and fnmatchcase(path, pattern) and ".." not in path
 
 
-def _fingerprint(files: HubFiles, names: list[str]) -> str:
+def _fingerprint(files: HubFiles, names: list[str], tokenizer: SideFiles | None) -> str:
+    """The commit names all files of a repository; a tokenizer from elsewhere counts beside it."""
     parts = [f"{name} {files.size(name)} {files.remote[name].sha256}" for name in names]
+    if tokenizer is not None:
+        parts.append(digest_of(tokenizer()).hex())
     return f"{files.listing.repo.repo_id} {files.listing.commit} {' '.join(parts)}"

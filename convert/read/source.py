@@ -81,7 +81,8 @@ class Source(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever files of the source change (names, sizes, times, headers)."""
+        """Changes whenever files of the source change: sizes, times and places, headers, metadata,
+        and the contents of tokenizer and config files."""
         ...
 
     @property

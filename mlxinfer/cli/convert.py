@@ -224,7 +224,6 @@ def _convert(
     arrived: Downloads,
     as_json: bool,
 ) -> int:
-    from ..convert.read import open_source
     from ..convert.run import Conversion
 
     full = checks(given) == "full"
@@ -232,7 +231,7 @@ def _convert(
         arrived.watch(progress, sum(info.stored_bytes for info in opened.tensors.values()))
         conversion = Conversion(
             opened, out, options, open_logits if full else None, progress,
-            (lambda: open_source(source).fingerprint) if Path(source).exists() else None,
+            _look_again(source, given["tokenizer"]) if Path(source).exists() else None,
         )  # fmt: skip
         if given["dry_run"]:
             _dry_run(conversion, given, as_json)
@@ -252,6 +251,13 @@ def _convert(
             f"{out / 'report.json'}."
         )
     return _upload(out, given, as_json) if given["upload"] else 0
+
+
+def _look_again(source: str, tokenizer: Path | None) -> Callable[[], str]:
+    """The fingerprint of a local source as it is when this is called."""
+    from ..convert.read import open_source
+
+    return lambda: open_source(source, tokenizer=tokenizer).fingerprint
 
 
 def _dry_run(conversion: "Conversion", given: dict[str, Any], as_json: bool) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from slow_convert import SHARD_BYTES
 
 from mlxinfer.convert.journal import Journal
 from mlxinfer.convert.workplace import Workplace
+from mlxinfer.errors import ConversionError
 
 SCRIPT = str(Path(__file__).parent / "slow_convert.py")
 LASTS_S = 1.2  # about as long as an undisturbed run
@@ -158,3 +160,39 @@ def test_the_journal_speaks_of_what_is_on_the_disk(tmp_path: Path, monkeypatch) 
         assert before[-1] == ("sync", file)
         after = [event for event in events[index:] if event[0] != "line"]
         assert after[0] == ("sync", "journal.jsonl")
+
+
+def swap_a_weight(source: Path) -> None:
+    """Another file of equal size and modification time."""
+    path = source / "model.safetensors"
+    stat, data = path.stat(), bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def swap_a_letter(source: Path) -> None:
+    path = source / "tokenizer.json"
+    stat, text = path.stat(), path.read_text()
+    path.write_text(text.replace('"!":0', '"!":1').replace('"!": 0', '"!": 1'))
+    assert path.read_text() != text
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", [swap_a_weight, swap_a_letter])
+def test_source_changed_between_kill_and_resume_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]
+) -> None:
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr("mlxinfer.convert.run.write_shard", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, out)
+    change(source)
+    with pytest.raises(ConversionError, match="source has changed"):
+        convert(source, out, run={"resume": True})
+    assert not out.exists()
+
+
+def interrupt(*args: object) -> None:
+    raise KeyboardInterrupt

@@ -162,6 +162,29 @@ def test_fingerprints_follow_the_file(tmp_path: Path) -> None:
     assert open_source(tmp_path / "model.gguf").fingerprint != first
 
 
+def test_fingerprints_follow_metadata_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where size and times say nothing."""
+    monkeypatch.setattr("mlxinfer.convert.read.gguf.source.file_state", lambda stat: "")
+    first = opened(tmp_path, "qwen3-v4").fingerprint
+    data = bytearray((tmp_path / "model.gguf").read_bytes())
+    at = data.index(b"qwen3.rope.freq_base") + len(b"qwen3.rope.freq_base") + 4
+    data[at] ^= 1
+    (tmp_path / "model.gguf").write_bytes(data)
+    assert open_source(tmp_path / "model.gguf").fingerprint != first
+
+
+def test_fingerprints_follow_a_tokenizer_from_elsewhere(tmp_path: Path) -> None:
+    opened(tmp_path, "qwen3-v4")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tokenizer.json").write_text("{}")
+    first = open_source(tmp_path / "model.gguf", tokenizer=tmp_path / "other").fingerprint
+    (tmp_path / "other" / "tokenizer.json").write_text("[]")
+    again = open_source(tmp_path / "model.gguf", tokenizer=tmp_path / "other").fingerprint
+    assert again != first
+
+
 def test_unknown_architectures_and_tensors_are_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     for arch, tensor, message in (

@@ -10,6 +10,7 @@ from typing import Any
 from ....errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from ....models.jsonfields import Fields
 from ..base import DroppableFiles, LocalFiles, ReaderSource
+from ..folder import digest_of, file_state
 from ..stored import FLOATS, Array, StoredArray
 from .config import make_config
 from .header import GGUFHeader, TensorEntry, read_growing
@@ -45,10 +46,10 @@ def open_gguf(path: Path, side_files: SideFiles | None = None) -> ReaderSource:
     headers: dict[str, GGUFHeader] = {}
     sizes: dict[str, int] = {}
     for name in names:
-        headers[name], sizes[name] = _read_local(path.parent / name)
-        modified = (path.parent / name).stat().st_mtime_ns
-        digest.update(f"{name} {sizes[name]} {modified} {headers[name].tensors}".encode())
-        digest.update(repr(sorted(headers[name].metadata)).encode())
+        headers[name], sizes[name], raw = _read_local(path.parent / name)
+        digest.update(f"{name} {file_state((path.parent / name).stat())} ".encode() + raw)
+    if side_files is not None:
+        digest.update(digest_of(side_files()))
     return assemble_gguf(
         label=str(path),
         headers=headers,
@@ -143,14 +144,16 @@ def _place(
     return GGUFTensor(name, _stored(*entry, files), found.shape, found.type, heads, offset)
 
 
-def _read_local(path: Path) -> tuple[GGUFHeader, int]:
+def _read_local(path: Path) -> tuple[GGUFHeader, int, bytes]:
+    """The header, the size of the file, and a digest of the bytes in front of the data."""
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
             if not size:
                 raise CheckpointError(f"{path} is empty.")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                return read_growing(lambda count: memoryview(mapped[:count]), size, str(path)), size
+                header = read_growing(lambda count: memoryview(mapped[:count]), size, str(path))
+                return header, size, blake2b(mapped[: header.data_start]).digest()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
 

@@ -42,6 +42,16 @@ class OutputTensor:
         return self.name.removesuffix(".weight")
 
     @property
+    def quantised(self) -> bool:
+        """Whether the source holds codes, not plain floats."""
+        return self.lossless is not None or self.stored not in ("bf16", "f16", "f32")
+
+    @property
+    def stored_bits(self) -> float:
+        """Bits per weight in the source, with scales and the like."""
+        return self.stored_bytes * 8 / max(1, self.num_weights)
+
+    @property
     def num_weights(self) -> int:
         """How many numbers."""
         return prod(self.shape)

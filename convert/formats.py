@@ -107,6 +107,22 @@ def raised(form: MLXFormat, path: str) -> MLXFormat:
     return form if form.bits >= least else affine(least)
 
 
+def kept_format(output: OutputTensor) -> MLXFormat | None:
+    """The format that keeps a quantised tensor: the source's own, or a close one.
+
+    Formats that MLX does not have (GGUF's K- and IQ-quants with groups of 16 or a codebook, FP8
+    with float scales, NVFP4 with a global scale, act-order) are quantised anew, in groups of 32: to
+    6 bits where the source has fewer than 4 bits a weight, else to 8. The error of that is small
+    beside the one that is in the source already. None: no group fits, so the values stay dense.
+    """
+    if output.lossless is not None:
+        return output.lossless
+    if not quantisable(output):
+        return None
+    near = affine(6 if output.stored_bits < 4 else 8, 32)
+    return fitting(raised(near, output.path), output.shape)
+
+
 def fitting(form: MLXFormat, shape: tuple[int, ...]) -> MLXFormat | None:
     """`form`, or the same bits in smaller groups where these do not fill a row; None: neither."""
     if fits(form, shape):

@@ -4,7 +4,8 @@
 mixed                           4 bits; 6 where errors cost most (as llama.cpp's Q4_K_M)
 bf16, fp16, fp32                nothing quantised
 dense                           nothing quantised, each number in the dtype that it has
-keep                            what is quantised stays so, bit for bit; the rest as it is
+keep                            what is quantised stays so, bit for bit, or where MLX has no such
+                                format in one that is close (formats.py); the rest as it is
 """
 
 import hashlib
@@ -21,6 +22,7 @@ from .formats import (
     GROUP,
     GROUPS,
     affine,
+    kept_format,
     matches,
     parse_format,
     quantisable,
@@ -60,12 +62,16 @@ class Recipe:
         given = self.given(output)
         if given is not None:
             return given.form
-        if self.keep and output.lossless is not None:
-            return output.lossless
+        if self.keep and output.quantised:
+            return kept_format(output)
         if self.base is None or not quantisable(output):
             return None
         form = self._mixed(output.path, num_layers) if self.mixed else self.base
         return raised(form, output.path)
+
+    def fixes(self, output: OutputTensor) -> bool:
+        """Whether a target size leaves the format of this tensor alone."""
+        return self.given(output) is not None or (self.keep and output.quantised)
 
     def given(self, output: OutputTensor) -> Override | None:
         """The last exception that names this tensor."""
@@ -102,7 +108,7 @@ def make_recipe(
         group_size: of affine formats that do not state one.
         dtype: of what is not quantised: bfloat16, float16, float32; None: as it is.
         overrides: "PATTERN=FORMAT"; of several that match, the last counts.
-        keep_format: leave alone what the source has in a format of MLX's, or an equal one.
+        keep_format: keep what the source has quantised, as `keep` does; the rest as `name` says.
 
     Raises:
         InvalidRequestError: an unknown recipe, format or dtype, or a group size for nothing.

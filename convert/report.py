@@ -13,7 +13,7 @@ from ..memory import human_bytes
 from ..models.jsonfields import read_json
 from .calibration.logits import LogitCheck
 from .files import write_file
-from .plan import ConversionPlan
+from .plan import ConversionPlan, PlannedTensor
 from .plots import BITS, ERRORS, available, plot_tensors
 from .read import Source
 
@@ -29,9 +29,11 @@ class ConversionReport:
     num_bytes: int
     num_weights: int
     tensors: list[dict[str, Any]]  # CheckedTensor.as_dict()
+    by_source: list[dict[str, Any]]  # what each storage type of the source became
     compared: bool = True  # False: errors are those of a sample, as writing found them
     notes: list[str] = field(default_factory=list)
     logits: list[LogitCheck] = field(default_factory=list)
+    loads: bool = True  # False: it has a tokenizer that cannot be loaded here
 
     @property
     def passed(self) -> bool:
@@ -60,6 +62,7 @@ class ConversionReport:
             "passed": self.passed,
             "tensors_compared": self.compared,
             "counts": self.counts,
+            "by_source": self.by_source,
             "notes": self.notes,
             "logits": [asdict(check) | {"passed": check.passed} for check in self.logits],
             "tensors": self.tensors,
@@ -78,9 +81,41 @@ def make_report(
         num_bytes=plan.num_bytes,
         num_weights=plan.num_weights,
         tensors=tensors,
+        by_source=by_source(plan, tensors),
         compared=compared,
         notes=list(source.notes),
     )
+
+
+def by_source(plan: ConversionPlan, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each type in the source and format in the output: bits before and after, and the error.
+
+    Args:
+        entries: CheckedTensor.as_dict() of the plan's tensors.
+
+    Returns:
+        Rows with `stored`, `format`, `count`, `source_bits` and `bits` per weight, and `relative`,
+        the root mean square of the tensors' relative errors, each weighted by its size.
+    """
+    groups: dict[tuple[str, str], list[PlannedTensor]] = {}
+    for tensor in plan.tensors:
+        groups.setdefault((tensor.output.stored, tensor.format), []).append(tensor)
+    relative = {entry["name"]: entry["relative"] for entry in entries}
+    rows = []
+    for (stored, form), tensors in groups.items():
+        weights = sum(t.output.num_weights for t in tensors)
+        squares = sum(t.output.num_weights * relative[t.output.name] ** 2 for t in tensors)
+        rows.append(
+            {
+                "stored": stored,
+                "source_bits": round(sum(t.output.stored_bytes for t in tensors) * 8 / weights, 3),
+                "format": form,
+                "bits": round(sum(t.num_bytes for t in tensors) * 8 / weights, 3),
+                "count": len(tensors),
+                "relative": float(f"{(squares / weights) ** 0.5:.4g}"),
+            }
+        )
+    return rows
 
 
 def read_report(folder: Path) -> dict[str, Any]:
@@ -155,6 +190,16 @@ def _body(report: ConversionReport) -> list[str]:
         "| tensors | |",
         "|---|---|",
         *(f"| {status} | {count} |" for status, count in report.counts.items()),
+        "",
+    ]
+    lines += [
+        "| in the source | bits | here | bits | tensors | relative error |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {r['stored']} | {r['source_bits']:.2f} | {r['format']} | {r['bits']:.2f} "
+            f"| {r['count']} | {r['relative']:.4f} |"
+            for r in report.by_source
+        ),
         "",
     ]
     if report.logits:

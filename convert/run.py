@@ -10,16 +10,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConversionError, InvalidRequestError
+from ..errors import ConversionError, InvalidRequestError, UnsupportedModelError
 from ..memory import human_bytes
+from ..models.config import normalise
+from ..models.jsonfields import read_json
 from ..text import Tokenizer
-from . import budget as estimate
+from . import budget
 from .arrange import ArrangedSource, arrange
-from .budget import MemoryBudget
-from .calibration import measure as kept
 from .calibration.allocation import allocate, choices, least_bytes
 from .calibration.logits import LogitsOf, compare_logits, limit_for
-from .calibration.measure import CalibrationPass, Measurements
+from .calibration.measure import CalibrationPass, Measurements, load_measurements, save_measurements
 from .calibration.texts import Texts, make_texts
 from .files import partial_path, write_file
 from .journal import Journal
@@ -98,7 +98,7 @@ class Conversion:
 
     def disk_bytes(self) -> int:
         """What is written while it works and afterwards, about."""
-        return estimate.disk_bytes(
+        return budget.disk_bytes(
             self.arranged,
             self.plan(),
             self.options,
@@ -108,7 +108,7 @@ class Conversion:
 
     def peak_bytes(self) -> int:
         """The memory that is needed at most, about."""
-        return estimate.peak_bytes(
+        return budget.peak_bytes(
             self.arranged, self.plan(), self.options, comparing=self._comparing
         )
 
@@ -154,6 +154,7 @@ class Conversion:
             {"source": self.source.fingerprint, **identity(self.options, comparing=self._comparing)}
         )
         write_side_files(place.model, self.source)
+        unloadable = self._check_side_files(place)
         texts, found = self._measure(place)
         plan = self.plan(self._formats(found))
         check_same_plan(place, plan)
@@ -166,6 +167,9 @@ class Conversion:
         report = make_report(self.source, plan, tensors, compared=self.options.check_tensors)
         if not has_tokenizer(self.source.side_files()):
             report.notes.append(NO_TOKENIZER)
+        if unloadable is not None:
+            report.loads = False
+            report.notes.append(unloadable)
         if anew := plan.quantised_anew:
             formats = ", ".join(dict.fromkeys(tensor.output.stored for tensor in anew))
             report.notes.append(
@@ -181,6 +185,24 @@ class Conversion:
         place.publish()
         return report
 
+    def _check_side_files(self, place: Workplace) -> str | None:
+        """Load what loading the output will load, before hours of work.
+
+        Returns:
+            Why the tokenizer cannot be loaded here, where it is not broken.
+
+        Raises:
+            CheckpointError: the tokenizer or generation_config.json is broken.
+        """
+        normalise(self.source.config, _generation_config(place.model))
+        if not has_tokenizer(self.source.side_files()):
+            return None
+        try:
+            Tokenizer.from_folder(place.model)
+        except UnsupportedModelError as error:
+            return str(error)
+        return None
+
     def _measure(self, place: Workplace) -> tuple[Texts | None, Measurements]:
         """The pass over the model, unless nothing needs it or an earlier run has done it."""
         options = self.options
@@ -189,7 +211,7 @@ class Conversion:
         texts = self._texts(place)
         references = place.references if self._comparing else ()
         if place.measured.exists():
-            return texts, kept.load(place.measured, self.arranged)
+            return texts, load_measurements(place.measured, self.arranged)
         state = CalibrationPass(
             self.arranged,
             texts,
@@ -204,7 +226,7 @@ class Conversion:
             state.close()
         if options.calibration is None:
             found.importance = {}
-        kept.save(place.measured, found)
+        save_measurements(place.measured, found)
         return texts, found
 
     def _texts(self, place: Workplace) -> Texts:
@@ -237,12 +259,12 @@ class Conversion:
     def _write(
         self, place: Workplace, plan: ConversionPlan, journal: Journal, found: Measurements
     ) -> None:
-        budget = MemoryBudget.of(self.options.max_memory)
+        memory = budget.MemoryBudget.of(self.options.max_memory)
         done = sum(t.output.num_weights for t in plan.tensors if t.output.name in journal.tensors)
         written = WriteProgress(self.progress, plan.num_weights, done)
         writer = TensorWriter(
             self.arranged,
-            budget,
+            memory,
             self.options.searched,
             found.importance,
             written.add,
@@ -258,7 +280,7 @@ class Conversion:
                 if name not in journal.shards:
                     if not path.exists():
                         write_shard(path, tensors, writer, journal)
-                    journal.add_shard(name, self._entries(path, tensors, journal, budget.block))
+                    journal.add_shard(name, self._entries(path, tensors, journal, memory.block))
                 self.source.forget(s for t in tensors for s in t.output.sources)
 
     def _entries(
@@ -272,7 +294,7 @@ class Conversion:
 
     def _compare(self, place: Workplace, plan: ConversionPlan, texts: Texts) -> list[Any]:
         assert self.open_model is not None
-        limit = self.options.max_kl or limit_for(plan.bits_per_weight)
+        limit = self.options.max_kl or limit_of(plan)
         pairs = list(zip((texts.short, texts.long), place.references, strict=True))
         with self.open_model(place.model) as logits_of:
             found = []
@@ -280,6 +302,20 @@ class Conversion:
                 found.append(compare_logits(sequences, reference, logits_of, limit))
                 self.progress("logits", number, len(pairs))
         return found
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    path = folder / "generation_config.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def limit_of(plan: ConversionPlan) -> float:
+    """The limit of the mean divergence, in nats, by the bits of the output.
+
+    Where formats are kept, the bits of the source count too: nothing is to be lost then.
+    """
+    bits = plan.bits_per_weight
+    return limit_for(max(bits, plan.source_bits_per_weight) if plan.recipe.keep else bits)
 
 
 def check_same_plan(place: Workplace, plan: ConversionPlan) -> None:

@@ -102,10 +102,7 @@ class TensorWriter:
             packed = self.arranged.source.read_packed(name)
             parts = [packed.weight, packed.scales]
             if packed.biases is not None:
-                rounded = (a.astype(mx_dtype(tensor.dtype)) for a in (packed.scales, packed.biases))
-                parts = [packed.weight, *rounded]
-                for part in parts[1:]:
-                    _check_fits(widen(as_numpy(part), tensor.dtype), tensor)
+                parts = [packed.weight, *_rounded_scales(packed.scales, packed.biases, tensor)]
             target.take([as_numpy(part) for part in parts], ErrorStats())
             self.wrote(tensor.output.num_weights // len(tensor.output.sources))
 
@@ -120,6 +117,27 @@ def _quantised(
     for part in (rows.scales, rows.biases):
         _check_fits(widen(part, tensor.dtype), tensor)
     return [rows.weight, rows.scales, rows.biases], error
+
+
+def _rounded_scales(scales: mx.array, biases: mx.array, tensor: PlannedTensor) -> list[mx.array]:
+    """Scales and biases of copied codes in the dtype of the plan.
+
+    Raises:
+        CheckpointError: that dtype does not hold them: they overflow, or are too small for it.
+    """
+    largest = mx.abs(scales).max()
+    rounded = []
+    for part in (scales, biases):
+        found = part.astype(mx_dtype(tensor.dtype))
+        lost = mx.abs(found.astype(mx.float32) - part.astype(mx.float32))
+        allowed = mx.maximum(mx.abs(part) * SCALE_LOSS, largest * SCALE_LOSS / 16)
+        if not mx.all(lost <= allowed).item():
+            raise CheckpointError(
+                f"{tensor.output.name} has scales that {tensor.dtype} does not hold; quantise it "
+                f"anew with --set {tensor.output.path}={tensor.format}."
+            )
+        rounded.append(found)
+    return rounded
 
 
 def _check_fits(values: Floats, tensor: PlannedTensor) -> None:
@@ -173,6 +191,7 @@ def little_cached() -> Iterator[None]:
         mx.set_cache_limit(before)
 
 
+SCALE_LOSS = 2.0**-8  # relative: what bfloat16 would lose of the scale of copied codes
 CHECKPOINT_BYTES = 128 << 20  # written between two lines of the journal
 CHECKPOINT_S = 5.0
 

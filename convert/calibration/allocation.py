@@ -96,8 +96,7 @@ def units_of(arranged: ArrangedSource, recipe: Recipe) -> list[MeasuredUnit]:
     """
     groups: dict[str, list[OutputTensor]] = {}
     for output in arranged.outputs:
-        fixed = recipe.given(output) is not None or (recipe.keep and output.lossless is not None)
-        if fixed or not quantisable(output) or ROUTERS.search(output.path):
+        if recipe.fixes(output) or not quantisable(output) or ROUTERS.search(output.path):
             continue
         key = re.sub(r"\b(gate|up)_proj$", "gate_up_proj", output.path)
         groups.setdefault(key, []).append(output)

@@ -217,7 +217,7 @@ _UNITS = "units"
 _BROKEN = (ValueError, KeyError, TypeError, AttributeError, EOFError, BadZipFile, zlib.error)
 
 
-def save(path: Path, found: Measurements) -> None:
+def save_measurements(path: Path, found: Measurements) -> None:
     """All of it in one .npz file, which is there whole or not at all."""
     units = [
         {
@@ -238,8 +238,8 @@ def save(path: Path, found: Measurements) -> None:
     os.replace(partial, path)
 
 
-def load(path: Path, arranged: ArrangedSource) -> Measurements:
-    """What save() kept.
+def load_measurements(path: Path, arranged: ArrangedSource) -> Measurements:
+    """What save_measurements() kept.
 
     Raises:
         ConversionError: it is damaged.

@@ -42,7 +42,8 @@ FORMAT_OPTIONS = (
                  help="An exception, such as lm_head=8bit or 'layers.0=dense'; repeatable."),
     click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]),
                  help="Of what is not quantised.  [default: as it is]"),
-    click.option("--keep-format", is_flag=True, help="What the source has quantised stays so."),
+    click.option("--keep-format", is_flag=True, help="What the source has quantised stays so, or "
+                 "close to it; the rest as --recipe says.  [default then: keep]"),
     click.option("--target-bpw", type=Above(1, 32), metavar="X",
                  help="Bits per weight to stay below: formats are chosen by what each costs, as "
                  "measured."),
@@ -110,7 +111,7 @@ def _shape(given: dict[str, Any]) -> "ConversionOptions":
     text, check_text = _texts(given)
     group, size, memory = given["group_size"], given["target_size"], given["max_memory"]
     recipe = make_recipe(
-        given["recipe"] or f"{given['bits'] or 4}bit",
+        _recipe_name(given),
         group_size=None if group is None else int(group),
         dtype=given["dtype"],
         overrides=given["overrides"],
@@ -129,6 +130,13 @@ def _shape(given: dict[str, Any]) -> "ConversionOptions":
         figures=not given["fast"],
         shard_bytes=parse_bytes(given["shard_size"]),
     )
+
+
+def _recipe_name(given: dict[str, Any]) -> str:
+    """The recipe that was asked for; --keep-format alone quantises nothing that is not."""
+    if given["recipe"] or given["bits"]:
+        return str(given["recipe"] or f"{given['bits']}bit")
+    return "keep" if given["keep_format"] else "4bit"
 
 
 def _texts(given: dict[str, Any]) -> tuple[str | None, str | None]:

@@ -105,6 +105,12 @@ def show_report(report: "ConversionReport", out: str) -> None:
         f"{out}: {human_bytes(report.num_bytes)}, {report.bits_per_weight:.3f} bits per weight; "
         + ", ".join(f"{count} {status}" for status, count in report.counts.items())
     )
+    for row in report.by_source:
+        error = f"relative error {row['relative']:.4f}" if row["relative"] else "exact"
+        click.echo(
+            f"{row['stored']} ({row['source_bits']:.2f} bits) -> {row['format']} "
+            f"({row['bits']:.2f} bits): {row['count']} tensors, {error}"
+        )
     worst = report.worst
     if worst is not None and worst["relative"] > 0:
         click.echo(f"largest relative error {worst['relative']:.4f}, {worst['name']}")
@@ -116,7 +122,7 @@ def show_report(report: "ConversionReport", out: str) -> None:
         )
     for line in report.notes:
         click.echo(line)
-    if report.passed and any(Path(out).glob("tokenizer.*")):
+    if report.passed and report.loads and any(Path(out).glob("tokenizer.*")):
         name = f"./{out}" if is_bundled(str(out)) else out  # the bundled one comes first
         click.echo(f'try it: mlxinfer run -m {name} "Hello"')
 

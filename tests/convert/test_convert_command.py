@@ -10,8 +10,10 @@ import pytest
 from convert_cases import TEXT, contents, write_source
 from upload_standin import UploadHub, upload_hub
 
+from mlxinfer import LLM
 from mlxinfer.cli import _convert_options, convert, main
 from mlxinfer.convert import formats
+from mlxinfer.errors import MlxinferError
 
 PLAIN = ("--calibration", "none", "--check", "tensors")
 Outcome = Callable[..., SimpleNamespace]
@@ -96,6 +98,50 @@ def test_everything_at_once(source: Path, tmp_path: Path, outcome: Outcome) -> N
     broken = outcome(source, tmp_path / "out", "--check-only")
     assert broken.code == 1
     assert "damaged" in broken.err
+
+
+def test_keep_format_alone_quantises_nothing(
+    source: Path, tmp_path: Path, outcome: Outcome
+) -> None:
+    for options, format_of_matrix in (
+        ((), "bfloat16"),
+        (("--bits", 8, "--group-size", 32), "8bit-g32"),
+        (("--recipe", "mxfp4"), "mxfp4"),
+    ):
+        seen = outcome(source, tmp_path / "out", "--keep-format", *options, "--dry-run", "--json")
+        formats = {t["format"] for t in json.loads(seen.out)["tensors"] if "q_proj" in t["name"]}
+        assert formats == {format_of_matrix}
+
+
+def test_the_summary_says_what_each_type_became(
+    source: Path, tmp_path: Path, outcome: Outcome
+) -> None:
+    seen = outcome(source, tmp_path / "out", "--recipe", "8bit-g32", "--fast")
+    assert "bf16 (16.00 bits) -> bfloat16 (16.00 bits): " in seen.out
+    assert "bf16 (16.00 bits) -> 8bit-g32 (9.00 bits): " in seen.out
+    assert ", exact\n" in seen.out
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("tokenizer.json", "{", "tokenizer.json"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json"),
+        ("generation_config.json", "{", "generation_config.json"),
+        ("generation_config.json", '{"eos_token_id": "no"}', "eos_token_id"),
+    ],
+)
+def test_fast_refuses_what_could_not_be_loaded(
+    source: Path, tmp_path: Path, outcome: Outcome, name: str, content: str, words: str
+) -> None:
+    (source / name).write_text(content)
+    with pytest.raises(MlxinferError):
+        LLM(str(source))
+    seen = outcome(source, tmp_path / "out", "--fast")
+    assert seen.code == 1
+    assert "try it" not in seen.out
+    assert words in seen.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_target_is_met(source: Path, tmp_path: Path, outcome: Outcome) -> None:

@@ -11,12 +11,14 @@ from convert_cases import TEXT, convert, write_source
 from models.dense_kv import DenseCache
 from models.random_weights import tiny_tensors
 from models.tiny import tiny_config
-from oracles.gguf_files import write_model
+from oracles.gguf_files import as_llama_cpp, write_model
 
 from mlxinfer.convert.arrange import arrange
+from mlxinfer.convert.calibration.logits import limit_for
+from mlxinfer.convert.plan import make_plan
 from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import ConversionOptions, make_recipe
-from mlxinfer.convert.run import Conversion
+from mlxinfer.convert.run import Conversion, limit_of
 from mlxinfer.convert.verify import ShardReader, check_folder
 from mlxinfer.errors import ConversionError
 from mlxinfer.models import load
@@ -61,6 +63,60 @@ def test_gguf_codes_are_kept_and_norms_do_not_widen_the_model(tmp_path: Path) ->
     assert plain.bits_per_weight == 32
     expected = logits(tmp_path / "plain")
     assert np.abs(logits(tmp_path / "out") - expected).max() < 5e-3 * max(1, expected.std())
+
+
+KEPT = {  # type in the source: format in the output, bits in the source
+    Kind.F16: ("float16", 16),
+    Kind.BF16: ("bfloat16", 16),
+    Kind.Q6_K: ("8bit-g32", 6.5625),
+    Kind.IQ4_NL: ("8bit-g32", 4.5),
+    Kind.IQ4_XS: ("8bit-g32", 4.25),
+    Kind.Q4_K: ("4bit-g32", 4.5),
+    Kind.Q5_K: ("5bit-g32", 5.5),
+    Kind.Q8_0: ("8bit-g32", 8.5),
+    Kind.Q3_K: ("6bit-g32", 3.4375),
+    Kind.Q2_K: ("6bit-g32", 2.625),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.name)
+def test_keeping_formats_loses_next_to_nothing(tmp_path: Path, kind: Kind) -> None:
+    """Where MLX has no such format the next better one is taken, and what is dense stays dense."""
+    changes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    config = {**tiny_config("qwen3-v4"), **changes, "tie_word_embeddings": False}
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:1]
+    matrices = ["blk.0.attn_q.weight", "blk.0.ffn_up.weight", "blk.0.ffn_gate.weight"]
+    write_model(
+        tmp_path / "m.gguf", config, tiny_tensors(config), kinds=dict.fromkeys(matrices, kind)
+    )
+    options = ConversionOptions(recipe=make_recipe("keep"))
+    report = Conversion(open_source(tmp_path / "m.gguf"), tmp_path / "out", options).run()
+    form, bits = KEPT[kind]
+    stored = kind.name.lower() if kind in (Kind.F16, Kind.BF16) else kind.name
+    [row] = [row for row in report.by_source if row["stored"] == stored]
+    assert (row["format"], row["count"]) == (form, len(matrices))
+    assert row["source_bits"] == pytest.approx(bits, abs=1e-3)
+    assert row["relative"] < (0.02 if row["bits"] < 8 else 0.006)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(Kind.BF16, "bfloat16"), (Kind.F16, "float16")])
+def test_float32_norms_of_a_gguf_become_what_its_matrices_are(
+    tmp_path: Path, kind: Kind, dtype: str
+) -> None:
+    config = {**tiny_config("qwen3-v4"), "tie_word_embeddings": False}
+    names = [n for n, v in as_llama_cpp(config, tiny_tensors(config)).items() if v.ndim == 2]
+    source = write_gguf(tmp_path / "m.gguf", dict.fromkeys(names, kind))
+    report = convert(source, tmp_path / "out", "keep")
+    assert {tensor["format"] for tensor in report.tensors} == {dtype}
+
+
+def test_a_divergence_is_judged_by_the_bits_of_the_source(tmp_path: Path) -> None:
+    arranged = arrange(open_source(write_source(tmp_path / "m")))
+    kept = make_plan(arranged, make_recipe("4bit-g32", keep_format=True))
+    assert kept.bits_per_weight < 6
+    assert limit_of(kept) == limit_for(16)
+    assert limit_of(make_plan(arranged, make_recipe("4bit-g32"))) == limit_for(kept.bits_per_weight)
 
 
 def test_without_a_tokenizer_it_is_said_what_to_do(tmp_path: Path) -> None:

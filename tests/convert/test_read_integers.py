@@ -1,6 +1,7 @@
 """AWQ, GPTQ and compressed-tensors' integers: values and MLX codes against plain packings."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +18,13 @@ from oracles.integers import (
     pack_padded,
 )
 
+from mlxinfer.convert.arrange import OutputTensor
+from mlxinfer.convert.budget import MemoryBudget
+from mlxinfer.convert.files import ShardFile
+from mlxinfer.convert.plan import PlannedTensor
 from mlxinfer.convert.read import Packed, Source, TensorInfo, open_source
+from mlxinfer.convert.verify import ShardReader
+from mlxinfer.convert.write import TensorWriter
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
 
 PATH = "model.layers.0.self_attn.q_proj"
@@ -266,7 +273,8 @@ def test_pack_quantized(tmp_path: Path, bits: int, zero_points: bool) -> None:
     assert (info.lossless is None) == (bits == 7)
     if info.lossless is not None:
         packed = source.read_packed(NAME)
-        assert packed.scales.dtype == (mx.float32 if zero_points else mx.bfloat16)
+        exact = mx.float16 if bits < 4 else mx.float32  # -zero * scale, of bfloat16 scales
+        assert packed.scales.dtype == (exact if zero_points else mx.bfloat16)
         assert np.array_equal(dequantised(packed, info), expected)
 
 
@@ -399,3 +407,49 @@ def test_compressed_zeros_are_refused(tmp_path: Path) -> None:
     sparse = compressed(4, 64, sparsity_config={"format": "sparse-24-bitmask"})
     with pytest.raises(UnsupportedModelError, match="zeros"):
         opened(tmp_path, leaves, sparse)
+
+
+def asymmetric(folder: Path, scales: np.ndarray) -> Source:
+    """8-bit codes with zero points and bfloat16 scales, as the last matrix of a tiny model."""
+    codes, zeros, _ = numbers(8, 64)
+    leaves = {
+        "weight_packed": i32(pack_columns(codes.T, 8)),
+        "weight_scale": bf16(scales.T.astype(np.float32)),
+        "weight_zero_point": i32(pack_columns(zeros, 8).T),
+    }
+    config = compressed(8, 64, format="pack-quantized")
+    config["config_groups"]["group_0"]["weights"]["symmetric"] = False
+    return opened(folder, leaves, config)
+
+
+def written(folder: Path, source: Source) -> np.ndarray:
+    """The matrix after it was copied to a file and read again, (OUT, IN)."""
+    info = source.tensors[NAME]
+    output = OutputTensor(NAME, (NAME,), info.shape, info.dtype, info.stored, info.stored_bytes,
+                          info.lossless, info.scales_dtype)  # fmt: skip
+    arranged = SimpleNamespace(source=source)
+    tensor = PlannedTensor(output, info.lossless, info.scales_dtype, packed=True)
+    writer = TensorWriter(arranged, MemoryBudget.of(None), False, {})  # type: ignore[arg-type]
+    try:
+        with ShardFile(folder / "out.safetensors", tensor.arrays) as file:
+            writer.write(tensor, file)
+            file.finish()
+    finally:
+        writer.close()
+    rows = slice(0, OUT)
+    return np.array(ShardReader(folder / "out.safetensors").values(tensor, rows))
+
+
+def test_asymmetric_integers_with_bfloat16_scales_keep_their_zero_points(tmp_path: Path) -> None:
+    """bfloat16 would round -zero * scale to 2.5e-3 of the values; float16 has 3e-4."""
+    source = asymmetric(tmp_path, numbers(8, 64)[2])
+    values = np.array(source.read(NAME))
+    found = written(tmp_path, source)
+    assert np.sqrt(((found - values) ** 2).mean() / (values**2).mean()) < 4e-4
+
+
+@pytest.mark.parametrize("scale", [3e4, 1e-8])
+def test_scales_that_float16_does_not_hold_are_refused(tmp_path: Path, scale: float) -> None:
+    source = asymmetric(tmp_path, np.full((IN // 64, OUT), scale))
+    with pytest.raises(CheckpointError, match=r"float16 does not hold.*--set"):
+        written(tmp_path, source)

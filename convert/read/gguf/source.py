@@ -101,7 +101,7 @@ def assemble_gguf(
         label=label,
         format="GGUF",
         config=config,
-        dtype="bfloat16" if architecture in _WIDE else "float16",
+        dtype=_model_dtype(architecture, entries),
         readers={
             ours: reader_of(_place(architecture, ours, entries[name], config, files))
             for name, ours in names.items()
@@ -132,6 +132,16 @@ def _entries(headers: Mapping[str, GGUFHeader], label: str) -> dict[str, Entry]:
     if len(entries) != sum(len(header.tensors) for header in headers.values()):
         raise CheckpointError(f"{label} has a tensor in two of its parts.")
     return entries
+
+
+def _model_dtype(architecture: str, entries: Mapping[str, Entry]) -> str:
+    """Of activations: that of most dense matrices; vectors and quantised matrices do not count."""
+    sizes = dict.fromkeys(("BF16", "F16"), 0)
+    for _, entry, _ in entries.values():
+        if len(entry.shape) > 1 and entry.type.name in sizes:
+            sizes[entry.type.name] += entry.num_bytes
+    wide = architecture in _WIDE or sizes["BF16"] > sizes["F16"]
+    return "bfloat16" if wide else "float16"
 
 
 def _place(

@@ -40,6 +40,17 @@ _LAYER = {
 }
 
 
+_HALVES = {  # where the scales of a block lie, in bytes
+    Kind.Q2_K: (80, 82),
+    Kind.Q3_K: (108,),
+    Kind.Q4_K: (0, 2),
+    Kind.Q5_K: (0, 2),
+    Kind.Q6_K: (208,),
+    Kind.IQ4_NL: (0,),
+    Kind.IQ4_XS: (0,),
+}
+
+
 def random_blocks(kind: Kind, num_rows: int, num_values: int, seed: int) -> np.ndarray:
     """(num_rows, bytes of a row) uint8: any codes, scales that are finite when dequantised."""
     rng = np.random.default_rng(seed)
@@ -68,7 +79,7 @@ def write_model(
 
     Args:
         tensors: float32 by the names of transformers.
-        kinds: quantise those whose GGUF name is here.
+        kinds: store those whose GGUF name is here so; K- and IQ-quants as random codes.
         split: the most tensors in one file; 0: one file.
     """
     arch = ARCHITECTURES[config["model_type"]]
@@ -82,11 +93,25 @@ def write_model(
         if kind is None:
             writer.add_tensor(name, np.ascontiguousarray(values))
         else:
-            writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(name, _blocks(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _blocks(values: np.ndarray, kind: Kind) -> np.ndarray:
+    try:
+        return gguf.quantize(values, kind)
+    except NotImplementedError:
+        blocks = random_blocks(kind, *values.shape, seed=int(kind))
+    size = gguf.GGML_QUANT_SIZES[kind][1]
+    blocks = blocks.reshape(-1, size)
+    rng = np.random.default_rng(int(kind))
+    for at in _HALVES[kind]:
+        scales = rng.uniform(1e-4, 2e-4, len(blocks)).astype(np.float16)
+        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(len(values), -1)
 
 
 def llama3_factors(config: dict[str, Any]) -> np.ndarray | None:

@@ -35,14 +35,14 @@ def bench() -> None:
 
 
 def reports(
-    *options: Option, fast_blas: bool = True, layers: bool = False
+    *options: Option, fast_blas: bool = True, layers: str = "without"
 ) -> Callable[[Measure], click.Command]:
     """Make a function a command that prints the report that it returns.
 
     Args:
         options: which it takes.
         fast_blas: both sides get a fast BLAS where there is one, before anything imports MLX.
-        layers: measured twice, without and with the layers for the CPU backend; otherwise without.
+        layers: for the CPU backend: "without" them, "both", or "own" where the measurement decides.
     """
 
     def command(measure: Measure) -> click.Command:
@@ -51,7 +51,7 @@ def reports(
             blas = preload_openblas() if fast_blas else None
             if "skip_peer" in given:
                 given["peer"] = not given.pop("skip_peer")
-            report = without_and_with(measure, given) if layers else without(measure, given)
+            report = MEASURED[layers](measure, given)
             line = shlex.join(["python", "-m", "tests.bench", *sys.argv[1:]])
             report.machine = describe_machine(line, blas=blas or "as MLX has it")
             show(report, as_json=as_json, as_markdown=as_markdown)
@@ -83,6 +83,14 @@ def without(measure: Measure, given: dict[str, Any]) -> Report:
 
     with cpu_layers(False):
         return measure(**given)
+
+
+def own(measure: Measure, given: dict[str, Any]) -> Report:
+    """What a measurement finds that makes the difference itself."""
+    return measure(**given)
+
+
+MEASURED = {"without": without, "both": without_and_with, "own": own}
 
 
 def number_option(
@@ -117,7 +125,7 @@ def host(**options: Any) -> Report:
     small_option,
     cpu_time_option,
     peer_option,
-    layers=True,
+    layers="both",
 )
 def latency(**options: Any) -> Report:
     """First tokens and gaps beside a long prompt.
@@ -125,6 +133,19 @@ def latency(**options: Any) -> Report:
     First token of short requests behind it; the longest gap of a stream that runs already.
     """
     from tests.bench.latency import run
+
+    return run(**options)
+
+
+@reports(
+    number_option("--runs", 3, "Measurements of each; the median counts."),
+    small_option,
+    peer_option,
+    layers="own",
+)
+def streams(**options: Any) -> Report:
+    """Answers of 1, 4 and 8 requests at once."""
+    from tests.bench.streams import run
 
     return run(**options)
 
@@ -146,7 +167,7 @@ def start(**options: Any) -> Report:
     small_option,
     cpu_time_option,
     peer_option,
-    layers=True,
+    layers="both",
 )
 def prefix(**options: Any) -> Report:
     """Prompts that begin as others did.
@@ -254,7 +275,7 @@ def convert(**options: Any) -> Report:
 @reports(
     small_option,
     peer_option,
-    layers=True,
+    layers="both",
 )
 def serve(**options: Any) -> Report:
     """Servers over HTTP, as clients see them.

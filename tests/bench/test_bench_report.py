@@ -6,7 +6,7 @@ import pytest
 from mlxinfer.bench import peer
 from mlxinfer.bench.report import Report, describe_machine, ratio
 from mlxinfer.errors import BackendMissingError, MlxinferError
-from tests.bench import host, latency, start
+from tests.bench import host, latency, start, streams
 from tests.bench.bench_models import VOCAB
 from tests.bench.checkpoints import LAPTOP, TWO_LAYERS, write_checkpoint
 
@@ -90,3 +90,9 @@ def test_prompts_are_in_the_vocabulary() -> None:
     ids = latency.random_prompt(1000, VOCAB, 3)
     assert min(ids) >= 3
     assert max(ids) < VOCAB
+
+
+def test_streams_alone() -> None:
+    report = streams.run(runs=1, small=True, peer=False)
+    assert [cell["batch"] for cell in report.data["cells"]["mlxinfer"]] == [1, 4, 8]
+    check(report)

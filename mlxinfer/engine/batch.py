@@ -223,11 +223,15 @@ class Batch:
         return max(max(slots, default=-1) + 1, self.cache_work.num_slots)
 
     def num_kept(self, result: "CommitResult") -> dict[int, int]:
-        """Tail slot -> tokens that stay, of sequences whose proposals were verified."""
-        kept = {s.slot: 0 for s in self.short if s.num_samples > 1}
-        discarded = set(result.discarded)
+        """Slot -> tokens that stay, of sequences whose proposals the step verified.
+
+        As many as `Sequence.num_computed` counted when the sequence gave up its slot, if it did:
+        the newest token, and the proposals that were accepted until then.
+        """
+        proposals, kept = self.sampling.proposals, {s.slot: 1 for s in self.short if s.proposals}
+        gone = {*result.discarded, *result.released}
         for row, slot in enumerate(self.sampling.slots):
-            if slot in kept and row not in discarded:
+            if proposals is not None and proposals.counts[row] and row not in gone:
                 kept[slot] += 1
         return kept
 

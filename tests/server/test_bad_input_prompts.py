@@ -111,7 +111,7 @@ ITEMS: dict[str, Any] = {
     "a text in a list": ["x"],
     "no role": [{"content": "x"}],
     "an unknown role": [{"role": "tool", "content": "x"}],
-    "an unknown item": [{"type": "computer_call", "id": "x"}],
+    "an unknown item": [{"type": "teleport", "id": "x"}],
     "a reference": [{"type": "item_reference", "id": "x"}],
     "a call without a name": [{"type": "function_call", "call_id": "c"}],
     "an output of nothing": [{"type": "function_call_output", "output": "x"}],

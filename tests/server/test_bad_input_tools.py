@@ -140,8 +140,6 @@ def test_tools_of_messages(scripted: ScriptedServer, path: str, fields: dict[str
 
 FLAT: list[dict[str, Any]] = [
     {"tools": [{"type": "function"}]},
-    {"tools": [{"type": "web_search"}]},
-    {"tools": [{"type": "mcp", "server_url": "https://evil.example"}]},
     {"tools": [{"type": "function", "name": "f"}, {"type": "function", "name": "f"}]},
     {"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "file_search"}},
     {"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "function"}},

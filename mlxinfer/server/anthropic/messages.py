@@ -1,7 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's API."""
 
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -23,6 +22,7 @@ from ...text import ToolUse
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
+from ..fields.arguments import begun_object
 from ..fields.grammar import format_constraint, start_grammars
 from ..fields.prompt import check_messages, check_room, text_check, tool_use
 from ..http import sse
@@ -249,34 +249,9 @@ def blocks_of(
             found.append(ThinkingBlock(thinking=shown, signature=signature))
         elif part.id in whole:
             call = whole[part.id]
-            given = _begun_object(call.arguments)
+            given = begun_object(call.arguments)
             found.append(ToolUseBlock(id=call.id, name=call.name, input=given))
     return found
-
-
-def _begun_object(text: str) -> dict[str, Any]:
-    """A JSON object; of one that was cut off, what is there: whole members, and a begun string."""
-    closers: list[str] = []
-    in_string = escaped = False
-    whole = ("", "")  # the text up to the last whole member, and what closes it
-    for index, char in enumerate(text):
-        if in_string:
-            in_string = escaped or char != '"'
-            escaped = char == "\\" and not escaped
-        elif char == '"':
-            in_string = True
-        elif char in "{[":
-            closers.append("}" if char == "{" else "]")
-            whole = (text[: index + 1], "".join(reversed(closers)))
-        elif char in "}]":
-            closers.pop()
-        elif char == ",":
-            whole = (text[:index], "".join(reversed(closers)))
-    closed = text + '"' * in_string + "".join(reversed(closers))
-    for candidate in (closed, "".join(whole), "{}"):
-        with suppress(msgspec.DecodeError, UnicodeError):
-            return msgspec.json.decode(candidate, type=dict[str, Any])
-    return {}
 
 
 def usage_of_result(result: Result) -> AnthropicUsage:

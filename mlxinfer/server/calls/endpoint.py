@@ -92,7 +92,7 @@ class Served:
 
     async def _stream(self, call: Call, reply: Events, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), NO_STORE]
-        headers.append((b"x-accel-buffering", b"no"))
+        headers += [(b"x-accel-buffering", b"no"), *reply.headers]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         limit_s = self.service.config.send_timeout_s
         with StallWatch(send, limit_s, call.scope["state"][ABORT]) as watch:

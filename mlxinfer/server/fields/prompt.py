@@ -95,17 +95,6 @@ def tool_use(
     return model.builder.tool_use(tools, choice, parallel=parallel is not False)
 
 
-def call_arguments(text: str | None) -> dict[str, Any] | str:
-    """The arguments of a call in a conversation as an object; as they are if they are none.
-
-    max_tokens may have cut them off, and not every model writes JSON.
-    """
-    try:
-        return msgspec.json.decode(text or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return text or ""
-
-
 def check_room(model: ServedModel, num_prompt: int, max_tokens: int | None, *, param: str) -> None:
     """Raise ContextLengthError, with the numbers, unless prompt and answer fit the context."""
     wanted = max_tokens or 1

@@ -36,6 +36,7 @@ class Events:
     """A stream of server-sent events; an item of `frames` holds one frame or several."""
 
     frames: AsyncIterator[bytes]
+    headers: Headers = field(default_factory=list)
 
 
 Reply = Body | Events

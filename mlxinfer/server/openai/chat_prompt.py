@@ -7,9 +7,9 @@ import msgspec
 
 from ...errors import InvalidRequestError, TemplateError
 from ..errors import UnsupportedFieldError
+from ..fields.arguments import call_arguments
 from ..fields.prompt import (
     TemplateFields,
-    call_arguments,
     check_messages,
     template_kwargs,
     text_check,

@@ -27,8 +27,9 @@ from ..http.replies import (
     public,
 )
 from ..registry.served import ServedModel
-from .responses_input import conversation, openai_choice, openai_tools
-from .responses_output import EventFrames, OutputItems
+from .responses_input import conversation
+from .responses_output import OutputItems
+from .responses_tools import ResponsesTools
 from .responses_types import (
     InputDetails,
     OutputDetails,
@@ -46,7 +47,10 @@ async def responses(call: Call, body: ResponsesRequest) -> Reply:
     """Answer a conversation."""
     body.refuse()
     model = await call.model(body.model)
-    asked, use, prompt_ids = await call.in_worker(_read, model, body)
+    tools = ResponsesTools.read(body.tools)
+    asked, use, prompt_ids = await call.in_worker(_read, model, body, tools)
+    if tools.skipped:
+        call.log["skipped"] = ", ".join(tools.skipped)
     check_room(model, len(prompt_ids), body.max_output_tokens, param="input")
     params = _params(body, model)
     (grammar,) = await call.in_worker(
@@ -54,10 +58,13 @@ async def responses(call: Call, body: ResponsesRequest) -> Reply:
     )
     answer = model.builder.output(prompt_ids, params, continues=False, use=use, grammar=grammar)
     generation = call.generate(model, [answer])
-    run = _ResponseRun(call, generation, _begun(call, body, model, params), _wraps(body))
+    items = OutputItems(call.id, wrap=_wraps(body), declared=tools.declared)
+    run = _ResponseRun(call, generation, _begun(call, body, model, params), items)
     if body.stream:
-        return Events(run.events())
-    return json_body(await run.response())
+        return Events(run.events(), headers=tools.headers)
+    reply = json_body(await run.response())
+    reply.headers += tools.headers
+    return reply
 
 
 def _error_event(error: MlxinferError) -> bytes:
@@ -84,11 +91,11 @@ ENDPOINTS = (
 class _ResponseRun:
     """One generation from its first token to its Response."""
 
-    def __init__(self, call: Call, generation: Generation, begun: Response, wrap: bool) -> None:
+    def __init__(
+        self, call: Call, generation: Generation, begun: Response, items: OutputItems
+    ) -> None:
         self._call, self._generation, self._begun = call, generation, begun
-        self._frame = EventFrames()
-        self._items = OutputItems(self._item_id, self._frame, wrap=wrap)
-        self._num_items = 0
+        self._items, self._frame = items, items.frame
 
     async def response(self) -> Response:
         """The complete answer."""
@@ -154,33 +161,31 @@ class _ResponseRun:
         failed = replace(self._begun, status="failed", error=shown_error, output=self._items.done)
         return self._frame("response.failed", response=failed)
 
-    def _item_id(self, prefix: str) -> str:
-        self._num_items += 1
-        return f"{prefix}_{self._call.id}_{self._num_items}"
-
 
 def _read(
-    model: ServedModel, body: ResponsesRequest
+    model: ServedModel, body: ResponsesRequest, tools: ResponsesTools
 ) -> tuple[GrammarSpec | None, ToolUse | None, list[int]]:
     """The constraint, the tools and the prompt ids. Takes a while."""
     asked = format_constraint(body.text.format if body.text else None, place="text.format")
     use = tool_use(
         model,
-        openai_tools(body.tools),
-        openai_choice(body.tool_choice),
+        tools.functions,
+        tools.choice(body.tool_choice),
         parallel=body.parallel_tool_calls,
     )
-    return asked, use, _encode(model, body, use)
+    return asked, use, _encode(model, body, tools, use)
 
 
-def _encode(model: ServedModel, body: ResponsesRequest, use: ToolUse | None) -> list[int]:
+def _encode(
+    model: ServedModel, body: ResponsesRequest, declared: ResponsesTools, use: ToolUse | None
+) -> list[int]:
     template = model.tokenizer.template
     if template is None:
         raise TemplateError(f"The model {model.name!r} has no chat template; use /v1/completions.")
     tools = None if use is None else use.shown
     source = template.source_for(tools)
     effort = body.reasoning.effort if body.reasoning else None
-    messages = conversation(body, source=source)
+    messages = conversation(body, declared, source=source)
     check_messages(model, messages, param="input")
     check = text_check(model, param="input")
     variables = effort_variables(effort, source)
@@ -217,10 +222,17 @@ def _begun(
         temperature=params.temperature,
         text={"format": form},
         tool_choice="auto" if body.tool_choice is None else body.tool_choice,
-        tools=[{"parameters": None, "strict": False, **tool} for tool in body.tools or ()],
+        tools=[_echoed(tool) for tool in body.tools or ()],
         top_p=params.top_p,
         user=body.user,
     )
+
+
+def _echoed(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool with the fields that the specification requires of a function."""
+    if tool.get("type") != "function":
+        return tool
+    return {"parameters": None, "strict": False, **tool}
 
 
 def _wraps(body: ResponsesRequest) -> bool:

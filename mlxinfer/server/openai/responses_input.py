@@ -4,20 +4,32 @@ import base64
 import binascii
 from typing import Any
 
+import msgspec
+
 from ...errors import InvalidRequestError
 from ..errors import UnsupportedFieldError
-from ..fields.prompt import call_arguments
+from ..fields.arguments import call_arguments
+from .responses_tools import INPUT, ResponsesTools, shown_name
 from .responses_types import InputItem, InputPart, ResponsesRequest
 
 Plain = dict[str, Any]
+HOSTED_ITEMS = frozenset(  # of tools that are skipped
+    f"{tool}_{kind}"
+    for tool in (
+        *("web_search", "file_search", "computer", "code_interpreter", "image_generation", "mcp"),
+        *("local_shell", "shell", "apply_patch", "tool_search", "program"),
+    )
+    for kind in ("call", "call_output", "output")
+) | {"mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "program"}
 _TEXTS = frozenset(("input_text", "output_text", "text", "summary_text", "reasoning_text"))
 
 
-def conversation(body: ResponsesRequest, *, source: str) -> list[Plain]:
+def conversation(body: ResponsesRequest, tools: ResponsesTools, *, source: str) -> list[Plain]:
     """Instructions and items as messages; reasoning, text and calls of one turn are one message.
 
     Args:
         body: the request.
+        tools: of the request; notes the items that are skipped.
         source: of the chat template. A developer's message becomes a system message if the template
             does not know the role.
 
@@ -33,46 +45,26 @@ def conversation(body: ResponsesRequest, *, source: str) -> list[Plain]:
     if not body.input:
         raise InvalidRequestError("input is empty; send a text or an item.", param="input")
     for number, item in enumerate(body.input):
-        _add(found, item, f"input[{number}]", source)
+        if item.type in HOSTED_ITEMS:
+            tools.skip(f"input[{number}]", item.type)
+        else:
+            _add(found, item, f"input[{number}]", source)
+    if not found:
+        raise InvalidRequestError("input has no item that can be used here.", param="input")
     for message in found:
         message.setdefault("content", "")
     return found
 
 
-def openai_tools(tools: list[dict[str, Any]] | None) -> list[Plain]:
-    """The tools in the form of chat completions; raises UnsupportedFieldError for hosted ones."""
-    found = []
-    for number, tool in enumerate(tools or ()):
-        kind = tool.get("type")
-        if kind != "function":
-            raise UnsupportedFieldError(
-                f"tools[{number}] is of type {str(kind)[:50]!r}; only functions are supported.",
-                param=f"tools[{number}].type",
-            )
-        function = {k: v for k, v in tool.items() if k in _FUNCTION_KEYS and v is not None}
-        found.append({"type": "function", "function": function})
-    return found
-
-
-_FUNCTION_KEYS = ("name", "description", "parameters", "strict")
-
-
-def openai_choice(choice: str | dict[str, Any] | None) -> str | Plain:
-    """The tool_choice in the form of chat completions."""
-    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
-        return {"type": "function", "function": {"name": choice["name"]}}
-    return "auto" if choice is None else choice
-
-
 def _add(found: list[Plain], item: InputItem, path: str, source: str) -> None:
     if item.type == "message":
         _add_message(found, item, path, source)
-    elif item.type == "function_call":
+    elif item.type in ("function_call", "custom_tool_call"):
         _turn(found, "tool_calls").setdefault("tool_calls", []).append(_call(item, path))
-    elif item.type == "function_call_output":
-        if item.call_id is None or item.output is None:
+    elif item.type in ("function_call_output", "custom_tool_call_output"):
+        if item.call_id is None:
             raise InvalidRequestError(f"{path} has no call_id or no output.", param=path)
-        text = _text(item.output, f"{path}.output")
+        text = _text(_output(item, path), f"{path}.output")
         found.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
     elif item.type == "reasoning":
         _turn(found, "reasoning_content")["reasoning_content"] = _thoughts(item, path)
@@ -107,8 +99,22 @@ def _turn(found: list[Plain], key: str) -> Plain:
 def _call(item: InputItem, path: str) -> Plain:
     if item.call_id is None or item.name is None:
         raise InvalidRequestError(f"{path} has no call_id or no name.", param=path)
-    function = {"name": item.name, "arguments": call_arguments(item.arguments)}
+    custom = item.type == "custom_tool_call"
+    given = item.input if custom else item.arguments
+    if not isinstance(given, str | None):
+        place = f"{path}.{'input' if custom else 'arguments'}"
+        raise InvalidRequestError(f"{place} is no text.", param=place)
+    arguments: Plain | str = {INPUT: given or ""} if custom else call_arguments(given)
+    function = {"name": shown_name(item.name, item.namespace), "arguments": arguments}
     return {"id": item.call_id, "type": "function", "function": function}
+
+
+def _output(item: InputItem, path: str) -> str | list[InputPart]:
+    """The output of a call; a tool that says nothing may send null."""
+    try:
+        return msgspec.convert(item.output or "", str | list[InputPart])
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"{path}.output: {error}.", param=f"{path}.output") from None
 
 
 def _thoughts(item: InputItem, path: str) -> str:

@@ -1,15 +1,18 @@
 """Output items of the responses API, and the stream events that build them."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from ...output_parts import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta
 from ..http import sse
 from .responses_input import encrypted_content
+from .responses_tools import DeclaredTool, custom_input
 from .responses_types import (
     CallItem,
+    CustomCallItem,
     Item,
     MessageItem,
     OutputText,
@@ -39,16 +42,17 @@ class OutputItems:
     call that the end of the answer cut off is incomplete, and a broken one is text instead.
 
     Args:
-        make_id: gives the id of an item from a prefix.
-        frame: makes the frame of an event.
+        answer_id: part of the items' ids.
         wrap: reasoning items also carry `encrypted_content`.
+        declared: tools that the client declared under other names than the model sees.
     """
 
-    def __init__(
-        self, make_id: Callable[[str], str], frame: Callable[..., bytes], *, wrap: bool
-    ) -> None:
+    def __init__(self, answer_id: str, *, wrap: bool, declared: Mapping[str, DeclaredTool]) -> None:
         self.done: list[Item] = []
-        self._make_id, self._frame, self._wrap = make_id, frame, wrap
+        self.frame = EventFrames()
+        self._answer_id = answer_id
+        self._wrap = wrap
+        self._declared = declared
         self._open: Item | None = None
         self._texts: list[str] = []
         self._index = -1
@@ -72,7 +76,12 @@ class OutputItems:
             return
         self._open = None
         whole = "".join(self._texts)
-        if isinstance(item, CallItem):
+        if isinstance(item, CustomCallItem):
+            item = replace(item, input=custom_input(whole))
+            if item.input:
+                yield self._event("custom_tool_call_input.delta", delta=item.input)
+            yield self._event("custom_tool_call_input.done", input=item.input)
+        elif isinstance(item, CallItem):
             item = replace(item, arguments=whole, status=status)
             yield self._event("function_call_arguments.done", arguments=whole)
         else:
@@ -83,7 +92,7 @@ class OutputItems:
             rest: dict[str, Any] = {"logprobs": []} if isinstance(item, MessageItem) else {}
             yield self._event(f"{_NAMES[type(item)]}.done", content_index=0, text=whole, **rest)
             yield self._event("content_part.done", content_index=0, part=content)
-        yield self._frame("response.output_item.done", output_index=self._index, item=item)
+        yield self.frame("response.output_item.done", output_index=self._index, item=item)
         if self._broken:
             self._broken = False
         else:
@@ -105,33 +114,39 @@ class OutputItems:
 
     def _call(self, piece: ToolCallDelta) -> Iterator[bytes]:
         if piece.id is not None and piece.name is not None:
-            item = CallItem(
-                id=self._make_id("fc"),
-                status="in_progress",
-                call_id=piece.id,
-                name=piece.name,
-                arguments="",
-            )
-            yield from self._begin(item)
+            yield from self._begin(self._call_item(piece.id, piece.name))
         if piece.arguments:
             self._texts.append(piece.arguments)
-            yield self._event("function_call_arguments.delta", delta=piece.arguments)
+            if isinstance(self._open, CallItem):  # a custom tool's input is known at the end
+                yield self._event("function_call_arguments.delta", delta=piece.arguments)
         if piece.status is not CallStatus.OPEN:
             self._broken = piece.status is CallStatus.BROKEN
             yield from self.close("completed" if piece.status is CallStatus.DONE else "incomplete")
+
+    def _make_id(self, prefix: str) -> str:
+        return f"{prefix}_{self._answer_id}_{self._index + 2}"
+
+    def _call_item(self, call_id: str, name: str) -> CallItem | CustomCallItem:
+        """An item without arguments, under the names that the client has declared."""
+        tool = self._declared.get(name, DeclaredTool(name))
+        names: dict[str, Any] = {"call_id": call_id, "name": tool.name}
+        names["namespace"] = tool.namespace or UNSET
+        if tool.custom:
+            return CustomCallItem(id=self._make_id("ctc"), input="", **names)
+        return CallItem(id=self._make_id("fc"), status="in_progress", arguments="", **names)
 
     def _begin(self, item: Item) -> Iterator[bytes]:
         yield from self.close("completed")
         self._open, self._texts, self._item_id = item, [], item.id
         self._index += 1
-        yield self._frame("response.output_item.added", output_index=self._index, item=item)
-        if not isinstance(item, CallItem):
+        yield self.frame("response.output_item.added", output_index=self._index, item=item)
+        if isinstance(item, MessageItem | ReasoningItem):
             yield self._event("content_part.added", content_index=0, part=_content(item, ""))
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         """An event of the item that was opened last."""
         place = {"output_index": self._index, "item_id": self._item_id}
-        return self._frame(f"response.{kind}", **place, **fields)
+        return self.frame(f"response.{kind}", **place, **fields)
 
 
 _NAMES: dict[type, str] = {MessageItem: "output_text", ReasoningItem: "reasoning_text"}

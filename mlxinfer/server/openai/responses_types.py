@@ -24,15 +24,20 @@ class InputPart(msgspec.Struct, kw_only=True):
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """A message, a call, its output or reasoning, by `type`."""
+    """A message, a call, its output or reasoning, by `type`.
+
+    Fields of any type differ between items: an item that is skipped has its own.
+    """
 
     type: str = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[InputPart] | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
-    output: str | list[InputPart] | None = None
+    namespace: str | None = None
+    arguments: Any = None
+    input: Any = None
+    output: Any = None
     summary: list[InputPart] | None = None
     encrypted_content: str | None = None
 
@@ -154,9 +159,20 @@ class CallItem(msgspec.Struct, kw_only=True, tag="function_call"):
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET
 
 
-Item = MessageItem | ReasoningItem | CallItem
+class CustomCallItem(msgspec.Struct, kw_only=True, tag="custom_tool_call"):
+    """A call of a custom tool as an item; its input is plain text."""
+
+    id: str
+    call_id: str
+    name: str
+    input: str
+    namespace: str | UnsetType = UNSET
+
+
+Item = MessageItem | ReasoningItem | CallItem | CustomCallItem
 
 
 class InputDetails(msgspec.Struct, kw_only=True):

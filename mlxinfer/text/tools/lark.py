@@ -72,15 +72,20 @@ class Lark:
             schema["additionalProperties"] = False
         return self.json(schema)
 
-    def free_text(self, end: str) -> str:
-        """Return what matches any text without control tokens up to `end`, and `end`.
+    def free_text(self, end: str, pattern: str | None = None) -> str:
+        """Return what matches a text without control tokens up to `end`, and `end`.
 
-        Where `end` contains a control token, the text before that token may be anything.
+        Args:
+            end: ends the text. Where it contains a control token, the text before that token may
+                be anything.
+            pattern: regular expression of the whole text; None: any.
         """
+        body = "/" + re.sub(r"(?<!\\)/", r"\/", pattern or "(?s:.*)") + "/"
         token = self._split.search(end) if self._split else None
-        if token is not None:
-            return f"{self.rule('/(?s:.*)/')} {self.text(end[token.start() :])}"
-        return self.rule("/(?s:.*)/", f"[suffix={json.dumps(end)}]")
+        if token is None:
+            return self.rule(body, f"[suffix={json.dumps(end)}]")
+        marks = end if pattern else end[token.start() :]
+        return f"{self.rule(body)} {self.text(marks)}"
 
     def one_of(self, options: Sequence[str]) -> str:
         """Return what matches any of the options."""
@@ -128,15 +133,31 @@ class Lark:
 def value_rule(lark: Lark, tool: Tool, parameter: str, end: str) -> str:
     """Return what matches a value without quotes, and the mark after it.
 
-    A string is free text, or one of an `enum`; other values are JSON of their schema.
+    A string is free text, one of an `enum`, or what an anchored `pattern` matches; other values are
+    JSON of their schema.
     """
     schema = tool.properties[parameter]
     fixed = strings_of(tool, parameter)
     if fixed:
         return f"{lark.one_of([lark.text(option) for option in fixed])} {lark.text(end)}"
     if "string" in tool.types_of(parameter) or not tool.types_of(parameter):
-        return lark.free_text(end)
+        body = _anchored_body(schema.get("pattern") if isinstance(schema, Mapping) else None)
+        return lark.free_text(end) if body is None else lark.free_text(end, body)
     return f"{lark.json(standalone_schema(schema, tool.parameters))} {lark.text(end)}"
+
+
+def _anchored_body(pattern: object) -> str | None:
+    """Return what stands between the anchors of `^...$`, None for other patterns."""
+    found = re.fullmatch(r"\^(.*[^\\])\$", pattern, re.DOTALL) if isinstance(pattern, str) else None
+    if found is None:
+        return None
+    outside = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "", found[1], flags=re.DOTALL)
+    depth = 0
+    for char in outside:
+        depth += (char == "(") - (char == ")")
+        if char == "|" and not depth:  # the anchors hold for one alternative each
+            return None
+    return found[1]
 
 
 def strings_of(tool: Tool, parameter: str) -> list[str]:

@@ -1,0 +1,185 @@
+"""Tools of the responses API: functions, custom tools and namespaces as chat templates read them.
+
+Hosted tools (web search, file search, MCP and others) and the shells of particular clients have
+nothing behind them here. They are skipped, and named in a response header and in the log.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import InvalidRequestError
+from ..errors import UnsupportedFieldError
+from ..fields.arguments import begun_object
+from ..fields.lark_pattern import NotRegularError, lark_pattern
+
+Plain = dict[str, Any]
+SKIPPED_HEADER = b"x-mlxinfer-skipped"
+MAX_SKIPPED_SHOWN = 16
+INPUT = "input"  # the one parameter of a custom tool
+_FUNCTION_KEYS = ("name", "description", "parameters", "strict")
+_TYPE = re.compile(r"[a-z0-9_]{1,40}")
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredTool:
+    """A tool under the names that the client has declared."""
+
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+
+
+@dataclass(slots=True)
+class ResponsesTools:
+    """The callable tools of a request.
+
+    Attributes:
+        functions: in the form of chat completions.
+        declared: by the names that the model sees, of all tools but plain functions.
+        skipped: what is left out, such as "tools[1] web_search".
+    """
+
+    functions: list[Plain] = field(default_factory=list)
+    declared: dict[str, DeclaredTool] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, tools: list[Plain] | None) -> "ResponsesTools":
+        """The tools of a request.
+
+        Raises:
+            InvalidRequestError: a tool is incomplete.
+        """
+        found = cls()
+        for number, tool in enumerate(tools or ()):
+            found._add(tool, f"tools[{number}]", None)
+        return found
+
+    def choice(self, choice: str | Plain | None) -> str | Plain:
+        """The tool_choice in the form of chat completions.
+
+        Raises:
+            UnsupportedFieldError: it demands a tool that is not callable here.
+        """
+        if not isinstance(choice, dict):
+            return "auto" if choice is None else choice
+        kind = choice.get("type")
+        if kind in ("function", "custom") and "name" in choice:
+            shown = shown_name(choice["name"], choice.get("namespace"))
+            return {"type": "function", "function": {"name": shown}}
+        if kind == "allowed_tools":
+            raise UnsupportedFieldError(
+                "tool_choice of type 'allowed_tools' is not supported; send these tools alone.",
+                param="tool_choice",
+            )
+        raise UnsupportedFieldError(
+            f"tool_choice demands a tool of type {str(kind)[:50]!r}, which is not callable here.",
+            param="tool_choice",
+        )
+
+    def skip(self, place: str, kind: object) -> None:
+        """Note that an item or a tool is left out."""
+        text = str(kind)
+        self.skipped.append(f"{place} {text if _TYPE.fullmatch(text) else 'unknown'}")
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The response header that names what was left out, if anything was."""
+        if not self.skipped:
+            return []
+        shown = self.skipped[:MAX_SKIPPED_SHOWN]
+        more = len(self.skipped) - len(shown)
+        text = ", ".join([*shown, *([f"{more} more"] if more else [])])
+        return [(SKIPPED_HEADER, text.encode())]
+
+    def _add(self, tool: Plain, path: str, namespace: str | None) -> None:
+        kind = tool.get("type")
+        if kind == "namespace" and namespace is None:
+            name, inner = tool.get("name"), tool.get("tools")
+            if not isinstance(name, str) or not isinstance(inner, list):
+                raise InvalidRequestError(f"{path} has no name or no tools.", param=path)
+            for number, each in enumerate(inner):
+                if not isinstance(each, dict):
+                    raise InvalidRequestError(f"{path}.tools[{number}] is no object.", param=path)
+                self._add(each, f"{path}.tools[{number}]", name)
+        elif kind in ("function", "custom"):
+            self._add_callable(tool, path, namespace)
+        elif kind is None:
+            raise InvalidRequestError(f"{path}.type is missing.", param=f"{path}.type")
+        else:
+            self.skip(path, kind)
+
+    def _add_callable(self, tool: Plain, path: str, namespace: str | None) -> None:
+        function = {k: v for k, v in tool.items() if k in _FUNCTION_KEYS and v is not None}
+        custom = tool["type"] == "custom"
+        if custom:
+            function = self._custom(tool, path)
+        name = tool.get("name")
+        if isinstance(name, str) and (custom or namespace):
+            function["name"] = shown_name(name, namespace)
+            self.declared[function["name"]] = DeclaredTool(name, namespace, custom)
+        self.functions.append({"type": "function", "function": function})
+
+    def _custom(self, tool: Plain, path: str) -> Plain:
+        """A custom tool as a function with one text, constrained by the tool's grammar."""
+        given: Mapping[str, Any] = tool.get("format") or {"type": "text"}
+        if not isinstance(given, Mapping):
+            raise InvalidRequestError(f"{path}.format is no object.", param=f"{path}.format")
+        text: Plain = {"type": "string", "description": "The whole input of the tool, as text."}
+        description, strict = tool.get("description"), False
+        if given.get("type") == "grammar":
+            definition = given.get("definition")
+            if not isinstance(definition, str):
+                raise InvalidRequestError(
+                    f"{path}.format.definition is missing.", param=f"{path}.format.definition"
+                )
+            text["description"] += f" It follows this grammar:\n{definition}"
+            pattern = self._pattern(given.get("syntax"), definition, path)
+            if pattern is not None:
+                text["pattern"], strict = pattern, True
+        elif given.get("type") != "text":
+            raise UnsupportedFieldError(
+                f"{path}.format is of type {str(given.get('type'))[:50]!r}; expected text or "
+                "grammar.",
+                param=f"{path}.format",
+            )
+        function: Plain = {
+            "name": tool.get("name"),
+            "parameters": {"type": "object", "properties": {INPUT: text}, "required": [INPUT]},
+            "strict": strict,
+        }
+        return function if description is None else {**function, "description": description}
+
+    def _pattern(self, syntax: object, definition: str, path: str) -> str | None:
+        """The grammar as a pattern; None, and noted, if it is beyond regular expressions."""
+        if syntax == "regex":
+            return f"^(?:{definition})$"
+        if syntax != "lark":
+            raise UnsupportedFieldError(
+                f"{path}.format.syntax is {str(syntax)[:50]!r}; expected lark or regex.",
+                param=f"{path}.format.syntax",
+            )
+        try:
+            return f"^(?:{lark_pattern(definition)})$"
+        except NotRegularError:
+            self.skip(f"{path}.format", "grammar")
+            return None
+
+
+def shown_name(name: str, namespace: object) -> str:
+    """The name by which the model calls a tool: unlike those of other namespaces."""
+    if not isinstance(namespace, str):
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+def custom_input(arguments: str) -> str:
+    """The input of a custom tool, from the arguments of its call, which may be cut off.
+
+    A model may use a name of its own for the parameter, or write no JSON.
+    """
+    values: Iterable[Any] = begun_object(arguments).values()
+    texts = [value for value in values if isinstance(value, str)]
+    return texts[0] if len(texts) == 1 else arguments

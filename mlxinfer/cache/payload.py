@@ -20,6 +20,8 @@ Payload = bytes | memoryview
 
 def read_pages(planes: Sequence[Plane], pages: Sequence[int], page_size: int) -> list[bytes]:
     """The payloads of pages, in order. Waits for whatever writes them."""
+    if not planes:
+        return [b""] * len(pages)
     return [
         payload
         for some in _chunks(planes, pages, page_size)
@@ -32,6 +34,8 @@ def write_pages(
 ) -> None:
     """Put payloads into pages. Only behind a barrier."""
     start = 0
+    if not planes:
+        return
     for some in _chunks(planes, pages, page_size):
         _write(planes, some, page_size, payloads[start : start + len(some)])
         start += len(some)

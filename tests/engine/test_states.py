@@ -1,0 +1,222 @@
+"""Recurrent layers beside attention: states resume exactly, wherever a request comes from."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from engine.harness import Harness, Outcome, alone, prompt
+from engine.oracle import Oracle
+from engine.recurrent import Recurrence, hybrid_model
+
+from mlxinfer.config import DiskOptions
+from mlxinfer.core import Request, SamplingParams
+from mlxinfer.engine import kv_manager
+from mlxinfer.models.decoder import Model
+
+TEN = SamplingParams(max_tokens=10)
+LAYERS = [(0, 2), (1,), (0, 1, 2)]
+
+
+@pytest.fixture(params=LAYERS, ids=str)
+def model(request: pytest.FixtureRequest) -> Model:
+    return hybrid_model("qwen3-v4", request.param)
+
+
+def answer(harness: Harness, ids: list[int], name: str | None = None) -> list[int]:
+    name = name or str(len(harness.outcomes))
+    harness.add(name, ids, TEN)
+    outcome = harness.drain()[name]
+    assert outcome.error is None, outcome.error
+    return outcome.token_ids
+
+
+def cached(harness: Harness) -> int:
+    """Prompt tokens that the last request found computed."""
+    return list(harness.outcomes.values())[-1].cached_tokens
+
+
+def test_replay_of_a_prefix_is_the_forward_pass_over_it() -> None:
+    mixer, rng = Recurrence(16, seed=0), np.random.default_rng(1)
+    x = mx.array(rng.normal(size=(3, 5, 16)).astype(np.float32))
+    states = [
+        mx.array(rng.normal(size=(3, *shape)).astype(np.float32)) for shape, _ in mixer.spec.shapes
+    ]
+    _, _, inputs = mixer.forward(x, states, None)
+    lengths = [2, 5, 1]
+    replayed = mixer.replay(inputs, states, mx.array(lengths))
+    for row, length in enumerate(lengths):
+        alone = [state[row : row + 1] for state in states]
+        _, expected, _ = mixer.forward(x[row : row + 1, :length], alone, None)
+        for found, wanted in zip(replayed, expected, strict=True):
+            np.testing.assert_array_equal(np.array(found[row]), np.array(wanted[0]))
+
+
+@pytest.mark.parametrize("chunk", [16, 32, 64])
+def test_batched_and_chunked_equals_alone(model: Model, chunk: int) -> None:
+    prompts = [prompt(n, seed=n) for n in (3, 70, 41, 1, 16, 100)]
+    harness = Harness(model, prefill_chunk=chunk)
+    for i, ids in enumerate(prompts):
+        harness.add(str(i), ids, TEN)
+        harness.turn(i % 3)
+    outcomes = harness.drain()
+    for i, ids in enumerate(prompts):
+        assert outcomes[str(i)].token_ids == alone(model, ids, TEN).token_ids
+
+
+def test_a_prompt_resumes_at_the_last_page_boundary_before_its_end(model: Model) -> None:
+    harness, ids = Harness(model), prompt(75)
+    cold = answer(harness, ids)
+    assert answer(harness, ids) == cold == alone(model, ids, TEN).token_ids
+    assert cached(harness) == 64
+
+
+def test_a_conversation_resumes_at_the_exact_end_of_the_answer(model: Model) -> None:
+    harness, ids = Harness(model), prompt(75)
+    longer = [*ids, *answer(harness, ids), *prompt(9, seed=4)]
+    assert answer(harness, longer) == alone(model, longer, TEN).token_ids
+    assert cached(harness) == 75 + 9  # the last token of an answer is never computed
+    edited = [*longer[:84], *prompt(12, seed=8)]  # the first turn's snapshot outlives the second's
+    assert answer(harness, edited) == alone(model, edited, TEN).token_ids
+    assert cached(harness) == 84
+
+
+def test_a_snapshot_is_taken_where_prompts_turn_out_to_part(model: Model) -> None:
+    harness, system = Harness(model), prompt(100)
+    prompts = [[*system[:70], *prompt(40, seed=seed)] for seed in (1, 2, 3)]
+    found = []
+    for ids in prompts:
+        assert answer(harness, ids) == alone(model, ids, TEN).token_ids
+        found.append(cached(harness))
+    assert found == [0, 0, 64]
+
+
+def test_a_snapshot_is_taken_at_the_boundaries_of_a_request(model: Model) -> None:
+    harness, system = Harness(model), prompt(100)
+    first = Request("first", [*system[:50], *prompt(40, seed=1)], TEN, boundaries=(50,))
+    harness.outcomes["first"] = Outcome()
+    harness.loop.add(first, harness.loop.check(first))
+    harness.drain()
+    ids = [*system[:50], *prompt(40, seed=2)]
+    assert answer(harness, ids) == alone(model, ids, TEN).token_ids
+    assert cached(harness) == 48
+
+
+def test_prompts_that_wait_for_a_common_beginning_resume_behind_it(model: Model) -> None:
+    harness, system = Harness(model), prompt(100)
+    prompts = [[*system[:60], *prompt(30, seed=seed)] for seed in (1, 2, 3)]
+    for i, ids in enumerate(prompts):
+        harness.add(str(i), ids, TEN)
+    outcomes = harness.drain()
+    for i, ids in enumerate(prompts):
+        assert outcomes[str(i)].token_ids == alone(model, ids, TEN).token_ids
+    assert [outcomes[str(i)].cached_tokens for i in range(3)] == [0, 48, 48]
+
+
+def test_a_long_prompt_leaves_a_rolling_snapshot(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_manager, "ROLLING_TOKENS", 32)
+    harness = Harness(model, prefill_chunk=64)
+    harness.add("gone", prompt(200), TEN)
+    while harness.loop.scheduler.queues.find("gone").num_computed < 110:  # type: ignore[union-attr]
+        harness.turn()
+    snapshots = [s for p in harness.loop.scheduler.kv_manager.tree.stored() for s in p.snapshots]
+    assert len(snapshots) <= 2, "each takes the place of the one before"
+    harness.drain()
+    ids = prompt(200)[:150]
+    assert answer(harness, ids) == alone(model, ids, TEN).token_ids
+
+
+def test_a_preempted_sequence_goes_on_from_its_own_snapshot(model: Model) -> None:
+    harness, ids = Harness(model), prompt(45)
+    harness.add("a", ids, SamplingParams(max_tokens=20))
+    harness.add("b", prompt(30, seed=2), SamplingParams(max_tokens=20))
+    harness.turn(6)
+    queues, computed = harness.loop.scheduler.queues, harness.loop.scheduler.counters
+    for sequence in reversed(queues.running[:]):
+        queues.preempt(sequence)
+    before = computed.tokens_computed
+    harness.turn(2)
+    assert computed.tokens_computed - before < 8, "little is computed again"
+    outcomes = harness.drain()
+    plain = alone(model, ids, SamplingParams(max_tokens=20))
+    assert outcomes["a"].token_ids == plain.token_ids
+
+
+def test_snapshots_come_back_from_the_disk(model: Model, tmp_path: Path) -> None:
+    disk = DiskOptions(folder=tmp_path, max_bytes=1 << 24, identity="hybrid")
+    ids = prompt(90)
+    before = Harness(model, disk=disk)
+    cold = answer(before, ids)
+    before.loop.close()
+    after = Harness(model, disk=disk)
+    assert answer(after, ids) == cold == alone(model, ids, TEN).token_ids
+    assert cached(after) == 80
+
+
+def test_evicted_snapshots_come_back_from_the_disk(model: Model, tmp_path: Path) -> None:
+    disk = DiskOptions(folder=tmp_path, max_bytes=1 << 24, identity="hybrid")
+    harness = Harness(model, disk=disk)
+    group = harness.loop.cache.state_group
+    assert group is not None
+    group.max_snapshots = 2
+    prompts = [prompt(60, seed=seed) for seed in range(4)]
+    cold = [answer(harness, ids) for ids in prompts]
+    assert group.num_held <= 2
+    harness.loop.store.tier.flush()  # type: ignore[union-attr]
+    assert answer(harness, prompts[0]) == cold[0]
+    assert cached(harness) == 48
+
+
+def test_without_room_for_snapshots_all_is_computed(model: Model) -> None:
+    harness, ids = Harness(model), prompt(60)
+    assert harness.loop.cache.state_group is not None
+    harness.loop.cache.state_group.max_snapshots = 0
+    assert answer(harness, ids) == answer(harness, ids) == alone(model, ids, TEN).token_ids
+    assert cached(harness) == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_verified_proposals_give_the_plain_tokens(model: Model, seed: int) -> None:
+    prompts = {str(n): prompt(n, seed=n) for n in (3, 40, 17)}
+    params = SamplingParams(max_tokens=24)
+    plain = {name: alone(model, ids, params).token_ids for name, ids in prompts.items()}
+    for name in list(prompts):  # the snapshot at an answer's end stands for its last tokens
+        more = f"{name} more"
+        prompts[more] = [*prompts[name], *plain[name], 5]
+        plain[more] = alone(model, prompts[more], params).token_ids
+    harness = Harness(model, proposer=Oracle(plain, seed))
+    for name, ids in prompts.items():
+        harness.add(name, ids, params)
+        if name.endswith("more"):
+            harness.drain()
+        else:
+            harness.turn(2)
+    harness.drain()
+    assert {name: o.token_ids for name, o in harness.outcomes.items()} == plain
+
+
+def test_a_failed_step_loses_no_other_request(model: Model) -> None:
+    harness, ids = Harness(model), prompt(45)
+    harness.add("a", ids, TEN)
+    harness.turn(3)
+    harness.loop._fail_step(harness.loop._in_flight.batch, RuntimeError("broken"))  # type: ignore[union-attr]
+    harness.loop._in_flight = None
+    assert harness.outcomes["a"].error is not None
+    assert answer(harness, ids) == alone(model, ids, TEN).token_ids
+
+
+def test_memory_of_states_is_bounded(model: Model) -> None:
+    harness = Harness(model)
+    states = harness.loop.cache.states
+    for seed in range(6):
+        answer(harness, prompt(40, seed=seed))
+    group = harness.loop.cache.state_group
+    assert group is not None
+    held = states.bytes_allocated
+    assert held <= (group.num_held + harness.loop.cache.max_batch) * states.num_bytes
+    tree = harness.loop.scheduler.kv_manager.tree
+    while tree.evict_snapshot():
+        pass
+    assert group.num_held == 0

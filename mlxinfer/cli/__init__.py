@@ -1,15 +1,15 @@
-"""The `mlxinfer` command, from its first moment to its exit code. Knows no command."""
+"""The `mlxinfer` command, from the start of the process to its exit code."""
 
 import os
 import sys
 from collections.abc import Sequence
 
-from ._surroundings import (
+from ._process import (
     INTERRUPTED,
     end_at_next_interrupt,
     ending_at_interrupts,
+    ensure_home,
     open_missing_streams,
-    settle_home,
 )
 
 
@@ -18,7 +18,7 @@ def main(args: Sequence[str] | None = None) -> None:
     with ending_at_interrupts():  # imports take a while, and leave nothing to clean up
         from ._commands import cli, guarded
     open_missing_streams()
-    settle_home()
+    ensure_home()
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # retries are our business, and quiet
     code = guarded(lambda: cli.main(args, prog_name="mlxinfer", standalone_mode=False))
     if code == INTERRUPTED:

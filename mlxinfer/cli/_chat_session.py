@@ -1,6 +1,5 @@
-"""A conversation: messages, settings, the model that answers. Knows no terminal.
-
-The /commands of a chat: text in, a Reply out. Knows the session, not the terminal.
+"""A conversation (messages, settings, the model that answers) and the /commands of a chat. No
+terminal.
 """
 
 import json
@@ -23,7 +22,7 @@ FORMAT = 1  # of saved conversations
 
 @dataclass(slots=True)
 class ChatSession:
-    """What a chat is made of. `open_model` turns a name into an LLM."""
+    """The messages, settings and model of a chat. `open_model` turns a name into an LLM."""
 
     model: str
     open_model: Callable[[str], Any]
@@ -47,9 +46,10 @@ class ChatSession:
             self._llm = None
 
     def switch(self, model: str) -> None:
-        """Go on with another model; on failure the one before is loaded again when needed.
+        """Continue with another model; after a failure the previous one is loaded again when
+        needed.
 
-        The old one goes first: two large models at once may not fit.
+        The old model is freed first: two large models may not fit in memory together.
         """
         self.close()
         self._llm = self._opened(model)
@@ -58,8 +58,8 @@ class ChatSession:
     def ask(self, text: str) -> Generator[Delta, None, None]:
         """Add a user message and stream the answer.
 
-        Closing the stream early, or Ctrl-C, keeps what came so far as the answer. An error takes
-        the question out again: it must not spoil the next one.
+        If the stream is closed early, or by Ctrl-C, the text so far is kept as the answer. An error
+        removes the question again, so that it does not affect the next one.
         """
         self.messages.append({"role": "user", "content": text})
         prompt = [{"role": "system", "content": self.system}] if self.system is not None else []
@@ -89,7 +89,7 @@ class ChatSession:
         """Change one sampling parameter; `value` is JSON, or text for `stop`.
 
         Raises:
-            InvalidRequestError: no such parameter, or out of range.
+            InvalidRequestError: there is no such parameter, or the value is out of range.
         """
         check_setting(key)
         try:
@@ -107,7 +107,7 @@ class ChatSession:
         """Write the conversation as JSON, all of it or nothing.
 
         Raises:
-            InvalidRequestError: nothing can be written there.
+            InvalidRequestError: the file cannot be written.
         """
         state = {
             "format": FORMAT,
@@ -118,10 +118,10 @@ class ChatSession:
         _write_whole(path, json.dumps(state, indent=2, ensure_ascii=False))
 
     def load(self, path: Path) -> None:
-        """Read a saved conversation; the model that is loaded stays.
+        """Read a saved conversation; the loaded model stays.
 
         Raises:
-            InvalidRequestError: the file holds something else.
+            InvalidRequestError: the file holds no conversation.
         """
         try:
             state = json.loads(_read_file(path))
@@ -134,7 +134,7 @@ class ChatSession:
         self.messages, self.system = messages, None if system is None else str(system)
 
     def _opened(self, model: str) -> Any:
-        """A model, if it is one that can hold a conversation."""
+        """Return the loaded model; raise unless it has a chat template."""
         from ._model import has_chat_template
 
         llm = self.open_model(model)
@@ -160,7 +160,7 @@ def check_setting(key: str) -> None:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Replace a file, or the one that a link leads to; what is no file is left alone."""
+    """Replace a file, or the target of a link; a path that is no file is left alone."""
     target = path.resolve()
     if target.exists() and not target.is_file():
         raise InvalidRequestError(f"{path} is there and is no file; choose another name.")
@@ -177,7 +177,7 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def _read_file(path: Path) -> str:
-    """The text of a file, which ends: pipes and devices may not."""
+    """Return the text of a regular file; pipes and devices may never end."""
     if path.exists() and not path.is_file():
         raise InvalidRequestError(f"{path} is no file.")
     return path.read_text(encoding="utf-8")
@@ -191,7 +191,7 @@ def _role(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the loop has to do after a command."""
+    """What the chat's loop has to do after a command."""
 
     text: str = ""  # show it
     ask: str | None = None  # send this message
@@ -203,16 +203,16 @@ Run = Callable[[ChatSession, str], Reply]
 
 
 def is_command(line: str) -> bool:
-    """Whether a line is for us; '//' starts a message that begins with '/'."""
+    """Whether a line is a command; '//' starts a message that begins with '/'."""
     return line.startswith("/") and not line.startswith("//")
 
 
 def run_command(session: ChatSession, line: str) -> Reply:
-    """Do what `line` says.
+    """Run the command of a line.
 
     Raises:
-        InvalidRequestError: no such command, or its argument is missing or wrong.
-        MlxinferError, OSError: what models and files raise.
+        InvalidRequestError: there is no such command, or its argument is missing or wrong.
+        MlxinferError, OSError: those of models and files.
     """
     name, _, argument = line[1:].partition(" ")
     if name not in COMMANDS:

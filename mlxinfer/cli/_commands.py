@@ -1,10 +1,8 @@
-"""Where commands are found, and how they are called. Knows nothing that a command does.
+"""Finds commands, runs one, and reports its failure in one line on stderr.
 
 Each module of this package without a leading underscore is a command: it has a click command
-called `command`. It imports what is slow (mlx, rich, the hub) inside of its functions, so that
+called `command`. It imports slow modules (mlx, rich, the hub) inside of its functions, so that
 `mlxinfer --help` is quick.
-
-Exceptions -> one line on stderr, a hint, an exit code. Knows no command.
 """
 
 import os
@@ -20,7 +18,7 @@ import click
 
 from .. import __version__
 from ..errors import BackendMissingError, MlxinferError, ModelNotFoundError
-from ._surroundings import INTERRUPTED, ending_at_interrupts
+from ._process import INTERRUPTED, ending_at_interrupts
 
 ORDER = (
     *("run", "chat", "serve", "ps", "load", "unload"),
@@ -42,12 +40,12 @@ class CommandFolder(click.Group):
     """A group whose commands are the modules of this package, imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names of the modules, the usual ones first."""
+        """Return the names of the modules, the usual ones first."""
         names = {m.name for m in pkgutil.iter_modules([HERE]) if not m.name.startswith("_")}
         return [n for n in ORDER if n in names] + sorted(names - set(ORDER))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command in the module of this name."""
+        """Return the command in the module of this name."""
         if cmd_name not in self.list_commands(ctx):
             return None
         with ending_at_interrupts():
@@ -58,7 +56,7 @@ class CommandFolder(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command of the first argument; a name that is nearly right is suggested."""
+        """Return the command of the first argument; a similar name is suggested."""
         near = get_close_matches(args[0], self.list_commands(ctx))
         if near and args[0] not in self.list_commands(ctx):
             meant = " or ".join([repr(name) for name in near])
@@ -79,10 +77,10 @@ def cli() -> None:
 
 
 def guarded(run: Callable[[], object]) -> int:
-    """Call `run`, report what it raises, and return the exit code.
+    """Call `run`, report its exception, and return the exit code.
 
-    The broad except is on purpose: it is the outermost boundary, and a traceback is no answer to
-    somebody at a prompt. MLXINFER_TRACEBACK=1 brings it back.
+    The broad except is on purpose: this is the outermost boundary, and a user at a prompt is not
+    helped by a traceback. MLXINFER_TRACEBACK=1 shows it.
     """
     try:
         code = run()
@@ -99,7 +97,7 @@ def guarded(run: Callable[[], object]) -> int:
 
 
 def report(error: Exception) -> int:
-    """Write `error: …` and a hint to stderr, and return the exit code that fits."""
+    """Write `error: …` and a hint to stderr, and return the exit code for the error."""
     if isinstance(error, click.ClickException):
         context = error.ctx if isinstance(error, click.UsageError) else None
         if context is not None and error.message == context.get_help():
@@ -127,7 +125,7 @@ def _write(label: str, message: str) -> None:
 
 
 def _reader_left() -> int:
-    """`mlxinfer … | head` ended early: nobody reads, so nothing more is said."""
+    """Handle a closed stdout (`mlxinfer … | head`) without further output."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     return FAILED

@@ -1,9 +1,7 @@
-"""Options from a config file and the environment, under those of the command line. Knows click.
+"""Options of `mlxinfer serve` from the config file and the environment, and the models they name.
 
-Who says what counts, the strongest first: the command line, MLXINFER_SERVE_* variables, the config
-file, the default.
-
-Which models a server has: -m and the config file to entries of its registry. Loads nothing.
+Precedence, the strongest first: the command line, MLXINFER_SERVE_* variables, the config file, the
+default. Models become entries of the server's registry; none is loaded here.
 """
 
 import os
@@ -57,14 +55,14 @@ def config_option(function: Function) -> Function:
 
 
 def config_of(ctx: click.Context) -> ConfigFile:
-    """The config file that a command was started with."""
+    """Return the config file that a command was started with."""
     found = ctx.meta["mlxinfer.config"]
     assert isinstance(found, ConfigFile)
     return found
 
 
 def origin_of(ctx: click.Context, parameter: click.Parameter) -> str:
-    """Who said the value of a parameter."""
+    """Return where the value of a parameter comes from."""
     source = ctx.get_parameter_source(parameter.name or "")
     return ORIGINS.get(source, "default") if source is not None else "default"
 
@@ -81,7 +79,9 @@ def _load(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> 
 
 
 def _by_parameter(command: click.Command, config: ConfigFile) -> dict[str, Any]:
-    """Values by parameter name, which need not be the option's: --model sets `models`."""
+    """Return values by parameter name, which may differ from the option's: --model sets
+    `models`.
+    """
     names = _names(command)
     return {names[name]: value for name, value in config.serve.items()}
 
@@ -109,12 +109,12 @@ def _check_names(command: click.Command, config: ConfigFile) -> None:
 
 
 def _as_typed(value: object) -> Any:
-    """A TOML value as one would type it: 80.5 is no port then, and `true` no number."""
+    """Return a TOML value as a user would type it, so that 80.5 is no port and `true` no number."""
     return [str(each) for each in value] if isinstance(value, list) else str(value)
 
 
 def _check_values(ctx: click.Context, config: ConfigFile) -> None:
-    """Read every value as the command line would, to name the file where it is wrong."""
+    """Parse every value as the command line would, to name the file where one is wrong."""
     names = _names(ctx.command)
     parameters = {parameter.name: parameter for parameter in ctx.command.params}
     for name, value in config.serve.items():
@@ -129,12 +129,12 @@ def _check_values(ctx: click.Context, config: ConfigFile) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """A model as somebody asked for it; `place` is where, for errors."""
+class RequestedModel:
+    """A model that the command line or the config file names; `place` is where, for errors."""
 
     name: str
     place: str
-    said: ModelEntry
+    entry: ModelEntry
     preload: bool
 
 
@@ -142,76 +142,84 @@ class Wanted:
 @click.option("--tool-format")
 @engine_options
 def model_settings(**_: Any) -> None:
-    """Options that a [models.NAME] table may hold; its --max-memory is of the KV cache alone."""
+    """Return the options that a [models.NAME] table may hold; its --max-memory is of the KV
+    cache.
+    """
 
 
-def wanted_models(given: Sequence[str], config: ConfigFile, *, by_default: bool) -> list[Wanted]:
-    """Those of the command line first, then the rest of the config file's.
+def requested_models(
+    given: Sequence[str], config: ConfigFile, *, by_default: bool
+) -> list[RequestedModel]:
+    """Return the models of the command line, then the others of the config file.
 
     Args:
         given: `MODEL`, `NAME=MODEL`, or the name of a table in the config file.
         config: the config file.
-        by_default: nobody gave these; the config file's models come instead, if there are any.
+        by_default: `given` is a default; the config file's models replace it, if there are any.
     """
     given = () if by_default and config.models else given
-    found: list[Wanted] = []
+    found: list[RequestedModel] = []
     for text in given:
         if text in config.models:
             found.append(_of_table(text, config, preload=True))
             continue
         name, source = name_and_source(text)
-        said = ModelEntry(source=source)
-        found.append(Wanted(name=name, place=f"-m {text}", said=said, preload=True))
+        entry = ModelEntry(source=source)
+        found.append(RequestedModel(name=name, place=f"-m {text}", entry=entry, preload=True))
     tables = {text for text in given if text in config.models}
     rest = [name for name in config.models if name not in tables]
-    names = [wanted.name for wanted in found]
+    names = [requested.name for requested in found]
     if len({*names, *rest}) != len(names) + len(rest):
         raise click.UsageError("Two models have one name; give one of them another: NAME=MODEL.")
     return found + [_of_table(name, config, preload=False) for name in rest]
 
 
-def entry_of(wanted: Wanted, server: Mapping[str, Any], ttl_s: float | None) -> "Entry":
-    """What the registry is told of a model. Downloads it if it is not here.
+def entry_of(requested: RequestedModel, server: Mapping[str, Any], ttl_s: float | None) -> "Entry":
+    """Return a model's entry for the registry. Downloads the model if it is not on this disk.
 
     Args:
-        wanted: the model.
+        requested: the model.
         server: options of the command line that hold for all models, by Python name.
-        ttl_s: of models that have none of their own.
+        ttl_s: for models without one of their own.
     """
     from ..memory import parse_bytes
     from ..server.registry.slots import Entry, weights_bytes
 
-    options, tool_format = checked_settings(wanted, server)
+    options, tool_format = checked_settings(requested, server)
     kv_bytes = None if options.max_memory is None else parse_bytes(options.max_memory)
-    folder = fetch(wanted.said.source)
+    folder = fetch(requested.entry.source)
     created_s = int(time.time())
     return Entry(
-        name=wanted.name,
-        load=partial(open_model, wanted.name, folder, options, created_s, tool_format),
+        name=requested.name,
+        load=partial(open_model, requested.name, folder, options, created_s, tool_format),
         weights_bytes=weights_bytes(folder),
-        aliases=wanted.said.aliases,
+        aliases=requested.entry.aliases,
         kv_bytes=kv_bytes,
-        pinned=wanted.said.pin,
-        preload=wanted.preload,
-        ttl_s=ttl_s if wanted.said.ttl_s is None else wanted.said.ttl_s,
+        pinned=requested.entry.pin,
+        preload=requested.preload,
+        ttl_s=ttl_s if requested.entry.ttl_s is None else requested.entry.ttl_s,
         created_s=created_s,
     )
 
 
-def checked_settings(wanted: Wanted, server: Mapping[str, Any]) -> "tuple[EngineOptions, str]":
-    """Engine options and tool format of a model; what is wrong with them is wrong usage."""
+def checked_settings(
+    requested: RequestedModel, server: Mapping[str, Any]
+) -> "tuple[EngineOptions, str]":
+    """Return engine options and tool format of a model; invalid ones are wrong usage."""
     from ..text.tools import tool_format as find_tool_format
 
-    own = {**{name: server.get(name) for name in OWN_NAMES}, **own_settings(wanted)}
-    if wanted.said.pin and wanted.said.ttl_s is not None:
-        raise click.UsageError(f"{wanted.place}: a pinned model is never unloaded; drop ttl or pin")
+    own = {**{name: server.get(name) for name in OWN_NAMES}, **own_settings(requested)}
+    if requested.entry.pin and requested.entry.ttl_s is not None:
+        raise click.UsageError(
+            f"{requested.place}: a pinned model is never unloaded; drop ttl or pin"
+        )
     try:
         tool_format = own.pop("tool_format") or "auto"
         if tool_format != "auto":
             find_tool_format(tool_format)
         return options_of(engine_arguments(own)), tool_format
     except InvalidRequestError as error:
-        raise click.UsageError(f"{wanted.place}: {error}") from error
+        raise click.UsageError(f"{requested.place}: {error}") from error
 
 
 def open_model(
@@ -222,30 +230,32 @@ def open_model(
     tool_format: str,
     room_bytes: int,
 ) -> "ServedModel":
-    """Load a model whose weights and KV cache fit; a KV budget of its own stays as it is."""
+    """Load a model whose weights and KV cache fit; a KV budget of its own is kept."""
     from ..server.registry.served import ServedModel
 
     sized = replace(options, room_bytes=room_bytes)
     return ServedModel.open(name, folder, sized, created_s=created_s, tool_format=tool_format)
 
 
-def own_settings(wanted: Wanted) -> dict[str, Any]:
-    """The engine options of a table, read as the command line would."""
+def own_settings(requested: RequestedModel) -> dict[str, Any]:
+    """Return the engine options of a table, parsed as on the command line."""
     arguments = []
-    for name, value in wanted.said.options.items():
+    for name, value in requested.entry.options.items():
         flag = f"--{name.replace('_', '-')}"
         if type(value) not in (str, int):
-            raise click.UsageError(f"{wanted.place}.{flag[2:]}: expected a text or a whole number.")
+            raise click.UsageError(
+                f"{requested.place}.{flag[2:]}: expected a text or a whole number."
+            )
         arguments.append(f"{flag}={value}")
     try:
-        context = model_settings.make_context(wanted.place, arguments)
+        context = model_settings.make_context(requested.place, arguments)
     except click.UsageError as error:
-        raise click.UsageError(f"{wanted.place}: {error.format_message()}") from error
+        raise click.UsageError(f"{requested.place}: {error.format_message()}") from error
     return {name: value for name, value in context.params.items() if value is not None}
 
 
 def options_of(arguments: dict[str, Any]) -> "EngineOptions":
-    """EngineOptions of the keyword arguments that LLM takes; raises InvalidRequestError."""
+    """Return EngineOptions for LLM's keyword arguments; raises InvalidRequestError."""
     from ..config import KVOptions
     from ..session.engine_factory import EngineOptions
 
@@ -260,7 +270,7 @@ def options_of(arguments: dict[str, Any]) -> "EngineOptions":
 def name_and_source(given: str) -> tuple[str, str]:
     """`demo` -> ("demo", "demo"); `small=/models/x` -> ("small", "/models/x").
 
-    A folder is served under its own name: requests and answers say nothing of where it lies.
+    A folder is served under its own name, so that requests and answers do not reveal its path.
     """
     name, separator, source = given.partition("=")
     if separator and name and "/" not in name:
@@ -269,7 +279,7 @@ def name_and_source(given: str) -> tuple[str, str]:
     return (os.path.basename(os.path.abspath(given)) if is_folder else given), given
 
 
-def _of_table(name: str, config: ConfigFile, *, preload: bool) -> Wanted:
-    said = config.models[name]
+def _of_table(name: str, config: ConfigFile, *, preload: bool) -> RequestedModel:
+    entry = config.models[name]
     place = f"{config.path}, models.{name}"
-    return Wanted(name=name, place=place, said=said, preload=preload)
+    return RequestedModel(name=name, place=place, entry=entry, preload=preload)

@@ -1,4 +1,4 @@
-"""Options of `mlxinfer convert`, and what they mean together. Converts nothing."""
+"""Options of `mlxinfer convert`, and how they become ConversionOptions."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -93,14 +93,14 @@ RUN_OPTIONS = (
 
 
 def convert_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add them all."""
+    """Add all options."""
     for option in reversed((*FORMAT_OPTIONS, *CHECK_OPTIONS, *RUN_OPTIONS)):
         function = option(function)
     return function
 
 
 def shape(given: dict[str, Any]) -> "ConversionOptions":
-    """What was given on the command line; what makes no sense is wrong usage."""
+    """Return what was given on the command line; an invalid combination is wrong usage."""
     with wrong_usage():
         return _shape(given)
 
@@ -140,7 +140,7 @@ def _recipe_name(given: dict[str, Any]) -> str:
 
 
 def _texts(given: dict[str, Any]) -> tuple[str | None, str | None]:
-    """For calibration, and for comparing logits; None: none, and a part of the other."""
+    """Return texts for calibration, and a separate part of them for comparing logits; or None."""
     from ..convert.calibration.texts import read_text
 
     name = given["calibration"] or ("none" if given["fast"] else None)
@@ -151,13 +151,13 @@ def _texts(given: dict[str, Any]) -> tuple[str | None, str | None]:
 
 
 def checks(given: dict[str, Any]) -> str:
-    """What is checked: "full", "tensors" or "none"."""
+    """Return what is checked: "full", "tensors" or "none"."""
     return str(given["check"] or ("none" if given["fast"] else "full"))
 
 
 @contextmanager
 def wrong_usage() -> Iterator[None]:
-    """What options alone make impossible is wrong usage, status 2."""
+    """Turn an InvalidRequestError about options into wrong usage, status 2."""
     try:
         yield
     except InvalidRequestError as error:
@@ -177,7 +177,7 @@ _ENOUGH = {  # what these go with
 
 
 def check_usage(given: dict[str, Any]) -> None:
-    """Options that contradict each other, or would be ignored, are wrong usage."""
+    """Refuse options that contradict each other or would be ignored, as wrong usage."""
     for one, other in _EXCLUSIVE:
         if given[one] and given[other]:
             raise click.UsageError(f"{_flag(one)} and {_flag(other)} exclude each other.")
@@ -200,7 +200,7 @@ def check_usage(given: dict[str, Any]) -> None:
 
 
 def _stated(given: dict[str, Any]) -> set[str]:
-    """The options that the user wrote."""
+    """Return the options that the user wrote."""
     source = click.get_current_context().get_parameter_source
     return {name for name in given if source(name) is ParameterSource.COMMANDLINE}
 

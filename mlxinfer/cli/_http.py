@@ -1,4 +1,4 @@
-"""JSON over HTTP with a mlxinfer server, and one clear line where there is none. Knows no click."""
+"""JSON over HTTP with a mlxinfer server, and a one-line error where there is none."""
 
 import http.client
 import json
@@ -16,17 +16,17 @@ class ServerError(MlxinferError):
 
 
 def exchange(base: str, path: str, body: Any, *, key: str | None, timeout_s: float) -> Any:
-    """GET `base` + `path`, or POST a body to it; returns the JSON that comes back.
+    """GET `base` + `path`, or POST a body to it; return the JSON of the answer.
 
     Args:
         base: "http://host:port".
         path: such as "/admin/models".
         body: JSON; None: GET.
         key: of the server.
-        timeout_s: of silence.
+        timeout_s: longest silence.
 
     Raises:
-        ServerError: nobody listens there, it is no mlxinfer server, or it refused.
+        ServerError: there is no server, another program answers, or the server refused.
     """
     request = urllib.request.Request(base + path, method="GET" if body is None else "POST")
     if body is not None:
@@ -53,7 +53,7 @@ def exchange(base: str, path: str, body: Any, *, key: str | None, timeout_s: flo
 
 
 class NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A key goes where it was sent, and nowhere else."""
+    """Follows no redirect, so that the key reaches only the address it was given for."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         """Follow none."""

@@ -1,4 +1,4 @@
-"""A model folder -> numbers about it, from JSON files and safetensors headers. Loads no weights."""
+"""Facts about a model folder from its JSON files and safetensors headers. Loads no weights."""
 
 from dataclasses import dataclass
 from math import prod
@@ -16,7 +16,7 @@ KV_GROUP = 64  # numbers that share a 16-bit scale and a 16-bit bias in a quanti
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What the safetensors headers say."""
+    """Sizes from the safetensors headers."""
 
     parameters: int
     num_bytes: int
@@ -29,7 +29,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """All that `show` shows. `config` is None where `problem` says why the model cannot run."""
+    """The facts of `show`. `config` is None where `problem` says why the model cannot run."""
 
     folder: Path
     model_type: str | None
@@ -40,7 +40,7 @@ class Summary:
 
 
 def summarise(folder: Path) -> Summary:
-    """Read what can be read; what is broken or unsupported is in `problem`, not raised."""
+    """Read what can be read; a broken or unsupported part is reported in `problem`, not raised."""
     problem, config, weights, template = None, None, None, False
     try:
         template = has_chat_template(folder)
@@ -56,7 +56,7 @@ def summarise(folder: Path) -> Summary:
 
 
 def _model_type(folder: Path) -> str | None:
-    """What the config says, where it can be read and says it."""
+    """Return the config's model_type, None if it cannot be read."""
     try:
         model_type = read_json(folder / "config.json").get("model_type")
     except CheckpointError:
@@ -65,7 +65,7 @@ def _model_type(folder: Path) -> str | None:
 
 
 def count_weights(folder: Path, config: ModelConfig | None) -> Weights:
-    """Parameters and bytes of the checkpoint; packed weights count as what they unpack to."""
+    """Return parameters and bytes of the checkpoint; packed weights count unpacked."""
     parameters = num_bytes = 0
     for tensors in read_headers(folder).values():
         for name, info in tensors.items():
@@ -75,7 +75,9 @@ def count_weights(folder: Path, config: ModelConfig | None) -> Weights:
 
 
 def kv_bytes(config: ModelConfig, context: int, bits: int = 16) -> int:
-    """KV cache of one sequence of `context` tokens, all layers; windows hold what they see."""
+    """Return the KV cache's size for one sequence of `context` tokens; windows hold their
+    length.
+    """
     bits_each = bits if bits == 16 else bits + 32 / KV_GROUP
     numbers = sum(
         config.cache_spec(layer).numbers * min(context, window or context)

@@ -1,8 +1,8 @@
-"""What `doctor --kernels` does: every Metal kernel beside its twin, on the GPU or in the harness.
+"""`doctor --kernels`: every Metal kernel compared with its twin, on the GPU or in the test harness.
 
 On a Mac kernels are timed too, and the report is kept. Elsewhere, in a checkout with the test
-requirements, `tests/metal_cpu` executes them on the CPU: that shows what they compute and where
-they are at fault, never how fast they are.
+requirements, `tests/metal_cpu` executes them on the CPU: that shows what they compute and whether
+they are correct, not how fast they are.
 """
 
 import importlib
@@ -34,7 +34,7 @@ GPU, HARNESS, NOWHERE = "gpu", "harness", "nowhere"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One variant."""
+    """The result of one variant."""
 
     variant: str
     status: str
@@ -47,13 +47,13 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Whether the kernel is right and does nothing that it must not."""
+        """Whether the kernel is right and makes no invalid access."""
         return self.status == "ok" and not self.faults
 
 
 @dataclass(frozen=True, slots=True)
 class KernelReport:
-    """All variants that were looked at."""
+    """The results of all variants that were checked."""
 
     where: str  # GPU, HARNESS or NOWHERE
     about: str  # chip and versions, or why nothing was run
@@ -61,7 +61,7 @@ class KernelReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong; also where nothing could be run."""
+        """Whether no variant failed; true also where none could be run."""
         return all(row.ok for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class KernelReport:
         return {"ok": self.ok, "where": self.where, "about": self.about, "kernels": rows}
 
     def as_text(self) -> str:
-        """A table for people, and what is to be said about single variants."""
+        """A table for people, with remarks about single variants."""
         timed = self.where == GPU
         header = ["VARIANT", "VERDICT", "ERROR", "ALLOWED"]
         header += ["KERNEL us", "MLX us", "RATIO"] if timed else ["FAULTS"]
@@ -83,7 +83,7 @@ class KernelReport:
 
 
 def kernel_report() -> KernelReport:
-    """Look at every kernel, as well as this machine can."""
+    """Check every kernel, as thoroughly as this machine allows."""
     gpu = this_gpu()
     if gpu is not None:
         return on_gpu(gpu, default_kernel_folder())
@@ -110,7 +110,7 @@ def on_gpu(gpu: Gpu, folder: Path) -> KernelReport:
 
 
 def in_harness() -> KernelReport:
-    """Execute some variants of each kernel on the CPU, with every memory access looked at."""
+    """Execute some variants of each kernel on the CPU, with every memory access checked."""
     rows = []
     with _importable(_tests_folder()):
         machine_class = importlib.import_module("metal_cpu").MetalCPU
@@ -127,7 +127,7 @@ def in_harness() -> KernelReport:
 
 
 def harness_missing() -> str:
-    """What to do so that kernels can be executed on the CPU; empty where nothing is to be done."""
+    """Return what has to be installed to execute kernels on the CPU, "" if nothing."""
     if not (_tests_folder() / "metal_cpu" / "__init__.py").is_file():
         return "A checkout of the source can execute them on the CPU; an installed package cannot."
     absent = [name for name in ("ziglang", "pytest") if importlib.util.find_spec(name) is None]
@@ -162,7 +162,7 @@ def _figure(value: float | None) -> str:
 
 
 def _times(variant: Variant, gpu: Gpu) -> tuple[float, float]:
-    """Microseconds of a call of the kernel, and of MLX's own way, turn about."""
+    """Return microseconds per call of the kernel and of MLX's own way, measured in turns."""
     case = KINDS[variant.kind].timed(variant)
     kernel, mlx = [], []
     with running_on(gpu.device):

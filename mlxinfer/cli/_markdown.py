@@ -1,9 +1,8 @@
-"""Markdown that is shown while it grows. Knows text and a console; no models, no keyboard.
+"""Markdown that is shown while it grows.
 
 Rendering the whole answer again with each token costs tens of milliseconds for a few thousand
-characters, and is cut off where it is taller than the screen. So a block (paragraph, list item,
-table, fenced code) that is finished is printed once and scrolls away, and only the open one is
-drawn again.
+characters, and is cut off where it is taller than the screen. So a finished block (paragraph, list
+item, table, fenced code) is printed once and scrolls away, and only the open block is drawn again.
 """
 
 import re
@@ -26,8 +25,8 @@ _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
 def split_finished(text: str) -> tuple[str, str]:
     """Split into (blocks that no later text can change, the rest).
 
-    A block is finished where a blank line outside of a code fence is followed by a line that
-    starts at the margin: an indented one would still belong to it.
+    A block is finished where a blank line outside of a code fence is followed by a line without
+    indentation; an indented line would still belong to it.
     """
     fence = ""
     end = position = 0
@@ -44,9 +43,10 @@ def split_finished(text: str) -> tuple[str, str]:
 
 
 class MarkdownStream:
-    """Feed it text as it comes; finish() prints what is still open. It can be used again then.
+    """Shows fed text as it arrives; finish() prints the open block, and the stream can be used
+    again.
 
-    Where the console is no terminal the text is written as it is.
+    Without a terminal the text is written as it is.
     """
 
     def __init__(self, console: "Console", *, style: str = "none") -> None:
@@ -57,7 +57,7 @@ class MarkdownStream:
         self._drawn_s = 0.0
 
     def feed(self, text: str) -> None:
-        """Add `text` and show what there is."""
+        """Add `text` and show it."""
         if not self._console.is_terminal:
             self._open = text[-1:] or self._open
             self._console.file.write(text)
@@ -69,7 +69,7 @@ class MarkdownStream:
         self._draw()
 
     def finish(self) -> None:
-        """Print what is still open; nothing where nothing was fed."""
+        """Print the open block, if there is one."""
         if not self._console.is_terminal:
             self._console.file.write("" if self._open in ("", "\n") else "\n")
         elif self._open.strip():
@@ -77,7 +77,7 @@ class MarkdownStream:
         self._open = ""
 
     def _print(self, text: str) -> None:
-        """Erase the open block and print `text` for good."""
+        """Erase the open block and print `text` permanently."""
         from rich.markdown import Markdown
 
         if self._live is not None:
@@ -100,7 +100,7 @@ class MarkdownStream:
 
 
 class _Tail:
-    """Markdown of which only the end is shown where it is taller than the screen."""
+    """Markdown that shows only its end where it is taller than the screen."""
 
     def __init__(self, text: str, style: str) -> None:
         self._text, self._style = text, style
@@ -118,7 +118,7 @@ class _Tail:
 
 
 def _fence_after(fence: str, line: str, *, whole: bool) -> str:
-    """The code fence that is open after `line`, if any; an unfinished line closes none."""
+    """Return the code fence that is open after `line`, if any; an unfinished line closes none."""
     match = _FENCE.fullmatch(line)
     if match is None:
         return fence

@@ -1,4 +1,4 @@
-"""Name on the command line -> a loaded LLM, with a progress bar where a download is needed."""
+"""Model names on the command line to a loaded LLM, with a progress bar for a download."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def open_llm(name: str, **arguments: Any) -> "LLM":
-    """Load a model, downloading it first if it is not here. Raises what hub and LLM raise."""
+    """Load a model, downloading it first if it is not here. Raises the errors of hub and LLM."""
     require_mlx()
     fetch(name)
     from ..llm import LLM
@@ -31,7 +31,7 @@ def fetch(name: str) -> Path:
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Callable[[hub.DownloadProgress], None]]:
-    """A bar on stderr that appears with the first byte; nothing where stderr is no terminal."""
+    """Show a bar on stderr from the first byte on; nothing where stderr is no terminal."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -76,5 +76,5 @@ def has_chat_template(folder: Path | str) -> bool:
 
 
 def size_of(folder: Path) -> str:
-    """Bytes of the files in `folder`, for people."""
+    """Return the size of the files in `folder`, for people."""
     return human_bytes(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))

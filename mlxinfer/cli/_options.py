@@ -84,7 +84,9 @@ def engine_options(function: Function) -> Function:
 
 
 def model_options(function: Function) -> Function:
-    """Add --kv-bits … --disk-cache without --max-memory, which servers divide among models."""
+    """Add --kv-bits … --disk-cache without --max-memory, which a server divides among its
+    models.
+    """
     options = zip(ENGINE_NAMES, _ENGINE, strict=True)
     return apply_options(
         tuple(option for name, option in options if name != "max_memory"), function
@@ -92,7 +94,7 @@ def model_options(function: Function) -> Function:
 
 
 def sampling_params(options: dict[str, Any]) -> SamplingParams:
-    """What was given on the command line; a value out of range is wrong usage."""
+    """Return the SamplingParams of the command line; a value out of range is wrong usage."""
     given = {name: options[name] for name in SAMPLING_NAMES if options[name] not in (None, ())}
     try:
         return SamplingParams(**given)
@@ -101,7 +103,9 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
 
 
 def llm_arguments(options: dict[str, Any]) -> dict[str, Any]:
-    """engine_arguments() before a model is looked for: a value out of range is wrong usage."""
+    """Return engine_arguments(); a value out of range is wrong usage, before a model is
+    searched.
+    """
     given = engine_arguments(options)
     bits, window = given.get("kv_bits"), given.get("kv_window")
     try:
@@ -112,7 +116,7 @@ def llm_arguments(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine_arguments(options: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of LLM for what was given on the command line."""
+    """Return LLM's keyword arguments for the options of the command line."""
     given = {name: options[name] for name in ENGINE_NAMES if options.get(name) is not None}
     if "kv_bits" in given:
         bits = {"16": None, "8": 8, "4": 4, "8/4": (8, 4)}
@@ -126,7 +130,7 @@ def _wrong_usage(error: InvalidRequestError) -> click.BadParameter:
 
 
 def apply_options(options: Sequence[Option], function: Function) -> Function:
-    """Add options, the first on top of the help."""
+    """Add options; the first is on top of the help."""
     for option in reversed(options):
         function = option(function)
     return function

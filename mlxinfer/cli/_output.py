@@ -1,4 +1,4 @@
-"""How commands write: JSON, tables, sizes, dim text. Knows no models."""
+"""How commands write: JSON, tables, sizes, dim text."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def human_count(count: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], *, header: Sequence[str] = ()) -> str:
-    """Left-aligned columns, two spaces apart; no borders, so that awk and people can read it."""
+    """Return left-aligned columns, two spaces apart, without borders, for awk and for people."""
     lines = [header, *rows] if header else list(rows)
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))] if lines else []
     return "\n".join(
@@ -45,15 +45,17 @@ def styled(text: str, code: str, stream: TextIO) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` without control characters: what a model writes must not steer the terminal."""
+    """Return `text` without control characters, with which a model could steer the terminal."""
     return text.translate(_CONTROLS)
 
 
 def escaped(text: str) -> str:
-    """`text` with escapes for what cannot be shown: names in a checkpoint are anybody's work."""
+    """Return `text` with escapes for unprintable characters, as in names of an untrusted
+    checkpoint.
+    """
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def note(text: str) -> None:
-    """A dim line on stderr, for people who watch."""
+    """Write a dim line to stderr, for people at the terminal."""
     print(styled(text, "2", sys.stderr), file=sys.stderr)

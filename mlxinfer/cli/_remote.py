@@ -1,4 +1,4 @@
-"""Where a running server is, as the command line knows it. Knows options; no HTTP."""
+"""Requests of commands to a running server, whose address follows from options and config file."""
 
 import os
 from typing import Any
@@ -17,7 +17,7 @@ url_option = click.option(
 
 
 def ask(url: str | None, path: str, body: Any = None, *, timeout_s: float = 10.0) -> Any:
-    """GET a path of a server, or POST a body to it; returns the JSON that comes back.
+    """GET a path of a server, or POST a body to it; return the JSON of the answer.
 
     The key is MLXINFER_API_KEY.
 
@@ -25,10 +25,10 @@ def ask(url: str | None, path: str, body: Any = None, *, timeout_s: float = 10.0
         url: of the server; None: where `mlxinfer serve` would listen.
         path: such as "/admin/models".
         body: JSON; None: GET.
-        timeout_s: of silence.
+        timeout_s: longest silence.
 
     Raises:
-        ServerError: nobody listens there, it is no mlxinfer server, or it refused.
+        ServerError: there is no server, another program answers, or the server refused.
     """
     from ._http import exchange  # slow to import, for commands that are listed only
 
@@ -40,7 +40,7 @@ def ask(url: str | None, path: str, body: Any = None, *, timeout_s: float = 10.0
 
 
 def default_url() -> str:
-    """Where `mlxinfer serve` without arguments listens."""
+    """Return the address at which `mlxinfer serve` without arguments listens."""
     from .config import serve_context
 
     options = serve_context([]).params

@@ -1,7 +1,4 @@
-"""Reads what a user types, line by line. Knows terminals and the history file; no models.
-
-The terminal's own settings while something is drawn on it. Knows nothing of what is drawn.
-"""
+"""Reads a user's messages from the terminal, with history, and sets the terminal while drawing."""
 
 import os
 import sys
@@ -22,12 +19,12 @@ PROMPT, CONTINUED = "> ", ". "
 
 
 def open_reader(commands: Iterable[str]) -> Reader:
-    """A reader with editing and history on a terminal, a plain one elsewhere."""
+    """Return a reader with editing and history on a terminal, a plain one elsewhere."""
     return terminal_reader(commands) if sys.stdin.isatty() else plain_reader
 
 
 def plain_reader(_: str = "") -> str:
-    """One message from stdin; a line that ends with a backslash goes on in the next."""
+    """Read one message from stdin; a line that ends with a backslash continues in the next."""
     lines = [input()]
     while lines[-1].endswith("\\"):
         lines[-1] = lines[-1][:-1]
@@ -39,7 +36,9 @@ def plain_reader(_: str = "") -> str:
 
 
 def terminal_reader(commands: Iterable[str]) -> Reader:
-    """Enter sends, unless the line ends with a backslash; Alt-Enter starts a new line."""
+    """Return a reader: Enter sends, unless the line ends with a backslash; Alt-Enter breaks the
+    line.
+    """
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -72,11 +71,11 @@ def terminal_reader(commands: Iterable[str]) -> Reader:
 
 
 def _open_history() -> "History":
-    """What was typed before, kept in a file; in memory only where none can be written."""
+    """Return the history in its file, or in memory if the file cannot be written."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     class Forgiving(FileHistory):
-        """A full disk is no reason to lose the conversation."""
+        """A history that loses entries on a full disk instead of ending the chat."""
 
         def store_string(self, string: str) -> None:
             with suppress(OSError):
@@ -90,7 +89,7 @@ def _open_history() -> "History":
 
 
 def history_file() -> Path:
-    """Where what was typed is kept; readable by its owner only."""
+    """Return the history's file, readable by its owner only."""
     path = state_folder() / "chat_history"
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.touch(mode=0o600)
@@ -107,7 +106,7 @@ def state_folder() -> Path:
 
 @contextmanager
 def silent_interrupts() -> Iterator[None]:
-    """Let Ctrl-C not be written as ^C: it would put out of place what is drawn again and again.
+    """Keep the terminal from writing ^C, which would displace what is redrawn.
 
     Does nothing where stdin is no terminal.
     """

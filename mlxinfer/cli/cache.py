@@ -1,4 +1,4 @@
-"""`mlxinfer cache`: what the disk cache of KV pages takes, and how to be rid of it. No mlx."""
+"""`mlxinfer cache`: the size of the disk cache of KV pages, and its deletion. No mlx."""
 
 import contextlib
 import re
@@ -77,7 +77,7 @@ def clear(folder: Path | None, yes: bool, as_json: bool) -> None:
 
 
 def _spaces(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
-    """The namespaces of a cache and the files of each; names that are not the cache's are not."""
+    """Return the namespaces of a cache and the files of each; foreign names are left out."""
     for space in sorted(folder.iterdir()) if folder.is_dir() else ():
         if _FOLDER.fullmatch(space.name) and space.is_dir() and not space.is_symlink():
             yield space, [file for file in space.iterdir() if _FILE.fullmatch(file.name)]
@@ -86,6 +86,6 @@ def _spaces(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
 def _bytes(files: list[Path]) -> int:
     total = 0
     for file in files:
-        with contextlib.suppress(FileNotFoundError):  # whoever uses the cache was faster
+        with contextlib.suppress(FileNotFoundError):  # a process that uses the cache deleted it
             total += file.lstat().st_size
     return total

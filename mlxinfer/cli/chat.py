@@ -56,10 +56,10 @@ def command(model: str, **options: Any) -> None:
 
 
 def converse(session: ChatSession, read: Reader, console: "Console") -> int:
-    """Read, do, show, until the user leaves. What goes wrong in a turn ends only the turn.
+    """Read, run and show turns until the user leaves. An error ends only its turn.
 
     Returns:
-        How many turns went wrong.
+        The number of failed turns.
     """
     default, interrupts, num_failed = "", 0, 0
     while True:
@@ -76,7 +76,7 @@ def converse(session: ChatSession, read: Reader, console: "Console") -> int:
         default, interrupts = "", 0
         try:
             reply = take_turn(session, line, console)
-        except BrokenPipeError:  # nobody reads
+        except BrokenPipeError:  # stdout is closed
             raise
         except Exception as error:  # of ours too: the conversation is not to be lost by it
             num_failed += 1
@@ -92,7 +92,7 @@ def converse(session: ChatSession, read: Reader, console: "Console") -> int:
 
 
 def take_turn(session: ChatSession, line: str, console: "Console") -> Reply:
-    """Run a command, or ask the model and show the answer. Returns what is left to be done."""
+    """Run a command, or ask the model and show the answer. Returns the remaining action."""
     if not line:
         return Reply()
     reply = run_command(session, line) if is_command(line) else Reply(ask=_unescaped(line))
@@ -105,7 +105,7 @@ def take_turn(session: ChatSession, line: str, console: "Console") -> Reply:
 
 
 def answer(deltas: Generator[Delta, None, None], session: ChatSession, console: "Console") -> None:
-    """Show an answer while it comes; Ctrl-C ends it and keeps what there is."""
+    """Show an answer as it arrives; Ctrl-C ends it and keeps the text so far."""
     from ._markdown import MarkdownStream
 
     thought, spoken = MarkdownStream(console, style="dim"), MarkdownStream(console)

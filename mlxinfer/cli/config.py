@@ -1,4 +1,6 @@
-"""`mlxinfer config`: what the server would be told, and by whom."""
+"""`mlxinfer config`: the settings with which `mlxinfer serve` would run, and where each comes
+from.
+"""
 
 from typing import Any
 
@@ -69,17 +71,17 @@ def show(config_path: str | None, origin: bool, as_json: bool) -> None:
 
 
 def serve_context(arguments: list[str]) -> click.Context:
-    """`mlxinfer serve` with these arguments, parsed and not run; all that is wrong is wrong usage.
+    """Return the parsed context of `mlxinfer serve` with these arguments; errors are wrong usage.
 
-    Models are not looked for: they may be downloaded later.
+    Models are not searched for: they may be downloaded later.
     """
-    from ._configuration import checked_settings, wanted_models
+    from ._configuration import checked_settings, requested_models
     from .serve import command as serve
 
     ctx = serve.make_context("mlxinfer serve", arguments, auto_envvar_prefix=PREFIX)
     by_default = ctx.get_parameter_source("models") is ParameterSource.DEFAULT
-    for wanted in wanted_models(ctx.params["models"], config_of(ctx), by_default=by_default):
-        checked_settings(wanted, {**ctx.params, "max_memory": None})  # which is the server's own
+    for requested in requested_models(ctx.params["models"], config_of(ctx), by_default=by_default):
+        checked_settings(requested, {**ctx.params, "max_memory": None})  # which is the server's own
     return ctx
 
 
@@ -91,7 +93,7 @@ def _shown(name: str, values: dict[str, Any]) -> Any:
 
 
 def _words(value: Any) -> str:
-    """A value as one would write it, `-` where nothing is said."""
+    """Return a value as a user would write it, `-` for none."""
     if isinstance(value, list):
         return " ".join(map(str, value)) or "-"
     if isinstance(value, bool):

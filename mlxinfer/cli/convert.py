@@ -1,6 +1,5 @@
-"""How a conversion is shown: its plan, how far it is, what came of it. Converts nothing.
-
-`mlxinfer convert`: any checkpoint into an MLX folder, quantised, checked, perhaps uploaded.
+"""`mlxinfer convert`: any checkpoint into an MLX folder, quantised, checked, optionally
+uploaded.
 """
 
 import sys
@@ -34,7 +33,7 @@ Progress = Callable[[str, int, int], None]  # step, how far, of how much
 def plan_as_dict(
     plan: "ConversionPlan", *, peak_bytes: int, disk_bytes: int, measured: bool
 ) -> dict[str, Any]:
-    """For --dry-run --json; `measured`: formats will follow from measuring.
+    """Return the data of --dry-run --json; `measured`: formats will follow from measuring.
 
     Tensors are in the order in which a model uses them, not that of the files.
     """
@@ -62,7 +61,7 @@ def plan_as_dict(
 
 
 def model_order(path: str) -> tuple[int, list[tuple[int, str]]]:
-    """Embeddings, layers by number, what follows them, the output projection."""
+    """Return a sort key: embeddings, layers by number, the final norm, the output projection."""
     if path.endswith("embed_tokens"):
         stage = 0
     elif path.endswith("lm_head"):
@@ -73,7 +72,7 @@ def model_order(path: str) -> tuple[int, list[tuple[int, str]]]:
 
 
 def show_plan(plan: dict[str, Any]) -> None:
-    """The same for people; tensors of one kind and format in one line."""
+    """Print the plan for people; tensors of one kind and format share a line."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for tensor in plan["tensors"]:
         kind = ".".join(part for part in tensor["name"].split(".") if not part.isdigit())
@@ -100,7 +99,7 @@ def _files(count: int) -> str:
 
 
 def show_report(report: "ConversionReport", out: str) -> None:
-    """A few lines."""
+    """Print a conversion's report in a few lines."""
     click.echo(
         f"{out}: {human_bytes(report.num_bytes)}, {report.bits_per_weight:.3f} bits per weight; "
         + ", ".join(f"{count} {status}" for status, count in report.counts.items())
@@ -128,26 +127,26 @@ def show_report(report: "ConversionReport", out: str) -> None:
 
 
 class Downloads:
-    """Bytes from the hub, counted before anybody watches."""
+    """Counts bytes from the hub, also before a progress bar watches."""
 
     def __init__(self) -> None:
         self._done = self._total = 0
         self._progress: Progress | None = None
 
     def add(self, count: int) -> None:
-        """`count` bytes more, or fewer where some turned out useless."""
+        """Count bytes that arrived; negative for bytes that were dropped."""
         self._done += count
         if self._progress is not None:
             self._progress("download", self._done, max(self._total, self._done))
 
     def watch(self, progress: Progress, total: int) -> None:
-        """Tell `progress` from now on."""
+        """Report to `progress` from now on."""
         self._progress, self._total = progress, total
 
 
 @contextmanager
 def progress_bars() -> Iterator[Progress]:
-    """One bar for each step, with its rate and the time left; nothing without a terminal."""
+    """Show one bar for each step, with its rate and the time left; nothing without a terminal."""
     if not sys.stderr.isatty():
         yield lambda *_: None
         return
@@ -301,7 +300,7 @@ def _upload(out: Path, given: dict[str, Any], as_json: bool) -> int:
 
 @contextmanager
 def open_logits(folder: Path) -> Iterator[Callable[[list[int]], Any]]:
-    """The converted model, run as any other."""
+    """Load the converted model like any other."""
     from ..llm import LLM
 
     with LLM(str(folder), max_batch=1) as llm:

@@ -1,6 +1,5 @@
-"""What `doctor` looks at: one function a check, each says what it found and what to do about it.
-
-`mlxinfer doctor`: is everything here that is needed, and what to do where it is not.
+"""`mlxinfer doctor`: checks of this machine and installation, one function each, with what to
+do.
 """
 
 import os
@@ -98,7 +97,7 @@ def metal() -> Check:
 
 
 def kernels() -> Check:
-    """What the self-checks of the Metal kernels found so far; runs none of them."""
+    """Results of the Metal kernels' self-checks so far; runs none of them."""
     try:
         require_mlx()
     except MlxinferError:
@@ -128,7 +127,7 @@ def judge_kernels(found: "Mapping[str, Verdict]", unfinished: Sequence[str] = ()
 
 
 def memory() -> Check:
-    """How much there is, and how much is free now."""
+    """Total memory, and how much is free now."""
     total, free = _memory_bytes()
     found = f"{human_bytes(total)} in all" + (f", {human_bytes(free)} available" if free else "")
     if free is not None and free < total / 10:
@@ -199,7 +198,7 @@ def cache() -> Check:
 
 
 def token() -> Check:
-    """Whether a hub token is there. The token itself is never read into the report."""
+    """Whether there is a hub token. The token itself is never part of the report."""
     from huggingface_hub import get_token
 
     if get_token():
@@ -208,7 +207,7 @@ def token() -> Check:
 
 
 def bundled() -> Check:
-    """The model that came with the package."""
+    """Whether the bundled model is there."""
     try:
         folder = hub.resolve("demo", download=False)
     except MlxinferError as error:
@@ -218,7 +217,7 @@ def bundled() -> Check:
 
 
 def generation() -> Check:
-    """Whether a few tokens come out."""
+    """Whether the bundled model generates a few tokens."""
     from ..core import SamplingParams
     from ._model import open_llm
 
@@ -249,7 +248,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
 
 
 def examine(check: Callable[[], Check]) -> Check:
-    """Run a check. One that breaks is itself a finding, so every exception becomes a line."""
+    """Run a check. A check that raises is a finding too, so every exception becomes a line."""
     name = check.__name__.replace("_", " ")
     try:
         return check()
@@ -266,7 +265,7 @@ def _processor() -> str:
 
 
 def _memory_bytes() -> tuple[int, int | None]:
-    """(all, available now or None where the system does not say)."""
+    """Return (total, available); None where the system does not report it."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     info = Path("/proc/meminfo")
     if not info.is_file():

@@ -1,4 +1,4 @@
-"""`mlxinfer load`: let a running server load a model before somebody needs it."""
+"""`mlxinfer load`: load a model in a running server before a request needs it."""
 
 import click
 
@@ -19,11 +19,11 @@ def command(name: str, url: str | None, as_json: bool) -> None:
 
     Waits until it is there. A model that could not be loaded before is tried again.
     """
-    told = ask(url, "/admin/models/load", {"model": name}, timeout_s=LOAD_S)
+    reply = ask(url, "/admin/models/load", {"model": name}, timeout_s=LOAD_S)
     if as_json:
-        emit_json(told)
+        emit_json(reply)
         return
     click.echo(
-        f"{told['name']} is {told['state']}: {human_bytes(told['weights_bytes'])} of weights, "
-        f"up to {human_bytes(told['kv_bytes'])} of KV cache"
+        f"{reply['name']} is {reply['state']}: {human_bytes(reply['weights_bytes'])} of weights, "
+        f"up to {human_bytes(reply['kv_bytes'])} of KV cache"
     )

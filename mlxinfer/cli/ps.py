@@ -1,4 +1,4 @@
-"""`mlxinfer ps`: what a running server has loaded."""
+"""`mlxinfer ps`: the models of a running server."""
 
 from typing import Any
 
@@ -17,17 +17,17 @@ HEADER = ("NAME", "STATE", "WEIGHTS", "KV CACHE", "RUNNING", "WAITING", "UNLOADS
 @json_option
 def command(url: str | None, as_json: bool) -> None:
     """List the models of a running server."""
-    told = ask(url, "/admin/models")
+    reply = ask(url, "/admin/models")
     if as_json:
-        emit_json(told)
+        emit_json(reply)
         return
-    click.echo(table([row_of(model) for model in told["models"]], header=HEADER))
-    taken, limit = told["memory_reserved_bytes"], told["memory_limit_bytes"]
+    click.echo(table([row_of(model) for model in reply["models"]], header=HEADER))
+    taken, limit = reply["memory_reserved_bytes"], reply["memory_limit_bytes"]
     click.echo(f"{human_bytes(taken)} of {human_bytes(limit)} for models", err=True)
 
 
 def row_of(model: dict[str, Any]) -> list[str]:
-    """A line of the table."""
+    """Return a line of the table."""
     return [
         model["name"],
         state_of(model),
@@ -40,7 +40,7 @@ def row_of(model: dict[str, Any]) -> list[str]:
 
 
 def state_of(model: dict[str, Any]) -> str:
-    """Its state; of one that could not be loaded also when it is tried again."""
+    """Return the model's state; after a failed load also when it is tried again."""
     if not model["failure"] or model["state"] != "unloaded":
         return str(model["state"])
     left_s = model["retry_left_s"]

@@ -18,7 +18,7 @@ from ._options import (
     sampling_params,
 )
 from ._output import emit_json, note, printable, styled
-from ._surroundings import INTERRUPTED
+from ._process import INTERRUPTED
 
 
 @click.command()
@@ -79,7 +79,7 @@ def read_prompt(prompt: str | None) -> str:
 def start(
     llm: Any, text: str, system: str | None, params: SamplingParams, *, raw: bool
 ) -> Iterator[Delta]:
-    """The stream of the answer: of the text as it is, or as a conversation."""
+    """Return the stream of the answer to the plain text, or to a conversation."""
     if raw:
         return iter(llm.stream(text, params))
     messages = [{"role": "system", "content": system}] if system is not None else []
@@ -88,7 +88,7 @@ def start(
 
 
 def show(deltas: Iterator[Delta], *, quiet: bool) -> tuple[Result, bool]:
-    """Write the answer as it comes. Returns its Result, and whether Ctrl-C ended it."""
+    """Write the answer as it arrives. Returns its Result, and whether Ctrl-C ended it."""
     text, reasoning = "", ""
     ids: list[int] = []
     try:
@@ -117,7 +117,7 @@ def show(deltas: Iterator[Delta], *, quiet: bool) -> tuple[Result, bool]:
 
 
 def _write(delta: Delta) -> None:
-    """The answer to stdout; what the model thinks first only to those who watch."""
+    """Write the answer to stdout; reasoning only to a terminal."""
     if not sys.stdout.isatty():
         sys.stdout.write(delta.text)
     else:

@@ -9,7 +9,14 @@ from click.core import ParameterSource
 
 from ..configfile import parse_duration
 from ..errors import InvalidRequestError
-from ._configuration import PREFIX, Wanted, config_of, config_option, entry_of, wanted_models
+from ._configuration import (
+    PREFIX,
+    RequestedModel,
+    config_of,
+    config_option,
+    entry_of,
+    requested_models,
+)
 from ._options import API_KEY, Size, model_options
 
 if TYPE_CHECKING:
@@ -135,12 +142,12 @@ def command(
 
     config = server_config(options)
     by_default = ctx.get_parameter_source("models") is ParameterSource.DEFAULT
-    wanted = wanted_models(models, config_of(ctx), by_default=by_default)
+    requested = requested_models(models, config_of(ctx), by_default=by_default)
     listener = bind(config)  # before models load: a taken port is known at once
     try:
         set_up_logging(log_format, log_level)
         raise_file_limit(config.max_connections)
-        service = Service(registry(wanted, options), config)
+        service = Service(registry(requested, options), config)
     except BaseException:
         listener.close()
         raise
@@ -150,7 +157,7 @@ def command(
 
 
 def server_config(options: dict[str, Any]) -> Any:
-    """ServerConfig of what was given on the command line; a value out of range is wrong usage."""
+    """Return the ServerConfig of the command line; a value out of range is wrong usage."""
     from ..server.keys import ApiKeys
     from ..server.settings import ServerConfig
 
@@ -165,8 +172,8 @@ def server_config(options: dict[str, Any]) -> Any:
         raise click.UsageError(str(error)) from error
 
 
-def registry(wanted: Sequence[Wanted], options: dict[str, Any]) -> "Models":
-    """The models, none of them loaded yet; options that do not fit are wrong usage."""
+def registry(requested: Sequence[RequestedModel], options: dict[str, Any]) -> "Models":
+    """Return the models, none of them loaded yet; options that do not fit are wrong usage."""
     from ..memory import parse_bytes, total_memory_bytes
     from ..server.registry.budget import LIMIT_SHARE
     from ..server.registry.models import Models
@@ -177,7 +184,7 @@ def registry(wanted: Sequence[Wanted], options: dict[str, Any]) -> "Models":
         limit_bytes = int(LIMIT_SHARE * total_memory_bytes())
         if limit is not None:
             limit_bytes = parse_bytes(limit)
-        entries = [entry_of(each, options, ttl_s) for each in wanted]
+        entries = [entry_of(each, options, ttl_s) for each in requested]
         return Models(entries, limit_bytes=limit_bytes)
     except InvalidRequestError as error:
         raise click.UsageError(str(error)) from error

@@ -82,11 +82,11 @@ def status(daemon: bool, as_json: bool) -> None:
     service = _service(daemon, None, ())
     ended = _run(service.status_command(os.getuid()))
     found = parse_status(ended.stdout) if ended.returncode == 0 else {}
-    told = {"installed": service.plist_path.exists(), "loaded": ended.returncode == 0, **found}
+    found = {"installed": service.plist_path.exists(), "loaded": ended.returncode == 0, **found}
     if as_json:
-        emit_json(told)
+        emit_json(found)
     else:
-        click.echo("\n".join(f"{name}: {value}" for name, value in told.items()))
+        click.echo("\n".join(f"{name}: {value}" for name, value in found.items()))
     if found.get("state") != "running":
         raise click.exceptions.Exit(1)
 
@@ -103,14 +103,14 @@ def _service(daemon: bool, user: str | None, serve_arguments: Sequence[str]) -> 
 
 
 def _check_serve(arguments: Sequence[str]) -> None:
-    """What launchd would start again and again must be sound: parse it now."""
+    """Parse the arguments of `serve` now, since launchd would restart a failing command forever."""
     from .config import serve_context
 
     serve_context(list(arguments))
 
 
 def _write(service: Service) -> None:
-    """The property list, readable by its owner alone: arguments may hold a key."""
+    """Write the property list, readable by its owner alone: arguments may hold a key."""
     try:
         for path in (service.plist_path, service.log_path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ def _write(service: Service) -> None:
 
 
 def _replace_private(path: Path, content: bytes) -> None:
-    """Write a file that at no moment anybody else may read, and that is never there in part."""
+    """Write a file that is never readable by other users, and never incomplete."""
     number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # its mode is 0o600
     try:
         with open(number, "wb") as file:

@@ -1,4 +1,4 @@
-"""`mlxinfer show`: what a model is and what it needs."""
+"""`mlxinfer show`: the facts of a model and the memory it needs."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ def command(name: str, context: int | None, as_json: bool) -> None:
 
 
 def describe(name: str, summary: "Summary", context: int | None) -> dict[str, Any]:
-    """Everything as plain data; keys are stable, unknown values None."""
+    """Return all facts as plain data; keys are stable, unknown values None."""
     from ._inspect import kv_bytes
 
     config, weights = summary.config, summary.weights
@@ -93,7 +93,7 @@ def render(facts: dict[str, Any]) -> str:
 
 
 def _memory(summary: "Summary", context: int | None) -> list[dict[str, int]]:
-    """Weights and KV of one sequence at some lengths up to the model's own."""
+    """Return weights and KV of one sequence at some lengths up to the model's own."""
     from ._inspect import kv_bytes
 
     config, weights = summary.config, summary.weights

@@ -1,4 +1,4 @@
-"""`mlxinfer unload`: let a running server free a model's memory."""
+"""`mlxinfer unload`: free a model's memory in a running server."""
 
 import click
 
@@ -27,8 +27,8 @@ def command(name: str, drain_s: float, url: str | None, as_json: bool) -> None:
     One that answers requests stays.
     """
     body = {"model": name, "drain_s": drain_s}
-    told = ask(url, "/admin/models/unload", body, timeout_s=drain_s + UNLOAD_S)
+    reply = ask(url, "/admin/models/unload", body, timeout_s=drain_s + UNLOAD_S)
     if as_json:
-        emit_json(told)
+        emit_json(reply)
         return
-    click.echo(f"{told['name']} is {told['state']}")
+    click.echo(f"{reply['name']} is {reply['state']}")

@@ -6,7 +6,7 @@ from typing import Any
 import click
 import pytest
 
-from mlxinfer.cli._configuration import Wanted, wanted_models
+from mlxinfer.cli._configuration import RequestedModel, requested_models
 from mlxinfer.cli.config import serve_context
 from mlxinfer.cli.serve import registry
 from mlxinfer.configfile import read_config_file
@@ -41,8 +41,8 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def wanted(path: Path, *given: str) -> list[Wanted]:
-    return wanted_models(given or ("demo",), read_config_file(path), by_default=not given)
+def wanted(path: Path, *given: str) -> list[RequestedModel]:
+    return requested_models(given or ("demo",), read_config_file(path), by_default=not given)
 
 
 def entries(path: Path, *given: str) -> tuple[list[Entry], int]:

@@ -1,4 +1,4 @@
-"""What every command counts on: streams, a home, and how Ctrl-C ends it. Knows no command."""
+"""The process of every command: standard streams, a home folder, and the effect of Ctrl-C."""
 
 import os
 import signal
@@ -11,9 +11,9 @@ INTERRUPTED = 130  # the exit code, as shells have it
 
 
 def open_missing_streams() -> None:
-    """Put the null device where whoever started us left a standard stream closed (`>&-`).
+    """Open the null device for a standard stream that the parent process closed (`>&-`).
 
-    Otherwise the next file that is opened gets its number, and is what others take for a stream.
+    Otherwise the next file to be opened gets the stream's number, and its output.
     """
     if not _is_open(0):
         os.open(os.devnull, os.O_RDONLY)  # gets the lowest number that is free
@@ -26,8 +26,8 @@ def open_missing_streams() -> None:
         sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
-def settle_home() -> None:
-    """Let a user who has no home, as in a container, live in `/`: nothing of theirs is there."""
+def ensure_home() -> None:
+    """Set HOME to `/` for a user without one, as in a container."""
     try:
         Path.home()
     except RuntimeError:  # no HOME, and no entry in the system's list of users
@@ -36,9 +36,9 @@ def settle_home() -> None:
 
 @contextmanager
 def ending_at_interrupts() -> Iterator[None]:
-    """Meanwhile Ctrl-C ends the process where it stands, unless it means something else already.
+    """Meanwhile Ctrl-C ends the process at once, unless it has another handler already.
 
-    An interrupt within an import is a traceback, or is lost.
+    An interrupt within an import would print a traceback, or be lost.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler:
@@ -52,7 +52,7 @@ def ending_at_interrupts() -> Iterator[None]:
 
 
 def end_at_next_interrupt() -> None:
-    """The process ends, and Ctrl-C came already: one more ends it where it stands."""
+    """Let one more Ctrl-C end the process at once, while it ends because of the first."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
 
 

@@ -4,8 +4,10 @@
 proxy. A failure is part of the answer, as a load test counts it.
 """
 
+import contextlib
 import http.client
 import json
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -74,6 +76,13 @@ class Client:
         self._headers = {"Content-Type": "application/json", "Connection": "close"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
+        self._open: set[socket.socket] = set()
+
+    def hang_up(self) -> None:
+        """Break off all requests; their answers end with an error."""
+        for opened in tuple(self._open):
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                opened.shutdown(socket.SHUT_RDWR)
 
     def models(self) -> list[str]:
         """Names of the models that the server lists.
@@ -105,7 +114,11 @@ class Client:
         streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
         connection = self._connection(self._address, timeout=self._timeout_s)
         answer.sent_s = time.monotonic()
+        opened = None
         try:
+            connection.connect()
+            opened = connection.sock  # later the response has it, and the connection none
+            self._open.add(opened)
             path = f"{self._path}/chat/completions"
             connection.request("POST", path, json.dumps(streamed).encode(), self._headers)
             self._read(connection.getresponse(), answer)
@@ -115,6 +128,7 @@ class Client:
             answer.error = str(error) or type(error).__name__
         finally:
             connection.close()
+            self._open.discard(opened)
             answer.ended_s = time.monotonic()
         return answer
 

@@ -126,6 +126,7 @@ def _play(client: Client, load: Load) -> list[Answer]:
             return [each.result() for each in running]
         except KeyboardInterrupt:
             threads.shutdown(wait=False, cancel_futures=True)
+            client.hang_up()
             raise
 
 
@@ -171,8 +172,10 @@ def _tables(found: dict[str, Any], load: Load) -> list[Table]:
         ["prompt tokens/s", f"{found['prompt_tokens_per_s']:,.1f}"],
         ["answer tokens/s", f"{found['answer_tokens_per_s']:,.1f}"],
     ]
-    about = "one after the other" if load.rate is None else f"{load.rate:g} a second"
-    title = f"{load.url}, model {load.model}: {load.most_in_flight} at once, {about}"
+    about = f"{load.most_in_flight} requests at once"
+    if load.rate is not None:
+        about = f"{load.rate:g} requests a second, at most {about}"
+    title = f"{load.url}, model {load.model}: {about}"
     times = [
         [label, *(f"{found[name][key] * 1e3:,.1f}" for key in ("mean", "p50", "p90", "p99", "max"))]
         for label, name in (

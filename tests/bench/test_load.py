@@ -29,6 +29,7 @@ class Scripted(ThreadingHTTPServer):
         self.bodies: list[dict[str, Any]] = []
         self.at_once, self.lock = 0, threading.Lock()
         self.fails: dict[int, str] = {}  # request number -> how
+        self.hangs, self.goes_on = threading.Event(), threading.Event()
 
     @property
     def url(self) -> str:
@@ -53,7 +54,13 @@ class Handler(BaseHTTPRequestHandler):
             self.server.at_once += 1
             self.server.most_at_once = max(self.server.most_at_once, self.server.at_once)
         how = self.server.fails.get(number)
-        if how == "busy":
+        if how == "hangs":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.flush()
+            self.server.hangs.set()
+            assert self.server.goes_on.wait(20)
+        elif how == "busy":
             self._answer(503, {"error": {"message": "too many requests wait"}})
         else:
             self._stream(how)
@@ -127,6 +134,19 @@ def test_the_command_fails_where_a_request_failed(server: Scripted) -> None:
     assert "2 / 0" in done.output
     server.fails = {2: "busy"}
     assert CliRunner().invoke(cli, arguments).exit_code == 1
+
+
+def test_a_request_can_be_broken_off(server: Scripted) -> None:
+    server.fails = {0: "hangs"}
+    client, found = Client(server.url, timeout_s=60), []
+    thread = threading.Thread(target=lambda: found.append(client.chat({"model": "only"})))
+    thread.start()
+    assert server.hangs.wait(10)
+    client.hang_up()
+    thread.join(10)
+    server.goes_on.set()
+    assert not thread.is_alive()
+    assert found[0].error is not None
 
 
 def test_where_nothing_listens_one_line_says_so(server: Scripted) -> None:

@@ -26,7 +26,7 @@ from .config import ModelConfig
 from .decoder import Layer, Model, PreNormLayer, arrays
 from .jsonfields import Fields
 from .rope_config import read_layer_types, read_rope
-from .weights import Weights, fused_experts
+from .weights import StoredMatrix, Weights, fused_experts
 
 
 class Family:
@@ -241,21 +241,21 @@ class Family:
         """
         config, weights = self.config, self.weights
         hidden, inner, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
-        gate, up, down = (
-            weights.experts(
-                f"{path}.switch_mlp.{name}_proj", f"{path}.experts.{{}}.{name}_proj", shape
-            )
-            for name, shape in (
-                ("gate", (count, inner, hidden)),
-                ("up", (count, inner, hidden)),
-                ("down", (count, hidden, inner)),
-            )
-        )
+
+        def stack(name: str, out_dims: int, in_dims: int) -> StoredMatrix:
+            each = f"{path}.experts.{{}}.{name}_proj"
+            shape = (count, out_dims, in_dims)
+            return weights.experts(f"{path}.switch_mlp.{name}_proj", each, shape)
+
+        # One projection after the other: together, the experts and what is made of them are held.
+        gate_up = fused_experts([stack(name, inner, hidden) for name in ("gate", "up")], self.make)
+        weights.evaluate(list(arrays(gate_up)))
+        down = stack("down", hidden, inner).expert_projection(self.make)
         return MoE(
             router=weights.linear(f"{path}.{router}", count, hidden),
             choose=choose,
-            gate_up_proj=fused_experts([gate, up], self.make),
-            down_proj=down.expert_projection(self.make),
+            gate_up_proj=gate_up,
+            down_proj=down,
             activation=self.activation,
             shared=shared,
         )

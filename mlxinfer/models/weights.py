@@ -213,6 +213,8 @@ class Weights:
     def experts(self, stack: str, each: str, shape: tuple[int, int, int]) -> StoredMatrix:
         """One matrix per expert (num_experts, out_dims, in_dims).
 
+        Matrices that are stored one by one are stacked at once, so that they can be dropped.
+
         Args:
             stack: path of one tensor of all, as MLX checkpoints have it.
             each: path of one expert's, "{}" in place of its number, as hub checkpoints have it.
@@ -227,7 +229,11 @@ class Weights:
         parts = [self.matrix(each.format(i), (one[0], one[1])) for i in range(count)]
         if len({part.form for part in parts}) > 1:
             raise CheckpointError(f"Experts of {each!r} have different formats; expected one.")
-        return _combined(parts, lambda arrays, _: mx.stack(arrays))
+        stacked = _combined(parts, lambda arrays, _: mx.stack(arrays))
+        del parts
+        fields = (stacked.weight, stacked.scales, stacked.biases)
+        self.evaluate([array for array in fields if array is not None])
+        return stacked
 
     def embedding(self, path: str, shape: tuple[int, int], *, shared: bool) -> Embedding:
         """The token table (vocab_size, hidden_size); `shared` with the output projection."""

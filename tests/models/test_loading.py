@@ -270,3 +270,23 @@ def test_layers_that_predict_further_ahead_are_left_out(tmp_path):
     tensors["model.layers.4.eh_proj.weight"] = mx.zeros((64, 128))
     with pytest.raises(CheckpointError, match=r"layers\.4"):
         load(write(tmp_path / "other", config, tensors))
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe-v5", "mixtral"])
+def test_experts_stored_one_by_one_are_stacked_a_projection_at_a_time(tmp_path, monkeypatch, case):
+    """Above what is held in the end, loading needs less than half a layer."""
+    monkeypatch.setenv("MLXINFER_CPU_LAYERS", "0")  # whose forms are made of copies
+    sizes = {"hidden_size": 128, "num_hidden_layers": 4, "moe_intermediate_size": 256}
+    sizes |= {"intermediate_size": 256} if case == "mixtral" else {}
+    config = {**tiny_config(case), **sizes}
+    count = config.get("num_experts") or config["num_local_experts"]
+    write(tmp_path / "m", config, tiny_tensors(config))
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    model = load(tmp_path / "m", dtype="float32")
+    held, peak = mx.get_active_memory() - before, mx.get_peak_memory() - before
+    assert model.config.num_layers == 4
+    layer = count * 3 * 128 * 256 * 4
+    assert held > 4 * layer
+    assert peak - held < layer / 2

@@ -3,6 +3,8 @@
 Counted in the traced graph of a decode step, as it would be on Metal: our kernels are in it, and
 each of MLX's fused operations stands as one. What only looks at memory another way is not counted.
 The same graph is built again and again for the second question: how long that keeps the host busy.
+Without a GPU, MLX's fused operations fall apart and custom kernels are refused, except in graphs
+that are traced: steps are built under `as_on_metal`, and none of them runs.
 """
 
 import gc

@@ -1,7 +1,9 @@
-"""What a benchmark asks of an engine, and ours driven so. Knows no threads and no text.
+"""What a benchmark asks of an engine, and mlxinfer's loop driven so. Knows no threads and no text.
 
 Both engines are driven turn by turn from one thread, so that what is measured is the engine and not
-the queue in front of it.
+the queue in front of it. `Meter` counts CPU time of that thread, which counts neither waiting nor
+other threads and processes, so it is steady on a busy machine. On the CPU backend the arithmetic
+runs on MLX's own threads and is not counted.
 """
 
 import io

@@ -1,4 +1,9 @@
-"""Schemas as tools and forms have them, each with documents that satisfy it. Knows no engine."""
+"""What `bench grammar` compiles: schemas as tools and forms have them, and a large vocabulary.
+
+Each schema comes with documents that satisfy it. The tokenizer is made on the spot, byte-level BPE
+with the mix that today's models have: words are drawn from syllables, and every prefix of a word is
+a token, as BPE training would leave it. Which tokens there are decides what a mask costs.
+"""
 
 import json
 import random

@@ -3,7 +3,9 @@
 Two questions. How much CPU time does a step take beside the model, with one to many requests that
 all sample differently? And how long does it take to build the graph of a deep model's step? On
 Apple silicon the first hides behind the GPU while it is short, and the second is the floor under
-small models.
+small models. Metal samples all rows in one kernel; one operation stands for it in `OneOperation`:
+its choice means nothing, but the host does for it what it does on a Mac, except for MLX's call of
+the kernel.
 """
 
 import gc

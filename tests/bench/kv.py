@@ -1,4 +1,9 @@
-"""`bench kv`: what a quantised KV cache saves and what it costs. Assembles the parts and tables."""
+"""`bench kv`: what a quantised KV cache saves and what it costs.
+
+Quality over held-out text, tokens a second with many requests, peak memory of a long one. Times of
+quantised arithmetic on MLX's CPU backend say nothing about a GPU. What carries over is how many
+requests share a forward pass, and how many bytes are held.
+"""
 
 import gc
 import statistics

@@ -1,4 +1,10 @@
-"""`bench memory`: KV bytes copied and wasted, ours beside mlx-lm's. Assembles scenes and tables."""
+"""`bench memory`: KV bytes copied and wasted, ours beside mlx-lm's.
+
+MLX updates an array in place only where nothing else holds it, and operations in flight do. MLX
+limits how many those are, so an engine that launches ahead copies its KV cache only where a whole
+step has few; such copies show as memory above what is held between steps. Padding shows as bytes
+held for a live token, and moving whole caches as memory while a request joins or leaves.
+"""
 
 import statistics
 import time

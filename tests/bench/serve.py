@@ -1,4 +1,7 @@
-"""`bench serve`: two servers, one model, the same clients. Assembles scenes and tables."""
+"""`bench serve`: two servers, one model, the same clients.
+
+Every scene starts from an idle server and ends with one.
+"""
 
 import asyncio
 import json

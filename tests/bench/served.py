@@ -1,4 +1,4 @@
-"""A server without HTTP: prompts in, tokens out, and what was computed and held. Knows no engine.
+"""A server without HTTP: prompts in, tokens out, and what was computed and held.
 
 Both engines answer the same prompts through this, from one thread. What is counted is the same on
 every machine: prompt tokens that were computed, and bytes of KV cache that were held.

@@ -12,7 +12,7 @@ import pytest
 from engine.fake_grammar import FakeGrammar
 from engine.harness import PAGE, Harness, Outcome, alone, prompt, tiny_model
 from engine.oracle import Oracle
-from engine.test_same_tokens import CASES, params_strategy, prompts
+from engine.test_same_tokens import CASES, HYBRIDS, model_of, params_strategy, prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,7 +96,7 @@ def play(
 
 
 @given(
-    case=st.sampled_from(CASES),
+    case=st.sampled_from([*CASES, *HYBRIDS]),
     program=programs(),
     spare_pages=st.sampled_from([0, 0, 1, 4, 100]),
     chunk=st.sampled_from([16, 64, 128]),
@@ -119,7 +119,7 @@ def test_a_batched_program_gives_each_request_the_tokens_of_its_plain_run(
     preempt_every: int | None,
     guess_seed: int | None,
 ) -> None:
-    model = tiny_model(case, quantized=True)
+    model = model_of(case)
     longest = max(len(a.prompt_ids) + (a.params.max_tokens or 0) for a in program)
     plains = {str(i): plain_run(case, asked) for i, asked in enumerate(program)}
     answers = {name: plain.token_ids for name, plain in plains.items()}
@@ -148,9 +148,7 @@ def test_a_batched_program_gives_each_request_the_tokens_of_its_plain_run(
 
 
 def plain_run(case: str, asked: Asked) -> Outcome:
-    harness = Harness(
-        tiny_model(case, quantized=True), launch_ahead=False, max_batch=1, num_pages=100
-    )
+    harness = Harness(model_of(case), launch_ahead=False, max_batch=1, num_pages=100)
     grammar = asked.rules.start() if asked.rules else None
     harness.add("x", list(asked.prompt_ids), asked.params, stop_ids=asked.stop_ids, grammar=grammar)
     return harness.drain()["x"]

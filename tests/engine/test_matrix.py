@@ -13,8 +13,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import hypothesis
-from engine.harness import PAGE, Harness, Outcome, alone, prompt, tiny_model
+from engine.harness import PAGE, Harness, Outcome, alone, prompt
 from engine.oracle import Oracle
+from engine.test_same_tokens import HYBRIDS, model_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "100"))
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
 BITS = [(None, None), (None, None), (8, 8), (8, 4), (4, 4), (8, None), (None, 4)]
 LATENT = "deepseek_v3-v4"
-CASES = ("qwen3-v4", "mistral-v4", "gemma3_text-v4", "gpt_oss-v4", "qwen3_moe-v4", LATENT)
+CASES = ("qwen3-v4", "mistral-v4", "gemma3_text-v4", "gpt_oss-v4", "qwen3_moe-v4", LATENT, *HYBRIDS)
 
 # Where codes are stored, a last bit that differs between two ways of adding up can move one by a
 # step, and a choice between two tokens that are this close (in log-probability) may turn.
@@ -57,9 +58,9 @@ def programs(draw: st.DrawFn) -> list[Asked]:
 @st.composite
 def kv_options(draw: st.DrawFn, case: str) -> KVOptions:
     bits = draw(st.sampled_from(BITS))
-    if bits[0] == 4 and tiny_model(case, quantized=True).config.qkv_bias:
+    if bits[0] == 4 and model_of(case).config.qkv_bias:
         bits = (8, 4)
-    if case == LATENT:  # one plane, one number of bits
+    if case.endswith(LATENT):  # one plane, one number of bits
         bits = (bits[0], bits[0])
     window = draw(st.sampled_from([None, None, 12, 40]))
     sinks = draw(st.sampled_from([0, 4, 17])) if window else 0
@@ -130,7 +131,7 @@ def test_everything_at_once(data: st.DataObject) -> None:
             plains = plain_runs(case, options, run)
             answers = {name: plain.token_ids for name, plain in plains.items()}
             proposer = None if guess_seed is None else Oracle(answers, guess_seed)
-            harness = Harness(tiny_model(case, quantized=True), proposer=proposer, **changes)
+            harness = Harness(model_of(case), proposer=proposer, **changes)
             play(harness, run, preempt_every)
             for name, plain in plains.items():
                 stored = options.bits != (None, None)
@@ -140,7 +141,7 @@ def test_everything_at_once(data: st.DataObject) -> None:
 
 def plain_runs(case: str, options: KVOptions, run: list[Asked]) -> dict[str, Outcome]:
     """Each request by itself, in the same KV format."""
-    model = tiny_model(case, quantized=True)
+    model = model_of(case)
     return {
         str(i): alone(
             model,

@@ -13,10 +13,12 @@ import hypothesis
 import pytest
 from engine.harness import PAGE, Harness, alone, prompt, tiny_model
 from engine.oracle import Oracle
+from engine.recurrent import hybrid_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxinfer.core import FinishReason, SamplingParams
+from mlxinfer.models.decoder import Model
 
 NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "40"))
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
@@ -24,6 +26,12 @@ CASES = (
     *("qwen3-v4", "mistral-v4", "gemma3_text-v4", "gpt_oss-v4", "qwen3_moe-v4", "qwen3-v5"),
     *("deepseek_v3-v4", "phi3-v4", "olmo2-v4"),
 )
+HYBRIDS = {  # places of recurrent layers among those of attention
+    "hybrid qwen3-v4": (0, 2),
+    "hybrid gemma3_text-v4": (1, 2),
+    "hybrid deepseek_v3-v4": (1,),
+    "recurrent qwen3-v4": (0, 1, 2),
+}
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,13 @@ class Arrival:
     params: SamplingParams
     stop_ids: frozenset[int]
     cancel_after: int | None  # turns
+
+
+def model_of(case: str) -> Model:
+    """A tiny quantised model; a hybrid has recurrent layers instead of some of its own."""
+    if case in HYBRIDS:
+        return hybrid_model(case.split()[1], HYBRIDS[case])
+    return tiny_model(case, quantized=True)
 
 
 def params_strategy() -> st.SearchStrategy[SamplingParams]:
@@ -101,7 +116,7 @@ def run(harness: Harness, program: list[Arrival]) -> None:
 
 
 @given(
-    case=st.sampled_from(CASES),
+    case=st.sampled_from([*CASES, *HYBRIDS]),
     program=arrivals(),
     spare_pages=st.sampled_from([0, 0, 1, 4, 100]),
     chunk=st.sampled_from([16, 32, 64, 128]),
@@ -120,7 +135,7 @@ def test_a_batched_program_gives_each_request_the_tokens_of_its_plain_run(
     launch_ahead: bool,
     guess_seed: int | None,
 ) -> None:
-    model = tiny_model(case, quantized=True)
+    model = model_of(case)
     plains = {
         str(i): alone(model, list(a.prompt_ids), a.params, stop_ids=a.stop_ids)
         for i, a in enumerate(program)

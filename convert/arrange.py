@@ -35,6 +35,7 @@ class OutputTensor:
     stored_bytes: int  # in the source
     lossless: MLXFormat | None = None
     scales_dtype: str = "float16"  # where codes are copied; float32: they are rounded
+    dense: bool = False  # never stored quantised
 
     @property
     def path(self) -> str:
@@ -100,7 +101,8 @@ def arrange(source: Source) -> ArrangedSource:
         CheckpointError: tensors are missing, misshapen, left over or get one name.
     """
     config = normalise(source.config)
-    rename = family(config.model_type).rename
+    builder = family(config.model_type)
+    rename = builder.rename
     if config.tie_word_embeddings and not _is_tied(source, rename):
         config = replace(config, tie_word_embeddings=False)
     prefix = "" if language_config(source.config) is None else _INNER
@@ -118,6 +120,8 @@ def arrange(source: Source) -> ArrangedSource:
             continue
         experts = groups.get(target, [name])
         made = _output(prefix + ours, [source.tensors[expert] for expert in experts], target)
+        if made.path.endswith(builder.dense_matrices):
+            made = replace(made, dense=True, lossless=None)
         if made.name in outputs:
             raise CheckpointError(f"Two tensors of {source.label} become {made.name!r}.")
         outputs[made.name] = made

@@ -87,7 +87,7 @@ _NEVER = re.compile(r"(norm|conv1d|A_log|dt_bias|sinks|bias)$")
 
 def quantisable(output: OutputTensor) -> bool:
     """Whether this is a matrix (or a stack of them) that MLX's layers hold quantised."""
-    is_matrix = len(output.shape) >= 2 and output.name.endswith(".weight")
+    is_matrix = len(output.shape) >= 2 and output.name.endswith(".weight") and not output.dense
     return is_matrix and not _NEVER.search(output.path) and fits(affine(4, 32), output.shape)
 
 

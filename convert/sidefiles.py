@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..models.config import ModelConfig
+from ..models.registry import family
 from ..models.safetensors import INDEX
 from .arrange import language_config
 from .files import write_file
@@ -75,13 +76,6 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     write_file(path, (json.dumps(value, indent=4, ensure_ascii=False) + "\n").encode())
 
 
-_GEMMA3 = (  # whose defaults are others in mlx-lm
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "query_pre_attn_scalar"),
-    *("sliding_window", "rope_theta", "rope_local_base_freq", "max_position_embeddings"),
-    *("rms_norm_eps", "hidden_activation"),
-)
-
-
 def spelled_out(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
     """A config with what is missing in the old spelling; what the source says stays.
 
@@ -92,11 +86,12 @@ def spelled_out(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]
     top = _old_spelling(config)
     inner = language_config(config)
     text = top if inner is None else _old_spelling(inner)
-    if model.model_type == "gemma3_text":
-        _spell_gemma3(text, model)
-    if model.model_type == "gpt_oss":
-        _fill(text, "rope_scaling", model.fields.get("rope_scaling"))
+    defaults = family(model.model_type).defaults
+    if "sliding_window_pattern" in defaults:
+        _spell_windows(text, model)
     _spell_silent(text, model)
+    for key in defaults:
+        _fill(text, key, model.fields.get(key))
     if text is top:
         top["model_type"] = model.model_type
     else:
@@ -113,22 +108,26 @@ def _old_spelling(stated: Mapping[str, Any]) -> dict[str, Any]:
         full, local = rope.get("full_attention", rope), rope.get("sliding_attention")
         if isinstance(full, Mapping):
             _fill(config, "rope_theta", full.get("rope_theta"))
-            if full.get("rope_type", "default") != "default":
+            _fill(config, "partial_rotary_factor", full.get("partial_rotary_factor"))
+            if (kind := full.get("rope_type", "default")) != "default":
                 scaling = {key: value for key, value in full.items() if key != "rope_theta"}
-                _fill(config, "rope_scaling", scaling)
+                _fill(config, "rope_scaling", {"type": kind, **scaling})
         if isinstance(local, Mapping):
             _fill(config, "rope_local_base_freq", local.get("rope_theta"))
     _fill(config, "torch_dtype", config.get("dtype"))
     return config
 
 
-def _spell_gemma3(config: dict[str, Any], model: ModelConfig) -> None:
-    """What mlx-lm assumes otherwise, and the period of layers that see everything."""
-    for key in _GEMMA3:
-        _fill(config, key, model.fields.get(key))
-    period = next((i + 1 for i, window in enumerate(model.windows) if window is None), 0)
+def _spell_windows(config: dict[str, Any], model: ModelConfig) -> None:
+    """The period of layers that see everything, where there is one."""
     full = [window is None for window in model.windows]
-    if period and full == [not (i + 1) % period for i in range(len(full))]:
+    period = next((i + 1 for i, sees_all in enumerate(full) if sees_all), 0)
+    stated = config.get("sliding_window_pattern")  # EXAONE has letters, which mlx-lm counts
+    if (
+        period
+        and not isinstance(stated, str)
+        and full == [not (i + 1) % period for i in range(len(full))]
+    ):
         config["sliding_window_pattern"] = period
 
 
@@ -157,6 +156,7 @@ def _spell_silent(config: dict[str, Any], model: ModelConfig) -> None:
         }
     for key, value in found.items():
         _fill(config, key, value)
+    config.setdefault("rope_scaling", None)
 
 
 def _fill(config: dict[str, Any], key: str, value: Any) -> None:

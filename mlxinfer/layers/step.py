@@ -4,6 +4,7 @@ A step is a flat list of T tokens of several sequences. Which token belongs to w
 what each token may see (causality, sliding window), only the cache knows.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -92,6 +93,49 @@ class LatentCache(Protocol):
         Returns:
             (T, H, dv).
         """
+        ...
+
+
+Arrays = Sequence[mx.array]
+Replay = Callable[[Arrays, Arrays, mx.array | None], Arrays]
+"""`replay(inputs, states, lengths)`: the states after the first `lengths` (B,) tokens."""
+
+
+class StatePart(Protocol):
+    """Sequences of one step that go through a recurrence together: B of them, L tokens each."""
+
+    lengths: mx.array | None  # (B,) tokens of each, where some have fewer than L; None: L each
+
+    def take(self, x: mx.array) -> mx.array:
+        """x (T, D) -> (B, L, D); behind the end of a shorter sequence its last row repeats."""
+        ...
+
+    def read(self) -> Arrays:
+        """The states before the step, (B, ...) each; zeros where a sequence begins."""
+        ...
+
+    def write(self, states: Arrays, inputs: Arrays, replay: Replay) -> None:
+        """Keep the states after the step.
+
+        Args:
+            states: (B, ...) each, after `lengths` tokens.
+            inputs: (B, L, ...) what the recurrence alone needs to go over the tokens again.
+            replay: goes over the first few of them, where proposed tokens were rejected.
+        """
+        ...
+
+
+class StateCache(Protocol):
+    """The cache of one recurrent layer during one step.
+
+    `parts` together cover all rows of the step: single tokens as one batch, tokens under
+    verification as one batch, each prefill chunk by itself. No padding goes through a state.
+    """
+
+    parts: Sequence[StatePart]
+
+    def join(self, outputs: Arrays) -> mx.array:
+        """Outputs (B, L, D) of each part -> (T, D) in the order of the step."""
         ...
 
 

@@ -38,6 +38,7 @@ class Family:
         head_norms: Q and K have an RMS norm over each head, before the rope.
         sinks: attention has learned logits that take part in each softmax.
         norm_offset: what is added to stored norm weights.
+        dense_matrices: ends of the paths of matrices that mlx-lm cannot load quantised.
         interleaved: rotary pairs stand side by side in the checkpoint. They are put half a part
             apart as they are loaded, in Q and K alike, which leaves every score as it is.
     """
@@ -48,6 +49,7 @@ class Family:
     sinks: ClassVar[bool] = False
     norm_offset: ClassVar[float] = 0.0
     interleaved: ClassVar[bool] = False
+    dense_matrices: ClassVar[tuple[str, ...]] = ()
 
     # -- the config -----------------------------------------------------------------------------
 

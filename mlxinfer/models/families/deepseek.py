@@ -65,6 +65,7 @@ class DeepseekV3(Family):
         "first_k_dense_replace": 3,
         "max_position_embeddings": 4096,
     }
+    dense_matrices = (".mlp.gate",)
 
     @classmethod
     def head_dim(cls, fields: Fields, num_heads: int) -> int:

@@ -65,6 +65,7 @@ class Glm4MoE(Family):
         "norm_topk_prob": True,
         "use_qk_norm": False,
     }
+    dense_matrices = (".mlp.gate",)
 
     @classmethod
     def biases(cls, fields: Fields) -> tuple[bool, bool]:

@@ -1,4 +1,4 @@
-"""FakeLLM: says what it is told to say, one word a step."""
+"""FakeLLM: an LLM with a given answer, one word a step."""
 
 import json
 from collections.abc import Iterator

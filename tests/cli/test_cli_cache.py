@@ -30,10 +30,10 @@ def files(folder: Path) -> list[Path]:
 
 def test_info_counts_what_is_there(folder: Path, outcome: Any) -> None:
     total = sum(path.stat().st_size for path in files(folder))
-    told = json.loads(outcome("cache", "info", "--json").out)
-    assert (told["dir"], told["bytes"]) == (str(folder), total)
-    assert sorted(space["entries"] for space in told["namespaces"]) == [1, 2]
-    assert {s["name"] for s in told["namespaces"]} == {
+    shown = json.loads(outcome("cache", "info", "--json").out)
+    assert (shown["dir"], shown["bytes"]) == (str(folder), total)
+    assert sorted(space["entries"] for space in shown["namespaces"]) == [1, 2]
+    assert {s["name"] for s in shown["namespaces"]} == {
         namespace_key(name).hex() for name in ("one", "other")
     }
     lines = outcome("cache", "info").out.splitlines()

@@ -19,11 +19,11 @@ def test_command_line_before_environment_before_file(
     file: Path, outcome: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLXINFER_SERVE_PORT", "9001")
-    told = json.loads(outcome("config", "show", "--json").out)
-    assert told["file"] == str(file)
-    assert told["serve"]["port"] == {"value": 9001, "origin": "environment"}
-    assert told["serve"]["host"] == {"value": "localhost", "origin": "config file"}
-    assert told["serve"]["drain"] == {"value": 30.0, "origin": "default"}
+    shown = json.loads(outcome("config", "show", "--json").out)
+    assert shown["file"] == str(file)
+    assert shown["serve"]["port"] == {"value": 9001, "origin": "environment"}
+    assert shown["serve"]["host"] == {"value": "localhost", "origin": "config file"}
+    assert shown["serve"]["drain"] == {"value": 30.0, "origin": "default"}
 
 
 def test_the_table_names_the_origin_and_hides_keys(file: Path, outcome: Any) -> None:

@@ -29,7 +29,7 @@ def server() -> Iterator[LazyServer]:
 
 @pytest.fixture
 def ask(server: LazyServer, outcome: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """ask("ps") as somebody who has the key, at the server's address."""
+    """ask("ps") with the key, at the server's address."""
     monkeypatch.setenv("MLXINFER_API_KEY", "right")
     return lambda *args: outcome(*args, "--url", server.url)
 
@@ -43,9 +43,9 @@ def test_load_ps_unload(ask: Any) -> None:
     assert lines[1][-2:] == ["30m", "0s"]
     assert lines[2][-1] == "-"
     assert ask("unload", "tiny", "--drain", "1").out == "small is unloaded\n"
-    told = json.loads(ask("ps", "--json").out)
-    assert [m["state"] for m in told["models"]] == ["loaded", "unloaded"]
-    assert 0 < told["memory_reserved_bytes"] < told["memory_limit_bytes"]
+    shown = json.loads(ask("ps", "--json").out)
+    assert [m["state"] for m in shown["models"]] == ["loaded", "unloaded"]
+    assert 0 < shown["memory_reserved_bytes"] < shown["memory_limit_bytes"]
     assert json.loads(ask("unload", "big", "--json").out)["state"] == "unloaded"
 
 

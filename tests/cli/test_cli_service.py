@@ -1,4 +1,4 @@
-"""mlxinfer service: the property list, letter for letter, and what launchctl is told."""
+"""mlxinfer service: the property list, letter for letter, and the calls of launchctl."""
 
 import errno
 import json
@@ -52,8 +52,8 @@ def test_status_is_read_out_of_what_launchctl_prints() -> None:
 
 @pytest.fixture
 def launchctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Mac as far as the command can see: its launchctl writes down what it is told."""
-    log = tmp_path / "told.txt"
+    """A Mac as far as the command can see: its launchctl logs its arguments."""
+    log = tmp_path / "calls.txt"
     script = tmp_path / "bin" / "launchctl"
     script.parent.mkdir()
     script.write_text(

@@ -37,7 +37,7 @@ def test_tokens_are_their_bytes(kind: str) -> None:
     assert set(table.eos_tokens) == ends
     for token_id in range(tokenizer.vocab_size):
         text = tokenizer.token_bytes(token_id)
-        if token_id in tokenizer.added_tokens:  # text that nobody spells: of use to Lark alone
+        if token_id in tokenizer.added_tokens:  # only named in Lark
             assert table.is_special_token(token_id)
         elif text != b"\xff":  # no byte of any text; llguidance marks control tokens with it
             assert not table.is_special_token(token_id)

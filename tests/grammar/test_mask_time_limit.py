@@ -1,4 +1,4 @@
-"""Masks are filled on everybody's thread: what takes too long ends, and nothing else does."""
+"""Masks are filled on the engine's thread: a slow grammar ends its answer, and no other."""
 
 import random
 import time
@@ -134,7 +134,7 @@ def test_an_answer_that_took_too_long_gets_no_more_time() -> None:
 
 @pytest.mark.parametrize("count", [2, 2 * compiled.PARALLEL_FROM])
 def test_the_time_of_masks_counts(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """In parallel nobody knows whose it is: then the next ones are filled one by one."""
+    """Masks filled in parallel have no time of their own: the next ones are filled one by one."""
     monkeypatch.setattr(compiled, "ALLOWED_S", 0.0)
     monkeypatch.setattr(compiled, "TIMED_ALONE_FROM_S", 0.0)
     grammars = [compiler_of().start(json_object()) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Where a prompt has begun to reason: what a template wrote, what is continued, what was typed."""
+"""The part of an answer in the prompt: tags of the template, continued messages, user text."""
 
 import time
 
@@ -17,7 +17,7 @@ PAST = "<|im_start|>assistant\n{start}a<|im_end|>\n<|im_start|>assistant\n"
 LONG = "so far " * 80
 
 
-def begun(tokenizer, reasoning, prompt):
+def prefix_of(tokenizer, reasoning, prompt):
     ids = tokenizer.encode(prompt, add_special_tokens=False, parse_special=True)
     return answer_prefix(tokenizer, reasoning, ids)
 
@@ -60,7 +60,7 @@ def test_a_tag_from_user_text_opens_no_reasoning_without_turn_tokens():
 def test_a_thought_is_open_until_its_end_tag(reasoning, before, end, thought):
     tags = {"start": reasoning.start, "stop": reasoning.end}
     prompt = (before + end).format(**tags)
-    found = begun(load_tokenizer("bytelevel"), reasoning, prompt)
+    found = prefix_of(load_tokenizer("bytelevel"), reasoning, prompt)
     assert found.strip() == thought.format(**tags).strip()
 
 
@@ -68,18 +68,18 @@ def test_a_thought_is_open_until_its_end_tag(reasoning, before, end, thought):
 @pytest.mark.parametrize("thought", ["\nOkay, the user", LONG], ids=["short", "long"])
 def test_a_thought_is_continued(reasoning, thought):
     prompt = f"{ASKED}{{start}}{thought}".format(start=reasoning.start)
-    found = begun(load_tokenizer("bytelevel"), reasoning, prompt)
+    found = prefix_of(load_tokenizer("bytelevel"), reasoning, prompt)
     assert found == reasoning.start + thought
 
 
 def test_without_turns_a_tag_in_the_text_opens_nothing():
-    """Whose text it is cannot be told; a tag that is a token counts, or one at the end."""
+    """Without turn tokens a tag counts if it is a token of its own, or stands at the end."""
     tokenizer = load_tokenizer("bytelevel")
-    assert begun(tokenizer, TYPED, "[INST] What is <reason>? [/INST]") == ""
-    assert begun(tokenizer, TYPED, "<s>[INST] What is <reason>? [/INST]") == ""
-    assert begun(tokenizer, TYPED, "a<|im_end|>\nUser: What is <reason>?") == ""
-    assert begun(tokenizer, TYPED, "Q\n<reason>\n") == "<reason>"
-    assert begun(tokenizer, THINK, "Q\n<think>\nOkay") == "<think>\nOkay"
+    assert prefix_of(tokenizer, TYPED, "[INST] What is <reason>? [/INST]") == ""
+    assert prefix_of(tokenizer, TYPED, "<s>[INST] What is <reason>? [/INST]") == ""
+    assert prefix_of(tokenizer, TYPED, "a<|im_end|>\nUser: What is <reason>?") == ""
+    assert prefix_of(tokenizer, TYPED, "Q\n<reason>\n") == "<reason>"
+    assert prefix_of(tokenizer, THINK, "Q\n<think>\nOkay") == "<think>\nOkay"
 
 
 def test_user_text_opens_no_reasoning():
@@ -96,12 +96,12 @@ def test_a_token_of_the_template_alone_divides_turns():
     """Some checkpoints have turns between tokens that are added, but not special."""
     tokenizer = load_tokenizer("bytelevel")
     prompt = "<tool_call>What is <reason>?</tool_call>Hello"
-    assert begun(tokenizer, TYPED, "<s>" + prompt) == ""
+    assert prefix_of(tokenizer, TYPED, "<s>" + prompt) == ""
     parted = Tokenizer(load_backend(DATA / "bytelevel"))
     parted.template = ChatTemplate("<tool_call>{{ messages[0].content }}</tool_call>")
-    assert begun(parted, TYPED, f"{prompt}<reason>") == "<reason>"
-    assert begun(parted, TYPED, f"{prompt}<reason>a") == "<reason>a"
-    assert begun(tokenizer, TYPED, f"<s>{prompt}<reason>a") == ""
+    assert prefix_of(parted, TYPED, f"{prompt}<reason>") == "<reason>"
+    assert prefix_of(parted, TYPED, f"{prompt}<reason>a") == "<reason>a"
+    assert prefix_of(tokenizer, TYPED, f"<s>{prompt}<reason>a") == ""
 
 
 @pytest.mark.parametrize("thought", ["so", LONG], ids=["short", "long"])
@@ -122,9 +122,9 @@ def test_a_message_in_harmony_is_continued(harmony, thought, field):
 
 def test_a_message_in_harmony_that_has_come_to_its_end_is_not(harmony):
     said = "<|start|>assistant<|channel|>analysis<|message|>a"
-    assert begun(harmony, HARMONY, said + "<|end|>") == ""
-    assert begun(harmony, HARMONY, said + "<|end|><|start|>assistant") == "<|start|>assistant"
-    assert begun(harmony, HARMONY, "no marks") == ""
+    assert prefix_of(harmony, HARMONY, said + "<|end|>") == ""
+    assert prefix_of(harmony, HARMONY, said + "<|end|><|start|>assistant") == "<|start|>assistant"
+    assert prefix_of(harmony, HARMONY, "no marks") == ""
     typed = harmony.encode(said, parse_special=True) + harmony.encode("<|end|>")
     assert answer_prefix(harmony, HARMONY, typed) == said.removesuffix("a")
 

@@ -1,4 +1,4 @@
-"""Messages to ids: as transformers, and nobody types a control token."""
+"""Messages to ids: those of transformers, and user text never becomes a control token."""
 
 import json
 import re

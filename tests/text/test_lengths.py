@@ -1,4 +1,4 @@
-"""Texts that are far too long are told without encoding them; no text that fits ever is."""
+"""Texts far past a context are found without encoding all of them; texts that fit never are."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Methods of text that overlook marks: what they do to plain text; and no mark is lost."""
+"""String methods that ignore marks equal the plain ones, and no mark is lost."""
 
 import time
 

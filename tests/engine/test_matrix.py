@@ -1,18 +1,21 @@
 """Everything at once: whatever is switched on together, each request gets the tokens that it gets
 alone, in the plain run of the same KV format.
 
-Draws a model, stored bits, window and sinks, prefix cache, disk, chunk size, batch size, pool size,
-forced preemption, cancels, restarts, and proposals that steps verify.
+Draws a model (attention, latent attention, recurrent layers), stored bits, window and sinks, prefix
+cache, room for snapshots of states, disk, chunk size, batch size, pool size, forced preemption,
+cancels, restarts, and proposals that steps verify.
 
     MLXINFER_PROGRAMS=1000 HYPOTHESIS_SEED=7 pytest tests/engine/test_matrix.py -s
 """
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import hypothesis
+import pytest
 from engine.harness import PAGE, Harness, Outcome, alone, prompt
 from engine.oracle import Oracle
 from engine.test_same_tokens import HYBRIDS, model_of
@@ -21,6 +24,7 @@ from hypothesis import strategies as st
 
 from mlxinfer.config import DiskOptions, KVOptions
 from mlxinfer.core import FinishReason, SamplingParams
+from mlxinfer.engine import kv_manager
 
 NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "100"))
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
@@ -39,6 +43,13 @@ class Asked:
     prompt_ids: tuple[int, ...]
     max_tokens: int
     cancel_after: int | None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _often_a_rolling_snapshot() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_manager, "ROLLING_TOKENS", 2 * PAGE)
+        yield
 
 
 @st.composite
@@ -121,6 +132,7 @@ def test_everything_at_once(data: st.DataObject) -> None:
         "prefix_cache": data.draw(st.sampled_from([True, True, False])),
     }
     preempt_every = data.draw(st.sampled_from([None, None, 3, 7]))
+    max_snapshots = data.draw(st.sampled_from([None, None, 0, 1, 3]))
     guess_seed = data.draw(st.none() | st.integers(0, 2**20))
     with TemporaryDirectory() as folder:
         if changes["prefix_cache"] and data.draw(st.booleans()):
@@ -132,6 +144,9 @@ def test_everything_at_once(data: st.DataObject) -> None:
             answers = {name: plain.token_ids for name, plain in plains.items()}
             proposer = None if guess_seed is None else Oracle(answers, guess_seed)
             harness = Harness(model_of(case), proposer=proposer, **changes)
+            states = harness.loop.cache.state_group
+            if states is not None and max_snapshots is not None:
+                states.max_snapshots = max_snapshots
             play(harness, run, preempt_every)
             for name, plain in plains.items():
                 stored = options.bits != (None, None)

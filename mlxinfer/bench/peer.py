@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ..errors import BackendMissingError
+from ..errors import BackendMissingError, UnsupportedModelError
 
 
 def require_peer() -> str:
@@ -42,8 +42,12 @@ def load_peer_model(folder: Path) -> Any:
 
     Raises:
         BackendMissingError: mlx-lm is not installed.
+        UnsupportedModelError: it does not load this model.
     """
-    return peer_module("mlx_lm.utils").load_model(folder)[0]
+    try:
+        return peer_module("mlx_lm.utils").load_model(folder)[0]
+    except ValueError as error:
+        raise UnsupportedModelError(f"mlx-lm does not load {folder}: {error}") from error
 
 
 class PeerGeneration:

@@ -8,9 +8,11 @@ from click.testing import CliRunner
 
 from mlxinfer import LLM
 from mlxinfer.bench import speed
+from mlxinfer.bench.peer import PeerGeneration
 from mlxinfer.cli._commands import cli
-from mlxinfer.errors import InvalidRequestError
+from mlxinfer.errors import InvalidRequestError, UnsupportedModelError
 from tests.bench.bench_reports import check
+from tests.bench.checkpoints import TWO_LAYERS, write_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,25 @@ def test_beside_mlx_lm_the_layers_of_a_gpu_come_first() -> None:
     titles = [table.title for table in report.tables]
     assert "without layers for the CPU backend only" in titles[1]
     assert set(report.data["cells"]) == {speed.OURS, speed.AS_ON_A_GPU, speed.PEER}
+
+
+def test_a_model_that_mlx_lm_does_not_load_is_measured_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_checkpoint(tmp_path / "model", TWO_LAYERS)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "unheard_of"}))
+    with pytest.raises(UnsupportedModelError, match=r"mlx-lm does not load .*unheard_of"):
+        PeerGeneration(folder)
+
+    def refused(folder: Path) -> None:
+        raise UnsupportedModelError("mlx-lm does not load it")
+
+    monkeypatch.setattr(speed, "PeerGeneration", refused)
+    report = speed.run(lambda: LLM("demo"), contexts=[8], tokens=2)
+    assert [table.note.endswith("mlx-lm does not load it") for table in report.tables] == [True]
+    assert report.data["not_compared"] == "mlx-lm does not load it"
+    assert set(report.data["cells"]) == {speed.OURS}
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

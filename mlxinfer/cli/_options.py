@@ -1,6 +1,7 @@
 """Options that several commands share, and how they become SamplingParams and LLM arguments."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import click
@@ -83,14 +84,10 @@ def engine_options(function: Function) -> Function:
     return apply_options(_ENGINE, function)
 
 
-def model_options(function: Function) -> Function:
-    """Add --kv-bits … --disk-cache without --max-memory, which a server divides among its
-    models.
-    """
-    options = zip(ENGINE_NAMES, _ENGINE, strict=True)
-    return apply_options(
-        tuple(option for name, option in options if name != "max_memory"), function
-    )
+def engine_options_without(name: str) -> Callable[[Function], Function]:
+    """Add --kv-bits … --disk-cache, without the option of this name."""
+    given = [option for known, option in zip(ENGINE_NAMES, _ENGINE, strict=True) if known != name]
+    return partial(apply_options, given)
 
 
 def sampling_params(options: dict[str, Any]) -> SamplingParams:

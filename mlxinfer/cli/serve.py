@@ -17,7 +17,7 @@ from ._configuration import (
     entry_of,
     requested_models,
 )
-from ._options import API_KEY, Size, model_options
+from ._options import API_KEY, Size, engine_options_without
 
 if TYPE_CHECKING:
     from ..server.registry.models import Models
@@ -126,7 +126,7 @@ if TYPE_CHECKING:
     metavar="TIME",
     help="Unload a model after so long without a request, such as 30m.  [default: never]",
 )
-@model_options
+@engine_options_without("max_memory")  # a server divides it among its models
 @click.pass_context
 def command(
     ctx: click.Context, /, models: tuple[str, ...], log_format: str, log_level: str, **options: Any

@@ -1,4 +1,4 @@
-"""Answers of the demo model under drawn schemas: they parse, they satisfy, they delay no other answer.
+"""Answers of the demo model under drawn schemas: they parse, satisfy, and delay no other answer.
 
 MLXINFER_SCHEMAS=1000 pytest tests/grammar/test_grammar_answers.py -m ""
 """

@@ -81,8 +81,9 @@ def status(daemon: bool, as_json: bool) -> None:
     _require_launchd()
     service = _service(daemon, None, ())
     ended = _run(service.status_command(os.getuid()))
-    found = parse_status(ended.stdout) if ended.returncode == 0 else {}
-    found = {"installed": service.plist_path.exists(), "loaded": ended.returncode == 0, **found}
+    loaded = ended.returncode == 0
+    said = parse_status(ended.stdout) if loaded else {}
+    found = {"installed": service.plist_path.exists(), "loaded": loaded, **said}
     if as_json:
         emit_json(found)
     else:

@@ -1,4 +1,9 @@
-"""How many pages a memory budget holds, and how pools grow towards them. Pure Python; no arrays."""
+"""How many pages a memory budget holds, and how pools grow towards them. Pure Python; no arrays.
+
+A pool that grows is copied, and while all layers grow in one step every sequence waits. So growth
+begins ahead of need: once few pages are left, each step copies one layer, or as many layers as the
+pages taken meanwhile ask for: few at first, since most steps take no page, and all at the last one.
+"""
 
 from collections.abc import Sequence
 

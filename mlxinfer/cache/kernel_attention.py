@@ -65,7 +65,7 @@ class KernelPlanner:
         self._kv_heads = kv_heads
 
     def __call__(self, short: Segments, num_rows: int) -> Sequence[Part]:
-        """Spans of a step whose tokens stand one after another in the flat list."""
+        """Plan short segments that stand one after another in the flat list."""
         planner = short.memoised(("attention", self._group), lambda: self._planner(short))
         plan = planner(short.starts, self._pages(short))
         rows = short.memoised("flat rows", lambda: _flat_rows(short, plan.num_queries))

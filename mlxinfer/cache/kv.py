@@ -31,7 +31,7 @@ class KVCache:
     """Pages and tails of all layers.
 
     Args:
-        specs: what each layer keeps.
+        specs: what each layer keeps: vectors of tokens, or a state.
         dtype: of keys and values.
         page_size: tokens a page.
         max_batch: sequences that may run at once; lowered where tails would take over the budget.
@@ -39,7 +39,7 @@ class KVCache:
         budget_bytes: for pages and tails together.
         num_pages: pages of every full group instead of as many as the budget holds.
         bits: of keys and values, for each layer; None: all in `dtype`.
-        kernel_layers: whose attention over pages may use the Metal kernel.
+        kernel_layers: layers that attend over pages through a Metal kernel.
         heads: of layers whose keys and values are written by the Metal kernel.
 
     Raises:
@@ -202,10 +202,7 @@ class KVCache:
         group.allocator.num_present = growth_threshold(pages, group.allocator.num_pages)
 
     def clear_tails(self, slots: Sequence[int]) -> None:
-        """Before new owners write to tails: what is masked there is still multiplied, by 0.
-
-        Numbers do no harm then; NaN and infinity, which an owner may have left, would.
-        """
+        """Zero reused tails: masked entries are multiplied by 0, so a stale NaN would spread."""
         for pool in self.pools if slots else ():
             there = [slot for slot in slots if slot < pool.num_slots]  # others come as zeros
             if there:
@@ -221,7 +218,7 @@ class KVCache:
     def seal(self, moves: Sequence[Move]) -> None:
         """Move tail pages into the pools.
 
-        Only behind a barrier. Pages that a window let go of already are left out.
+        Only behind a barrier. Pages that a window recycled already are left out.
         """
         for g, group in enumerate(self.groups) if moves else ():
             found = seal_index(moves, g, self.page_size)

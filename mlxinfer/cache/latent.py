@@ -124,7 +124,7 @@ class LatentStep:
 
     def __init__(self, pool: LatentPool, plan: GroupPlan) -> None:
         self._pool = pool
-        self.plan = plan  # of the step whose graph is being built
+        self.plan = plan  # of the current step
 
     def attend(
         self,
@@ -239,7 +239,7 @@ class LatentKernelPlanner:
         self._page_size = page_size
 
     def __call__(self, short: Segments, num_rows: int) -> Sequence[Part]:
-        """Segments of a step whose tokens stand one after another in the flat list."""
+        """Plan short segments that stand one after another in the flat list."""
         count, first = int(short.counts.sum()), int(short.rows[0])
         rows = first + np.arange(count, dtype=np.int32)
         own = None if count == num_rows else slice(first, first + count)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 class PageTable:
     """The pages of one sequence in one group, in order of position.
 
-    A window lets go of pages at the front, all but the first `num_kept`, which hold the sinks.
+    A window recycles pages at the front, all but the first `num_kept`, which hold the sinks.
     After them follows page number (position // page_size) `first`.
 
     Args:
@@ -72,12 +72,12 @@ class PageTable:
         return page if page >= 0 else None
 
     def page_at(self, page_number: int) -> int | None:
-        """The page of a page number; None: it was let go of."""
+        """The page of a page number; None: it was recycled."""
         page = self._numbers[page_number]
         return page if page >= 0 else None
 
     def copy(self) -> "PageTable":
-        """The same pages, whatever becomes of this table."""
+        """A table of the same pages, which no change of this one reaches."""
         return PageTable(self.page_size, self.num_kept, self.first, self.kept, self.pages)
 
     def replace(self, page_number: int, page: int) -> None:
@@ -95,7 +95,7 @@ class PageTable:
         self._forget()
 
     def drop_before(self, page_number: int) -> list[int]:
-        """Let go of the pages before `page_number` that are not kept; returns them."""
+        """Recycle the pages before `page_number` that are not kept; returns them."""
         stop = min(page_number, len(self._numbers))
         dropped = self._numbers[self.first : stop]
         if dropped:
@@ -105,7 +105,7 @@ class PageTable:
         return dropped.tolist()
 
     def numbers_before(self, stop: int) -> "array[int]":
-        """The page of every page number of positions [0, stop), int32; -1: let go of."""
+        """The page of every page number of positions [0, stop), int32; -1: recycled."""
         return self._numbers[: stop // self.page_size]
 
     def runs_before(self, stop: int) -> list[tuple[int, int]]:
@@ -117,7 +117,7 @@ class PageTable:
     def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The pool slots of positions [start, stop) as few [from, to) ranges, in order."""
         assert 0 <= start < stop <= self.end, (self, start, stop)
-        gap = (self.first - self.num_kept) * self.page_size  # positions that were let go of
+        gap = (self.first - self.num_kept) * self.page_size  # positions whose pages were recycled
         edge = self.num_kept * self.page_size
         assert not gap or stop <= edge or start >= edge + gap, (self, start, stop)
         ranges: list[tuple[int, int]] = []

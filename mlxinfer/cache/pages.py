@@ -42,14 +42,14 @@ class PageAllocator:
         self._length_from = array("i", [0]) * (num_pages + 1)
         self._start_before = array("i", [-1]) * (num_pages + 1)
         # Where the runs longer than the headroom end, in order; and heaps of where the others ended
-        # when they were noted, by length: what is no run any more is thrown out by who looks.
+        # when they were noted, by length; stale entries are dropped when they come up.
         self._long = array("i")
         self._short: list[list[int]] = [[] for _ in range(headroom + 1)]
         self._put(0, num_pages)
 
     @property
     def num_held(self) -> int:
-        """Pages that somebody holds."""
+        """Pages that are not free."""
         return self.num_pages - self.num_free
 
     def allocate(self, count: int, *, after: int | None = None) -> list[int]:
@@ -211,7 +211,7 @@ class PageAllocator:
             self._put(stop, left)
 
     def _note_short(self, end: int, length: int) -> None:
-        """A run of this length ends here; who never looks leaves as many notes as pages."""
+        """Note where a run of this length ends; stale notes never outnumber pages."""
         ends = self._short[length]
         heappush(ends, end)
         if len(ends) > self.num_pages:

@@ -207,7 +207,7 @@ def _padded(rows: Sequence[Numbers]) -> tuple[Ints, NDArray[np.bool_]]:
     return entries[first[:, None] + np.minimum(places, last)], places <= last
 
 
-COVER_GAP = 64  # tokens decoded for nobody, at most, to decode those around them in one go
+COVER_GAP = 64  # tokens decoded without need, at most, to decode those around them in one go
 COVER_TOKENS = 2048  # decoded together: what a layer takes for a moment stays small
 
 

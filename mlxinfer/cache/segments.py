@@ -63,18 +63,18 @@ class Segments:
         return self.memoised("width", lambda: int(self.counts.max()))
 
     def memoised(self, what: Hashable, work_out: Callable[[], T]) -> T:
-        """What follows from all but `starts` is worked out once, and lasts over `advance`."""
+        """Compute once what follows from all but `starts`; `advance` keeps it."""
         if what not in self._memo:
             self._memo[what] = work_out()
         found: T = self._memo[what]
         return found
 
     def advance(self) -> "Segments":
-        """The next tokens of the same sequences, whose pages hold what they held."""
+        """The next token of each sequence; pages and tails are unchanged."""
         return self.at(self.starts + 1)
 
     def at(self, starts: Ints) -> "Segments":
-        """The same sequences at other positions (B,); what lasts is known of these, too."""
+        """The same sequences at other positions (B,), with the same memo."""
         return Segments(
             self.tables,
             self.rows,

@@ -231,13 +231,13 @@ def _tail_writes(
 
 
 class StepKV:
-    """One layer's pool together with the plan of the step: what `LayerKV` promises."""
+    """One attention layer's cache during one step: its pool, and the plan of the step."""
 
     __slots__ = ("_pool", "heads", "plan")
 
     def __init__(self, pool: LayerPool, plan: GroupPlan, heads: Heads | None = None) -> None:
         self._pool = pool
-        self.plan = plan  # of the step whose graph is being built
+        self.plan = plan  # of the current step
         self.heads = heads
 
     def attend_heads(

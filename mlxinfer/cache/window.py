@@ -8,10 +8,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """The token at position q sees k <= q where k < sinks or k > q - window.
-
-    This is what one layer group keeps: `window` None means everything.
-    """
+    """The token at position q sees k <= q where k < sinks or k > q - size; `size` None: all."""
 
     size: int | None = None
     sinks: int = 0
@@ -36,7 +33,7 @@ class AttentionWindow:
         return visible
 
     def kept_pages(self, page_size: int) -> int:
-        """Pages at the front that hold sinks and are never let go of."""
+        """Pages at the front that hold sinks and are never recycled."""
         return 0 if self.size is None else -(-self.sinks // page_size)
 
     def first_page(self, position: int, page_size: int) -> int:

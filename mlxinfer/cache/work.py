@@ -79,8 +79,8 @@ def seal_index(moves: Sequence[Move], group: int, page_size: int) -> tuple[Ints,
     """Tail slots, offsets in the tails and pool slots (N,) of the tokens that move.
 
     Args:
-        moves: what lies in pages that a window let go of already is left out.
-        group: whose tables count.
+        moves: what lies in pages that a window recycled already is left out.
+        group: the layer group, by number.
 
     Returns:
         None: nothing moves.

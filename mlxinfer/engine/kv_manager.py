@@ -1,8 +1,8 @@
 """What sequences hold of the KV cache: pages, tails, leases on the prefix tree. Pure Python.
 
 Whole pages of a prompt go to the tree as they are written, so that another request can share them
-while they are in use; those of its answer when it ends or is preempted, or, where a window lets go
-of them before, as they are written too. Only a cut page is copied.
+while they are in use; those of its answer when it ends or is preempted, or, where a window
+recycles them before, as they are written too. Only a partial page is copied.
 """
 
 from collections.abc import Sequence as Seq

@@ -377,3 +377,21 @@ def alone_in(case: str, kv: KVOptions, ids: tuple[int, ...], max_tokens: int) ->
     )
     harness.add("alone", list(ids), SamplingParams(max_tokens=max_tokens))
     return harness.drain()["alone"].token_ids
+
+
+def test_two_namespaces_never_share_an_entry_on_the_disk(tmp_path: Path) -> None:
+    names, ids = (None, "first", "second"), prompt(6 * PAGE)
+    written: dict[str | None, set[str]] = {}
+    for name in names:  # each writer is a process of its own, which knows one namespace
+        before = {file.name for file in files_in(tmp_path)}
+        harness = on_disk(tmp_path, adapters=("first", "second"))
+        harness.add("writer", ids, FEW, adapter=name)
+        assert harness.drain()["writer"].cached_tokens == 0, "pages of another namespace were used"
+        harness.loop.close()
+        written[name] = {file.name for file in files_in(tmp_path)} - before
+        assert len(written[name]) == 6
+    harness = on_disk(tmp_path, adapters=("first", "second"))
+    for name in names:
+        harness.add(f"reader {name}", ids, FEW, adapter=name)
+        assert harness.drain()[f"reader {name}"].cached_tokens == 5 * PAGE
+    harness.loop.close()

@@ -163,7 +163,7 @@ class DiskStore:
             with self._lock:
                 self._sizes[path] = size
                 self._num_bytes += size
-            self._mark_used([path])  # by the clock that tells of later uses
+            self._mark_used([path])  # by the clock that later uses are marked with
             self._unsynced = True
             self._count(written=1)
             written = True
@@ -283,7 +283,7 @@ class DiskTier:
     Args:
         root: the folder; made where it is missing. Other processes and models may share it.
         namespace: `namespace_key` of what makes payloads comparable: model content, KV format. An
-            adapter is best told by the key that a chain starts from.
+            adapter is best part of the key that a chain starts from.
         max_bytes: what all entries under `root` may take.
         max_pending_bytes: payloads that may wait to be written; what comes on top is dropped.
         files, clock_ns: for tests.
@@ -384,7 +384,7 @@ class DiskTier:
             return self._pending.get(key)
 
     def _write_all(self) -> None:
-        """The writer's life. It ends early only by a bug, and then nobody waits for it."""
+        """The writer's thread. Should a bug end it, no caller is left waiting."""
         try:
             while (entry := self._next()) is not None:
                 self._store.put(entry)

@@ -1,4 +1,4 @@
-"""Who uses what of a prefix tree: paths, and where their windows begin. Knows no tokens.
+"""Leases on a prefix tree: paths in use, and where their windows begin. Knows no tokens.
 
 Nothing on a leased path is evicted. A window needs its last pages only, so leases protect windowed
 pages one by one.

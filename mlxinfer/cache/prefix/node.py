@@ -10,8 +10,8 @@ Tokens = tuple[int, ...]
 class Node:
     """A page of tokens under its parent; a root has no tokens and is number -1.
 
-    `locks` counts the leases whose path it is on. A page of a windowed group is needed for a part
-    of that time only, so `holds` counts apart who needs it.
+    `locks` counts the leases that have it on their path. A page of a windowed group is needed for a
+    part of that time only, so `holds` counts the leases that need it.
     """
 
     __slots__ = (
@@ -39,12 +39,12 @@ class Node:
         self.parent = parent
         self.tokens = tokens
         self.number: int = -1 if parent is None else parent.number + 1  # position // page_size
-        self.pages = pages  # one per group; None: let go by its window
+        self.pages = pages  # one per group; None: recycled by its window
         self.children: dict[Tokens, Node] = {}
         self.order: list[Tokens] = []  # keys of the children, sorted
         self.locks = 0
         self.holds = [0] * len(pages)  # of windowed groups
-        self.anchored = [False] * len(pages)  # somebody resumed or ended where this page is needed
+        self.anchored = [False] * len(pages)  # a sequence resumed or ended where it is needed
         self.priority = 0
         self.tick = 0  # when it was last in use
         self.alive = True  # in the tree
@@ -52,7 +52,7 @@ class Node:
         self.snapshots: dict[int, Snapshot] = {}  # by how many of its tokens they are after
 
     def raise_priority(self, priority: int) -> None:
-        """It was used by somebody of this priority."""
+        """A sequence of this priority used it."""
         self.priority = max(self.priority, priority)
 
     @property

@@ -17,8 +17,8 @@ Item = TypeVar("Item")
 
 
 class EvictionQueue(Generic[Item]):
-    """A priority queue of distinct items that can be taken out: a heap whose stale entries are
-    skipped, and swept out when they are the most. All operations O(log n), amortised.
+    """A priority queue of distinct items that can be taken out: a heap that skips stale
+    entries, and sweeps them out when they outnumber the others. O(log n) each, amortised.
     """
 
     def __init__(self) -> None:
@@ -101,14 +101,14 @@ class NodeStore:
     # -- in use ---------------------------------------------------------------------------------
 
     def lock(self, node: Node) -> None:
-        """One more user of a node."""
+        """One more lease on a node."""
         node.locks += 1
         if node.locks == 1 and node.parent is not None:
             self.num_unlocked -= node.alive
             self.leaves.discard(node)
 
     def unlock(self, node: Node, now: int) -> None:
-        """One user less, at a time that stays with the node. Children before parents."""
+        """One lease less; `now` becomes the time of last use. Children before parents."""
         node.locks -= 1
         assert node.locks >= 0
         node.tick = now
@@ -123,12 +123,12 @@ class NodeStore:
             self.offer(node)
 
     def hold(self, node: Node, group: int) -> None:
-        """One more user of a windowed page."""
+        """One more lease that needs a windowed page."""
         node.holds[group] += 1
         self.loose[group].discard(node)
 
     def unhold(self, node: Node, group: int, now: int) -> None:
-        """One user less of a windowed page."""
+        """One lease less that needs a windowed page."""
         node.holds[group] -= 1
         assert node.holds[group] >= 0
         if node.alive:
@@ -137,12 +137,12 @@ class NodeStore:
             self.release([node], [group])
 
     def hold_snapshot(self, snapshot: Snapshot) -> None:
-        """One more user of a snapshot."""
+        """One more lease that goes on from a snapshot."""
         snapshot.holds += 1
         self.snapshots.discard(snapshot)
 
     def unhold_snapshot(self, snapshot: Snapshot, now: int) -> None:
-        """One user less of a snapshot."""
+        """One lease less that goes on from a snapshot."""
         snapshot.holds -= 1
         assert snapshot.holds >= 0
         if not snapshot.holds:
@@ -176,7 +176,7 @@ class NodeStore:
     def add(self, parent: Node, tokens: Tokens, pages: list[int | None], priority: int) -> Node:
         """A new node, locked by its maker as its parent is.
 
-        Partial leaves that it says all of make room for it.
+        Partial leaves that it begins with make room for it, and leave it their snapshots.
         """
         assert parent.locks
         assert all(pages[g] is not None for g, w in enumerate(self.windows) if w is None)

@@ -1,6 +1,6 @@
 """Token prefix -> pages: match, lock, extend, evict. Pure Python; knows no arrays and no requests.
 
-A trie whose nodes are pages. Once inserted, a page belongs to the tree; whoever uses it holds a
+A trie of pages. Once inserted, a page belongs to the tree; a sequence that uses it holds a
 lease on the path to it, and nothing on a leased path is evicted. A windowed page may go before its
 node does.
 """
@@ -34,7 +34,7 @@ class PrefixCounters:
 
 @dataclass(frozen=True, slots=True)
 class Duplicate:
-    """A page that the tree had already; `own` stays the caller's, who uses `tree` from now on."""
+    """A page that the tree had already: use `tree` in place of `own`, and release `own`."""
 
     group: int
     page_number: int
@@ -49,7 +49,7 @@ class PrefixTree:
         allocators: where the pages of each group come from and go back to.
         windows: for each group how many positions a token sees (itself included), None for all.
         page_size: tokens a page.
-        num_kept: for each group how many pages at the front its window never lets go of (sinks);
+        num_kept: for each group how many pages at the front its window never recycles (sinks);
             none where left out.
         clock: ever larger numbers, to order uses by.
         on_evict: gets whole nodes that go, and snapshots that go alone, before they are released.
@@ -199,7 +199,7 @@ class PrefixTree:
 
         They stay protected by the lease, which grows by them. Where the tree has an equal page,
         the caller's is not taken: put `tree` in the table in place of `own`, which is the
-        caller's to release. Page numbers that a table let go of are left out,
+        caller's to release. Page numbers that a table recycled are left out,
         and are no longer protected for this lease.
 
         Costs what is new. After `clear`, a lease from before takes nothing.
@@ -238,7 +238,7 @@ class PrefixTree:
         *,
         num_tokens: int,
     ) -> bool:
-        """Hand over the last page, begun but not full, for good: nobody may write to it any more.
+        """Hand over the last page, begun but not full, for good: it is never written again.
 
         Call it after `extend`, when the sequence ends. Not protected, not part of the lease.
 
@@ -295,7 +295,7 @@ class PrefixTree:
     def insert(
         self, namespace: Hashable, token_ids: Sequence[int], tables: Sequence[PageTable]
     ) -> list[Duplicate]:
-        """Hand over the whole pages of a sequence that nobody uses, in one go."""
+        """Hand over the whole pages of a sequence in one go, without a lease."""
         lease = self.lock(self.probe(namespace, (), limit=0))
         duplicates = self.extend(lease, token_ids, tables, num_tokens=len(token_ids))
         self.unlock(lease)
@@ -321,7 +321,7 @@ class PrefixTree:
         """Free at least `num_pages` pages of a group if that many may go; how many were freed.
 
         Leaves of no lease go first, lowest priority first, then the longest unused. Of a windowed
-        group, pages that sequences have passed by go before those that somebody resumed or ended
+        group, pages that sequences have passed by go before those that a sequence resumed or ended
         at, and among each of these lowest priority first; they leave their node in place, unless it
         is a leaf of no lease.
         """
@@ -356,8 +356,6 @@ class PrefixTree:
         return True
 
     def clear(self) -> None:
-        """Forget everything. Pages that leases protect are released as these end: for their
-        owners nothing changes, but nothing that they have is found any more.
-        """
+        """Forget everything. What leases protect is released as they end, and never found again."""
         self._store.clear()
         self._leases.outdate()

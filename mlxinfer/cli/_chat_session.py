@@ -1,6 +1,4 @@
-"""A conversation (messages, settings, the model that answers) and the /commands of a chat. No
-terminal.
-"""
+"""A conversation (messages, settings, model) and the /commands of a chat. No terminal."""
 
 import json
 import os
@@ -46,8 +44,7 @@ class ChatSession:
             self._llm = None
 
     def switch(self, model: str) -> None:
-        """Continue with another model; after a failure the previous one is loaded again when
-        needed.
+        """Continue with another model; if that fails, the previous one is loaded when needed.
 
         The old model is freed first: two large models may not fit in memory together.
         """

@@ -79,9 +79,7 @@ def _load(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> 
 
 
 def _by_parameter(command: click.Command, config: ConfigFile) -> dict[str, Any]:
-    """Return values by parameter name, which may differ from the option's: --model sets
-    `models`.
-    """
+    """Return values by parameter name, not by option: --model sets `models`."""
     names = _names(command)
     return {names[name]: value for name, value in config.serve.items()}
 
@@ -142,9 +140,7 @@ class RequestedModel:
 @click.option("--tool-format")
 @engine_options
 def model_settings(**_: Any) -> None:
-    """Return the options that a [models.NAME] table may hold; its --max-memory is of the KV
-    cache.
-    """
+    """Return the options of a [models.NAME] table; its --max-memory is of the KV cache."""
 
 
 def requested_models(

@@ -75,9 +75,7 @@ def count_weights(folder: Path, config: ModelConfig | None) -> Weights:
 
 
 def kv_bytes(config: ModelConfig, context: int, bits: int = 16) -> int:
-    """Return the KV cache's size for one sequence of `context` tokens; windows hold their
-    length.
-    """
+    """Return the KV cache's bytes for one sequence; a window holds at most its length."""
     bits_each = bits if bits == 16 else bits + 32 / KV_GROUP
     numbers = sum(
         config.cache_spec(layer).numbers * min(context, window or context)

@@ -43,10 +43,10 @@ def split_finished(text: str) -> tuple[str, str]:
 
 
 class MarkdownStream:
-    """Shows fed text as it arrives; finish() prints the open block, and the stream can be used
-    again.
+    """Shows fed text as it arrives.
 
-    Without a terminal the text is written as it is.
+    finish() prints the open block, and the stream can be used again. Without a terminal the text is
+    written as it is.
     """
 
     def __init__(self, console: "Console", *, style: str = "none") -> None:

@@ -100,9 +100,7 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
 
 
 def llm_arguments(options: dict[str, Any]) -> dict[str, Any]:
-    """Return engine_arguments(); a value out of range is wrong usage, before a model is
-    searched.
-    """
+    """Return engine_arguments(), before a model is searched; a bad value is wrong usage."""
     given = engine_arguments(options)
     bits, window = given.get("kv_bits"), given.get("kv_window")
     try:

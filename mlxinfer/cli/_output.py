@@ -50,9 +50,7 @@ def printable(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return `text` with escapes for unprintable characters, as in names of an untrusted
-    checkpoint.
-    """
+    """Return `text` with escapes for unprintable characters, as a checkpoint's names may have."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 

@@ -36,8 +36,9 @@ def plain_reader(_: str = "") -> str:
 
 
 def terminal_reader(commands: Iterable[str]) -> Reader:
-    """Return a reader: Enter sends, unless the line ends with a backslash; Alt-Enter breaks the
-    line.
+    """Return a reader with editing, history and completion of commands.
+
+    Enter sends, unless the line ends with a backslash; Alt-Enter breaks the line.
     """
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter

@@ -1,6 +1,4 @@
-"""`mlxinfer config`: the settings with which `mlxinfer serve` would run, and where each comes
-from.
-"""
+"""`mlxinfer config`: the settings of `mlxinfer serve`, and where each comes from."""
 
 from typing import Any
 

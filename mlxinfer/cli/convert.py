@@ -1,6 +1,4 @@
-"""`mlxinfer convert`: any checkpoint into an MLX folder, quantised, checked, optionally
-uploaded.
-"""
+"""`mlxinfer convert`: any checkpoint into an MLX folder, quantised, checked, uploaded."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -1,6 +1,4 @@
-"""`mlxinfer doctor`: checks of this machine and installation, one function each, with what to
-do.
-"""
+"""`mlxinfer doctor`: checks of this machine, one function each, and what to do."""
 
 import os
 import platform

@@ -147,8 +147,7 @@ class GrammarChecker:
         return self.error_of(json.dumps({"grammars": [{"json_schema": schema}]}))
 
     def locate(self, schema: Any, message: str) -> tuple[str, str]:
-        """Return (JSON pointer, message) of the smallest part that fails with the same message by
-        itself.
+        """Return (JSON pointer, message) of the smallest part that fails alone with this message.
 
         Each part is tried with the definitions of the whole schema, so that references resolve.
         """

@@ -120,9 +120,7 @@ class CompiledGrammar:
             return TokenGrammar(self, self._prototype.deep_copy())
 
     def matcher(self) -> "llguidance.LLMatcher":
-        """Return a matcher at the beginning, with a lexer of its own and the first mask
-        computed.
-        """
+        """Return a matcher at the beginning, with its own lexer and its first mask computed."""
         made = llguidance.LLMatcher(self._table, self._source, log_level=0, limits=self._limits)
         if not made.is_error():
             made.compute_bitmask()

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 
 class Guidance:
-    """Makes grammars for requests to one model. Safe in threads; costs nothing until the first
-    grammar.
+    """Makes grammars for requests to one model. Thread-safe; costs nothing until the first grammar.
 
     Args:
         tokenizer: of the model.
@@ -39,8 +38,7 @@ class Guidance:
     def plan(
         self, prompt_ids: Sequence[int], format: Any = None, use: ToolUse | None = None
     ) -> GrammarSpec | None:
-        """Return the grammar of the answer to a prompt, None where any text will do. Compiles
-        nothing.
+        """Return the grammar of the answer to a prompt, None for any text. Compiles nothing.
 
         With a response_format and tools the answer is calls, or a text of that format.
 
@@ -63,9 +61,7 @@ class Guidance:
         *,
         reasons: bool = True,
     ) -> GrammarSpec | None:
-        """The same for a spec instead of a response_format; with `reasons` the model may reason
-        first.
-        """
+        """Do the same for a spec; with `reasons` the model may reason before the answer."""
         if use is not None and (spec is None or use.must_call):
             return self.forced(use, prompt_ids)
         if spec is not None and use is not None:
@@ -85,8 +81,9 @@ class Guidance:
         return replace(spec, before=before)
 
     def start(self, spec: GrammarSpec) -> "TokenGrammar":
-        """Return the compiled grammar of one request. Takes milliseconds to seconds: not for event
-        loops.
+        """Return the compiled grammar of one request.
+
+        Takes milliseconds to seconds, too long for an event loop.
 
         Raises:
             InvalidRequestError: the grammar cannot be compiled, or not within the limits.
@@ -107,8 +104,7 @@ def calls_or(
     reasoning: ReasoningFormat | None,
     prompt_ids: Sequence[int],
 ) -> GrammarSpec:
-    """Return the grammar of calls of these tools, or of what `spec` allows, after reasoning if
-    there is some.
+    """Return the grammar of calls, or of what `spec` allows, optionally after reasoning.
 
     Raises:
         InvalidRequestError: the schema of a tool is too large, or none.

@@ -78,10 +78,10 @@ def escaped(key: str) -> str:
 
 
 def _walk(schema: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield (pointer, value, keyword) of all values that count, without recursion; notes are left
-    out.
+    """Yield (pointer, value, keyword) of all values that count, without recursion.
 
-    Inside a literal or a note the keyword is that of the literal or note, else the value's own.
+    Notes are left out. Inside a literal or a note the keyword is that of the literal or note, else
+    the value's own.
     """
     stack: list[tuple[str, Any, int, str]] = [("", schema, 0, "")]
     while stack:

@@ -73,9 +73,7 @@ def json_object(*, place: str = "response_format") -> GrammarSpec:
 
 
 def regex(pattern: Any, *, place: str = "regex") -> GrammarSpec:
-    """Return the grammar of answers that match a regular expression (Rust's regex crate: no
-    look-around).
-    """
+    """Return the grammar of answers that match a regular expression of Rust's regex crate."""
     _check_text(pattern, MAX_REGEX, place)
     import llguidance  # the first use of a grammar pays for it, not the start
 
@@ -95,8 +93,7 @@ def choice(choices: Any, *, place: str = "choice") -> GrammarSpec:
 
 
 def lark(grammar: Any, *, place: str = "grammar") -> GrammarSpec:
-    """Return the grammar of answers that a Lark grammar (llguidance's variant) derives from its
-    rule `start`.
+    """Return the grammar of answers that a Lark grammar derives from its rule `start`.
 
     Raises:
         InvalidRequestError: it is too long, or no text.

@@ -88,8 +88,8 @@ class TokenizerAdapter:
         return ids[first:]
 
     def _greedy(self, data: bytes) -> list[int]:
-        """Return the ids of the longest tokens that fit, one after the other, up to bytes that no
-        token has.
+        """Return ids of the longest tokens that fit one after the other, up to bytes without a
+        token.
 
         For texts that the tokenizer normalises (to another form of Unicode, to lower case).
         """

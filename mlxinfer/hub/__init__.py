@@ -68,8 +68,7 @@ def resolve(name: str, *, download: bool = True, progress: Progress | None = Non
 
 
 def pull(name: str, *, progress: Progress | None = None) -> Path:
-    """Download a repository or bring it up to date; return its folder. Local models are left as
-    they are.
+    """Download a repository or bring it up to date, and return its folder; a local model stays.
 
     Raises: those of resolve().
     """
@@ -92,9 +91,7 @@ def is_bundled(name: str) -> bool:
 
 
 def list_models() -> list[LocalModel]:
-    """Return the bundled models, then those in the hub cache; unfinished downloads are marked as
-    such.
-    """
+    """Return the bundled models, then those in the hub cache, complete or not."""
     return [*bundled_models(), *cached_models()]
 
 

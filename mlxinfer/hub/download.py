@@ -1,5 +1,4 @@
-"""Downloads a hub repository into the hub's cache: which files, whether there is room, the
-transfer.
+"""Downloads a hub repository into the hub's cache, if there is room.
 
 Weights are fetched by `fetch.py`, which resumes after an interruption and checks the SHA-256 that
 the hub announces; huggingface_hub does the small files and the cache's links. A branch is moved to
@@ -133,9 +132,7 @@ class _Tally:
 
 
 def _needed(names: list[str], repo: RepoName) -> set[str]:
-    """Return the files to fetch: weights and texts at the top level, nothing that could hold
-    code.
-    """
+    """Return the files to fetch: weights and texts at the top level, none that may hold code."""
     wanted = {name for name in names if _is_wanted(name)}
     weights = {name for name in wanted if name.endswith(".safetensors")}
     if not weights:

@@ -1,8 +1,7 @@
-"""One large file over HTTP: resumed after interruptions, retried, and checked by its SHA-256.
-Failures of the hub become this package's errors.
+"""One large file over HTTP: resumed, retried, and checked by its SHA-256.
 
-huggingface_hub's own download begins each file anew after the process ended (since 1.0), and
-compares sizes, not contents.
+Failures of the hub become this package's errors. huggingface_hub's own download begins each file
+anew after the process ended (since 1.0), and compares sizes, not contents.
 """
 
 import errno
@@ -144,9 +143,7 @@ class Source:
 
 
 def partial_path(target: Path) -> Path:
-    """Return where the beginning of `target` is kept; huggingface_hub treats this name as
-    incomplete.
-    """
+    """Return where the beginning of `target` is kept: huggingface_hub's name for a partial file."""
     return target.with_name(target.name + ".incomplete")
 
 
@@ -181,9 +178,7 @@ def fetch(
 
 
 def patiently(ask: Callable[[], Found]) -> Found:
-    """Call `ask` until it succeeds, with waits while the hub is busy; the last failure is
-    raised.
-    """
+    """Call `ask` until it succeeds, with waits while the hub is busy; raise the last failure."""
     from huggingface_hub.errors import HTTPError
 
     failures = 0
@@ -244,9 +239,7 @@ def _receive(
 
 
 def _stream(source: Source, start: int) -> Iterator[tuple[bool, bytes]]:
-    """Yield (server began at 0, chunk) from byte `start` on; the first flag is only set on the
-    first chunk.
-    """
+    """Yield (restarted, chunk) from byte `start` on; restarted: the server began at byte 0."""
     from huggingface_hub import get_session
     from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status

@@ -56,9 +56,7 @@ def _open_thought(tokenizer: Tokenizer, reasoning: ReasoningFormat, ids: Sequenc
 
 
 def _last_division(tokenizer: Tokenizer, reasoning: ReasoningFormat, ids: Sequence[int]) -> int:
-    """Return the position of the last token that only a template writes, tags aside; -1 for
-    none.
-    """
+    """Return the last position of a token that only a template writes, tags aside; or -1."""
     for place in range(len(ids) - 1, -1, -1):
         token = tokenizer.added_tokens.get(ids[place])
         if token is None or any(token.content in tag for tag in reasoning.marks):

@@ -48,8 +48,7 @@ def encode_chat(
     continue_final_message: bool | str = False,
     **kwargs: Any,
 ) -> list[int]:
-    """Return the prompt's token ids for these messages, as the tokenizer's chat template renders
-    them.
+    """Return the prompt's token ids for these messages, rendered by the chat template.
 
     Args: those of ChatTemplate.render, and
         check: called with the prompt's text before it is encoded; it may raise.
@@ -112,8 +111,7 @@ def _rendered(
 
 
 class ControlTokens:
-    """The tokens that only the template may write: special tokens, and added tokens in its own
-    text.
+    """The tokens that only the template may write: special ones, and added ones in its own text.
 
     Built once for a tokenizer and a template source (`of`). Holds the tokenizer weakly, since the
     cache of these objects is keyed by it.
@@ -163,9 +161,7 @@ class ControlTokens:
         return TextMarks(regex, set().union(*strings), names=self._regex, fold=folded)
 
     def encode_marked(self, text: str, marks: TextMarks) -> list[int]:
-        """Return the ids of a rendering: marks are dropped, what they enclose is encoded as
-        plain text.
-        """
+        """Return the ids of a rendering; marks are dropped, and what they enclose is plain text."""
         ids: list[int] = []
         for piece, is_plain in marks.split(text, self.pattern):
             if not is_plain:
@@ -195,8 +191,7 @@ class ControlTokens:
         )
 
     def _split_by(self, strings: list[str]) -> list[str]:
-        """Return the texts that the template removes, if a string without them spells a control
-        token.
+        """Return the texts that the template removes, if a string without them has a control token.
 
         Tried are each text alone, pairs in both orders, and all of them.
         """

@@ -96,7 +96,7 @@ class ByteLevel:
 
 
 class ByteFallback:
-    """Tokens `<0xE2>` stand for bytes; a run of them is a text, or as many U+FFFD if it is not
+    """Tokens `<0xE2>` stand for bytes; a run of them is a text, or U+FFFD for each if it is not
     UTF-8.
 
     The whole run is held back until it ends, since only then it is known to be valid.
@@ -164,9 +164,7 @@ class StripEnds:
 
 
 def decoder_steps(spec: dict[str, Any] | None) -> list[DecoderStep] | None:
-    """Return fresh steps for a decoder's JSON description, None if it has no incremental form
-    here.
-    """
+    """Return fresh steps for a decoder's JSON description, None without an incremental form."""
     if spec is None:  # without a decoder, tokens are joined by spaces
         return [FirstToken(str, lambda token: " " + token)]
     fused = False

@@ -86,8 +86,8 @@ class TextMarks:
 
 
 def _escaped(mark: str) -> re.Pattern[str]:
-    """Return a pattern of a mark as JSON or Python spell it, for templates that write a value's
-    repr.
+    """Return a pattern of a mark as JSON or Python's repr spell it, in values that were written
+    out.
     """
     spellings = (json.dumps(mark)[1:-1], repr(mark)[1:-1])
     either = "|".join(s.replace("\\", r"\\+") for s in spellings)
@@ -142,16 +142,14 @@ def call_ignoring_marks(marks: str, text: str, name: str, args: tuple[Any, ...])
 
 
 def slice_ignoring_marks(marks: str, text: str, part: slice) -> str:
-    """Return `text[part]`, positions counted without marks, with all marks kept; `part` has no
-    step.
-    """
+    """Return `text[part]`, without a step, with all marks; marks do not count as positions."""
     start, stop, _ = part.indices(len(without_marks(text, marks)))
     return _part(text, start, max(stop - start, 0), marks)
 
 
 def _part(text: str, start: int, length: int, marks: str) -> str:
-    """Return `length` characters from `start` on, positions counted without marks, and all
-    marks.
+    """Return `length` characters from `start` on with all marks; marks do not count as
+    positions.
     """
     begin = _after(start, text, 0, marks)
     end = _after(length, text, begin, marks)

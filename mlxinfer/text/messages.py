@@ -45,9 +45,7 @@ def plain_data(value: Any) -> Any:
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return the messages as a list; raise TemplateError unless they are objects, and at least
-    one.
-    """
+    """Return the messages as a list; raise TemplateError unless they are one or more objects."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise TemplateError("messages is empty or no list; expected at least one message.")
     for message in messages:
@@ -57,9 +55,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def without_none(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message without keys whose value is None, since templates test for missing
-    keys.
-    """
+    """Return the message without keys whose value is None: templates test for missing keys."""
     return {key: value for key, value in message.items() if value is not None}
 
 
@@ -125,8 +121,7 @@ def has_calls(messages: object) -> bool:
 
 
 def with_parsed_arguments(messages: Any) -> Any:
-    """Return messages whose tool calls have their arguments as objects, which most templates
-    expect.
+    """Return messages whose tool calls have arguments as objects, which most templates expect.
 
     OpenAI's API sends them as JSON text. Text that is no JSON object is left as it is. A tool
     message without a name gets the name of the call that its `tool_call_id` refers to.

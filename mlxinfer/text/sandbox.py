@@ -85,9 +85,7 @@ class Budget:
             raise LimitError(f"it ran for more than {self._deadline_s:g} s")
 
     def charge(self, value: object) -> None:
-        """Subtract the size of a value that was just built; the items of a list are shared, not
-        copied.
-        """
+        """Subtract the size of a value that was just built; a list shares its items."""
         size = self.check_value(value)
         self._spend(8 * len(value) if isinstance(value, (dict, *_LISTS)) else size)
 
@@ -267,9 +265,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     @contextmanager
     def limited_by(self, budget: Budget, marks: str = "") -> Iterator[None]:
-        """Meanwhile this thread's rendering draws on `budget`, and ignores the characters
-        `marks`.
-        """
+        """Let this thread's rendering draw on `budget` and ignore the characters `marks`."""
         self._local.budget, self._local.marks = budget, marks
         try:
             yield
@@ -330,9 +326,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return "" if only_marks(self.marks, value) else value
 
     def call(self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call `__obj` for a template. All calls of methods, globals and macros come through
-        here.
-        """
+        """Call `__obj` for a template; all calls of methods, globals and macros come here."""
         if type(__obj) is MethodType and __obj.__self__ is self:  # inserted by TemplateRewriter
             return __obj(*args)
         method = getattr(__obj, "__wrapped__", __obj)  # str.format comes in a wrapper of jinja's

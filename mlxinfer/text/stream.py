@@ -42,8 +42,7 @@ class TextDelta:
 
 
 class TextStream:
-    """Token ids in, deltas out. The deltas joined do not depend on how the ids are divided into
-    pushes.
+    """Token ids in, deltas out, whose sum does not depend on how the ids are divided into pushes.
 
     Args:
         tokenizer: of the ids.

@@ -16,9 +16,7 @@ from jinja2.visitor import NodeTransformer
 
 
 class TemplateRewriter(NodeTransformer):
-    """Inserts calls of the sandbox's methods (`tick`, `measured`, `joined`, …) into a template's
-    tree.
-    """
+    """Inserts calls of the sandbox's methods (`tick`, `measured`, …) into a template's tree."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: D102
         self.generic_visit(node)

@@ -113,9 +113,7 @@ class Tokenizer:
         return ids[1:] if doubled and add_special_tokens and parse_special else ids
 
     def _without_special(self, text: str) -> tokenizers.Tokenizer:
-        """Return a backend that matches no special token in `text`: the copy, if the text may
-        spell one.
-        """
+        """Return a backend that matches no special token in `text`."""
         if not self._special_anywhere and not any(s in text for s in self._special_texts):
             return self._backend
         with self._lock:
@@ -156,9 +154,7 @@ class Tokenizer:
             raise InvalidRequestError(f"The tokenizer cannot decode these ids: {error}") from None
 
     def id_to_piece(self, token_id: int) -> str | None:
-        """Return the token as the vocabulary spells it (`Ġthe`, `▁the`, `<0x0A>`), None for no
-        token.
-        """
+        """Return the token as the vocabulary spells it (`Ġthe`, `▁the`, `<0x0A>`), or None."""
         piece: str | None = self._backend.id_to_token(token_id)
         return piece
 
@@ -255,9 +251,7 @@ def byte_of_fallback(piece: str) -> int | None:
 
 
 def piece_bytes(piece: str, decoder: dict[str, Any] | None) -> bytes:
-    """Return the bytes of a token in the middle of a text, for a decoder with this JSON
-    description.
-    """
+    """Return the bytes of a token within a text, for a decoder with this JSON description."""
     parts = (decoder or {}).get("decoders") or [decoder or {}]
     kinds = {part.get("type"): part for part in parts}
     if "ByteLevel" in kinds and all(char in BYTE_OF for char in piece):
@@ -274,8 +268,7 @@ def piece_bytes(piece: str, decoder: dict[str, Any] | None) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's {character: byte}: printable bytes stand for themselves, others for U+0100 and
-    up.
+    """Return GPT-2's {character: byte}; bytes that are not printable stand at U+0100 and up.
 
     Source: Radford et al. 2019, bytes_to_unicode.
     """

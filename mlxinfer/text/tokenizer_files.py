@@ -1,7 +1,8 @@
-"""Reads a checkpoint's tokenizer: tokenizer.json through the `tokenizers` library, and the small
-files beside it (tokenizer_config.json, generation_config.json, chat templates).
+"""Reads a checkpoint's tokenizer.json and the small files beside it.
 
-Every failure of the library, Rust panics included, becomes an exception of this package.
+Those are tokenizer_config.json, generation_config.json and the chat templates. The `tokenizers`
+library reads the first; each of its failures, Rust panics included, becomes an exception of this
+package.
 """
 
 import json
@@ -43,9 +44,7 @@ class TokenizerPanicError(Exception):
 
 @contextmanager
 def panic_guard() -> Iterator[None]:
-    """Turn a Rust panic, which is a BaseException of no importable class, into
-    TokenizerPanicError.
-    """
+    """Turn a Rust panic, a BaseException without an importable class, into TokenizerPanicError."""
     try:
         yield
     except BaseException as error:
@@ -136,9 +135,7 @@ def _from_transformers(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _growth(spec: dict[str, Any] | None) -> float:
-    """Return the factor by which a normalizer or decoder can lengthen a text, over all its
-    steps.
-    """
+    """Return the factor by which a normalizer or decoder can lengthen a text."""
     if spec is None:
         return 1.0
     steps = spec.get("normalizers") or spec.get("decoders")

@@ -62,9 +62,7 @@ class Lark:
         return "%json " + json.dumps({**schema, "x-guidance": _STYLE})
 
     def parameters(self, tool: Tool) -> str:
-        """Return what matches a tool's arguments; undeclared parameters only where none is
-        declared.
-        """
+        """Return what matches a tool's arguments; undeclared ones only if none is declared."""
         schema = dict(tool.parameters)
         declared = schema.get("properties")
         whole = isinstance(declared, Mapping) and all(name in declared for name in tool.required)
@@ -161,9 +159,7 @@ def _anchored_body(pattern: object) -> str | None:
 
 
 def strings_of(tool: Tool, parameter: str) -> list[str]:
-    """Return the strings that an `enum` or `const` allows, [] unless all of its values are
-    strings.
-    """
+    """Return the values of an `enum` or `const`, [] unless all of them are strings."""
     options = enum_values(tool.properties[parameter], tool.parameters)
     strings = [option for option in options if isinstance(option, str)]
     return strings if len(strings) == len(options) else []

@@ -112,8 +112,7 @@ def enum_values(schema: object, root: Schema) -> list[object]:
 
 
 def standalone_schema(schema: object, root: Schema) -> Schema:
-    """Return a parameter's schema as a document of its own, with the tool's schema if it refers to
-    that.
+    """Return a parameter's schema as a document, with the tool's schema if it refers to that.
 
     Raises:
         InvalidRequestError: it is nested too deeply.
@@ -233,8 +232,8 @@ class Toolbox:
 
     @classmethod
     def of(cls, tools: Sequence[Mapping[str, Any]]) -> "Toolbox":
-        """Return the tools of OpenAI's form, {"type": "function", "function": {"name": ...}}, or
-        the inner one.
+        """Return the tools of a request: OpenAI's {"type": "function", "function": {...}}, or inner
+        objects.
 
         Raises:
             InvalidRequestError: a tool is no function, has no name, or the name of another.

@@ -1,6 +1,4 @@
-"""How one request uses tools: which ones, whether it must call one, and the grammar of its
-answer.
-"""
+"""How one request uses tools: which ones, whether it must call one, its answer's grammar."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -153,8 +151,7 @@ def forced_grammar(
     reasoning: ReasoningFormat | None = None,
     prompt_ids: Sequence[int] = (),
 ) -> str:
-    """Return a Lark grammar (llguidance) of answers that are calls, after reasoning where there is
-    some.
+    """Return a Lark grammar (llguidance) of answers that are calls, optionally after reasoning.
 
     Args:
         tokenizer: its control tokens mark the calls.
@@ -219,9 +216,7 @@ def _lark_for(tokenizer: Tokenizer, format: ToolFormat, reasoning: ReasoningForm
 
 
 def control_tokens_of(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, int]:
-    """Return {text: id} of the control tokens, and of added tokens that are parts of these
-    marks.
-    """
+    """Return {text: id} of control tokens, and of added tokens that are parts of these marks."""
     return {
         token.content: token_id
         for token_id, token in tokenizer.added_tokens.items()
@@ -246,8 +241,7 @@ def reasoning_rule(lark: Lark, reasoning: ReasoningFormat | None, prefix: str) -
 def after_reasoning(
     tokenizer: Tokenizer, reasoning: ReasoningFormat, prompt_ids: Sequence[int]
 ) -> str:
-    """Return a Lark grammar (llguidance) of what the grammar @main allows, after reasoning if there
-    is some.
+    """Return a Lark grammar (llguidance) of what @main allows, optionally after reasoning.
 
     Args:
         tokenizer: its control tokens mark the reasoning.

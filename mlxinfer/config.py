@@ -1,6 +1,7 @@
 """The configuration of an engine: frozen, with every "auto" resolved before it is built."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,7 +71,9 @@ class DiskOptions:
 
     folder: Path
     max_bytes: int  # of all entries together, those of other models included
-    identity: str  # of the weights: pages are valid for one model only
+    identity: Callable[[float], str | None]
+    """The identity of the weights, for pages are valid for one model only; None: it is not known
+    after so many seconds."""
 
 
 def default_disk_folder() -> Path:

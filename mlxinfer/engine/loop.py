@@ -24,12 +24,16 @@ from .grammar_masks import GrammarMasks
 from .kernels import Chooser, choose_kernels, choose_none
 from .kv_manager import KVManager
 from .limits import EngineLimits
-from .pagestore import PageStore
+from .pagestore import SAVE_S, PageStore
 from .queues import Counters
 from .runner import Launched, Runner
 from .scheduler import Proposer, Scheduler
 from .sequence import Sequence
 from .stats import stats_of
+
+OPEN_WAIT_S = (
+    0.25  # for the identity of the weights: enough where it is remembered, or they are few
+)
 
 
 class Loop:
@@ -85,7 +89,8 @@ class Loop:
             heads=self.kernels.heads,
         )
         if config.disk is not None and self.store is None:
-            self.store = _open_store(config.disk, self.cache)
+            self.store = _make_store(config.disk, self.cache)
+            self._open_tier(OPEN_WAIT_S)
         self.scheduler = Scheduler(
             KVManager(
                 self.cache.groups,
@@ -107,6 +112,19 @@ class Loop:
         self.grammar_masks = GrammarMasks(self.model.config.vocab_size)
         self._in_flight = None
 
+    def _open_tier(self, wait_s: float) -> None:
+        """Open the disk tier, once the weights' identity is known; wait for that at most so long.
+
+        Until then nothing is stored or found, and requests are served all the same.
+        """
+        options, store = self.config.disk, self.store
+        if options is None or store is None or store.tier is not None:
+            return
+        identity = options.identity(wait_s)
+        if identity is not None:
+            namespace = _namespace(identity, self.cache)
+            store.tier = DiskTier(str(options.folder), namespace, max_bytes=options.max_bytes)
+
     @property
     def idle(self) -> bool:
         """Nothing runs, waits or is in flight."""
@@ -117,6 +135,7 @@ class Loop:
 
         A step on which the next one depends is read first; see `Batch.is_read_first`.
         """
+        self._open_tier(0.0)
         previous, self._in_flight = self._in_flight, None
         if previous is not None and (previous.batch.is_read_first or self.scheduler.proposes):
             self._commit(previous)
@@ -303,6 +322,7 @@ class Loop:
         if self.store is not None:
             with contextlib.suppress(Exception):  # what is not saved is computed again
                 if save:
+                    self._open_tier(SAVE_S)
                     self._save(self.store)
             self.store.close()
         del self.model, self.cache, self.runner, self._in_flight
@@ -323,18 +343,19 @@ class Loop:
         return stats_of(self.scheduler, self.cache, self.store)
 
 
-def _open_store(options: DiskOptions, cache: KVCache) -> PageStore:
+def _make_store(options: DiskOptions, cache: KVCache) -> PageStore:
+    """The names of a cache's pages; the tier under them follows when the weights are known."""
+    return PageStore(
+        None, groups=cache.groups, states=cache.state_group, max_bytes=options.max_bytes
+    )
+
+
+def _namespace(identity: str, cache: KVCache) -> bytes:
     """Pages on disk are shared only between equal weights, versions, device and KV format."""
-    namespace = namespace_key(
-        options.identity,
+    return namespace_key(
+        identity,
         f"mlxinfer {version('mlxinfer')} MLX {version('mlx')} {mx.default_device()}",
         f"{cache.dtype} {cache.page_size} {cache.specs} {cache.bits}",
-    )
-    return PageStore(
-        DiskTier(str(options.folder), namespace, max_bytes=options.max_bytes),
-        groups=cache.groups,
-        states=cache.state_group,
-        max_bytes=options.max_bytes,
     )
 
 

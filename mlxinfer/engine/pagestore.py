@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..cache.disk import DiskTier, chain_keys, namespace_key, page_key
+from ..cache.disk import DiskStats, DiskTier, chain_keys, namespace_key, page_key
 from ..cache.groups import PageGroup, StateGroup
 from ..cache.page_table import PageTable
 from ..cache.prefix import PrefixTree, RestorePoint, StoredPage
@@ -55,7 +55,8 @@ class PageStore:
     """Names for pages, and a disk tier under them.
 
     Args:
-        tier: of this model and KV format.
+        tier: of this model and KV format; None, and set later: the model's identity is not known
+            yet, so that nothing is stored or found.
         groups: what layers keep in pages.
         states: of recurrent layers, whose snapshots are entries, too; None: there are none.
         max_bytes: what the tier may hold.
@@ -64,7 +65,7 @@ class PageStore:
 
     def __init__(
         self,
-        tier: DiskTier,
+        tier: DiskTier | None,
         *,
         groups: Seq[PageGroup],
         states: StateGroup | None = None,
@@ -89,12 +90,13 @@ class PageStore:
 
     def root_key(self, namespace: Hashable) -> bytes:
         """What the keys of a namespace's pages start from: no two namespaces share one."""
+        assert self.tier is not None
         root = self.tier.namespace
         return root if namespace is None else namespace_key(root.hex(), repr(namespace))
 
     def spills(self, page: StoredPage) -> list[Spill]:
         """What is to be read out of a page; nothing of what is on the disk already."""
-        if len(page.tokens) < self.page_size:
+        if self.tier is None or len(page.tokens) < self.page_size:
             return []
         before, _ = page.chain_keys(self.root_key(page.namespace), page_key)
         held = [(group, page_id) for group, page_id in enumerate(page.pages) if page_id is not None]
@@ -126,6 +128,8 @@ class PageStore:
 
     def put(self, spilled: Iterable[tuple[Spill, bytes]]) -> None:
         """Store payloads soon."""
+        if self.tier is None:
+            return
         for spill, payload in spilled:
             self.tier.put(spill.key, spill.parent, spill.token_ids, payload)
 
@@ -133,6 +137,8 @@ class PageStore:
         self, spills: Seq[Spill], read: Callable[[Seq[Spill]], list[tuple[Spill, bytes]]]
     ) -> None:
         """Store as many as there are bytes and seconds for, the first ones first, and wait."""
+        if self.tier is None:
+            return
         deadline_s = self._clock() + SAVE_S
         for chunk in self._chunks(spills):
             self.put(read(chunk))
@@ -161,9 +167,9 @@ class PageStore:
         Costs the prompt's length, one look at a file where the disk knows nothing of it.
         """
         stop = (len(token_ids) - 1) // self.page_size
-        if stop - len(point.nodes) < MIN_PAGES:
+        if self.tier is None or stop - len(point.nodes) < MIN_PAGES:
             return None
-        search = _Search(self, token_ids, point, stop)
+        search = _Search(self, self.tier, token_ids, point, stop)
         while (num_pages := search.reachable()) - len(point.nodes) >= MIN_PAGES:
             wanted = search.wanted(num_pages)
             num_tokens = num_pages * self.page_size - point.num_tokens
@@ -177,7 +183,7 @@ class PageStore:
     def _read(self, search: "_Search", wanted: list[tuple[int, int]]) -> bool:
         """Read pages; False: one is not there, which the search knows now."""
         started_s = self._clock()
-        entries = self.tier.get_chain([search.key(*place) for place in wanted])
+        entries = search.tier.get_chain([search.key(*place) for place in wanted])
         self._reading.add(sum(e.payload.nbytes for e in entries), self._clock() - started_s)
         self._read_meanwhile = True
         for place, entry in zip(wanted, entries, strict=False):
@@ -209,11 +215,13 @@ class PageStore:
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers; a page of tokens is an entry for each layer group."""
-        return {**asdict(self.tier.stats()), "tokens_loaded": self.tokens_loaded}
+        found = DiskStats() if self.tier is None else self.tier.stats()
+        return {**asdict(found), "tokens_loaded": self.tokens_loaded}
 
     def close(self) -> None:
         """Stop the writer; what it has not written within `SAVE_S` is lost."""
-        self.tier.close(SAVE_S)
+        if self.tier is not None:
+            self.tier.close(SAVE_S)
 
 
 @dataclass(slots=True)
@@ -221,6 +229,7 @@ class _Search:
     """One prompt's pages on the disk, each looked for once: places are (page number, group)."""
 
     store: PageStore
+    tier: DiskTier
     token_ids: Seq[int]
     point: RestorePoint
     stop: int  # pages
@@ -290,7 +299,7 @@ class _Search:
             return True
         place = number, group
         if place not in self.there:
-            self.there[place] = self.store.tier.contains(self.key(*place))
+            self.there[place] = self.tier.contains(self.key(*place))
         return self.there[place]
 
     def _in_memory(self, number: int, group: int) -> bool:

@@ -1,4 +1,4 @@
-"""Folders of safetensors: which files hold the weights, their checked headers, and an identity.
+"""Folders of safetensors: which files hold the weights, and their checked headers.
 
 Every header is checked before anything else reads the file. Nothing in a checkpoint is ever run:
 pickles are refused, `auto_map` and `model_file` are ignored. Pure Python, no mlx.
@@ -7,19 +7,15 @@ The format (github.com/huggingface/safetensors, README "Format"): eight bytes of
 header length, a JSON object of name -> {dtype, shape, data_offsets}, then the data without holes.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from hashlib import blake2b
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ..errors import CheckpointError, ModelNotFoundError
 from .jsonfields import parse_json, read_json
 
 INDEX = "model.safetensors.index.json"
-SAMPLE_BYTES = 4096  # of each tensor, from its middle, that go into a folder's identity
-MAX_SAMPLES = 4096  # tensors of a file that do
 MAX_HEADER_BYTES = 100_000_000  # as the reference implementation
 MAX_DIMS = 8
 MAX_FILE_NAME = 255  # characters; file systems refuse to look for a longer one
@@ -186,42 +182,3 @@ def _check_spans(
 
 def _bad(name: str, path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"Tensor {name[:200]!r} of {path} {what}.")
-
-
-def content_id(folder: Path) -> str:
-    """A name for the weights in a checkpoint folder: equal for copies, different for other weights.
-
-    A digest of config.json and, for each safetensors file, of its header and a sample of every
-    tensor: a merged adapter or a finetune has the same config, sizes and names, and may change few
-    tensors.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
-    digest = blake2b(digest_size=20)
-    try:
-        for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
-            for part in _parts(path):
-                digest.update(len(part).to_bytes(8, "little") + part)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.") from error
-    return digest.hexdigest()
-
-
-def _parts(path: Path) -> Iterator[bytes]:
-    yield path.name.encode()
-    if path.suffix == ".json":
-        yield path.read_bytes()
-        return
-    tensors = list(read_header(path).values())
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        yield file.read(length)
-        for info in tensors[:: -(-len(tensors) // MAX_SAMPLES) or 1]:
-            yield _sample(file, info, 8 + length)
-
-
-def _sample(file: BinaryIO, info: TensorInfo, data_start: int) -> bytes:
-    count = min(SAMPLE_BYTES, info.end - info.start)
-    file.seek(data_start + (info.start + info.end - count) // 2)
-    return file.read(count)

@@ -71,8 +71,8 @@ class EngineOptions:
                 param="disk_cache_dir",
             )
 
-    def config(self, model: "Model", folder: Path) -> EngineConfig:
-        """The sizes of an engine for a loaded model."""
+    def config(self, model: "Model", disk: DiskOptions | None) -> EngineConfig:
+        """The sizes of an engine for a loaded model, and its disk cache."""
         limit = model.config.max_context
         return EngineConfig(
             page_size=PAGE_SIZE,
@@ -83,7 +83,7 @@ class EngineOptions:
             num_pages=self.num_pages,
             kv=self.kv,
             prefix_cache=self.prefix_cache,
-            disk=self._disk(folder),
+            disk=disk,
             launch_ahead=self.launch_ahead,
         )
 
@@ -101,16 +101,18 @@ class EngineOptions:
             )
         return self.room_bytes - weights_bytes
 
-    def _disk(self, folder: Path) -> DiskOptions | None:
+    def disk(self, folder: Path) -> DiskOptions | None:
+        """The disk cache of the model in `folder`, whose weights are hashed from now on."""
         if self.disk_cache is None:
             return None
-        from ..models.safetensors import content_id
+        from ..models.identity import ContentId
 
         where = self.disk_cache_dir
+        place = default_disk_folder() if where is None else Path(where).expanduser()
         return DiskOptions(
-            folder=_writable(default_disk_folder() if where is None else Path(where).expanduser()),
+            folder=_writable(place),
             max_bytes=parse_bytes(self.disk_cache, param="disk_cache"),
-            identity=content_id(folder),
+            identity=ContentId(folder, place / "digests.json").wait,
         )
 
 
@@ -196,9 +198,10 @@ def open_engine(
     described: list[ModelInfo] = []
 
     def build() -> "tuple[Model, EngineConfig]":
+        disk = options.disk(folder)
         model = load(folder, dtype=options.dtype)
         described.append(describe(name, folder, model))
-        return model, options.config(model, folder)
+        return model, options.config(model, disk)
 
     engine = Engine(build, owner=owner)
     return engine, described[0]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mlxinfer.cache.disk import Files, chain_keys
 from mlxinfer.config import DiskOptions, KVOptions
 from mlxinfer.core import FinishReason, Request, SamplingParams
-from mlxinfer.engine.pagestore import entry_keys
+from mlxinfer.engine.pagestore import SAVE_S, entry_keys
 
 CASES = ("qwen3-v4", "mistral-v4", "gemma3_text-v4")
 FEW = SamplingParams(max_tokens=4)
@@ -22,7 +22,7 @@ FEW = SamplingParams(max_tokens=4)
 
 def on_disk(folder: Path, case: str = "qwen3-v4", **changes: object) -> Harness:
     """A loop that keeps its pages under `folder`."""
-    disk = DiskOptions(folder=folder, max_bytes=1 << 26, identity=case)
+    disk = DiskOptions(folder=folder, max_bytes=1 << 26, identity=lambda timeout_s: case)
     return Harness(tiny_model(case, quantized=True), **{"disk": disk, **changes})
 
 
@@ -238,7 +238,7 @@ def test_a_folder_that_cannot_be_made_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_small_budget_holds(tmp_path: Path) -> None:
-    disk = DiskOptions(folder=tmp_path, max_bytes=100_000, identity="small")
+    disk = DiskOptions(folder=tmp_path, max_bytes=100_000, identity=lambda timeout_s: "small")
     harness = on_disk(tmp_path, disk=disk, num_pages=9)
     for seed in range(6):
         ids = prompt(120, seed % 3)
@@ -255,7 +255,9 @@ def test_other_formats_and_models_find_nothing(tmp_path: Path) -> None:
     earlier = on_disk(tmp_path)
     answer(earlier, shared)
     earlier.loop.close()
-    other_model = DiskOptions(folder=tmp_path, max_bytes=1 << 26, identity="of other weights")
+    other_model = DiskOptions(
+        folder=tmp_path, max_bytes=1 << 26, identity=lambda timeout_s: "of other weights"
+    )
     for changes in (
         {"kv": KVOptions(bits=(8, 8))},
         {"kv": KVOptions(window=32)},
@@ -395,3 +397,45 @@ def test_two_namespaces_never_share_an_entry_on_the_disk(tmp_path: Path) -> None
         harness.add(f"reader {name}", ids, FEW, adapter=name)
         assert harness.drain()[f"reader {name}"].cached_tokens == 5 * PAGE
     harness.loop.close()
+
+
+def test_requests_do_not_wait_for_the_identity_of_the_weights(tmp_path: Path) -> None:
+    """Until it is known nothing is read or stored; then the tier opens, and a shutdown saves."""
+    shared = prompt(100)
+    earlier = on_disk(tmp_path)
+    answer(earlier, shared)
+    earlier.loop.close()
+    found: list[str | None] = [None]
+    disk = DiskOptions(folder=tmp_path, max_bytes=1 << 26, identity=lambda timeout_s: found[0])
+    later = Harness(tiny_model("qwen3-v4", quantized=True), disk=disk)
+    later.add("early", shared, FEW)
+    later.drain()
+    assert later.loop.store is not None
+    assert later.loop.store.tier is None
+    assert later.outcomes["early"].cached_tokens == 0
+    assert later.loop.stats()["disk"]["num_entries"] == 0
+    found[0] = "qwen3-v4"
+    other = prompt(100, 5)
+    answer(later, other)
+    assert later.loop.stats()["disk"]["num_entries"] > 0
+    before = set(files_in(tmp_path))
+    later.loop.close()
+    assert set(files_in(tmp_path)) > before
+
+
+def test_an_identity_that_comes_at_the_end_still_saves(tmp_path: Path) -> None:
+    waits: list[float] = []
+
+    def late(timeout_s: float) -> str | None:
+        waits.append(timeout_s)
+        return "qwen3-v4" if timeout_s >= SAVE_S else None
+
+    disk = DiskOptions(folder=tmp_path, max_bytes=1 << 26, identity=late)
+    earlier = Harness(tiny_model("qwen3-v4", quantized=True), disk=disk)
+    earlier.add("a", prompt(100), FEW)
+    earlier.drain()
+    assert set(waits[1:]) == {0.0}, "steps do not wait"
+    earlier.loop.close()
+    assert files_in(tmp_path)
+    later = on_disk(tmp_path)
+    assert answer(later, prompt(100)).cached_tokens >= 80

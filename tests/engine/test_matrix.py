@@ -137,7 +137,7 @@ def test_everything_at_once(data: st.DataObject) -> None:
     with TemporaryDirectory() as folder:
         if changes["prefix_cache"] and data.draw(st.booleans()):
             changes["disk"] = DiskOptions(
-                folder=Path(folder), max_bytes=1 << 24, identity=f"tiny {case}"
+                folder=Path(folder), max_bytes=1 << 24, identity=lambda timeout_s: f"tiny {case}"
             )
         for run in runs:  # each in an engine of its own: a restart
             plains = plain_runs(case, options, run)

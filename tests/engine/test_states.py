@@ -145,7 +145,7 @@ def test_a_preempted_sequence_goes_on_from_its_own_snapshot(model: Model) -> Non
 
 
 def test_snapshots_come_back_from_the_disk(model: Model, tmp_path: Path) -> None:
-    disk = DiskOptions(folder=tmp_path, max_bytes=1 << 24, identity="hybrid")
+    disk = DiskOptions(folder=tmp_path, max_bytes=1 << 24, identity=lambda timeout_s: "hybrid")
     ids = prompt(90)
     before = Harness(model, disk=disk)
     cold = answer(before, ids)
@@ -156,7 +156,7 @@ def test_snapshots_come_back_from_the_disk(model: Model, tmp_path: Path) -> None
 
 
 def test_evicted_snapshots_come_back_from_the_disk(model: Model, tmp_path: Path) -> None:
-    disk = DiskOptions(folder=tmp_path, max_bytes=1 << 24, identity="hybrid")
+    disk = DiskOptions(folder=tmp_path, max_bytes=1 << 24, identity=lambda timeout_s: "hybrid")
     harness = Harness(model, disk=disk)
     group = harness.loop.cache.state_group
     assert group is not None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..core import KVSpec, LatentSpec
+from ..core import CacheSpec, KVSpec, LatentSpec, StateSpec
 from ..errors import CheckpointError, UnsupportedModelError
 from ..layers.rope import RopeSpec
 from . import registry
@@ -54,12 +54,15 @@ class ModelConfig:
     norm_topk_prob: bool = False
     sparse_layers: tuple[bool, ...] = ()  # whether a layer's MLP is a mixture of experts
     latent: LatentSpec | None = None  # of latent attention; None: keys and values are kept
+    states: tuple[StateSpec | None, ...] = ()  # of recurrent layers; None: an attention layer
     quantization: Quantization | None = None
     dtype: str | None = None  # as the config states it; the tensors themselves decide
     fields: Fields = field(repr=False, compare=False)  # for what only one family reads
 
-    def cache_spec(self, index: int) -> KVSpec | LatentSpec:
-        """What the mixer of a layer keeps per token."""
+    def cache_spec(self, index: int) -> CacheSpec:
+        """What the mixer of a layer keeps."""
+        if self.states and (state := self.states[index]) is not None:
+            return state
         if self.latent is not None:
             return self.latent
         return KVSpec(self.num_kv_heads, self.head_dim, self.head_dim, self.windows[index])

@@ -38,6 +38,8 @@ class Family:
         head_norms: Q and K have an RMS norm over each head, before the rope.
         sinks: attention has learned logits that take part in each softmax.
         norm_offset: what is added to stored norm weights.
+        output_proj, qk_norms, final_norm: the checkpoint's names of attention's output projection,
+            of the norms of Q and K, and of the norm behind the last layer.
         dense_matrices: ends of the paths of matrices that mlx-lm cannot load quantised.
         interleaved: rotary pairs stand side by side in the checkpoint. They are put half a part
             apart as they are loaded, in Q and K alike, which leaves every score as it is.
@@ -50,6 +52,9 @@ class Family:
     norm_offset: ClassVar[float] = 0.0
     interleaved: ClassVar[bool] = False
     dense_matrices: ClassVar[tuple[str, ...]] = ()
+    output_proj: ClassVar[str] = "o_proj"
+    qk_norms: ClassVar[tuple[str, str]] = ("q_norm", "k_norm")
+    final_norm: ClassVar[str] = "model.norm"
 
     # -- the config -----------------------------------------------------------------------------
 
@@ -139,7 +144,7 @@ class Family:
             layer = self.layer(index)
             weights.evaluate(list(arrays(layer)))
             layers.append(layer)
-        norm = self.norm("model.norm")
+        norm = self.norm(self.final_norm)
         self._drop_prediction_layers()
         if tied:
             weights.drop("lm_head.weight", "lm_head.scales", "lm_head.biases")
@@ -207,16 +212,24 @@ class Family:
         """The feed-forward block of a layer."""
         return self.dense_mlp(f"model.layers.{index}.mlp", self.config.intermediate_size)
 
-    def dense_mlp(self, path: str, inner: int) -> MLP:
-        """gate_proj, up_proj and down_proj at `path`, `inner` numbers wide."""
+    def dense_mlp(
+        self,
+        path: str,
+        inner: int,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> MLP:
+        """The gate, up and down projections at `path`, `inner` numbers wide."""
         config, weights = self.config, self.weights
+        gate_name, up_name, down_name = names
         gate_up = weights.fused(
-            [f"{path}.gate_proj", f"{path}.up_proj"],
+            [f"{path}.{gate_name}", f"{path}.{up_name}"],
             [inner, inner],
             config.hidden_size,
             bias=config.mlp_bias,
         )
-        down = weights.linear(f"{path}.down_proj", config.hidden_size, inner, bias=config.mlp_bias)
+        down = weights.linear(
+            f"{path}.{down_name}", config.hidden_size, inner, bias=config.mlp_bias
+        )
         return MLP(gate_up, down, self.activation)
 
     def packed_mlp(self, path: str, inner: int) -> MLP:
@@ -278,7 +291,7 @@ class Family:
         return Attention(
             qkv_proj=self.qkv(path),
             o_proj=self.weights.linear(
-                f"{path}.o_proj", config.hidden_size, heads * dim, bias=config.o_bias
+                f"{path}.{self.output_proj}", config.hidden_size, heads * dim, bias=config.o_bias
             ),
             num_heads=heads,
             spec=kv_spec,
@@ -333,10 +346,12 @@ class Family:
         config, dim = self.config, self.config.head_dim
         parts = [
             mx.broadcast_to(
-                self.weights.take(f"{path}.{name}_norm.weight", (dim,), offset=self.norm_offset),
+                self.weights.take(f"{path}.{name}.weight", (dim,), offset=self.norm_offset),
                 (count, dim),
             )
-            for name, count in (("q", config.num_heads), ("k", config.num_kv_heads))
+            for name, count in zip(
+                self.qk_norms, (config.num_heads, config.num_kv_heads), strict=True
+            )
         ]
         return mx.concatenate(parts)
 

@@ -29,6 +29,8 @@ _FAMILIES = {  # model_type -> module in families/, class
     "exaone4": ("exaone", "Exaone4"),
     "ernie4_5": ("ernie", "Ernie4_5"),
     "minimax_m2": ("minimax", "MiniMaxM2"),
+    "glm4_moe_lite": ("glm", "Glm4MoELite"),
+    "lfm2": ("lfm2", "Lfm2"),
 }
 
 SUPPORTED = tuple(_FAMILIES)

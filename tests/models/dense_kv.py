@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlxinfer.core import KVSpec, LatentSpec
+from mlxinfer.core import KVSpec, LatentSpec, StateSpec
 
 
 class DenseLayerKV:
@@ -90,18 +90,66 @@ class DenseLatentCache:
         return masked_attention(queries, keys, values, scale=scale)
 
 
+class DenseStatePart:
+    """One sequence's tokens of a step."""
+
+    lengths = None
+
+    def __init__(self, cache: "DenseStateCache", name: str, rows: slice) -> None:
+        self.cache, self.name, self.rows = cache, name, rows
+
+    def take(self, x):
+        return x[self.rows][None]
+
+    def read(self):
+        zeros = [mx.zeros((1, *shape)) for shape, _ in self.cache.spec.shapes]
+        return self.cache.past.get(self.name, zeros)
+
+    def write(self, states, inputs, replay):
+        for state, (shape, _) in zip(states, self.cache.spec.shapes, strict=True):
+            assert state.shape == (1, *shape)
+        counts = mx.array([self.rows.stop - self.rows.start])
+        for state, again in zip(states, replay(inputs, self.read(), counts), strict=True):
+            assert mx.allclose(state, again, atol=1e-5), "replayed to the end"
+        self.cache.past[self.name] = list(states)
+
+
+class DenseStateCache:
+    """One recurrent layer's states of every sequence; each goes through the recurrence alone."""
+
+    def __init__(self, spec: StateSpec) -> None:
+        self.spec = spec
+        self.past: dict[str, list[mx.array]] = {}
+        self.segments: Sequence[tuple[str, int]] = []
+
+    @property
+    def parts(self) -> list[DenseStatePart]:
+        found, start = [], 0
+        for name, count in self.segments:
+            found.append(DenseStatePart(self, name, slice(start, start + count)))
+            start += count
+        return found
+
+    def join(self, outputs):
+        return mx.concatenate([output[0] for output in outputs])
+
+
+def dense_cache(spec: KVSpec | LatentSpec | StateSpec):
+    """Of the kind that a layer needs."""
+    if isinstance(spec, StateSpec):
+        return DenseStateCache(spec)
+    return DenseLatentCache(spec) if isinstance(spec, LatentSpec) else DenseLayerKV(spec)
+
+
 class DenseCache:
     """A dense cache for each layer of a model."""
 
     def __init__(self, model) -> None:
-        self.layers = [
-            DenseLatentCache(spec) if isinstance(spec, LatentSpec) else DenseLayerKV(spec)
-            for spec in model.cache_specs
-        ]
+        self.layers = [dense_cache(spec) for spec in model.cache_specs]
         self.lengths: dict[str, int] = {}
         self.rope_variants: dict[str, int] = {}  # of sequences where it is not 0
 
-    def step(self, segments: Sequence[tuple[str, int]]) -> list[DenseLayerKV | DenseLatentCache]:
+    def step(self, segments: Sequence[tuple[str, int]]) -> list:
         """The caches for a step of these (sequence, number of tokens), in this order."""
         for layer in self.layers:
             layer.segments = segments

@@ -3,6 +3,7 @@
 from typing import Any
 
 Shape = tuple[int, ...]
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -14,6 +15,8 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     if not config.get("tie_word_embeddings", config["model_type"] == "gemma3_text"):
         table["lm_head.weight"] = (vocab, hidden)
+    if config["model_type"] == "lfm2":
+        return _lfm2(config)
     for layer in range(config["num_hidden_layers"]):
         path = f"model.layers.{layer}"
         table |= {f"{path}.{name}.weight": (hidden,) for name in _norms(config)}
@@ -45,7 +48,7 @@ def _attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         config["hidden_size"],
         config["num_attention_heads"],
     )
-    if family.startswith("deepseek"):
+    if family in LATENT:
         return _latent_attention(config)
     dim = config.get("head_dim", hidden // heads)
     kv = config["num_key_value_heads"] * dim
@@ -87,7 +90,7 @@ def _attention_biases(config: dict[str, Any]) -> tuple[bool, bool]:
 
 def _mlp(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    if config["model_type"] in ("deepseek_v2", "deepseek_v3", "glm4_moe"):
+    if config["model_type"] in (*LATENT, "glm4_moe"):
         return _deepseek_mlp(config, layer)
     experts = config.get("num_experts", config.get("num_local_experts", 0))
     if config["model_type"] == "gpt_oss":
@@ -152,7 +155,8 @@ def _latent_attention(config: dict[str, Any]) -> dict[str, Shape]:
 
 def _deepseek_mlp(config: dict[str, Any], layer: int) -> dict[str, Shape]:
     hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
-    if layer < config["first_k_dense_replace"]:
+    dense = ["dense"] * config["first_k_dense_replace"] + ["sparse"] * config["num_hidden_layers"]
+    if config.get("mlp_layer_types", dense)[layer] == "dense":
         return _gated("", hidden, config["intermediate_size"], False)
     experts = config["n_routed_experts"]
     table: dict[str, Shape] = {"gate.weight": (experts, hidden)}
@@ -172,4 +176,42 @@ def _sparse_block(config: dict[str, Any]) -> dict[str, Shape]:
     for expert in range(experts):
         table |= {f"experts.{expert}.w{n}.weight": (inner, hidden) for n in (1, 3)}
         table[f"experts.{expert}.w2.weight"] = (hidden, inner)
+    return table
+
+
+def _lfm2(config: dict[str, Any]) -> dict[str, Shape]:
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    table: dict[str, Shape] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.embedding_norm.weight": (hidden,),
+    }
+    if not config.get("tie_embedding", config.get("tie_word_embeddings")):
+        table["lm_head.weight"] = (vocab, hidden)
+    inner = config.get("intermediate_size") if not config["block_auto_adjust_ff_dim"] else 80
+    for layer in range(config["num_hidden_layers"]):
+        path = f"model.layers.{layer}"
+        table |= {f"{path}.{name}.weight": (hidden,) for name in ("operator_norm", "ffn_norm")}
+        table |= {f"{path}.feed_forward.w{n}.weight": (inner, hidden) for n in (1, 3)}
+        table[f"{path}.feed_forward.w2.weight"] = (hidden, inner)
+        attends = layer in config.get("full_attn_idxs", [1])
+        table |= {f"{path}.{n}": s for n, s in _lfm2_mixer(config, attends).items()}
+    return table
+
+
+def _lfm2_mixer(config: dict[str, Any], attends: bool) -> dict[str, Shape]:
+    hidden = config["hidden_size"]
+    dim = hidden // config["num_attention_heads"]
+    if attends:
+        kv = config["num_key_value_heads"] * dim
+        rows = {"q_proj": hidden, "k_proj": kv, "v_proj": kv, "out_proj": hidden}
+        table: dict[str, Shape] = {f"self_attn.{n}.weight": (r, hidden) for n, r in rows.items()}
+        return table | {f"self_attn.{n}_layernorm.weight": (dim,) for n in "qk"}
+    table = {
+        "conv.in_proj.weight": (3 * hidden, hidden),
+        "conv.out_proj.weight": (hidden, hidden),
+        "conv.conv.weight": (hidden, 1, config["conv_L_cache"]),
+    }
+    if config.get("conv_bias"):
+        table |= {"conv.in_proj.bias": (3 * hidden,), "conv.out_proj.bias": (hidden,)}
+        table["conv.conv.bias"] = (hidden,)
     return table

@@ -11,6 +11,7 @@ from models.tiny import tiny_checkpoint
 
 from mlxinfer.layers.linear import Linear
 from mlxinfer.layers.rope import FusedRope, LongRope
+from mlxinfer.layers.short_conv import ShortConv
 from mlxinfer.models import load
 
 DATA = Path(__file__).parents[1] / "data" / "parity"
@@ -58,8 +59,9 @@ def test_layers_of_the_gpu_equal_the_reference(name, tmp_path, monkeypatch):
     """Fused norms and ropes, compiled activations, dense matrices as they are: run on the CPU."""
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     model = load(tiny_checkpoint(tmp_path, name))
-    assert type(model.layers[0].mixer.o_proj) is Linear
-    assert type(model.layers[0].mixer.rope) in (FusedRope, LongRope)
+    attention = next(mixer for mixer in model.mixers if not isinstance(mixer, ShortConv))
+    assert type(attention.o_proj) is Linear
+    assert type(attention.rope) in (FusedRope, LongRope)
     with np.load(DATA / f"{name}.npz") as reference:
         ids = reference["ids"].tolist()
         assert_parity(cache_for(model, ids).run(model, [("a", ids)]), reference["logits"])

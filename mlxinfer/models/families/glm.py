@@ -1,13 +1,15 @@
-"""GLM 4: the dense models, and GLM 4.5 to 4.7 with experts."""
+"""GLM 4: the dense models, GLM 4.5 to 4.7 with experts, and GLM 4.7 Flash."""
 
+from dataclasses import replace
 from typing import ClassVar
 
-from ...layers.mlp import MLP, FeedForward
+from ...errors import CheckpointError
+from ...layers.mlp import FeedForward
 from ..config import ModelConfig
 from ..decoder import Layer, SandwichLayer
 from ..family import Family
 from ..jsonfields import Fields
-from .deepseek import biased_routing, shared_expert, with_experts
+from .deepseek import DeepseekV3, biased_routing, shared_expert, with_experts
 
 _NORMS = (
     "input_layernorm",
@@ -40,9 +42,9 @@ class Glm4(Family):
         norms = [self.norm(f"model.layers.{index}.{name}") for name in _NORMS]
         return SandwichLayer(norms, self.mixer(index), self.mlp(index))
 
-    def dense_mlp(self, path: str, inner: int) -> MLP:
+    def mlp(self, index: int) -> FeedForward:
         """gate_up_proj, the gate first, and down_proj."""
-        return self.packed_mlp(path, inner)
+        return self.packed_mlp(f"model.layers.{index}.mlp", self.config.intermediate_size)
 
 
 class Glm4MoE(Family):
@@ -87,3 +89,41 @@ class Glm4MoE(Family):
         if not self.config.sparse_layers[index]:
             return super().mlp(index)
         return self.experts(path, biased_routing(self, path), shared=shared_expert(self, path))
+
+
+class Glm4MoELite(DeepseekV3):
+    """GLM 4.7 Flash: DeepSeek V3's attention and experts."""
+
+    defaults: ClassVar = {
+        "num_attention_heads": 20,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 768,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "qk_nope_head_dim": 192,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1536,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.8,
+        "first_k_dense_replace": 1,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 202_752,
+    }
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """Layers have experts as `mlp_layer_types` lists, where the config has it."""
+        config = super().configure(config)
+        stated = config.fields.items("mlp_layer_types")
+        if stated is None:
+            return config
+        if len(stated) != config.num_layers or not set(stated) <= {"dense", "sparse"}:
+            raise CheckpointError(
+                f"mlp_layer_types in {config.fields.where} must be {config.num_layers} times "
+                "'dense' or 'sparse'."
+            )
+        return replace(config, sparse_layers=tuple(kind == "sparse" for kind in stated))

@@ -8,7 +8,7 @@ greatest possible length asks for; see `Model.rope_variant`.
 from typing import ClassVar
 
 from ...layers.linear import Projection
-from ...layers.mlp import MLP
+from ...layers.mlp import FeedForward
 from ..family import Family
 from ..jsonfields import Fields
 
@@ -33,6 +33,6 @@ class Phi3(Family):
         heads = config.num_heads + 2 * config.num_kv_heads
         return self.weights.linear(f"{path}.qkv_proj", heads * config.head_dim, config.hidden_size)
 
-    def dense_mlp(self, path: str, inner: int) -> MLP:
+    def mlp(self, index: int) -> FeedForward:
         """gate_up_proj, the gate first, and down_proj."""
-        return self.packed_mlp(path, inner)
+        return self.packed_mlp(f"model.layers.{index}.mlp", self.config.intermediate_size)

@@ -95,7 +95,7 @@ def router_gap(
     logits = output[0] if isinstance(output, tuple) else output
     if config["model_type"] == "deepseek_v2":
         return grouped_gap(config, logits.softmax(-1), 1)
-    if config["model_type"] in ("deepseek_v3", "glm4_moe"):
+    if config["model_type"] in ("deepseek_v3", "glm4_moe", "glm4_moe_lite"):
         return grouped_gap(config, logits.sigmoid() + module.e_score_correction_bias, 2)
     if config["model_type"] == "minimax_m2":
         return grouped_gap(config, logits.sigmoid() + inputs[1], 2)

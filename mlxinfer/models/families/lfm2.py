@@ -1,0 +1,135 @@
+"""LFM2 and LFM2.5: gated short convolutions, and an attention layer now and then."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import mlx.core as mx
+
+from ...core import StateSpec
+from ...errors import CheckpointError
+from ...layers.attention import Mixer
+from ...layers.mlp import FeedForward
+from ...layers.short_conv import ShortConv
+from ..config import ModelConfig
+from ..decoder import Layer, PreNormLayer
+from ..family import Family
+from ..jsonfields import Fields
+from ..rope_config import FULL
+
+
+class Lfm2(Family):
+    """The dense models; attention has QK-norm."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 8,
+        "norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "max_position_embeddings": 128_000,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True,
+        "tie_word_embeddings": True,
+    }
+    head_norms = True
+    output_proj = "out_proj"
+    qk_norms = ("q_layernorm", "k_layernorm")
+    final_norm = "model.embedding_norm"
+
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """With the names that other families have for the same things."""
+        names = {
+            "norm_eps": "rms_norm_eps",
+            "block_ff_dim": "intermediate_size",
+            "tie_embedding": "tie_word_embeddings",
+        }
+        renamed = {
+            ours: config.values[own] for own, ours in names.items() if config.get(own) is not None
+        }
+        return Fields({**config.values, **renamed}, config.where)
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """No layer has a window."""
+        return [FULL] * num_layers
+
+    @classmethod
+    def biases(cls, fields: Fields) -> tuple[bool, bool]:
+        """None."""
+        return False, False
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """Which layers are convolutions, and how wide the feed-forward blocks are."""
+        fields = config.fields
+        length = fields.integer("conv_L_cache", low=2, high=64)
+        state = StateSpec((((length - 1, config.hidden_size), "float32"),))
+        convolves = _convolves(fields, config.num_layers)
+        return replace(
+            config,
+            rms_norm_eps=fields.number("rms_norm_eps", "norm_eps", low=0.0, high=1.0),
+            intermediate_size=_inner(fields, config.intermediate_size),
+            states=tuple(state if one else None for one in convolves),
+        )
+
+    def layer(self, index: int) -> Layer:
+        """A pre-norm layer under other names."""
+        path = f"model.layers.{index}"
+        return PreNormLayer(
+            self.norm(f"{path}.operator_norm"),
+            self.mixer(index),
+            self.norm(f"{path}.ffn_norm"),
+            self.mlp(index),
+        )
+
+    def mlp(self, index: int) -> FeedForward:
+        """w1 is the gate, w3 goes up, w2 down."""
+        path = f"model.layers.{index}.feed_forward"
+        return self.dense_mlp(path, self.config.intermediate_size, ("w1", "w3", "w2"))
+
+    def mixer(self, index: int) -> Mixer:
+        """A convolution or attention."""
+        state = self.config.states[index]
+        if state is None:
+            return super().mixer(index)
+        config, weights, path = self.config, self.weights, f"model.layers.{index}.conv"
+        hidden, bias = config.hidden_size, config.fields.boolean("conv_bias")
+        length = state.shapes[0][0][0] + 1
+        return ShortConv(
+            in_proj=weights.linear(f"{path}.in_proj", 3 * hidden, hidden, bias=bias),
+            out_proj=weights.linear(f"{path}.out_proj", hidden, hidden, bias=bias),
+            weight=self._kernel(f"{path}.conv.weight", length),
+            bias=weights.take(f"{path}.conv.bias", (hidden,)) if bias else None,
+            spec=state,
+        )
+
+    def _kernel(self, name: str, length: int) -> mx.array:
+        """(length, hidden), from the hub's layout or MLX's."""
+        hidden = self.config.hidden_size
+        if name in self.weights and self.weights.shape(name) == (hidden, length, 1):
+            return self.weights.take(name, (hidden, length, 1))[..., 0].T
+        return self.weights.take(name, (hidden, 1, length))[:, 0].T
+
+
+def _convolves(fields: Fields, num_layers: int) -> list[bool]:
+    """Whether each layer is a convolution."""
+    stated = fields.items("layer_types")
+    if stated is not None:
+        if len(stated) != num_layers or not set(map(str, stated)) <= {"conv", FULL}:
+            raise CheckpointError(
+                f"layer_types in {fields.where} must be {num_layers} times 'conv' or {FULL!r}."
+            )
+        return [kind == "conv" for kind in stated]
+    attending = fields.items("full_attn_idxs")
+    return [attending is not None and i not in attending for i in range(num_layers)]
+
+
+def _inner(fields: Fields, stated: int) -> int:
+    """The width of the feed-forward blocks: two thirds of what is stated, rounded up."""
+    if not fields.boolean("block_auto_adjust_ff_dim"):
+        return stated
+    multiple = fields.integer("block_multiple_of", high=2**16)
+    inner = int(fields.number("block_ffn_dim_multiplier", above=0.0) * int(2 * stated / 3))
+    return multiple * -(-inner // multiple)

@@ -174,6 +174,7 @@ class Request:
     # The weights that are added to the model's for this request, by name; None: the model's alone.
     # K and V depend on them: requests with different adapters never share a page.
     adapter: str | None = None
+    cache_salt: str | None = None  # requests with different salts never share a page, too
     boundaries: tuple[int, ...] = ()  # positions at which other prompts may part from this one
     arrived_s: float = 0.0  # monotonic seconds, set by the engine; so is the next
     started_s: float = 0.0  # when its first step was launched

@@ -43,12 +43,14 @@ class Sequence:
         return self.lease
 
     @property
-    def namespace(self) -> tuple[str | None, int] | None:
+    def namespace(self) -> tuple[str | int | None, ...] | None:
         """Keys and values are shared between sequences of one namespace only.
 
-        None: no adapter, and the model's usual frequencies.
+        None: no adapter, the model's usual frequencies, and no salt.
         """
         namespace = (self.request.adapter, self.rope_variant)
+        if self.request.cache_salt is not None:
+            return (*namespace, self.request.cache_salt)
         return None if namespace == (None, 0) else namespace
 
     @property

@@ -136,7 +136,7 @@ def test_a_client_that_leaves_and_a_step_that_fails(server: LiveServer, numbers:
 
 
 def test_what_is_refused_is_no_request(server: LiveServer, numbers: Numbers) -> None:
-    assert server.post(CHAT, chat(max_tokens=10**6)).status_code == 400
+    assert server.post(CHAT, chat(top_p=3)).status_code == 400
     ended = [f"request_success_total.{r}" for r in ("abort", "error", "stop", "length")]
     assert change(numbers, read(server), *ended) == [0, 0, 0, 0]
 

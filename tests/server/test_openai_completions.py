@@ -129,7 +129,6 @@ def test_a_cut_character_is_spelled_as_bytes(server: LiveServer) -> None:
         ({"prompt": ["a"] * 1025}, "prompt"),
         ({"prompt": ["a"] * 1000, "n": 2}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 4000}, "prompt"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"suffix": "x"}, "suffix"),

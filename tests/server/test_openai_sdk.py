@@ -97,7 +97,7 @@ def test_what_is_not_there_is_a_clean_404(client: openai.OpenAI) -> None:
 
 def test_errors_have_the_librarys_classes(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        ask(client, max_tokens=100_000)
+        ask(client, messages=[{"role": "user", "content": "word " * 5000}])
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, top_p=3)

@@ -24,7 +24,7 @@ from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
 from ..fields.arguments import begun_object
 from ..fields.grammar import format_constraint, start_grammars
-from ..fields.prompt import check_messages, check_room, text_check, tool_use
+from ..fields.prompt import check_messages, room_for_answer, text_check, tool_use
 from ..http import sse
 from ..http.replies import Events, Reply, json_body
 from ..registry.served import ServedModel
@@ -54,8 +54,7 @@ async def messages(call: Call, body: MessagesRequest) -> Reply:
     body.refuse()
     model = await call.model(body.model)
     asked, use, prompt_ids = await call.in_worker(_read, model, body)
-    check_room(model, len(prompt_ids), None, param="messages")
-    room = model.max_context - len(prompt_ids)
+    room = room_for_answer(model, len(prompt_ids), param="messages")
     params = _params(body, model, min(body.max_tokens, room))
     (grammar,) = await call.in_worker(
         start_grammars, model, asked, use, prompt_ids, 1, reasons=True

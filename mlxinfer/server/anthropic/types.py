@@ -6,7 +6,8 @@ import msgspec
 from msgspec import Meta
 
 from ...errors import InvalidRequestError, MlxinferError
-from ..fields.checks import refuse
+from ..errors import PromptTooLongError
+from ..fields.checks import OtherServersFields, refuse
 from ..fields.sampling import StopString
 from ..http import sse
 from ..http.replies import ErrorStyle, clipped_message, encode
@@ -74,7 +75,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
     format: Any = None
 
 
-class CountRequest(msgspec.Struct, kw_only=True):
+class CountRequest(OtherServersFields, kw_only=True):
     """A conversation whose tokens are counted."""
 
     messages: Annotated[list[AnthropicMessage], Meta(max_length=100_000)]
@@ -90,6 +91,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
 
     def refuse(self) -> None:
         """Raise UnsupportedFieldError for fields that would change the answer."""
+        OtherServersFields.refuse(self)
         refuse("mcp_servers", self.mcp_servers, ([],))
         refuse("container", self.container)
         if not _keeps_all(self.context_management):
@@ -197,7 +199,10 @@ def anthropic_error(error: MlxinferError) -> dict[str, object]:
     """The body of an error."""
     fallback = "invalid_request_error" if error.status < 500 else "api_error"
     kind = _TYPES.get(error.status, fallback)
-    return {"type": "error", "error": {"type": kind, "message": clipped_message(error)}}
+    message = clipped_message(error)
+    if isinstance(error, PromptTooLongError):  # agents read both numbers from these words
+        message = f"prompt is too long: {error.num_tokens} tokens > {error.max_prompt} maximum"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 ANTHROPIC = ErrorStyle(

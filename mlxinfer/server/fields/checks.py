@@ -40,11 +40,63 @@ class RefusedFields(msgspec.Struct, kw_only=True):
     adapters: Any = None
     draft_model: Any = None
     thinking_token_budget: Any = None
+    thinking_budget_tokens: Any = None
+    no_repeat_ngram_size: Any = None
+    samplers: Any = None
+    sampler_priority: Any = None
+    tfs_z: Any = None
+    tfs: Any = None
+    top_a: Any = None
+    typ_p: Any = None
+    typical: Any = None
+    adaptive_target: Any = None
+    eta_cutoff: Any = None
+    epsilon_cutoff: Any = None
+    smoothing_factor: Any = None
+    mirostat_mode: Any = None
+    penalty_alpha: Any = None
+    guidance_scale: Any = None
+    cfg_scale: Any = None
+    num_beams: Any = None
+    do_sample: Any = None
+    safe_prompt: Any = None
+    lora: Any = None
+    lora_request: Any = None
     repetition_detection: Any = None
 
     def refuse(self) -> None:
         """Raise UnsupportedFieldError for the first field that asks for something."""
         for name in RefusedFields.__annotations__:
+            refuse(name, getattr(self, name), NEUTRAL.get(name, ()))
+
+
+class OtherServersFields(RefusedFields, kw_only=True):
+    """Fields of other servers, in requests of APIs that have fields of their own for the same."""
+
+    repeat_penalty: Any = None
+    num_predict: Any = None
+    n_predict: Any = None
+    max_new_tokens: Any = None
+    min_new_tokens: Any = None
+    random_seed: Any = None
+    format: Any = None
+    options: Any = None
+    enable_thinking: Any = None
+    think: Any = None
+    reasoning_budget: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    json_schema: Any = None
+    grammar: Any = None
+    regex: Any = None
+
+    def refuse(self) -> None:
+        """Raise UnsupportedFieldError for the first field that asks for something."""
+        RefusedFields.refuse(self)
+        for name in OtherServersFields.__annotations__:
             refuse(name, getattr(self, name), NEUTRAL.get(name, ()))
 
 
@@ -64,6 +116,30 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "dry_multiplier": (0, 0.0),
     "mirostat": (0,),
     "dynatemp_range": (0, 0.0),
+    "no_repeat_ngram_size": (0,),
+    "samplers": ([],),
+    "sampler_priority": ([],),
+    "tfs_z": (1, 1.0),
+    "tfs": (1, 1.0),
+    "top_a": (0, 0.0),
+    "typ_p": (1, 1.0),
+    "typical": (1, 1.0),
+    "adaptive_target": (-1, -1.0),
+    "eta_cutoff": (0, 0.0),
+    "epsilon_cutoff": (0, 0.0),
+    "smoothing_factor": (0, 0.0),
+    "mirostat_mode": (0,),
+    "penalty_alpha": (0, 0.0),
+    "guidance_scale": (1, 1.0),
+    "cfg_scale": (1, 1.0),
+    "num_beams": (1,),
+    "do_sample": (True,),
+    "safe_prompt": (False,),
+    "lora": ([],),
+    "repeat_penalty": (1, 1.0),
+    "reasoning_budget": (-1,),
+    "format": ("",),
+    "options": ({},),
     "repetition_detection": (False,),
 }
 

@@ -34,6 +34,7 @@ class ConstraintFields(SamplingFields, kw_only=True):
     guided_grammar: Annotated[Any, Meta(description="grammar in Lark's form")] = None
     json_schema: Annotated[Any, _SCHEMA] = None
     regex: Annotated[Any, _REGEX] = None
+    format: Annotated[Any, Meta(description="Ollama's: json, or a JSON schema")] = None
     grammar: Any = None
     ebnf: Any = None
 
@@ -76,6 +77,13 @@ def _schema(value: Any, *, place: str) -> GrammarSpec:
     return spec.json_schema(value, place=place)
 
 
+def _ollama_format(value: Any, *, place: str) -> GrammarSpec | None:
+    """Ollama's format: "json" or a schema; "" is none."""
+    if value == "":
+        return None
+    return spec.json_object(place=place) if value == "json" else _schema(value, place=place)
+
+
 def _structured(value: Any, *, place: str) -> GrammarSpec | None:
     """vLLM's structured_outputs: one of a few keys."""
     if not isinstance(value, Mapping):
@@ -111,6 +119,7 @@ _READERS: dict[str, Callable[..., GrammarSpec | None]] = {
     "guided_grammar": spec.lark,
     "json_schema": _schema,
     "regex": spec.regex,
+    "format": _ollama_format,
 }
 
 

@@ -1,15 +1,17 @@
 """Fields that make the prompt, whichever API they came by: template variables, tools, lengths."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
 import msgspec
 
-from ...errors import ContextLengthError, InvalidRequestError
+from ...core import SamplingParams
+from ...errors import InvalidRequestError
 from ...text import ToolUse
 from ...text.tokenizer import exceeds_tokens
-from ..errors import UnsupportedFieldError
+from ..errors import PromptTooLongError, UnsupportedFieldError
 from ..registry.served import ServedModel
 from .checks import MAX_DEPTH, check_json_size, refuse
 
@@ -95,24 +97,29 @@ def tool_use(
     return model.builder.tool_use(tools, choice, parallel=parallel is not False)
 
 
-def check_room(model: ServedModel, num_prompt: int, max_tokens: int | None, *, param: str) -> None:
-    """Raise ContextLengthError, with the numbers, unless prompt and answer fit the context."""
-    wanted = max_tokens or 1
-    if num_prompt + wanted <= model.max_context:
-        return
-    answer = f" and the answer may take {max_tokens}" if max_tokens else ""
-    raise ContextLengthError(
-        f"The prompt has {num_prompt} tokens{answer}, but the context holds "
-        f"{model.max_context}; shorten {'one of them' if max_tokens else 'the prompt'}.",
-        param=param,
-    )
+def room_for_answer(model: ServedModel, num_prompt: int, *, param: str) -> int:
+    """Tokens that the context leaves to the answer; raise PromptTooLongError if there are none."""
+    if num_prompt >= model.max_context:
+        raise PromptTooLongError(num_prompt, model.max_context, param=param, exact=True)
+    return model.max_context - num_prompt
+
+
+def fitted(
+    model: ServedModel, params: Sequence[SamplingParams], num_prompt: int, *, param: str
+) -> list[SamplingParams]:
+    """The parameters with max_tokens reduced to what the context leaves; raises as above."""
+    room = room_for_answer(model, num_prompt, param=param)
+    return [
+        replace(each, max_tokens=room) if (each.max_tokens or 0) > room else each for each in params
+    ]
 
 
 def check_texts(model: ServedModel, texts: Sequence[str], *, param: str) -> None:
-    """Raise ContextLengthError for texts that are far too long, before they are encoded whole."""
+    """Raise PromptTooLongError for texts that are far too long, before they are encoded whole."""
     encode = partial(model.tokenizer.encode, add_special_tokens=False, parse_special=True)
     if exceeds_tokens(encode, texts, model.max_context):
-        raise _too_long(model, param)
+        context = model.max_context
+        raise PromptTooLongError(context, context, param=param, exact=False)
 
 
 def text_check(model: ServedModel, *, param: str) -> Callable[[str], None]:
@@ -123,10 +130,10 @@ def text_check(model: ServedModel, *, param: str) -> Callable[[str], None]:
 def check_messages(
     model: ServedModel, messages: Iterable[Mapping[str, Any]], *, param: str
 ) -> None:
-    """Raise ContextLengthError for messages, as templates read them, that are far too long."""
+    """Raise PromptTooLongError for messages, as templates read them, that are far too long."""
     texts = [text for message in messages for text in _texts(message)]
     if len(texts) > model.max_context:  # a template writes at least one token for each
-        raise _too_long(model, param)
+        raise PromptTooLongError(len(texts), model.max_context, param=param, exact=False)
     check_texts(model, texts, param=param)
 
 
@@ -136,11 +143,3 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
         yield message["content"]
     for call in message.get("tool_calls", ()):
         yield msgspec.json.encode(call["function"]["arguments"]).decode()
-
-
-def _too_long(model: ServedModel, param: str) -> ContextLengthError:
-    return ContextLengthError(
-        f"The prompt has more than {model.max_context} tokens, which is what the context holds; "
-        "shorten it.",
-        param=param,
-    )

@@ -4,7 +4,7 @@ The default of an absent field is the model's generation_config.json, or else Op
 temperature 1 (`registry/served.py`).
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -14,12 +14,25 @@ from ...errors import InvalidRequestError
 from ..registry.served import SamplingDefaults
 from .checks import RefusedFields, refuse
 
-MAX_STOPS = 4
+MAX_STOPS = 64
 MAX_STOP_CHARS = 1000
 MAX_STOP_IDS = 128
 MAX_BIASES = 10_000
 MAX_CHOICES = 16
+MAX_SALT_CHARS = 1024
+UNLIMITED = -1  # of max_tokens: until the context is full
+ALIASES = {  # of llama.cpp, Ollama, Hugging Face and Mistral
+    "repeat_penalty": "repetition_penalty",
+    "num_predict": "max_tokens",
+    "n_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "random_seed": "seed",
+    "stop_sequences": "stop",
+}
 
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)]
+TokenLimit = Annotated[int, Meta(ge=UNLIMITED)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -30,6 +43,7 @@ class SamplingFields(RefusedFields, kw_only=True):
     """Fields of chat and plain completions; null means absent."""
 
     model: str | None = None
+    max_tokens: TokenLimit | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None  # -1 and 0: off
@@ -46,6 +60,38 @@ class SamplingFields(RefusedFields, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: "StreamOptions | None" = None
+    cache_salt: CacheSalt | None = None  # prompts with different salts share no prefix cache
+    repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    num_predict: TokenLimit | None = None
+    n_predict: TokenLimit | None = None
+    max_new_tokens: TokenLimit | None = None
+    min_new_tokens: Annotated[int, Meta(ge=0)] | None = None
+    random_seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop_sequences: Stops | None = None
+    repeat_last_n: Any = None
+    penalty_last_n: Any = None
+    repetition_context_size: Any = None
+
+    def prepare(self) -> None:
+        """Resolve fields of other servers.
+
+        Raises:
+            InvalidRequestError: two names of one field with different values.
+            UnsupportedFieldError: a field that would change the answer.
+        """
+        self.refuse()
+        for alias, name in ALIASES.items():
+            value = getattr(self, alias)
+            if value is None:
+                continue
+            if getattr(self, name) not in (None, value):
+                raise InvalidRequestError(
+                    f"{alias} and {name} are one field, and differ; send one.", param=alias
+                )
+            setattr(self, name, value)
+        if (self.repetition_penalty or 1.0) != 1.0:  # of which there is one kind: over all tokens
+            for window in ("repeat_last_n", "penalty_last_n", "repetition_context_size"):
+                refuse(window, getattr(self, window), (-1,))
 
     @property
     def wants_usage(self) -> bool:

@@ -15,7 +15,7 @@ from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
 from ..fields.checks import refuse
 from ..fields.grammar import constraint, start_grammars
-from ..fields.prompt import check_room, tool_use
+from ..fields.prompt import fitted, tool_use
 from ..fields.sampling import sampling_params
 from ..http import sse
 from ..http.replies import Events, Reply, json_body
@@ -45,12 +45,12 @@ async def chat(call: Call, body: ChatRequest) -> Reply:
     params = sampling_params(
         body,
         model.defaults,
-        max_tokens=body.max_completion_tokens or body.max_tokens,
+        max_tokens=body.token_limit,
         logprobs=_num_logprobs(body),
     )
     allowed = call.service.config.template_kwargs
     asked, use, prompt_ids = await call.in_worker(_read, model, body, allowed)
-    check_room(model, len(prompt_ids), params[0].max_tokens, param="messages")
+    params = fitted(model, params, len(prompt_ids), param="messages")
     grammars = await call.in_worker(
         start_grammars, model, asked, use, prompt_ids, len(params), reasons=True
     )
@@ -59,6 +59,8 @@ async def chat(call: Call, body: ChatRequest) -> Reply:
         model.builder.output(prompt_ids, choice, continues=continues, use=use, grammar=grammar)
         for choice, grammar in zip(params, grammars, strict=True)
     ]
+    for answer in answers:
+        answer.request.cache_salt = body.cache_salt
     generation = call.generate(model, answers)
     if body.stream:
         return Events(_events(call, body, generation))
@@ -79,7 +81,7 @@ ENDPOINTS = (
 
 
 def _refuse(body: ChatRequest) -> None:
-    body.refuse()
+    body.prepare()
     refuse_old_tools(body)
     refuse("modalities", body.modalities, (["text"],))
     refuse("audio", body.audio)

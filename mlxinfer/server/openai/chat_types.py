@@ -7,11 +7,13 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ...core import MAX_LOGPROBS, FinishReason
+from ...errors import InvalidRequestError
 from ...output_parts import ToolCall, ToolCallDelta
 from ...session.results import Result
 from ..fields.checks import refuse
 from ..fields.grammar import ConstraintFields
 from ..fields.prompt import Effort
+from ..fields.sampling import UNLIMITED, TokenLimit
 from .chat_prompt import Message
 from .logprobs import ChoiceLogprobs
 from .types import Usage, finish_reason
@@ -99,15 +101,27 @@ def chat_finish_reason(result: Result) -> str:
     return finish_reason(result.finish_reason)
 
 
-Positive = Annotated[int, Meta(ge=1)]
+class ThinkingSwitch(msgspec.Struct, kw_only=True):
+    """The switch of DeepSeek's and GLM's APIs. A budget is not enforced."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+
+
+class ReasoningSwitch(msgspec.Struct, kw_only=True):
+    """The switch of OpenRouter's API."""
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+    max_tokens: Any = None
+    exclude: Any = None
 
 
 class ChatRequest(ToolFields, kw_only=True):
     """A conversation to be answered."""
 
     messages: list[Message]
-    max_tokens: Positive | None = None
-    max_completion_tokens: Positive | None = None
+    max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -121,6 +135,56 @@ class ChatRequest(ToolFields, kw_only=True):
     audio: Any = None
     web_search_options: Any = None
     echo: Any = None
+    enable_thinking: bool | None = None
+    thinking: bool | ThinkingSwitch | None = None
+    think: bool | Effort | None = None
+    reasoning: ReasoningSwitch | None = None
+    reasoning_budget: int | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens of the answer; None: until the context is full.
+
+        Raises:
+            InvalidRequestError: it is 0.
+        """
+        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        given: int | None = getattr(self, name)
+        if given == 0:
+            raise InvalidRequestError(f"{name} is 0; expected 1 or more.", param=name)
+        return None if given == UNLIMITED else given
+
+    def prepare(self) -> None:
+        """Resolve fields of other servers; raise UnsupportedFieldError for unsupported ones."""
+        super().prepare()
+        self._resolve_thinking()
+
+    def _resolve_thinking(self) -> None:
+        """Give other servers' switches of reasoning to the chat template."""
+        wishes: list[tuple[str, bool | None]] = [("enable_thinking", self.enable_thinking)]
+        thinking = self.thinking
+        if isinstance(thinking, ThinkingSwitch):
+            thinking = thinking.type != "disabled"
+        wishes.append(("thinking", thinking))
+        effort = None if isinstance(self.think, bool) else self.think
+        wishes.append(("think", self.think if isinstance(self.think, bool) else None))
+        if self.reasoning is not None:
+            refuse("reasoning.max_tokens", self.reasoning.max_tokens)
+            refuse("reasoning.exclude", self.reasoning.exclude, (False,))
+            effort = self.reasoning.effort or effort
+            wishes.append(("reasoning.enabled", self.reasoning.enabled))
+        if self.reasoning_budget not in (None, -1, 0):
+            refuse("reasoning_budget", self.reasoning_budget, (-1, 0))
+        wishes.append(("reasoning_budget", False if self.reasoning_budget == 0 else None))
+        self.reasoning_effort = self.reasoning_effort or effort
+        for name, enabled in wishes:
+            if enabled is None:
+                continue
+            kwargs = self.chat_template_kwargs = dict(self.chat_template_kwargs or {})
+            if kwargs.setdefault("enable_thinking", enabled) is not enabled:
+                raise InvalidRequestError(
+                    f"{name} contradicts another field that switches reasoning.", param=name
+                )
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):

@@ -11,7 +11,7 @@ from ...core import MAX_LOGPROBS
 from ...errors import InvalidRequestError
 from ...text import Detokenizer
 from ..fields.grammar import ConstraintFields
-from ..fields.prompt import check_room, check_texts
+from ..fields.prompt import check_texts, room_for_answer
 from ..registry.served import ServedModel
 from .logprobs import CompletionLogprobs
 from .types import Usage
@@ -21,7 +21,6 @@ class CompletionRequest(ConstraintFields, kw_only=True):
     """Texts or token ids to be continued."""
 
     prompt: str | list[str | int | list[int]]
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: Any = None
@@ -93,12 +92,12 @@ def _one(model: ServedModel, item: str | int | list[int], path: str) -> Prompt:
 def _of_text(model: ServedModel, text: str, path: str) -> Prompt:
     check_texts(model, [text], param=path)
     ids = model.tokenizer.encode(text, parse_special=True)
-    check_room(model, len(ids), None, param=path)  # before the prompts that follow are read
+    room_for_answer(model, len(ids), param=path)  # before the prompts that follow are read
     return _checked(Prompt(ids, text), path)
 
 
 def _of_ids(model: ServedModel, given: Sequence[object], path: str) -> Prompt:
-    check_room(model, len(given), None, param=path)  # before millions are looked at
+    room_for_answer(model, len(given), param=path)  # before millions are looked at
     ids = model.builder.check_ids(given, param=path)
     detokenizer = Detokenizer(model.tokenizer)
     text = "".join(map(detokenizer.push, ids)) + detokenizer.end_prompt()

@@ -15,8 +15,8 @@ from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
 from ..fields.checks import refuse
 from ..fields.grammar import constraint, start_grammars
-from ..fields.prompt import check_room
-from ..fields.sampling import sampling_params
+from ..fields.prompt import fitted
+from ..fields.sampling import UNLIMITED, sampling_params
 from ..http import sse
 from ..http.replies import Events, Reply, json_body
 from ..registry.served import ServedModel
@@ -30,7 +30,7 @@ MAX_ANSWERS = 1024  # prompts times n
 
 async def complete(call: Call, body: CompletionRequest) -> Reply:
     """Continue each prompt."""
-    body.refuse()
+    body.prepare()
     refuse("suffix", body.suffix, ("",))
     model = await call.model(body.model)
     prompts = await call.in_worker(read_prompts, model, body.prompt)
@@ -40,9 +40,11 @@ async def complete(call: Call, body: CompletionRequest) -> Reply:
             f"{len(prompts)} prompts times n={len(params)} are more than {MAX_ANSWERS}.",
             param="prompt",
         )
-    for prompt in prompts:
-        check_room(model, len(prompt.ids), params[0].max_tokens, param="prompt")
-    pairs = [(prompt, choice) for prompt in prompts for choice in params]
+    pairs = [
+        (prompt, choice)
+        for prompt in prompts
+        for choice in fitted(model, params, len(prompt.ids), param="prompt")
+    ]
     grammars = await call.in_worker(_grammars, model, body, len(pairs))
     answers = [
         model.builder.output(
@@ -55,6 +57,8 @@ async def complete(call: Call, body: CompletionRequest) -> Reply:
         )
         for (prompt, choice), grammar in zip(pairs, grammars, strict=True)
     ]
+    for answer in answers:
+        answer.request.cache_salt = body.cache_salt
     writers = [
         ChoiceWriter(model, answer, body, prompt)
         for answer, (prompt, _) in zip(answers, pairs, strict=True)
@@ -81,11 +85,13 @@ ENDPOINTS = (
 def _params(model: ServedModel, body: CompletionRequest) -> list[SamplingParams]:
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequestError("max_tokens is 0; that goes with echo: true.", param="max_tokens")
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens: int | None = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if max_tokens == UNLIMITED:
+        max_tokens = None
     return sampling_params(
         body,
         model.defaults,
-        max_tokens=max(max_tokens, 1),  # the token of max_tokens=0 is left out again
+        max_tokens=None if max_tokens is None else max(max_tokens, 1),  # that of 0 is left out
         logprobs=body.logprobs,
     )
 

@@ -14,7 +14,7 @@ from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
 from ..fields.grammar import format_constraint, start_grammars
-from ..fields.prompt import check_messages, check_room, effort_variables, text_check, tool_use
+from ..fields.prompt import check_messages, effort_variables, fitted, text_check, tool_use
 from ..http import sse
 from ..http.replies import (
     ErrorStyle,
@@ -29,7 +29,7 @@ from ..http.replies import (
 from ..registry.served import ServedModel
 from .responses_input import conversation
 from .responses_output import OutputItems
-from .responses_tools import ResponsesTools
+from .responses_tools import ResponsesTools, read_tools
 from .responses_types import (
     InputDetails,
     OutputDetails,
@@ -47,16 +47,15 @@ async def responses(call: Call, body: ResponsesRequest) -> Reply:
     """Answer a conversation."""
     body.refuse()
     model = await call.model(body.model)
-    tools = ResponsesTools.read(body.tools)
-    asked, use, prompt_ids = await call.in_worker(_read, model, body, tools)
+    tools, asked, use, prompt_ids = await call.in_worker(_read, model, body)
     if tools.skipped:
         call.log["skipped"] = ", ".join(tools.skipped)
-    check_room(model, len(prompt_ids), body.max_output_tokens, param="input")
-    params = _params(body, model)
+    (params,) = fitted(model, [_params(body, model)], len(prompt_ids), param="input")
     (grammar,) = await call.in_worker(
         start_grammars, model, asked, use, prompt_ids, 1, reasons=True
     )
     answer = model.builder.output(prompt_ids, params, continues=False, use=use, grammar=grammar)
+    answer.request.cache_salt = body.cache_salt
     generation = call.generate(model, [answer])
     items = OutputItems(call.id, wrap=_wraps(body), declared=tools.declared)
     run = _ResponseRun(call, generation, _begun(call, body, model, params), items)
@@ -163,9 +162,10 @@ class _ResponseRun:
 
 
 def _read(
-    model: ServedModel, body: ResponsesRequest, tools: ResponsesTools
-) -> tuple[GrammarSpec | None, ToolUse | None, list[int]]:
-    """The constraint, the tools and the prompt ids. Takes a while."""
+    model: ServedModel, body: ResponsesRequest
+) -> tuple[ResponsesTools, GrammarSpec | None, ToolUse | None, list[int]]:
+    """The tools, the constraint, the use of the tools and the prompt ids. Takes a while."""
+    tools = read_tools(body.tools)
     asked = format_constraint(body.text.format if body.text else None, place="text.format")
     use = tool_use(
         model,
@@ -173,7 +173,7 @@ def _read(
         tools.choice(body.tool_choice),
         parallel=body.parallel_tool_calls,
     )
-    return asked, use, _encode(model, body, tools, use)
+    return tools, asked, use, _encode(model, body, tools, use)
 
 
 def _encode(
@@ -198,9 +198,11 @@ def _params(body: ResponsesRequest, model: ServedModel) -> SamplingParams:
         max_tokens=body.max_output_tokens,
         temperature=defaults.temperature if body.temperature is None else body.temperature,
         top_p=defaults.top_p if body.top_p is None else body.top_p,
-        top_k=defaults.top_k,
-        min_p=defaults.min_p,
-        repetition_penalty=defaults.repetition_penalty,
+        top_k=max(defaults.top_k if body.top_k is None else body.top_k, 0),
+        min_p=defaults.min_p if body.min_p is None else body.min_p,
+        repetition_penalty=body.repetition_penalty or defaults.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from ...errors import InvalidRequestError
 from ..errors import UnsupportedFieldError
 from ..fields.arguments import begun_object
+from ..fields.checks import MAX_DEPTH, check_json_size
 from ..fields.lark_pattern import NotRegularError, lark_pattern
 
 Plain = dict[str, Any]
@@ -44,18 +45,6 @@ class ResponsesTools:
     functions: list[Plain] = field(default_factory=list)
     declared: dict[str, DeclaredTool] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
-
-    @classmethod
-    def read(cls, tools: list[Plain] | None) -> "ResponsesTools":
-        """The tools of a request.
-
-        Raises:
-            InvalidRequestError: a tool is incomplete.
-        """
-        found = cls()
-        for number, tool in enumerate(tools or ()):
-            found._add(tool, f"tools[{number}]", None)
-        return found
 
     def choice(self, choice: str | Plain | None) -> str | Plain:
         """The tool_choice in the form of chat completions.
@@ -94,7 +83,8 @@ class ResponsesTools:
         text = ", ".join([*shown, *([f"{more} more"] if more else [])])
         return [(SKIPPED_HEADER, text.encode())]
 
-    def _add(self, tool: Plain, path: str, namespace: str | None) -> None:
+    def add(self, tool: Plain, path: str, namespace: str | None = None) -> None:
+        """Add the tool at `path`, or skip it; raises as `read_tools`."""
         kind = tool.get("type")
         if kind == "namespace" and namespace is None:
             name, inner = tool.get("name"), tool.get("tools")
@@ -103,7 +93,7 @@ class ResponsesTools:
             for number, each in enumerate(inner):
                 if not isinstance(each, dict):
                     raise InvalidRequestError(f"{path}.tools[{number}] is no object.", param=path)
-                self._add(each, f"{path}.tools[{number}]", name)
+                self.add(each, f"{path}.tools[{number}]", name)
         elif kind in ("function", "custom"):
             self._add_callable(tool, path, namespace)
         elif kind is None:
@@ -166,6 +156,19 @@ class ResponsesTools:
         except NotRegularError:
             self.skip(f"{path}.format", "grammar")
             return None
+
+
+def read_tools(tools: list[Plain] | None) -> ResponsesTools:
+    """The tools of a request. Takes a while.
+
+    Raises:
+        InvalidRequestError: a tool is incomplete, or all of them are too large.
+    """
+    check_json_size(tools, param="tools", max_depth=MAX_DEPTH)
+    found = ResponsesTools()
+    for number, tool in enumerate(tools or ()):
+        found.add(tool, f"tools[{number}]")
+    return found
 
 
 def shown_name(name: str, namespace: object) -> str:

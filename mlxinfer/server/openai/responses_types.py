@@ -5,12 +5,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from ..fields.checks import refuse
+from ..fields.checks import OtherServersFields, refuse
 from ..fields.prompt import Effort
+from ..fields.sampling import CacheSalt, Penalty
 
 Status = Literal["in_progress", "completed", "incomplete"]
 _NOT_OF_THIS_API = (
-    *("stop", "seed", "n", "logprobs", "logit_bias", "frequency_penalty", "presence_penalty"),
+    *("stop", "seed", "n", "logprobs", "logit_bias"),
     *("messages", "max_tokens", "max_completion_tokens", "response_format"),
 )
 
@@ -57,7 +58,7 @@ class ReasoningConfig(msgspec.Struct, kw_only=True):
     generate_summary: Any = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
+class ResponsesRequest(OtherServersFields, kw_only=True):
     """A conversation to be answered; it is not stored."""
 
     input: str | list[InputItem]
@@ -66,6 +67,12 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None  # -1 and 0: off
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    cache_salt: CacheSalt | None = None
     stream: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -90,8 +97,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     n: Any = None
     logprobs: Any = None
     logit_bias: Any = None
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
     messages: Any = None
     max_tokens: Any = None
     max_completion_tokens: Any = None
@@ -99,6 +104,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
     def refuse(self) -> None:
         """Raise UnsupportedFieldError for fields that would change the answer."""
+        OtherServersFields.refuse(self)
         for name in ("previous_response_id", "conversation", "prompt", "max_tool_calls"):
             refuse(name, getattr(self, name))
         refuse("store", self.store, (False,))

@@ -1,0 +1,239 @@
+"""Fields of llama.cpp, Ollama, vLLM, Hugging Face and OpenRouter: they count, or are named."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from bad_input import COMPLETIONS, MESSAGES, RESPONSES, with_fields
+from live_server import CHAT, LiveServer, chat
+from scripted import TEMPLATE, ScriptedServer
+
+THINKING = TEMPLATE + "{% if enable_thinking is false %}<think></think>{% endif %}"
+EFFORT = TEMPLATE + "{{ reasoning_effort }}"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "name", "expected"),
+    [
+        ("repeat_penalty", 1.3, "repetition_penalty", 1.3),
+        ("num_predict", 7, "max_tokens", 7),
+        ("n_predict", 7, "max_tokens", 7),
+        ("max_new_tokens", 7, "max_tokens", 7),
+        ("n_predict", -1, "max_tokens", None),
+        ("max_tokens", -1, "max_tokens", None),
+        ("min_new_tokens", 2, "min_tokens", 2),
+        ("random_seed", 5, "seed", 5),
+        ("stop_sequences", ["x", "y"], "stop", ("x", "y")),
+        ("stop", ["x"] * 64, "stop", ("x",) * 64),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_another_name_of_a_field_counts(
+    scripted: ScriptedServer, path: str, field: str, value: Any, name: str, expected: Any
+) -> None:
+    body = with_fields(path, **{field: value})
+    if name == "max_tokens" and field != name:
+        body.pop("max_tokens", None)
+    with scripted.says("x"):
+        answer = scripted.post(path, body)
+        assert answer.status_code == 200, answer.text
+        (request,) = scripted.script.requests
+    assert getattr(request.params, name) == expected
+
+
+def test_two_names_of_one_field_must_agree(scripted: ScriptedServer) -> None:
+    answer = scripted.post(CHAT, chat(repeat_penalty=1.3, repetition_penalty=1.1))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "repeat_penalty"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
+@pytest.mark.parametrize(
+    ("field", "value", "neutral"),
+    [
+        ("no_repeat_ngram_size", 3, 0),
+        ("samplers", ["top_k"], []),
+        ("tfs_z", 0.9, 1.0),
+        ("mirostat", 2, 0),
+        ("mirostat_mode", 2, 0),
+        ("typical_p", 0.9, 1),
+        ("top_a", 0.2, 0.0),
+        ("num_beams", 4, 1),
+        ("guidance_scale", 1.5, 1),
+        ("do_sample", False, True),
+        ("safe_prompt", True, False),
+        ("lora", [{"id": 0, "scale": 0.5}], []),
+        ("thinking_budget_tokens", 10, None),
+    ],
+)
+def test_a_field_without_a_meaning_here_is_named(
+    scripted: ScriptedServer, path: str, field: str, value: Any, neutral: Any
+) -> None:
+    answer = scripted.post(path, with_fields(path, **{field: value}))
+    assert answer.status_code == 400
+    assert field in answer.json()["error"]["message"]
+    with scripted.says("x"):
+        answer = scripted.post(path, with_fields(path, **{field: neutral}))
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"repeat_penalty": 1.3},
+        {"num_predict": 5},
+        {"n_predict": 5},
+        {"max_new_tokens": 5},
+        {"format": "json"},
+        {"enable_thinking": False},
+        {"reasoning_budget": 0},
+        {"guided_regex": "a"},
+    ],
+)
+def test_fields_of_chat_are_named_in_other_apis(
+    scripted: ScriptedServer, path: str, fields: dict[str, Any]
+) -> None:
+    answer = scripted.post(path, with_fields(path, **fields))
+    assert answer.status_code == 400
+    assert next(iter(fields)) in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("window", ["repeat_last_n", "penalty_last_n", "repetition_context_size"])
+def test_a_window_of_the_repetition_penalty_counts_only_with_it(
+    scripted: ScriptedServer, window: str
+) -> None:
+    with scripted.says("x"):
+        assert scripted.post(CHAT, chat(**{window: 64})).status_code == 200
+        fields = {window: -1, "repeat_penalty": 1.1}
+        assert scripted.post(CHAT, chat(**fields)).status_code == 200
+    answer = scripted.post(CHAT, chat(**{window: 64, "repeat_penalty": 1.1}))
+    assert answer.json()["error"]["param"] == window
+
+
+@pytest.fixture
+def thinking() -> Iterator[ScriptedServer]:
+    with ScriptedServer(THINKING) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("fields", "off"),
+    [
+        ({}, False),
+        ({"enable_thinking": False}, True),
+        ({"enable_thinking": True}, False),
+        ({"thinking": {"type": "disabled"}}, True),
+        ({"thinking": {"type": "enabled", "budget_tokens": 100}}, False),
+        ({"thinking": False}, True),
+        ({"think": False}, True),
+        ({"reasoning": {"enabled": False}}, True),
+        ({"reasoning_budget": 0}, True),
+        ({"reasoning_budget": -1}, False),
+    ],
+)
+def test_reasoning_is_switched_by_any_name(
+    thinking: ScriptedServer, fields: dict[str, Any], off: bool
+) -> None:
+    with thinking.says("x"):
+        answer = thinking.post(CHAT, chat(**fields))
+        assert answer.status_code == 200, answer.text
+        assert thinking.prompt.endswith("<think></think>") is off
+
+
+@pytest.mark.parametrize("fields", [{"think": "high"}, {"reasoning": {"effort": "high"}}])
+def test_the_effort_has_other_names(fields: dict[str, Any]) -> None:
+    with ScriptedServer(EFFORT) as server, server.says("x"):
+        assert server.post(CHAT, chat(**fields)).status_code == 200
+        assert server.prompt.endswith("high")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"enable_thinking": True, "thinking": False}, "thinking"),
+        ({"think": True, "chat_template_kwargs": {"enable_thinking": False}}, "think"),
+        ({"reasoning_budget": 100}, "reasoning_budget"),
+        ({"reasoning": {"max_tokens": 100}}, "reasoning.max_tokens"),
+        ({"thinking": {"type": "maybe"}}, "thinking.type"),
+    ],
+)
+def test_contradictions_and_budgets_of_reasoning_are_named(
+    scripted: ScriptedServer, fields: dict[str, Any], param: str
+) -> None:
+    answer = scripted.post(CHAT, chat(**fields))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("form", ["json", {"type": "object", "required": ["a"]}])
+def test_ollamas_format_is_a_constraint(server: LiveServer, form: Any) -> None:
+    answer = server.post(CHAT, chat(format=form, max_tokens=20))
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"].startswith("{")
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
+def test_prompts_with_different_salts_share_no_cache(server: LiveServer, path: str) -> None:
+    def cached(salt: str | None) -> int:
+        words = "pages of keys and values " * 20
+        body = with_fields(path, cache_salt=salt)
+        text = f"{path} {words}"
+        body |= {"input": text} if path == RESPONSES else {}
+        body |= {"prompt": text} if path == COMPLETIONS else {}
+        body |= {"messages": [{"role": "user", "content": text}]} if path == CHAT else {}
+        usage = server.post(path, body).json()["usage"]
+        details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
+        return int(details["cached_tokens"])
+
+    cold = cached("a")
+    assert cached("a") > cold + 50
+    assert cached("b") <= cold + 16
+    assert cached(None) <= cold + 16  # the template is the same for all
+    assert cached("b") > cold + 50
+
+
+@pytest.mark.parametrize("salt", ["", "x" * 1025, 5])
+def test_a_salt_is_a_short_text(scripted: ScriptedServer, salt: Any) -> None:
+    answer = scripted.post(CHAT, chat(cache_salt=salt))
+    assert answer.json()["error"]["param"] == "cache_salt"
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        (CHAT, r"maximum context length is 2048 tokens"),
+        (COMPLETIONS, r"maximum context length is 2048 tokens"),
+        (RESPONSES, r"maximum context length is 2048 tokens"),
+        (MESSAGES, r"prompt is too long: \d+ tokens > 2047 maximum"),
+    ],
+)
+@pytest.mark.parametrize("num_words", [3000, 100_000])
+def test_a_prompt_that_is_too_long_is_refused_in_the_apis_words(
+    server: LiveServer, path: str, words: str, num_words: int
+) -> None:
+    text = "word " * num_words
+    body = with_fields(path)
+    body |= {
+        CHAT: {"messages": [{"role": "user", "content": text}]},
+        MESSAGES: {"messages": [{"role": "user", "content": text}]},
+        COMPLETIONS: {"prompt": text},
+        RESPONSES: {"input": text},
+    }[path]
+    answer = server.post(path, body)
+    assert answer.status_code == 400
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(answer.json()["error"]["message"])
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
+@pytest.mark.parametrize("max_tokens", [2048, 2**40, 10**15])
+def test_max_tokens_beyond_the_context_is_the_context(
+    scripted: ScriptedServer, path: str, max_tokens: int
+) -> None:
+    name = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    with scripted.says("x"):
+        answer = scripted.post(path, {**with_fields(path), name: max_tokens})
+        assert answer.status_code == 200, answer.text
+        (request,) = scripted.script.requests
+    assert request.params.max_tokens == 2048 - len(request.prompt_ids)

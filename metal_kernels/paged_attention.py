@@ -5,16 +5,16 @@ N = tokens of a run of pages, R = tail length (a ring of two pages).
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import mlx.core as mx
 
-Run = tuple[mx.array, mx.array]  # keys (H, D, N) and values (H, N, D) of consecutive pages
+Runs = Sequence[mx.array]  # keys (H, D, N), or values (H, N, D), of consecutive pages
 
 
 def paged_attention(
     queries: mx.array,
-    runs: Sequence[Sequence[Run]],
+    keys: Sequence[Runs],
+    values: Sequence[Runs],
     run_masks: Sequence[mx.array | None],
     tail_keys: mx.array,
     tail_values: mx.array,
@@ -27,7 +27,7 @@ def paged_attention(
 
     Args:
         queries: (B, Q, H * G, D).
-        runs: for each sequence what of its pages may be seen.
+        keys, values: for each sequence what of its pages may be seen, run by run.
         run_masks: for each sequence an additive mask (Q, tokens in its runs), or None: all visible.
         tail_keys, tail_values: (B, H, R, D).
         tail_mask: (B, 1, Q, R) additive.
@@ -38,12 +38,16 @@ def paged_attention(
         (B, Q, H * G, D)
     """
     by_head, tail_scores = _tail_scores(queries, tail_keys, tail_mask, scale)
-    sink_column = _sink_column(sinks, tail_keys.shape[1], queries.shape[1])
-    if any(runs):
-        rows = zip(_rows(by_head), runs, run_masks, _rows(tail_scores), strict=True)
-        dim = tail_values.shape[-1]
-        found = [_over_runs(*row, sink_column, value_dim=dim) for row in rows]
-        weights, seen = zip(*found, strict=True)
+    sink_column = None
+    if sinks is not None:
+        sink_column = _sink_column(sinks, tail_keys.shape[1], queries.shape[1])
+    if any(keys):
+        rows = zip(_rows(by_head), keys, values, run_masks, _rows(tail_scores), strict=True)
+        weights, seen = [], []
+        for row in rows:
+            tail_weights, of_pages = _over_runs(*row, sink_column, tail_values.shape[-1])
+            weights.append(tail_weights)
+            seen.append(of_pages)
         outputs = mx.addmm(_joined(seen), _joined(weights), tail_values)
     else:
         outputs = _softmax(tail_scores, sink_column) @ tail_values
@@ -72,10 +76,11 @@ def gathered_attention(
         (B, Q, H * G, D)
     """
     by_head, tail_scores = _tail_scores(queries, tail_keys, tail_mask, scale)
-    sink_column = _sink_column(sinks, tail_keys.shape[1], queries.shape[1])
-    weights, seen = _over_runs(
-        by_head, [(keys, values)], mask, tail_scores, sink_column, value_dim=values.shape[-1]
-    )
+    sink_column = None
+    if sinks is not None:
+        sink_column = _sink_column(sinks, tail_keys.shape[1], queries.shape[1])
+    dim = values.shape[-1]
+    weights, seen = _over_runs(by_head, [keys], [values], mask, tail_scores, sink_column, dim)
     return _by_token(mx.addmm(seen, weights, tail_values), queries)
 
 
@@ -129,11 +134,11 @@ def _joined(rows: Sequence[mx.array]) -> mx.array:
 
 def _over_runs(
     queries: mx.array,
-    runs: Sequence[Run],
+    keys: Runs,
+    values: Runs,
     run_mask: mx.array | None,
     tail_scores: mx.array,
     sink_column: mx.array | None,
-    *,
     value_dim: int,
 ) -> tuple[mx.array, mx.array]:
     """Weights of the tail (1, H, G * Q, R) of one sequence, and what it sees of its pages.
@@ -141,27 +146,28 @@ def _over_runs(
     The latter is (1, H, G * Q, D). What the tails give is a product for all sequences together.
     So it is with sequences whose pages were gathered: B in place of 1, and one run for all.
     """
-    if not runs:
+    if not keys:
         nothing = mx.zeros((*queries.shape[:-1], value_dim), queries.dtype)
         return _softmax(tail_scores, sink_column), nothing
-    scores = [queries @ keys for keys, _ in runs]  # (1, H, G * Q, N)
+    scores, ends, end = [], [], 0
+    for run in keys:
+        scores.append(queries @ run)  # (1, H, G * Q, N)
+        end += run.shape[-1]
+        ends.append(end)
     if run_mask is not None:
         group = queries.shape[2] // run_mask.shape[-2]
         tiled = run_mask if run_mask.shape[-2] == 1 else mx.tile(run_mask, (group, 1))
         scores = [(scores[0] if len(scores) == 1 else mx.concatenate(scores, axis=-1)) + tiled]
     weights = _softmax(mx.concatenate([*scores, tail_scores], axis=-1), sink_column)
-    ends = list(accumulate(values.shape[-2] for _, values in runs))
     *run_weights, tail_weights = mx.split(weights, ends, axis=-1)
-    seen, *others = [weight @ values for weight, (_, values) in zip(run_weights, runs, strict=True)]
-    for more in others:
-        seen = seen + more
+    seen = run_weights[0] @ values[0]
+    for weight, run in zip(run_weights[1:], values[1:], strict=True):
+        seen = seen + weight @ run
     return tail_weights, seen
 
 
-def _sink_column(sinks: mx.array | None, kv_heads: int, num_queries: int) -> mx.array | None:
+def _sink_column(sinks: mx.array, kv_heads: int, num_queries: int) -> mx.array:
     """(H * G,) -> (H, G * Q, 1)."""
-    if sinks is None:
-        return None
     return mx.repeat(sinks.reshape(kv_heads, -1, 1), num_queries, axis=1)
 
 

@@ -95,6 +95,7 @@ class KVCache:
         if self.state_group is not None:
             room -= self.state_group.max_snapshots * self.states.num_bytes
         self.groups = replace(make, max_batch=self.max_batch).groups(room, num_pages)
+        self._filled = [group for group in self.groups if group.layers]  # those that have arrays
         group_of = {i: g for g, group in enumerate(self.groups) for i in group.layers}
         self._group_of = [group_of[i] for i in range(len(paged))]
         self._fixed = num_pages is not None
@@ -116,7 +117,7 @@ class KVCache:
         self._used_slots: set[int] = set()
         self._steps: list[StepKV | LatentStep] = []  # of the layers that have pages
         mx.eval([pool.arrays() for pool in self.pools])
-        for group in self._groups_of_layers():
+        for group in self._filled:
             self._note_size(group)
 
     def _pool(self, layer: int) -> LayerPool | LatentPool:
@@ -160,18 +161,19 @@ class KVCache:
 
     def must_grow(self, num_slots: int) -> bool:
         """Whether a step needs more pages or tails than the arrays have, or will before long."""
-        return any(
-            num_slots > self.pools[group.layers[0]].num_slots
-            or group.allocator.extent > group.allocator.num_present
-            for group in self._groups_of_layers()
-        )
+        for group in self._filled:
+            if group.allocator.extent > group.allocator.num_present:
+                return True
+            if num_slots > self.pools[group.layers[0]].num_slots:
+                return True
+        return False
 
     def make_room(self, num_slots: int) -> None:
         """Grow the arrays until all pages handed out and `num_slots` tails are there.
 
         Pages that are soon wanted come a layer a step, see `budget.py`.
         """
-        for group in self._groups_of_layers():
+        for group in self._filled:
             if group.allocator.extent > group.allocator.num_present:
                 self._grow_pages(group)
             slots = self.pools[group.layers[0]].num_slots
@@ -179,10 +181,6 @@ class KVCache:
                 self.bytes_grown += slots * 2 * group.page_bytes
                 for layer in group.layers:
                     self.pools[layer].grow_tails(min(max(2 * slots, num_slots), self.max_batch))
-
-    def _groups_of_layers(self) -> list[LayerGroup]:
-        """Groups that have arrays."""
-        return [group for group in self.groups if group.layers]
 
     def _grow_pages(self, group: LayerGroup) -> None:
         sizes = [self.pools[layer].num_pages for layer in group.layers]
@@ -210,7 +208,7 @@ class KVCache:
 
     def count_copies(self) -> None:
         """A step was launched while another held the tails: they are copied as they are written."""
-        for group in self._groups_of_layers():
+        for group in self._filled:
             self.bytes_copied += self.pools[group.layers[0]].num_slots * 2 * group.page_bytes
 
     # -- one step -------------------------------------------------------------------------------
@@ -238,6 +236,8 @@ class KVCache:
             work: of the step.
             new_slots: have a new owner in this step.
         """
+        if work.is_empty and not new_slots:
+            return []
         self.seal(work.seal)
         for slot, snapshot in work.save:
             self.states.save(slot, snapshot)
@@ -337,7 +337,7 @@ class KVCache:
 
     def step_outputs(self) -> list[mx.array]:
         """Arrays that the last step makes and no later layer reads, to be evaluated with it."""
-        return self.states.outputs()
+        return self.states.outputs() if self._stateful else []
 
     def _step(self, layer: int, plan: GroupPlan) -> StepKV | LatentStep:
         pool = self.pools[self._paged[layer]]

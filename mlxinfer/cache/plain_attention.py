@@ -41,10 +41,6 @@ class ShortQueries:
         own = queries if self.rows is None else queries[self.rows]
         return own.reshape(*self.shape, *queries.shape[1:])
 
-    def tails(self, pool: PagePool) -> tuple[mx.array, mx.array, mx.array]:
-        """Keys and values (B, H, R, D) of the tails, and the mask (B, 1, Q, R)."""
-        return *pool.read_tails(self.slots), self.tail_mask
-
     def flat(self, outputs: mx.array) -> mx.array:
         """(B, Q, heads, D) -> (T', heads * D)."""
         flat = outputs.reshape(self.shape[0] * self.shape[1], -1)
@@ -135,7 +131,8 @@ class GatherPlan:
             pool.keys.read_pages(ids, pool.page_size).transpose(1, 0, 3, 2),
             pool.values.read_pages(ids, pool.page_size).swapaxes(0, 1),
             self.mask,
-            *self.queries.tails(pool),
+            *pool.read_tails(self.queries.slots),
+            self.queries.tail_mask,
             scale=scale,
             sinks=sinks,
         )
@@ -197,7 +194,7 @@ def _window_pages(
 def _padded(rows: Sequence[Numbers]) -> tuple[Ints, NDArray[np.bool_]]:
     """(B, n) rows, each padded with its own last entry, and which entries are real.
 
-    Its own: what another sequence has computed must not window this one, not even times zero.
+    Its own: what another sequence has computed must not reach this one, not even times zero.
     """
     entries, lengths = joined(rows)
     assert lengths.all()
@@ -213,7 +210,7 @@ COVER_TOKENS = 2048  # decoded together: what a layer takes for a moment stays s
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """Spans of at most 8 tokens that attend together. B segments, Q tokens each (padded)."""
+    """Segments of at most 8 tokens that attend together."""
 
     queries: ShortQueries
     views: Views
@@ -231,9 +228,11 @@ class RunPlan:
         values = pool.values.read_each(self.views, after=last)
         outputs = paged_attention(
             own,
-            [list(zip(*some, strict=True)) for some in zip(keys, values, strict=True)],
+            keys,
+            values,
             self.run_masks,
-            *self.queries.tails(pool),
+            *pool.read_tails(self.queries.slots),
+            self.queries.tail_mask,
             scale=scale,
             sinks=sinks,
         )

@@ -159,8 +159,14 @@ class Plane:
             sources, each = self._read_covers(views.covers, after), views.decoded
         if transposed:
             sources = [source.swapaxes(1, 2) for source in sources]
-            return [[sources[i][:, :, view] for i, view in some] for some in each]
-        return [[sources[i][:, view] for i, view in some] for some in each]
+        found = []
+        for some in each:
+            runs = []
+            for i, view in some:
+                source = sources[i]
+                runs.append(source[..., view] if transposed else source[:, view])
+            found.append(runs)
+        return found
 
     def _read_covers(self, covers: Runs, after: mx.array | None) -> list[mx.array]:
         decoded: list[mx.array] = []
@@ -233,6 +239,7 @@ class PagePool:
         self.num_pages = num_pages
         self.num_slots = num_slots
         self._joined = joined
+        self._as_stored = all(fmt.as_stored for fmt in formats)
         self._tail_heads = 2 * heads if joined else heads
         self._tail_rows = self._tail_heads * 2 * page_size  # of a slot
         self._tails = [
@@ -274,7 +281,10 @@ class PagePool:
     def write_tails(self, place: TailPlace, stored: Stored) -> None:
         """Store N tokens in tails."""
         if self._joined and len(stored) == 2:
-            stored = [[mx.concatenate([*pair], axis=1) for pair in zip(*stored, strict=True)]]
+            keys, values = stored
+            stored = [[]]
+            for pair in zip(keys, values, strict=True):
+                stored[0].append(mx.concatenate([*pair], axis=1))
         rows = place.rows(self._tail_heads)
         for tails, which, i in self._tail_parts:
             tails[i] = mx.put_along_axis(tails[i], rows, stored[which][i].flatten(0, 1), 0)
@@ -287,18 +297,25 @@ class PagePool:
             of_slots[mx.array(slots)] = 0
             tails[i] = mx.flatten(of_slots, 0, 1)
 
-    def _take_tails(self, slots: mx.array | slice) -> list[list[mx.array]]:
-        """Parts (B, H, 2 * P, W) of each plane, of the tails `slots` (B,)."""
+    def _take_tails(self, slots: mx.array | slice) -> tuple[list[mx.array], ...]:
+        """Parts (B, H, 2 * P, W) of the first plane and of the second, of tails `slots` (B,)."""
         shape = (-1, self._tail_heads, 2 * self.page_size)
-        taken = [[mx.unflatten(part, 0, shape)[slots] for part in tails] for tails in self._tails]
-        if not self._joined:
-            return taken
-        halves = [mx.split(part, 2, axis=1) for part in taken[0]]
-        return [[part[which] for part in halves] for which in (0, 1)]
+        taken: tuple[list[mx.array], ...] = ([], [])
+        for tails, which, i in self._tail_parts:
+            part = mx.unflatten(tails[i], 0, shape)[slots]
+            if self._joined:
+                keys, values = mx.split(part, 2, axis=1)
+                taken[0].append(keys)
+                taken[1].append(values)
+            else:
+                taken[which].append(part)
+        return taken
 
     def read_tails(self, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
         """Keys and values (B, H, 2 * P, D) of the tails `slots` (B,)."""
         keys, values = self._take_tails(slots)
+        if self._as_stored:
+            return keys[0], values[0]
         return self.keys.fmt.decode(keys), self.values.fmt.decode(values)
 
     def seal(self, slots: mx.array, offsets: mx.array, targets: mx.array) -> None:
@@ -354,15 +371,15 @@ class LayerPool(PagePool):
         self._rotates = bits[0] == 4
         self.keys, self.values = self.planes
 
-    def rotate(self, queries: mx.array, keys: mx.array) -> tuple[mx.array, mx.array]:
-        """Queries and keys (..., D) in the basis that keys are stored in."""
-        if not self._rotates:
-            return queries, keys
-        return mx.hadamard_transform(queries), mx.hadamard_transform(keys)
-
-    def encode(self, keys: mx.array, values: mx.array) -> Stored:
-        """What is stored of keys and values (T, H, D); keys are rotated."""
-        return [self.keys.fmt.encode(keys), self.values.fmt.encode(values)]
+    def encode(
+        self, queries: mx.array, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, Stored]:
+        """What is stored of keys and values (T, H, D), and queries in the basis of stored keys."""
+        if self._as_stored:
+            return queries, [[keys], [values]]
+        if self._rotates:
+            queries, keys = mx.hadamard_transform(queries), mx.hadamard_transform(keys)
+        return queries, [self.keys.fmt.encode(keys), self.values.fmt.encode(values)]
 
 
 def layer_formats(spec: KVSpec, dtype: mx.Dtype, bits: Bits) -> tuple[KVFormat, KVFormat]:

@@ -143,6 +143,7 @@ class GroupPlan:
 
     short: Sequence[ShortPlan]
     long: Sequence[ChunkPlan]  # after the short segments in the flat list
+    parts: Sequence[ShortPlan | ChunkPlan]  # both
     num_short: int  # rows of short segments
     order: mx.array | None  # (T,) from what the parts give, one after another, to flat order
     tail_rows: mx.array | None  # (N,) flat rows that go to tails; None: all of them, in order
@@ -179,10 +180,12 @@ def plan_group(
     num_short = num_rows - sum([segment.num_tokens for segment in segments.long])
     seen_rows = num_short if short_apart else num_rows
     parts = [part for some in segments.short for part in planner(some, seen_rows)]
+    short = [plan for _, plan in parts]
     long = [plan_chunk(segment, group, window) for segment in segments.long]
     return GroupPlan(
-        short=[plan for _, plan in parts],
+        short=short,
         long=long,
+        parts=[*short, *long],
         num_short=num_short,
         order=_order([rows for rows, _ in parts], num_rows),
         tail_rows=None if len(rows) == num_rows else mx.array(rows),
@@ -263,8 +266,7 @@ class StepKV:
         sinks: mx.array | None = None,
     ) -> mx.array:
         """Write first, then read: a view taken before a write would make the write a copy."""
-        queries, keys = self._pool.rotate(queries, keys)
-        stored = self._pool.encode(keys, values)
+        queries, stored = self._pool.encode(queries, keys, values)
         return self._attend_stored(queries, stored, scale=scale, sinks=sinks)
 
     def _attend_stored(
@@ -273,8 +275,7 @@ class StepKV:
         """The same of keys and values (T, heads, W) as they are stored; queries are rotated."""
         plan, pool = self.plan, self._pool
         write_step(pool, plan, stored)
-        parts = [part.attend(pool, queries, scale=scale, sinks=sinks) for part in plan.short]
-        parts += [part.attend(pool, queries, scale=scale, sinks=sinks) for part in plan.long]
+        parts = [part.attend(pool, queries, scale=scale, sinks=sinks) for part in plan.parts]
         joined = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         return joined if plan.order is None else joined[plan.order]
 

@@ -65,6 +65,12 @@ class CacheWork:
     drop: list[int] = field(default_factory=list)  # snapshots that were given up
 
     @property
+    def is_empty(self) -> bool:
+        """Nothing is to be done."""
+        states = self.save or self.leave or self.resume or self.drop
+        return not (self.seal or self.spill or self.load or self.copies or states)
+
+    @property
     def writes_pages(self) -> bool:
         """Whether pages are written or read out, which must wait for the step in flight."""
         return bool(self.seal or self.spill or self.load or self.copies)
@@ -72,7 +78,7 @@ class CacheWork:
     @property
     def num_slots(self) -> int:
         """Tails that must be there."""
-        return max([copy.slot + 1 for copy in self.copies], default=0)
+        return 1 + max([copy.slot for copy in self.copies]) if self.copies else 0
 
 
 def seal_index(moves: Sequence[Move], group: int, page_size: int) -> tuple[Ints, Ints, Ints] | None:

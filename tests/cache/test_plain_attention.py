@@ -180,8 +180,12 @@ def test_a_token_scores_the_same_in_the_tail_and_in_a_page(dtype: mx.Dtype) -> N
     sealed = np.arange(2 * PAGE) < PAGE  # the first half lies in a page, its place in the ring free
     mask = mx.array(np.where(sealed, HIDDEN, np.float32(0))[None, None, None])
     run = keys[0:1, :, :PAGE].swapaxes(-1, -2), values[0:1, :, :PAGE]
-    in_tail = paged_attention(queries, [[]], [None], keys, values, mx.zeros_like(mask), scale=0.125)
-    in_page = paged_attention(queries, [[run]], [None], keys, values, mask, scale=0.125)
+    in_tail = paged_attention(
+        queries, [[]], [[]], [None], keys, values, mx.zeros_like(mask), scale=0.125
+    )
+    in_page = paged_attention(
+        queries, [[run[0]]], [[run[1]]], [None], keys, values, mask, scale=0.125
+    )
     gathered = gathered_attention(queries, *run, None, keys, values, mask, scale=0.125)
     for found in (in_page, gathered):
         assert mx.allclose(found, in_tail, rtol=1e-6, atol=1e-6).item()

@@ -71,7 +71,7 @@ def test_same_as_the_step(bits: Bits, window: AttentionWindow) -> None:
         )
     ]
     queries, expected = attend(pool, spans, [], window, seed=9)
-    queries, _ = pool.rotate(queries, queries)
+    queries, _ = pool.encode(queries, queries[:, :HEADS], queries[:, :HEADS])
     machine = MetalCPU()
     found = []
     with running_on(machine):

@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from ...models.decoder import scaled_logits
 from ..arrange import ArrangedSource
 from ..arrays import Floats, as_numpy
 from ..files import allocate, damaged
@@ -38,14 +39,12 @@ def blocks(
 
     `method`: as if the matrix were quantised so.
     """
-    cap, start = arranged.config.final_softcap, 0
+    start = 0
     for rows in arranged.blocks(streamed.head, BLOCK):
         matrix = rows.astype(mx.float32)
         if method is not None:
             matrix = round_trip(matrix, method)
-        logits = hidden @ matrix.T
-        if cap is not None:
-            logits = mx.tanh(logits / cap) * cap
+        logits = scaled_logits(hidden @ matrix.T, arranged.config)
         found = np.asarray(as_numpy(logits), dtype=np.float32)
         yield slice(start, start + rows.shape[0]), found
         start += rows.shape[0]

@@ -25,6 +25,7 @@ from ...models.registry import family
 from ...models.weights import Weights
 from ..arrange import ArrangedSource, OutputTensor
 from ..arrays import Floats, mx_dtype
+from .caches import whole_sequences
 
 LEAST = 1e-4  # of the mean: a channel that the text never used still has some weight
 
@@ -140,46 +141,9 @@ def normalised(squares: Floats) -> Floats:
     return found / found.mean()
 
 
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MAX_ROWS = 4096  # tokens that go through a layer at once
 _NOT_BY_LAYER = "eos_token_ids"
-
-
-class WholeSequences:
-    """Causal attention over sequences of one length that start at position 0."""
-
-    heads: Any = None  # norms and rope are the layer's own work
-
-    def attend_heads(
-        self, qkv: mx.array, *, scale: float, sinks: mx.array | None = None
-    ) -> mx.array:
-        """Never asked for, since `heads` is None."""
-        raise AssertionError("attend_heads without heads")
-
-    def __init__(self, length: int, window: int | None) -> None:
-        at, of = mx.arange(length)[:, None], mx.arange(length)[None]
-        seen = of <= at
-        self._mask = seen if window is None else seen & (of > at - window)
-        self._length = length
-
-    def attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        """(N length, heads, dim) each -> (N length, heads * value_dim)."""
-        q, k, v = (
-            a.reshape(-1, self._length, *a.shape[1:]).swapaxes(1, 2)
-            for a in (queries, keys, values)
-        )
-        found = mx.fast.scaled_dot_product_attention(
-            q, k, v, scale=scale, mask=self._mask, sinks=sinks
-        )
-        return found.swapaxes(1, 2).reshape(queries.shape[0], -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,17 +151,17 @@ class LayerRun:
     """One decoder layer, ready to be run."""
 
     model: Model
-    window: int | None
 
     def __call__(self, x: mx.array, length: int) -> mx.array:
         """x (N * length, hidden): N sequences -> the same after the layer, evaluated."""
         sequences = max(1, MAX_ROWS // length) * length
-        kv = WholeSequences(length, self.window)
+        layer = self.model.layers[0]
+        cache = whole_sequences(layer.mixer.spec, length)
         parts = []
         for start in range(0, x.shape[0], sequences):
             part = x[start : start + sequences]
             positions = mx.arange(part.shape[0]) % length
-            y = self.model.layers[0](part, Step(positions.astype(mx.int32), kv))
+            y = layer(part, Step(positions.astype(mx.int32), cache))
             mx.eval(y)
             parts.append(y)
         return mx.concatenate(parts)
@@ -209,6 +173,7 @@ class StreamedModel:
     def __init__(self, arranged: ArrangedSource) -> None:
         self._arranged = arranged
         self._module = family(arranged.config.model_type)
+        self._norm = f"{self._module.final_norm}.weight"
         self.config = arranged.config
         self.moments = Moments()
         named = {self._module.rename(output.name): output for output in arranged.outputs}
@@ -247,7 +212,7 @@ class StreamedModel:
             if len(out.shape) == 3
         ]
         observe_experts(model.layers[0].mlp, experts, weights.moments)
-        return LayerRun(model, self.config.windows[index])
+        return LayerRun(model)
 
     def embed(self, ids: Sequence[int], table: mx.array | None = None) -> mx.array:
         """ids -> (T, hidden), scaled as the family does; `table`: rows to use for unique ids."""
@@ -274,8 +239,8 @@ class StreamedModel:
 
     def normed(self, x: mx.array) -> mx.array:
         """After the final norm, float32."""
-        norm = self._arranged.whole(self.output(NORM))
-        model = self._without_layers(1, {NORM: norm})
+        norm = self._arranged.whole(self.output(self._norm))
+        model = self._without_layers(1, {self._norm: norm})
         found = model.norm(x).astype(mx.float32)
         mx.eval(found)
         return found
@@ -289,7 +254,7 @@ class StreamedModel:
 
     def _ends(self) -> dict[str, mx.array]:
         hidden, dtype = self.config.hidden_size, mx_dtype(self._arranged.source.dtype)
-        return {EMBEDDING: mx.zeros((1, hidden), dtype), NORM: mx.zeros((hidden,), dtype)}
+        return {EMBEDDING: mx.zeros((1, hidden), dtype), self._norm: mx.zeros((hidden,), dtype)}
 
     def _only(self, layers: range) -> ModelConfig:
         """The config of a model with these layers alone, its own table for output."""

@@ -48,6 +48,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     final_softcap: float | None = None
+    logit_scale: float | None = None  # multiplies the logits; None: 1
     num_experts: int = 0
     experts_per_token: int = 0
     moe_intermediate_size: int = 0

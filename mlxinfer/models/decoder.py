@@ -126,7 +126,6 @@ class Model:
         activations: every gated activation, which a Metal kernel may replace.
         activation_dtype: of hidden states, keys and values.
         embed_scale: multiplies the embeddings; None: 1.
-        logit_scale: multiplies the logits; None: 1.
 
     Attributes:
         cache_specs: what each layer's cache must keep; one entry a layer.
@@ -143,7 +142,6 @@ class Model:
         activations: Sequence[Gated],
         activation_dtype: mx.Dtype,
         embed_scale: float | None = None,
-        logit_scale: float | None = None,
     ) -> None:
         self.config = config
         self.embed_tokens = embed_tokens
@@ -154,7 +152,6 @@ class Model:
         self.activation_dtype = activation_dtype
         self.cache_specs: list[CacheSpec] = [layer.mixer.spec for layer in self.layers]
         self._embed_scale = None if embed_scale is None else mx.array(embed_scale, activation_dtype)
-        self._logit_scale = logit_scale
 
     def __call__(
         self,
@@ -188,11 +185,7 @@ class Model:
 
     def logits(self, hidden: mx.array) -> mx.array:
         """hidden (R, hidden_size) as `__call__` returns it -> (R, vocab_size)."""
-        logits = self.lm_head(hidden)
-        if self._logit_scale is not None:
-            logits = logits * self._logit_scale
-        cap = self.config.final_softcap
-        return logits if cap is None else mx.tanh(logits / cap) * cap
+        return scaled_logits(self.lm_head(hidden), self.config)
 
     def rope_variant(self, max_tokens: int) -> int:
         """Which frequencies a sequence uses that may grow to `max_tokens`; 0 for most models.
@@ -219,6 +212,14 @@ class Model:
     def num_bytes(self) -> int:
         """Memory that the weights take."""
         return sum(array.nbytes for array in self.arrays())
+
+
+def scaled_logits(logits: mx.array, config: ModelConfig) -> mx.array:
+    """What the output projection gives, with the model's scale and soft cap."""
+    if config.logit_scale is not None:
+        logits = logits * config.logit_scale
+    cap = config.final_softcap
+    return logits if cap is None else mx.tanh(logits / cap) * cap
 
 
 def arrays(item: Any) -> Iterator[mx.array]:

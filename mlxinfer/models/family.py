@@ -161,7 +161,6 @@ class Family:
             activations=[self.activation] if layers else [],
             activation_dtype=weights.dtype,
             embed_scale=self.embed_scale,
-            logit_scale=self.logit_scale,
         )
         weights.evaluate([*model.arrays(), *arrays(lm_head)])
         return model
@@ -175,11 +174,6 @@ class Family:
     @property
     def embed_scale(self) -> float | None:
         """Multiplies the embeddings; None: 1."""
-        return None
-
-    @property
-    def logit_scale(self) -> float | None:
-        """Multiplies the logits; None: 1."""
         return None
 
     @cached_property

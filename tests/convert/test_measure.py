@@ -35,7 +35,13 @@ def run(folder: Path, *, probing: bool = True) -> tuple[Measurements, np.ndarray
     return found, np.load(folder / "short.npy")
 
 
-@pytest.mark.parametrize("case", ["llama-v4", "qwen3_moe-v4", "gemma3_text-v5", "gpt_oss-v4"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("llama-v4", "qwen3_moe-v4", "gemma3_text-v5", "gpt_oss-v4", "deepseek_v3-v4", "lfm2-v4"),
+        *("cohere2-v4", "granite-v4", "mixtral-v4", "glm4-v4", "smollm3-v4", "minimax_m2-v4"),
+    ],
+)
 def test_logits_are_the_models_own(tmp_path: Path, case: str) -> None:
     folder = write_source(tmp_path / "m", case)
     _, found = run(folder, probing=False)

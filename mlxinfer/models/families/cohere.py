@@ -1,9 +1,11 @@
 """Cohere 2 (Command R7B and A): parallel blocks, layer norms, positions in windowed layers only."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 from ...layers.norm import LayerNorm
 from ...layers.rope import RopeSpec
+from ..config import ModelConfig
 from ..decoder import Layer, ParallelLayer
 from ..family import Family
 from ..jsonfields import Fields
@@ -35,10 +37,10 @@ class Cohere2(Family):
         """None in layers that see everything."""
         return None if layer_type == FULL else super().rope_spec(fields, layer_type, head_dim)
 
-    @property
-    def logit_scale(self) -> float:
-        """As stated."""
-        return self.config.fields.number("logit_scale")
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """Logits are scaled as stated."""
+        return replace(config, logit_scale=config.fields.number("logit_scale"))
 
     def norm(self, path: str, dims: int | None = None, eps: float | None = None) -> LayerNorm:
         """A layer norm without a bias."""

@@ -23,18 +23,16 @@ class Granite(Family):
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
         """The scale of the scores is stated, not derived from the head's size."""
-        scale = config.fields.number("attention_multiplier", above=0.0)
-        return replace(config, attention_scale=scale)
+        return replace(
+            config,
+            attention_scale=config.fields.number("attention_multiplier", above=0.0),
+            logit_scale=1 / config.fields.number("logits_scaling", above=0.0),
+        )
 
     @property
     def embed_scale(self) -> float:
         """embedding_multiplier."""
         return self.config.fields.number("embedding_multiplier")
-
-    @property
-    def logit_scale(self) -> float:
-        """One over logits_scaling."""
-        return 1 / self.config.fields.number("logits_scaling", above=0.0)
 
     def layer(self, index: int) -> Layer:
         """Both blocks' outputs are scaled before they are added to the residual stream."""

@@ -245,10 +245,13 @@ class LLM:
     def pin(self, prompt: Prompt | Sequence[Message]) -> int:
         """Compute the KV cache of a prompt or a conversation's beginning, and keep it the longest.
 
-        It goes only when running requests need the room and nothing that is not pinned is left.
+        Pinned pages are evicted only when running requests need their room and hold every page
+        that is not pinned: a running request goes before a kept prefix. Then they go last page
+        first, and are computed again like any other prefix.
 
         Returns:
-            How many of its tokens the next request that begins with it will find: whole pages.
+            How many tokens are kept: whole pages. The next request that begins with them finds as
+            many, unless some had to go meanwhile.
 
         Raises:
             InvalidRequestError: there is no prefix cache.

@@ -136,6 +136,18 @@ def test_a_pinned_conversation_is_found(llm: LLM) -> None:
     assert len(llm.generate("A", SamplingParams(max_tokens=1)).token_ids) == 1
 
 
+def test_a_pin_goes_only_when_running_requests_hold_everything_else() -> None:
+    few = SamplingParams(max_tokens=4, ignore_eos=True)
+    with LLM("demo", num_pages=24) as llm:
+        pinned = list(range(5, 105))
+        assert llm.pin(pinned) == 96
+        for first in range(3, 13):  # each leaves pages behind, of which the oldest go
+            llm.generate([first] * 150, few)
+        assert llm.generate(pinned, few).cached_tokens >= 96
+        llm.generate([3] * 360, few)  # 23 pages: what is pinned is in its way
+        assert llm.generate(pinned, few).cached_tokens < 96
+
+
 def test_asyncio(llm: LLM) -> None:
     params = SamplingParams(max_tokens=10)
 

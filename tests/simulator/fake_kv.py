@@ -6,14 +6,15 @@ pages may be written, and reading poison fails. Knows no queues and no hashes' m
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from simulator.fake_states import FakeStates
 from simulator.oracle import layer_groups
 
 from mlxinfer.cache.page_table import PageTable
 from mlxinfer.cache.pages import PageAllocator
 from mlxinfer.cache.window import AttentionWindow
-from mlxinfer.cache.work import Load, Move, PartialCopy, Spill
+from mlxinfer.cache.work import CacheWork, Load, Move, PartialCopy, Spill
 from mlxinfer.engine.batch import Segment
 
 POISON = 1 << 80  # no hash is as large
@@ -44,7 +45,9 @@ class FakeKV:
         *,
         page_size: int,
         max_batch: int,
+        states: FakeStates | None = None,
     ) -> None:
+        self.states = states
         self.windows, self.allocators = windows, allocators
         self.page_size, self.max_batch = page_size, max_batch
         self.groups = layer_groups(len(windows))
@@ -57,6 +60,8 @@ class FakeKV:
         self.pools = [[POISON] * (self.allocators[g].num_pages * size) for g in self.groups]
         self.tails: list[list[list[int]]] = [[] for _ in self.groups]
         self.make_room(1)
+        if self.states is not None:
+            self.states.reset()
 
     @property
     def num_slots(self) -> int:
@@ -94,6 +99,20 @@ class FakeKV:
         for tails in self.tails:
             tails[slot] = [POISON] * (2 * self.page_size)
 
+    def carry_out(self, work: CacheWork, admit: Callable[[], None]) -> list[tuple[Spill, bytes]]:
+        """All that is done before a step; `admit` gives slots to their new owners."""
+        self.seal(work.seal)
+        if self.states is not None:
+            self.states.save(work)
+        spilled = self.read_out(work.spill)
+        self.poison_pages(work.spill)
+        self.fill(work.load)
+        admit()
+        self.restore(work.copies)
+        if self.states is not None:
+            self.states.finish(work)
+        return spilled
+
     def seal(self, moves: Sequence[Move]) -> None:
         """Tails to pages, all at once: no slot may be the target of two."""
         ring = 2 * self.page_size
@@ -114,6 +133,10 @@ class FakeKV:
         assert self.may_write_pages or not spills, "pages are read out while a step is in flight"
         size, spilled = self.page_size, []
         for spill in spills:
+            if spill.group == len(self.windows):
+                assert self.states is not None
+                spilled.append((spill, self.states.read(spill.page)))
+                continue
             values = array("q")
             for layer, g in enumerate(self.groups):
                 if g == spill.group:
@@ -126,6 +149,10 @@ class FakeKV:
         """Bytes to pages."""
         size = self.page_size
         for load in loads:
+            if load.group == len(self.windows):
+                assert self.states is not None
+                self.states.load(load.page, load.payload)
+                continue
             values = iter(array("q", load.payload.tobytes()))
             for layer, g in enumerate(self.groups):
                 if g == load.group:

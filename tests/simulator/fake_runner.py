@@ -80,12 +80,7 @@ class FakeRunner:
         if self.kv.may_write_pages:
             self.kv.poison_given_back(batch.cache_work.spill)
         self.kv.make_room(batch.num_slots)
-        self.kv.seal(batch.cache_work.seal)
-        spilled = self.kv.read_out(batch.cache_work.spill)
-        self.kv.poison_pages(batch.cache_work.spill)
-        self.kv.fill(batch.cache_work.load)
-        self._admit(batch)
-        self.kv.restore(batch.cache_work.copies)
+        spilled = self.kv.carry_out(batch.cache_work, lambda: self._admit(batch))
         self._fail(fault, "middle")
         launched = Launched(batch, spilled=spilled, fault=fault, unreadable=fault == "read")
         ids = _input_ids(batch, previous)
@@ -122,6 +117,8 @@ class FakeRunner:
 
     def commit(self, batch: Batch, tokens: Sequence[int], result: CommitResult) -> None:
         """Tokens were read; some rows have no slot any more, and some tokens were not kept."""
+        if self.kv.states is not None:
+            self.kv.states.commit(batch.num_kept(result))
         sampling, gone = batch.sampling, {*result.released, *result.discarded}
         for row, (slot, token) in enumerate(zip(sampling.slots, tokens, strict=True)):
             assert int(sampling.slot_ids[row]) == slot
@@ -149,6 +146,7 @@ class FakeRunner:
             [self.kv.places(segment, g, position) for segment, position in rows]
             for g in range(len(self.kv.windows))
         ]
+        hidden = self._recur(0, segments, hidden)
         for layer, g in enumerate(self.kv.groups):
             keys = [key(layer, position, x) for (_, position), x in zip(rows, hidden, strict=True)]
             for s in segments:
@@ -157,10 +155,27 @@ class FakeRunner:
                 mix(x, self.kv.see(layer, segment.slot, where))
                 for x, (segment, _), where in zip(hidden, rows, places[g], strict=True)
             ]
+        hidden = self._recur(1, segments, hidden)
         for s in segments:
             own = slice(s.row, s.row + s.num_tokens)
             self._verify(s.sequence.request.id, s.start, ids[own], hidden[own])
         return hidden
+
+    def _recur(self, layer: int, segments: list[Segment], hidden: list[int]) -> list[int]:
+        """A recurrent layer, where there are any."""
+        states = self.kv.states
+        if states is None:
+            return hidden
+        if layer == 0:
+            states.begin_step()
+        found: list[int] = []
+        for s in segments:
+            inputs = hidden[s.row : s.row + s.num_tokens]
+            after = states.run(layer, s.slot, inputs)
+            found += [mix(x, state) for x, state in zip(inputs, after, strict=True)]
+        if layer == 1:
+            states.end_step()
+        return found
 
     def _sample(self, segment: Segment, count: int, ids: list[int], hidden: list[int]) -> int:
         """The token after `count` proposals."""

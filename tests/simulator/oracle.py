@@ -30,6 +30,14 @@ def mix(x: int, seen: int) -> int:
     return hash((x, seen))
 
 
+State = tuple[int, int]  # of the two recurrent layers, one before all others and one after
+NO_STATE: State = (0, 0)
+
+
+def next_state(state: int, layer: int, x: int) -> int:
+    return hash((state, layer, x))
+
+
 def sample(x: int, seed: int, output_index: int, history: int, vocab: int) -> int:
     """The next token; `history` is the sum of all tokens before it, as penalties would see them."""
     return hash((x, seed, output_index, history)) % vocab
@@ -71,7 +79,10 @@ class Oracle:
         seed: int,
         vocab: int,
         constrained: bool = False,
+        recurrent: bool = False,
     ) -> None:
+        self._recurrent = recurrent
+        self._states = [NO_STATE]  # after the first n positions
         self.tokens = list(prompt_ids)
         self._num_prompt = len(prompt_ids)
         self._seed, self._vocab = seed, vocab
@@ -89,6 +100,11 @@ class Oracle:
         """What each layer keeps of a position."""
         self._compute(position)
         return [sums[position + 1] - sums[position] for sums in self._sums]
+
+    def state(self, num_tokens: int) -> State:
+        """The states after the first `num_tokens` positions."""
+        self._compute(num_tokens - 1)
+        return self._states[num_tokens]
 
     def token(self, position: int) -> int:
         """The token at a position, of prompt or answer."""
@@ -130,9 +146,17 @@ class Oracle:
             if position == len(self.tokens):
                 self._append()
             x = embed(self.tokens[position], position)
-            for layer, (window, sums) in enumerate(zip(self._reaches, self._sums, strict=True)):
+            before, after = self._states[-1]
+            if self._recurrent:
+                before = next_state(before, 0, x)
+                x = mix(x, before)
+            for layer, (reach, sums) in enumerate(zip(self._reaches, self._sums, strict=True)):
                 sums.append(sums[-1] + key(layer, position, x))
-                x = mix(x, _seen(sums, window))
+                x = mix(x, _seen(sums, reach))
+            if self._recurrent:
+                after = next_state(after, 1, x)
+                x = mix(x, after)
+            self._states.append((before, after))
             self._hidden.append(x)
 
 

@@ -53,9 +53,10 @@ class Program:
     Args:
         seed: of all that is drawn.
         proposes: whether steps verify proposals: the same program, and the same tokens.
+        recurrent: whether there are recurrent layers, whose states are kept as snapshots.
     """
 
-    def __init__(self, seed: int, *, proposes: bool = False) -> None:
+    def __init__(self, seed: int, *, proposes: bool = False, recurrent: bool = False) -> None:
         rng = self.rng = random.Random(seed)
         self.seed = seed
         share = rng.choice([0.2, 0.5, 0.8])
@@ -68,7 +69,11 @@ class Program:
         self.sizes = draw_sizes(rng, tight=tight, disk=disk, extra_pages=self.extra_pages)
         self.tier = FakeTier(random.Random(seed), fault_share=0.1 * ("bad disk" in self.features))
         proposer = Guesses(seed, self._oracle_of) if proposes else None
-        self.simulation = Simulation(self.sizes, self.tier, proposer=proposer)
+        self.state_rng = random.Random(f"states {seed}")
+        max_snapshots = self.state_rng.choice([0, 1, 2, 5, 50]) if recurrent else None
+        self.simulation = Simulation(
+            self.sizes, self.tier, proposer=proposer, max_snapshots=max_snapshots
+        )
         self.log = [f"seed {seed}: {sorted(self.features)}", str(self.sizes)]
         self.num_left = rng.randint(2, 20 if disk else 14)  # requests still to come
         self.preempt_share = rng.choice([0.05, 0.15, 0.5])
@@ -187,6 +192,8 @@ class Program:
             prompt_logits=self._on("prompt logits", 0.2),
             grammar=cast(Grammar, Rules()) if self._on("grammars", 0.6) else None,
         )
+        if self.simulation.states is not None and self.state_rng.random() < 0.3:
+            request.boundaries = (self.state_rng.randint(0, len(prompt)),)
         max_output = self._check(request)
         if max_output is not None:
             self._say(f"{request.id} arrives: {len(prompt)} tokens, {max_output} wanted")

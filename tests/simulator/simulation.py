@@ -11,11 +11,12 @@ from simulator.books import check_batch, check_books, check_decodes
 from simulator.fake_disk import FakeTier
 from simulator.fake_kv import FakeKV, WatchedAllocator
 from simulator.fake_runner import FakeRunner, Launched, StepFailed
+from simulator.fake_states import FakeStates
 from simulator.oracle import ROUNDS, Oracle
 from simulator.sizes import Sizes
 
 from mlxinfer.cache.disk import DiskTier
-from mlxinfer.cache.groups import PageGroup
+from mlxinfer.cache.groups import PageGroup, StateGroup
 from mlxinfer.cache.prefix.leases import Lease
 from mlxinfer.core import FinishReason, Request
 from mlxinfer.engine.batch import Batch
@@ -30,11 +31,20 @@ class Simulation:
     Args:
         tier: where evicted pages go, if `sizes` has a disk.
         proposer: of tokens that steps verify.
+        max_snapshots: of states of recurrent layers; None: there are no such layers.
     """
 
-    def __init__(self, sizes: Sizes, tier: FakeTier, *, proposer: Proposer | None = None) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        tier: FakeTier,
+        *,
+        proposer: Proposer | None = None,
+        max_snapshots: int | None = None,
+    ) -> None:
         self.sizes = sizes
         self.proposer = proposer
+        self.max_snapshots = max_snapshots
         self.asked: dict[str, Asked] = {}
         self.next_fault: str | None = None
         self.num_faults = 0
@@ -47,6 +57,7 @@ class Simulation:
         return PageStore(
             cast(DiskTier, tier),
             groups=self._groups(),
+            states=self._state_group(),
             max_bytes=2**40,
             clock=lambda: 0.0,
         )
@@ -64,19 +75,27 @@ class Simulation:
             for window, num_pages in zip(sizes.windows, sizes.num_pages, strict=True)
         ]
 
+    def _state_group(self) -> StateGroup | None:
+        return None if self.max_snapshots is None else StateGroup(16, self.max_snapshots)
+
     def start(self) -> None:
         """A fresh cache, scheduler and runner; the disk stays."""
         sizes = self.sizes
         groups = self._groups()
+        self.states = self._state_group()
         allocators = [cast(WatchedAllocator, group.allocator) for group in groups]
         self.scheduler = Scheduler(
-            KVManager(groups, reuse=sizes.reuse, store=self.store),
+            KVManager(groups, reuse=sizes.reuse, states=self.states, store=self.store),
             max_batch=sizes.max_batch,
             prefill_chunk=sizes.prefill_chunk,
             proposer=self.proposer,
         )
         self.kv = FakeKV(
-            sizes.windows, allocators, page_size=sizes.page_size, max_batch=sizes.max_batch
+            sizes.windows,
+            allocators,
+            page_size=sizes.page_size,
+            max_batch=sizes.max_batch,
+            states=None if self.states is None else FakeStates(),
         )
         self.runner = FakeRunner(
             self.kv, vocab=sizes.vocab, verify=self._verify, fault=self._take_fault
@@ -97,6 +116,7 @@ class Simulation:
             seed=request.params.seed or 0,
             vocab=self.sizes.vocab,
             constrained=request.grammar is not None,
+            recurrent=self.states is not None,
         )
         expected, reason = oracle.answer(request, max_output)
         sequence = self.scheduler.queues.add(request, max_output=max_output)
@@ -112,7 +132,9 @@ class Simulation:
         """Save what is cached and start afresh. Nothing runs or waits."""
         kv_manager = self.scheduler.kv_manager
         self.kv.may_write_pages = True
-        self.kv.seal(kv_manager.take_work().seal)
+        spilled = self.kv.carry_out(kv_manager.take_work(), lambda: None)
+        if self.store is not None:
+            self.store.put(spilled)
         if self.store is not None and self.sizes.reuse:
             self.store.save(kv_manager.take_all(), self.kv.read_out)
         self.start()
@@ -219,7 +241,7 @@ class Simulation:
         assert all(a.reason is not None for a in self.asked.values())
         self.kv.may_write_pages = True
         self.scheduler.kv_manager.settle(())
-        self.kv.seal(self.scheduler.kv_manager.take_work().seal)
+        self.kv.carry_out(self.scheduler.kv_manager.take_work(), lambda: None)
         self._check_stored()
         tree = self.scheduler.kv_manager.tree
         for group, allocator in enumerate(self.scheduler.kv_manager.allocators):
@@ -227,13 +249,15 @@ class Simulation:
             tree.evict(group, allocator.num_held)
             assert allocator.num_free == allocator.num_pages
         assert tree.num_nodes == 0
+        assert self.states is None or self.states.num_held == 0
 
     def _check_stored(self) -> None:
         """Every page of the tree holds the keys of the tokens that lead to it."""
         size, windows = self.sizes.page_size, self.sizes.windows
         for stored in self.scheduler.kv_manager.tree.stored():
             tokens = stored.token_ids()
-            oracle = Oracle(windows, tokens, seed=0, vocab=self.sizes.vocab)
+            recurrent = self.states is not None
+            oracle = Oracle(windows, tokens, seed=0, vocab=self.sizes.vocab, recurrent=recurrent)
             start = stored.page_number * size
             keys = [oracle.keys(position) for position in range(start, len(tokens))]
             for layer, group in enumerate(self.kv.groups):
@@ -241,3 +265,7 @@ class Simulation:
                 if page is not None:
                     found = self.kv.pools[layer][page * size : page * size + len(keys)]
                     assert found == [k[layer] for k in keys], "a cached page holds something else"
+            for snapshot in stored.snapshots:
+                assert self.kv.states is not None
+                state = self.kv.states.state(snapshot.number)
+                assert state == oracle.state(start + snapshot.offset), "a snapshot of another place"

@@ -11,20 +11,22 @@ from collections.abc import Callable
 import pytest
 from simulator.programs import Program
 
-from mlxinfer.cache.groups import PageGroup
+from mlxinfer.cache.groups import PageGroup, StateGroup
 from mlxinfer.cache.page_table import PageTable
 from mlxinfer.cache.work import CacheWork
+from mlxinfer.engine import kv_manager
 from mlxinfer.engine.batch import Batch
 from mlxinfer.engine.kv_manager import KVManager
 from mlxinfer.engine.scheduler import Scheduler
+from mlxinfer.engine.sequence import Sequence
 
 NUM_SEEDS = int(os.environ.get("MLXINFER_SEEDS", "400"))
 FIRST_SEED = int(os.environ.get("MLXINFER_FIRST_SEED", "0"))
 
 
-def run(seed: int, *, proposes: bool = False) -> Program:
+def run(seed: int, *, proposes: bool = False, recurrent: bool = False) -> Program:
     """One program; where it fails, what happened is said."""
-    program = Program(seed, proposes=proposes)
+    program = Program(seed, proposes=proposes, recurrent=recurrent)
     try:
         program.run()
     except Exception as error:
@@ -34,9 +36,11 @@ def run(seed: int, *, proposes: bool = False) -> Program:
     return program
 
 
-def run_all(first_seed: int, count: int, *, proposes: bool = False) -> None:
+def run_all(
+    first_seed: int, count: int, *, proposes: bool = False, recurrent: bool = False
+) -> None:
     for seed in range(first_seed, first_seed + count):
-        run(seed, proposes=proposes)
+        run(seed, proposes=proposes, recurrent=recurrent)
 
 
 def test_random_programs_give_every_request_the_tokens_of_its_oracle() -> None:
@@ -56,6 +60,39 @@ def test_random_programs_give_the_same_tokens_where_steps_verify_proposals() -> 
     last = FIRST_SEED + NUM_SEEDS - 1
     print(f"\nseeds {FIRST_SEED} to {last}: {accepted} of {proposed} proposals accepted")
     assert NUM_SEEDS < 50 or 0 < accepted < proposed
+
+
+@pytest.mark.parametrize("proposes", [False, True])
+def test_random_programs_with_recurrent_layers_resume_at_the_right_state(
+    proposes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_manager, "ROLLING_TOKENS", 32)
+    run_all(FIRST_SEED, NUM_SEEDS, proposes=proposes, recurrent=True)
+
+
+def keeps_all(batch: Batch, result: object) -> dict[int, int]:
+    return {s.slot: s.num_tokens for s in batch.short if s.proposals}
+
+
+def without_leave(self: kv_manager.Snapshots, sequence: Sequence) -> None:
+    self._boundaries.pop(sequence, None)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [
+        (Batch, "num_kept", keeps_all),
+        (kv_manager.Snapshots, "end", without_leave),
+        (kv_manager.Snapshots, "forget", lambda snapshots: None),
+        (StateGroup, "release", lambda group, snapshot: None),
+    ],
+)
+def test_mutants_of_states_are_found(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: Callable[..., object]
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(AssertionError, match="pytest tests/simulator"):
+        run_all(0, 150, proposes=True, recurrent=True)
 
 
 def test_a_seed_is_one_program() -> None:

@@ -162,7 +162,7 @@ class NodeStore:
         if not node.evictable:
             return
         if node.empty:
-            self.remove(node)
+            self.release(self.remove(node))
         else:
             self.leaves.push(node, (node.priority, node.tick))
 

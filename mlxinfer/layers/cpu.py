@@ -11,9 +11,8 @@ import sys
 
 import mlx.core as mx
 
-from .embedding import DenseEmbedding, Embedding
 from .factory import LayerFactory
-from .linear import Linear, Projection, QuantizedLinear
+from .linear import DenseEmbedding, Embedding, Linear, Projection, QuantizedLinear
 from .moe import ExpertLinear, ExpertProjection
 from .norm import Norm
 from .rope import RopeSpec, inverse_frequencies, magnitudes
@@ -181,12 +180,13 @@ class UnpackedLinear(QuantizedLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         """x (T, in_dims) -> (T, out_dims)."""
-        if x.shape[0] < UNPACK_FROM:
-            return super().__call__(x)
         form = (self.group_size, self.bits, self.mode)
-        plain = mx.dequantize(self.weight, self.scales, self.biases, *form, dtype=x.dtype)
-        tiles = tiled(plain)
-        y = x @ plain.T if tiles is None else TiledLinear(tiles)(x)
+        if x.shape[0] < UNPACK_FROM:
+            y = mx.quantized_matmul(x, self.weight, self.scales, self.biases, True, *form)
+        else:
+            plain = mx.dequantize(self.weight, self.scales, self.biases, *form, dtype=x.dtype)
+            tiles = tiled(plain)
+            y = x @ plain.T if tiles is None else TiledLinear(tiles)(x)
         return y if self.bias is None else y + self.bias
 
 

@@ -2,8 +2,14 @@
 
 import mlx.core as mx
 
-from .embedding import DenseEmbedding, Embedding, QuantizedEmbedding
-from .linear import Linear, Projection, QuantizedLinear
+from .linear import (
+    DenseEmbedding,
+    Embedding,
+    Linear,
+    Projection,
+    QuantizedEmbedding,
+    QuantizedLinear,
+)
 from .moe import ExpertLinear, ExpertProjection, QuantizedExpertLinear, WideExperts
 from .norm import HeadRMSNorm, Norm, RMSNorm
 from .rope import FusedRope, LongRope, RopeSpec

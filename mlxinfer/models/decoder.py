@@ -11,8 +11,7 @@ import mlx.core as mx
 
 from ..core import CacheSpec
 from ..layers.attention import Mixer
-from ..layers.embedding import Embedding
-from ..layers.linear import Projection
+from ..layers.linear import Embedding, Projection
 from ..layers.mlp import FeedForward, Gated
 from ..layers.norm import Norm
 from ..layers.step import Rows, Step

@@ -14,10 +14,10 @@ import mlx.core as mx
 
 from ..errors import CheckpointError, InvalidRequestError, shown
 from ..layers.cpu import layer_factory
-from ..layers.embedding import Embedding
 from ..layers.factory import LayerFactory
 from ..layers.linear import (
     DenseHeadLinear,
+    Embedding,
     HeadLinear,
     Joined,
     Projection,

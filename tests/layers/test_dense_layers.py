@@ -17,9 +17,14 @@ from mlxinfer.layers.cpu import (
     layer_factory,
     tiled,
 )
-from mlxinfer.layers.embedding import DenseEmbedding, QuantizedEmbedding
 from mlxinfer.layers.factory import LayerFactory
-from mlxinfer.layers.linear import Joined, Linear, QuantizedLinear
+from mlxinfer.layers.linear import (
+    DenseEmbedding,
+    Joined,
+    Linear,
+    QuantizedEmbedding,
+    QuantizedLinear,
+)
 from mlxinfer.layers.mlp import ACTIVATIONS, Gated, clamped_swiglu, gated
 from mlxinfer.layers.norm import HeadRMSNorm, RMSNorm
 from mlxinfer.models.quantization import QuantFormat

@@ -1,12 +1,9 @@
 """The engine: the one thread that touches MLX, and how to talk to it. Knows no text, no HTTP.
 
 Callers may be interrupted by Ctrl-C at any point. So what they share with the engine's thread is
-locked by C locks that `with` takes directly, and answers come by SimpleQueue: a lock of Python's
-(that of a Future, an Event, a generator around a lock) can stay taken where a signal handler raises
-between its acquisition and its `try`.
+locked by C locks that `with` takes directly, and answers come by SimpleQueue (see threads.py).
 """
 
-import _thread
 import logging
 import queue
 import threading
@@ -14,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -22,6 +19,7 @@ from ..config import EngineConfig
 from ..core import FinishReason, Request, TokenEvent
 from ..errors import EngineClosedError, MlxinferError, RequestFailedError
 from ..models.decoder import Model
+from ..threads import Reply, start
 from .kernels import choose_on_this_machine
 from .limits import EngineLimits
 from .loop import Loop
@@ -30,32 +28,6 @@ from .process import await_end, claim_process, is_fork, require_process
 Listener = Callable[[TokenEvent], None]
 log = logging.getLogger("mlxinfer.engine")
 T = TypeVar("T")
-
-
-class Reply(Generic[T]):
-    """One value, or error, from one thread to another that waits for it."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[T, None] | tuple[None, BaseException]]
-        self._queue = queue.SimpleQueue()
-
-    def put(self, value: T) -> None:
-        """Let `wait` return."""
-        self._queue.put((value, None))
-
-    def fail(self, error: BaseException) -> None:
-        """Let `wait` raise."""
-        self._queue.put((None, error))
-
-    def wait(self) -> T:
-        """Return the value, or raise the error, once it is there. Only one call gets it."""
-        value, error = self._queue.get()
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback holds this frame
-        return value  # type: ignore[return-value]  # no error: a T
 
 
 class Engine:
@@ -82,7 +54,7 @@ class Engine:
         self._stopping = False
         self._pid = claim_process()
         self._gate = threading.Lock()  # what is put into the inbox under it is answered
-        self._running = threading.Lock()  # held until the thread has left MLX
+        self._running = threading.Lock()  # held by the thread until it has left MLX
         self._limits: EngineLimits  # set on the engine's thread, which is ready then
         ready: Reply[None] = Reply()
         self._thread = threading.Thread(
@@ -91,7 +63,7 @@ class Engine:
         if owner is not None:  # before there is a thread: Ctrl-C may come as soon as there is one
             weakref.finalize(owner, self.close)
         try:
-            _thread.start_new_thread(self._start, (ready,))
+            start(self._thread, ready.fail)
             ready.wait()
         except BaseException:  # Ctrl-C: no caller is left to close what is being loaded
             self.close()
@@ -147,10 +119,7 @@ class Engine:
             if self._stopping:
                 reply.fail(EngineClosedError("The engine was closed."))
                 return
-            try:
-                reply.put(function())
-            except BaseException as error:  # the caller raises it
-                reply.fail(error)
+            reply.of(function)
 
         self._put(work)
         return reply.wait()
@@ -189,24 +158,13 @@ class Engine:
             self.require_open()
             self._inbox.put(message)
 
-    def _start(self, ready: Reply[None]) -> None:
-        """Start the engine's thread, from a thread that Ctrl-C does not reach.
-
-        `Thread.start` waits for an Event, whose lock the new thread needs to begin.
-        """
-        with self._gate:
-            if self._stopping:  # the constructor was interrupted, and has closed the engine
-                return
-            self._running.acquire()
-        try:
-            self._thread.start()
-        except BaseException as error:  # the constructor raises it
-            self._running.release()
-            ready.fail(error)
-
     # -- on the engine's thread -----------------------------------------------------------------
 
     def _work(self, load: Callable[[], tuple[Model, EngineConfig]], ready: Reply[None]) -> None:
+        with self._gate:
+            if self._stopping:  # the constructor was interrupted, and has closed the engine
+                return
+            self._running.acquire()  # from here on close() waits
         try:
             self._run(load, ready)
         finally:

@@ -11,12 +11,13 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidRequestError, MlxinferError, OverloadedError
+from ..threads import run_apart
 from .schema import at
 from .spec import GrammarSpec
 
@@ -53,7 +54,8 @@ class _EndedError(Exception):
 class CheckProcess:
     """The process in which grammars are tried; a killed one is replaced at the next grammar.
 
-    Safe to use from several threads, which wait for each other.
+    Safe to use from several threads, which wait for each other. A check runs on a thread of its own
+    to its end: a caller that Ctrl-C interrupts leaves no verdict unread and no lock taken.
 
     Args:
         max_seconds: limit of one grammar, and of the wait for other threads' grammars.
@@ -82,11 +84,18 @@ class CheckProcess:
             InvalidRequestError: it cannot; with the place in the request and a JSON pointer.
             OverloadedError: other grammars took all the time, or the process was killed.
         """
+        run_apart(partial(self._check, spec, special or {}, vocab_size), "mlxinfer-grammar")
+
+    def close(self) -> None:
+        """End the process; the next check starts another."""
+        run_apart(self._close, "mlxinfer-grammar")
+
+    def _check(self, spec: GrammarSpec, special: Mapping[int, str], vocab_size: int) -> None:
         job = {
             "source": spec.source,
             "schemas": [[p.place, p.text] for p in spec.schemas],
             "is_free": spec.is_free,
-            "special": special or {},
+            "special": special,
             "vocab_size": vocab_size,
         }
         if not self._turn.acquire(timeout=self.max_seconds):
@@ -100,8 +109,7 @@ class CheckProcess:
         if reply:
             raise at(reply["place"] or spec.place, reply["pointer"], reply["error"])
 
-    def close(self) -> None:
-        """End the process; the next check starts another."""
+    def _close(self) -> None:
         with self._turn:
             self._stop()
 
@@ -233,7 +241,9 @@ class GrammarCompiler:
         self._checker = checker or CheckProcess()
         self._table: llguidance.LLTokenizer | None = None
         self._table_lock = threading.Lock()
-        self._cache: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
+        # Oldest use first. A dict: an OrderedDict is broken for good where Ctrl-C interrupts a
+        # key's hash in it.
+        self._cache: dict[GrammarSpec, CompiledGrammar] = {}
         self._cache_lock = threading.Lock()
 
     def start(self, spec: GrammarSpec) -> "TokenGrammar":
@@ -253,9 +263,9 @@ class GrammarCompiler:
             Those of start.
         """
         with self._cache_lock:
-            found = self._cache.get(spec)
+            found = self._cache.pop(spec, None)
             if found is not None:
-                self._cache.move_to_end(spec)
+                self._cache[spec] = found
                 return found
         if spec.names_tokens:
             self._checker.check(spec, self._special, self._vocab_size)
@@ -288,5 +298,4 @@ class GrammarCompiler:
         """Drop the least recently used grammars until the rest fits; the newest stays."""
         total = sum(compiled.num_bytes for compiled in self._cache.values())
         while total > self._cache_bytes and len(self._cache) > 1:
-            _, gone = self._cache.popitem(last=False)
-            total -= gone.num_bytes
+            total -= self._cache.pop(next(iter(self._cache))).num_bytes

@@ -1,0 +1,90 @@
+"""Ctrl-C at any point of any call: the model stays whole, and what was asked for ends."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mlxinfer import LLM, EngineClosedError, InvalidRequestError, SamplingParams
+from mlxinfer.grammar import spec
+from mlxinfer.grammar.compiler import CheckProcess
+
+PROGRAM = Path(__file__).with_name("interrupting.py")
+ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout[-1000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("call", ["stats", "stream", "grammar", "close"])
+def test_a_call_interrupted_at_any_of_its_points_breaks_nothing(call: str) -> None:
+    assert f"{call}: whole after interrupts at" in run("points", call)
+
+
+def test_calls_interrupted_at_random_times_break_nothing() -> None:
+    print(run("times", "2000", str(time.time_ns() % 10**6)))
+
+
+@pytest.mark.slow
+def test_100_000_calls_interrupted_at_random_times_break_nothing() -> None:
+    print(run("times", "100000", str(time.time_ns() % 10**6)))
+
+
+@pytest.fixture
+def checker() -> CheckProcess:
+    checker = CheckProcess()
+    checker.check(spec.regex("a"))
+    return checker
+
+
+def test_an_interrupted_check_leaves_no_verdict_for_the_next_grammar(checker: CheckProcess) -> None:
+    process = checker._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)  # the verdict comes after the interrupt
+    pressing = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT])
+    pressing.start()
+    with pytest.raises(KeyboardInterrupt):
+        checker.check(spec.regex("("))
+    pressing.join()
+    os.kill(process.pid, signal.SIGCONT)
+    for pattern in ("[ab]c", "[cd]e"):
+        checker.check(spec.regex(pattern))
+        with pytest.raises(InvalidRequestError):
+            checker.check(spec.regex("("))
+    assert checker.num_started == 1
+    checker.close()
+
+
+ASKED: dict[str, Callable[[LLM], object]] = {
+    "generate": lambda llm: llm.generate(["A", "B"], ENDLESS),
+    "chat": lambda llm: llm.chat([{"role": "user", "content": "Hello"}], ENDLESS),
+    "agenerate": lambda llm: asyncio.run(llm.agenerate("A", ENDLESS)),
+}
+
+
+@pytest.mark.parametrize("call", ASKED)
+def test_an_answer_that_close_cuts_off_is_an_error(call: str) -> None:
+    llm = LLM("demo")
+
+    def close_when_it_runs() -> None:
+        while not llm.stats()["running"]:
+            time.sleep(0.01)
+        llm.close()
+
+    closing = threading.Thread(target=close_when_it_runs)
+    closing.start()
+    with pytest.raises(EngineClosedError, match="was closed"):
+        ASKED[call](llm)
+    closing.join()

@@ -41,14 +41,16 @@ def paged_attention(
     sink_column = None
     if sinks is not None:
         sink_column = _sink_column(sinks, tail_keys.shape[1], queries.shape[1])
-    if any(keys):
+    dim = tail_values.shape[-1]
+    if len(keys) == 1 and keys[0]:  # nothing to take apart
+        sequence = keys[0], values[0], run_masks[0], tail_scores, sink_column, dim
+        weights, seen = _over_runs(by_head, *sequence)
+        outputs = mx.addmm(seen, weights, tail_values)
+    elif any(keys):
         rows = zip(_rows(by_head), keys, values, run_masks, _rows(tail_scores), strict=True)
-        weights, seen = [], []
-        for row in rows:
-            tail_weights, of_pages = _over_runs(*row, sink_column, tail_values.shape[-1])
-            weights.append(tail_weights)
-            seen.append(of_pages)
-        outputs = mx.addmm(_joined(seen), _joined(weights), tail_values)
+        found = [_over_runs(*row, sink_column, dim) for row in rows]
+        all_weights, all_seen = zip(*found, strict=True)
+        outputs = mx.addmm(_joined(all_seen), _joined(all_weights), tail_values)
     else:
         outputs = _softmax(tail_scores, sink_column) @ tail_values
     return _by_token(outputs, queries)

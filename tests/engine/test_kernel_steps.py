@@ -134,3 +134,21 @@ def test_any_kernel_may_be_missing(missing: str, monkeypatch: pytest.MonkeyPatch
         outcomes = run(model, EIGHT, lambda all: frozenset(v for v in all if v.kind != missing))
     assert [o.token_ids for o in outcomes] == [o.token_ids for o in plain]
     assert not any(report.kernel.startswith(missing) for report in machine.reports)
+
+
+@requires_compiler
+@pytest.mark.parametrize("kv", [KVOptions(), EIGHT, KVOptions(window=24, sinks=3)])
+def test_latent_attention_on_its_kernel_as_in_plain_mlx(
+    kv: KVOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 2}
+    monkeypatch.setitem(CASES, "wide", {**CASES["deepseek_v3-v4"], **sizes})
+    model = load(tiny_checkpoint(Path(mkdtemp()), "wide"))
+    plain = run(model, kv, choose_none)
+    machine = MetalCPU(seed=1)
+    with running_on(machine):
+        outcomes = run(model, kv, choose_all(set()))
+    machine.assert_clean()
+    assert any(report.kernel.startswith("mla_attention") for report in machine.reports)
+    assert [o.error for o in outcomes] == [None] * 4
+    assert [o.token_ids for o in outcomes] == [o.token_ids for o in plain]

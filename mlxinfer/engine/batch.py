@@ -213,7 +213,7 @@ class Batch:
     @property
     def segments(self) -> StepSegments:
         """The tokens of the step as the KV cache sees them."""
-        single = self.decodes.segments if len(self.decodes) else None
+        single = self.decodes.segments if self.decodes.sequences else None
         return StepSegments.of(self.short, self.long, single)
 
     @property

@@ -75,6 +75,7 @@ class Runner:
         self.cache = cache
         self.sampler = sampler
         self._used_slots: set[int] = set()
+        self._has_variants = False  # whether a sequence with a RoPE variant or adapter ever ran
 
     def launch(self, batch: Batch, previous: Launched | None) -> Launched:
         """Start a step.
@@ -98,8 +99,8 @@ class Runner:
             ids,
             mx.array(segments.positions),
             self.cache.begin_step(segments),
-            rope_variants=_of_rows(batch, ROPE_VARIANT),
-            adapters=_of_rows(batch, ADAPTER),
+            rope_variants=_of_rows(batch, ROPE_VARIANT) if self._has_variants else None,
+            adapters=_of_rows(batch, ADAPTER) if self._has_variants else None,
         )
         launched = self._heads(batch, hidden, ids, pending)
         launched.outputs += self.cache.step_outputs()
@@ -157,6 +158,7 @@ class Runner:
             if sequence.slot in self._used_slots:
                 self.sampler.remove(sequence.slot)
             self._used_slots.add(sequence.slot)
+            self._has_variants |= sequence.namespace is not None
             request, known = sequence.request, sequence.token_ids
             self.sampler.add(
                 sequence.slot,
@@ -175,7 +177,7 @@ class Runner:
         ]
         outputs = [logits for *_, logits in prompt_logits]
         sampling = batch.sampling
-        if not sampling:
+        if not sampling.sequences:
             return Launched(batch, None, prompt_logits, [*outputs, hidden])
         if sampling.flat_rows is not None:
             rows = mx.array(sampling.flat_rows)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..cache.pages import OutOfPages
 from ..cache.work import Move
-from ..core import FinishReason, Grammar
+from ..core import FinishReason
 from .batch import MAX_SHORT, Batch, CommitResult, DecodeBatch, Segment, sampling_rows
 from .grammar_masks import num_allowed
 from .kv_manager import KVManager
@@ -108,7 +108,7 @@ class Scheduler:
         """
         preemptions = self.counters.preemptions
         decoding = [s for s in self.queues.running if s.decodes]
-        proposals = self._propose(decoding)
+        proposals = self._propose(decoding, self._proposer) if self._proposer else {}
         singles = [s for s in decoding if s not in proposals] if proposals else decoding
         if self._last is not None and self._last.sequences == singles:
             decodes = self._last.advance()
@@ -178,18 +178,16 @@ class Scheduler:
 
     # -- proposals ------------------------------------------------------------------------------
 
-    def _propose(self, decoding: list[Sequence]) -> dict[Sequence, list[int]]:
+    def _propose(self, decoding: list[Sequence], proposer: Proposer) -> dict[Sequence, list[int]]:
         """Proposals to verify, by sequence; only sequences whose tokens are all read get any.
 
         They are cut where the answer would have its full length, and where its grammar forbids one.
         """
-        if self._proposer is None:
-            return {}
         known = [s for s in decoding if not s.num_pending]
-        depth = min(self._proposer.depth(known), self._max_short - 1) if known else 0
+        depth = min(proposer.depth(known), self._max_short - 1) if known else 0
         if depth <= 0:
             return {}
-        proposed = self._proposer.propose(known, depth)
+        proposed = proposer.propose(known, depth)
         usable = [
             token_ids[: min(depth, s.max_known - s.num_known - 1)]
             for s, token_ids in zip(known, proposed, strict=True)
@@ -275,7 +273,8 @@ class Scheduler:
         self._last = None if batch.ragged or batch.admitted else batch.decodes
         self.counters.steps += 1
         self.counters.tokens_computed += row
-        self.counters.prompt_tokens_computed += _num_prompt_tokens(batch.ragged)
+        if batch.ragged:
+            self.counters.prompt_tokens_computed += _num_prompt_tokens(batch.ragged)
 
     def commit(self, batch: Batch, token_ids: Seq[int]) -> CommitResult:
         """Take in the tokens that a step sampled, one for each row of `batch.sampling`.
@@ -304,18 +303,22 @@ class Scheduler:
         return result
 
     def _finish(self, sequence: Sequence, token_id: int, row: int, result: CommitResult) -> None:
-        """End a sequence that ends with its newest token."""
-        request = sequence.request
-        try:
-            if token_id in request.stop_ids:
-                ended = sequence.num_answered > request.params.min_tokens
-                reason = FinishReason.STOP if ended else None
-            else:
-                reason = FinishReason.STOP if _completes(request.grammar, token_id) else None
-        except BaseException as error:  # the fault boundary of a grammar: others go on
-            result.failed[row] = error
-            self.queues.finish(sequence)
-            return
+        """End a sequence that ends with its newest token.
+
+        An end token is no text, so the grammar does not get it.
+        """
+        request, reason = sequence.request, None
+        if token_id in request.stop_ids:
+            if sequence.num_answered > request.params.min_tokens:
+                reason = FinishReason.STOP
+        elif request.grammar is not None:
+            try:
+                request.grammar.accept(token_id)
+                reason = FinishReason.STOP if request.grammar.finished else None
+            except BaseException as error:  # the fault boundary of a grammar: others go on
+                result.failed[row] = error
+                self.queues.finish(sequence)
+                return
         if reason is None and len(sequence.token_ids) >= sequence.max_known:
             reason = FinishReason.LENGTH
         if reason is not None:
@@ -368,14 +371,6 @@ def _without_preempted(
 def _prefilling(running: Seq[Sequence]) -> list[Sequence]:
     """Running sequences whose prompt is not computed to its end."""
     return [s for s in running if s.num_left > 0 and not s.decoding]
-
-
-def _completes(grammar: Grammar | None, token_id: int) -> bool:
-    """Whether a grammar is finished with this token: it was text, no end token."""
-    if grammar is None:
-        return False
-    grammar.accept(token_id)
-    return grammar.finished
 
 
 def _num_prompt_tokens(segments: Seq[Segment]) -> int:

@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 
 from ..core import SamplingParams
 from ..metal_kernels.sample import SETTINGS
-from .biases import Biases, SparseBias
+from .adjustments import Biases, Penalties, Repetition, SparseBias
 from .blocks import padded_width, row_padding
 from .draw import stream_of
 from .logprobs import LogprobRows, logprob_rows
-from .penalties import Penalties, Repetition
 from .truncation import RankCuts, WeightCuts
 
 GREEDY, PLAIN, TOP_P, TOP_K = range(4)
@@ -93,11 +92,7 @@ class SamplingPlan:
     settings: NDArray[np.void]  # (R,) SETTINGS for the Metal kernel, counts left out
     width: int  # of padded rows
     padding: mx.array  # see row_padding
-
-    @property
-    def adjusts(self) -> bool:
-        """Whether any row has penalties or biases."""
-        return self.penalties is not None or self.biases is not None
+    adjusts: bool  # whether any row has penalties or biases
 
 
 def make_plan(
@@ -136,6 +131,7 @@ def make_plan(
         settings=_settings(rows),
         width=padded_width(vocab_size),
         padding=row_padding(len(rows), vocab_size),
+        adjusts=bool(biased) or bool(rows["penalised"].any()),
     )
 
 

@@ -11,11 +11,18 @@ from numpy.typing import NDArray
 from ..core import SamplingParams
 from ..metal_kernels.bitmask import bitmask
 from ..metal_kernels.sample import sample, settings_array
-from .biases import SparseBias, apply_bitmask, sparse_bias
+from .adjustments import (
+    Ints,
+    SparseBias,
+    TokenHistory,
+    apply_bitmask,
+    penalise,
+    prompt_mask,
+    sparse_bias,
+)
 from .blocks import pad_rows
 from .draw import DrawRanks, draw, uniforms
 from .logprobs import LogprobArrays, compute_logprobs
-from .penalties import Ints, TokenHistory, penalise, prompt_mask
 from .plan import ROW, Drawn, SamplingPlan, make_plan, row_of
 from .truncation import kept_weights
 

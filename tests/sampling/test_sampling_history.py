@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.sampling.penalties import TokenHistory
+from mlxinfer.sampling.adjustments import TokenHistory
 
 SPARE = 300
 

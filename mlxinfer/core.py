@@ -1,4 +1,4 @@
-"""The vocabulary that every part shares. Knows no mlx, no text, no files."""
+"""The types that all parts share: requests, sampling parameters, events. No mlx, text or files."""
 
 import math
 import sys
@@ -30,7 +30,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens and when to stop. Checked when built; greedy unless told otherwise.
+    """How to choose tokens and when to stop. Checked when built; greedy by default.
 
     Order of work: penalties and bias on the logits, temperature, top_k, top_p (of what top_k left),
     min_p (relative to the most probable token), then one draw.
@@ -189,7 +189,7 @@ class TokenLogprobs:
 
 
 class TokenEvent(NamedTuple):
-    """What the engine says of one request after one step."""
+    """One event of one request: a token, logits of its prompt, or its end."""
 
     request_id: str
     token_id: int | None  # None: no new token

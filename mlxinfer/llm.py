@@ -1,4 +1,4 @@
-"""LLM: Python over one session. Everything that it does is elsewhere."""
+"""LLM: the Python interface of one session."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -38,16 +38,17 @@ class LLM:
         kv_bits: bits of stored keys and values: 8, 4, or (8, 4); None: as they are computed.
         kv_window: positions that every layer sees; the KV cache of a request grows no further.
         kv_sinks: with kv_window, the first positions, which stay visible.
-        kv_plain_ends: first and last layer as they are computed, whatever kv_bits says.
-        kv_plain_windows: so for layers that have a window of their own.
-        max_memory: what the KV cache may take, such as "8GB"; None: a share of what is there.
-        prefix_cache: whether prompts use the KV cache that earlier requests left.
-        disk_cache: what prompts may take on disk, such as "20GB": what memory has no room for goes
-            there, and all that is cached at the end, for the next start. None: nothing does.
-        disk_cache_dir: where; None: ~/.cache/mlxinfer/kv.
+        kv_plain_ends: keep the first and last layer unquantised, whatever kv_bits is.
+        kv_plain_windows: keep layers that have a window of their own unquantised.
+        max_memory: of the KV cache, such as "8GB"; None: a share of what the weights leave.
+        prefix_cache: whether prompts reuse the KV cache of earlier requests.
+        disk_cache: size of the prefix cache on disk, such as "20GB". It takes what memory has no
+            room for, and at the end all that is cached, for the next start. None: no disk cache.
+        disk_cache_dir: its folder; None: ~/.cache/mlxinfer/kv.
         max_batch: requests that run at once; others wait.
-        max_context: tokens of prompt and answer; None: what the model was made for.
-        prefill_chunk: prompt tokens a step; smaller answers others sooner, larger is faster.
+        max_context: tokens of prompt and answer; None: the model's own limit.
+        prefill_chunk: prompt tokens a step; small ones let other requests answer sooner, large ones
+            are faster.
         dtype: of activations and KV cache: "auto", "float32", "bfloat16" or "float16".
         num_pages: KV pages, instead of max_memory: for tests of tight memory.
         launch_ahead: launch a step before the one before it is read. Off: for debugging.
@@ -199,8 +200,7 @@ class LLM:
                 text.
             tool_choice: "auto" (the default), "none", "required", or {"type": "function",
                 "function": {"name": ...}}; the last two make the model call.
-            parallel_tool_calls: whether an answer may have several calls; it may unless told
-                otherwise.
+            parallel_tool_calls: whether an answer may have several calls; the default.
             response_format: what the answer must look like, as of `generate`.
             chat_template_kwargs: variables of the chat template, such as
                 {"enable_thinking": False}.
@@ -276,7 +276,7 @@ class LLM:
         return self._session.stats()
 
     def close(self) -> None:
-        """End what runs and free the memory; closing twice is fine."""
+        """Abort running requests and free the memory; closing twice is fine."""
         self._session.close()
 
     def __enter__(self) -> "LLM":

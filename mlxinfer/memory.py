@@ -10,7 +10,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 MIN_KV_BYTES = 64 * 10**6
-KV_SHARE = 0.4  # of what the weights leave, where nobody said how much
+KV_SHARE = 0.4  # of what the weights leave, by default
 
 
 def parse_bytes(size: str | int, *, param: str = "max_memory") -> int:
@@ -41,7 +41,7 @@ def total_memory_bytes() -> int:
 
 
 def default_kv_bytes(available_bytes: int, weights_bytes: int) -> int:
-    """Budget of the KV cache beside weights of this size, where nobody gave one."""
+    """The default budget of the KV cache beside weights of this size."""
     return max(int((available_bytes - weights_bytes) * KV_SHARE), MIN_KV_BYTES)
 
 

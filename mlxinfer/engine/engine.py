@@ -39,7 +39,7 @@ class Engine:
     Args:
         load: called once on the engine's thread; returns the model and how to run it.
         owner: the engine is closed when this object is collected, and when the process ends; None:
-            only when it is told to. It must not be reachable from `load`.
+            only by `close`. It must not be reachable from `load`.
 
     Raises:
         EngineClosedError: this process is a fork of one that has used MLX.

@@ -32,7 +32,7 @@ _ENDS = ("add_generation_prompt", "continue_final_message")  # of every template
 
 
 class ChatOptions(TypedDict, total=False):
-    """What LLM.chat takes beside messages and params, and says of each."""
+    """Keyword arguments of LLM.chat, documented there."""
 
     tools: Sequence[Message] | None
     tool_choice: str | Message

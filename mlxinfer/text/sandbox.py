@@ -13,7 +13,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager
 from datetime import datetime
 from functools import wraps
 from types import CodeType, MethodType
@@ -263,14 +262,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             return False
         return any(name.name == variable and name.ctx == "load" for name in names)
 
-    @contextmanager
-    def limited_by(self, budget: Budget, marks: str = "") -> Iterator[None]:
+    def limited_by(self, budget: Budget, marks: str = "") -> "_Limits":
         """Let this thread's rendering draw on `budget` and ignore the characters `marks`."""
-        self._local.budget, self._local.marks = budget, marks
-        try:
-            yield
-        finally:
-            del self._local.budget, self._local.marks
+        return _Limits(self._local, budget, marks)
 
     @property
     def budget(self) -> Budget:
@@ -377,3 +371,20 @@ def _is_plain(value: object) -> bool:
 
 def _as_list(lazy: Iterator[Any]) -> list[Any]:
     return list(lazy)
+
+
+class _Limits:
+    """The limits of one rendering in its thread, from the beginning of a `with` to its end.
+
+    Not a generator: one that Ctrl-C leaves suspended ends when it is collected, and would then take
+    away the limits of a later rendering.
+    """
+
+    def __init__(self, local: threading.local, budget: Budget, marks: str) -> None:
+        self._local, self._budget, self._marks = local, budget, marks
+
+    def __enter__(self) -> None:
+        self._local.budget, self._local.marks = self._budget, self._marks
+
+    def __exit__(self, *_: object) -> None:
+        del self._local.budget, self._local.marks

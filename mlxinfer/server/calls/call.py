@@ -21,7 +21,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-TIMEOUT_HEADER = b"x-request-timeout"  # seconds after which nobody waits for the answer any more
+TIMEOUT_HEADER = b"x-request-timeout"  # seconds after which the answer is of no use to the client
 
 
 class Call:

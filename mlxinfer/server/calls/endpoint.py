@@ -32,7 +32,7 @@ log = logging.getLogger("mlxinfer.server")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """What an API file says of one of its paths.
+    """One method and path of an API file.
 
     Attributes:
         method, path: "POST", "/v1/chat/completions"; `{name}` or `{name:path}` in the path is a
@@ -42,7 +42,7 @@ class Endpoint:
         body: msgspec Struct of the request.
         answer: msgspec Struct of the JSON answer.
         style: how its errors look.
-        needs_key: False: anybody is answered; for paths that say nothing about anybody.
+        needs_key: False: answered without a key; for paths without private data.
         if_header: of two endpoints with one path, this one answers requests with that header.
     """
 

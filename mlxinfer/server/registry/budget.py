@@ -2,7 +2,7 @@
 
 Knows bytes; no models, no requests. The rules, so that people can do the sum themselves:
 
-- The limit is of weights and KV caches together. Where nobody gave one it is seven tenths of the
+- The limit is of weights and KV caches together. By default it is seven tenths of the
   machine's memory; what a step computes with comes on top, for a moment.
 - A model with a KV budget of its own gets that.
 - If the weights of all models fit together and leave enough, the others share the rest equally, and
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from ...errors import InvalidRequestError
 from ...memory import KV_SHARE, human_bytes
 
-LIMIT_SHARE = 0.7  # of the machine's memory, where nobody gave a limit
+LIMIT_SHARE = 0.7  # of the machine's memory, by default
 ENOUGH_SHARE = 1 / 16  # of what a model could have alone: to have less is worse than turns
 MIN_KV_BYTES = 8 * 10**6
 

@@ -23,7 +23,7 @@ log = logging.getLogger("mlxinfer.server")
 
 
 def not_loaded(slot: Slot, left_s: float) -> ModelLoadError:
-    """What clients are told of a model that failed to load, and is tried again in `left_s`."""
+    """The error of requests to a model that failed to load, and is tried again in `left_s`."""
     count = slot.brake.num_failures
     times = "" if count == 1 else f" {count} times in a row"
     return ModelLoadError(
@@ -43,7 +43,7 @@ class Loader:
 
     Attributes:
         changing: held during a change.
-        quiet: nothing is logged: at the start whoever starts the server is told.
+        quiet: nothing is logged: at the start errors are raised to the caller.
     """
 
     def __init__(self, slots: Sequence[Slot], limit_bytes: int, clock: Callable[[], float]) -> None:
@@ -117,7 +117,7 @@ class Loader:
         slot.num_loads += 1
 
     def _failed(self, slot: Slot, error: Exception) -> ModelLoadError:
-        """What the waiters are told; the reason is for the log, as it may name paths."""
+        """The error of the waiting requests; its reason is only logged, as it may name paths."""
         name = slot.entry.name
         slot.failure = error
         slot.num_failures += 1

@@ -1,6 +1,6 @@
-"""The models that a server has, by name: loaded when asked for, unloaded when idle or in the way.
+"""The models of a server by name: loaded on request, unloaded when idle or in the way.
 
-Knows names and who uses what; no memory, no requests.
+Knows names and the number of users of each model; no memory, no requests.
 """
 
 import asyncio
@@ -174,7 +174,7 @@ class Models:
     async def load(self, name: str) -> None:
         """Load a model if it is not; raises as `use`, but with the reason of a failure."""
         slot = self.find(name)
-        slot.brake.release()  # somebody who asks wants it tried
+        slot.brake.release()  # an explicit request tries it at once
         try:
             async with self.use(name):
                 pass
@@ -197,7 +197,7 @@ class Models:
             await self._until_unused(slot, drain_s)
             work = asyncio.create_task(self._put_out(slot))
             work.add_done_callback(lambda task: task.cancelled() or task.exception())
-            await asyncio.shield(work)  # who asked may leave, but not leave it half unloaded
+            await asyncio.shield(work)  # a client that leaves does not leave it half unloaded
 
     async def _put_out(self, slot: Slot) -> None:
         with _leaving(slot):
@@ -211,12 +211,12 @@ class Models:
                     await self._loader.put_out(slot, "asked")
 
     def _notice_end(self, slot: Slot) -> None:
-        """A model whose engine ended after a fault is not there any more."""
+        """Forget a model whose engine ended after a fault."""
         if slot.served is not None and slot.served.closed:
             self._loader.lose(slot)
 
     async def unload_idle(self) -> None:
-        """Unload what nobody has used for as long as its ttl; what ended by itself is forgotten."""
+        """Unload models unused for their ttl, and forget those whose engine ended."""
         for slot in self._slots:
             self._notice_end(slot)
             if slot.idle and self.ttl_left_s(slot) == 0.0:

@@ -1,4 +1,4 @@
-"""One model of the registry: its entry, whether it is loaded, who uses it, when it may go."""
+"""One model of the registry: its entry, its state, its users, and when it may be unloaded."""
 
 import asyncio
 from collections.abc import Callable
@@ -95,7 +95,7 @@ class Slot:
     Attributes:
         users: calls that use it or wait for it; while there is one it stays.
         used_s: when the last one left, by the registry's clock.
-        leaving: unloads by hand that wait or work; nobody new is let in meanwhile.
+        leaving: explicit unloads in progress; meanwhile new requests are refused.
     """
 
     entry: Entry
@@ -127,7 +127,7 @@ class Slot:
 
     @property
     def idle(self) -> bool:
-        """Loaded, used by nobody, and not pinned: it may go."""
+        """Loaded, without users, and not pinned: it may be unloaded."""
         return self.state is State.LOADED and not self.users and not self.entry.pinned
 
     def ttl_left_s(self, now_s: float) -> float | None:

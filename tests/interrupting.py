@@ -187,6 +187,8 @@ def at_random(victim: Victim, count: int, seed: int) -> None:
             victim.check(name)
             if number % 100 == 99:
                 victim.check_well()
+        if number % 5000 == 4999:
+            print(f"{number + 1} interrupts", flush=True)
     print(f"whole after {count} interrupts", flush=True)
 
 

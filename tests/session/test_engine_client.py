@@ -1,10 +1,14 @@
-"""Messages from a thread to an event loop: all arrive, in order, with few wake-ups."""
+"""What crosses threads: limits, and messages to event loops, which all arrive with few wake-ups."""
 
 import asyncio
 import gc
 import threading
 import weakref
 
+import pytest
+
+from mlxinfer import LLM, RequestFailedError, SamplingParams
+from mlxinfer.engine.loop import Loop
 from mlxinfer.session.engine_client import Mailbox
 
 
@@ -67,3 +71,28 @@ def test_a_closed_loop_is_no_error() -> None:
     loop.close()
     assert not mailbox.post(asyncio.Queue(), 1)
     assert not mailbox.post(asyncio.Queue(), 2)
+
+
+def test_limits_are_values_and_handed_over_again_after_a_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No caller reads the loop's own objects, which a restart replaces."""
+    turn = Loop.turn
+
+    def fail_once(loop: Loop) -> None:
+        if loop.idle:
+            return turn(loop)
+        monkeypatch.setattr(Loop, "turn", turn)
+        raise RuntimeError("the bookkeeping is wrong")
+
+    with LLM("demo", num_pages=40, max_context=300) as llm:
+        before = llm._session.limits
+        assert hash(before) is not None, "frozen, down to its parts"
+        assert (before.max_context, before.vocab_size) == (300, llm.model_info.vocab_size)
+        assert [group.num_pages for group in before.groups] == [40] * len(before.groups)
+        monkeypatch.setattr(Loop, "turn", fail_once)
+        with pytest.raises(RequestFailedError, match="bookkeeping"):
+            llm.generate("A", SamplingParams(max_tokens=2))
+        assert llm.generate("A", SamplingParams(max_tokens=2)).token_ids
+        assert llm._session.limits == before
+        assert llm._session.limits is not before

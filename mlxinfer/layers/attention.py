@@ -41,6 +41,7 @@ class Attention:
         scale: multiplies the scores.
         rope: None: positions are not encoded.
         qk_norm: over (T, num_heads + num_kv_heads, head_dim); None: no norm.
+        v_norm: over (T, num_kv_heads, head_dim); None: no norm.
         sinks: (num_heads,) learned logits that take part in each softmax; None: there are none.
         make_heads: settings of the one kernel that stands for norm, rope and storing; None: there
             is no such kernel for this layer.
@@ -58,6 +59,7 @@ class Attention:
         "scale",
         "sinks",
         "spec",
+        "v_norm",
         "v_start",
     )
 
@@ -71,6 +73,7 @@ class Attention:
         scale: float,
         rope: Rope | None,
         qk_norm: Norm | None = None,
+        v_norm: Norm | None = None,
         sinks: mx.array | None = None,
         make_heads: HeadsMaker | None = None,
     ) -> None:
@@ -84,8 +87,9 @@ class Attention:
         self.scale = scale
         self.rope = rope
         self.qk_norm = qk_norm
+        self.v_norm = v_norm
         self.sinks = sinks
-        self.make_heads = make_heads
+        self.make_heads = None if v_norm is not None else make_heads
 
     def attend(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> the outputs of the heads side by side, (T, num_heads * head_dim)."""
@@ -97,6 +101,8 @@ class Attention:
         qk, values = mx.split(qkv, self.v_start, axis=1)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
+        if self.v_norm is not None:
+            values = self.v_norm(values)
         if self.rope is not None:
             qk = self.rope(qk, step.prepared(self.rope))
         queries, keys = mx.split(qk, self.k_start, axis=1)

@@ -59,7 +59,11 @@ class MoE:
 
     def __call__(self, x: mx.array) -> mx.array:
         """x (T, hidden) -> (T, hidden)."""
-        weights, experts = self.choose(self.router(x))  # (T, k) each
+        return self.mix(x, self.router(x))
+
+    def mix(self, x: mx.array, logits: mx.array) -> mx.array:
+        """The same with logits (T, E) that a router gave."""
+        weights, experts = self.choose(logits)  # (T, k) each
         y = self._sorted(x, experts) if experts.size >= SORT_FROM else self._direct(x, experts)
         y = (weights[:, None].astype(y.dtype) @ y)[:, 0]
         return y if self.shared is None else self.shared.onto(y, x)

@@ -22,7 +22,7 @@ class RopeSpec:
 
     dims: int  # leading dimensions of a head that turn; even
     theta: float = 10000.0
-    kind: str = "default"  # "default" | "linear" | "llama3" | "yarn" | "longrope"
+    kind: str = "default"  # "default" | "linear" | "llama3" | "yarn" | "longrope" | "proportional"
     factor: float = 1.0  # how far the context was stretched
     original_context: int = 8192  # tokens the model was first trained with
     low_freq_factor: float = 1.0  # llama3
@@ -31,6 +31,7 @@ class RopeSpec:
     beta_slow: float = 1.0  # yarn: turns below which a pair is slowed by `factor`
     truncate: bool = True  # yarn: round the range between the two to whole pairs
     pair_factors: tuple[float, ...] = ()  # longrope: how far each pair was stretched
+    num_still: int = 0  # proportional: pairs, the slowest ones, that do not turn
     attention_factor: float = 1.0  # multiplies what was rotated
     long: "RopeSpec | None" = None  # of sequences that may outgrow the original context; None: this
 
@@ -130,6 +131,9 @@ def inverse_frequencies(spec: RopeSpec) -> list[float]:
             return [_llama3(f, spec) for f in plain]
         case "yarn":
             return _yarn(plain, spec)
+        case "proportional":
+            turning = len(plain) - spec.num_still
+            return [f / spec.factor if i < turning else 0.0 for i, f in enumerate(plain)]
         case "longrope":
             return [f / factor for f, factor in zip(plain, spec.pair_factors, strict=True)]
     assert spec.kind == "default", spec.kind

@@ -54,6 +54,7 @@ class ModelConfig:
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
     sparse_layers: tuple[bool, ...] = ()  # whether a layer's MLP is a mixture of experts
+    heads: tuple[tuple[int, int], ...] = ()  # num_kv_heads and head_dim by layer; empty: as above
     latent: LatentSpec | None = None  # of latent attention; None: keys and values are kept
     states: tuple[StateSpec | None, ...] = ()  # of recurrent layers; None: an attention layer
     quantization: Quantization | None = None
@@ -66,7 +67,12 @@ class ModelConfig:
             return state
         if self.latent is not None:
             return self.latent
-        return KVSpec(self.num_kv_heads, self.head_dim, self.head_dim, self.windows[index])
+        kv_heads, dim = self.heads_of(index)
+        return KVSpec(kv_heads, dim, dim, self.windows[index])
+
+    def heads_of(self, index: int) -> tuple[int, int]:
+        """KV heads of a layer, and the size of its heads."""
+        return self.heads[index] if self.heads else (self.num_kv_heads, self.head_dim)
 
 
 def load_config(folder: Path) -> ModelConfig:

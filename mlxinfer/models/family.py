@@ -121,7 +121,7 @@ class Family:
         self.config = config
         self.weights = weights
         self.make = weights.make
-        self._ropes: dict[RopeSpec, Rope] = {}
+        self._ropes: dict[tuple[RopeSpec, int], Rope] = {}
 
     @classmethod
     def build(cls, config: ModelConfig, weights: Weights) -> Model:
@@ -274,33 +274,34 @@ class Family:
     def mixer(self, index: int) -> Mixer:
         """The attention of a layer."""
         config, path = self.config, f"model.layers.{index}.self_attn"
-        heads, dim, spec = config.num_heads, config.head_dim, config.ropes[index]
+        heads, (_, dim), spec = config.num_heads, config.heads_of(index), config.ropes[index]
         kv_spec = config.cache_spec(index)
         assert isinstance(kv_spec, KVSpec)
-        weight = self._head_norm_weight(path) if self.has_head_norms() else None
+        weight = self._head_norm_weight(index) if self.has_head_norms() else None
         norm = self.qk_norm(path)
         if weight is not None:
             norm = self.make.norm(weight, config.rms_norm_eps)
         fused = weight is not None or norm is None
         return Attention(
-            qkv_proj=self.qkv(path),
+            qkv_proj=self.qkv(index),
             o_proj=self.weights.linear(
                 f"{path}.{self.output_proj}", config.hidden_size, heads * dim, bias=config.o_bias
             ),
             num_heads=heads,
             spec=kv_spec,
             scale=config.attention_scale * (scale_factor(spec, dim) if spec else 1.0),
-            rope=self.rope(spec) if spec else None,
+            rope=self.rope(spec, dim) if spec else None,
             qk_norm=norm,
+            v_norm=self.v_norm(index),
             sinks=self.weights.take(f"{path}.sinks", (heads,)) if self.sinks else None,
-            make_heads=self._heads_maker(spec, weight) if fused else None,
+            make_heads=self._heads_maker(index, weight) if fused else None,
         )
 
-    def qkv(self, path: str) -> Projection:
-        """The projection to Q, K and V of the attention at `path`."""
-        config, dim = self.config, self.config.head_dim
-        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        spec = next((spec for spec in config.ropes if spec is not None), None)
+    def qkv(self, index: int) -> Projection:
+        """The projection of a layer to Q, K and V."""
+        config, path = self.config, f"model.layers.{index}.self_attn"
+        kv_heads, dim = config.heads_of(index)
+        heads, spec = [config.num_heads, kv_heads, kv_heads], config.ropes[index]
         orders = None
         if self.interleaved and spec is not None:
             orders = [*(rotary_order(count, 0, spec.dims, dim) for count in heads[:2]), None]
@@ -316,6 +317,10 @@ class Family:
         """A norm over (T, num_heads + num_kv_heads, head_dim) that is not one over each head."""
         return None
 
+    def v_norm(self, index: int) -> Norm | None:
+        """A norm over the values (T, num_kv_heads, head_dim) of a layer."""
+        return None
+
     def has_head_norms(self) -> bool:
         """Whether Q and K have a norm over each head."""
         return self.head_norms
@@ -329,31 +334,32 @@ class Family:
             config.num_heads,
         )
 
-    def rope(self, spec: RopeSpec) -> Rope:
-        """The rope of a spec; layers of equal specs share it."""
-        if spec not in self._ropes:
-            self._ropes[spec] = self.make.rope(spec, self.config.head_dim, self.weights.dtype)
-        return self._ropes[spec]
+    def rope(self, spec: RopeSpec, head_dim: int) -> Rope:
+        """The rope of a spec over heads of a size; layers that agree in both share it."""
+        key = spec, head_dim
+        if key not in self._ropes:
+            self._ropes[key] = self.make.rope(spec, head_dim, self.weights.dtype)
+        return self._ropes[key]
 
-    def _head_norm_weight(self, path: str) -> mx.array:
+    def _head_norm_weight(self, index: int) -> mx.array:
         """(H + Hkv, D) for one norm over the heads of Q and K together, each with its own."""
-        config, dim = self.config, self.config.head_dim
+        path, (kv_heads, dim) = f"model.layers.{index}.self_attn", self.config.heads_of(index)
         parts = [
             mx.broadcast_to(
                 self.weights.take(f"{path}.{name}.weight", (dim,), offset=self.norm_offset),
                 (count, dim),
             )
-            for name, count in zip(
-                self.qk_norms, (config.num_heads, config.num_kv_heads), strict=True
-            )
+            for name, count in zip(self.qk_norms, (self.config.num_heads, kv_heads), strict=True)
         ]
         return mx.concatenate(parts)
 
-    def _heads_maker(
-        self, spec: RopeSpec | None, norm_weight: mx.array | None
-    ) -> HeadsMaker | None:
+    def _heads_maker(self, index: int, norm_weight: mx.array | None) -> HeadsMaker | None:
         """Settings of norm and rope, for the kernel that does both; None: it has no such rope."""
-        config, dim = self.config, self.config.head_dim
+        config, spec, (kv_heads, dim) = (
+            self.config,
+            self.config.ropes[index],
+            self.config.heads_of(index),
+        )
         if spec is not None and spec.long is not None:
             return None
         frequencies, magnitude = None, 1.0
@@ -365,7 +371,7 @@ class Family:
         def make(key_bits: int | None, value_bits: int | None) -> Heads:
             return Heads(
                 num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
+                num_kv_heads=kv_heads,
                 head_dim=dim,
                 key_bits=key_bits,
                 value_bits=value_bits,

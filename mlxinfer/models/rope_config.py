@@ -22,6 +22,7 @@ _KINDS = {
     "llama3": "llama3",
     "yarn": "yarn",
     "longrope": "longrope",
+    "proportional": "proportional",  # a part of the pairs turns, at the speeds of whole heads
     "su": "longrope",  # as Microsoft first called it
 }
 
@@ -64,6 +65,8 @@ def read_rope(config: Fields, layer_type: str, *, head_dim: int) -> RopeSpec:
     if stated.get("long_factor") is not None:
         kind = "longrope"  # which old configs of Phi 3 call yarn
     dims = int(head_dim * partial)
+    if kind == "proportional":
+        return _proportional(stated, head_dim, dims)
     if dims < 2 or dims % 2:
         raise CheckpointError(
             f"{stated.where} turns {dims} of {head_dim} dimensions; expected an even number."
@@ -117,6 +120,18 @@ def _one_of(new: Fields | None, old: Fields | None) -> Fields | None:
 
 def _present(stated: Fields) -> dict[str, Any]:
     return {key: value for key, value in stated.values.items() if value is not None}
+
+
+def _proportional(stated: Fields, head_dim: int, dims: int) -> RopeSpec:
+    if head_dim % 2:
+        raise CheckpointError(f"{stated.where} turns heads of {head_dim}; expected an even number.")
+    return RopeSpec(
+        dims=head_dim,
+        theta=stated.number("rope_theta", above=1.0),
+        kind="proportional",
+        factor=stated.number("factor", low=1e-3, high=1e6, default=1.0),
+        num_still=head_dim // 2 - dims // 2,
+    )
 
 
 def _original_context(stated: Fields, config: Fields) -> int:

@@ -117,7 +117,7 @@ class DeepseekV3(Family):
             num_heads=config.num_heads,
             spec=latent,
             scale=config.attention_scale,
-            rope=self.rope(spec),
+            rope=self.rope(spec, dims.rope),
             rope_scale=None if factor == 1.0 else factor,
         )
 

@@ -27,9 +27,9 @@ class Phi3(Family):
         """None."""
         return False, False
 
-    def qkv(self, path: str) -> Projection:
+    def qkv(self, index: int) -> Projection:
         """As stored."""
-        config = self.config
+        config, path = self.config, f"model.layers.{index}.self_attn"
         heads = config.num_heads + 2 * config.num_kv_heads
         return self.weights.linear(f"{path}.qkv_proj", heads * config.head_dim, config.hidden_size)
 

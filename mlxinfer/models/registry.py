@@ -13,6 +13,8 @@ _FAMILIES = {  # model_type -> module in families/, class
     "qwen3_moe": ("qwen", "Qwen3MoE"),
     "gemma3": ("gemma", "Gemma3"),
     "gemma3_text": ("gemma", "Gemma3"),
+    "gemma4": ("gemma4", "Gemma4"),
+    "gemma4_text": ("gemma4", "Gemma4"),
     "gpt_oss": ("gpt_oss", "GptOss"),
     "olmo2": ("olmo", "Olmo2"),
     "olmo3": ("olmo", "Olmo3"),

@@ -123,6 +123,18 @@ _LFM2 = {
     "conv_L_cache": 3,
     "pad_token_id": 0,
 }
+_GEMMA4 = {
+    **_SMALL,
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 6,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 96,
+    "num_kv_shared_layers": 0,
+    "sliding_window": WINDOW,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "pad_token_id": 0,
+    "eos_token_id": [2, 5],
+}
 _DEEPSEEK_YARN = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
@@ -637,6 +649,43 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention", "conv", "conv"],
         "conv_L_cache": 4,
         "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        "tie_word_embeddings": False,
+    },
+    "gemma4_text-v4": {
+        **_GEMMA4,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 40,
+        "layer_types": _THIRDS,
+        "final_logit_softcapping": 8.0,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 2000.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        "tie_word_embeddings": True,
+    },
+    "gemma4_text-v5": {
+        **_GEMMA4,
+        "attention_k_eq_v": False,
+        "enable_moe_block": False,
+        "layer_types": _THIRDS,
+        "per_layer_config": {"2": {"head_dim": 40}, "5": {"head_dim": 40}},
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.5,
+                "rope_theta": 1000.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
         "tie_word_embeddings": False,
     },
 }

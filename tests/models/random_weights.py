@@ -15,8 +15,10 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int, *, gemma: bool) 
     """float32 values that depend on name, shape and seed alone; no kind is trivial."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     noise = np.random.default_rng(int.from_bytes(digest[:8], "little")).standard_normal(shape)
-    if name.endswith("norm.weight"):
+    if name.endswith("norm.weight") or "layernorm_" in name:
         values = 0.2 * noise + (0.0 if gemma else 1.0)
+    elif name.endswith(("scale", "scalar")):
+        values = 0.2 * noise + 1.0
     elif name.endswith("sinks"):
         values = noise
     elif "embed_tokens" in name:
@@ -24,7 +26,7 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int, *, gemma: bool) 
     elif len(shape) == 1 or name.endswith("_bias"):
         values = 0.3 * noise
     else:
-        in_dims = shape[-2] if "experts.gate_up_proj" in name else shape[-1]
+        in_dims = shape[-2] if "mlp.experts.gate_up_proj" in name else shape[-1]
         gain = 3.0 if "lm_head" in name or "router" in name or ".gate.weight" in name else 1.0
         values = noise * gain / np.sqrt(in_dims)
     return values.astype(np.float32)
@@ -32,7 +34,7 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int, *, gemma: bool) 
 
 def tiny_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     """Every tensor of a checkpoint with this config, by its name on the hub."""
-    gemma = config["model_type"].startswith("gemma")
+    gemma = config["model_type"].startswith("gemma3")
     return {
         name: random_tensor(name, shape, seed, gemma=gemma)
         for name, shape in shapes(config).items()

@@ -15,6 +15,8 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     if not config.get("tie_word_embeddings", config["model_type"] == "gemma3_text"):
         table["lm_head.weight"] = (vocab, hidden)
+    if config["model_type"] == "gemma4_text":
+        return _gemma4(config, table)
     if config["model_type"] == "lfm2":
         return _lfm2(config)
     for layer in range(config["num_hidden_layers"]):
@@ -215,3 +217,52 @@ def _lfm2_mixer(config: dict[str, Any], attends: bool) -> dict[str, Shape]:
         table |= {"conv.in_proj.bias": (3 * hidden,), "conv.out_proj.bias": (hidden,)}
         table["conv.conv.bias"] = (hidden,)
     return table
+
+
+def _gemma4(config: dict[str, Any], table: dict[str, Shape]) -> dict[str, Shape]:
+    hidden = config["hidden_size"]
+    for layer in range(config["num_hidden_layers"]):
+        path = f"model.layers.{layer}"
+        table[f"{path}.layer_scalar"] = (1,)
+        names = ["input", "post_attention", "pre_feedforward", "post_feedforward"]
+        table |= {f"{path}.{name}_layernorm.weight": (hidden,) for name in names}
+        table |= {f"{path}.self_attn.{n}": s for n, s in _gemma4_attention(config, layer).items()}
+        inner = config["intermediate_size"]
+        table |= {f"{path}.mlp.{n}": s for n, s in _gated("", hidden, inner, False).items()}
+        if config["enable_moe_block"]:
+            table |= {f"{path}.{n}": s for n, s in _gemma4_experts(config).items()}
+    return table
+
+
+def _gemma4_attention(config: dict[str, Any], layer: int) -> dict[str, Shape]:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    kv_heads, dim = config["num_key_value_heads"], config["head_dim"]
+    names = ["k_proj", "v_proj"]
+    if config["layer_types"][layer] == "full_attention":
+        dim = config.get("global_head_dim", 40)
+        if config["attention_k_eq_v"]:
+            kv_heads, names = config["num_global_key_value_heads"], ["k_proj"]
+    table: dict[str, Shape] = {f"{name}.weight": (kv_heads * dim, hidden) for name in names}
+    table |= {f"{name}_norm.weight": (dim,) for name in "qk"}
+    return table | {
+        "q_proj.weight": (heads * dim, hidden),
+        "o_proj.weight": (hidden, heads * dim),
+    }
+
+
+def _gemma4_experts(config: dict[str, Any]) -> dict[str, Shape]:
+    hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
+    experts = config["num_experts"]
+    norms = (
+        "post_feedforward_layernorm_1",
+        "pre_feedforward_layernorm_2",
+        "post_feedforward_layernorm_2",
+    )
+    return {
+        "router.proj.weight": (experts, hidden),
+        "router.scale": (hidden,),
+        "router.per_expert_scale": (experts,),
+        "experts.gate_up_proj": (experts, 2 * inner, hidden),
+        "experts.down_proj": (experts, hidden, inner),
+        **{f"{name}.weight": (hidden,) for name in norms},
+    }

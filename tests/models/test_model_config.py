@@ -166,6 +166,23 @@ def test_a_bare_gemma_text_config_means_the_4b_model():
     assert config.attention_scale == 1 / 16
 
 
+def test_heads_of_gemma_4_in_both_spellings():
+    old = normalise(tiny_config("gemma4_text-v4"))
+    assert old.heads == ((2, 24), (2, 24), (1, 32)) * 2
+    assert normalise(tiny_config("gemma4_text-v5")).heads == ((2, 24), (2, 24), (2, 40)) * 2
+    own = {"per_layer_config": {"2": {"head_dim": 8}}}
+    assert normalise(tiny_config("gemma4_text-v4") | own).heads[2] == (2, 8)
+    for key in ("6", "-1", "x"):
+        with pytest.raises(CheckpointError, match="layer's number"):
+            normalise(tiny_config("gemma4_text-v5") | {"per_layer_config": {key: {}}})
+
+
+@pytest.mark.parametrize("key", ["hidden_size_per_layer_input", "num_kv_shared_layers"])
+def test_the_e_models_of_gemma_4_are_refused(key):
+    with pytest.raises(UnsupportedModelError, match=f"{key}.*E models"):
+        normalise(tiny_config("gemma4_text-v4") | {key: 2})
+
+
 def test_gpt_oss_defaults_to_yarn():
     stated = dict(tiny_config("gpt_oss-v4"))
     del stated["rope_scaling"]

@@ -276,3 +276,19 @@ def test_latent_attention_as_mlx_lm_stores_it(tmp_path, form):
     found = load(write(tmp_path / "apart", config | stated, apart))
     expected = load(write(tmp_path / "joined", config, arrays))
     np.testing.assert_allclose(logits(found), logits(expected), atol=2e-3)
+
+
+def test_experts_of_gemma_4_as_mlx_lm_stores_them(tmp_path):
+    config = tiny_config("gemma4_text-v4") | {"moe_intermediate_size": 64}
+    arrays = arrays_of(config)
+    apart = {name: array for name, array in arrays.items() if ".experts." not in name}
+    for layer in range(config["num_hidden_layers"]):
+        path = f"model.layers.{layer}.experts"
+        gate, up = mx.split(arrays[f"{path}.gate_up_proj"], 2, axis=1)
+        parts = {"gate_proj": gate, "up_proj": up, "down_proj": arrays[f"{path}.down_proj"]}
+        apart |= {f"{path}.switch_glu.{name}.weight": part for name, part in parts.items()}
+    found, expected = (
+        logits(load(write(tmp_path / name, config, tensors)))
+        for name, tensors in (("apart", apart), ("joined", arrays))
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-4)

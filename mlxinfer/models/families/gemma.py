@@ -11,13 +11,33 @@ _LANGUAGE = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-_VISION = ("vision_tower.", "multi_modal_projector.")
+_SENSES = (
+    *("vision_tower.", "multi_modal_projector.", "embed_vision."),
+    *("audio_tower.", "embed_audio."),
+)
 _NORMS = (
     "input_layernorm",
     "post_attention_layernorm",
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+
+
+def language_fields(config: Fields, model_type: str) -> Fields:
+    """The text_config of a multimodal model of this type, or the whole config of a text model."""
+    text = config.fields("text_config")
+    own = config if text is None or config.get("model_type") != model_type else text
+    return Fields({**own.values, "model_type": f"{model_type}_text"}, own.where)
+
+
+def language_name(name: str) -> str | None:
+    """A name of the language model without its prefix; None: of what sees or hears."""
+    if name.removeprefix("model.").startswith(_SENSES):
+        return None
+    for prefix, ours in _LANGUAGE.items():
+        if name.startswith(prefix):
+            return ours + name[len(prefix) :]
+    return name
 
 
 class Gemma3(Family):
@@ -45,9 +65,7 @@ class Gemma3(Family):
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
         """The text_config of a multimodal model."""
-        text = config.fields("text_config")
-        own = config if text is None or config.get("model_type") != "gemma3" else text
-        return Fields({**own.values, "model_type": "gemma3_text"}, own.where)
+        return language_fields(config, "gemma3")
 
     @classmethod
     def biases(cls, fields: Fields) -> tuple[bool, bool]:
@@ -57,12 +75,7 @@ class Gemma3(Family):
     @classmethod
     def rename(cls, name: str) -> str | None:
         """The language model's names without their prefix; what sees images is left out."""
-        if name.removeprefix("model.").startswith(_VISION):
-            return None
-        for prefix, ours in _LANGUAGE.items():
-            if name.startswith(prefix):
-                return ours + name[len(prefix) :]
-        return name
+        return language_name(name)
 
     @property
     def embed_scale(self) -> float:

@@ -36,7 +36,7 @@ def reference(config: dict, seed: int) -> tuple[np.ndarray, np.ndarray]:
     model = hub_model(config, tiny_tensors(config))
     gaps: list[float] = []
     for name, module in model.named_modules():
-        if name.endswith((".mlp.gate", ".mlp.router")):
+        if name.endswith((".mlp.gate", ".router")):
             module.register_forward_hook(
                 lambda m, inputs, out: gaps.append(router_gap(config, m, inputs, out))
             )
@@ -99,6 +99,8 @@ def router_gap(
         return grouped_gap(config, logits.sigmoid() + module.e_score_correction_bias, 2)
     if config["model_type"] == "minimax_m2":
         return grouped_gap(config, logits.sigmoid() + inputs[1], 2)
+    if config["model_type"] == "gemma4_text":
+        return 10 * gap(logits, config["top_k_experts"])  # of probabilities
     return gap(logits, config["num_experts_per_tok"])
 
 

@@ -1,0 +1,306 @@
+"""Gemma 4: the dense models and the mixture of experts, alone or inside a multimodal checkpoint.
+
+Layers that see everything have larger heads, may have fewer for K and V, and may take their keys,
+before the norm, for values too. The E models (per-layer embeddings, shared keys) are refused.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import mlx.core as mx
+
+from ...errors import CheckpointError, UnsupportedModelError
+from ...layers.attention import Mixer
+from ...layers.linear import Projection
+from ...layers.mlp import MLP, FeedForward
+from ...layers.moe import ExpertProjection, MoE, top_k_softmax
+from ...layers.norm import Norm
+from ...layers.rope import RopeSpec
+from ...layers.step import Step
+from ..config import ModelConfig
+from ..decoder import Layer
+from ..family import Family
+from ..jsonfields import Fields
+from ..rope_config import FULL, SLIDING
+from ..weights import StoredMatrix, fused, fused_experts
+from .gemma import language_fields, language_name
+
+_ROPES = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+
+
+class NormedMLP:
+    """mlp(norm(x))."""
+
+    __slots__ = ("mlp", "norm")
+
+    def __init__(self, norm: Norm, mlp: MLP) -> None:
+        self.norm = norm
+        self.mlp = mlp
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (T, hidden) -> (T, hidden)."""
+        return self.mlp(self.norm(x))
+
+    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
+        """residual + self(x)."""
+        return residual + self(x)
+
+
+class ParallelExperts:
+    """An MLP and a mixture of experts side by side, each between norms of its own.
+
+    Args:
+        dense: the MLP with its norm before it.
+        router_norm, router: (T, hidden) -> logits (T, E).
+        experts: the mixture.
+        norms: behind the MLP, before the experts and behind them.
+    """
+
+    __slots__ = ("dense", "experts", "norms", "router", "router_norm")
+
+    def __init__(
+        self,
+        dense: NormedMLP,
+        *,
+        router_norm: Norm,
+        router: Projection,
+        experts: MoE,
+        norms: Sequence[Norm],
+    ) -> None:
+        self.dense = dense
+        self.router_norm = router_norm
+        self.router = router
+        self.experts = experts
+        self.norms = tuple(norms)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (T, hidden) -> (T, hidden)."""
+        behind_dense, before, behind = self.norms
+        logits = self.router(self.router_norm(x))
+        return behind_dense(self.dense(x)) + behind(self.experts.mix(before(x), logits))
+
+    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
+        """residual + self(x)."""
+        return residual + self(x)
+
+
+class ScaledChoice:
+    """The best experts with a softmax over them, each weight times its expert's own factor."""
+
+    __slots__ = ("factors", "k")
+
+    def __init__(self, k: int, factors: mx.array) -> None:
+        self.k = k
+        self.factors = factors  # (E,)
+
+    def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+        """Router logits (T, E) -> weights (T, k) and experts (T, k)."""
+        weights, experts = top_k_softmax(self.k)(logits)
+        return weights * self.factors[experts], experts
+
+
+class ScaledLayer:
+    """A sandwich layer whose output is scaled; the second block has its own norms before it."""
+
+    __slots__ = ("mixer", "mlp", "norms", "scalar")
+
+    def __init__(
+        self, norms: Sequence[Norm], mixer: Mixer, mlp: FeedForward, scalar: mx.array
+    ) -> None:
+        self.norms = tuple(norms)  # before and behind the mixer, behind the second block
+        self.mixer = mixer
+        self.mlp = mlp
+        self.scalar = scalar  # (1,)
+
+    def __call__(self, x: mx.array, step: Step) -> mx.array:
+        """x (T, hidden) -> (T, hidden)."""
+        before, behind, behind_mlp = self.norms
+        x = x + behind(self.mixer(before(x), step))
+        return (x + behind_mlp(self.mlp(x))) * self.scalar
+
+
+class Gemma4(Family):
+    """QK-norm, a norm without weights over V, scores that are not scaled."""
+
+    defaults: ClassVar = {
+        "vocab_size": 262_144,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131_072,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "rope_parameters": _ROPES,
+        "attention_k_eq_v": False,
+        "enable_moe_block": False,
+        "hidden_size_per_layer_input": 256,
+        "num_kv_shared_layers": 0,
+        "tie_word_embeddings": True,
+    }
+    fits_float16 = False
+    head_norms = True
+
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """The text_config of a multimodal model. Its images would see each other; text does not."""
+        fields = language_fields(config, "gemma4")
+        values = dict(fields.values)
+        if values.get("use_bidirectional_attention") == "vision":
+            del values["use_bidirectional_attention"]
+        if values.get("top_k_experts") is not None:
+            values["num_experts_per_tok"] = values["top_k_experts"]
+        return Fields(values, fields.where)
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """As stated; the last layer always sees everything."""
+        return [*super().layer_types(fields, num_layers)[:-1], FULL]
+
+    @classmethod
+    def rope_specs(
+        cls, fields: Fields, layer_types: Sequence[str], head_dim: int
+    ) -> tuple[RopeSpec | None, ...]:
+        """Over the heads of each layer."""
+        heads = _heads(fields, layer_types, head_dim)
+        return tuple(
+            cls.rope_spec(fields, kind, dim)
+            for kind, (_, dim) in zip(layer_types, heads, strict=True)
+        )
+
+    @classmethod
+    def biases(cls, fields: Fields) -> tuple[bool, bool]:
+        """None."""
+        return False, False
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """Heads of each layer; the E models are refused."""
+        fields = config.fields
+        for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
+            if fields.integer(key, low=0):
+                raise UnsupportedModelError(
+                    f"{key} in {fields.where} is {fields.get(key)}: the E models of Gemma 4 are "
+                    "not supported."
+                )
+        types = [FULL if window is None else SLIDING for window in config.windows]
+        heads = tuple(_heads(fields, types, config.head_dim))
+        for kv_heads, _ in heads:
+            if config.num_heads % kv_heads:
+                raise CheckpointError(
+                    f"num_attention_heads is {config.num_heads}, which {kv_heads} heads for K and "
+                    "V in some layer do not divide."
+                )
+        return replace(config, attention_scale=1.0, heads=heads)
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """The language model's names without their prefix; what sees or hears is left out."""
+        return language_name(name)
+
+    @property
+    def embed_scale(self) -> float:
+        """As the embeddings of the original Transformer."""
+        return float(self.config.hidden_size**0.5)
+
+    def layer(self, index: int) -> Layer:
+        """Norms before and after both blocks, and a scalar."""
+        path = f"model.layers.{index}"
+        names = ("input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
+        return ScaledLayer(
+            [self.norm(f"{path}.{name}") for name in names],
+            self.mixer(index),
+            self.mlp(index),
+            self.weights.take(f"{path}.layer_scalar", (1,)),
+        )
+
+    def qkv(self, index: int) -> Projection:
+        """Keys are values too in layers that see everything, where the config says so."""
+        config, path = self.config, f"model.layers.{index}.self_attn"
+        if config.windows[index] is not None or not config.fields.boolean("attention_k_eq_v"):
+            return super().qkv(index)
+        kv_heads, dim = config.heads_of(index)
+        query = self.weights.matrix(f"{path}.q_proj", (config.num_heads * dim, config.hidden_size))
+        key = self.weights.matrix(f"{path}.k_proj", (kv_heads * dim, config.hidden_size))
+        return fused([query, key, key], self.make)
+
+    def v_norm(self, index: int) -> Norm:
+        """Over each head, with weights of 1."""
+        _, dim = self.config.heads_of(index)
+        return self.make.norm(mx.ones(dim, self.weights.dtype), self.config.rms_norm_eps)
+
+    def mlp(self, index: int) -> FeedForward:
+        """An MLP, and experts beside it where the config says so."""
+        config, weights, path = self.config, self.weights, f"model.layers.{index}"
+        dense = NormedMLP(
+            self.norm(f"{path}.pre_feedforward_layernorm"),
+            self.dense_mlp(f"{path}.mlp", config.intermediate_size),
+        )
+        if not config.fields.boolean("enable_moe_block"):
+            return dense
+        hidden, count = config.hidden_size, config.num_experts
+        scale = weights.take(f"{path}.router.scale", (hidden,)) * hidden**-0.5
+        router = weights.linear(f"{path}.router.proj", count, hidden)
+        factors = weights.take(f"{path}.router.per_expert_scale", (count,))
+        gate_up, down = self._expert_projections(f"{path}.experts")
+        names = ("feedforward_layernorm_1", "feedforward_layernorm_2")
+        return ParallelExperts(
+            dense,
+            router_norm=self.make.norm(scale, config.rms_norm_eps),
+            router=router,
+            experts=MoE(
+                router=router,
+                choose=ScaledChoice(config.experts_per_token, factors),
+                gate_up_proj=gate_up,
+                down_proj=down,
+                activation=self.activation,
+            ),
+            norms=[
+                self.norm(f"{path}.post_{names[0]}"),
+                self.norm(f"{path}.pre_{names[1]}"),
+                self.norm(f"{path}.post_{names[1]}"),
+            ],
+        )
+
+    def _expert_projections(self, path: str) -> tuple[ExpertProjection, ExpertProjection]:
+        """Gate beside up, and down: as on the hub, or as MLX checkpoints have them."""
+        config, weights = self.config, self.weights
+        hidden, inner, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
+        stack = f"{path}.switch_glu"
+        if f"{stack}.down_proj.weight" in weights:
+            gate, up = (
+                weights.matrix(f"{stack}.{name}_proj", (count, inner, hidden))
+                for name in ("gate", "up")
+            )
+            down = weights.matrix(f"{stack}.down_proj", (count, hidden, inner))
+            return fused_experts([gate, up], self.make), down.expert_projection(self.make)
+        both = StoredMatrix(weights.take(f"{path}.gate_up_proj", (count, 2 * inner, hidden)))
+        down = StoredMatrix(weights.take(f"{path}.down_proj", (count, hidden, inner)))
+        return both.expert_projection(self.make), down.expert_projection(self.make)
+
+
+def _heads(fields: Fields, layer_types: Sequence[str], head_dim: int) -> list[tuple[int, int]]:
+    """KV heads and head size of each layer, in either spelling of transformers 5."""
+    kv_heads = fields.integer("num_key_value_heads", high=2**14)
+    full = kv_heads, fields.integer("global_head_dim", high=2**14)
+    if fields.boolean("attention_k_eq_v"):
+        full = fields.integer("num_global_key_value_heads", high=2**14, default=kv_heads), full[1]
+    found = [full if kind == FULL else (kv_heads, head_dim) for kind in layer_types]
+    overrides = fields.fields("per_layer_config")
+    if overrides is None:
+        return found
+    for key in overrides.values:
+        own = overrides.fields(key)
+        if own is None or not key.isdecimal() or int(key) >= len(found):
+            raise CheckpointError(f"{overrides.where} has {key[:40]!r}; expected a layer's number.")
+        found[int(key)] = (
+            own.integer("num_key_value_heads", high=2**14, default=kv_heads),
+            own.integer("head_dim", high=2**14, default=head_dim),
+        )
+    return found

@@ -166,11 +166,7 @@ def _planned(
 ) -> Iterator[PlannedTensor]:
     model_dtype = arranged.source.dtype
     for output in arranged.outputs:
-        form = (
-            chosen[output.name]
-            if output.name in chosen
-            else _fitted(output, recipe, arranged.config.num_layers)
-        )
+        form = chosen[output.name] if output.name in chosen else _fitted(output, recipe)
         if form is None:
             yield PlannedTensor(output, None, dense_dtype(output, recipe, model_dtype))
             continue
@@ -180,8 +176,8 @@ def _planned(
         )
 
 
-def _fitted(output: OutputTensor, recipe: Recipe, num_layers: int) -> MLXFormat | None:
-    form = recipe.choose(output, num_layers)
+def _fitted(output: OutputTensor, recipe: Recipe) -> MLXFormat | None:
+    form = recipe.choose(output)
     if form is None or form == output.lossless:
         return form
     fitted, given = fitting(form, output.shape), recipe.given(output)

@@ -1,7 +1,7 @@
 """What the user asks for: recipe, exceptions by pattern, target size, checks.
 
 4bit, 8bit, 6bit-g32, mxfp4 …   one format everywhere, with the minimum bits of formats.py
-mixed                           4 bits; 6 where errors cost most (as llama.cpp's Q4_K_M)
+mixed                           4.5 bits a weight, chosen by what each costs: --target-bpw 4.5
 bf16, fp16, fp32                nothing quantised
 dense                           nothing quantised, each number in the dtype that it has
 keep                            what is quantised stays so, bit for bit, or where MLX has no such
@@ -11,7 +11,7 @@ keep                            what is quantised stays so, bit for bit, or wher
 import hashlib
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from ..errors import InvalidRequestError
 from .arrange import OutputTensor
@@ -31,10 +31,8 @@ from .formats import (
 from .read import MLXFormat
 
 SHARD_BYTES = 5 * 10**9  # as mlx-lm
-MIXED_HIGH_BITS = 6
-_LAYER = re.compile(r"layers\.(\d+)\.")
+TARGETS: Final = {"mixed": 4.5}  # bits per weight of recipes that are targets
 _BITS = re.compile(r"\dbit")
-_TELLING = re.compile(r"(v_proj|down_proj)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +50,12 @@ class Recipe:
 
     name: str
     base: MLXFormat | None  # None: nothing is quantised
-    mixed: bool = False
+    target_bpw: float | None = None  # formats follow from measuring; `base` until then
     keep: bool = False  # formats that the source already has stay
     dtype: str | None = None  # of what is not quantised; None: as it is
     overrides: tuple[Override, ...] = ()
 
-    def choose(self, output: OutputTensor, num_layers: int) -> MLXFormat | None:
+    def choose(self, output: OutputTensor) -> MLXFormat | None:
         """The format of one tensor; None: not quantised."""
         given = self.given(output)
         if given is not None:
@@ -66,8 +64,7 @@ class Recipe:
             return kept_format(output)
         if self.base is None or not quantisable(output):
             return None
-        form = self._mixed(output.path, num_layers) if self.mixed else self.base
-        return raised(form, output.path)
+        return raised(self.base, output.path)
 
     def fixes(self, output: OutputTensor) -> bool:
         """Whether a target size leaves the format of this tensor alone."""
@@ -79,18 +76,6 @@ class Recipe:
             return None
         found = [o for o in self.overrides if matches(o.pattern, output.path)]
         return found[-1] if found else None
-
-    def _mixed(self, path: str, num_layers: int) -> MLXFormat:
-        assert self.base is not None
-        high = affine(MIXED_HIGH_BITS, self.base.group_size)
-        if path.endswith("lm_head"):
-            return high
-        layer = _LAYER.search(path)
-        if layer is None or not _TELLING.search(path):
-            return self.base
-        index, eighth = int(layer[1]), num_layers // 8
-        outer = index < eighth or index >= 7 * num_layers // 8
-        return high if outer or (index - eighth) % 3 == 2 else self.base
 
 
 def make_recipe(
@@ -124,14 +109,14 @@ def make_recipe(
         if dtype not in (None, DENSE[name]):
             raise InvalidRequestError(f"The recipe {name} and dtype {dtype} disagree.")
         dtype = DENSE[name]
-    elif name == "mixed":
-        base = affine(4, group)
+    elif name in TARGETS:
+        base = affine(4)
     elif name != "keep":
         base = _base(name, group)
     return Recipe(
         name=name,
         base=base,
-        mixed=name == "mixed",
+        target_bpw=TARGETS.get(name),
         keep=keep_format or name == "keep",
         dtype=dtype,
         overrides=tuple(_override(text, group) for text in overrides),
@@ -139,9 +124,7 @@ def make_recipe(
 
 
 def _check_group(group_size: int | None, forms: list[str]) -> None:
-    if group_size is not None and not any(
-        form == "mixed" or _BITS.fullmatch(form) for form in forms
-    ):
+    if group_size is not None and not any(_BITS.fullmatch(form) for form in forms):
         raise InvalidRequestError(
             f"group_size is {group_size}, but {forms[0]} has groups of its own, or none.",
             param="group_size",
@@ -155,7 +138,7 @@ def _base(name: str, group: int) -> MLXFormat | None:
         raise InvalidRequestError(
             f"There is no recipe {name[:60]!r}. Expected {', '.join(f'{n}bit' for n in BITS)} "
             f"(perhaps with a group size of {', '.join(map(str, GROUPS))}, such as 4bit-g32), "
-            f"mixed, {', '.join([*FLOATS, *DENSE])}, dense or keep.",
+            f"{', '.join([*TARGETS, *FLOATS, *DENSE])}, dense or keep.",
             param="recipe",
         ) from error
 
@@ -189,17 +172,27 @@ class ConversionOptions:
 
     def __post_init__(self) -> None:
         if self.targeted and self.calibration is None:
-            raise InvalidRequestError("A target size needs a text for calibration.")
+            what = f"The recipe {self.recipe.name}" if self.recipe.target_bpw else "A target size"
+            raise InvalidRequestError(
+                f"{what} needs a text for calibration: formats are chosen by what each costs."
+            )
 
     @property
     def targeted(self) -> bool:
         """Whether formats follow from a size."""
-        return self.target_bpw is not None or self.target_bytes is not None
+        return self.goal_bpw is not None or self.target_bytes is not None
+
+    @property
+    def goal_bpw(self) -> float | None:
+        """The target in bits per weight: as stated, or that of the recipe."""
+        if self.target_bpw is None and self.target_bytes is None:
+            return self.recipe.target_bpw
+        return self.target_bpw
 
     def limit_bytes(self, num_weights: int) -> int | None:
         """The target in bytes, if there is one."""
-        if self.target_bpw is not None:
-            return int(self.target_bpw * num_weights / 8)
+        if self.goal_bpw is not None:
+            return int(self.goal_bpw * num_weights / 8)
         return self.target_bytes
 
 
@@ -212,7 +205,7 @@ def identity(options: ConversionOptions, *, comparing: bool) -> dict[str, Any]:
         "group size": str(recipe.base),
         "dtype": recipe.dtype,
         "keep format": recipe.keep,
-        "target": [options.target_bpw, options.target_bytes],
+        "target": [options.goal_bpw, options.target_bytes],
         "scales": "searched" if options.searched else "extremes",
         "texts": [_digest(options.calibration), _digest(options.check_text)],
         "shards": options.shard_bytes,

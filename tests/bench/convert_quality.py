@@ -24,7 +24,6 @@ OURS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("4bit --calibration none", {"calibrated": False}),
     ("4bit", {}),
     ("4bit-g32", {"recipe": "4bit-g32"}),
-    ("mixed", {"recipe": "mixed"}),
     ("--target-bpw 3.5", {"target_bpw": 3.5}),
     ("--target-bpw 4", {"target_bpw": 4.0}),
     ("--target-bpw 4.5", {"target_bpw": 4.5}),

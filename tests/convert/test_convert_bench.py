@@ -19,7 +19,7 @@ def bench(*options: str) -> dict:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("recipe", ["4bit", "mixed", "mxfp4", "bf16"])
+@pytest.mark.parametrize("recipe", ["4bit", "6bit-g32", "mxfp4", "bf16"])
 def test_sizes_are_counted_as_the_report_counts(tmp_path: Path, recipe: str) -> None:
     report = convert(write_source(tmp_path / "source", "qwen3_moe-v4"), tmp_path / "out", recipe)
     assert bits_per_weight(tmp_path / "out") == pytest.approx(report.bits_per_weight)

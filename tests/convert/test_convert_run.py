@@ -69,10 +69,13 @@ def by_mlx_lm(folder: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-@pytest.mark.parametrize("recipe", ["4bit-g32", "mixed"])
-def test_mlx_lm_loads_it_and_answers_the_same(tmp_path: Path, case: str, recipe: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"target_bpw": 7.5, "calibration": TEXT}], ids=repr)
+def test_mlx_lm_loads_it_and_answers_the_same(
+    tmp_path: Path, case: str, options: dict[str, object]
+) -> None:
+    """One format for all matrices, or one for each."""
     source = write_source(tmp_path / "source", case)
-    convert(source, tmp_path / "out", recipe)
+    convert(source, tmp_path / "out", **options)
     ours, theirs = by_mlxinfer(tmp_path / "out"), by_mlx_lm(tmp_path / "out")
     assert np.abs(ours - theirs).max() <= 2e-4 * max(1.0, theirs.std())
 

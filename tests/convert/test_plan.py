@@ -88,12 +88,18 @@ def test_dense_recipes(tmp_path: Path, recipe: str) -> None:
     assert made.bits_per_weight == (32 if recipe == "fp32" else 16)
 
 
-def test_mixed_gives_more_to_what_tells(tmp_path: Path) -> None:
-    made = plan(write_source(tmp_path / "m", "llama-v4"), "mixed", group_size=32)
-    found = formats(made)
-    assert found["lm_head"] == "6bit-g32"
-    assert found["model.layers.2.mlp.down_proj"] == "6bit-g32"
-    assert found["model.layers.1.mlp.down_proj"] == "4bit-g32"
+def test_mixed_is_a_target(tmp_path: Path) -> None:
+    mixed, plain = make_recipe("mixed"), make_recipe("4bit")
+    options = ConversionOptions(recipe=mixed, calibration="a text")
+    same = ConversionOptions(recipe=plain, calibration="a text", target_bpw=4.5)
+    assert options.targeted
+    assert options.limit_bytes(1600) == same.limit_bytes(1600) == 900
+    stated = ConversionOptions(recipe=mixed, calibration="a text", target_bytes=7)
+    assert stated.limit_bytes(1600) == 7
+    with pytest.raises(InvalidRequestError, match="mixed needs a text"):
+        ConversionOptions(recipe=mixed)
+    with pytest.raises(InvalidRequestError, match="group_size"):
+        make_recipe("mixed", group_size=32)
 
 
 def test_tied_heads_and_what_sees_images_are_left_out(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ plan -> measure -> write, shard by shard, each compared with the source when it 
 logits -> report -> publish. Every step continues from what an interrupted run has left.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from ..models.jsonfields import read_json
 from ..text import Tokenizer
 from . import budget
 from .arrange import ArrangedSource, arrange
-from .calibration.allocation import allocate, choices, least_bytes
+from .calibration.allocation import choose_formats, least_bytes
 from .calibration.logits import LogitsOf, compare_logits, limit_for
 from .calibration.measure import CalibrationPass, Measurements, load_measurements, save_measurements
 from .calibration.texts import Texts, make_texts
@@ -64,13 +64,17 @@ class Conversion:
         limit = self.options.limit_bytes(plan.num_weights)
         if limit is None:
             return
-        least = least_bytes(self.arranged, self.options.recipe, plan)
+        least = self.least_bytes()
         if least > limit:
             raise InvalidRequestError(
                 f"The target is {human_bytes(limit)}; the smallest formats make "
                 f"{human_bytes(least)}, {least * 8 / plan.num_weights:.2f} bits per weight.",
                 param="target",
             )
+
+    def least_bytes(self) -> int:
+        """Bytes of the smallest output that a target can ask for."""
+        return least_bytes(self.arranged, self.options.recipe, self.plan())
 
     def plan(self, formats: dict[str, MLXFormat | None] | None = None) -> ConversionPlan:
         """The plan as far as it is known: a target's formats follow from measuring."""
@@ -88,7 +92,7 @@ class Conversion:
         """
         place = Workplace(self.out)
         self._check_room(place)
-        self._check_tokenizer()
+        self.check_tokenizer()
         with (
             working(place, resume=resume, restart=restart),
             little_cached(),
@@ -139,7 +143,7 @@ class Conversion:
     def _needs_texts(self) -> bool:
         return self.options.calibration is not None or self._comparing
 
-    def _check_tokenizer(self) -> None:
+    def check_tokenizer(self) -> None:
         """Raise where texts are needed and there is no tokenizer."""
         if self._needs_texts and not has_tokenizer(self.source.side_files()):
             raise ConversionError(
@@ -208,29 +212,40 @@ class Conversion:
         options = self.options
         if not self._needs_texts:
             return None, Measurements()
-        texts = self._texts(place)
-        references = place.references if self._comparing else ()
+        texts = self.texts(place.model)
         if place.measured.exists():
             return texts, load_measurements(place.measured, self.arranged)
-        state = CalibrationPass(
-            self.arranged,
-            texts,
-            options.recipe,
-            probing=options.targeted,
-            comparing=self._comparing,
-        )
-        try:
-            state.run(lambda done, count: self.progress("measure", done, count))
-            found = state.finish(references)
-        finally:
-            state.close()
+        references = place.references if self._comparing else ()
+        found = self.calibrate(texts, probing=options.targeted, references=references)
         if options.calibration is None:
             found.importance = {}
         save_measurements(place.measured, found)
         return texts, found
 
-    def _texts(self, place: Workplace) -> Texts:
-        encode = Tokenizer.from_folder(place.model).encode
+    def calibrate(self, texts: Texts, *, probing: bool, references: Sequence[Path]) -> Measurements:
+        """The calibration pass over the model.
+
+        Args:
+            texts: for calibration and, with `references`, for comparing.
+            probing: measure the cost of each unit.
+            references: files for the logits of short and of long contexts; (): none are compared.
+        """
+        state = CalibrationPass(
+            self.arranged,
+            texts,
+            self.options.recipe,
+            probing=probing,
+            comparing=bool(references),
+        )
+        try:
+            state.run(lambda done, count: self.progress("measure", done, count))
+            return state.finish(references)
+        finally:
+            state.close()
+
+    def texts(self, folder: Path) -> Texts:
+        """The texts of the options, as ids of the tokenizer in `folder`."""
+        encode = Tokenizer.from_folder(folder).encode
         options = self.options
         calibration = options.calibration or options.check_text
         if calibration is None:
@@ -246,15 +261,10 @@ class Conversion:
         """What a target decides."""
         if not self.options.targeted:
             return {}
-        recipe, base = self.options.recipe, self.plan()
-        units = [choices(unit, recipe, self.source.dtype) for unit in found.units]
-        free = {name for unit in units for name in unit.names}
-        fixed = sum(t.num_bytes for t in base.tensors if t.output.name not in free)
+        base = self.plan()
         limit = self.options.limit_bytes(base.num_weights)
         assert limit is not None
-        chosen = allocate(units, limit - fixed)
-        pairs = zip(units, chosen, strict=True)
-        return {name: choice.form for unit, choice in pairs for name in unit.names}
+        return choose_formats(self.arranged, found.units, base, limit)
 
     def _write(
         self, place: Workplace, plan: ConversionPlan, journal: Journal, found: Measurements

@@ -131,6 +131,25 @@ def least_bytes(arranged: ArrangedSource, recipe: Recipe, plan: ConversionPlan) 
     return size
 
 
+def choose_formats(
+    arranged: ArrangedSource, units: Sequence[MeasuredUnit], base: ConversionPlan, max_bytes: int
+) -> dict[str, MLXFormat | None]:
+    """The format of each tensor of `units`, by name, so that all tensors take `max_bytes` at most.
+
+    Args:
+        arranged: the source.
+        units: measured.
+        base: a plan of the whole; what belongs to no unit keeps its format.
+        max_bytes: of all tensors of `base`; what least_bytes() says, or more.
+    """
+    priced = [choices(unit, base.recipe, arranged.source.dtype) for unit in units]
+    free = {name for unit in priced for name in unit.names}
+    fixed = sum(t.num_bytes for t in base.tensors if t.output.name not in free)
+    chosen = allocate(priced, max_bytes - fixed)
+    pairs = zip(priced, chosen, strict=True)
+    return {name: choice.form for unit, choice in pairs for name in unit.names}
+
+
 def choices(unit: MeasuredUnit, recipe: Recipe, model_dtype: str) -> AllocationUnit:
     """The choices of a unit with their bytes and costs, for allocate()."""
     found = []

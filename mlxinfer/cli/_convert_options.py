@@ -85,6 +85,11 @@ RUN_OPTIONS = (
     click.option("--resume", is_flag=True, help="Go on with what was interrupted."),
     click.option("--restart", is_flag=True, help="Throw away what was interrupted."),
     click.option("--dry-run", is_flag=True, help="Only say what would be done."),
+    click.option(
+        "--explore",
+        is_flag=True,
+        help="Only say what sizes cost in divergence; with matplotlib, draw OUT.svg.",
+    ),
     click.option("--check-only", is_flag=True, help="Compare OUT, which exists, with SOURCE."),
     click.option("--upload", metavar="REPO", help="Put the result onto the hub, as org/name."),
     click.option("--upload-only", is_flag=True, help="Upload OUT, which exists."),
@@ -169,9 +174,14 @@ _EXCLUSIVE = (
     ("target_bpw", "target_size"),
     ("resume", "restart"),
     ("check_only", "upload_only"),
+    ("explore", "dry_run"),
 )
 _ENOUGH = {  # what these go with
     "check_only": {"as_json"},
+    "explore": {
+        *("as_json", "tokenizer", "calibration", "check_text", "max_memory"),
+        *("overrides", "dtype", "keep_format", "scales"),
+    },
     "upload_only": {"upload", "private", "as_json"},
 }
 

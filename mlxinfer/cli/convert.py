@@ -18,6 +18,7 @@ from ._options import json_option
 from ._output import emit_json, human_count, note, table
 
 if TYPE_CHECKING:
+    from ..convert.explore import SizePoint
     from ..convert.plan import ConversionPlan
     from ..convert.read import Source
     from ..convert.recipes import ConversionOptions
@@ -201,7 +202,7 @@ def command(source: str, out: Path, as_json: bool, **given: Any) -> int:
     if hub.is_bundled(source):
         source = str(hub.resolve(source))
     local, downloads = Path(source).expanduser(), None
-    if not (given["dry_run"] or given["check_only"]):
+    if not (given["dry_run"] or given["check_only"] or given["explore"]):
         downloads = downloads_folder(out, local if local.exists() else None)
     arrived = Downloads()
     opened = open_source(source, tokenizer=tokenizer, downloads=downloads, report=arrived.add)
@@ -227,6 +228,7 @@ def _convert(
     arrived: Downloads,
     as_json: bool,
 ) -> int:
+    from ..convert.explore import explore
     from ..convert.run import Conversion
 
     full = checks(given) == "full"
@@ -239,11 +241,13 @@ def _convert(
         if given["dry_run"]:
             _dry_run(conversion, given, as_json)
             return 0
-        try:
-            report = conversion.run(resume=given["resume"], restart=given["restart"])
-        except KeyboardInterrupt:
-            note("interrupted; the same command with --resume goes on")
-            raise
+        if given["explore"]:
+            points = explore(conversion)
+        else:
+            report = _run(conversion, given)
+    if given["explore"]:
+        _show_points(points, out.with_name(out.name + ".svg"), as_json)
+        return 0
     if as_json:
         emit_json(report.as_dict())
     else:
@@ -261,6 +265,49 @@ def _look_again(source: str, tokenizer: Path | None) -> Callable[[], str]:
     from ..convert.read import open_source
 
     return lambda: open_source(source, tokenizer=tokenizer).fingerprint
+
+
+def _run(conversion: "Conversion", given: dict[str, Any]) -> "ConversionReport":
+    try:
+        return conversion.run(resume=given["resume"], restart=given["restart"])
+    except KeyboardInterrupt:
+        note("interrupted; the same command with --resume goes on")
+        raise
+
+
+def _show_points(points: "list[SizePoint]", figure: Path, as_json: bool) -> None:
+    """Sizes and divergences as a table and, with matplotlib, a figure."""
+    from ..convert.plots import available, plot_sizes
+
+    if available():
+        predicted = [(p.label, p.bits_per_weight, p.kl, "predicted") for p in points]
+        measured = [
+            (p.label, p.bits_per_weight, p.measured_kl, "measured")
+            for p in points
+            if p.measured_kl is not None
+        ]
+        plot_sizes(figure, [*predicted, *measured])
+    if as_json:
+        emit_json({"points": [point.as_dict() for point in points]})
+        return
+    rows = [
+        [
+            point.label,
+            f"{point.bits_per_weight:.3f}",
+            human_bytes(point.num_bytes),
+            f"{point.kl:.5f}",
+            "-" if point.measured_kl is None else f"{point.measured_kl:.5f}",
+        ]
+        for point in points
+    ]
+    header = ["options", "bits/weight", "bytes", "KL predicted", "KL measured"]
+    click.echo(table(rows, header=header))
+    click.echo(
+        "KL divergence from the source in nats, mean over tokens: predicted on the calibration "
+        "text, measured on the text that conversions are checked on."
+    )
+    if available():
+        click.echo(f"Figure: {figure}")
 
 
 def _dry_run(conversion: "Conversion", given: dict[str, Any], as_json: bool) -> None:

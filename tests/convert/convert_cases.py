@@ -1,7 +1,9 @@
 """Tiny sources with a tokenizer, and conversions of them. Knows no test."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +18,7 @@ from mlxinfer.convert.run import Conversion
 
 TEXT = "The quick brown fox jumps over the lazy dog, 12 times; then it sleeps. " * 12
 NAMES = {mx.bfloat16: "bfloat16", mx.float32: "float32"}
+Outcome = Callable[..., SimpleNamespace]  # of `mlxinfer convert ARGS`: code, out, err
 NUM_TOKENS = 95  # below every case's vocabulary
 
 

@@ -2,33 +2,19 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from convert_cases import TEXT, contents, write_source
+from convert_cases import TEXT, Outcome, contents, write_source
 from upload_standin import UploadHub, upload_hub
 
 from mlxinfer import LLM
-from mlxinfer.cli import _convert_options, convert, main
+from mlxinfer.cli import _convert_options, convert
 from mlxinfer.convert import formats
 from mlxinfer.errors import MlxinferError
 
 PLAIN = ("--calibration", "none", "--check", "tensors")
-Outcome = Callable[..., SimpleNamespace]
-
-
-@pytest.fixture
-def outcome(capsys: pytest.CaptureFixture[str]) -> Outcome:
-    def call(*args: object) -> SimpleNamespace:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main(["convert", *map(str, args)])
-        seen = capsys.readouterr()
-        return SimpleNamespace(code=stop.value.code, out=seen.out, err=seen.err)
-
-    return call
 
 
 @pytest.fixture

@@ -1,0 +1,185 @@
+"""Size against divergence of one model, before it is converted (`--explore`).
+
+One calibration pass measures what quantising each unit in one format does to the logits; the error
+of a weight times the second moment of its input scales that to every other format. Sums of these
+predict the divergence of any choice of formats. Two of the choices are then run layer by layer, all
+matrices quantised, against the plain model on held-out text: that is the check on the prediction.
+Nothing is written.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import InvalidRequestError
+from .calibration import logits
+from .calibration.allocation import choose_formats
+from .calibration.measure import Measurements
+from .calibration.stream import EMBEDDING, StreamedModel
+from .calibration.texts import Texts
+from .plan import ConversionPlan, PlannedTensor, make_plan
+from .quantise import QuantisationMethod, round_trip
+from .recipes import make_recipe
+from .run import Conversion
+from .sidefiles import write_side_files
+
+TARGETS = (3.0, 3.5, 4.0, 4.5, 5.0, 6.0, 8.0)  # bits per weight
+CHECKED = (3.5, 4.5)
+UNIFORM = ("3bit", "4bit", "4bit-g32", "6bit", "8bit")
+
+
+@dataclass(frozen=True, slots=True)
+class SizePoint:
+    """One way to quantise the model."""
+
+    label: str  # the options that make it
+    bits_per_weight: float
+    num_bytes: int
+    kl: float  # predicted mean divergence from the source, nats
+    measured_kl: float | None = None  # None: not checked
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def explore(conversion: Conversion) -> list[SizePoint]:
+    """Sizes and divergences of targets and of uniform formats, by size.
+
+    Args:
+        conversion: its options have a calibration text; its recipe decides what is not measured
+            (routers, exceptions, dtype).
+
+    Raises:
+        InvalidRequestError: no text, or too little of it.
+        ConversionError: the source has no tokenizer.
+    """
+    if conversion.options.calibration is None:
+        raise InvalidRequestError("Exploring needs a text for calibration.", param="calibration")
+    conversion.check_tokenizer()
+    with TemporaryDirectory(prefix="mlxinfer-") as folder:
+        write_side_files(Path(folder), conversion.source)
+        texts = conversion.texts(Path(folder))
+    found = conversion.calibrate(texts, probing=True, references=())
+    plans = [*_targets(conversion, found), *_uniform(conversion, found)]
+    checked = [plan for plan in plans if plan.checked]
+    measured = measured_divergences(conversion, texts, found, [c.plan for c in checked])
+    known = {id(plan): kl for plan, kl in zip(checked, measured, strict=True)}
+    points = [replace(plan.point, measured_kl=known.get(id(plan))) for plan in plans]
+    return sorted(points, key=lambda point: (point.num_bytes, point.kl))
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    plan: ConversionPlan
+    point: SizePoint
+    checked: bool
+
+
+def _targets(conversion: Conversion, found: Measurements) -> list[_Candidate]:
+    """The plans of TARGETS that some choice of formats meets."""
+    base, candidates = conversion.plan(), []
+    for bits in TARGETS:
+        limit = int(bits * base.num_weights / 8)
+        if conversion.least_bytes() <= limit:
+            formats = choose_formats(conversion.arranged, found.units, base, limit)
+            plan = conversion.plan(formats)
+            candidates.append(_candidate(f"--target-bpw {bits:g}", plan, found, bits in CHECKED))
+    return candidates
+
+
+def _uniform(conversion: Conversion, found: Measurements) -> list[_Candidate]:
+    own, candidates = conversion.options.recipe, []
+    for name in UNIFORM:
+        recipe = replace(own, name=name, base=make_recipe(name).base, target_bpw=None)
+        plan = make_plan(conversion.arranged, recipe)
+        candidates.append(_candidate(f"--recipe {name}", plan, found, checked=False))
+    return candidates
+
+
+def _candidate(label: str, plan: ConversionPlan, found: Measurements, checked: bool) -> _Candidate:
+    forms = {tensor.output.name: tensor.form for tensor in plan.tensors}
+    kl = sum(unit.cost(forms[unit.outputs[0].name]) for unit in found.units)
+    return _Candidate(plan, SizePoint(label, plan.bits_per_weight, plan.num_bytes, kl), checked)
+
+
+def measured_divergences(
+    conversion: Conversion,
+    texts: Texts,
+    found: Measurements,
+    plans: Sequence[ConversionPlan],
+) -> list[float]:
+    """KL(source || plan) in nats, mean over the short check texts, for each plan.
+
+    Every matrix goes through its format and back, one layer of the model at a time; the texts are
+    those that a conversion is checked on.
+    """
+    return _Check(conversion, texts, found, plans).run() if plans else []
+
+
+class _Check:
+    """Hidden states of the plain model, and of one quantised model for each plan."""
+
+    def __init__(
+        self,
+        conversion: Conversion,
+        texts: Texts,
+        found: Measurements,
+        plans: Sequence[ConversionPlan],
+    ) -> None:
+        self._arranged = conversion.arranged
+        self._progress = conversion.progress
+        self._searched = conversion.options.searched
+        self._importance = found.importance
+        self._streamed = StreamedModel(conversion.arranged)
+        self._length = len(texts.short[0])
+        self._tensors = [{t.output.name: t for t in plan.tensors} for plan in plans]
+        ids = [token for sequence in texts.short for token in sequence]
+        self._plain = self._streamed.embed(ids)
+        self._states = [self._embedded(ids, tensors) for tensors in self._tensors]
+
+    def run(self) -> list[float]:
+        """The mean divergence of each plan."""
+        count = self._arranged.config.num_layers
+        for index in range(count):
+            self._layer(index)
+            self._progress("check", index + 1, count)
+        streamed, found = self._streamed, []
+        reference = streamed.normed(self._plain)
+        for states, tensors in zip(self._states, self._tensors, strict=True):
+            method = self._method(tensors[streamed.head.name])
+            others = streamed.normed(states)[None]
+            kl = logits.divergences(self._arranged, streamed, reference, others, method)
+            found.append(float(kl[0]))
+        return found
+
+    def _embedded(self, ids: list[int], tensors: dict[str, PlannedTensor]) -> mx.array:
+        method = self._method(tensors[self._streamed.output(EMBEDDING).name])
+        rows = self._streamed.embedding_rows(sorted(set(ids)))
+        return self._streamed.embed(ids, rows if method is None else _exact(rows, method))
+
+    def _layer(self, index: int) -> None:
+        plain = self._streamed.read_layer(index)
+        self._plain = self._streamed.layer(index, plain)(self._plain, self._length)
+        outputs = self._streamed.outputs_of(index)
+        for number, tensors in enumerate(self._tensors):
+            methods = {name: self._method(tensors[out.name]) for name, out in outputs.items()}
+            changed = {n: _exact(plain[n], m) for n, m in methods.items() if m is not None}
+            layer = self._streamed.layer(index, {**plain, **changed})
+            self._states[number] = layer(self._states[number], self._length)
+
+    def _method(self, tensor: PlannedTensor) -> QuantisationMethod | None:
+        """How a tensor is quantised; None: it is not, or its codes are the source's own."""
+        if tensor.form is None or tensor.packed:
+            return None
+        importance = self._importance.get(tensor.output.path)
+        return QuantisationMethod(tensor.form, tensor.dtype, self._searched, importance)
+
+
+def _exact(matrix: mx.array, method: QuantisationMethod) -> mx.array:
+    """A matrix quantised and back, in float32: bfloat16 would round what comes back."""
+    return round_trip(matrix.astype(mx.float32), method)

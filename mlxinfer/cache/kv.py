@@ -61,14 +61,13 @@ class KVCache:
         heads: Mapping[int, Heads] | None = None,
     ) -> None:
         self._heads = heads or {}
-        self._kernel_layers = kernel_layers
         self.specs = list(specs)
         self.dtype = dtype
         self.page_size = page_size
-        self._prefill_chunk = prefill_chunk
         self.bits = list(bits or [PLAIN] * len(specs))
         self.bytes_copied = 0  # tails copied because a step was in flight
         self.bytes_grown = 0  # copied while pools grew
+        self._fixed = num_pages is not None
         paged = [(i, s) for i, s in enumerate(specs) if not isinstance(s, StateSpec)]
         self._paged = {layer: place for place, (layer, _) in enumerate(paged)}
         self._stateful = [layer for layer in range(len(specs)) if layer not in self._paged]
@@ -83,11 +82,16 @@ class KVCache:
             prefill_chunk,
             [self._paged[layer] for layer in kernel_layers],
         )
-        self._page_bytes = [make.page_bytes(i) for i in range(len(paged))]
+        self._share_out(budget_bytes, make, num_pages)
+        self.reset()
+
+    def _share_out(self, budget_bytes: int, make: GroupMaker, num_pages: int | None) -> None:
+        """Divide the budget into running sequences, snapshots of states, and pages."""
+        self._page_bytes = [make.page_bytes(i) for i in range(len(self._paged))]
         # A running sequence has tails, a state, and another one while a step makes it.
         running_bytes = 2 * sum(self._page_bytes) + 2 * self.states.num_bytes
         most = budget_bytes // MAX_RUNNING_SHARE // max(running_bytes, 1)
-        self.max_batch = max(1, min(max_batch, most))
+        self.max_batch = max(1, min(make.max_batch, most))
         # While tails of a layer grow they are there twice, and that counts too.
         growing = 2 * max(self._page_bytes, default=0)
         room = budget_bytes - self.max_batch * (running_bytes + growing)
@@ -97,11 +101,9 @@ class KVCache:
         self.groups = replace(make, max_batch=self.max_batch).groups(room, num_pages)
         self._filled = [group for group in self.groups if group.layers]  # those that have arrays
         group_of = {i: g for g, group in enumerate(self.groups) for i in group.layers}
-        self._group_of = [group_of[i] for i in range(len(paged))]
-        self._fixed = num_pages is not None
+        self._group_of = [group_of[i] for i in range(len(self._paged))]
         if self._fixed:
             check_memory(sum(g.allocator.num_pages * g.page_bytes for g in self.groups))
-        self.reset()
 
     def _state_group(self, budget_bytes: int) -> StateGroup | None:
         """Snapshots within a share of the budget; None: there are no state layers."""

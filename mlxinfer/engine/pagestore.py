@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..cache.disk import DiskStats, DiskTier, chain_keys, namespace_key, page_key
 from ..cache.groups import PageGroup, StateGroup
@@ -317,6 +317,13 @@ def entry_keys(before: bytes, group: int, tokens: Seq[int]) -> tuple[bytes, byte
     return parent, page_key(parent, tokens)
 
 
+class Prompt(NamedTuple):
+    """Tokens, and what must agree besides for their pages to be shared."""
+
+    namespace: Hashable
+    token_ids: list[int]
+
+
 class Transfers:
     """What is to be read out of pages that were evicted, and what is to be written to others.
 
@@ -381,7 +388,7 @@ class Transfers:
             counts = [len(p) for p in found.payloads[: len(self._groups)]] if found else []
             pages = self._allocate(tree, counts) if found else None
             if found and pages:
-                self._insert(tree, namespace, ids, found, pages)
+                self._insert(tree, Prompt(namespace, ids), found, pages)
         tree.unlock(lease)
 
     def _allocate(self, tree: PrefixTree, counts: Seq[int]) -> list[list[int]] | None:
@@ -399,12 +406,7 @@ class Transfers:
         return taken
 
     def _insert(
-        self,
-        tree: PrefixTree,
-        namespace: Hashable,
-        ids: list[int],
-        found: Found,
-        pages: list[list[int]],
+        self, tree: PrefixTree, prompt: Prompt, found: Found, pages: list[list[int]]
     ) -> None:
         """Give pages to the tree, and note what is to go there."""
         runs: list[tuple[int, int, list[int]]] = []  # group, number of the first, page ids
@@ -420,17 +422,13 @@ class Transfers:
         whole = [run for run in runs if not self._groups[run[0]].recycles]
         for some in [whole, *[[run] for run in runs if run not in whole]]:
             if some:
-                self._insert_runs(tree, namespace, ids, some)
+                self._insert_runs(tree, prompt, some)
         for states in found.payloads[len(pages) :]:
             for number, payload in states.items():
-                self._insert_snapshot(tree, namespace, ids, number, payload)
+                self._insert_snapshot(tree, prompt, number, payload)
 
     def _insert_runs(
-        self,
-        tree: PrefixTree,
-        namespace: Hashable,
-        ids: list[int],
-        runs: list[tuple[int, int, list[int]]],
+        self, tree: PrefixTree, prompt: Prompt, runs: list[tuple[int, int, list[int]]]
     ) -> None:
         """Runs of several groups that end at the same page."""
         _, first, last_run = runs[0]
@@ -438,20 +436,15 @@ class Transfers:
         tables = [PageTable(size, first=stop) for _ in self._allocators]
         for group, first, pages in runs:
             tables[group] = PageTable(size, first=first, pages=pages)
-        for duplicate in tree.insert(namespace, ids[: stop * size], tables):
+        for duplicate in tree.insert(prompt.namespace, prompt.token_ids[: stop * size], tables):
             self._loads.pop((duplicate.group, duplicate.own))
             self._allocators[duplicate.group].release([duplicate.own])
 
     def _insert_snapshot(
-        self,
-        tree: PrefixTree,
-        namespace: Hashable,
-        ids: list[int],
-        number: int,
-        payload: memoryview,
+        self, tree: PrefixTree, prompt: Prompt, number: int, payload: memoryview
     ) -> None:
         """The state after page `number`, where there is room for it."""
-        snapshot = tree.add_snapshot(namespace, ids, (number + 1) * self._store.page_size)
+        snapshot = tree.add_snapshot(*prompt, (number + 1) * self._store.page_size)
         if snapshot is not None:
             place = self._store.state_group, snapshot.number
             self._loads[place] = Load(*place, payload)

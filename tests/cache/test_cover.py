@@ -28,7 +28,7 @@ def test_every_run_lies_in_the_last_cover_that_begins_before_it(
 
 
 @given(runs=RUNS, gap=st.sampled_from([0, 16, 64]), most=st.sampled_from([16, 128, 4096]))
-def test_what_is_decoded_for_nobody_is_bounded(
+def test_needless_decoding_is_bounded(
     runs: list[list[tuple[int, int]]], gap: int, most: int
 ) -> None:
     longest = max((stop - start for some in runs for start, stop in some), default=0)

@@ -128,7 +128,7 @@ def test_the_longest_unused_goes_and_of_a_chain_the_end(tmp_path: Path) -> None:
     tier.flush()
     assert [tier.contains(key) for key in (*keys, old)] == [True, True, False, False]
     tier.close()
-    reopened = DiskTier(str(tmp_path), MODEL, max_bytes=4 * size)  # knows who was used when
+    reopened = DiskTier(str(tmp_path), MODEL, max_bytes=4 * size)  # reads the times of last use
     put(reopened, [10, 10], bytes(1000))
     reopened.flush()
     assert [reopened.contains(key) for key in keys] == [True, False, False]
@@ -138,7 +138,7 @@ def test_the_longest_unused_goes_and_of_a_chain_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("oldest", range(4))
-def test_a_restart_knows_who_was_used_when(tmp_path: Path, oldest: int) -> None:
+def test_a_restart_keeps_the_order_of_last_use(tmp_path: Path, oldest: int) -> None:
     size = Entry(MODEL, MODEL, (1,), memoryview(b"")).num_bytes
     tier = DiskTier(str(tmp_path), MODEL, max_bytes=4 * size)
     keys = [put(tier, [token], b"") for token in range(4)]
@@ -210,9 +210,9 @@ def test_only_own_leftovers_are_removed(tmp_path: Path) -> None:
     folder = tmp_path / MODEL.hex()
     folder.mkdir()
     (folder / f"{MODEL.hex()}.0123abcd.tmp").write_bytes(b"half")
-    (folder / "notes.tmp").write_bytes(b"somebody's")
+    (folder / "notes.tmp").write_bytes(b"of another program")
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / f"{MODEL.hex()}.kv").write_bytes(b"somebody's")
+    (tmp_path / "other" / f"{MODEL.hex()}.kv").write_bytes(b"of another program")
     DiskTier(str(tmp_path), MODEL, max_bytes=10).close()
     assert [path.name for path in files_in(tmp_path)] == ["notes.tmp", f"{MODEL.hex()}.kv"]
 
@@ -272,7 +272,7 @@ def test_a_failing_disk_costs_a_miss(tmp_path: Path, operation: str, code: int) 
     after.close()
 
 
-def test_what_cannot_be_removed_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_what_cannot_be_removed_does_not_block_others(tmp_path: Path) -> None:
     stuck = tmp_path / MODEL.hex() / f"{page_key(MODEL, [0]).hex()}.kv"
     (stuck / "inner").mkdir(parents=True)  # as another user's file would be
     os.utime(stuck, (1, 1))

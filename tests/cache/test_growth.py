@@ -1,4 +1,4 @@
-"""How pools grow: nobody waits for all layers at once, and no page comes too late."""
+"""How pools grow: no step waits for all layers at once, and no page comes too late."""
 
 from itertools import accumulate
 
@@ -67,7 +67,7 @@ def test_a_short_prompt_among_decode_steps_copies_two_layers_of_sixteen() -> Non
     assert sizes == [256] * 16
 
 
-def test_whoever_takes_all_at_once_gets_it() -> None:
+def test_all_pages_may_be_taken_at_once() -> None:
     sizes = [256, 256, 128]
     assert grow(sizes, 5000, 10_000) == [0, 1, 2]
     assert sizes[0] == wanted_pages(128, 5000, 10_000)

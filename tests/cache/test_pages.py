@@ -102,7 +102,7 @@ def test_a_page_more_for_many_is_what_each_gets_in_turn(data: st.DataObject) -> 
 
 
 @given(st.data())
-def test_notes_of_runs_do_not_pile_up_where_nobody_looks(data: st.DataObject) -> None:
+def test_stale_notes_of_runs_do_not_pile_up(data: st.DataObject) -> None:
     total = 12
     allocator = PageAllocator(total, headroom=data.draw(st.integers(0, 4)))
     held: set[int] = set()
@@ -141,7 +141,7 @@ class Counted(array):  # type: ignore[type-arg]
 
 
 def lowest_with_headroom(free: set[int], count: int, headroom: int) -> int | None:
-    """Where `count` pages go, the headroom after whoever is before them left free."""
+    """Where `count` pages go, the headroom after the owner before them left free."""
     for start in sorted(page for page in free if page - 1 not in free):
         place = start + (headroom if start else 0)
         if free.issuperset(range(start, place + count)):

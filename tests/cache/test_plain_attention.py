@@ -171,7 +171,7 @@ def test_parts_are_found_again_while_only_tokens_join() -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 def test_a_token_scores_the_same_in_the_tail_and_in_a_page(dtype: mx.Dtype) -> None:
-    """When it moves depends on who else is there; what it gives must not, in 16 bits either."""
+    """When it moves depends on the other sequences; what it gives must not, in 16 bits either."""
     rng = np.random.default_rng(3)
     queries, keys, values = (
         mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype)

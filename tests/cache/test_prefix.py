@@ -90,7 +90,7 @@ def test_a_longer_page_takes_the_place_of_a_partial_leaf() -> None:
     assert tree.num_nodes == tree.num_pages(0) == tree.allocators[0].num_held == 1
     held = tree.lock(tree.probe("", [1, 2, 3, 9]))
     put(tree, [1, 2, 3, 4])
-    assert tree.num_nodes == 2, "somebody copies from the partial one"
+    assert tree.num_nodes == 2, "the partial one is being copied"
     tree.unlock(held)
     put(tree, [1, 2, 3, 5])
     assert tree.num_nodes == 2
@@ -239,7 +239,7 @@ def test_low_priority_goes_first_and_pins_never() -> None:
     assert tree.evict(0, 9) == 2
 
 
-def test_windows_lose_what_was_passed_by_before_where_somebody_stopped() -> None:
+def test_windows_lose_pages_passed_by_before_those_where_a_sequence_ended() -> None:
     tree = make_tree(None, SIZE)
     old = tree.lock(tree.probe("", [0], limit=0))
     pass_by(tree, old, list(range(12)))
@@ -255,15 +255,17 @@ def test_windows_lose_what_was_passed_by_before_where_somebody_stopped() -> None
 
 
 def test_tells_what_goes_while_the_pages_are_still_there() -> None:
-    told: list[tuple[list[int], tuple[int | None, ...], int]] = []
+    reported: list[tuple[list[int], tuple[int | None, ...], int]] = []
 
     def note(gone: list[StoredPage]) -> None:
-        told.extend((page.token_ids(), page.pages, tree.allocators[0].num_held) for page in gone)
+        reported.extend(
+            (page.token_ids(), page.pages, tree.allocators[0].num_held) for page in gone
+        )
 
     tree = make_tree(None, on_evict=note)
     put(tree, list(range(10)))
     tree.evict(0, 2)
-    assert told == [(list(range(10)), (2,), 3), (list(range(8)), (1,), 3)]
+    assert reported == [(list(range(10)), (2,), 3), (list(range(8)), (1,), 3)]
     assert [page.tokens for page in tree.stored()] == [(0, 1, 2, 3)]
 
 

@@ -166,7 +166,7 @@ class PrefixMachine(RuleBasedStateMachine):
         return {*paths, *cuts, *(path for _, pinned in self.pins for path in pinned)}
 
     def naive_victims(self, num_pages: int) -> list[Path]:
-        """Leaves that nobody locks, one after the other: priority, then time, then depth."""
+        """Leaves without a lock, one after the other: priority, then time, then depth."""
         left, locked = dict(self.model.entries), self.locked()
         victims: list[Path] = []
         while len(victims) < num_pages:
@@ -179,7 +179,7 @@ class PrefixMachine(RuleBasedStateMachine):
         return victims
 
     def sync_evictions(self) -> None:
-        """The tree may lose nodes that nobody locks, and windowed pages that nobody needs."""
+        """The tree may lose nodes without a lock, and windowed pages without a hold."""
         held = {(p.namespace, tuple(p.token_ids())): p.pages for p in self.tree.stored()}
         assert held.keys() <= self.model.entries.keys()
         assert self.locked() <= held.keys()

@@ -1,4 +1,4 @@
-"""Where tail tokens go: each to the slot that its page table names, none to a page let go of."""
+"""Where tail tokens go: each to the slot that its page table names, none to a recycled page."""
 
 from hypothesis import given
 from hypothesis import strategies as st

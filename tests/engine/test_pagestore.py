@@ -22,7 +22,7 @@ PAGE_BYTES = [8, 6]
 
 
 class Clock:
-    """Moves on only when it is told to."""
+    """A clock that is set by hand."""
 
     now = 0.0
 

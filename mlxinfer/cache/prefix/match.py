@@ -51,17 +51,40 @@ class RestorePoint:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """What the layer groups of a tree keep.
+
+    Args:
+        windows: of each page group; None: it sees everything.
+        num_kept: pages of each group at the front that hold sinks.
+        page_size: tokens a page.
+        has_states: whether there are state layers, which resume at snapshots only.
+    """
+
+    windows: Sequence[int | None]
+    num_kept: Sequence[int]
+    page_size: int
+    has_states: bool
+
+    def coverages(self, path: Sequence[Node]) -> list[Coverage]:
+        """Where the groups can resume on a path; groups that keep all pages resume anywhere."""
+        windows = [
+            window_coverage(path, group, window, kept, self.page_size)
+            for group, (window, kept) in enumerate(zip(self.windows, self.num_kept, strict=True))
+            if window is not None
+        ]
+        return [*windows, state_coverage(path)] if self.has_states else windows
+
+
 def find(
     root: Node | None,
     namespace: Hashable,
     token_ids: Sequence[int],
+    shape: TreeShape,
     *,
     boundary: int,
     alignment: int,
-    windows: Sequence[int | None],
-    num_kept: Sequence[int],
-    page_size: int,
-    has_states: bool,
 ) -> RestorePoint:
     """Whole pages, then the child that agrees for longest, then back to where all can resume.
 
@@ -69,25 +92,16 @@ def find(
         root: of the namespace; None: it has nothing.
         namespace: of the prompt.
         token_ids: of the prompt.
+        shape: of the tree.
         boundary: tokens that may be reused at most.
         alignment: of the position to resume at.
-        windows: of each page group; None: it sees everything.
-        num_kept: pages of each group at the front that hold sinks.
-        page_size: tokens a page.
-        has_states: whether there are state layers, which resume at snapshots only.
     """
-    path, overlap = _walk(root, token_ids, boundary, page_size)
+    size = shape.page_size
+    path, overlap = _walk(root, token_ids, boundary, size)
     whole = len(path) - (overlap > 0)
-    longest = whole * page_size + overlap
-    coverages = [
-        window_coverage(path, group, window, kept, page_size)
-        for group, (window, kept) in enumerate(zip(windows, num_kept, strict=True))
-        if window is not None
-    ]
-    point = resume_point(
-        longest, [*coverages, state_coverage(path)] if has_states else coverages, alignment
-    )
-    number, inside = divmod(point, page_size)
+    longest = whole * size + overlap
+    point = resume_point(longest, shape.coverages(path), alignment)
+    number, inside = divmod(point, size)
     last = path[number] if inside else path[number - 1] if number else None
     return RestorePoint(
         namespace=namespace,
@@ -97,13 +111,13 @@ def find(
         path=path[:whole],
         cut=path[number] if inside else None,
         cut_tokens=inside,
-        snapshot=last.snapshots[inside or page_size] if has_states and last is not None else None,
+        snapshot=last.snapshots[inside or size] if shape.has_states and last else None,
         first=[
-            max(first_page(point, window, page_size), kept)
-            for window, kept in zip(windows, num_kept, strict=True)
+            max(first_page(point, window, size), kept)
+            for window, kept in zip(shape.windows, shape.num_kept, strict=True)
         ],
-        num_kept=list(num_kept),
-        page_size=page_size,
+        num_kept=list(shape.num_kept),
+        page_size=size,
     )
 
 

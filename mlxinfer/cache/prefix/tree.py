@@ -13,7 +13,7 @@ from ..groups import StateGroup
 from ..page_table import PageTable
 from ..pages import PageAllocator
 from .leases import Lease, Leases
-from .match import RestorePoint, find
+from .match import RestorePoint, TreeShape, find
 from .node import Node, Snapshot, StoredPage
 from .store import NodeStore
 
@@ -80,6 +80,8 @@ class PrefixTree:
             states,
         )
         self._states = states
+        num_kept = self._store.num_kept
+        self._shape = TreeShape(windows, num_kept, page_size, has_states=states is not None)
         self._leases = Leases(self._store)
         self._on_evict = on_evict
 
@@ -109,12 +111,9 @@ class PrefixTree:
             self._store.roots.get(namespace),
             namespace,
             token_ids,
+            self._shape,
             boundary=max(highest, 0),
             alignment=alignment,
-            windows=self._store.windows,
-            num_kept=self._store.num_kept,
-            page_size=self.page_size,
-            has_states=self._states is not None,
         )
 
     @property

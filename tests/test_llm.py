@@ -56,7 +56,7 @@ def test_streams_join_to_the_result(llm: LLM) -> None:
     assert llm.chat(QUESTION, SamplingParams(max_tokens=30)).text == result.text
 
 
-def test_stop_strings_end_the_text_before_them(llm: LLM) -> None:
+def test_text_ends_before_the_stop_string(llm: LLM) -> None:
     whole = llm.chat(QUESTION, SamplingParams(max_tokens=40))
     stop = whole.text[5:9]
     cut = llm.chat(QUESTION, SamplingParams(max_tokens=40, stop=(stop,)))
@@ -65,7 +65,7 @@ def test_stop_strings_end_the_text_before_them(llm: LLM) -> None:
     assert len(cut.token_ids) < len(whole.token_ids)
 
 
-def test_a_stop_string_in_what_was_held_back_is_a_stop(llm: LLM) -> None:
+def test_a_stop_string_in_held_back_text_is_a_stop(llm: LLM) -> None:
     half = llm.tokenizer.encode("é")[0]
     params = SamplingParams(max_tokens=1, stop="\ufffd", logit_bias={half: 1e6})
     result = llm.generate("Hello", params)
@@ -110,7 +110,7 @@ def test_seeded_requests_repeat(llm: LLM) -> None:
     assert other.token_ids != first.token_ids
 
 
-def test_a_pinned_prompt_outlives_others() -> None:
+def test_pinned_pages_are_evicted_last() -> None:
     """A pool of 12 pages: three later prompts of 5 pages each push out all that is not pinned."""
     params = SamplingParams(max_tokens=2)
     first, others = [9] * 70, [[10 + i] * 80 for i in range(3)]
@@ -127,7 +127,7 @@ def test_a_pinned_prompt_outlives_others() -> None:
                 assert small.stats()["prompt_tokens_reused"] == 0
 
 
-def test_a_pinned_conversation_is_found(llm: LLM) -> None:
+def test_a_pinned_conversation_is_a_prefix_hit(llm: LLM) -> None:
     messages = [{"role": "system", "content": "You answer in rhymes about pages. " * 3}]
     kept = llm.pin(messages)
     assert kept >= 16
@@ -136,7 +136,7 @@ def test_a_pinned_conversation_is_found(llm: LLM) -> None:
     assert len(llm.generate("A", SamplingParams(max_tokens=1)).token_ids) == 1
 
 
-def test_a_pin_goes_only_when_running_requests_hold_everything_else() -> None:
+def test_pinned_pages_are_evicted_only_when_running_requests_hold_all_others() -> None:
     few = SamplingParams(max_tokens=4, ignore_eos=True)
     with LLM("demo", num_pages=24) as llm:
         pinned = list(range(5, 105))
@@ -186,7 +186,7 @@ def test_leaving_a_stream_ends_its_request(llm: LLM) -> None:
     assert llm.stats()["running"] == 0
 
 
-def test_ctrl_c_ends_the_requests_of_a_cell(llm: LLM) -> None:
+def test_ctrl_c_aborts_the_requests_of_a_batch(llm: LLM) -> None:
     def press() -> bool:
         """On the engine's thread, where nothing ends meanwhile."""
         running = len(llm._session.client.engine._loop.scheduler.queues.running) == 2
@@ -231,7 +231,7 @@ def test_bad_prompts(llm: LLM, prompt: object, message: str) -> None:
         llm.generate(prompt, SamplingParams(max_tokens=2))  # type: ignore[call-overload]
 
 
-def test_integers_of_numpy_are_token_ids_and_a_batch_of_none_is_none(llm: LLM) -> None:
+def test_numpy_integers_are_token_ids_and_an_empty_batch_is_empty(llm: LLM) -> None:
     params = SamplingParams(max_tokens=4)
     ids = np.array([5, 6, 7], dtype=np.int64)
     assert llm.generate([*ids], params).text == llm.generate([5, 6, 7], params).text
@@ -257,7 +257,7 @@ def test_params_are_sampling_params(llm: LLM) -> None:
         llm.generate(["A"], [wrong])
 
 
-def test_chat_takes_no_option_that_it_would_ignore(llm: LLM) -> None:
+def test_chat_refuses_options_that_it_would_ignore(llm: LLM) -> None:
     misplaced: Any = {"max_tokens": 3}
     with pytest.raises(TypeError, match=r"no 'max_tokens'.*SamplingParams"):
         llm.chat(QUESTION, **misplaced)
@@ -309,7 +309,7 @@ def test_bad_settings_name_themselves(values: dict[str, object], message: str) -
     assert caught.value.status == 400
 
 
-def test_one_bad_request_of_a_batch_ends_no_engine(llm: LLM) -> None:
+def test_one_bad_request_of_a_batch_leaves_the_engine_running(llm: LLM) -> None:
     with pytest.raises(mlxinfer.InvalidRequestError):
         llm.generate(["fine", [10**6]], SamplingParams(max_tokens=50))
     with pytest.raises(mlxinfer.InvalidRequestError, match="2 prompts and 1"):
@@ -390,7 +390,7 @@ def test_closing(llm: LLM) -> None:
         other.stats()
 
 
-def test_a_forgotten_llm_is_closed() -> None:
+def test_a_collected_llm_is_closed() -> None:
     made = LLM("demo")
     thread = made._session.client.engine._thread
     gone = weakref.ref(made)
@@ -401,7 +401,7 @@ def test_a_forgotten_llm_is_closed() -> None:
     assert not thread.is_alive()
 
 
-def test_a_stream_holds_the_model_that_nobody_else_holds() -> None:
+def test_a_stream_keeps_its_llm_alive() -> None:
     def answered() -> Iterator[str]:
         llm = LLM("demo")
         params = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -414,7 +414,7 @@ def test_a_stream_holds_the_model_that_nobody_else_holds() -> None:
         assert llm.generate("A page", params).text == text
 
 
-def test_logits_and_pins_tell_of_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_and_pin_raise_step_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM("demo", prefix_cache=False) as llm:
         with pytest.raises(mlxinfer.InvalidRequestError, match="prefix_cache"):
             llm.pin("A page")
@@ -436,7 +436,7 @@ def test_logits_and_pins_tell_of_failures(monkeypatch: pytest.MonkeyPatch) -> No
         assert llm.logits(ids).shape[0] == 700
 
 
-def test_whoever_listens_when_the_end_goes_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_raises_where_closing_the_engine_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM("demo")
     stream = llm.stream("A page", SamplingParams(max_tokens=2000, ignore_eos=True))
     next(stream)
@@ -450,7 +450,7 @@ def test_whoever_listens_when_the_end_goes_wrong_is_told(monkeypatch: pytest.Mon
         list(stream)
 
 
-def test_end_tokens_beyond_the_vocabulary_are_none(llm: LLM) -> None:
+def test_end_tokens_beyond_the_vocabulary_are_ignored(llm: LLM) -> None:
     info = replace(llm.model_info, eos_token_ids=frozenset({5, 2048, 10**6}))
     asking = RequestBuilder(llm.tokenizer, info, "auto")
     assert asking.end_ids == llm.tokenizer.eos_token_ids | {5}
@@ -470,7 +470,7 @@ def test_a_request_of_a_closed_event_loop_ends(llm: LLM) -> None:
     assert stream is not None, "it is held to the end"
 
 
-def test_a_stream_begun_before_a_fork_says_so_in_the_child(llm: LLM) -> None:
+def test_a_stream_begun_before_a_fork_raises_in_the_child(llm: LLM) -> None:
     stream = llm.stream("A page", SamplingParams(max_tokens=60, ignore_eos=True))
     next(stream)
     child = os.fork()
@@ -487,7 +487,7 @@ def test_a_stream_begun_before_a_fork_says_so_in_the_child(llm: LLM) -> None:
     assert len(last.result.token_ids) == 60
 
 
-def test_results_tell_times(llm: LLM) -> None:
+def test_results_have_timings(llm: LLM) -> None:
     timing = llm.generate("A page", SamplingParams(max_tokens=20, ignore_eos=True)).timing
     assert 0 < timing.time_to_first_token_s <= timing.total_s
     assert timing.tokens_per_s is not None
@@ -495,7 +495,7 @@ def test_results_tell_times(llm: LLM) -> None:
     assert timing.queued_s >= 0
 
 
-def test_a_stream_that_waits_for_its_reader_is_not_queued(llm: LLM) -> None:
+def test_time_before_a_stream_is_read_is_not_queueing(llm: LLM) -> None:
     stream = llm.stream("Hello", SamplingParams(max_tokens=3))
     time.sleep(0.2)
     asked_s = time.monotonic()
@@ -504,7 +504,7 @@ def test_a_stream_that_waits_for_its_reader_is_not_queued(llm: LLM) -> None:
     assert last.result.timing.total_s <= time.monotonic() - asked_s
 
 
-def test_times_are_when_tokens_were_made_not_when_they_were_read(llm: LLM) -> None:
+def test_timings_are_of_the_engine_not_of_the_reader(llm: LLM) -> None:
     request = Request("r", [1, 2, 3], SamplingParams())
     answer = OutputProcessor(request, TextStream(llm.tokenizer))
     submitted_s = answer._submitted_s

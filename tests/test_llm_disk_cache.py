@@ -41,13 +41,13 @@ def test_a_restart_reuses_the_prompt(tmp_path: Path) -> None:
     ("arguments", "param"),
     [({"disk_cache": "much"}, "disk_cache"), ({"disk_cache_dir": "/tmp"}, "disk_cache_dir")],
 )
-def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], param: str) -> None:
+def test_contradictory_disk_options_are_refused(arguments: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError, match=param) as caught:
         LLM("demo", **arguments)
     assert caught.value.param == param
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InvalidRequestError, match=r"cannot lie in .*file/kv: Not a dir") as caught:
         LLM("demo", disk_cache="1MB", disk_cache_dir=tmp_path / "file" / "kv")

@@ -16,7 +16,7 @@ arrivals = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 50), st.booleans
 
 
 @given(arrivals=arrivals, limit=st.integers(1, 8), token_limit=st.integers(1, 200))
-def test_what_waits_stays_within_bounds(
+def test_waiting_requests_and_tokens_stay_within_bounds(
     arrivals: list[tuple[int, int, bool]], limit: int, token_limit: int
 ) -> None:
     """A call enters whole or not at all; only one that finds nobody waiting may pass a bound."""

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from mlxinfer.server.registry.slots import FIRST_PAUSE_S, MAX_PAUSE_S, Brake
 
 
-def test_nothing_is_braked_that_did_not_fail() -> None:
+def test_a_model_that_did_not_fail_has_no_pause() -> None:
     assert Brake().left_s(-5.0) == 0.0
 
 
@@ -19,7 +19,7 @@ def test_pauses_double_up_to_the_longest() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["fail", "release"]), st.floats(0, 1000))))
-def test_a_pause_ends_when_it_was_said_to(events: list[tuple[str, float]]) -> None:
+def test_a_pause_ends_after_its_announced_length(events: list[tuple[str, float]]) -> None:
     brake, now_s, in_a_row = Brake(), 0.0, 0
     for what, later_s in events:
         now_s += later_s

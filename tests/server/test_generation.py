@@ -69,7 +69,7 @@ def listening(server: LiveServer) -> Listening:
     return Listening(server)
 
 
-def test_what_came_before_a_failure_is_told_with_it(listening: Listening) -> None:
+def test_steps_before_a_failure_are_yielded_before_it_is_raised(listening: Listening) -> None:
     (answer,) = answers = listening.answers(SamplingParams())
     failure = failed_event(Sequence(answer.request, 9, PROMPT, 3), ValueError("the GPU is gone"))
     text, error = listening.hear(answers, [*listening.says(answer, "hello"), failure])
@@ -77,7 +77,7 @@ def test_what_came_before_a_failure_is_told_with_it(listening: Listening) -> Non
     assert "the GPU is gone" in error
 
 
-def test_what_comes_after_a_stop_string_is_not_the_others_end(listening: Listening) -> None:
+def test_events_after_a_stop_string_do_not_end_other_answers(listening: Listening) -> None:
     stops, goes_on = answers = listening.answers(SamplingParams(stop=("ll",)), SamplingParams())
     events = [
         *listening.says(stops, "hello"),

@@ -24,7 +24,7 @@ def test_models_that_take_turns_get_a_share_of_what_the_largest_leaves() -> None
     assert set(kv_budgets(needs, 22 * GB).values()) == {4 * GB}
 
 
-def test_many_models_that_would_have_next_to_nothing_take_turns() -> None:
+def test_many_models_whose_shares_would_be_tiny_take_turns() -> None:
     needs = [Need(f"m{i}", GB) for i in range(19)]
     assert set(kv_budgets(needs, 20 * GB).values()) == {int(0.4 * 19 * GB)}
 
@@ -43,7 +43,7 @@ def test_pinned_models_count_beside_each() -> None:
         [Need("x", 10 * GB - 10**6)],
     ],
 )
-def test_what_can_never_fit_is_named(needs: list[Need]) -> None:
+def test_a_model_that_can_never_fit_is_named(needs: list[Need]) -> None:
     with pytest.raises(InvalidRequestError, match="model x does not fit"):
         kv_budgets(needs, 10 * GB)
 
@@ -53,7 +53,9 @@ some = st.lists(st.tuples(sizes, st.none() | sizes, st.booleans()), min_size=1, 
 
 
 @given(some=some, limit=sizes)
-def test_what_is_promised_fits(some: list[tuple[int, int | None, bool]], limit: int) -> None:
+def test_budgets_together_stay_within_the_limit(
+    some: list[tuple[int, int | None, bool]], limit: int
+) -> None:
     needs = [Need(f"m{i}", *each) for i, each in enumerate(some)]
     try:
         budgets = kv_budgets(needs, limit)

@@ -43,7 +43,7 @@ def test_models_are_listed_before_they_are_loaded(two: LazyServer) -> None:
     assert two.loads == []
 
 
-def test_requests_load_what_they_name_and_unload_what_is_in_the_way(two: LazyServer) -> None:
+def test_a_request_loads_its_model_and_unloads_an_idle_one_for_room(two: LazyServer) -> None:
     answers = [two.post(CHAT, chat(model=name)).json() for name in ("gpt-4o-mini", "big")]
     assert [answer["model"] for answer in answers] == ["small", "big"]
     assert two.loads == ["small", "big"]
@@ -51,7 +51,7 @@ def test_requests_load_what_they_name_and_unload_what_is_in_the_way(two: LazySer
     assert two.get("/v1/models/big").json()["max_model_len"] == 2048
 
 
-def test_many_requests_load_it_once(two: LazyServer) -> None:
+def test_concurrent_requests_load_a_model_once(two: LazyServer) -> None:
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: two.post(CHAT, chat(model="small")), range(8)))
     assert {answer.status_code for answer in answers} == {200}
@@ -70,7 +70,7 @@ def test_a_model_that_answers_is_not_unloaded(two: LazyServer) -> None:
         assert (busy.status_code, busy.json()["error"]["code"]) == (409, "model_busy")
 
 
-def test_nobody_has_to_wait_for_a_load_and_it_goes_on(two: LazyServer) -> None:
+def test_a_load_goes_on_past_the_deadline_of_its_request(two: LazyServer) -> None:
     two.go_on.clear()
     headers = {"x-request-timeout": "1000"}
     with ThreadPoolExecutor(1) as pool:
@@ -85,7 +85,7 @@ def test_nobody_has_to_wait_for_a_load_and_it_goes_on(two: LazyServer) -> None:
     assert two.loads == ["small"]
 
 
-def test_loading_and_unloading_by_hand(two: LazyServer) -> None:
+def test_explicit_loads_and_unloads(two: LazyServer) -> None:
     loaded = two.post("/admin/models/load", {"model": "small"}).json()
     assert (loaded["state"], loaded["calls"], loaded["failure"]) == ("loaded", 0, None)
     assert two.post("/admin/models/unload", {"model": "gpt-4o-mini"}).json()["state"] == "unloaded"
@@ -94,7 +94,7 @@ def test_loading_and_unloading_by_hand(two: LazyServer) -> None:
     assert wrong.json()["error"]["param"] == "drain_s"
 
 
-def test_who_asked_for_an_unload_and_left_closes_no_model(two: LazyServer) -> None:
+def test_an_unload_goes_on_where_its_client_leaves(two: LazyServer) -> None:
     with two.stream(CHAT, long_chat(model="big")) as response:
         lines = response.iter_lines()
         next(lines)
@@ -106,7 +106,7 @@ def test_who_asked_for_an_unload_and_left_closes_no_model(two: LazyServer) -> No
         assert big["requests_running"] == 1, "that one ended first"
 
 
-def test_an_idle_model_goes_by_itself() -> None:
+def test_an_idle_model_is_unloaded_after_its_ttl() -> None:
     with LazyServer(fields={"small": {"ttl_s": 60.0}}) as server:
         assert server.post(CHAT, chat(model="small")).status_code == 200
         (state,) = [m for m in server.get("/admin/models").json()["models"] if m["name"] == "small"]
@@ -132,7 +132,7 @@ def test_admin_needs_the_key_and_json() -> None:
     assert server.loads == []
 
 
-def test_a_model_whose_engine_ended_after_a_fault_is_loaded_anew() -> None:
+def test_a_model_whose_engine_ended_after_a_fault_is_loaded_again_after_a_pause() -> None:
     """Not even a fresh start worked: the server says so, and helps itself after a pause."""
 
     tried_again = threading.Event()

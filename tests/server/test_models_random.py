@@ -108,7 +108,7 @@ class Scene:
     ttl=st.lists(st.sampled_from([None, 0.0, 10.0]), min_size=4, max_size=4),
     steps=operations,
 )
-def test_whatever_happens(
+def test_random_programs_keep_the_limits_and_answer_every_request(
     sizes: list[int], spare: int, pinned: int, ttl: list[float | None], steps: Any
 ) -> None:
     scene = Scene(sizes, spare, pinned, ttl)

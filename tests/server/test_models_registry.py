@@ -57,7 +57,9 @@ def states(models: Models) -> str:
     return "".join("L" if s.state is State.LOADED else "U" for s in models.slots())
 
 
-def test_the_first_use_loads_and_names_are_many(machine: Machine, models: Models) -> None:
+def test_the_first_use_loads_a_model_under_any_of_its_names(
+    machine: Machine, models: Models
+) -> None:
     async def work() -> None:
         assert states(models) == "UUUU"
         await touch(models, None, "gpt", "a2", "a", "b")
@@ -91,7 +93,7 @@ def test_many_waiters_cause_one_load_and_one_that_leaves_does_not_stop_it(
     assert models.slots()[0].users == 0
 
 
-def test_the_longest_unused_goes_first(machine: Machine, models: Models) -> None:
+def test_the_least_recently_used_model_is_unloaded_first(machine: Machine, models: Models) -> None:
     async def work() -> None:
         await touch(models, "a", "b")
         machine.clock = 1.0
@@ -105,9 +107,7 @@ def test_the_longest_unused_goes_first(machine: Machine, models: Models) -> None
     assert models.slots()[1].unloads == {"memory": 1}
 
 
-def test_what_is_in_use_stays_and_nothing_is_unloaded_in_vain(
-    machine: Machine, models: Models
-) -> None:
+def test_models_in_use_stay_and_none_is_unloaded_in_vain(machine: Machine, models: Models) -> None:
     async def work() -> None:
         await touch(models, "b")
         async with models.use("a") as served:
@@ -124,7 +124,7 @@ def test_what_is_in_use_stays_and_nothing_is_unloaded_in_vain(
     run(work())
 
 
-def test_a_failed_load_is_told_to_all_and_tried_again_later(
+def test_a_failed_load_is_raised_to_all_waiting_requests_and_tried_again_later(
     machine: Machine, models: Models
 ) -> None:
     machine.failing.add("a")
@@ -150,9 +150,7 @@ def test_a_failed_load_is_told_to_all_and_tried_again_later(
     assert models.held_bytes == 11 * MB
 
 
-def test_a_model_that_fails_again_and_again_is_left_alone_for_longer(
-    machine: Machine, models: Models
-) -> None:
+def test_pauses_grow_with_each_failure_in_a_row(machine: Machine, models: Models) -> None:
     """A request every second, for an hour: few loads, at growing distances, and then at once."""
     machine.failing.add("a")
 
@@ -177,7 +175,7 @@ def test_a_model_that_fails_again_and_again_is_left_alone_for_longer(
     assert (slot.state, slot.brake.num_failures, slot.failure) == (State.LOADED, 0, None)
 
 
-def test_idle_models_go_after_their_ttl(machine: Machine, models: Models) -> None:
+def test_idle_models_are_unloaded_after_their_ttl(machine: Machine, models: Models) -> None:
     async def work() -> None:
         await touch(models, "a", "b")
         machine.clock = 59.0
@@ -199,7 +197,7 @@ def test_idle_models_go_after_their_ttl(machine: Machine, models: Models) -> Non
     assert models.slots()[1].unloads == {"idle": 1}
 
 
-def test_a_pinned_model_is_there_from_the_start_and_stays(machine: Machine) -> None:
+def test_a_pinned_model_is_loaded_at_the_start_and_stays(machine: Machine) -> None:
     models = machine.registry(
         [
             machine.entry("late", 3 * MB),
@@ -232,7 +230,7 @@ def test_a_start_fails_with_the_reason(machine: Machine) -> None:
     assert not models.started
 
 
-def test_unloading_by_hand(machine: Machine, models: Models) -> None:
+def test_explicit_unloads(machine: Machine, models: Models) -> None:
     async def work() -> None:
         await models.unload("a")  # it is not there, as was wanted
         async with models.use("a"):
@@ -266,7 +264,7 @@ def test_an_unload_that_waits_is_not_undone_by_another(models: Models) -> None:
     run(work())
 
 
-def test_who_asked_for_an_unload_and_left_closes_no_model(models: Models) -> None:
+def test_an_unload_goes_on_where_its_client_leaves(models: Models) -> None:
     async def work() -> None:
         async with models.use("a"):
             waiting = asyncio.create_task(models.unload("a", 3600.0))
@@ -279,7 +277,7 @@ def test_who_asked_for_an_unload_and_left_closes_no_model(models: Models) -> Non
     run(work())
 
 
-def test_a_model_whose_unload_did_not_work_goes_on(models: Models) -> None:
+def test_a_model_whose_unload_was_refused_goes_on_answering(models: Models) -> None:
     async def work() -> None:
         async with models.use("a"):
             with pytest.raises(ModelBusyError, match="answers 1 requests"):
@@ -289,7 +287,7 @@ def test_a_model_whose_unload_did_not_work_goes_on(models: Models) -> None:
     run(work())
 
 
-def test_who_comes_while_a_model_goes_gets_it_again(machine: Machine, models: Models) -> None:
+def test_a_request_during_an_unload_loads_the_model_again(machine: Machine, models: Models) -> None:
     async def work() -> None:
         await touch(models, "a")
         go_on = machine.hold("a")
@@ -306,7 +304,7 @@ def test_who_comes_while_a_model_goes_gets_it_again(machine: Machine, models: Mo
     assert machine.problems == []
 
 
-def test_a_model_that_is_larger_than_its_files_is_given_up(machine: Machine) -> None:
+def test_a_model_larger_than_its_files_is_unloaded_again(machine: Machine) -> None:
     entry = machine.entry("liar", 30 * MB)
     small = Entry(name="liar", load=entry.load, weights_bytes=5 * MB, kv_bytes=MB)
     models = machine.registry([small])
@@ -330,7 +328,7 @@ def test_a_share_shrinks_where_weights_are_larger_than_their_files(machine: Mach
     assert (slot.weights_bytes, slot.kv_bytes) == (12 * MB, 14 * MB)
 
 
-def test_a_model_that_does_not_end_keeps_its_memory(
+def test_a_model_stuck_in_its_unload_keeps_its_memory(
     machine: Machine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mlxinfer.server.registry.loader.UNLOAD_S", 0.01)
@@ -351,7 +349,7 @@ def test_a_model_that_does_not_end_keeps_its_memory(
     assert machine.problems == []
 
 
-def test_the_end_takes_along_what_is_being_loaded_and_leaves_what_is_stuck(
+def test_close_ends_loading_models_and_leaves_stuck_ones_behind(
     machine: Machine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mlxinfer.server.registry.models.CLOSE_S", 0.1)
@@ -372,7 +370,7 @@ def test_the_end_takes_along_what_is_being_loaded_and_leaves_what_is_stuck(
 
 
 @pytest.mark.parametrize("other", [{"name": "a"}, {"name": "x", "aliases": ("a",)}])
-def test_names_are_different(machine: Machine, other: dict[str, Any]) -> None:
+def test_two_models_of_one_name_are_refused(machine: Machine, other: dict[str, Any]) -> None:
     name = other.pop("name")
     with pytest.raises(InvalidRequestError, match="Two models are called a"):
         machine.registry([machine.entry("a", MB), machine.entry(name, MB, **other)])

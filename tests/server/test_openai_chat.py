@@ -72,7 +72,7 @@ def test_seeded_choices_differ_and_repeat(server: LiveServer, stream: bool) -> N
     assert content(alone) == first[1]
 
 
-def test_stop_strings_end_the_text_before_them(server: LiveServer) -> None:
+def test_text_ends_before_the_stop_string(server: LiveServer) -> None:
     request = chat("What is 47 + 38", max_tokens=40, stop=["= "])
     answer = server.post(CHAT, request).json()["choices"][0]
     assert (answer["message"]["content"], answer["finish_reason"]) == ("47 + 38 ", "stop")

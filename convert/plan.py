@@ -88,11 +88,6 @@ class ConversionPlan:
         return self.num_bytes * 8 / self.num_weights
 
     @property
-    def source_bits_per_weight(self) -> float:
-        """Of the same tensors in the source."""
-        return sum(t.output.stored_bytes for t in self.tensors) * 8 / self.num_weights
-
-    @property
     def quantised_anew(self) -> list[PlannedTensor]:
         """Tensors that the source has quantised in one format and the output in another."""
         return [t for t in self.tensors if t.form and not t.packed and t.output.quantised]

@@ -322,10 +322,17 @@ def _generation_config(folder: Path) -> dict[str, Any]:
 def limit_of(plan: ConversionPlan) -> float:
     """The limit of the mean divergence, in nats, by the bits of the output.
 
-    Where formats are kept, the bits of the source count too: nothing is to be lost then.
+    A tensor that the recipe keeps counts with the bits that it has in the source, if these are
+    more: nothing of it is to be lost.
     """
-    bits = plan.bits_per_weight
-    return limit_for(max(bits, plan.source_bits_per_weight) if plan.recipe.keep else bits)
+    keep = plan.recipe.keep
+    num_bytes = sum(
+        max(tensor.num_bytes, tensor.output.stored_bytes)
+        if keep and (tensor.output.quantised or tensor.form is None)
+        else tensor.num_bytes
+        for tensor in plan.tensors
+    )
+    return limit_for(num_bytes * 8 / plan.num_weights)
 
 
 def check_same_plan(place: Workplace, plan: ConversionPlan) -> None:

@@ -1,6 +1,7 @@
 """From other formats to an MLX folder: codes are copied where MLX has the format."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -13,8 +14,9 @@ from models.random_weights import tiny_tensors
 from models.tiny import tiny_config
 from oracles.gguf_files import as_llama_cpp, write_model
 
-from mlxinfer.convert.arrange import arrange
+from mlxinfer.convert.arrange import OutputTensor, arrange
 from mlxinfer.convert.calibration.logits import limit_for
+from mlxinfer.convert.formats import affine, name_of
 from mlxinfer.convert.plan import make_plan
 from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import ConversionOptions, make_recipe
@@ -111,12 +113,40 @@ def test_float32_norms_of_a_gguf_become_what_its_matrices_are(
     assert {tensor["format"] for tensor in report.tensors} == {dtype}
 
 
-def test_a_divergence_is_judged_by_the_bits_of_the_source(tmp_path: Path) -> None:
+def test_a_divergence_is_judged_by_the_bits_of_what_is_kept(tmp_path: Path) -> None:
+    """Of the source, where a format is kept; of the output, where one was asked for."""
     arranged = arrange(open_source(write_source(tmp_path / "m")))
-    kept = make_plan(arranged, make_recipe("4bit-g32", keep_format=True))
-    assert kept.bits_per_weight < 6
+    assert limit_of(make_plan(arranged, make_recipe("keep"))) == limit_for(16)
+    four = make_plan(arranged, make_recipe("4bit-g32"))
+    assert limit_of(four) == limit_for(four.bits_per_weight) > limit_for(16)
+    both = make_plan(arranged, make_recipe("4bit-g32", keep_format=True))
+    assert limit_of(both) == limit_of(four)
+    stored = {"stored": "Q6_K", "stored_bytes": 10**6, "lossless": affine(4, 32)}
+    outputs = tuple(replace(output, **stored) for output in arranged.outputs)
+    kept = make_plan(replace(arranged, outputs=outputs), make_recipe("keep"))
+    assert kept.bits_per_weight < 16
     assert limit_of(kept) == limit_for(16)
-    assert limit_of(make_plan(arranged, make_recipe("4bit-g32"))) == limit_for(kept.bits_per_weight)
+
+
+@pytest.mark.parametrize(
+    ("stored", "bits", "form"),
+    [
+        ("GPTQ int4 g64 act-order", 4.3, "8bit-g32"),
+        ("GPTQ int3 g64 act-order", 3.3, "6bit-g32"),
+        ("fp8 per row", 8.01, "8bit-g32"),
+        ("nvfp4 g16 with a global scale", 4.5, "8bit-g32"),
+    ],
+)
+def test_formats_that_mlx_lacks_are_kept_as_the_next_better(
+    stored: str, bits: float, form: str
+) -> None:
+    path, shape = "model.layers.0.mlp.up_proj", (64, 64)
+    num_bytes = int(bits * 64 * 64 / 8)
+    output = OutputTensor(f"{path}.weight", (path,), shape, "float32", stored, num_bytes)
+    assert name_of(make_recipe("keep").choose(output)) == form
+    assert name_of(make_recipe("2bit", keep_format=True).choose(output)) == form
+    odd = replace(output, shape=(64, 63))
+    assert make_recipe("keep").choose(odd) is None, "groups of 32 fill no row: dense"
 
 
 def test_without_a_tokenizer_it_is_said_what_to_do(tmp_path: Path) -> None:

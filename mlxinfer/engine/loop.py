@@ -31,9 +31,8 @@ from .scheduler import Proposer, Scheduler
 from .sequence import Sequence
 from .stats import stats_of
 
-OPEN_WAIT_S = (
-    0.25  # for the identity of the weights: enough where it is remembered, or they are few
-)
+# For the identity of the weights: enough where it is remembered, or where they are few.
+OPEN_WAIT_S = 0.25
 
 
 class Loop:

@@ -3,7 +3,7 @@ alone, in the plain run of the same KV format.
 
 Draws a model (attention, latent attention, recurrent layers), stored bits, window and sinks, prefix
 cache, room for snapshots of states, disk, chunk size, batch size, pool size, forced preemption,
-cancels, restarts, and proposals that steps verify.
+cancels, restarts, adapters, and proposals that steps verify.
 
     MLXINFER_PROGRAMS=1000 HYPOTHESIS_SEED=7 pytest tests/engine/test_matrix.py -s
 """
@@ -29,6 +29,7 @@ from mlxinfer.engine import kv_manager
 NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "100"))
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
 BITS = [(None, None), (None, None), (8, 8), (8, 4), (4, 4), (8, None), (None, 4)]
+ADAPTERS = ("first", "second")  # of no weights: they keep pages apart, and change no token
 LATENT = "deepseek_v3-v4"
 CASES = ("qwen3-v4", "mistral-v4", "gemma3_text-v4", "gpt_oss-v4", "qwen3_moe-v4", LATENT, *HYBRIDS)
 
@@ -43,6 +44,7 @@ class Asked:
     prompt_ids: tuple[int, ...]
     max_tokens: int
     cancel_after: int | None
+    adapter: str | None
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -62,7 +64,8 @@ def programs(draw: st.DrawFn) -> list[Asked]:
         own = prompt(draw(st.integers(1, 30)), draw(st.integers(0, 3)))
         ids = (*prompt(100, draw(st.sampled_from([0, 0, 1])))[:shared], *own)
         cancel = draw(st.sampled_from([None, None, None, 3, 9]))
-        out.append(Asked(turn, ids, draw(st.integers(1, 20)), cancel))
+        adapter = draw(st.sampled_from([None, None, *ADAPTERS]))
+        out.append(Asked(turn, ids, draw(st.integers(1, 20)), cancel, adapter))
     return out
 
 
@@ -87,7 +90,7 @@ def play(harness: Harness, program: list[Asked], preempt_every: int | None) -> N
         for i, asked in enumerate(program):
             if asked.turn == turn:
                 params = SamplingParams(max_tokens=asked.max_tokens, logprobs=2)
-                harness.add(str(i), list(asked.prompt_ids), params)
+                harness.add(str(i), list(asked.prompt_ids), params, adapter=asked.adapter)
             if asked.cancel_after is not None and asked.turn + asked.cancel_after == turn:
                 harness.loop.abort(str(i))
         forced = preempt_every and turn < 90 and turn % preempt_every == preempt_every - 1
@@ -143,7 +146,7 @@ def test_everything_at_once(data: st.DataObject) -> None:
             plains = plain_runs(case, options, run)
             answers = {name: plain.token_ids for name, plain in plains.items()}
             proposer = None if guess_seed is None else Oracle(answers, guess_seed)
-            harness = Harness(model_of(case), proposer=proposer, **changes)
+            harness = Harness(model_of(case), proposer=proposer, adapters=ADAPTERS, **changes)
             states = harness.loop.cache.state_group
             if states is not None and max_snapshots is not None:
                 states.max_snapshots = max_snapshots

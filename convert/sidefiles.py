@@ -108,7 +108,8 @@ def _old_spelling(stated: Mapping[str, Any]) -> dict[str, Any]:
         full, local = rope.get("full_attention", rope), rope.get("sliding_attention")
         if isinstance(full, Mapping):
             _fill(config, "rope_theta", full.get("rope_theta"))
-            _fill(config, "partial_rotary_factor", full.get("partial_rotary_factor"))
+            if full is rope:  # of all layers
+                _fill(config, "partial_rotary_factor", full.get("partial_rotary_factor"))
             if (kind := full.get("rope_type", "default")) != "default":
                 scaling = {key: value for key, value in full.items() if key != "rope_theta"}
                 _fill(config, "rope_scaling", {"type": kind, **scaling})

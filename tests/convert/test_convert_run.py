@@ -96,6 +96,14 @@ def test_routers_that_mlx_lm_holds_in_plain_arrays_stay_dense(tmp_path: Path, ca
     assert np.abs(ours - theirs).max() <= 2e-4 * max(1.0, theirs.std())
 
 
+def test_ropes_of_each_layer_type_survive(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source", "gemma4_text-v4")
+    convert(source, tmp_path / "out", "bf16")
+    ours, theirs = by_mlxinfer(tmp_path / "out"), by_mlx_lm(tmp_path / "out")
+    assert np.abs(ours - theirs).max() <= 2e-4 * max(1.0, theirs.std())
+    assert np.abs(ours - by_mlxinfer(source)).max() <= 1e-3
+
+
 SOFTCAP = {"final_logit_softcapping": None}  # which mlx-lm does not know
 
 

@@ -43,11 +43,14 @@ class Attention:
         qk_norm: over (T, num_heads + num_kv_heads, head_dim); None: no norm.
         v_norm: over (T, num_kv_heads, head_dim); None: no norm.
         sinks: (num_heads,) learned logits that take part in each softmax; None: there are none.
+        gate_proj: (T, hidden) -> (T, num_heads * head_dim), whose sigmoid multiplies the outputs of
+            the heads; None: nothing does.
         make_heads: settings of the one kernel that stands for norm, rope and storing; None: there
             is no such kernel for this layer.
     """
 
     __slots__ = (
+        "gate_proj",
         "heads_shape",
         "k_start",
         "make_heads",
@@ -75,6 +78,7 @@ class Attention:
         qk_norm: Norm | None = None,
         v_norm: Norm | None = None,
         sinks: mx.array | None = None,
+        gate_proj: Projection | None = None,
         make_heads: HeadsMaker | None = None,
     ) -> None:
         self.qkv_proj = qkv_proj
@@ -89,24 +93,28 @@ class Attention:
         self.qk_norm = qk_norm
         self.v_norm = v_norm
         self.sinks = sinks
+        self.gate_proj = gate_proj
         self.make_heads = None if v_norm is not None else make_heads
 
     def attend(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> the outputs of the heads side by side, (T, num_heads * head_dim)."""
         cache = step.cache
         projected = self.qkv_proj(x)  # (T, (H + 2 Hkv) * D)
+        outputs: mx.array
         if cache.heads is not None:
-            return cache.attend_heads(projected, scale=self.scale, sinks=self.sinks)
-        qkv = projected.reshape(self.heads_shape)  # (T, H + 2 Hkv, D)
-        qk, values = mx.split(qkv, self.v_start, axis=1)
-        if self.qk_norm is not None:
-            qk = self.qk_norm(qk)
-        if self.v_norm is not None:
-            values = self.v_norm(values)
-        if self.rope is not None:
-            qk = self.rope(qk, step.prepared(self.rope))
-        queries, keys = mx.split(qk, self.k_start, axis=1)
-        return cache.attend(queries, keys, values, scale=self.scale, sinks=self.sinks)
+            outputs = cache.attend_heads(projected, scale=self.scale, sinks=self.sinks)
+        else:
+            qkv = projected.reshape(self.heads_shape)  # (T, H + 2 Hkv, D)
+            qk, values = mx.split(qkv, self.v_start, axis=1)
+            if self.qk_norm is not None:
+                qk = self.qk_norm(qk)
+            if self.v_norm is not None:
+                values = self.v_norm(values)
+            if self.rope is not None:
+                qk = self.rope(qk, step.prepared(self.rope))
+            queries, keys = mx.split(qk, self.k_start, axis=1)
+            outputs = cache.attend(queries, keys, values, scale=self.scale, sinks=self.sinks)
+        return outputs if self.gate_proj is None else outputs * mx.sigmoid(self.gate_proj(x))
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> (T, hidden)."""

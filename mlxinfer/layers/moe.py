@@ -87,6 +87,29 @@ class MoE:
         return self.down_proj(inner, experts, in_order)
 
 
+class GatedExpert:
+    """A shared expert whose output each token weighs by itself (Qwen 2 MoE and later).
+
+    Args:
+        expert: (T, hidden) -> (T, hidden).
+        gate: (T, hidden) -> (T, 1), the weight before its sigmoid.
+    """
+
+    __slots__ = ("expert", "gate")
+
+    def __init__(self, expert: FeedForward, gate: Projection) -> None:
+        self.expert = expert
+        self.gate = gate
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (T, hidden) -> (T, hidden)."""
+        return mx.sigmoid(self.gate(x)) * self.expert(x)
+
+    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
+        """residual (T, hidden) + self(x)."""
+        return residual + self(x)
+
+
 def top_k_softmax(k: int) -> Choose:
     """A softmax over the k largest logits; equals a softmax over all, top k, normalised."""
 

@@ -12,9 +12,10 @@ from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 
-from ..core import KVSpec
+from ..core import KVSpec, StateSpec
 from ..errors import CheckpointError, UnsupportedModelError
 from ..layers.attention import Attention, HeadsMaker, Mixer
+from ..layers.causal_conv import CausalConv
 from ..layers.linear import Projection
 from ..layers.mlp import ACTIVATIONS, MLP, FeedForward, Gated, gated
 from ..layers.moe import Choose, MoE
@@ -49,7 +50,7 @@ class Family:
     fits_float16: ClassVar[bool] = True
     head_norms: ClassVar[bool] = False
     sinks: ClassVar[bool] = False
-    norm_offset: ClassVar[float] = 0.0
+    norm_offset: float = 0.0
     interleaved: ClassVar[bool] = False
     dense_matrices: ClassVar[tuple[str, ...]] = ()
     output_proj: ClassVar[str] = "o_proj"
@@ -246,18 +247,26 @@ class Family:
         """The mixture of experts at `path`.
 
         Its experts are the stacks `switch_mlp.gate_proj` and so on, as in MLX checkpoints, or
-        `experts.0.gate_proj` and so on, as on the hub.
+        `experts.0.gate_proj` and so on, or the stacks `experts.gate_up_proj`, the gate first, and
+        `experts.down_proj`, as on the hub.
         """
         config, weights = self.config, self.weights
         hidden, inner, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
+        packed = f"{path}.experts.gate_up_proj.weight" in weights
+        stacks = f"{path}.experts" if packed else f"{path}.switch_mlp"
 
         def stack(name: str, out_dims: int, in_dims: int) -> StoredMatrix:
             each = f"{path}.experts.{{}}.{name}_proj"
             shape = (count, out_dims, in_dims)
-            return weights.experts(f"{path}.switch_mlp.{name}_proj", each, shape)
+            return weights.experts(f"{stacks}.{name}_proj", each, shape)
 
+        if packed:
+            parts = [weights.matrix(f"{stacks}.gate_up_proj", (count, 2 * inner, hidden))]
+        else:
+            parts = [stack(name, inner, hidden) for name in ("gate", "up")]
         # One projection after the other: together, the experts and what is made of them are held.
-        gate_up = fused_experts([stack(name, inner, hidden) for name in ("gate", "up")], self.make)
+        gate_up = fused_experts(parts, self.make)
+        del parts
         weights.evaluate(list(arrays(gate_up)))
         down = stack("down", hidden, inner).expert_projection(self.make)
         return MoE(
@@ -268,6 +277,16 @@ class Family:
             activation=self.activation,
             shared=shared,
         )
+
+    def causal_conv(self, path: str, state: StateSpec, *, bias: bool = False) -> CausalConv:
+        """The convolution at `path`, whose state is the first of `state`."""
+        before, channels = state.shapes[0][0]
+        name, length = f"{path}.weight", before + 1
+        if self.weights.has_shape(name, (channels, length, 1)):  # as MLX checkpoints have it
+            weight = self.weights.take(name, (channels, length, 1))[..., 0]
+        else:
+            weight = self.weights.take(name, (channels, 1, length))[:, 0]
+        return CausalConv(weight, self.weights.take(f"{path}.bias", (channels,)) if bias else None)
 
     # -- attention ------------------------------------------------------------------------------
 
@@ -282,8 +301,10 @@ class Family:
         if weight is not None:
             norm = self.make.norm(weight, config.rms_norm_eps)
         fused = weight is not None or norm is None
+        qkv_proj, gate_proj = self.attention_inputs(index)
         return Attention(
-            qkv_proj=self.qkv(index),
+            qkv_proj=qkv_proj,
+            gate_proj=gate_proj,
             o_proj=self.weights.linear(
                 f"{path}.{self.output_proj}", config.hidden_size, heads * dim, bias=config.o_bias
             ),
@@ -296,6 +317,10 @@ class Family:
             sinks=self.weights.take(f"{path}.sinks", (heads,)) if self.sinks else None,
             make_heads=self._heads_maker(index, weight) if fused else None,
         )
+
+    def attention_inputs(self, index: int) -> tuple[Projection, Projection | None]:
+        """The projection to Q, K and V, and the one to gates of the heads' outputs; None: none."""
+        return self.qkv(index), None
 
     def qkv(self, index: int) -> Projection:
         """The projection of a layer to Q, K and V."""

@@ -33,6 +33,11 @@ _FAMILIES = {  # model_type -> module in families/, class
     "minimax_m2": ("minimax", "MiniMaxM2"),
     "glm4_moe_lite": ("glm", "Glm4MoELite"),
     "lfm2": ("lfm2", "Lfm2"),
+    "qwen3_next": ("qwen_hybrid", "Qwen3Next"),
+    "qwen3_5": ("qwen_hybrid", "Qwen3_5"),
+    "qwen3_5_text": ("qwen_hybrid", "Qwen3_5"),
+    "qwen3_5_moe": ("qwen_hybrid", "Qwen3_5MoE"),
+    "qwen3_5_moe_text": ("qwen_hybrid", "Qwen3_5MoE"),
 }
 
 SUPPORTED = tuple(_FAMILIES)

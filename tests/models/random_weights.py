@@ -11,12 +11,15 @@ import numpy as np
 from models.shapes import shapes
 
 
-def random_tensor(name: str, shape: tuple[int, ...], seed: int, *, gemma: bool) -> np.ndarray:
-    """float32 values that depend on name, shape and seed alone; no kind is trivial."""
+def random_tensor(name: str, shape: tuple[int, ...], seed: int, *, less_one: bool) -> np.ndarray:
+    """float32 values that depend on name, shape and seed alone; no kind is trivial.
+
+    `less_one`: norm weights are stored less one, but for those inside of a recurrent layer.
+    """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     noise = np.random.default_rng(int.from_bytes(digest[:8], "little")).standard_normal(shape)
     if name.endswith("norm.weight") or "layernorm_" in name:
-        values = 0.2 * noise + (0.0 if gemma else 1.0)
+        values = 0.2 * noise + (0.0 if less_one and "linear_attn" not in name else 1.0)
     elif name.endswith(("scale", "scalar")):
         values = 0.2 * noise + 1.0
     elif name.endswith("sinks"):
@@ -34,8 +37,8 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int, *, gemma: bool) 
 
 def tiny_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     """Every tensor of a checkpoint with this config, by its name on the hub."""
-    gemma = config["model_type"].startswith("gemma3")
+    less_one = config["model_type"].startswith(("gemma3", "qwen3_next", "qwen3_5"))
     return {
-        name: random_tensor(name, shape, seed, gemma=gemma)
+        name: random_tensor(name, shape, seed, less_one=less_one)
         for name, shape in shapes(config).items()
     }

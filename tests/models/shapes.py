@@ -3,6 +3,7 @@
 from typing import Any
 
 Shape = tuple[int, ...]
+QWEN_HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 
 
@@ -22,7 +23,10 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for layer in range(config["num_hidden_layers"]):
         path = f"model.layers.{layer}"
         table |= {f"{path}.{name}.weight": (hidden,) for name in _norms(config)}
-        table |= {f"{path}.self_attn.{name}": s for name, s in _attention(config).items()}
+        if is_recurrent(config, layer):
+            table |= {f"{path}.linear_attn.{n}": s for n, s in _gated_delta(config).items()}
+        else:
+            table |= {f"{path}.self_attn.{name}": s for name, s in _attention(config).items()}
         if config["model_type"] in ("mixtral", "minimax_m2"):
             table |= {f"{path}.block_sparse_moe.{n}": s for n, s in _sparse_block(config).items()}
             continue
@@ -57,6 +61,8 @@ def _attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     rows = {"q_proj": heads * dim, "k_proj": kv, "v_proj": kv}
     if family == "phi3":
         rows = {"qkv_proj": heads * dim + 2 * kv}
+    if family in QWEN_HYBRIDS:
+        rows["q_proj"] *= 2  # each head's query and its gate
     table: dict[str, tuple[int, ...]] = {f"{n}.weight": (r, hidden) for n, r in rows.items()}
     table["o_proj.weight"] = (hidden, heads * dim)
     on_qkv, on_output = _attention_biases(config)
@@ -64,7 +70,7 @@ def _attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         table |= {f"{name}.bias": (r,) for name, r in rows.items()}
     if on_output:
         table["o_proj.bias"] = (hidden,)
-    if family in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4") or (
+    if family in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4", *QWEN_HYBRIDS) or (
         family == "glm4_moe" and config["use_qk_norm"]
     ):
         table |= {"q_norm.weight": (dim,), "k_norm.weight": (dim,)}
@@ -91,7 +97,7 @@ def _attention_biases(config: dict[str, Any]) -> tuple[bool, bool]:
 
 
 def _mlp(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    hidden, inner = config["hidden_size"], config.get("intermediate_size", 0)
     if config["model_type"] in (*LATENT, "glm4_moe"):
         return _deepseek_mlp(config, layer)
     experts = config.get("num_experts", config.get("num_local_experts", 0))
@@ -105,10 +111,13 @@ def _mlp(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
             "experts.down_proj_bias": (experts, hidden),
         }
     sparse = (layer + 1) % config.get("decoder_sparse_step", 1) == 0
-    if experts and sparse and layer not in config["mlp_only_layers"]:
+    if experts and sparse and layer not in config.get("mlp_only_layers", []):
         table: dict[str, tuple[int, ...]] = {"gate.weight": (experts, hidden)}
         for expert in range(experts):
             table |= _gated(f"experts.{expert}.", hidden, config["moe_intermediate_size"], False)
+        if shared := config.get("shared_expert_intermediate_size"):
+            table |= _gated("shared_expert.", hidden, shared, False)
+            table["shared_expert_gate.weight"] = (1, hidden)
         return table
     if config["model_type"] in ("phi3", "glm4"):
         return {"gate_up_proj.weight": (2 * inner, hidden), "down_proj.weight": (hidden, inner)}
@@ -179,6 +188,33 @@ def _sparse_block(config: dict[str, Any]) -> dict[str, Shape]:
         table |= {f"experts.{expert}.w{n}.weight": (inner, hidden) for n in (1, 3)}
         table[f"experts.{expert}.w2.weight"] = (hidden, inner)
     return table
+
+
+def is_recurrent(config: dict[str, Any], layer: int) -> bool:
+    """Whether a layer of this config is Gated DeltaNet."""
+    if config["model_type"] not in QWEN_HYBRIDS:
+        return False
+    if types := config.get("layer_types"):
+        return bool(types[layer] == "linear_attention")
+    return bool((layer + 1) % config["full_attention_interval"])
+
+
+def _gated_delta(config: dict[str, Any]) -> dict[str, Shape]:
+    hidden = config["hidden_size"]
+    heads = config["linear_num_value_heads"]
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = heads * config["linear_value_head_dim"]
+    rows = {"in_proj_qkv": 2 * keys + values, "in_proj_z": values}
+    rows |= {"in_proj_b": heads, "in_proj_a": heads}
+    if config["model_type"] == "qwen3_next":
+        rows = {"in_proj_qkvz": 2 * keys + 2 * values, "in_proj_ba": 2 * heads}
+    return {f"{name}.weight": (count, hidden) for name, count in rows.items()} | {
+        "conv1d.weight": (2 * keys + values, 1, config["linear_conv_kernel_dim"]),
+        "dt_bias": (heads,),
+        "A_log": (heads,),
+        "norm.weight": (config["linear_value_head_dim"],),
+        "out_proj.weight": (hidden, values),
+    }
 
 
 def _lfm2(config: dict[str, Any]) -> dict[str, Shape]:

@@ -9,9 +9,9 @@ from models.cases import CASES
 from models.dense_kv import DenseCache
 from models.tiny import tiny_checkpoint
 
+from mlxinfer.core import StateSpec
 from mlxinfer.layers.linear import Linear
 from mlxinfer.layers.rope import FusedRope, LongRope
-from mlxinfer.layers.short_conv import ShortConv
 from mlxinfer.models import load
 
 DATA = Path(__file__).parents[1] / "data" / "parity"
@@ -59,7 +59,7 @@ def test_layers_of_the_gpu_equal_the_reference(name, tmp_path, monkeypatch):
     """Fused norms and ropes, compiled activations, dense matrices as they are: run on the CPU."""
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     model = load(tiny_checkpoint(tmp_path, name))
-    attention = next(mixer for mixer in model.mixers if not isinstance(mixer, ShortConv))
+    attention = next(mixer for mixer in model.mixers if not isinstance(mixer.spec, StateSpec))
     assert type(attention.o_proj) is Linear
     assert type(attention.rope) in (FusedRope, LongRope)
     with np.load(DATA / f"{name}.npz") as reference:

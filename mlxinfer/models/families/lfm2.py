@@ -3,8 +3,6 @@
 from dataclasses import replace
 from typing import ClassVar
 
-import mlx.core as mx
-
 from ...core import StateSpec
 from ...errors import CheckpointError
 from ...layers.attention import Mixer
@@ -96,21 +94,12 @@ class Lfm2(Family):
             return super().mixer(index)
         config, weights, path = self.config, self.weights, f"model.layers.{index}.conv"
         hidden, bias = config.hidden_size, config.fields.boolean("conv_bias")
-        length = state.shapes[0][0][0] + 1
         return ShortConv(
             in_proj=weights.linear(f"{path}.in_proj", 3 * hidden, hidden, bias=bias),
             out_proj=weights.linear(f"{path}.out_proj", hidden, hidden, bias=bias),
-            weight=self._kernel(f"{path}.conv.weight", length),
-            bias=weights.take(f"{path}.conv.bias", (hidden,)) if bias else None,
+            conv=self.causal_conv(f"{path}.conv", state, bias=bias),
             spec=state,
         )
-
-    def _kernel(self, name: str, length: int) -> mx.array:
-        """(length, hidden), from the hub's layout or MLX's."""
-        hidden = self.config.hidden_size
-        if name in self.weights and self.weights.shape(name) == (hidden, length, 1):
-            return self.weights.take(name, (hidden, length, 1))[..., 0].T
-        return self.weights.take(name, (hidden, 1, length))[:, 0].T
 
 
 def _convolves(fields: Fields, num_layers: int) -> list[bool]:

@@ -1,0 +1,135 @@
+"""Gated DeltaNet as a mixer (arXiv 2412.06464): linear attention whose state forgets and corrects.
+
+B = sequences of a part, L = tokens of each, T = tokens of the step, Hk = key heads, Hv = value
+heads (a multiple of Hk: each key head serves Hv / Hk neighbours), Dk and Dv = numbers of a key and
+of a value.
+"""
+
+import mlx.core as mx
+
+from ..core import StateSpec
+from .causal_conv import CausalConv
+from .linear import Projection
+from .norm import Norm
+from .step import Arrays, Step
+
+_EPS = 1e-6  # of the norms of queries and keys, as in the published kernels
+
+
+class GatedDeltaNet:
+    """A matrix of keys and values for each head, of which every token forgets and corrects a part.
+
+    With decay a, strength b, and q and k of length 1, the state S (Dv, Dk) becomes
+    a S + b (v - a S k) k^T, and the head's output is S q / sqrt(Dk). The recurrence is
+    `mx.fast.gated_delta_update`; on the CPU it gives the same bits for any split into steps.
+
+    Args:
+        in_proj: (T, hidden) -> queries, keys and values (Hk Dk, Hk Dk, Hv Dv), output gates
+            (Hv Dv), strengths and time steps (Hv each), side by side.
+        out_proj: (T, Hv * Dv) -> (T, hidden).
+        conv: over queries, keys and values.
+        norm: over the Dv numbers of each head's output.
+        log_rate: (Hv,) float32; decay is exp(-exp(log_rate) * softplus(time step + step_bias)).
+        step_bias: (Hv,) float32.
+        spec: of two states, the convolution's and (Hv, Dv, Dk).
+    """
+
+    __slots__ = (
+        "conv",
+        "cuts",
+        "in_proj",
+        "key_width",
+        "norm",
+        "out_proj",
+        "qk_heads",
+        "qk_scales",
+        "rate",
+        "spec",
+        "step_bias",
+        "value_heads",
+    )
+
+    def __init__(
+        self,
+        *,
+        in_proj: Projection,
+        out_proj: Projection,
+        conv: CausalConv,
+        norm: Norm,
+        log_rate: mx.array,
+        step_bias: mx.array,
+        spec: StateSpec,
+    ) -> None:
+        heads, value_dim, key_dim = spec.shapes[1][0]
+        self.key_width = conv.channels - heads * value_dim  # of queries and keys together
+        self.value_heads = (heads, value_dim)
+        self.qk_heads = (self.key_width // key_dim, key_dim)  # the queries' heads, then the keys'
+        scales = [1 / key_dim, key_dim**-0.5]  # what the norm leaves to do, see `_normed`
+        self.qk_scales = mx.repeat(mx.array(scales), self.qk_heads[0] // 2)[:, None]  # (2 Hk, 1)
+        gated = conv.channels + heads * value_dim
+        self.cuts = [conv.channels, gated, gated + heads]
+        self.in_proj = in_proj
+        self.out_proj = out_proj
+        self.conv = conv
+        self.norm = norm
+        self.rate = mx.exp(log_rate)
+        self.step_bias = step_bias
+        self.spec = spec
+
+    def mix(self, x: mx.array, step: Step) -> mx.array:
+        """x (T, hidden) -> what is projected out, (T, Hv * Dv)."""
+        qkv, gate, strengths, times = mx.split(self.in_proj(x), self.cuts, axis=-1)
+        times = times.astype(mx.float32) + self.step_bias
+        decay = mx.exp(-self.rate * mx.logaddexp(times, 0.0))  # (T, Hv)
+        strength = mx.sigmoid(strengths.astype(mx.float32))
+        outputs = []
+        for part in step.cache.parts:
+            inputs = [part.take(one) for one in (qkv, decay, strength)]
+            y, states = self.forward(inputs, part.read(), part.lengths)
+            part.write(states, inputs, self.replay)
+            outputs.append(y)
+        y = step.cache.join(outputs)  # (T, Hv * Dv)
+        normed = self.norm(mx.unflatten(y, -1, self.value_heads)).flatten(-2)
+        return normed * (gate * mx.sigmoid(gate))
+
+    def forward(
+        self, inputs: Arrays, states: Arrays, lengths: mx.array | None
+    ) -> tuple[mx.array, Arrays]:
+        """Outputs of the heads (B, L, Hv * Dv), and the states after `lengths` (B,) tokens.
+
+        Args:
+            inputs: queries, keys and values (B, L, C); decay and strength (B, L, Hv) float32.
+            states: before the tokens.
+            lengths: tokens that count; None: all.
+        """
+        qkv, decay, strength = inputs
+        mixed = self.conv(qkv, states[0])
+        mixed = mixed * mx.sigmoid(mixed)
+        qk, values = mx.split(mixed, [self.key_width], axis=-1)
+        queries, keys = mx.split(self._normed(mx.unflatten(qk, -1, self.qk_heads)), 2, axis=-2)
+        values = mx.unflatten(values, -1, self.value_heads)
+        mask = None if lengths is None else mx.arange(qkv.shape[1]) < lengths[:, None]
+        y, state = mx.fast.gated_delta_update(
+            queries, keys, values, decay, strength, states[1], mask
+        )
+        return y.flatten(-2), [self.conv.after(qkv, states[0], lengths), state]
+
+    def replay(self, inputs: Arrays, states: Arrays, lengths: mx.array | None) -> Arrays:
+        """The states after the first `lengths` (B,) tokens."""
+        return self.forward(inputs, states, lengths)[1]
+
+    def _normed(self, qk: mx.array) -> mx.array:
+        """(..., 2 Hk, Dk) with length 1, queries also divided by sqrt(Dk).
+
+        MLX's norm gives length sqrt(Dk); its epsilon is of the mean square, ours of the sum.
+        """
+        eps = _EPS / qk.shape[-1]
+        return mx.fast.rms_norm(qk, None, eps) * self.qk_scales.astype(qk.dtype)
+
+    def __call__(self, x: mx.array, step: Step) -> mx.array:
+        """x (T, hidden) -> (T, hidden)."""
+        return self.out_proj(self.mix(x, step))
+
+    def onto(self, residual: mx.array, x: mx.array, step: Step) -> mx.array:
+        """residual (T, hidden) + self(x, step)."""
+        return self.out_proj.onto(residual, self.mix(x, step))

@@ -1,0 +1,237 @@
+"""Qwen3-Next and Qwen 3.5 to 3.8: Gated DeltaNet, and every few layers attention with a gate."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import mlx.core as mx
+
+from ...core import StateSpec
+from ...errors import CheckpointError
+from ...layers.attention import Mixer
+from ...layers.gated_delta import GatedDeltaNet
+from ...layers.linear import Projection
+from ...layers.mlp import FeedForward
+from ...layers.moe import GatedExpert, softmax_top_k, top_k_softmax
+from ..config import ModelConfig
+from ..family import Family
+from ..jsonfields import Fields
+from ..rope_config import FULL
+from ..weights import StoredMatrix, Weights, fused
+
+_RECURRENT = "linear_attention"
+_VISION = ("visual.", "vision_tower.")
+_PREDICTION = "mtp."  # a head that predicts tokens further ahead; a forward pass has no use for it
+_PACKED = (".experts.gate_up_proj", ".experts.down_proj")
+
+
+class Qwen3Next(Family):
+    """Partial rope, QK-norm, norm weights stored less one, experts with a gated shared one."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "max_position_embeddings": 32_768,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "full_attention_interval": 4,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 10,
+        "num_experts": 512,
+        "norm_topk_prob": True,
+    }
+    head_norms = True
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        super().__init__(config, weights)
+        self.norm_offset = 0.0 if self._of_mlx() else 1.0
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """No layer has a window."""
+        return [FULL] * num_layers
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """Which layers are recurrent."""
+        state = _state(config.fields)
+        recurs = _recurs(config.fields, config.num_layers)
+        return replace(config, states=tuple(state if one else None for one in recurs))
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """The language model's names without their prefix, in any of the layouts that are seen."""
+        inner = name.removeprefix("model.").removeprefix("language_model.").removeprefix("model.")
+        if inner.startswith((*_VISION, _PREDICTION)):
+            return None
+        if inner.endswith(_PACKED):
+            inner += ".weight"
+        return inner if inner.startswith("lm_head.") else f"model.{inner}"
+
+    def mixer(self, index: int) -> Mixer:
+        """Gated DeltaNet or attention."""
+        state = self.config.states[index]
+        if state is None:
+            return super().mixer(index)
+        config, weights = self.config, self.weights
+        path, heads, values = f"model.layers.{index}.linear_attn", *_value_heads(state)
+        return GatedDeltaNet(
+            in_proj=fused(self.delta_inputs(path, state), self.make),
+            out_proj=weights.linear(f"{path}.out_proj", config.hidden_size, heads * values),
+            conv=self.causal_conv(f"{path}.conv1d", state),
+            norm=self.make.norm(
+                weights.take(f"{path}.norm.weight", (values,)), config.rms_norm_eps
+            ),
+            log_rate=weights.raw(f"{path}.A_log", (heads,)).astype(mx.float32),
+            step_bias=weights.raw(f"{path}.dt_bias", (heads,)).astype(mx.float32),
+            spec=state,
+        )
+
+    def delta_inputs(self, path: str, state: StateSpec) -> list[StoredMatrix]:
+        """What Gated DeltaNet projects its input to, in two matrices ordered by key head."""
+        _, (values, value_dim, key_dim) = (shape for shape, _ in state.shapes)
+        keys = self.config.fields.integer("linear_num_key_heads")
+        served = values // keys  # value heads of a key head
+        widths = [key_dim, key_dim, served * value_dim, served * value_dim]
+        qkvz = self._matrix(f"{path}.in_proj_qkvz", keys * sum(widths))
+        ba = self._matrix(f"{path}.in_proj_ba", 2 * values)
+        return [
+            qkvz.reordered(_by_kind(keys, widths)),
+            ba.reordered(_by_kind(keys, [served, served])),
+        ]
+
+    def attention_inputs(self, index: int) -> tuple[Projection, Projection]:
+        """Each head of q_proj is a query, then its gate."""
+        config, dim = self.config, self.config.head_dim
+        path = f"model.layers.{index}.self_attn"
+        q_proj = self._matrix(f"{path}.q_proj", 2 * config.num_heads * dim)
+        order = _by_kind(config.num_heads, [dim, dim])
+        queries, gates = (q_proj.reordered(half) for half in _halves(order))
+        others = [self._matrix(f"{path}.{n}_proj", config.num_kv_heads * dim) for n in "kv"]
+        return fused([queries, *others], self.make), gates.projection(self.make)
+
+    def mlp(self, index: int) -> FeedForward:
+        """Experts and a gated shared one, or an MLP where the config leaves a layer dense."""
+        config, path = self.config, f"model.layers.{index}.mlp"
+        if not config.sparse_layers or not config.sparse_layers[index]:
+            return super().mlp(index)
+        k = config.experts_per_token
+        inner = config.fields.integer("shared_expert_intermediate_size", high=2**22)
+        shared = GatedExpert(
+            self.dense_mlp(f"{path}.shared_expert", inner),
+            self.weights.linear(f"{path}.shared_expert_gate", 1, config.hidden_size),
+        )
+        choose = top_k_softmax(k) if config.norm_topk_prob else softmax_top_k(k)
+        return self.experts(path, choose, shared=shared)
+
+    def _matrix(self, path: str, out_dims: int) -> StoredMatrix:
+        """One that reads hidden states; those of attention may have biases."""
+        bias = self.config.qkv_bias and ".self_attn." in path
+        return self.weights.matrix(path, (out_dims, self.config.hidden_size), bias=bias)
+
+    def _of_mlx(self) -> bool:
+        """Whether the checkpoint has the layout of MLX, which stores norm weights as they are.
+
+        The layout of the convolutions tells the two apart.
+        """
+        states = enumerate(self.config.states)
+        index, state = next(((i, one) for i, one in states if one is not None), (0, None))
+        if state is None:
+            return False
+        before, channels = state.shapes[0][0]
+        name = f"model.layers.{index}.linear_attn.conv1d.weight"
+        return self.weights.has_shape(name, (channels, before + 1, 1))
+
+
+class Qwen3_5(Qwen3Next):
+    """Qwen 3.5 to 3.8, dense, alone or as the language model of a multimodal checkpoint."""
+
+    defaults: ClassVar = {
+        key: value
+        for key, value in Qwen3Next.defaults.items()
+        if "expert" not in key and key not in ("intermediate_size", "moe_intermediate_size")
+    } | {"num_key_value_heads": 4, "vocab_size": 248_320}
+
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """The text_config of a multimodal model."""
+        return config.fields("text_config") or config
+
+    def delta_inputs(self, path: str, state: StateSpec) -> list[StoredMatrix]:
+        """Four matrices in the order in which they are used."""
+        (_, channels), (values, value_dim, _) = (shape for shape, _ in state.shapes)
+        rows = {"qkv": channels, "z": values * value_dim, "b": values, "a": values}
+        return [self._matrix(f"{path}.in_proj_{name}", count) for name, count in rows.items()]
+
+
+class Qwen3_5MoE(Qwen3_5):
+    """The same with experts in every layer."""
+
+    defaults: ClassVar = Qwen3Next.defaults | {
+        "vocab_size": 248_320,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+    }
+
+
+def _recurs(fields: Fields, num_layers: int) -> list[bool]:
+    """Whether each layer is recurrent, as listed or by the interval of attention layers."""
+    stated = fields.items("layer_types")
+    if stated is None:
+        interval = fields.integer("full_attention_interval", high=2**20)
+        return [(i + 1) % interval != 0 for i in range(num_layers)]
+    if len(stated) != num_layers or not all(kind in (_RECURRENT, FULL) for kind in stated):
+        raise CheckpointError(
+            f"layer_types in {fields.where} must be {num_layers} times {_RECURRENT!r} or {FULL!r}."
+        )
+    return [kind == _RECURRENT for kind in stated]
+
+
+def _state(fields: Fields) -> StateSpec:
+    """Of one recurrent layer: the convolution's inputs, and a matrix for each value head."""
+    keys = fields.integer("linear_num_key_heads", high=2**14)
+    values = fields.integer("linear_num_value_heads", high=2**14)
+    if values % keys:
+        raise CheckpointError(
+            f"linear_num_value_heads is {values}, which linear_num_key_heads, {keys}, does not "
+            "divide."
+        )
+    key_dim = fields.integer("linear_key_head_dim", high=2**14)
+    value_dim = fields.integer("linear_value_head_dim", high=2**14)
+    length = fields.integer("linear_conv_kernel_dim", low=2, high=64)
+    channels = 2 * keys * key_dim + values * value_dim
+    return StateSpec(
+        (((length - 1, channels), "float32"), ((values, value_dim, key_dim), "float32"))
+    )
+
+
+def _value_heads(state: StateSpec) -> tuple[int, int]:
+    """Number and size of the value heads."""
+    heads, values, _ = state.shapes[1][0]
+    return heads, values
+
+
+def _by_kind(num_heads: int, widths: Sequence[int]) -> list[int]:
+    """Outputs that lie side by side in each head, ordered by kind and then by head.
+
+    Args:
+        num_heads: heads, one after the other.
+        widths: numbers of each kind in a head.
+    """
+    starts = [sum(widths[:i]) for i in range(len(widths))]
+    return [
+        head * sum(widths) + start + place
+        for start, width in zip(starts, widths, strict=True)
+        for head in range(num_heads)
+        for place in range(width)
+    ]
+
+
+def _halves(order: list[int]) -> tuple[list[int], list[int]]:
+    return order[: len(order) // 2], order[len(order) // 2 :]

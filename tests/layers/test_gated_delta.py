@@ -1,0 +1,136 @@
+"""Gated DeltaNet: any split of a sequence, alone or beside others, gives the same bits."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from random import Random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxinfer.core import StateSpec
+from mlxinfer.layers.causal_conv import CausalConv
+from mlxinfer.layers.gated_delta import GatedDeltaNet
+from mlxinfer.layers.linear import Linear
+from mlxinfer.layers.norm import RMSNorm
+from mlxinfer.layers.step import Arrays
+
+HIDDEN, KEY_HEADS, HEADS, KEY, VALUE, LENGTH = 20, 2, 6, 8, 5, 4
+CHANNELS = 2 * KEY_HEADS * KEY + HEADS * VALUE
+SPEC = StateSpec((((LENGTH - 1, CHANNELS), "float32"), ((HEADS, VALUE, KEY), "float32")))
+
+
+def normal(rng: np.random.Generator, *shape: int) -> mx.array:
+    return mx.array(rng.normal(size=shape).astype(np.float32))
+
+
+def mixer_of(seed: int = 0) -> GatedDeltaNet:
+    rng = np.random.default_rng(seed)
+    width = CHANNELS + HEADS * VALUE + 2 * HEADS
+    return GatedDeltaNet(
+        in_proj=Linear(normal(rng, width, HIDDEN)),
+        out_proj=Linear(normal(rng, HIDDEN, HEADS * VALUE)),
+        conv=CausalConv(normal(rng, CHANNELS, LENGTH)),
+        norm=RMSNorm(normal(rng, VALUE), 1e-6),
+        log_rate=normal(rng, HEADS),
+        step_bias=normal(rng, HEADS),
+        spec=SPEC,
+    )
+
+
+def random_inputs(rng: np.random.Generator, batch: int, length: int) -> Arrays:
+    qkv = normal(rng, batch, length, CHANNELS)
+    gates = [mx.sigmoid(normal(rng, batch, length, HEADS)) for _ in range(2)]
+    return [qkv, *gates]
+
+
+def random_states(rng: np.random.Generator, batch: int) -> Arrays:
+    return [normal(rng, batch, *shape) for shape, _ in SPEC.shapes]
+
+
+def assert_same(left: Sequence[mx.array], right: Sequence[mx.array]) -> None:
+    for one, other in zip(left, right, strict=True):
+        assert one.dtype == other.dtype
+        assert mx.array_equal(one, other)
+
+
+def reference(inputs: Arrays, states: Arrays, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs (L, Hv * Dv) and the matrix state of one sequence, in float64, token by token."""
+    qkv, decay, strength = (np.array(array[0], np.float64) for array in inputs)
+    seen = np.concatenate([np.array(states[0][0], np.float64), qkv])
+    state, outputs = np.array(states[1][0], np.float64), []
+    for t in range(len(qkv)):
+        mixed = (seen[t : t + LENGTH] * weight.T).sum(0)
+        mixed = mixed / (1 + np.exp(-mixed))
+        queries, keys, values = np.split(mixed, [KEY_HEADS * KEY, 2 * KEY_HEADS * KEY])
+        rows = []
+        for head in range(HEADS):
+            of = head // (HEADS // KEY_HEADS)
+            q, k = (part.reshape(KEY_HEADS, KEY)[of] for part in (queries, keys))
+            q, k = (x / np.sqrt((x * x).sum() + 1e-6) for x in (q, k))
+            v = values.reshape(HEADS, VALUE)[head]
+            state[head] *= decay[t, head]
+            state[head] += strength[t, head] * np.outer(v - state[head] @ k, k)
+            rows.append(state[head] @ q / KEY**0.5)
+        outputs.append(np.concatenate(rows))
+    return np.stack(outputs), state
+
+
+def test_the_recurrence_is_the_published_one() -> None:
+    rng = np.random.default_rng(1)
+    mixer, inputs, states = mixer_of(), random_inputs(rng, 1, 9), random_states(rng, 1)
+    y, new = mixer.forward(inputs, states, None)
+    expected, state = reference(inputs, states, np.array(mixer.conv.weight[..., 0], np.float64))
+    np.testing.assert_allclose(np.array(y[0]), expected, atol=2e-5)
+    np.testing.assert_allclose(np.array(new[1][0]), state, atol=2e-5)
+    assert mx.array_equal(new[0], inputs[0][:, -LENGTH + 1 :])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_split_of_a_sequence_gives_the_same_bits(seed: int) -> None:
+    rng, draw = np.random.default_rng(seed), Random(seed)
+    mixer, inputs, states = mixer_of(), random_inputs(rng, 2, 17), random_states(rng, 2)
+    y, new = mixer.forward(inputs, states, None)
+    cuts = sorted({0, 17, *draw.sample(range(1, 17), draw.randint(1, 16))})
+    parts = []
+    for start, stop in pairwise(cuts):
+        part, states = mixer.forward([one[:, start:stop] for one in inputs], states, None)
+        parts.append(part)
+    assert_same([mx.concatenate(parts, axis=1), *states], [y, *new])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_ragged_batch_gives_each_sequence_the_bits_that_it_gets_alone(seed: int) -> None:
+    rng, draw = np.random.default_rng(seed), Random(seed)
+    mixer, inputs, states = mixer_of(), random_inputs(rng, 5, 8), random_states(rng, 5)
+    lengths = [draw.randint(1, 8) for _ in range(5)]
+    y, new = mixer.forward(inputs, states, mx.array(lengths))
+    for row, length in enumerate(lengths):
+        alone = [one[row : row + 1, :length] for one in inputs]
+        part, after = mixer.forward(alone, [one[row : row + 1] for one in states], None)
+        assert_same([part, *after], [y[row : row + 1, :length], *(n[row : row + 1] for n in new)])
+
+
+def test_a_replayed_prefix_gives_the_states_of_that_prefix() -> None:
+    rng = np.random.default_rng(2)
+    mixer, inputs, states = mixer_of(), random_inputs(rng, 3, 6), random_states(rng, 3)
+    for kept in ([0, 0, 0], [1, 6, 3], [6, 6, 6]):
+        replayed = mixer.replay(inputs, states, mx.array(kept))
+        for row, length in enumerate(kept):
+            before = [one[row : row + 1] for one in states]
+            prefix = [one[row : row + 1, :length] for one in inputs]
+            expected = mixer.forward(prefix, before, None)[1] if length else before
+            assert_same([one[row : row + 1] for one in replayed], expected)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_states_of_narrow_activations_are_float32(dtype: mx.Dtype) -> None:
+    rng = np.random.default_rng(3)
+    mixer, (qkv, *gates), states = mixer_of(), random_inputs(rng, 2, 5), random_states(rng, 2)
+    mixer.conv.weight = mixer.conv.weight.astype(dtype)
+    for lengths in (None, mx.array([2, 5])):
+        y, new = mixer.forward([qkv.astype(dtype), *gates], states, lengths)
+        wide, _ = mixer.forward([qkv, *gates], states, lengths)
+        assert y.dtype == dtype
+        assert [one.dtype for one in new] == [mx.float32, mx.float32]
+        np.testing.assert_allclose(np.array(y[:, :2].astype(mx.float32)), wide[:, :2], atol=0.1)

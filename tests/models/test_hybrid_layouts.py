@@ -1,0 +1,153 @@
+"""Checkpoints of Qwen's hybrids in every layout that is published: the same model from each."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from models.dense_kv import DenseCache
+from models.random_weights import tiny_tensors
+from models.tiny import quantized, tiny_config
+
+from mlxinfer.errors import CheckpointError
+from mlxinfer.models import load
+from mlxinfer.models.decoder import Model
+
+IDS = list(range(5, 30))
+CASES = ("qwen3_next-v4", "qwen3_5_text-v5", "qwen3_5_moe_text-v4")
+Tensors = dict[str, mx.array]
+
+
+def tensors_of(case: str) -> Tensors:
+    return {name: mx.array(value) for name, value in tiny_tensors(tiny_config(case)).items()}
+
+
+def loaded(folder: Path, config: dict, tensors: Tensors) -> Model:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+    return load(folder)
+
+
+def logits(model: Model) -> np.ndarray:
+    return np.array(DenseCache(model).run(model, [("a", IDS)]))
+
+
+def packed(tensors: Tensors) -> Tensors:
+    """Experts as two stacks, as the hub has them of Qwen 3.5."""
+    result = {name: array for name, array in tensors.items() if ".experts." not in name}
+    for path in {name.split(".experts.")[0] for name in tensors if ".experts." in name}:
+        count = sum(name.startswith(f"{path}.experts.") for name in tensors) // 3
+        gate, up, down = (
+            mx.stack([tensors[f"{path}.experts.{i}.{name}_proj.weight"] for i in range(count)])
+            for name in ("gate", "up", "down")
+        )
+        result[f"{path}.experts.gate_up_proj"] = mx.concatenate([gate, up], axis=1)
+        result[f"{path}.experts.down_proj"] = down
+    return result
+
+
+def of_mlx(tensors: Tensors) -> Tensors:
+    """As mlx-lm writes them: norm weights whole, convolutions transposed, experts stacked."""
+    result: Tensors = {}
+    for name, array in tensors.items():
+        if name.endswith("norm.weight") and "linear_attn" not in name:
+            array = array + 1.0
+        if name.endswith("conv1d.weight"):
+            array = array.moveaxis(2, 1)
+        if ".experts." not in name:
+            result[name] = array
+    for path in {name.split(".experts.")[0] for name in tensors if ".experts." in name}:
+        count = sum(name.startswith(f"{path}.experts.") for name in tensors) // 3
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            each = [tensors[f"{path}.experts.{i}.{name}.weight"] for i in range(count)]
+            result[f"{path}.switch_mlp.{name}.weight"] = mx.stack(each)
+    return result
+
+
+def prefixed(tensors: Tensors, layout: str) -> Tensors:
+    """The language model inside of a multimodal one, beside tensors that are not its own."""
+    inner, outer = {
+        "hub": ("model.language_model.", ""),
+        "mlx": ("language_model.model.", "language_model."),
+    }[layout]
+    renamed = {
+        inner + name.removeprefix("model.") if name.startswith("model.") else outer + name: array
+        for name, array in tensors.items()
+    }
+    seeing = "model.visual." if layout == "hub" else "vision_tower."
+    others = (f"{seeing}blocks.0.attn.qkv.weight", f"{outer}mtp.layers.0.mlp.gate.weight")
+    return renamed | {name: mx.zeros((2, 2)) for name in others}
+
+
+def nested(config: dict) -> dict:
+    outer = {
+        "model_type": config["model_type"].removesuffix("_text"),
+        "text_config": {k: v for k, v in config.items() if k != "tie_word_embeddings"},
+        "vision_config": {"model_type": "qwen3_5", "hidden_size": 8},
+        "tie_word_embeddings": config["tie_word_embeddings"],
+    }
+    return outer
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_layout_gives_the_same_model(case: str, tmp_path: Path) -> None:
+    config, tensors = tiny_config(case), tensors_of(case)
+    expected = logits(loaded(tmp_path / "plain", config, tensors))
+    layouts = {
+        "packed": (config, packed(tensors)),
+        "mlx": (config, of_mlx(tensors)),
+        "predicting": (config, tensors | {"mtp.fc.weight": mx.zeros((2, 2))}),
+    }
+    if case.startswith("qwen3_5"):
+        layouts |= {
+            "multimodal": (nested(config), prefixed(packed(tensors), "hub")),
+            "multimodal mlx": (nested(config), prefixed(of_mlx(tensors), "mlx")),
+            "untyped": (config | {"model_type": nested(config)["model_type"]}, tensors),
+        }
+    for name, layout in layouts.items():
+        found = logits(loaded(tmp_path / name, *layout))
+        np.testing.assert_allclose(found, expected, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_quantised_matrices_in_mixed_formats_equal_their_dequantised_ones(
+    case: str, tmp_path: Path
+) -> None:
+    """Matrices that cannot be fused, in the format of MLX checkpoints and with 8-bit gates."""
+    config, dense = tiny_config(case), of_mlx(tensors_of(case))
+    eight = {"group_size": 32, "bits": 8}
+    gates = {n: a for n, a in dense.items() if n.endswith(("_gate.weight", "_b.weight"))}
+    four = quantized({n: a for n, a in dense.items() if n not in gates}, eight | {"bits": 4})
+    packed_all = four | quantized(gates, eight)
+    stated = {"group_size": 32, "bits": 4}
+    stated |= {name.removesuffix(".weight"): eight for name in gates}
+    plain = dict(dense)
+    for name, array in dense.items():
+        scales = name.replace("weight", "scales")
+        if name.endswith("weight") and scales in packed_all:
+            how = eight if name in gates else eight | {"bits": 4}
+            biases = packed_all[name.replace("weight", "biases")]
+            plain[name] = mx.dequantize(packed_all[name], packed_all[scales], biases, **how)
+            assert plain[name].shape == array.shape
+    expected = logits(loaded(tmp_path / "plain", config, plain))
+    model = loaded(tmp_path / "packed", config | {"quantization": stated}, packed_all)
+    np.testing.assert_allclose(logits(model), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": ["linear_attention"]}, "layer_types in"),
+        ({"layer_types": ["linear_attention", "mamba"] * 2}, "layer_types in"),
+        ({"linear_num_value_heads": 5}, "linear_num_value_heads is 5"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim in"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused(
+    change: dict, message: str, tmp_path: Path
+) -> None:
+    config = tiny_config("qwen3_5_text-v4") | change
+    with pytest.raises(CheckpointError, match=message):
+        loaded(tmp_path / "bad", config, tensors_of("qwen3_5_text-v4"))

@@ -105,6 +105,9 @@ class StatePart:
             replay: `replay(inputs, states, lengths)`: the states after the first `lengths` (B,)
                 tokens, from those that `read` gives.
         """
+        for state, (shape, dtype) in zip(states, self._spec.shapes, strict=True):
+            assert state.shape[1:] == shape, (state.shape, shape)
+            assert state.dtype == _dtype(dtype), (state.dtype, dtype)
         self._part.new.layers[self._layer] = states
         if self.rows.shape[1] > 1:
             self._part.undo[self._layer] = Undo(inputs, replay)

@@ -23,11 +23,24 @@ def stats_of(scheduler: Scheduler, cache: KVCache, store: PageStore | None) -> d
         "kv_bytes_cached": sum(g["pages_cached"] * g["page_bytes"] for g in groups),
         "kv_bytes_allocated": cache.bytes_allocated,
         "prompt_tokens_reused": scheduler.kv_manager.tree.counters.tokens_reused,
+        **_states(cache),
         "bytes_copied": cache.bytes_copied,
         "bytes_grown": cache.bytes_grown,
         "peak_memory_bytes": mx.get_peak_memory(),
         "active_memory_bytes": mx.get_active_memory(),
         **({} if store is None else {"disk": store.stats()}),
+    }
+
+
+def _states(cache: KVCache) -> dict[str, Any]:
+    """Snapshots of the states of recurrent layers, where a model has such layers."""
+    group = cache.state_group
+    if group is None:
+        return {}
+    return {
+        "state_bytes": group.num_bytes,  # of one sequence
+        "snapshots": group.num_held,
+        "max_snapshots": group.max_snapshots,
     }
 
 

@@ -214,6 +214,9 @@ def test_memory_of_states_is_bounded(model: Model) -> None:
         answer(harness, prompt(40, seed=seed))
     group = harness.loop.cache.state_group
     assert group is not None
+    stats = harness.loop.stats()
+    assert 0 < stats["snapshots"] == group.num_held <= stats["max_snapshots"]
+    assert stats["state_bytes"] == states.num_bytes
     held = states.bytes_allocated
     assert held <= (group.num_held + harness.loop.cache.max_batch) * states.num_bytes
     tree = harness.loop.scheduler.kv_manager.tree

@@ -1,9 +1,11 @@
 """POST /v1/responses: OpenAI's responses API. Nothing is stored between requests."""
 
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from ...core import FinishReason, SamplingParams
@@ -140,6 +142,7 @@ class _ResponseRun:
         return replace(
             self._begun,
             status=status,
+            completed_at=None if self._cut_off else int(time.time()),
             incomplete_details={"reason": "max_output_tokens"} if self._cut_off else None,
             output=self._items.done,
             usage=ResponseUsage(
@@ -215,18 +218,22 @@ def _begun(
     return Response(
         id=f"resp_{call.id}",
         created_at=call.created_s,
+        frequency_penalty=params.frequency_penalty,
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
         metadata=body.metadata or {},
         model=model.name,
         parallel_tool_calls=body.parallel_tool_calls is not False,
+        presence_penalty=params.presence_penalty,
+        prompt_cache_key=body.prompt_cache_key,
         reasoning={"effort": effort, "summary": None},
+        safety_identifier=body.safety_identifier,
         temperature=params.temperature,
         text={"format": form},
         tool_choice="auto" if body.tool_choice is None else body.tool_choice,
         tools=[_echoed(tool) for tool in body.tools or ()],
         top_p=params.top_p,
-        user=body.user,
+        user=UNSET if body.user is None else body.user,
     )
 
 

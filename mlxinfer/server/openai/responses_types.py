@@ -47,15 +47,15 @@ class TextConfig(msgspec.Struct, kw_only=True):
     """Form of the visible text."""
 
     format: dict[str, Any] | None = None
-    verbosity: Any = None
+    verbosity: Literal["low", "medium", "high"] | None = None  # a wish; no template reads it
 
 
 class ReasoningConfig(msgspec.Struct, kw_only=True):
     """How much the model shall reason. The answer carries the reasoning itself, not a summary."""
 
     effort: Effort | None = None
-    summary: Any = None
-    generate_summary: Any = None
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ResponsesRequest(OtherServersFields, kw_only=True):
@@ -82,7 +82,9 @@ class ResponsesRequest(OtherServersFields, kw_only=True):
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
-    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    store: bool | None = None  # accepted; `store` of the answer says that it is not stored
     truncation: Any = None
     previous_response_id: Any = None
     conversation: Any = None
@@ -107,19 +109,13 @@ class ResponsesRequest(OtherServersFields, kw_only=True):
         OtherServersFields.refuse(self)
         for name in ("previous_response_id", "conversation", "prompt", "max_tool_calls"):
             refuse(name, getattr(self, name))
-        refuse("store", self.store, (False,))
         refuse("background", self.background, (False,))
-        refuse("truncation", self.truncation, ("disabled",))
+        refuse("truncation", self.truncation, ("disabled", "auto"))
         refuse("top_logprobs", self.top_logprobs, (0,))
         refuse("moderation", self.moderation)
         refuse("context_management", self.context_management, ([],))
         for name in self.include or ():
             refuse("include", name, ("reasoning.encrypted_content",))
-        if self.text is not None:
-            refuse("text.verbosity", self.text.verbosity, ("medium",))
-        if self.reasoning is not None:
-            refuse("reasoning.summary", self.reasoning.summary, ("auto",))
-            refuse("reasoning.generate_summary", self.reasoning.generate_summary, ("auto",))
         for name in _NOT_OF_THIS_API:
             refuse(name, getattr(self, name))
 
@@ -210,6 +206,7 @@ class Response(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     created_at: int
+    completed_at: int | None = None
     status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
     background: bool = False
     error: dict[str, Any] | None = None
@@ -219,8 +216,15 @@ class Response(msgspec.Struct, kw_only=True):
     metadata: dict[str, str]
     model: str
     output: list[Item] = []
+    frequency_penalty: float
+    presence_penalty: float
+    top_logprobs: int = 0
+    max_tool_calls: None = None
     parallel_tool_calls: bool
     previous_response_id: None = None
+    prompt_cache_key: str | None
+    safety_identifier: str | None
+    service_tier: Literal["default"] = "default"
     reasoning: dict[str, Any]
     store: bool = False
     temperature: float
@@ -230,4 +234,4 @@ class Response(msgspec.Struct, kw_only=True):
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
-    user: str | None = None
+    user: str | UnsetType = UNSET

@@ -109,6 +109,8 @@ def _answer(content: str | list[Block], path: str) -> Plain:
         return {"role": "assistant", "content": content}
     of_type: dict[str, list[Block]] = {"text": [], "thinking": [], "tool_use": []}
     for number, block in enumerate(content):
+        if block.type == "redacted_thinking":  # encrypted by another server
+            continue
         if block.type not in of_type:
             raise _unsupported(block, f"{path}[{number}]")
         of_type[block.type].append(block)

@@ -99,13 +99,19 @@ class SamplingFields(RefusedFields, kw_only=True):
         options = self.stream_options
         return bool(options and options.include_usage)
 
+    @property
+    def wants_running_usage(self) -> bool:
+        """Whether every event of a stream has the token counts so far."""
+        options = self.stream_options
+        return bool(options and options.include_usage and options.continuous_usage_stats)
+
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     """Options of requests with `stream`."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # padding of events: none is sent
-    continuous_usage_stats: bool | None = None
+    continuous_usage_stats: bool | None = None  # with include_usage: counts in every event
 
 
 def sampling_params(
@@ -124,9 +130,6 @@ def sampling_params(
     """
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequestError("stream_options goes with stream: true.", param="stream_options")
-    if fields.stream_options is not None:
-        continuous = fields.stream_options.continuous_usage_stats
-        refuse("stream_options.continuous_usage_stats", continuous, (False,))
     stop = fields.stop or ()
     count = fields.n or 1
     return [

@@ -68,6 +68,7 @@ class Guard:
         self._app = app
         self._config = config
         self._public = frozenset(e.path for e in endpoints if not e.needs_key and "{" not in e.path)
+        self._paths = tuple(e.path.partition("{")[0] for e in endpoints)
         self._styles = [(e.path.partition("{")[0], e.if_header, e.style) for e in endpoints]
         self._hosts = HostRules(config)
 
@@ -76,6 +77,7 @@ class Guard:
         if scope["type"] != "http":
             return
         _split_target(scope)
+        scope["path"] = self._canonical(scope["path"])
         exchange = Exchange(scope, send, self._style_of(scope))
         try:
             _check_framing(exchange, scope, self._config.max_connections)
@@ -89,6 +91,24 @@ class Guard:
             await exchange.fail(error)
         finally:
             exchange.write_log()
+
+    def _canonical(self, path: str) -> str:
+        """The path under /v1 that a client means: with one /v1, and without a trailing slash.
+
+        Clients differ in whether their base URL ends with /v1. Other paths stay as they are.
+        """
+        if self._serves(path) and not path.endswith("/"):
+            return path
+        plain = path.rstrip("/")
+        for meant in (plain.removeprefix("/v1"), plain, f"/v1{plain}"):
+            if meant.startswith("/v1/") and self._serves(meant):
+                return meant
+        return path
+
+    def _serves(self, path: str) -> bool:
+        return any(
+            path.startswith(each) if each.endswith("/") else path == each for each in self._paths
+        )
 
     def _style_of(self, scope: Scope) -> ErrorStyle:
         """The style of the endpoint with the longest matching path, one with a header first."""

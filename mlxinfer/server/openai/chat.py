@@ -134,15 +134,17 @@ async def _events(call: Call, body: ChatRequest, generation: Generation) -> Asyn
     """Yield the role, the deltas, the token counts if they were asked for, and [DONE]."""
     model = generation.model
     usage = None if body.wants_usage else UNSET
+    count = len(generation.answers)
 
     def frame(index: int, delta: ChatDelta, **rest: Any) -> bytes:
         choice = ChunkChoice(index=index, delta=delta, **rest)
-        return sse.data(chunk(choices=[choice], usage=usage))
+        running = body.wants_running_usage
+        counts = usage_of(generation, choices_a_prompt=count) if running else usage
+        return sse.data(chunk(choices=[choice], usage=counts))
 
     def chunk(**rest: Any) -> ChatChunk:
         return ChatChunk(id=f"chatcmpl-{call.id}", created=call.created_s, model=model.name, **rest)
 
-    count = len(generation.answers)
     yield b"".join(frame(i, ChatDelta(role="assistant", content="")) for i in range(count))
     async for steps in generation.steps():
         frames = [frame(step.index, **fields) for step in steps for fields in _deltas(model, step)]

@@ -83,6 +83,8 @@ def _plain(message: Message, path: str, source: str) -> dict[str, Any]:
     content = _text(message.content, f"{path}.content")
     if content is None:
         content = message.refusal
+    if content is None and message.role == "tool":  # a tool that says nothing
+        content = ""
     if content is None and message.role != "assistant":
         raise InvalidRequestError(f"{path}.content is missing.", param=f"{path}.content")
     plain: dict[str, Any] = {"role": _role(message.role, source), "content": content}

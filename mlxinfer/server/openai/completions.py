@@ -213,10 +213,11 @@ async def _whole(made: RunningCompletion) -> Completion:
 
 
 async def _events(made: RunningCompletion, body: CompletionRequest) -> AsyncIterator[bytes]:
-    usage = None if body.wants_usage else UNSET
     made.call.log["stream"] = True
     async for pieces in made.pieces():
-        frames = [sse.data(made.completion([piece], usage=usage)) for piece in pieces]
+        usage = None if body.wants_usage else UNSET
+        counts = made.usage() if body.wants_running_usage else usage
+        frames = [sse.data(made.completion([piece], usage=counts)) for piece in pieces]
         yield b"".join(frames) or sse.KEEP_ALIVE
     counts = made.usage()
     if body.wants_usage:

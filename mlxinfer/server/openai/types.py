@@ -31,18 +31,16 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 def usage_of(generation: Generation, *, choices_a_prompt: int = 1) -> Usage:
-    """The token counts of a finished generation; a prompt with several choices counts once."""
-    results = [a.result for a in generation.answers if a.result is not None]
-    firsts = results[::choices_a_prompt]
-    prompt = sum(result.prompt_tokens for result in firsts)
+    """The token counts of a generation so far; a prompt with several choices counts once."""
+    firsts = generation.answers[::choices_a_prompt]
+    prompt = sum(len(answer.request.prompt_ids) for answer in firsts)
+    cached = sum(answer.result.cached_tokens for answer in firsts if answer.result is not None)
     completion = sum(generation.num_tokens)
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
-        prompt_tokens_details=PromptTokensDetails(
-            cached_tokens=sum(result.cached_tokens for result in firsts)
-        ),
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
         completion_tokens_details=CompletionTokensDetails(
             reasoning_tokens=sum(generation.reasoning_tokens)
         ),

@@ -26,7 +26,7 @@ TEND_S = 0.5  # between two checks for idle models
 
 
 class Server(uvicorn.Server):
-    """Serves until `stop()`, SIGTERM or SIGINT, which drain it; a second signal ends it at once.
+    """Serves until `stop()`, SIGTERM or SIGINT, which drain it; a second signal ends requests.
 
     Args:
         service: models and requests; closed at the end.
@@ -44,7 +44,9 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 build_app(service),
-                http=TimedProtocol.with_timeout(config.header_timeout_s),
+                http=TimedProtocol.with_limits(
+                    config.header_timeout_s, config.max_connections_per_client
+                ),
                 loop="asyncio",
                 ws="none",
                 lifespan="off",
@@ -66,6 +68,7 @@ class Server(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
         self._tending: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
+        self._num_signals = 0
 
     def serve_forever(self) -> None:
         """Serve in this thread until stopped, then close the models.
@@ -116,7 +119,7 @@ class Server(uvicorn.Server):
     async def _drain(self) -> None:
         if num_running := len(self.service.calls):
             log.info(
-                "ending: %d running %s at most %g seconds; a second signal ends at once",
+                "ending: %d running %s at most %g seconds; a second signal ends them",
                 num_running,
                 "request has" if num_running == 1 else "requests have",
                 self.service.config.drain_s,
@@ -139,9 +142,12 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain at the first signal; end the process at the second one."""
-        if self._draining is not None:
+        """Drain at the first signal, end requests with errors at the second, exit at the third."""
+        self._num_signals += 1
+        if self._num_signals > 2:
             os._exit(128 + sig)
+        if self._num_signals == 2 and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.service.hurry)
         self.stop()
 
 

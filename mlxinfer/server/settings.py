@@ -34,6 +34,7 @@ class ServerConfig:
     max_headers: int = 100
     max_header_bytes: int = 64 << 10
     max_connections: int = 512
+    max_connections_per_client: int = 384  # of one address; its oldest idle ones are closed
     header_timeout_s: float = 30.0
     body_timeout_s: float = 60.0
     send_timeout_s: float = 120.0  # that a message of an answer may wait to be read

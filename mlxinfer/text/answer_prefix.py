@@ -20,14 +20,14 @@ def answer_prefix(
 ) -> str:
     """Return the beginning of the answer that stands at the prompt's end, "" where there is none.
 
-    With tags that is the text from an open start tag on; with channels (harmony) the header of the
-    last message.
+    With tags that is the text from the last start tag on, closed or not; with channels (harmony)
+    the header of the last message.
     """
     if reasoning is None:
         return ""
     if reasoning.harmony:
         return _header(tokenizer, prompt_ids)
-    return _open_thought(tokenizer, reasoning, prompt_ids)
+    return _thought(tokenizer, reasoning, prompt_ids)
 
 
 def _header(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
@@ -41,15 +41,15 @@ def _header(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return tokenizer.decode(message[:size], skip_special_tokens=False)
 
 
-def _open_thought(tokenizer: Tokenizer, reasoning: ReasoningFormat, ids: Sequence[int]) -> str:
-    """Return the text from the start tag on, "" without one or where its end tag follows."""
+def _thought(tokenizer: Tokenizer, reasoning: ReasoningFormat, ids: Sequence[int]) -> str:
+    """Return the text of the last turn from its last start tag on, "" without one."""
     turn = _last_division(tokenizer, reasoning, ids)
     if _is_header(tokenizer, ids, turn):  # all that follows is the answer's text
         text = tokenizer.decode(ids[turn + 1 :], skip_special_tokens=False)
         start = text.rfind(reasoning.start)
-        return text[start:] if start > text.rfind(reasoning.end) else ""
+        return text[start:] if start >= 0 else ""
     start = _last(ids, _added_id(tokenizer, reasoning.start))
-    if start > max(turn, _last(ids, _added_id(tokenizer, reasoning.end))):
+    if start > turn:
         return tokenizer.decode(ids[start:], skip_special_tokens=False)
     text = tokenizer.decode(ids[-_TAIL:], skip_special_tokens=False)
     return reasoning.start if text.rstrip().endswith(reasoning.start) else ""

@@ -266,10 +266,9 @@ class ReasoningFormat:
     def splitter(self, prefix: str = "") -> Splitter:
         """Return a splitter for an answer with this prefix (see `answer_prefix`)."""
         if not self.harmony:
-            _, opened, thought = prefix.partition(self.start)
-            return TagSplitter(
-                self.start, self.end, opened=bool(opened), continued=bool(thought.strip())
-            )
+            opened, thought = self.is_open(prefix), prefix.partition(self.start)[2]
+            continued = opened and bool(thought.strip())
+            return TagSplitter(self.start, self.end, opened=opened, continued=continued)
         harmony = HarmonySplitter()
         if prefix.startswith(_ASSISTANT):
             harmony.push(prefix.removeprefix(_ASSISTANT))
@@ -278,9 +277,13 @@ class ReasoningFormat:
     def is_open(self, prefix: str) -> bool:
         """Whether an answer with this prefix is within its reasoning."""
         if not self.harmony:
-            return self.start in prefix
+            return self.start in prefix and self.end not in prefix
         header = prefix.removesuffix("<|message|>")
         return header != prefix and channel_of(header) == "analysis"
+
+    def is_closed(self, prefix: str) -> bool:
+        """Whether the prompt holds the reasoning of this answer whole, such as an empty one."""
+        return not self.harmony and self.start in prefix and self.end in prefix
 
     def is_over(self, prefix: str) -> bool:
         """Whether it is past its reasoning, because the prompt names another channel."""

@@ -5,6 +5,7 @@ import json
 import re
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from live_server import CHAT, LiveServer, chat, wait_until
@@ -279,6 +280,19 @@ def test_request_ids_come_back(server: LiveServer) -> None:
     odd = server.get("/v1/models", headers={"x-request-id": "a b"})
     assert len(odd.headers["x-request-id"]) == 24
     assert server.get("/none").headers["x-request-id"]
+
+
+def test_idle_connections_of_one_client_leave_room_for_others() -> None:
+    limits: Any = {"max_connections": 8, "max_connections_per_client": 6}
+    with LiveServer(**limits) as server, contextlib.ExitStack() as open_ones:
+        address = ("127.0.0.1", server.port)
+        idle = [
+            open_ones.enter_context(socket.create_connection(address, timeout=5)) for _ in range(20)
+        ]
+        assert idle[0].recv(1) == b""  # closed, the oldest first
+        assert server.post(CHAT, chat(max_tokens=1)).status_code == 200
+        idle[-1].sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert idle[-1].recv(12) == b"HTTP/1.1 200"
 
 
 def test_paths_and_methods_that_are_not_there(server: LiveServer) -> None:

@@ -90,7 +90,7 @@ def test_an_answer_is_counted_once(server: LiveServer, numbers: Numbers, stream:
         "request_prompt_tokens_sum",
         "request_params_n_count",
     )
-    assert prompts == sums > 20
+    assert prompts == sums / 2 > 10  # two choices of one prompt
     assert calls == 1
     queue, prefill, decode, whole = change(
         numbers,

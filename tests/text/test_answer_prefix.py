@@ -51,8 +51,8 @@ def test_a_tag_from_user_text_opens_no_reasoning_without_turn_tokens():
     [
         ("{start}\n", "{start}\n"),
         ("{start}{stop}{start}", "{start}"),
-        ("{start}a{stop}b", ""),
-        ("{start}\n\n{stop}\n\n", ""),
+        ("{start}a{stop}b", None),
+        ("{start}\n\n{stop}\n\n", None),
         ("{stop}", ""),
         ("Hello", ""),
     ],
@@ -61,7 +61,20 @@ def test_a_thought_is_open_until_its_end_tag(reasoning, before, end, thought):
     tags = {"start": reasoning.start, "stop": reasoning.end}
     prompt = (before + end).format(**tags)
     found = prefix_of(load_tokenizer("bytelevel"), reasoning, prompt)
+    if thought is None:
+        assert not reasoning.is_open(found)
+        return
+    assert not reasoning.is_closed(found)
     assert found.strip() == thought.format(**tags).strip()
+
+
+@pytest.mark.parametrize("before", [ASKED, PAST], ids=["asked", "past"])
+@pytest.mark.parametrize("thought", ["a", "\n\n"])
+def test_a_thought_that_the_prompt_holds_whole_is_closed(before, thought):
+    prompt = (before + f"{{start}}{thought}{{stop}}\n\n").format(start=THINK.start, stop=THINK.end)
+    found = prefix_of(load_tokenizer("bytelevel"), THINK, prompt)
+    assert THINK.is_closed(found)
+    assert not THINK.is_closed(prefix_of(load_tokenizer("bytelevel"), THINK, before))
 
 
 @pytest.mark.parametrize("reasoning", [THINK, TYPED], ids=["tokens", "text"])

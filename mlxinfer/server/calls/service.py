@@ -152,6 +152,7 @@ class Service:
     models: Models
     config: ServerConfig
     draining: bool = False
+    hurried: bool = False
     calls: set[Running] = field(default_factory=set)  # that generate, or are about to
     admission: Admission = field(init=False)
     workers: Workers = field(init=False)
@@ -175,10 +176,16 @@ class Service:
         large = scope.get(BODY_BYTES, 0) > LARGE_BODY
         return self.long_workers if large else self.workers
 
+    def hurry(self) -> None:
+        """End what runs with an error now, where a drain would wait for it."""
+        self.hurried = True
+
     async def drain(self) -> None:
         """Admit nothing more, let what runs end within `drain_s`, then end it with an error."""
         self.draining = True
-        await self._until_idle(self.config.drain_s)
+        until_s = time.monotonic() + self.config.drain_s
+        while self.calls and not self.hurried and time.monotonic() < until_s:
+            await asyncio.sleep(POLL_S)
         for call in list(self.calls):
             call.interrupt(ShuttingDownError("The server is shutting down."))
         await self._until_idle(ENDING_S)

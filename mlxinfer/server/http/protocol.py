@@ -60,14 +60,17 @@ class TimedProtocol(H11Protocol, asyncio.BufferedProtocol):
     """
 
     header_timeout_s = 30.0
+    max_per_client = 1 << 30
     conn: ChunkLimitedConnection
     _buffer = bytearray()
     _header_timer: asyncio.TimerHandle | None = None
+    _opened_s = 0.0  # event-loop time
 
     @classmethod
-    def with_timeout(cls, header_timeout_s: float) -> "type[TimedProtocol]":
-        """The protocol with this limit on the time until the headers are complete."""
-        return type("TimedProtocol", (cls,), {"header_timeout_s": header_timeout_s})
+    def with_limits(cls, header_timeout_s: float, max_per_client: int) -> "type[TimedProtocol]":
+        """The protocol with these limits: seconds until headers are complete, connections."""
+        limits = {"header_timeout_s": header_timeout_s, "max_per_client": max_per_client}
+        return type("TimedProtocol", (cls,), limits)
 
     def connection_made(self, transport: Any) -> None:
         """A client has connected."""
@@ -78,6 +81,8 @@ class TimedProtocol(H11Protocol, asyncio.BufferedProtocol):
         self.app_state = {**self.app_state, ABORT: transport.abort, CONNECTIONS: self.connections}
         self.limit_concurrency = None
         self._wait_for_headers()
+        self._opened_s = self.loop.time()
+        self._make_room()
 
     def get_buffer(self, sizehint: int) -> bytearray:
         """The buffer that the next bytes are read into."""
@@ -127,6 +132,23 @@ class TimedProtocol(H11Protocol, asyncio.BufferedProtocol):
         for event in (response, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+    def _make_room(self) -> None:
+        """Close the oldest idle connection of a client that has too many of them.
+
+        Otherwise one client that opens connections and sends nothing would lock out all others.
+        """
+        if len(self.connections) <= self.max_per_client or self.client is None:
+            return
+        own = [
+            each
+            for each in self.connections
+            if isinstance(each, TimedProtocol) and not each.transport.is_closing()
+            if each.client is not None and each.client[0] == self.client[0]
+        ]
+        idle = [each for each in own if each.cycle is None or each.cycle.response_complete]
+        if len(own) > self.max_per_client and idle:
+            min(idle, key=lambda each: each._opened_s).transport.close()
 
     def _listen_on(self) -> None:
         """Read on while the next request waits: its first bytes, and a disconnect."""

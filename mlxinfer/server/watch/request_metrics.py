@@ -117,6 +117,9 @@ class Meter:
         self._last_token_s: list[float | None] = [None] * len(requests)
         self._num_tokens = [0] * len(requests)
         self._open: set[int] = set()
+        self._counted_prompts: set[int] = (
+            set()
+        )  # identities: choices share the list of their prompt
 
     def begin(self) -> None:
         """Count all requests as waiting; called before they are submitted to the engine."""
@@ -144,8 +147,10 @@ class Meter:
         request = self._requests[index]
         metrics.num_waiting -= 1
         metrics.num_running += 1
-        metrics.prompt_tokens += len(request.prompt_ids)
-        metrics.cached_tokens += event.cached_tokens
+        if id(request.prompt_ids) not in self._counted_prompts:
+            self._counted_prompts.add(id(request.prompt_ids))
+            metrics.prompt_tokens += len(request.prompt_ids)
+            metrics.cached_tokens += event.cached_tokens
         metrics.first_token_s.observe(now_s - request.arrived_s)
 
     def end(self, index: int, reason: str, result: Result | None = None) -> None:

@@ -226,7 +226,7 @@ def control_tokens_of(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, i
 
 def reasoning_rule(lark: Lark, reasoning: ReasoningFormat | None, prefix: str) -> str:
     """Return what matches the reasoning of an answer with this prefix."""
-    if reasoning is None or reasoning.is_over(prefix):
+    if reasoning is None or reasoning.is_over(prefix) or reasoning.is_closed(prefix):
         return ""
     if reasoning.harmony:
         head = lark.text("<|channel|>analysis<|message|>")

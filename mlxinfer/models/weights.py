@@ -123,9 +123,13 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that is there."""
+        return tuple(self._tensors[name].shape)
+
     def has_shape(self, name: str, shape: Sequence[int]) -> bool:
         """Whether there is a tensor of this name and shape."""
-        return name in self and self._tensors[name].shape == tuple(shape)
+        return name in self and self.shape(name) == tuple(shape)
 
     def evaluate(self, arrays: Sequence[mx.array]) -> None:
         """Read and compute arrays now, so that what they were made of can be dropped."""

@@ -97,7 +97,7 @@ def test_an_error_of_load_is_raised_by_the_constructor() -> None:
 
 
 def test_ctrl_c_while_a_model_loads_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would run on for nobody, and take the process down as the interpreter ends."""
+    """Else it would run on, and take the process down as the interpreter ends."""
     closing = threading.Event()
     close = Engine.close
     engines: list[Engine] = []
@@ -215,12 +215,12 @@ def test_a_request_that_ended_just_before_a_fault_gets_a_last_event(engine: Engi
 def test_an_engine_that_cannot_start_afresh_ends_with_an_error_for_each_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for ever: not who runs, not who comes while it ends, not who comes later."""
+    """No request waits for ever: running, submitted while it ends, or submitted later."""
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
 
     def leave_at_the_end(event: TokenEvent) -> None:
         if event.error is not None:
-            engine.abort("a")  # who left just then asks for it while the engine ends
+            engine.abort("a")  # a caller that leaves while the engine ends
         events.put(event)
 
     engine.submit(Request("a", prompt(30), SamplingParams(max_tokens=3000)), leave_at_the_end)

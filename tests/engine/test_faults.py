@@ -40,7 +40,7 @@ def break_launch(harness: Harness, at: int) -> set[str]:
     """The launch number `at` raises after half of its work, as a failing forward pass would.
 
     Returns:
-        To be filled: who was in it, unless it ran on a step that cannot be read.
+        To be filled: the requests in it, unless it ran on a step that cannot be read.
     """
     launch, count, lost = harness.loop.runner.launch, 0, set()
 
@@ -62,7 +62,7 @@ def break_read(harness: Harness, at: int) -> set[str]:
     """Reading the tokens of launch number `at` raises, as a failed evaluation would.
 
     Returns:
-        To be filled: who was in it.
+        To be filled: the requests in it.
     """
     launch, count, lost = harness.loop.runner.launch, 0, set()
 
@@ -81,7 +81,7 @@ def break_read(harness: Harness, at: int) -> set[str]:
 
 
 class Unreadable(Launched):
-    """A step whose tokens the next one can take, and nobody can read."""
+    """A step whose tokens the next one can take, and that cannot be read."""
 
     def token_ids(self) -> Ints:
         raise Boom("evaluation failed")
@@ -99,7 +99,7 @@ def test_an_error_that_is_kept_keeps_no_arrays(monkeypatch: pytest.MonkeyPatch) 
     kept = harness.drain()["a"].error
     assert kept is not None
     assert isinstance(kept.__cause__, Boom)
-    assert kept.__cause__.__traceback__ is not None, "which line it was is still told"
+    assert kept.__cause__.__traceback__ is not None, "the traceback still has the line"
     cache = weakref.ref(harness.loop.cache)
     harness.loop.close()
     gc.collect()
@@ -147,7 +147,7 @@ def test_a_scheduler_fault_fails_all_requests_and_the_loop_starts_afresh() -> No
     harness.add("a", prompt(20), SamplingParams(max_tokens=12))
     harness.turn(3)
     before = harness.loop.scheduler.counters.tokens_computed
-    harness.loop.fail_all(AssertionError("books"))
+    harness.loop.fail_all(AssertionError("wrong counts"))
     assert harness.loop.scheduler.counters.tokens_computed == before > 0, "counters only grow"
     assert harness.outcomes["a"].reason is FinishReason.ERROR
     harness.add("b", prompt(20), SamplingParams(max_tokens=3))
@@ -208,7 +208,7 @@ def test_tokens_that_a_preempted_request_left_itself_are_not_counted_as_cached()
 
 
 def spoil(harness: Harness, token_id: int) -> None:
-    """From now on whoever reads this token has no numbers, as where a weight is damaged."""
+    """From now on a sequence that reads this token gets NaN, as where a weight is damaged."""
     forward = harness.loop.model
 
     class Spoilt:
@@ -288,7 +288,7 @@ def test_where_numbers_end_within_an_answer_the_next_seal_shows_it(launch_ahead:
 
 
 def test_nan_in_a_reused_tail_reaches_no_later_owner() -> None:
-    """NaN times 0 is NaN: what is masked must be numbers, whoever had the tail before."""
+    """NaN times 0 is NaN: masked entries must be finite, whatever the last owner left."""
     model = with_a_damaged_token(7)
     fine = without(7, prompt(5))
     params = SamplingParams(max_tokens=12, logit_bias={7: -1e9})
@@ -308,7 +308,7 @@ def test_nan_in_a_reused_tail_reaches_no_later_owner() -> None:
 @pytest.mark.parametrize("late", range(4))
 @pytest.mark.parametrize("at", range(1, 7))
 def test_sequences_outside_a_failed_step_start_over(at: int, late: int, also_launch: bool) -> None:
-    """Also who was in the step after it, which ran on what it left, or failed itself."""
+    """Also those in the step after it, which ran on what it left, or failed itself."""
     model = tiny_model(CASE, quantized=True)
     harness = Harness(model)
     unread = break_read(harness, at)
@@ -342,7 +342,7 @@ def test_sequences_outside_a_failed_step_start_over(at: int, late: int, also_lau
 
 
 def test_slots_that_have_no_tail_yet_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLX checks no index: what is beyond an array is somebody else's memory."""
+    """MLX checks no index: what lies beyond an array is other memory."""
     clear, cleared = LayerPool.clear_tails, []
 
     def checked(pool: LayerPool, slots: list[int]) -> None:

@@ -90,7 +90,7 @@ def test_same_tokens_as_plain_mlx(
     ran = {report.kernel for report in machine.reports}
     assert {"kv_write", "gated", "sample"} <= ran
     assert any(name.startswith("paged_attention") for name in ran)
-    again = run(model, kv, choose_none)  # whoever has the model next, without kernels
+    again = run(model, kv, choose_none)  # the next loop over the model, without kernels
     assert not any(activation.in_kernel for activation in model.activations)
     assert [o.token_ids for o in again] == [o.token_ids for o in plain]
 

@@ -91,14 +91,17 @@ def test_decode_equals_prefill(bits: tuple[int | None, int | None]) -> None:
     options = KVOptions(bits=(8, 4) if bits[0] == 4 else bits, window=30, sinks=4)
     stepped = Harness(model, kv=options)
     stepped.add("a", prompt(5), SamplingParams(max_tokens=70, logprobs=3))
-    told = stepped.drain()["a"]
+    stepped_answer = stepped.drain()["a"]
     whole = Harness(model, kv=options, prefill_chunk=256)
     whole.add(
-        "a", prompt(5) + told.token_ids[:-1], SamplingParams(max_tokens=1), prompt_logits=True
+        "a",
+        prompt(5) + stepped_answer.token_ids[:-1],
+        SamplingParams(max_tokens=1),
+        prompt_logits=True,
     )
     logits = np.concatenate(whole.drain()["a"].logits)[4:]
     logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
-    for row, scores in zip(logprobs, told.logprobs, strict=True):
+    for row, scores in zip(logprobs, stepped_answer.logprobs, strict=True):
         for token, logprob in scores.top:
             assert row[token] == pytest.approx(logprob, abs=1e-3 if bits[0] is None else 5e-2)
 

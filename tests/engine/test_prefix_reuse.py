@@ -147,7 +147,7 @@ def test_a_windowed_answer_can_be_cut_before_its_last_window(case: str, cut: int
 
 
 def test_a_reused_slot_starts_with_an_empty_history() -> None:
-    """The last token of somebody who left is read when another has his slot."""
+    """The last token of a request that left is read when another has its slot."""
     model = tiny_model("qwen3-v4", quantized=True)
     params = SamplingParams(max_tokens=30, ignore_eos=True, frequency_penalty=2.0)
     for turns in range(4, 12):

@@ -180,7 +180,7 @@ def test_preemption_before_the_first_step_seals_no_tail() -> None:
     assert sequence.num_computed % PAGE, "a cut page, whose copy was not made yet"
     scheduler.kv_manager.take_work()
     scheduler.queues.preempt(sequence)
-    assert scheduler.kv_manager.take_work().seal == [], "its tail holds what somebody else wrote"
+    assert scheduler.kv_manager.take_work().seal == [], "its tail holds what another sequence wrote"
     assert_only_cached(scheduler)
 
 
@@ -221,7 +221,7 @@ def test_a_prompt_waits_for_whole_pages_that_another_computes_and_no_longer() ->
     assert set(rows(step(scheduler))) == {"a", "b"}
     while not first.decoding:
         step(scheduler)
-    assert first.sharers == {}, "who waited is let go"
+    assert first.sharers == {}, "no sequence waits for it any more"
     scheduler = build(chunk=4 * PAGE)
     scheduler.queues.add(request("a", 12 * PAGE, shared=12 * PAGE), max_output=8)
     step(scheduler)
@@ -320,7 +320,7 @@ def test_pages_and_queues_balance_over_random_programs(data: st.DataObject) -> N
                 assert len(sequence.token_ids) == sequence.max_known
                 del live[sequence.request.id]
         previous = batch
-        check_books(scheduler)
+        check_ownership(scheduler)
         if scheduler.queues.idle and not arrivals and previous is None:
             break
     else:
@@ -353,7 +353,7 @@ def check_batch(scheduler: Scheduler, batch: Batch, chunk: int) -> None:
                 table.runs(*part)  # asserts that every visible position is held
 
 
-def check_books(scheduler: Scheduler) -> None:
+def check_ownership(scheduler: Scheduler) -> None:
     for group, page_group in enumerate(scheduler.kv_manager.groups):
         window, allocator = page_group.window, page_group.allocator
         tree = scheduler.kv_manager.tree

@@ -24,7 +24,7 @@ def test_a_repeated_prompt_fits_in_a_pool_of_its_own_size(case: str, length: int
 
 @pytest.mark.parametrize("bits", [None, 8])
 def test_preemption_in_the_step_of_admission_changes_no_other_sequence(bits: int | None) -> None:
-    """It has no slot when the step begins: the last one is somebody else's."""
+    """It has no slot when the step begins: the last one is another sequence's."""
     model = tiny_model("qwen3-v4", quantized=True)
     harness = Harness(model, max_batch=4, prefix_cache=False, kv=KVOptions(bits=(bits, bits)))
     params = {

@@ -30,7 +30,7 @@ def test_counts_each_token_of_each_slot(before: list[int], output: list[int]):
     history.start(1, [], counted=True)
     slots = np.array([3, 1])
     for token in output:
-        # nobody follows 0, 2 or 9, and -1 is no slot
+        # slots 0, 2 and 9 have no history, and -1 is no slot
         history.observe(np.array([3, 2, 9, 1, -1, 0]), np.array([token, 7, 7, 200 - token, 7, 7]))
     expected = [Counter(before + output), Counter(200 - token for token in output)]
     assert as_dicts(history, slots) == [dict(counter) for counter in expected]

@@ -49,7 +49,7 @@ class Asked:
         )
 
     def check_cached(self, all_asked: Iterable["Asked"], *, reuse: bool) -> None:
-        """Tokens count as cached only where somebody computed the same ones."""
+        """Tokens count as cached only where another request computed the same ones."""
         num_cached = self.sequence.num_cached
         if not num_cached:
             return

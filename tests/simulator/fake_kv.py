@@ -1,6 +1,6 @@
 """The contents of a KV cache with integers for tensors, moved as the real one moves them.
 
-Pools and tails hold a hash for every slot. What nobody may read any more is poisoned as soon as
+Pools and tails hold a hash for every slot. What no step may read any more is poisoned as soon as
 pages may be written, and reading poison fails. Knows no queues and no hashes' meaning.
 """
 
@@ -76,7 +76,7 @@ class FakeKV:
                 tails.append([POISON] * (2 * self.page_size))
 
     def poison_given_back(self, spills: Sequence[Spill]) -> None:
-        """Behind a barrier nobody reads what was given back since the last one, but spills do."""
+        """Behind a barrier only spills read what was given back since the last one."""
         spilled = {(spill.group, spill.page) for spill in spills}
         for group, allocator in enumerate(self.allocators):
             for page in allocator.given_back:
@@ -211,7 +211,7 @@ class FakeKV:
     def read(self, layer: int, runs: Sequence[tuple[int, int]]) -> list[int]:
         pool = self.pools[layer]
         values = [value for start, stop in runs for value in pool[start:stop]]
-        assert POISON not in values, "a page is read that nobody wrote"
+        assert POISON not in values, "a page is read before it is written"
         return values
 
     def see(self, layer: int, slot: int, places: Places) -> int:
@@ -219,7 +219,7 @@ class FakeKV:
         runs, offsets = places
         tail = self.tails[layer][slot]
         values = [tail[offset] for offset in offsets]
-        assert POISON not in values, "a tail is read that nobody wrote"
+        assert POISON not in values, "a tail is read before it is written"
         return sum(self.read(layer, runs)) + sum(values)
 
 

@@ -29,9 +29,9 @@ class Launched:
     tokens: list[int] = field(default_factory=list)
     spilled: list[tuple[Spill, bytes]] = field(default_factory=list)
     unsampled: list[tuple[Segment, int, int]] = field(default_factory=list)  # rows with a grammar
-    rows: dict[EngineSequence, int] = field(default_factory=dict)  # of who gets a token
+    rows: dict[EngineSequence, int] = field(default_factory=dict)  # of sequences that get a token
     fault: str | None = None
-    unreadable: bool = False  # a fault: whoever wants its results gets an error
+    unreadable: bool = False  # a fault: waiting for it or reading it raises
     done: bool = False  # it was waited for
     committed: bool = False
 
@@ -46,7 +46,7 @@ class SamplerSlot:
     """What the sampler knows of a running sequence."""
 
     seed: int
-    history: int  # sum of all tokens that it was told of
+    history: int  # sum of all tokens that it knows
 
 
 class FakeRunner:

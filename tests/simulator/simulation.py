@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import cast
 
 from simulator.asked import Asked
-from simulator.books import check_batch, check_books, check_decodes
 from simulator.fake_disk import FakeTier
 from simulator.fake_kv import FakeKV, WatchedAllocator
 from simulator.fake_runner import FakeRunner, Launched, StepFailed
 from simulator.fake_states import FakeStates
+from simulator.invariants import check_batch, check_decodes, check_ownership
 from simulator.oracle import ROUNDS, Oracle
 from simulator.sizes import Sizes
 
@@ -227,7 +227,7 @@ class Simulation:
             asked.check_hidden(position, x)
 
     def _check(self) -> None:
-        check_books(self.scheduler, self.pins)
+        check_ownership(self.scheduler, self.pins)
         counters = asdict(self.scheduler.counters)
         assert all(counters[name] >= before for name, before in self._counters.items())
         self._counters = counters

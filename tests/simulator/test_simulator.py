@@ -1,4 +1,4 @@
-"""The scheduler, its books and the prefix tree under random programs, against a closed form.
+"""The scheduler, the KV manager and the prefix tree under random programs, against a closed form.
 
 MLXINFER_SEEDS=10000 pytest tests/simulator -s
 MLXINFER_FIRST_SEED=4711 MLXINFER_SEEDS=1 pytest tests/simulator -s

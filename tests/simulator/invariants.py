@@ -1,4 +1,4 @@
-"""What must hold of a scheduler's books between two steps, and of every batch. Changes nothing."""
+"""What must hold of a scheduler between two steps, and of every batch. Changes nothing."""
 
 from collections import Counter
 from collections.abc import Sequence as Seq
@@ -49,10 +49,10 @@ def check_decodes(scheduler: Scheduler, decodes: DecodeBatch) -> None:
     for group, page_group in enumerate(scheduler.kv_manager.groups):
         if page_group.window.size is None:
             found = [s.tables[group].numbers_before(s.num_sealed).tolist() for s in sequences]
-            assert segments.memoised(("books", group), list(found).copy) == found
+            assert segments.memoised(("check", group), list(found).copy) == found
 
 
-def check_books(scheduler: Scheduler, pins: Seq[Lease]) -> None:
+def check_ownership(scheduler: Scheduler, pins: Seq[Lease]) -> None:
     """Every page is free, a sequence's or the tree's; every request runs or waits; locks agree."""
     kv_manager = scheduler.kv_manager
     kv_manager.tree.check()

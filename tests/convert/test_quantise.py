@@ -135,3 +135,19 @@ def test_bfloat16_rounds_as_mlx(value: float) -> None:
 def test_unknown_formats_are_refused(text: str) -> None:
     with pytest.raises(InvalidRequestError, match=r"expected|MLX has"):
         parse_format(text)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5])
+def test_each_refinement_of_the_search_lowers_the_error(
+    monkeypatch: pytest.MonkeyPatch, bits: int, weighted: bool
+) -> None:
+    values = matrix(64, 512, seed=bits)
+    importance = np.random.default_rng(7).lognormal(0, 1, 512).astype(np.float32)
+    method = QuantisationMethod(affine(bits), "bfloat16", True, importance if weighted else None)
+    errors = []
+    for rounds in range(4):
+        monkeypatch.setattr("mlxinfer.convert.affine.REFINEMENTS", rounds)
+        errors.append(quantise(values, method)[1].weighted)
+    assert errors == sorted(errors, reverse=True)
+    assert errors[2] < 0.99 * errors[0]

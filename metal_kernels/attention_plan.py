@@ -1,4 +1,4 @@
-"""What a step's attention kernels are told: which tokens each sequence has, and who takes which.
+"""Arguments of a step's attention kernels: each sequence's tokens, and the threadgroup of each.
 
 Made once a step and layer group, used by all its layers. Knows no keys, no values, no kernel.
 B = sequences, BLOCK = 16 tokens, which kernels handle together.
@@ -35,7 +35,7 @@ class AttentionPlan(NamedTuple):
     """
 
     numbers: mx.array  # int32 as `StepPlan` in paged_spans.h reads them: sizes, spans, work
-    pages: mx.array  # (B, max_pages) int32, -1: let go of
+    pages: mx.array  # (B, max_pages) int32, -1: released
     num_seqs: int
     num_items: int
     max_queries: int  # of a sequence
@@ -155,7 +155,7 @@ class AttentionPlanner:
 
 
 def page_table(tables: Sequence[Numbers]) -> mx.array:
-    """(B, max_pages), at least 8 of them; the page of every page number, -1: let go of."""
+    """(B, max_pages), at least 8 of them; the page of every page number, -1: released."""
     entries, lengths = joined(tables)
     width = max(MIN_NUMBERS, int(lengths.max()))
     pages = np.full((len(tables), width), -1, np.int32)
@@ -174,7 +174,7 @@ def joined(rows: Sequence[Numbers]) -> tuple[Ints, Ints]:
 def visible_blocks(
     starts: Ints, stops: Ints, window: int | None, sinks: int
 ) -> tuple[Ints, Ints, Ints]:
-    """(B,) each: blocks of sinks at the front, blocks after them that nobody sees, blocks seen."""
+    """(B,) each: blocks of sinks at the front, blocks after them that no query sees, blocks seen."""
     ends = (stops + (BLOCK - 1)) // BLOCK
     if window is None:
         zeros = _zeros(len(starts))

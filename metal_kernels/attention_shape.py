@@ -17,7 +17,7 @@ LANES = 32
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A threadgroup: how many SIMD groups, and who of them has which rows and tokens."""
+    """A threadgroup: how many SIMD groups, and which of them has which rows and tokens."""
 
     fragments: int  # of 8 query rows, of one SIMD group
     simd_groups: int

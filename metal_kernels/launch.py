@@ -1,4 +1,4 @@
-"""A custom Metal kernel, a call of it, and who runs calls. Knows no kernel and no attention.
+"""A custom Metal kernel, a call of it, and the device that runs it. Knows no kernel and no attention.
 
 A kernel is a file `name.metal` with a template function; MLX compiles it with a signature of its
 own around a body that calls that function. Every call goes through one `Device`: Metal on a Mac;
@@ -101,7 +101,7 @@ class Launch:
 
 
 class Device(Protocol):
-    """Who runs kernels."""
+    """Runs the calls of kernels."""
 
     def run(self, launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
         """The outputs, evaluated or not."""

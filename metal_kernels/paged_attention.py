@@ -103,7 +103,7 @@ def _by_token(outputs: mx.array, queries: mx.array) -> mx.array:
     """(B, H, G * Q, D) float32 -> (B, Q, H * G, D) in the dtype of the queries, as kernels give it.
 
     Masks are float32, and what they are added to becomes that. Were it left so, all that follows
-    would be computed in float32, and differ by who else is in the step.
+    would be computed in float32, and differ by what else is in the step.
     """
     outputs = outputs.astype(queries.dtype)
     num_seqs, num_queries, num_heads, _ = queries.shape

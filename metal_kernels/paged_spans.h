@@ -17,7 +17,7 @@ struct Span {
   int sealed;       // positions that lie in pages
   int slot;         // of its tail
   int sink_blocks;  // blocks at the front that are seen whatever the window is
-  int gap;          // blocks after them that nobody sees
+  int gap;          // blocks after them that no query sees
   int first_item;   // of the work list
 
   int num_queries() const { return stop - start; }
@@ -68,7 +68,7 @@ struct StepPlan {
   }
 };
 
-// Vectors of one block, as an index into pages or into tails; `held` false: a page let go of.
+// Vectors of one block, as an index into pages or into tails; `held` false: a page that was released.
 struct BlockPlace {
   bool held;
   bool in_pages;

@@ -27,7 +27,7 @@ logger = logging.getLogger("mlxinfer.kernels")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Who runs kernels, and what a verdict about them depends on."""
+    """A device that runs kernels, and what a verdict about them depends on."""
 
     device: Device
     environment: str  # chip, system and versions, in words

@@ -64,7 +64,7 @@ class Verdicts:
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:
-        """Wait until nobody else checks, and keep others waiting meanwhile.
+        """Wait until no other process checks, and keep others waiting meanwhile.
 
         Raises:
             OSError: the folder cannot be written.

@@ -174,7 +174,7 @@ def joined(rows: Sequence[Numbers]) -> tuple[Ints, Ints]:
 def visible_blocks(
     starts: Ints, stops: Ints, window: int | None, sinks: int
 ) -> tuple[Ints, Ints, Ints]:
-    """(B,) each: blocks of sinks at the front, blocks after them that no query sees, blocks seen."""
+    """(B,) each: blocks of sinks at the front, blocks that no query sees, then blocks seen."""
     ends = (stops + (BLOCK - 1)) // BLOCK
     if window is None:
         zeros = _zeros(len(starts))

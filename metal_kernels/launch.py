@@ -1,4 +1,4 @@
-"""A custom Metal kernel, a call of it, and the device that runs it. Knows no kernel and no attention.
+"""A custom Metal kernel, a call of it, and the device that runs it. Knows no kernel by name.
 
 A kernel is a file `name.metal` with a template function; MLX compiles it with a signature of its
 own around a body that calls that function. Every call goes through one `Device`: Metal on a Mac;

@@ -22,6 +22,7 @@ def paged_attention(
     *,
     scale: float,
     sinks: mx.array | None = None,
+    soft_cap: float | None = None,
 ) -> mx.array:
     """Plain-MLX twin: a softmax over the scores of every run of pages and of the tail.
 
@@ -33,22 +34,23 @@ def paged_attention(
         tail_mask: (B, 1, Q, R) additive.
         scale: multiplies the scores.
         sinks: (H * G,) logits that join each softmax without a value.
+        soft_cap: scores become soft_cap * tanh(score / soft_cap); None: they stay as they are.
 
     Returns:
         (B, Q, H * G, D)
     """
-    by_head, tail_scores = _tail_scores(queries, tail_keys, tail_mask, scale)
+    by_head, tail_scores = _tail_scores(queries, tail_keys, tail_mask, scale, soft_cap)
     sink_column = None
     if sinks is not None:
         sink_column = _sink_column(sinks, tail_keys.shape[1], queries.shape[1])
     dim = tail_values.shape[-1]
     if len(keys) == 1 and keys[0]:  # nothing to take apart
         sequence = keys[0], values[0], run_masks[0], tail_scores, sink_column, dim
-        weights, seen = _over_runs(by_head, *sequence)
+        weights, seen = _over_runs(by_head, *sequence, soft_cap)
         outputs = mx.addmm(seen, weights, tail_values)
     elif any(keys):
         rows = zip(_rows(by_head), keys, values, run_masks, _rows(tail_scores), strict=True)
-        found = [_over_runs(*row, sink_column, dim) for row in rows]
+        found = [_over_runs(*row, sink_column, dim, soft_cap) for row in rows]
         all_weights, all_seen = zip(*found, strict=True)
         outputs = mx.addmm(_joined(all_seen), _joined(all_weights), tail_values)
     else:
@@ -67,6 +69,7 @@ def gathered_attention(
     *,
     scale: float,
     sinks: mx.array | None = None,
+    soft_cap: float | None = None,
 ) -> mx.array:
     """The same where the pages of all sequences were gathered into one array, padded.
 
@@ -77,17 +80,27 @@ def gathered_attention(
     Returns:
         (B, Q, H * G, D)
     """
-    by_head, tail_scores = _tail_scores(queries, tail_keys, tail_mask, scale)
+    by_head, tail_scores = _tail_scores(queries, tail_keys, tail_mask, scale, soft_cap)
     sink_column = None
     if sinks is not None:
         sink_column = _sink_column(sinks, tail_keys.shape[1], queries.shape[1])
     dim = values.shape[-1]
-    weights, seen = _over_runs(by_head, [keys], [values], mask, tail_scores, sink_column, dim)
+    pages = [keys], [values], mask
+    weights, seen = _over_runs(by_head, *pages, tail_scores, sink_column, dim, soft_cap)
     return _by_token(mx.addmm(seen, weights, tail_values), queries)
 
 
+def capped(scores: mx.array, soft_cap: float | None) -> mx.array:
+    """soft_cap * tanh(scores / soft_cap); None: the scores."""
+    return scores if soft_cap is None else mx.tanh(scores / soft_cap) * soft_cap
+
+
 def _tail_scores(
-    queries: mx.array, tail_keys: mx.array, tail_mask: mx.array, scale: float
+    queries: mx.array,
+    tail_keys: mx.array,
+    tail_mask: mx.array,
+    scale: float,
+    soft_cap: float | None,
 ) -> tuple[mx.array, mx.array]:
     """Scaled queries (B, H, G * Q, D), and what they give with the tails (B, H, G * Q, R)."""
     kv_heads = tail_keys.shape[1]
@@ -96,7 +109,7 @@ def _tail_scores(
         tail_mask = mx.tile(tail_mask, (1, 1, queries.shape[2] // kv_heads, 1))
     # Rounded before the mask, which is float32, as scores of pages are: a token must score the same
     # in the tail and, later, in a page.
-    return by_head, by_head @ tail_keys.swapaxes(-1, -2) + tail_mask
+    return by_head, capped(by_head @ tail_keys.swapaxes(-1, -2), soft_cap) + tail_mask
 
 
 def _by_token(outputs: mx.array, queries: mx.array) -> mx.array:
@@ -142,6 +155,7 @@ def _over_runs(
     tail_scores: mx.array,
     sink_column: mx.array | None,
     value_dim: int,
+    soft_cap: float | None,
 ) -> tuple[mx.array, mx.array]:
     """Weights of the tail (1, H, G * Q, R) of one sequence, and what it sees of its pages.
 
@@ -153,7 +167,7 @@ def _over_runs(
         return _softmax(tail_scores, sink_column), nothing
     scores, ends, end = [], [], 0
     for run in keys:
-        scores.append(queries @ run)  # (1, H, G * Q, N)
+        scores.append(capped(queries @ run, soft_cap))  # (1, H, G * Q, N)
         end += run.shape[-1]
         ends.append(end)
     if run_mask is not None:

@@ -25,7 +25,12 @@ class WholeSequences:
     heads: Any = None  # norms and rope are the layer's own work
 
     def attend_heads(
-        self, qkv: mx.array, *, scale: float, sinks: mx.array | None = None
+        self,
+        qkv: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        soft_cap: float | None = None,
     ) -> mx.array:
         """Never used, since `heads` is None."""
         raise AssertionError("attend_heads without heads")
@@ -44,16 +49,28 @@ class WholeSequences:
         *,
         scale: float,
         sinks: mx.array | None = None,
+        soft_cap: float | None = None,
     ) -> mx.array:
         """(N * L, heads, dim) each -> (N * L, heads * value_dim)."""
         q, k, v = (
             a.reshape(-1, self._length, *a.shape[1:]).swapaxes(1, 2)
             for a in (queries, keys, values)
         )
-        found = mx.fast.scaled_dot_product_attention(
-            q, k, v, scale=scale, mask=self._mask, sinks=sinks
-        )
+        if soft_cap is not None:
+            found = self._capped(q * scale, k, v, soft_cap)
+        else:
+            found = mx.fast.scaled_dot_product_attention(
+                q, k, v, scale=scale, mask=self._mask, sinks=sinks
+            )
         return found.swapaxes(1, 2).reshape(queries.shape[0], -1)
+
+    def _capped(self, q: mx.array, k: mx.array, v: mx.array, soft_cap: float) -> mx.array:
+        """(N, heads, L, D) each -> (N, heads, L, V), with scores of at most `soft_cap`."""
+        group = q.shape[1] // k.shape[1]
+        k, v = mx.repeat(k, group, axis=1), mx.repeat(v, group, axis=1)
+        scores = mx.tanh(q @ k.swapaxes(-1, -2) / soft_cap) * soft_cap
+        scores = mx.where(self._mask, scores, mx.array(-mx.inf, scores.dtype))
+        return mx.softmax(scores, axis=-1, precise=True) @ v
 
 
 class WholeLatents:

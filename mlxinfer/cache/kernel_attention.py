@@ -27,11 +27,17 @@ class KernelPlan:
     _prepared: dict[Hashable, PagedAttention] = field(default_factory=dict)
 
     def attend(
-        self, pool: PagePool, queries: mx.array, *, scale: float, sinks: mx.array | None
+        self,
+        pool: PagePool,
+        queries: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        soft_cap: float | None = None,
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of these segments see, (T', heads * V)."""
         own = queries if self.rows is None else queries[self.rows]
-        sizes = pool.form, own.shape, scale, sinks is None
+        sizes = pool.form, own.shape, scale, sinks is None, soft_cap
         attention = self._prepared.get(sizes)
         if attention is None:
             attention = self._prepared[sizes] = PagedAttention.of(
@@ -41,6 +47,7 @@ class KernelPlan:
                 self.plan,
                 scale=scale,
                 sinks=sinks is not None,
+                soft_cap=soft_cap,
                 value_dim=pool.values.fmt.dim,
             )
         return attention(own, pool.keys, pool.values, sinks)[0]

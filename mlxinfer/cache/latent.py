@@ -161,9 +161,7 @@ class LatentStep:
             keys = mx.concatenate([keys, shared], axis=-1)
             queries = mx.concatenate([q_nope[chunk.rows], q_rope[chunk.rows]], axis=-1)
             outputs.append(
-                chunk.attend_to(
-                    queries, keys.swapaxes(0, 1), values.swapaxes(0, 1), scale=scale, sinks=None
-                )
+                chunk.attend_to(queries, keys.swapaxes(0, 1), values.swapaxes(0, 1), scale=scale)
             )
         joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
         return joined if self.plan.order is None else joined[self.plan.order]
@@ -175,7 +173,7 @@ class LatentStep:
         pool, num_heads = self._pool, q_nope.shape[1]
         absorbed = pool.rotate(projection.absorb(q_nope))
         queries = mx.concatenate([absorbed, q_rope], axis=-1)  # (N, H, r + dr)
-        parts = [part.attend(pool, queries, scale=scale, sinks=None) for part in self.plan.short]
+        parts = [part.attend(pool, queries, scale=scale) for part in self.plan.short]
         joined = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         sums = mx.unflatten(joined, 1, (num_heads, pool.latent_dim))
         return projection.value(pool.rotate(sums))
@@ -193,7 +191,13 @@ class LatentKernelPlan:
     _plans: dict[int, AttentionPlan] = field(default_factory=dict)  # by the number of heads
 
     def attend(
-        self, pool: PagePool, queries: mx.array, *, scale: float, sinks: mx.array | None
+        self,
+        pool: PagePool,
+        queries: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        soft_cap: float | None = None,
     ) -> mx.array:
         """Queries (N, H, r + dr) of all short rows -> those of these segments, (N', H * r)."""
         assert isinstance(pool, LatentPool)

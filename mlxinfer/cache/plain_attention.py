@@ -121,7 +121,13 @@ class GatherPlan:
     mask: mx.array | None  # (B, 1, 1 or Q, n * page_size) additive; None: all is seen
 
     def attend(
-        self, pool: PagePool, queries: mx.array, *, scale: float, sinks: mx.array | None
+        self,
+        pool: PagePool,
+        queries: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        soft_cap: float | None = None,
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of these segments see, (T', heads * V)."""
         own = self.queries.take(queries)
@@ -135,6 +141,7 @@ class GatherPlan:
             self.queries.tail_mask,
             scale=scale,
             sinks=sinks,
+            soft_cap=soft_cap,
         )
         return self.queries.flat(outputs)
 
@@ -217,7 +224,13 @@ class RunPlan:
     run_masks: list[mx.array | None]
 
     def attend(
-        self, pool: PagePool, queries: mx.array, *, scale: float, sinks: mx.array | None
+        self,
+        pool: PagePool,
+        queries: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        soft_cap: float | None = None,
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of these segments see, (T', heads * V)."""
         own = self.queries.take(queries)
@@ -235,6 +248,7 @@ class RunPlan:
             self.queries.tail_mask,
             scale=scale,
             sinks=sinks,
+            soft_cap=soft_cap,
         )
         return self.queries.flat(outputs)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..metal_kernels.heads import Form, Heads
 from ..metal_kernels.kv_write import KVWrite
+from ..metal_kernels.paged_attention import capped
 from .pool import LayerPool, PagePool, Stored, TailPlace
 from .segments import Ints, QuerySegment, Segments, StepSegments
 from .window import AttentionWindow
@@ -18,7 +19,13 @@ class ShortPlan(Protocol):
     """How some short segments attend, in every layer of a group."""
 
     def attend(
-        self, pool: PagePool, queries: mx.array, *, scale: float, sinks: mx.array | None
+        self,
+        pool: PagePool,
+        queries: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        soft_cap: float | None = None,
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of these segments see, (T', heads * V)."""
         ...
@@ -52,13 +59,20 @@ class ChunkPlan:
     blocks: list[Block]
 
     def attend(
-        self, pool: PagePool, queries: mx.array, *, scale: float, sinks: mx.array | None
+        self,
+        pool: PagePool,
+        queries: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        soft_cap: float | None = None,
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of the chunk see, (n, heads * V)."""
         keys = pool.keys.read_runs(self.reads)
         values = pool.values.read_runs(self.reads, after=keys)  # never both half decoded
         own = queries[self.rows]
-        return self.attend_to(own, keys, values, scale=scale, sinks=sinks).flatten(1)
+        found = self.attend_to(own, keys, values, scale=scale, sinks=sinks, soft_cap=soft_cap)
+        return found.flatten(1)
 
     def attend_to(
         self,
@@ -67,7 +81,8 @@ class ChunkPlan:
         values: mx.array,
         *,
         scale: float,
-        sinks: mx.array | None,
+        sinks: mx.array | None = None,
+        soft_cap: float | None = None,
     ) -> mx.array:
         """Queries (n, heads, D) of the chunk over what it reads, (H, S, D) and (H, S, V).
 
@@ -78,18 +93,43 @@ class ChunkPlan:
         outputs: list[mx.array] = []
         for block in self.blocks:
             some = chunk[None, :, block.queries]
-            outputs.append(
-                mx.fast.scaled_dot_product_attention(
-                    mx.depends(some, outputs[-1]) if outputs else some,  # one block's scores only
-                    keys[None, :, block.keys],
-                    values[None, :, block.keys],
-                    scale=scale,
-                    mask=block.mask,
-                    sinks=sinks,
+            some = mx.depends(some, outputs[-1]) if outputs else some  # one block's scores only
+            seen = keys[None, :, block.keys], values[None, :, block.keys]
+            if soft_cap is None:
+                found = mx.fast.scaled_dot_product_attention(
+                    some, *seen, scale=scale, mask=block.mask, sinks=sinks
                 )
-            )
+            else:
+                assert sinks is None, "no model has both"
+                found = capped_attention(some * scale, *seen, block.mask, soft_cap)
+            outputs.append(found)
         joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
         return joined[0].swapaxes(0, 1)
+
+
+def capped_attention(
+    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str, soft_cap: float
+) -> mx.array:
+    """Attention with a soft cap on its scores, which MLX's fused one does not have.
+
+    Args:
+        queries: (1, heads, n, D), scaled.
+        keys, values: (1, H, S, D) and (1, H, S, V).
+        mask: "causal", or bool (n, S).
+        soft_cap: scores become soft_cap * tanh(score / soft_cap).
+
+    Returns:
+        (1, heads, n, V).
+    """
+    _, kv_heads, num_keys, _ = keys.shape
+    _, num_heads, count, _ = queries.shape
+    if isinstance(mask, str):
+        mask = mx.arange(num_keys) <= mx.arange(num_keys - count, num_keys)[:, None]
+    grouped = mx.unflatten(queries, 1, (kv_heads, -1))  # (1, H, G, n, D)
+    scores = capped(grouped @ keys[:, :, None].swapaxes(-1, -2), soft_cap)
+    hidden = mx.array(-mx.inf, scores.dtype)
+    weights = mx.softmax(mx.where(mask, scores, hidden), axis=-1, precise=True)
+    return (weights @ values[:, :, None]).reshape(1, num_heads, count, -1)
 
 
 def plan_chunk(segment: QuerySegment, group: int, window: AttentionWindow) -> ChunkPlan:
@@ -244,7 +284,12 @@ class StepKV:
         self.heads = heads
 
     def attend_heads(
-        self, qkv: mx.array, *, scale: float, sinks: mx.array | None = None
+        self,
+        qkv: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        soft_cap: float | None = None,
     ) -> mx.array:
         """Norm, rope and storage format of this step's tokens in one kernel, then as `attend`."""
         heads, positions = self.heads, self.plan.positions
@@ -254,7 +299,7 @@ class StepKV:
         if write is None:
             write = self.plan.writes[heads.form] = KVWrite.of(qkv, positions, heads)
         queries, stored = write(qkv, positions, heads)
-        return self._attend_stored(queries, stored, scale=scale, sinks=sinks)
+        return self._attend_stored(queries, stored, scale, sinks, soft_cap)
 
     def attend(
         self,
@@ -264,18 +309,27 @@ class StepKV:
         *,
         scale: float,
         sinks: mx.array | None = None,
+        soft_cap: float | None = None,
     ) -> mx.array:
         """Write first, then read: a view taken before a write would make the write a copy."""
         queries, stored = self._pool.encode(queries, keys, values)
-        return self._attend_stored(queries, stored, scale=scale, sinks=sinks)
+        return self._attend_stored(queries, stored, scale, sinks, soft_cap)
 
     def _attend_stored(
-        self, queries: mx.array, stored: Stored, *, scale: float, sinks: mx.array | None
+        self,
+        queries: mx.array,
+        stored: Stored,
+        scale: float,
+        sinks: mx.array | None,
+        soft_cap: float | None,
     ) -> mx.array:
         """The same of keys and values (T, heads, W) as they are stored; queries are rotated."""
         plan, pool = self.plan, self._pool
         write_step(pool, plan, stored)
-        parts = [part.attend(pool, queries, scale=scale, sinks=sinks) for part in plan.parts]
+        parts = [
+            part.attend(pool, queries, scale=scale, sinks=sinks, soft_cap=soft_cap)
+            for part in plan.parts
+        ]
         joined = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         return joined if plan.order is None else joined[plan.order]
 

@@ -45,6 +45,7 @@ class Attention:
         sinks: (num_heads,) learned logits that take part in each softmax; None: there are none.
         gate_proj: (T, hidden) -> (T, num_heads * head_dim), whose sigmoid multiplies the outputs of
             the heads; None: nothing does.
+        soft_cap: scores become soft_cap * tanh(score / soft_cap); None: they stay.
         make_heads: settings of the one kernel that stands for norm, rope and storing; None: there
             is no such kernel for this layer.
     """
@@ -61,6 +62,7 @@ class Attention:
         "rope",
         "scale",
         "sinks",
+        "soft_cap",
         "spec",
         "v_norm",
         "v_start",
@@ -78,6 +80,7 @@ class Attention:
         qk_norm: Norm | None = None,
         v_norm: Norm | None = None,
         sinks: mx.array | None = None,
+        soft_cap: float | None = None,
         gate_proj: Projection | None = None,
         make_heads: HeadsMaker | None = None,
     ) -> None:
@@ -93,16 +96,18 @@ class Attention:
         self.qk_norm = qk_norm
         self.v_norm = v_norm
         self.sinks = sinks
+        self.soft_cap = soft_cap
         self.gate_proj = gate_proj
         self.make_heads = None if v_norm is not None else make_heads
 
     def attend(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> the outputs of the heads side by side, (T, num_heads * head_dim)."""
         cache = step.cache
+        how = {"scale": self.scale, "sinks": self.sinks, "soft_cap": self.soft_cap}
         projected = self.qkv_proj(x)  # (T, (H + 2 Hkv) * D)
         outputs: mx.array
         if cache.heads is not None:
-            outputs = cache.attend_heads(projected, scale=self.scale, sinks=self.sinks)
+            outputs = cache.attend_heads(projected, **how)
         else:
             qkv = projected.reshape(self.heads_shape)  # (T, H + 2 Hkv, D)
             qk, values = mx.split(qkv, self.v_start, axis=1)
@@ -113,7 +118,7 @@ class Attention:
             if self.rope is not None:
                 qk = self.rope(qk, step.prepared(self.rope))
             queries, keys = mx.split(qk, self.k_start, axis=1)
-            outputs = cache.attend(queries, keys, values, scale=self.scale, sinks=self.sinks)
+            outputs = cache.attend(queries, keys, values, **how)
         return outputs if self.gate_proj is None else outputs * mx.sigmoid(self.gate_proj(x))
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:

@@ -22,7 +22,12 @@ class AttentionCache(Protocol):
     heads: Heads | None  # norm, rope and storage format in one kernel; None: the layer does them
 
     def attend_heads(
-        self, qkv: mx.array, *, scale: float, sinks: mx.array | None = None
+        self,
+        qkv: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        soft_cap: float | None = None,
     ) -> mx.array:
         """`attend`, from the fused projection (T, (num_heads + 2 * num_kv_heads) * head_dim)."""
         ...
@@ -35,6 +40,7 @@ class AttentionCache(Protocol):
         *,
         scale: float,
         sinks: mx.array | None = None,
+        soft_cap: float | None = None,
     ) -> mx.array:
         """Store this step's keys and values, then attend over all that each token may see.
 
@@ -44,6 +50,7 @@ class AttentionCache(Protocol):
             values: (T, num_kv_heads, value_dim).
             scale: multiplies the scores.
             sinks: (num_heads,) learned logits that take part in each softmax and carry no value.
+            soft_cap: scores become soft_cap * tanh(score / soft_cap); None: they stay.
 
         Returns:
             (T, num_heads * value_dim), the heads side by side.

@@ -48,6 +48,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     final_softcap: float | None = None
+    score_softcap: float | None = None  # of attention
     logit_scale: float | None = None  # multiplies the logits; None: 1
     num_experts: int = 0
     experts_per_token: int = 0
@@ -93,7 +94,7 @@ def normalise(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = Non
     family = registry.family(top.text("model_type"))
     fields = _completed(family.language_model(top), family.defaults)
     model_type = fields.text("model_type")
-    _check_features(fields)
+    _check_features(fields, family)
     vocab_size = fields.integer("vocab_size", high=2**24)
     num_layers = fields.integer("num_hidden_layers", high=2000)
     heads = _heads(family, fields)
@@ -111,6 +112,9 @@ def normalise(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = Non
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         mlp_bias=fields.boolean("mlp_bias", default=False),
+        score_softcap=fields.number("attn_logit_softcapping", above=0.0, default=None)
+        if family.soft_caps
+        else None,
         final_softcap=fields.number("final_logit_softcapping", above=0.0, default=None),
         quantization=read_quantization(top),
         dtype=fields.text("dtype", "torch_dtype", default=None),
@@ -214,8 +218,10 @@ def _experts(fields: Fields, num_layers: int) -> dict[str, Any]:
     }
 
 
-def _check_features(fields: Fields) -> None:
+def _check_features(fields: Fields, family: Any) -> None:
     """Refuse what would silently change the answers."""
-    for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
+    refused = ["use_bidirectional_attention"]
+    refused += [] if family.soft_caps else ["attn_logit_softcapping"]
+    for key in refused:
         if fields.get(key) not in (None, False):
             raise UnsupportedModelError(f"{key} in {fields.where} is not supported.")

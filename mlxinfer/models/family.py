@@ -38,6 +38,7 @@ class Family:
         fits_float16: whether hidden states stay below 65,504.
         head_norms: Q and K have an RMS norm over each head, before the rope.
         sinks: attention has learned logits that take part in each softmax.
+        soft_caps: the scores of attention may have a soft cap.
         norm_offset: what is added to stored norm weights.
         output_proj, qk_norms, final_norm: the checkpoint's names of attention's output projection,
             of the norms of Q and K, and of the norm behind the last layer.
@@ -50,6 +51,7 @@ class Family:
     fits_float16: ClassVar[bool] = True
     head_norms: ClassVar[bool] = False
     sinks: ClassVar[bool] = False
+    soft_caps: ClassVar[bool] = False
     norm_offset: float = 0.0
     interleaved: ClassVar[bool] = False
     dense_matrices: ClassVar[tuple[str, ...]] = ()
@@ -315,6 +317,7 @@ class Family:
             qk_norm=norm,
             v_norm=self.v_norm(index),
             sinks=self.weights.take(f"{path}.sinks", (heads,)) if self.sinks else None,
+            soft_cap=config.score_softcap,
             make_heads=self._heads_maker(index, weight) if fused else None,
         )
 

@@ -30,7 +30,7 @@ class StoredKV(DenseLayerKV):
         ]
         self.rotates = bits[0] == 4
 
-    def attend(self, queries, keys, values, *, scale, sinks=None):  # type: ignore[no-untyped-def]
+    def attend(self, queries, keys, values, *, scale, sinks=None, soft_cap=None):  # type: ignore[no-untyped-def]
         if self.rotates:
             queries, keys = mx.hadamard_transform(queries), mx.hadamard_transform(keys)
         keys, values = (

@@ -280,6 +280,22 @@ CASES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 5.0,
         "tie_word_embeddings": True,
     },
+    "gemma2-v4": {
+        **_GEMMA,
+        "model_type": "gemma2",
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 6.0,
+        "rope_theta": 1000.0,
+    },
+    "gemma2-v5": {
+        **_GEMMA,
+        "model_type": "gemma2",
+        "layer_types": _THIRDS,
+        "attn_logit_softcapping": 1.0,
+        "final_logit_softcapping": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        "tie_word_embeddings": False,
+    },
     "gpt_oss-v4": {
         **_OSS,
         "model_type": "gpt_oss",

@@ -22,7 +22,7 @@ class DenseLayerKV:
         self.past: dict[str, tuple[mx.array, mx.array]] = {}
         self.segments: Sequence[tuple[str, int]] = []
 
-    def attend(self, queries, keys, values, *, scale, sinks=None):
+    def attend(self, queries, keys, values, *, scale, sinks=None, soft_cap=None):
         spec = self.spec
         num_tokens = sum(count for _, count in self.segments)
         assert keys.shape == (num_tokens, spec.num_kv_heads, spec.key_dim)
@@ -31,12 +31,14 @@ class DenseLayerKV:
         for name, count in self.segments:
             rows = slice(start, start + count)
             outputs.append(
-                self._attend_one(name, queries[rows], keys[rows], values[rows], scale, sinks)
+                self._attend_one(
+                    name, queries[rows], keys[rows], values[rows], scale, sinks, soft_cap
+                )
             )
             start += count
         return mx.concatenate(outputs).flatten(1)
 
-    def _attend_one(self, name, q, k, v, scale, sinks):
+    def _attend_one(self, name, q, k, v, scale, sinks, soft_cap):
         if name in self.past:
             past_k, past_v = self.past[name]
             k, v = mx.concatenate([past_k, k]), mx.concatenate([past_v, v])
@@ -49,6 +51,7 @@ class DenseLayerKV:
             window=self.spec.window,
             kept=self.spec.sinks,
             sinks=sinks,
+            soft_cap=soft_cap,
         )
 
 
@@ -174,7 +177,7 @@ class DenseCache:
         return model.logits(hidden)
 
 
-def masked_attention(q, k, v, *, scale, window=None, kept=0, sinks=None):
+def masked_attention(q, k, v, *, scale, window=None, kept=0, sinks=None, soft_cap=None):
     """q (L, H, D): the last L tokens of k (S, Hkv, D) and v (S, Hkv, Dv) -> (L, H, Dv).
 
     With a window the first `kept` positions stay visible; `sinks` are learned logits.
@@ -184,6 +187,8 @@ def masked_attention(q, k, v, *, scale, window=None, kept=0, sinks=None):
     k = mx.repeat(k, heads // kv_heads, axis=1).transpose(1, 2, 0)  # (H, D, S)
     v = mx.repeat(v, heads // kv_heads, axis=1).transpose(1, 0, 2)  # (H, S, Dv)
     scores = scale * (q.transpose(1, 0, 2) @ k)  # (H, L, S)
+    if soft_cap is not None:
+        scores = soft_cap * mx.tanh(scores / soft_cap)
     at = mx.arange(total - length, total)[:, None]
     of = mx.arange(total)[None]
     seen = of <= at if window is None else (of <= at) & ((of > at - window) | (of < kept))

@@ -4,6 +4,7 @@ from typing import Any
 
 Shape = tuple[int, ...]
 QWEN_HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+GEMMA = ("gemma2", "gemma3_text")  # tied unless stated
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 
 
@@ -14,7 +15,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "model.embed_tokens.weight": (vocab, hidden),
         "model.norm.weight": (hidden,),
     }
-    if not config.get("tie_word_embeddings", config["model_type"] == "gemma3_text"):
+    if not config.get("tie_word_embeddings", config["model_type"] in GEMMA):
         table["lm_head.weight"] = (vocab, hidden)
     if config["model_type"] == "gemma4_text":
         return _gemma4(config, table)
@@ -43,7 +44,7 @@ def _norms(config: dict[str, Any]) -> list[str]:
     names = ["input_layernorm", "post_attention_layernorm"]
     if family == "glm4":
         names += ["post_self_attn_layernorm", "post_mlp_layernorm"]
-    if family == "gemma3_text":
+    if family in GEMMA:
         names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     return names
 

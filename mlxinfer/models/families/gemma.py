@@ -1,4 +1,4 @@
-"""Gemma 3, alone or as the language model of a multimodal checkpoint."""
+"""Gemma 2, and Gemma 3 alone or as the language model of a multimodal checkpoint."""
 
 from typing import ClassVar
 
@@ -76,6 +76,38 @@ class Gemma3(Family):
     def rename(cls, name: str) -> str | None:
         """The language model's names without their prefix; what sees images is left out."""
         return language_name(name)
+
+    @property
+    def embed_scale(self) -> float:
+        """As the embeddings of the original Transformer."""
+        return float(self.config.hidden_size**0.5)
+
+    def layer(self, index: int) -> Layer:
+        """Norms before and after both blocks."""
+        norms = [self.norm(f"model.layers.{index}.{name}") for name in _NORMS]
+        return SandwichLayer(norms, self.mixer(index), self.mlp(index))
+
+
+class Gemma2(Family):
+    """As Gemma 3, but without QK-norm, with a soft cap on the scores of attention."""
+
+    defaults: ClassVar = {
+        "vocab_size": 256_000,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    }
+    fits_float16 = False
+    soft_caps = True
+    norm_offset = 1.0
 
     @property
     def embed_scale(self) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InvalidRequestError, shown
+from .rewrite import rewritten
 from .schema import MAX_STRING, check_schema
 
 MAX_REGEX = 4096  # characters
@@ -23,6 +24,14 @@ OPTIONS_KEY = "x-guidance"  # where a schema's options stand
 
 
 MAX_SHOWN = 50  # characters of a name that a client made up
+MAX_OPTION = 200  # characters
+OPTIONS: dict[str, type] = {  # of `x-guidance`
+    "whitespace_flexible": bool,
+    "whitespace_pattern": str,
+    "item_separator": str,
+    "key_separator": str,
+    "coerce_one_of": bool,
+}
 SCHEMA_KEYS = frozenset(("name", "description", "schema", "strict"))
 
 
@@ -57,13 +66,29 @@ class GrammarSpec:
         return '{"grammars": [' + ", ".join([*lead, main]) + "]}"
 
 
-def json_schema(schema: Any, *, place: str = "json_schema.schema") -> GrammarSpec:
+def json_schema(
+    schema: Any, *, place: str = "json_schema.schema", strict: bool = False
+) -> GrammarSpec:
     """Return the grammar of answers that are one JSON value of a schema.
+
+    Args:
+        schema: JSON schema; `x-guidance` at its root may set llguidance's options of spacing.
+        place: its place in the request.
+        strict: refuse a oneOf whose options are not seen to exclude each other. Otherwise it is
+            taken as anyOf: an answer may match several options.
 
     Raises:
         InvalidRequestError: it is no schema, too large, too deep, or refers to other documents.
     """
-    part = schema_part(schema, place=place)
+    options: dict[str, Any] = dict(JSON_STYLE)
+    if isinstance(schema, Mapping) and OPTIONS_KEY in schema:
+        options |= _checked_options(schema[OPTIONS_KEY], place)
+        schema = {key: value for key, value in schema.items() if key != OPTIONS_KEY}
+    text = schema_part(schema, place=place).text
+    if '"oneOf"' in text and not strict:
+        options.setdefault("coerce_one_of", True)
+    rewrite = {OPTIONS_KEY: options, **rewritten({} if schema is True else schema)}
+    part = SchemaPart(place, json.dumps(rewrite, ensure_ascii=False))
     return GrammarSpec(place, '{"json_schema": ' + part.text + "}", (part,))
 
 
@@ -127,6 +152,28 @@ def schema_part(schema: Any, *, place: str) -> SchemaPart:
         raise InvalidRequestError(f"{place} is false, which nothing satisfies.", param=place)
     full = {OPTIONS_KEY: JSON_STYLE, **({} if schema is True else schema)}
     return SchemaPart(place, json.dumps(full, ensure_ascii=False))
+
+
+def _checked_options(value: Any, place: str) -> dict[str, Any]:
+    """Return options of llguidance that a request may set; raise InvalidRequestError for others."""
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(f"{place}.{OPTIONS_KEY} is no object.", param=place)
+    for key, option in value.items():
+        kind = OPTIONS.get(str(key))
+        if kind is None:
+            raise InvalidRequestError(
+                f"{place}.{OPTIONS_KEY}.{str(key)[:MAX_SHOWN]} is not supported; expected "
+                f"{', '.join(OPTIONS)}.",
+                param=place,
+            )
+        if not isinstance(option, kind) or (kind is str and len(option) > MAX_OPTION):
+            raise InvalidRequestError(
+                f"{place}.{OPTIONS_KEY}.{key} is {shown(option)}; expected {kind.__name__}.",
+                param=place,
+            )
+    flexible = value.get("whitespace_flexible")
+    spacing = {} if flexible is None else {"whitespace_pattern": None}
+    return {**spacing, **value}
 
 
 def quoted(text: str) -> str:
@@ -210,7 +257,8 @@ def _json_schema(value: Mapping[str, Any], place: str) -> GrammarSpec:
             '{"type": "json_schema", "json_schema": {"schema": ...}}.',
             param=f"{place}.schema",
         )
-    return json_schema(inner["schema"], place=f"{place}.schema")
+    strict = inner.get("strict") is True
+    return json_schema(inner["schema"], place=f"{place}.schema", strict=strict)
 
 
 def _only(value: Mapping[str, Any], known: set[str] | frozenset[str], place: str) -> None:

@@ -64,7 +64,8 @@ SCHEMAS: dict[str, Any] = {
     "a negation": {"not": {"type": "string"}},
     "unique items": {"type": "array", "uniqueItems": True},
     "a condition": {"if": {"type": "string"}, "then": {"minLength": 1}},
-    "our own options": {"x-guidance": {"whitespace_flexible": True}, "type": "string"},
+    "options that allow anything": {"x-guidance": {"lenient": True}, "type": "string"},
+    "an option of another kind": {"x-guidance": {"item_separator": 1}, "type": "string"},
     "properties that are a list": {"type": "object", "properties": []},
     "required that is a text": {"type": "object", "required": "a"},
 }

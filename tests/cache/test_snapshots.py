@@ -167,3 +167,24 @@ def test_the_coordinator_finds_the_last_position_that_all_accept() -> None:
         coverages = [lambda n, a=a: n - n % a, lambda n, b=b: n - n % b]  # type: ignore[misc]
         expected = max(n for n in range(41) if not (n % a or n % b or n % alignment))
         assert resume_point(40, coverages, alignment) == expected
+
+
+def test_a_snapshot_behind_a_page_that_a_window_lost_goes_first() -> None:
+    states, allocators = StateGroup(1, 2), [PageAllocator(20), PageAllocator(20)]
+    tree = PrefixTree(allocators, windows=[None, 5], page_size=SIZE, states=states)
+    for first in (1, 2):
+        tables = [PageTable(SIZE, pages=a.allocate(2)) for a in allocators]
+        tree.insert("", [first] * 2 * SIZE, tables)
+        assert tree.add_snapshot("", [first] * SIZE, SIZE) is not None
+    passed = tree.hold_path(tree.probe("", [2] * 2 * SIZE + [9]))  # a sequence that went on
+    tree.trim(passed, 1, 2)
+    kept = tree.hold_path(tree.probe("", [1] * 2 * SIZE + [9]))
+    while tree.evict(1, 1):
+        pass
+    assert tree.probe("", [2] * SIZE + [9]).num_tokens == 0, "the window's page is lost"
+    assert states.num_held == 2
+    assert tree.evict_snapshot(), "the one used last, of which nothing can resume"
+    assert tree.probe("", [1] * SIZE + [9]).num_tokens == SIZE
+    tree.check()
+    tree.unlock(passed)
+    tree.unlock(kept)

@@ -6,12 +6,15 @@ holds.
 """
 
 import heapq
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from ..groups import StateGroup
 from ..pages import PageAllocator
 from .node import Node, Snapshot, Tokens
+
+STRANDED = -sys.maxsize  # lower than any priority
 
 Item = TypeVar("Item")
 
@@ -157,6 +160,17 @@ class NodeStore:
         if not snapshot.holds:
             self.snapshots.push(snapshot, (snapshot.node.priority, now))
 
+    def strand(self, node: Node, group: int) -> None:
+        """A window lost the page of a node: no prompt can resume at the snapshots behind it.
+
+        They are the first to be evicted.
+        """
+        window = self.windows[group]
+        assert window is not None
+        for snapshot in node.snapshots.values() if window > 1 else ():
+            if not snapshot.holds:
+                self.snapshots.push(snapshot, (STRANDED, snapshot.tick))
+
     def offer(self, node: Node) -> None:
         """A node may have become evictable; without any page it is of no use, and goes."""
         if not node.evictable:
@@ -202,6 +216,8 @@ class NodeStore:
         assert node.pages[group] is None
         node.pages[group] = page
         self.num_pages[group] += 1
+        for snapshot in node.snapshots.values():
+            self.offer_snapshot(snapshot, snapshot.tick)
         self.offer_window(node, group, self.clock())
 
     def add_snapshot(self, node: Node, offset: int) -> Snapshot:

@@ -333,6 +333,7 @@ class PrefixTree:
                 gone += self._store.remove(node)
             else:
                 self._store.release([node], [group])
+                self._store.strand(node, group)
                 self.counters.windows_dropped += 1
         self.counters.nodes_evicted += len(gone)
         try:

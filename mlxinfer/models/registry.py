@@ -21,6 +21,7 @@ _FAMILIES = {  # model_type -> module in families/, class
     "olmo3": ("olmo", "Olmo3"),
     "phi3": ("phi3", "Phi3"),
     "granite": ("granite", "Granite"),
+    "granitemoehybrid": ("granite", "GraniteHybrid"),
     "deepseek_v2": ("deepseek", "DeepseekV2"),
     "deepseek_v3": ("deepseek", "DeepseekV3"),
     "mixtral": ("mixtral", "Mixtral"),

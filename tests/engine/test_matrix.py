@@ -31,7 +31,10 @@ SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
 BITS = [(None, None), (None, None), (8, 8), (8, 4), (4, 4), (8, None), (None, 4)]
 ADAPTERS = ("first", "second")  # of no weights: they keep pages apart, and change no token
 LATENT = "deepseek_v3-v4"
-CASES = ("qwen3-v4", "mistral-v4", "gemma3_text-v4", "gpt_oss-v4", "qwen3_moe-v4", LATENT, *HYBRIDS)
+CASES = (
+    *("qwen3-v4", "mistral-v4", "gemma3_text-v4", "gpt_oss-v4", "qwen3_moe-v4", LATENT, *HYBRIDS),
+    *("qwen3_next-v4", "qwen3_5_text-v4", "granitemoehybrid-v4", "lfm2-v4"),
+)
 
 # Where codes are stored, a last bit that differs between two ways of adding up can move one by a
 # step, and a choice between two tokens that are this close (in log-probability) may turn.

@@ -24,10 +24,15 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for layer in range(config["num_hidden_layers"]):
         path = f"model.layers.{layer}"
         table |= {f"{path}.{name}.weight": (hidden,) for name in _norms(config)}
-        if is_recurrent(config, layer):
+        if is_recurrent(config, layer) and config["model_type"] == "granitemoehybrid":
+            table |= {f"{path}.mamba.{name}": s for name, s in _mamba(config).items()}
+        elif is_recurrent(config, layer):
             table |= {f"{path}.linear_attn.{n}": s for n, s in _gated_delta(config).items()}
         else:
             table |= {f"{path}.self_attn.{name}": s for name, s in _attention(config).items()}
+        if config["model_type"] == "granitemoehybrid":
+            table |= {f"{path}.{name}": s for name, s in _granite_mlp(config).items()}
+            continue
         if config["model_type"] in ("mixtral", "minimax_m2"):
             table |= {f"{path}.block_sparse_moe.{n}": s for n, s in _sparse_block(config).items()}
             continue
@@ -192,11 +197,11 @@ def _sparse_block(config: dict[str, Any]) -> dict[str, Shape]:
 
 
 def is_recurrent(config: dict[str, Any], layer: int) -> bool:
-    """Whether a layer of this config is Gated DeltaNet."""
-    if config["model_type"] not in QWEN_HYBRIDS:
+    """Whether a layer of this config is Gated DeltaNet or Mamba-2."""
+    if config["model_type"] not in (*QWEN_HYBRIDS, "granitemoehybrid"):
         return False
     if types := config.get("layer_types"):
-        return bool(types[layer] == "linear_attention")
+        return types[layer] in ("linear_attention", "mamba")
     return bool((layer + 1) % config["full_attention_interval"])
 
 
@@ -216,6 +221,41 @@ def _gated_delta(config: dict[str, Any]) -> dict[str, Shape]:
         "norm.weight": (config["linear_value_head_dim"],),
         "out_proj.weight": (hidden, values),
     }
+
+
+def _mamba(config: dict[str, Any]) -> dict[str, Shape]:
+    hidden, heads = config["hidden_size"], config["mamba_n_heads"]
+    inner = config["mamba_expand"] * hidden
+    channels = inner + 2 * config["mamba_n_groups"] * config["mamba_d_state"]
+    rows = inner + channels + heads
+    table: dict[str, Shape] = {
+        "in_proj.weight": (rows, hidden),
+        "out_proj.weight": (hidden, inner),
+        "conv1d.weight": (channels, 1, config["mamba_d_conv"]),
+        "norm.weight": (inner,),
+    }
+    table |= dict.fromkeys(("A_log", "D", "dt_bias"), (heads,))
+    if config["mamba_conv_bias"]:
+        table["conv1d.bias"] = (channels,)
+    if config["mamba_proj_bias"]:
+        table |= {"in_proj.bias": (rows,), "out_proj.bias": (hidden,)}
+    return table
+
+
+def _granite_mlp(config: dict[str, Any]) -> dict[str, Shape]:
+    hidden, inner = config["hidden_size"], config["shared_intermediate_size"]
+    table: dict[str, Shape] = {
+        "shared_mlp.input_linear.weight": (2 * inner, hidden),
+        "shared_mlp.output_linear.weight": (hidden, inner),
+    }
+    if experts := config["num_local_experts"]:
+        inner = config["intermediate_size"]
+        table |= {
+            "block_sparse_moe.input_linear.weight": (experts, 2 * inner, hidden),
+            "block_sparse_moe.output_linear.weight": (experts, hidden, inner),
+            "block_sparse_moe.router.layer.weight": (experts, hidden),
+        }
+    return table
 
 
 def _lfm2(config: dict[str, Any]) -> dict[str, Shape]:

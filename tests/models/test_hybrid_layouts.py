@@ -1,4 +1,4 @@
-"""Checkpoints of Qwen's hybrids in every layout that is published: the same model from each."""
+"""Checkpoints of hybrids in every layout that is published: the same model from each."""
 
 import json
 from pathlib import Path
@@ -111,6 +111,33 @@ def test_every_layout_gives_the_same_model(case: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(found, expected, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("case", ["granitemoehybrid-v4", "granitemoehybrid-v5"])
+def test_granite_as_mlx_has_it_gives_the_same_model(case: str, tmp_path: Path) -> None:
+    config, tensors = tiny_config(case), tensors_of(case)
+    result: Tensors = {}
+    for name, array in tensors.items():
+        path = name.partition(".block_sparse_moe.")[0] + ".block_sparse_moe.switch_mlp"
+        dense = name.partition(".shared_mlp.")[0] + ".mlp"
+        if name.endswith("conv1d.weight"):
+            result[name] = array.moveaxis(2, 1)
+        elif name.endswith("block_sparse_moe.input_linear.weight"):
+            gate, up = mx.split(array, 2, axis=1)
+            result |= {f"{path}.gate_proj.weight": gate, f"{path}.up_proj.weight": up}
+        elif name.endswith("block_sparse_moe.output_linear.weight"):
+            result[f"{path}.down_proj.weight"] = array
+        elif name.endswith("shared_mlp.input_linear.weight") and not config["num_local_experts"]:
+            gate, up = mx.split(array, 2, axis=0)
+            result |= {f"{dense}.gate_proj.weight": gate, f"{dense}.up_proj.weight": up}
+        elif name.endswith("shared_mlp.output_linear.weight") and not config["num_local_experts"]:
+            result[f"{dense}.down_proj.weight"] = array
+        else:
+            result[name] = array
+    assert result.keys() != tensors.keys()
+    found = logits(loaded(tmp_path / "mlx", config, result))
+    expected = logits(loaded(tmp_path / "plain", config, tensors))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_quantised_matrices_in_mixed_formats_equal_their_dequantised_ones(
     case: str, tmp_path: Path
@@ -134,6 +161,23 @@ def test_quantised_matrices_in_mixed_formats_equal_their_dequantised_ones(
     expected = logits(loaded(tmp_path / "plain", config, plain))
     model = loaded(tmp_path / "packed", config | {"quantization": stated}, packed_all)
     np.testing.assert_allclose(logits(model), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": ["mamba"]}, "layer_types in"),
+        ({"mamba_n_heads": 7}, "has 7 heads of 16 in 2 groups"),
+        ({"mamba_d_conv": 1}, "mamba_d_conv in"),
+        ({"time_step_limit": [1.0]}, "time_step_limit in"),
+    ],
+)
+def test_a_config_of_granite_that_makes_no_sense_is_refused(
+    change: dict, message: str, tmp_path: Path
+) -> None:
+    config = tiny_config("granitemoehybrid-v4") | change
+    with pytest.raises(CheckpointError, match=message):
+        loaded(tmp_path / "bad", config, tensors_of("granitemoehybrid-v4"))
 
 
 @pytest.mark.parametrize(

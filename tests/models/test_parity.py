@@ -61,7 +61,8 @@ def test_layers_of_the_gpu_equal_the_reference(name, tmp_path, monkeypatch):
     model = load(tiny_checkpoint(tmp_path, name))
     attention = next(mixer for mixer in model.mixers if not isinstance(mixer.spec, StateSpec))
     assert type(attention.o_proj) is Linear
-    assert type(attention.rope) in (FusedRope, LongRope)
+    if any(model.config.ropes):
+        assert type(attention.rope) in (FusedRope, LongRope)
     with np.load(DATA / f"{name}.npz") as reference:
         ids = reference["ids"].tolist()
         assert_parity(cache_for(model, ids).run(model, [("a", ids)]), reference["logits"])

@@ -1,15 +1,37 @@
-"""Granite 3, dense: Llama with four multipliers (of embeddings, scores, residuals and logits)."""
+"""Granite 3, and Granite 4 with Mamba-2 and experts: Llama with multipliers."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
+import mlx.core as mx
+
+from ...core import StateSpec
+from ...errors import CheckpointError
+from ...layers.attention import Mixer
+from ...layers.mamba2 import Mamba2
+from ...layers.mlp import FeedForward
+from ...layers.moe import top_k_softmax
+from ...layers.norm import Norm
+from ...layers.rope import RopeSpec
 from ..config import ModelConfig
 from ..decoder import Layer, PreNormLayer
 from ..family import Family
+from ..jsonfields import Fields
+from ..rope_config import FULL
+
+_RECURRENT = ("mamba", "linear_attention")
+_ATTENTION = ("attention", FULL)
+_NAMES = {  # ends of the checkpoint's names, and ours
+    ".block_sparse_moe.input_linear.": ".block_sparse_moe.experts.gate_up_proj.",
+    ".block_sparse_moe.output_linear.": ".block_sparse_moe.experts.down_proj.",
+    ".shared_mlp.input_linear.": ".shared_mlp.gate_up_proj.",
+    ".shared_mlp.output_linear.": ".shared_mlp.down_proj.",
+}
 
 
 class Granite(Family):
-    """Each multiplier is 1 where the config does not state it."""
+    """Multipliers of embeddings, scores, residuals and logits, each 1 where it is not stated."""
 
     defaults: ClassVar = {
         "embedding_multiplier": 1.0,
@@ -44,3 +66,143 @@ class Granite(Family):
             self.mlp(index),
             scale=self.config.fields.number("residual_multiplier"),
         )
+
+
+class GraniteHybrid(Granite):
+    """Granite 4: Mamba-2 or attention, mostly without positions; experts beside a shared MLP."""
+
+    defaults: ClassVar = Granite.defaults | {
+        "shared_intermediate_size": 1024,
+        "num_experts_per_tok": 2,
+        "mamba_n_heads": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_head": "auto",
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+    }
+
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """Without the number of experts where it is 0."""
+        stated = config.get("num_local_experts")
+        if stated != 0:
+            return config
+        return Fields({**config.values, "num_local_experts": None}, config.where)
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """No layer has a window."""
+        return [FULL] * num_layers
+
+    @classmethod
+    def rope_specs(
+        cls, fields: Fields, layer_types: Sequence[str], head_dim: int
+    ) -> tuple[RopeSpec | None, ...]:
+        """None, but where position_embedding_type says "rope"."""
+        if fields.text("position_embedding_type", default=None) != "rope":
+            return (None,) * len(layer_types)
+        return super().rope_specs(fields, layer_types, head_dim)
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """Which layers are recurrent."""
+        state = _state(config.fields, config.hidden_size)
+        recurs = _recurs(config.fields, config.num_layers)
+        return replace(
+            super().configure(config), states=tuple(state if one else None for one in recurs)
+        )
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """Stacks of experts and packed projections as other families call them."""
+        for theirs, ours in _NAMES.items():
+            name = name.replace(theirs, ours)
+        return super().rename(name)
+
+    def mixer(self, index: int) -> Mixer:
+        """Mamba-2 or attention."""
+        state = self.config.states[index]
+        if state is None:
+            return super().mixer(index)
+        config, weights, path = self.config, self.weights, f"model.layers.{index}.mamba"
+        fields, (heads, head_dim, _) = config.fields, state.shapes[1][0]
+        inner, channels = heads * head_dim, state.shapes[0][0][1]
+        hidden, bias = config.hidden_size, fields.boolean("mamba_proj_bias")
+        return Mamba2(
+            in_proj=weights.linear(f"{path}.in_proj", inner + channels + heads, hidden, bias=bias),
+            out_proj=weights.linear(f"{path}.out_proj", hidden, inner, bias=bias),
+            conv=self.causal_conv(f"{path}.conv1d", state, bias=fields.boolean("mamba_conv_bias")),
+            norm=self._group_norm(path, inner),
+            num_groups=fields.integer("mamba_n_groups"),
+            log_rate=weights.raw(f"{path}.A_log", (heads,)).astype(mx.float32),
+            step_bias=weights.raw(f"{path}.dt_bias", (heads,)).astype(mx.float32),
+            skip=weights.raw(f"{path}.D", (heads,)).astype(mx.float32),
+            step_limits=_step_limits(fields),
+            spec=state,
+        )
+
+    def _group_norm(self, path: str, inner: int) -> Norm:
+        """Over each group of heads."""
+        groups = self.config.fields.integer("mamba_n_groups")
+        weight = self.weights.take(f"{path}.norm.weight", (inner,))
+        weight = weight if groups == 1 else mx.unflatten(weight, 0, (groups, -1))
+        return self.make.norm(weight, self.config.rms_norm_eps)
+
+    def mlp(self, index: int) -> FeedForward:
+        """A shared MLP, and experts beside it where there are some."""
+        config, path = self.config, f"model.layers.{index}"
+        inner = config.fields.integer("shared_intermediate_size", high=2**22)
+        if f"{path}.mlp.gate_proj.weight" in self.weights:  # as MLX checkpoints have it
+            shared = self.dense_mlp(f"{path}.mlp", inner)
+        else:
+            shared = self.packed_mlp(f"{path}.shared_mlp", inner)
+        if not config.num_experts:
+            return shared
+        choose = top_k_softmax(config.experts_per_token)
+        return self.experts(
+            f"{path}.block_sparse_moe", choose, router="router.layer", shared=shared
+        )
+
+
+def _recurs(fields: Fields, num_layers: int) -> list[bool]:
+    """Whether each layer is recurrent; all are, where the config does not say."""
+    stated = fields.items("layer_types", "layers_block_type")
+    if stated is None:
+        return [True] * num_layers
+    if len(stated) != num_layers or not all(k in (*_RECURRENT, *_ATTENTION) for k in stated):
+        raise CheckpointError(
+            f"layer_types in {fields.where} must be {num_layers} times 'mamba' or 'attention'."
+        )
+    return [kind in _RECURRENT for kind in stated]
+
+
+def _state(fields: Fields, hidden: int) -> StateSpec:
+    """Of one recurrent layer: the convolution's inputs, and a matrix for each head."""
+    heads = fields.integer("mamba_n_heads", high=2**14)
+    groups = fields.integer("mamba_n_groups", high=2**14)
+    width = fields.integer("mamba_expand", high=2**10) * hidden
+    head_dim = width // heads
+    if fields.get("mamba_d_head") != "auto":
+        head_dim = fields.integer("mamba_d_head", high=2**14)
+    if heads * head_dim != width or heads % groups:
+        raise CheckpointError(
+            f"{fields.where} has {heads} heads of {head_dim} in {groups} groups for an inner width "
+            f"of {width}; expected a whole number of heads a group, as wide together."
+        )
+    dims = fields.integer("mamba_d_state", high=2**14)
+    length = fields.integer("mamba_d_conv", low=2, high=64)
+    channels = width + 2 * groups * dims
+    return StateSpec((((length - 1, channels), "float32"), ((heads, head_dim, dims), "float32")))
+
+
+def _step_limits(fields: Fields) -> tuple[float, float]:
+    """The smallest and the largest time step; 0 and no limit where the config does not say."""
+    stated = fields.items("time_step_limit")
+    if stated is None:
+        return 0.0, float("inf")
+    if len(stated) != 2 or not all(type(one) in (int, float) for one in stated):
+        raise CheckpointError(f"time_step_limit in {fields.where} must be a list of two numbers.")
+    return float(stated[0]), float(stated[1])

@@ -10,23 +10,14 @@ from numpy.typing import NDArray
 
 from .arrays import Codes, Floats
 from .read import MLXFormat
+from .read.stored import E2M1 as ALL_E2M1
+from .read.stored import E4M3 as ALL_E4M3
 
 LARGEST = {4: np.float32(6.0), 8: np.float32(448.0)}
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+E2M1, E4M3 = ALL_E2M1[:8], ALL_E4M3[:127]  # from 0 on; codes of negative ones follow, and NaN
 E2M1_EDGES = (E2M1[1:] + E2M1[:-1]) / 2
 NEIGHBOURS = (0, -1, 1)
 SHARES = tuple(np.float32(share) for share in (1.0, 0.92, 0.84, 0.76, 1.08, 1.5))
-
-
-def e4m3_values() -> Floats:
-    """The 127 values from 0 to 448 that E4M3 has, by their code."""
-    codes = np.arange(127)
-    exponent, mantissa = codes >> 3, codes & 7
-    normal = (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-    return np.where(exponent == 0, mantissa / 8 * 2.0**-6, normal).astype(np.float32)
-
-
-E4M3 = e4m3_values()
 E4M3_EDGES = (E4M3[1:] + E4M3[:-1]) / 2
 
 

@@ -70,6 +70,7 @@ def choose_all(seen: set[str]) -> Chooser:
         ("qwen3-v4", FOUR),
         ("qwen3-v4", ENDS),
         ("llama-v4", ROTATING),
+        ("gemma2-v4", KVOptions()),
         ("gemma3_text-v4", EIGHT),
         ("gpt_oss-v4", KVOptions()),
     ],

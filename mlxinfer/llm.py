@@ -105,8 +105,7 @@ class LLM:
         self.path = hub.resolve(str(model))
         self._session = Session(str(model), self.path, options, tool_format)
         self._keeps_prefixes = prefix_cache
-        self.tokenizer = self._session.tokenizer
-        self.model_info = self._session.info
+        self.tokenizer, self.model_info = self._session.tokenizer, self._session.info
 
     # -- text -----------------------------------------------------------------------------------
 

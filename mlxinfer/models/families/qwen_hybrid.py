@@ -160,8 +160,10 @@ class Qwen3_5(Qwen3Next):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """The text_config of a multimodal model."""
-        return config.fields("text_config") or config
+        """The text_config of a multimodal model, by the name that MLX has for both."""
+        own = config.fields("text_config") or config
+        kind = own.text("model_type", default=config.text("model_type")).removesuffix("_text")
+        return Fields({**own.values, "model_type": kind}, own.where)
 
     def delta_inputs(self, path: str, state: StateSpec) -> list[StoredMatrix]:
         """Four matrices in the order in which they are used."""

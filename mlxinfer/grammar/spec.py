@@ -166,7 +166,7 @@ def _checked_options(value: Any, place: str) -> dict[str, Any]:
                 f"{', '.join(OPTIONS)}.",
                 param=place,
             )
-        if not isinstance(option, kind) or (kind is str and len(option) > MAX_OPTION):
+        if not isinstance(option, kind) or (isinstance(option, str) and len(option) > MAX_OPTION):
             raise InvalidRequestError(
                 f"{place}.{OPTIONS_KEY}.{key} is {shown(option)}; expected {kind.__name__}.",
                 param=place,

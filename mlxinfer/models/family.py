@@ -254,16 +254,20 @@ class Family:
         """
         config, weights = self.config, self.weights
         hidden, inner, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
-        packed = f"{path}.experts.gate_up_proj.weight" in weights
+        packed = any(
+            f"{path}.experts.{name}.weight" in weights for name in ("gate_up_proj", "down_proj")
+        )
         stacks = f"{path}.experts" if packed else f"{path}.switch_mlp"
 
         def stack(name: str, out_dims: int, in_dims: int) -> StoredMatrix:
             each = f"{path}.experts.{{}}.{name}_proj"
             shape = (count, out_dims, in_dims)
+            if packed:
+                return weights.matrix(f"{stacks}.{name}_proj", shape)
             return weights.experts(f"{stacks}.{name}_proj", each, shape)
 
         if packed:
-            parts = [weights.matrix(f"{stacks}.gate_up_proj", (count, 2 * inner, hidden))]
+            parts = [stack("gate_up", 2 * inner, hidden)]
         else:
             parts = [stack(name, inner, hidden) for name in ("gate", "up")]
         # One projection after the other: together, the experts and what is made of them are held.

@@ -124,7 +124,7 @@ def thinking() -> Iterator[ScriptedServer]:
         ({"enable_thinking": False}, True),
         ({"enable_thinking": True}, False),
         ({"thinking": {"type": "disabled"}}, True),
-        ({"thinking": {"type": "enabled", "budget_tokens": 100}}, False),
+        ({"thinking": {"type": "enabled"}}, False),
         ({"thinking": False}, True),
         ({"think": False}, True),
         ({"reasoning": {"enabled": False}}, True),
@@ -139,6 +139,12 @@ def test_reasoning_is_switched_by_any_name(
         answer = thinking.post(CHAT, chat(**fields))
         assert answer.status_code == 200, answer.text
         assert thinking.prompt.endswith("<think></think>") is off
+
+
+def test_a_budget_of_thinking_is_refused_by_name(thinking: ScriptedServer) -> None:
+    answer = thinking.post(CHAT, chat(thinking={"type": "enabled", "budget_tokens": 100}))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "thinking.budget_tokens"
 
 
 @pytest.mark.parametrize("fields", [{"think": "high"}, {"reasoning": {"effort": "high"}}])

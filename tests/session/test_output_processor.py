@@ -1,4 +1,4 @@
-"""Token events to deltas and a Result: what ends an answer, and who is in charge of it."""
+"""Token events to deltas and a Result: what ends an answer, and which part decides it."""
 
 import random
 from types import SimpleNamespace

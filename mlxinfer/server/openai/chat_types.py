@@ -102,10 +102,10 @@ def chat_finish_reason(result: Result) -> str:
 
 
 class ThinkingSwitch(msgspec.Struct, kw_only=True):
-    """The switch of DeepSeek's and GLM's APIs. A budget is not enforced."""
+    """The switch of DeepSeek's and GLM's APIs. A budget would not be enforced, so it is refused."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
+    budget_tokens: Any = None
 
 
 class ReasoningSwitch(msgspec.Struct, kw_only=True):
@@ -164,6 +164,7 @@ class ChatRequest(ToolFields, kw_only=True):
         wishes: list[tuple[str, bool | None]] = [("enable_thinking", self.enable_thinking)]
         thinking = self.thinking
         if isinstance(thinking, ThinkingSwitch):
+            refuse("thinking.budget_tokens", thinking.budget_tokens)
             thinking = thinking.type != "disabled"
         wishes.append(("thinking", thinking))
         effort = None if isinstance(self.think, bool) else self.think

@@ -12,9 +12,9 @@ from mlxinfer.errors import InvalidRequestError
 from mlxinfer.text import ReasoningFormat, Tokenizer
 from mlxinfer.text.tokenizer_files import load_backend
 from mlxinfer.text.tools import FORMATS, Toolbox, ToolUse, forced_grammar, tool_format
-from mlxinfer.text.tools.deepseek import DeepSeek
+from mlxinfer.text.tools.json_calls import Mistral
 from mlxinfer.text.tools.lark import MAX_CALLS
-from mlxinfer.text.tools.mistral import Mistral
+from mlxinfer.text.tools.token_calls import DeepSeek
 from mlxinfer.text.tools.use import after_reasoning, calls_or_answer, offered_grammar
 
 BOX = Toolbox.of(TOOLS)

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.errors import InvalidRequestError
-from mlxinfer.text.tools.jsontext import copy_value
-from mlxinfer.text.tools.pyliteral import python_to_json
 from mlxinfer.text.tools.reader import Malformed, Reader
 from mlxinfer.text.tools.schema import Toolbox, json_of
+from mlxinfer.text.tools.values import copy_value, python_to_json
 
 json_text = st.recursive(
     st.none()

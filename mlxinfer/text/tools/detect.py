@@ -2,18 +2,12 @@
 
 from ...errors import InvalidRequestError, TemplateError
 from ..tokenizer import Tokenizer
-from .deepseek import DeepSeek
 from .format import Clues, ToolFormat
 from .gemma import FUNCTION_GEMMA, GEMMA4
-from .glm import Glm
-from .harmony import Harmony
-from .hermes import Hermes
-from .invoke import DSML, MINIMAX
-from .kimi import Kimi
-from .llama import Llama
-from .mistral import Mistral
+from .json_calls import Hermes, Llama, Mistral
 from .pythonic import GEMMA3, LFM2, LLAMA_PYTHONIC
-from .qwen_xml import QwenXml
+from .token_calls import DeepSeek, Harmony, Kimi
+from .xml_calls import DSML, MINIMAX, Glm, QwenXml
 
 FORMATS: tuple[ToolFormat, ...] = (  # the first one that is detected counts: special ones first
     MINIMAX,

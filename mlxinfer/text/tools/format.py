@@ -122,30 +122,6 @@ class ToolFormat(ABC):
         return f"call_{secrets.token_hex(12)}"
 
 
-def read_section(
-    reader: Reader, call: Callable[[], Parse[None]], *, begin: str, end: str, section_end: str
-) -> Parse[None]:
-    """Read calls that follow each other; the first one's mark has been read.
-
-    Args:
-        reader: the text.
-        call: reads one call without its marks.
-        begin: the mark before each call.
-        end: the mark after each call; it may be missing, and so may `section_end`.
-        section_end: the mark after all calls.
-    """
-    while True:
-        yield from call()
-        yield from reader.space()
-        if (yield from reader.accept(end)):
-            reader.commit()
-            yield from reader.space()
-        if not (yield from reader.accept(begin)):
-            break
-    if (yield from reader.accept(section_end)):
-        reader.commit()
-
-
 def require_known(calls: CallWriter, name: str, mark: str, bare: tuple[str, ...]) -> None:
     """Raise Malformed where only the name marks a call, and no declared tool has it."""
     if mark in bare and name not in calls.tools:

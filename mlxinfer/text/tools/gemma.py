@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Mapping
 
 from .format import CallWriter, Clues, ToolFormat
-from .jsontext import MAX_DEPTH, MAX_KEY, Emit
 from .lark import Lark
 from .reader import Malformed, Parse, Reader, compiled
 from .schema import Tool, Toolbox, enum_values, standalone_schema
+from .values import MAX_DEPTH, MAX_KEY, Emit
 
 _NAME = compiled(r"[\w.:/-]+")
 _BARE_KEY = compiled(r"\w+")

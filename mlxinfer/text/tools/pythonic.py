@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from ...errors import InvalidRequestError
 from .format import CallWriter, Clues, ToolFormat, require_known
 from .lark import Lark
-from .pyliteral import copy_literal
 from .reader import Malformed, Parse, Reader, compiled
 from .schema import Tool, Toolbox, standalone_schema
+from .values import copy_literal
 
 _NAME = compiled(r"[\w.:/-]+")
 _KEY = compiled(r"[\w.:/$@-]+")  # tools have more names than Python does

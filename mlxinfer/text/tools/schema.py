@@ -14,8 +14,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ...errors import InvalidRequestError, shown
-from .jsontext import without_halves
-from .pyliteral import python_to_json
+from .values import python_to_json, without_halves
 
 Schema = Mapping[str, Any]
 

@@ -377,9 +377,12 @@ class LayerPool(PagePool):
         """What is stored of keys and values (T, H, D), and queries in the basis of stored keys."""
         if self._as_stored:
             return queries, [[keys], [values]]
-        if self._rotates:
-            queries, keys = mx.hadamard_transform(queries), mx.hadamard_transform(keys)
+        queries, keys = self.rotate(queries), self.rotate(keys)
         return queries, [self.keys.fmt.encode(keys), self.values.fmt.encode(values)]
+
+    def rotate(self, heads: mx.array) -> mx.array:
+        """Queries or keys (T, H, D) in the basis of stored keys."""
+        return mx.hadamard_transform(heads) if self._rotates else heads
 
 
 def layer_formats(spec: KVSpec, dtype: mx.Dtype, bits: Bits) -> tuple[KVFormat, KVFormat]:

@@ -315,6 +315,17 @@ class StepKV:
         queries, stored = self._pool.encode(queries, keys, values)
         return self._attend_stored(queries, stored, scale, sinks, soft_cap)
 
+    def attend_again(
+        self,
+        queries: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        soft_cap: float | None = None,
+    ) -> mx.array:
+        """Other queries (T, heads, D) over what this step has stored."""
+        return self._read(self._pool.rotate(queries), scale, sinks, soft_cap)
+
     def _attend_stored(
         self,
         queries: mx.array,
@@ -324,8 +335,14 @@ class StepKV:
         soft_cap: float | None,
     ) -> mx.array:
         """The same of keys and values (T, heads, W) as they are stored; queries are rotated."""
+        write_step(self._pool, self.plan, stored)
+        return self._read(queries, scale, sinks, soft_cap)
+
+    def _read(
+        self, queries: mx.array, scale: float, sinks: mx.array | None, soft_cap: float | None
+    ) -> mx.array:
+        """Attend over what is stored; queries in the basis of stored keys."""
         plan, pool = self.plan, self._pool
-        write_step(pool, plan, stored)
         parts = [
             part.attend(pool, queries, scale=scale, sinks=sinks, soft_cap=soft_cap)
             for part in plan.parts

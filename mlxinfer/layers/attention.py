@@ -1,6 +1,6 @@
 """Grouped-query attention over a flat list of tokens (arXiv 2305.13245), as a mixer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import mlx.core as mx
@@ -29,6 +29,33 @@ class Mixer(Protocol):
     def onto(self, residual: mx.array, x: mx.array, step: Step) -> mx.array:
         """residual (T, hidden) + self(x, step)."""
         ...
+
+
+class ParallelMixers:
+    """Mixers of one layer that read the same input, and whose outputs are added up.
+
+    Args:
+        parts: each with a cache of its own.
+    """
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Sequence[Mixer]) -> None:
+        self.parts = tuple(parts)
+
+    def __call__(self, x: mx.array, step: Step) -> mx.array:
+        """x (T, hidden) -> (T, hidden)."""
+        first, *others = self.parts
+        y = first(x, step)
+        for part in others:
+            y = part.onto(y, x, step)
+        return y
+
+    def onto(self, residual: mx.array, x: mx.array, step: Step) -> mx.array:
+        """residual (T, hidden) + self(x, step)."""
+        for part in self.parts:
+            residual = part.onto(residual, x, step)
+        return residual
 
 
 class Attention:
@@ -102,7 +129,7 @@ class Attention:
 
     def attend(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> the outputs of the heads side by side, (T, num_heads * head_dim)."""
-        cache = step.cache
+        cache = step.caches[self]
         how = {"scale": self.scale, "sinks": self.sinks, "soft_cap": self.soft_cap}
         projected = self.qkv_proj(x)  # (T, (H + 2 Hkv) * D)
         outputs: mx.array
@@ -128,3 +155,49 @@ class Attention:
     def onto(self, residual: mx.array, x: mx.array, step: Step) -> mx.array:
         """residual (T, hidden) + self(x, step)."""
         return self.o_proj.onto(residual, self.attend(x, step))
+
+
+class SharedAttention:
+    """Attention over the keys and values of an earlier layer; only queries are its own.
+
+    Args:
+        q_proj: (T, hidden) -> (T, num_heads * head_dim).
+        o_proj: (T, num_heads * head_dim) -> (T, hidden).
+        source: the layer that stores keys and values, which has run before in the same step.
+        q_norm: over (T, num_heads, head_dim); None: no norm.
+    """
+
+    __slots__ = ("o_proj", "q_norm", "q_proj", "source")
+
+    def __init__(
+        self, *, q_proj: Projection, o_proj: Projection, source: Attention, q_norm: Norm | None
+    ) -> None:
+        self.q_proj = q_proj
+        self.o_proj = o_proj
+        self.source = source
+        self.q_norm = q_norm
+
+    def attend(self, x: mx.array, step: Step) -> mx.array:
+        """x (T, hidden) -> the outputs of the heads side by side, (T, num_heads * head_dim)."""
+        source = self.source
+        queries = self.q_proj(x).reshape(x.shape[0], source.num_heads, -1)
+        if self.q_norm is not None:
+            queries = self.q_norm(queries)
+        if source.rope is not None:
+            queries = source.rope(queries, step.prepared(source.rope))
+        outputs: mx.array = step.caches[source].attend_again(
+            queries, scale=source.scale, sinks=source.sinks, soft_cap=source.soft_cap
+        )
+        return outputs
+
+    def __call__(self, x: mx.array, step: Step) -> mx.array:
+        """x (T, hidden) -> (T, hidden)."""
+        return self.o_proj(self.attend(x, step))
+
+    def onto(self, residual: mx.array, x: mx.array, step: Step) -> mx.array:
+        """residual (T, hidden) + self(x, step)."""
+        return self.o_proj.onto(residual, self.attend(x, step))
+
+
+LayerMixer = Mixer | ParallelMixers | SharedAttention
+"""What stands in a layer: a mixer with a cache of its own, several of them, or none."""

@@ -83,12 +83,12 @@ class GatedDeltaNet:
         decay = mx.exp(-self.rate * mx.logaddexp(times, 0.0))  # (T, Hv)
         strength = mx.sigmoid(strengths.astype(mx.float32))
         outputs = []
-        for part in step.cache.parts:
+        for part in step.caches[self].parts:
             inputs = [part.take(one) for one in (qkv, decay, strength)]
             y, states = self.forward(inputs, part.read(), part.lengths)
             part.write(states, inputs, self.replay)
             outputs.append(y)
-        y = step.cache.join(outputs)  # (T, Hv * Dv)
+        y = step.caches[self].join(outputs)  # (T, Hv * Dv)
         normed = self.norm(mx.unflatten(y, -1, self.value_heads)).flatten(-2)
         return normed * (gate * mx.sigmoid(gate))
 

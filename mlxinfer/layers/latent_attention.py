@@ -117,7 +117,7 @@ class LatentAttention:
         q_rope, k_rope = mx.split(turned, [self.num_heads], axis=1)
         if self.rope_scale is not None:
             q_rope = q_rope * self.rope_scale
-        outputs: mx.array = step.cache.attend(
+        outputs: mx.array = step.caches[self].attend(
             q_nope,
             q_rope,
             self.kv_a_norm(latent),

@@ -84,13 +84,13 @@ class Mamba2:
         times = mx.logaddexp(times.astype(mx.float32) + self.step_bias, 0.0)
         times = mx.clip(times, *self.step_limits)  # (T, H)
         outputs = []
-        for part in step.cache.parts:
+        for part in step.caches[self].parts:
             inputs = [part.take(mixed), part.take(times)]
             y, states = self.forward(inputs, part.read(), part.lengths)
             part.write(states, inputs, self.replay)
             outputs.append(y)
         gate = gate.astype(mx.float32)
-        gated = step.cache.join(outputs) * (gate * mx.sigmoid(gate))  # (T, H * P) float32
+        gated = step.caches[self].join(outputs) * (gate * mx.sigmoid(gate))  # (T, H * P) float32
         groups = self.group_heads[0]
         if groups > 1:
             gated = mx.unflatten(gated, -1, (groups, -1))

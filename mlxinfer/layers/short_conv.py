@@ -32,11 +32,11 @@ class ShortConv:
         """x (T, hidden) -> what is projected out, (T, hidden)."""
         before, after, values = mx.split(self.in_proj(x), 3, axis=-1)
         gated, outputs = before * values, []
-        for part in step.cache.parts:
+        for part in step.caches[self].parts:
             inputs, states = [part.take(gated)], part.read()  # (B, L, hidden)
             outputs.append(self.conv(inputs[0], states[0]))
             part.write(self.replay(inputs, states, part.lengths), inputs, self.replay)
-        joined: mx.array = step.cache.join(outputs)
+        joined: mx.array = step.caches[self].join(outputs)
         return after * joined
 
     def replay(self, inputs: Arrays, states: Arrays, lengths: mx.array | None) -> Arrays:

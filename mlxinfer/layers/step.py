@@ -4,7 +4,7 @@ A step is a flat list of T tokens of several sequences. Which token belongs to w
 what each token may see (causality, sliding window), only the cache knows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -55,6 +55,17 @@ class AttentionCache(Protocol):
         Returns:
             (T, num_heads * value_dim), the heads side by side.
         """
+        ...
+
+    def attend_again(
+        self,
+        queries: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        soft_cap: float | None = None,
+    ) -> mx.array:
+        """Attend as `attend` does, with other queries over what it has stored in this step."""
         ...
 
 
@@ -168,24 +179,24 @@ class Step:
 
     Args:
         positions: (T,) int32, each token's place in its own sequence.
-        cache: of the layer that runs; the decoder sets it before each layer.
+        caches: of each mixer that keeps something.
         rope_variants: (T,) the variant of the model's ropes that each token's sequence uses, see
             `Model.rope_variant`; None: 0 for all.
         adapters: (T,) the adapter of each token's sequence, 0 for none; None: none for all.
     """
 
-    __slots__ = ("_prepared", "adapters", "cache", "positions", "rope_variants")
+    __slots__ = ("_prepared", "adapters", "caches", "positions", "rope_variants")
 
     def __init__(
         self,
         positions: mx.array,
-        cache: Any = None,
+        caches: Mapping[Any, Any],
         *,
         rope_variants: Rows | None = None,
         adapters: Rows | None = None,
     ) -> None:
         self.positions = positions
-        self.cache = cache
+        self.caches = caches
         self.rope_variants = rope_variants
         self.adapters = adapters
         self._prepared: dict[Rope, Any] = {}

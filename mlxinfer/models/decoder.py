@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from ..core import CacheSpec
-from ..layers.attention import Mixer
+from ..layers.attention import LayerMixer, Mixer, ParallelMixers, SharedAttention
 from ..layers.linear import Embedding, Projection
 from ..layers.mlp import FeedForward, Gated
 from ..layers.norm import Norm
@@ -21,8 +21,10 @@ from .config import ModelConfig
 class Layer(Protocol):
     """One layer of a decoder."""
 
-    mixer: Mixer
-    mlp: FeedForward
+    @property
+    def mixer(self) -> LayerMixer:
+        """Lets tokens of one sequence see each other."""
+        ...
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> (T, hidden)."""
@@ -41,7 +43,7 @@ class PreNormLayer:
     def __init__(
         self,
         mixer_norm: Norm,
-        mixer: Mixer,
+        mixer: LayerMixer,
         mlp_norm: Norm,
         mlp: FeedForward,
         *,
@@ -67,7 +69,9 @@ class PostNormLayer:
 
     __slots__ = ("mixer", "mixer_norm", "mlp", "mlp_norm")
 
-    def __init__(self, mixer: Mixer, mixer_norm: Norm, mlp: FeedForward, mlp_norm: Norm) -> None:
+    def __init__(
+        self, mixer: LayerMixer, mixer_norm: Norm, mlp: FeedForward, mlp_norm: Norm
+    ) -> None:
         self.mixer = mixer
         self.mixer_norm = mixer_norm
         self.mlp = mlp
@@ -88,7 +92,7 @@ class SandwichLayer:
 
     __slots__ = ("mixer", "mlp", "norms")
 
-    def __init__(self, norms: Sequence[Norm], mixer: Mixer, mlp: FeedForward) -> None:
+    def __init__(self, norms: Sequence[Norm], mixer: LayerMixer, mlp: FeedForward) -> None:
         self.norms = tuple(norms)
         self.mixer = mixer
         self.mlp = mlp
@@ -105,7 +109,7 @@ class ParallelLayer:
 
     __slots__ = ("mixer", "mlp", "norm")
 
-    def __init__(self, norm: Norm, mixer: Mixer, mlp: FeedForward) -> None:
+    def __init__(self, norm: Norm, mixer: LayerMixer, mlp: FeedForward) -> None:
         self.norm = norm
         self.mixer = mixer
         self.mlp = mlp
@@ -127,7 +131,8 @@ class Model:
         embed_scale: multiplies the embeddings; None: 1.
 
     Attributes:
-        cache_specs: what each layer's cache must keep; one entry a layer.
+        mixers: those that keep something, in the order of the layers; most layers have one.
+        cache_specs: what the cache of each of them must keep.
     """
 
     def __init__(
@@ -149,7 +154,8 @@ class Model:
         self.lm_head = lm_head
         self.activations = list(activations)
         self.activation_dtype = activation_dtype
-        self.cache_specs: list[CacheSpec] = [layer.mixer.spec for layer in self.layers]
+        self.mixers = [mixer for layer in self.layers for mixer in keeping(layer.mixer)]
+        self.cache_specs: list[CacheSpec] = [mixer.spec for mixer in self.mixers]
         self._embed_scale = None if embed_scale is None else mx.array(embed_scale, activation_dtype)
 
     def __call__(
@@ -166,7 +172,7 @@ class Model:
         Args:
             ids: (T,) int32, each in [0, vocab_size): MLX does not check.
             positions: (T,) int32, each token's place in its own sequence.
-            caches: one per layer, which know the sequences; see `layers/step.py`.
+            caches: one for each of `mixers`, which know the sequences; see `layers/step.py`.
             rope_variants: (T,) `rope_variant` of each token's sequence; None: 0 for all.
             adapters: (T,) the adapter of each token's sequence, 0 for none; None: none for all.
 
@@ -176,9 +182,9 @@ class Model:
         x = self.embed_tokens(ids)
         if self._embed_scale is not None:
             x = x * self._embed_scale
-        step = Step(positions, rope_variants=rope_variants, adapters=adapters)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            step.cache = cache
+        by_mixer = dict(zip(self.mixers, caches, strict=True))
+        step = Step(positions, by_mixer, rope_variants=rope_variants, adapters=adapters)
+        for layer in self.layers:
             x = layer(x, step)
         return self.norm(x)
 
@@ -195,11 +201,6 @@ class Model:
         specs = dict.fromkeys(spec for spec in self.config.ropes if spec is not None)
         return max((spec.variant(max_tokens) for spec in specs), default=0)
 
-    @property
-    def mixers(self) -> list[Mixer]:
-        """The mixer of each layer."""
-        return [layer.mixer for layer in self.layers]
-
     def arrays(self) -> list[mx.array]:
         """Every array that the model holds; a tied table once."""
         parts: list[Any] = [self.embed_tokens, self.layers, self.norm]
@@ -211,6 +212,13 @@ class Model:
     def num_bytes(self) -> int:
         """Memory that the weights take."""
         return sum(array.nbytes for array in self.arrays())
+
+
+def keeping(mixer: LayerMixer) -> Sequence[Mixer]:
+    """The mixers of a layer that have a cache of their own."""
+    if isinstance(mixer, ParallelMixers):
+        return mixer.parts
+    return [] if isinstance(mixer, SharedAttention) else [mixer]
 
 
 def scaled_logits(logits: mx.array, config: ModelConfig) -> mx.array:

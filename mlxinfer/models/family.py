@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ..core import KVSpec, StateSpec
 from ..errors import CheckpointError, UnsupportedModelError
-from ..layers.attention import Attention, HeadsMaker, Mixer
+from ..layers.attention import Attention, HeadsMaker, LayerMixer
 from ..layers.causal_conv import CausalConv
 from ..layers.linear import Projection
 from ..layers.mlp import ACTIVATIONS, MLP, FeedForward, Gated, gated
@@ -296,7 +296,7 @@ class Family:
 
     # -- attention ------------------------------------------------------------------------------
 
-    def mixer(self, index: int) -> Mixer:
+    def mixer(self, index: int) -> LayerMixer:
         """The attention of a layer."""
         config, path = self.config, f"model.layers.{index}.self_attn"
         heads, (_, dim), spec = config.num_heads, config.heads_of(index), config.ropes[index]

@@ -39,11 +39,11 @@ class Recurrence:
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:
         outputs = []
-        for part in step.cache.parts:
+        for part in step.caches[self].parts:
             y, states, inputs = self.forward(part.take(x), part.read(), part.lengths)
             part.write(states, inputs, self.replay)
             outputs.append(y)
-        joined: mx.array = step.cache.join(outputs)
+        joined: mx.array = step.caches[self].join(outputs)
         return joined
 
     def onto(self, residual: mx.array, x: mx.array, step: Step) -> mx.array:
@@ -98,5 +98,5 @@ def hybrid_model(case: str, places: tuple[int, ...]) -> Model:
     for place in places:
         layer: Any = model.layers[place]
         layer.mixer = Recurrence(model.config.hidden_size, seed=place)
-        model.cache_specs[place] = layer.mixer.spec
+        model.mixers[place], model.cache_specs[place] = layer.mixer, layer.mixer.spec
     return model

@@ -38,15 +38,25 @@ class DenseLayerKV:
             start += count
         return mx.concatenate(outputs).flatten(1)
 
+    def attend_again(self, queries, *, scale, sinks=None, soft_cap=None):
+        outputs, start = [], 0
+        for name, count in self.segments:
+            rows = slice(start, start + count)
+            outputs.append(self._over_past(name, queries[rows], scale, sinks, soft_cap))
+            start += count
+        return mx.concatenate(outputs).flatten(1)
+
     def _attend_one(self, name, q, k, v, scale, sinks, soft_cap):
         if name in self.past:
             past_k, past_v = self.past[name]
             k, v = mx.concatenate([past_k, k]), mx.concatenate([past_v, v])
         self.past[name] = (k, v)
+        return self._over_past(name, q, scale, sinks, soft_cap)
+
+    def _over_past(self, name, q, scale, sinks, soft_cap):
         return masked_attention(
             q,
-            k,
-            v,
+            *self.past[name],
             scale=scale,
             window=self.spec.window,
             kept=self.spec.sinks,

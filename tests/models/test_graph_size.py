@@ -23,7 +23,7 @@ def num_nodes(model, num_layers: int) -> int:
     """Of one step over one token through the first layers."""
     ids, positions = mx.array([3], mx.int32), mx.array([5], mx.int32)
     x = model.embed_tokens(ids)
-    step = Step(positions, FreeKV())
+    step = Step(positions, {mixer: FreeKV() for mixer in model.mixers})
     for layer in model.layers[:num_layers]:
         x = layer(x, step)
     text = io.StringIO()
@@ -44,6 +44,6 @@ def test_layers_of_one_rope_share_its_tables(tmp_path):
     ropes = [layer.mixer.rope for layer in model.layers]
     assert len(ropes) == 6
     assert len(set(ropes)) == 2
-    step = Step(mx.array([5], mx.int32))
+    step = Step(mx.array([5], mx.int32), {})
     assert step.prepared(ropes[0]) is step.prepared(ropes[1])
     assert step.prepared(ropes[0]) is not step.prepared(ropes[2])

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ...core import LatentSpec
 from ...errors import UnsupportedModelError
-from ...layers.attention import Mixer
+from ...layers.attention import LayerMixer
 from ...layers.latent_attention import LatentAttention, LatentProjection
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
@@ -89,7 +89,7 @@ class DeepseekV3(Family):
 
     # -- attention ------------------------------------------------------------------------------
 
-    def mixer(self, index: int) -> Mixer:
+    def mixer(self, index: int) -> LayerMixer:
         """Latent attention; rotary pairs as of `Family.interleaved`."""
         config, weights, dims = self.config, self.weights, LatentDims.of(self.config.fields)
         path, spec = f"model.layers.{index}.self_attn", config.ropes[index]

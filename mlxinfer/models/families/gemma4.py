@@ -11,7 +11,7 @@ from typing import ClassVar
 import mlx.core as mx
 
 from ...errors import CheckpointError, UnsupportedModelError
-from ...layers.attention import Mixer
+from ...layers.attention import LayerMixer
 from ...layers.linear import Projection
 from ...layers.mlp import MLP, FeedForward
 from ...layers.moe import ExpertProjection, MoE, top_k_softmax
@@ -109,7 +109,7 @@ class ScaledLayer:
     __slots__ = ("mixer", "mlp", "norms", "scalar")
 
     def __init__(
-        self, norms: Sequence[Norm], mixer: Mixer, mlp: FeedForward, scalar: mx.array
+        self, norms: Sequence[Norm], mixer: LayerMixer, mlp: FeedForward, scalar: mx.array
     ) -> None:
         self.norms = tuple(norms)  # before and behind the mixer, behind the second block
         self.mixer = mixer

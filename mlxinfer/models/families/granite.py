@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ...core import StateSpec
 from ...errors import CheckpointError
-from ...layers.attention import Mixer
+from ...layers.attention import LayerMixer
 from ...layers.mamba2 import Mamba2
 from ...layers.mlp import FeedForward
 from ...layers.moe import top_k_softmax
@@ -122,7 +122,7 @@ class GraniteHybrid(Granite):
             name = name.replace(theirs, ours)
         return super().rename(name)
 
-    def mixer(self, index: int) -> Mixer:
+    def mixer(self, index: int) -> LayerMixer:
         """Mamba-2 or attention."""
         state = self.config.states[index]
         if state is None:

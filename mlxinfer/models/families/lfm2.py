@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ...core import StateSpec
 from ...errors import CheckpointError
-from ...layers.attention import Mixer
+from ...layers.attention import LayerMixer
 from ...layers.mlp import FeedForward
 from ...layers.short_conv import ShortConv
 from ..config import ModelConfig
@@ -87,7 +87,7 @@ class Lfm2(Family):
         path = f"model.layers.{index}.feed_forward"
         return self.dense_mlp(path, self.config.intermediate_size, ("w1", "w3", "w2"))
 
-    def mixer(self, index: int) -> Mixer:
+    def mixer(self, index: int) -> LayerMixer:
         """A convolution or attention."""
         state = self.config.states[index]
         if state is None:

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ...core import StateSpec
 from ...errors import CheckpointError
-from ...layers.attention import Mixer
+from ...layers.attention import LayerMixer
 from ...layers.gated_delta import GatedDeltaNet
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
@@ -74,7 +74,7 @@ class Qwen3Next(Family):
             inner += ".weight"
         return inner if inner.startswith("lm_head.") else f"model.{inner}"
 
-    def mixer(self, index: int) -> Mixer:
+    def mixer(self, index: int) -> LayerMixer:
         """Gated DeltaNet or attention."""
         state = self.config.states[index]
         if state is None:

@@ -68,7 +68,8 @@ WITHOUT_MLX = (
     "session",
     "cache.pages",
     "cache.budget",
-    "cache.window",
+    "cache.inputs",
+    "cache.groups",
     "cache.prefix",
     "cache.disk",
     "grammar",
@@ -76,7 +77,6 @@ WITHOUT_MLX = (
     "engine.scheduler",
     "engine.kv_manager",
     "engine.pagestore",
-    "engine.sequence",
     "server",
     "text",
 )

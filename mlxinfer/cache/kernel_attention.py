@@ -11,10 +11,10 @@ import numpy as np
 
 from ..metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page_table
 from ..metal_kernels.paged_attention_kernel import PagedAttention
+from .groups import AttentionWindow
+from .inputs import Ints, Segments
 from .pool import PagePool
-from .segments import Ints, Segments
 from .step import Part
-from .window import AttentionWindow
 
 
 @dataclass(frozen=True, slots=True)

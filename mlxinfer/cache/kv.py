@@ -11,14 +11,13 @@ from ..metal_kernels.heads import Heads
 from .budget import FIRST_PAGES, check_memory, growth_threshold, layers_to_grow
 from .formats import PLAIN, Bits
 from .groups import ENDLESS, StateGroup
+from .inputs import CacheWork, Load, Move, PartialCopy, Spill, StepSegments, seal_index
 from .latent import LatentPool, LatentStep
 from .layer_groups import GroupMaker, LayerGroup
 from .payload import read_pages, write_pages
 from .pool import LayerPool, Plane
-from .segments import StepSegments
 from .state import StatePool, StateStep
 from .step import GroupPlan, StepKV, padded_positions, plan_group
-from .work import CacheWork, Load, Move, PartialCopy, Spill, seal_index
 
 FIRST_SLOTS = 4
 MAX_RUNNING_SHARE = 4  # tails and states may take one part in so many of the budget

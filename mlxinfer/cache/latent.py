@@ -21,10 +21,10 @@ from ..core import LatentSpec
 from ..metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page_table
 from ..metal_kernels.mla_attention import mla_attention_on_metal, row_blocks
 from .formats import PLAIN, Bits, make_format
+from .groups import AttentionWindow
+from .inputs import Segments
 from .pool import PagePool, Plane, Runs, Stored, Views
-from .segments import Segments
 from .step import GroupPlan, Part, write_step
-from .window import AttentionWindow
 
 
 class LatentProjection(Protocol):

@@ -8,14 +8,13 @@ import mlx.core as mx
 from ..core import LatentSpec, PagedSpec
 from .budget import page_counts
 from .formats import PLAIN, Bits
-from .groups import PageGroup
+from .groups import AttentionWindow, PageGroup
 from .kernel_attention import KernelPlanner
 from .latent import LatentKernelPlanner
 from .pages import PageAllocator
 from .plain_attention import PlainPlanner
 from .pool import token_bytes
 from .step import Planner
-from .window import AttentionWindow
 
 MAX_BARE_PAGES = 1 << 16  # of a model without attention, whose pages are numbers alone
 

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from ..metal_kernels.attention_plan import Numbers, joined
 from ..metal_kernels.paged_attention import gathered_attention, paged_attention
+from .groups import AttentionWindow
+from .inputs import Ints, Segments
 from .pool import PagePool, Views
-from .segments import Ints, Segments
 from .step import Part
-from .window import AttentionWindow
 
 HIDDEN = float(np.finfo(np.float32).min)  # additive mask of what must not be seen
 

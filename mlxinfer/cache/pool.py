@@ -19,7 +19,7 @@ import numpy as np
 from ..core import KVSpec, LatentSpec, PagedSpec
 from ..metal_kernels.stored import share_tails
 from .formats import PLAIN, Bits, KVFormat, make_format, rotatable, vector_bytes
-from .segments import Ints
+from .inputs import Ints
 
 
 class TailPlace:

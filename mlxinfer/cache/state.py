@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..core import StateSpec
-from .segments import Ints, Segments, StepSegments
+from .inputs import Ints, Segments, StepSegments
 
 Arrays = list[mx.array]  # (B, ...) as `StateSpec.shapes` says, of one layer
 # (inputs of a part, states before it, tokens that count (B,)) -> states after these tokens

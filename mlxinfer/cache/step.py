@@ -10,9 +10,9 @@ import numpy as np
 from ..metal_kernels.heads import Form, Heads
 from ..metal_kernels.kv_write import KVWrite
 from ..metal_kernels.paged_attention import capped
+from .groups import AttentionWindow
+from .inputs import Ints, QuerySegment, Segments, StepSegments
 from .pool import LayerPool, PagePool, Stored, TailPlace
-from .segments import Ints, QuerySegment, Segments, StepSegments
-from .window import AttentionWindow
 
 
 class ShortPlan(Protocol):

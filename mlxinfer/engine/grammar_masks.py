@@ -6,8 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core import Grammar, Request
-from .batch import SamplingRows
-from .sequence import Sequence
+from .batch import SamplingRows, Sequence
 
 Masks = NDArray[np.uint32]
 WORD_BITS = 32

@@ -8,12 +8,11 @@ recycles them before, as they are written too. Only a partial page is copied.
 from collections.abc import Sequence as Seq
 
 from ..cache.groups import PageGroup, StateGroup
-from ..cache.page_table import PageTable
-from ..cache.pages import OutOfPages
+from ..cache.inputs import CacheWork, Move, PartialCopy, Spill
+from ..cache.pages import OutOfPages, PageTable
 from ..cache.prefix import PrefixTree, RestorePoint, Snapshot
-from ..cache.work import CacheWork, Move, PartialCopy, Spill
+from .batch import Sequence
 from .pagestore import PageStore, Transfers
-from .sequence import Sequence
 
 ROLLING_TOKENS = 4096  # of a long prompt between two snapshots of its state; whole pages
 

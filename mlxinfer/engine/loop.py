@@ -19,7 +19,7 @@ from ..core import FinishReason, Request, TokenEvent, TokenLogprobs
 from ..errors import GrammarFailedError, RequestFailedError
 from ..models.decoder import Model
 from ..sampling.sampler import Sampler
-from .batch import Batch, CommitResult, SamplingRows
+from .batch import Batch, CommitResult, SamplingRows, Sequence
 from .grammar_masks import GrammarMasks
 from .kernels import Chooser, choose_kernels, choose_none
 from .kv_manager import KVManager
@@ -28,7 +28,6 @@ from .pagestore import SAVE_S, PageStore
 from .queues import Counters
 from .runner import Launched, Runner
 from .scheduler import Proposer, Scheduler
-from .sequence import Sequence
 from .stats import stats_of
 
 # For the identity of the weights: enough where it is remembered, or where they are few.

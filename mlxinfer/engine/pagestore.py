@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from ..cache.disk import DiskStats, DiskTier, chain_keys, namespace_key, page_key
 from ..cache.groups import PageGroup, StateGroup
-from ..cache.page_table import PageTable
+from ..cache.inputs import Load, Spill
+from ..cache.pages import PageTable
 from ..cache.prefix import PrefixTree, RestorePoint, StoredPage
-from ..cache.work import Load, Spill
 
 MIN_PAGES = 2  # fewer are not worth a look at the disk
 MAX_SPILL_BYTES = 128 * 2**20  # read out of the pools before one step, and held until they go

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ..cache.pages import OutOfPages
 from ..core import Request
+from .batch import Sequence
 from .kv_manager import KVManager
-from .sequence import Sequence
 
 
 @dataclass(slots=True)

@@ -9,15 +9,13 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cache.inputs import Ints, Spill
 from ..cache.kv import KVCache
-from ..cache.segments import Ints
-from ..cache.work import Spill
 from ..core import TokenLogprobs
 from ..models.decoder import Model
 from ..sampling.logprobs import read_logprobs
 from ..sampling.sampler import Sampled, Sampler
-from .batch import Batch, CommitResult, SamplingRows, Segment
-from .sequence import Sequence
+from .batch import Batch, CommitResult, SamplingRows, Segment, Sequence
 
 Bools = NDArray[np.bool_]
 NO_TOKENS: Ints = np.zeros(0, dtype=np.int32)

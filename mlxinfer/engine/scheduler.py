@@ -11,14 +11,13 @@ from typing import Protocol
 
 import numpy as np
 
+from ..cache.inputs import Move
 from ..cache.pages import OutOfPages
-from ..cache.work import Move
 from ..core import FinishReason
-from .batch import MAX_SHORT, Batch, CommitResult, DecodeBatch, Segment, sampling_rows
+from .batch import MAX_SHORT, Batch, CommitResult, DecodeBatch, Segment, Sequence, sampling_rows
 from .grammar_masks import num_allowed
 from .kv_manager import KVManager
 from .queues import Counters, RequestQueues
-from .sequence import Sequence
 
 
 class Proposer(Protocol):

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core import SamplingParams
-from .blocks import padded_width
+from .draw import padded_width
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]

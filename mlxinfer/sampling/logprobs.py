@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..core import TokenLogprobs
-from .blocks import largest_entries, pad_rows
+from .draw import largest_entries, pad_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from ..core import SamplingParams
 from ..metal_kernels.sample import SETTINGS
 from .adjustments import Biases, Penalties, Repetition, SparseBias
-from .blocks import padded_width, row_padding
-from .draw import stream_of
+from .draw import padded_width, row_padding, stream_of
 from .logprobs import LogprobRows, logprob_rows
 from .truncation import RankCuts, WeightCuts
 

@@ -20,8 +20,7 @@ from .adjustments import (
     prompt_mask,
     sparse_bias,
 )
-from .blocks import pad_rows
-from .draw import DrawRanks, draw, uniforms
+from .draw import DrawRanks, draw, pad_rows, uniforms
 from .logprobs import LogprobArrays, compute_logprobs
 from .plan import ROW, Drawn, SamplingPlan, make_plan, row_of
 from .truncation import kept_weights

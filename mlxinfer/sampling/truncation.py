@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from .blocks import largest_values
-from .draw import total_weight
+from .draw import largest_values, total_weight
 
 SORTED = 256  # where halving costs more than it saves
 LOWEST = mx.finfo(mx.float32).min

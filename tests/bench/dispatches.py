@@ -23,9 +23,9 @@ import mlx.core as mx
 from mlxinfer.bench.peer import load_peer_model
 from mlxinfer.bench.report import Report, Table, ratio
 from mlxinfer.cache.formats import lay_out
+from mlxinfer.cache.inputs import Segments, StepSegments, ints
 from mlxinfer.cache.kv import KVCache
-from mlxinfer.cache.page_table import PageTable
-from mlxinfer.cache.segments import Segments, StepSegments, ints
+from mlxinfer.cache.pages import PageTable
 from mlxinfer.config import KVOptions
 from mlxinfer.engine.kernels import choose_kernels
 from mlxinfer.models import load

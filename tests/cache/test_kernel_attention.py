@@ -4,11 +4,11 @@ import mlx.core as mx
 import numpy as np
 from metal_cpu import MetalCPU, requires_compiler
 
+from mlxinfer.cache.groups import AttentionWindow
+from mlxinfer.cache.inputs import Segments, ints
 from mlxinfer.cache.kernel_attention import KernelPlan, KernelPlanner
-from mlxinfer.cache.page_table import PageTable
+from mlxinfer.cache.pages import PageTable
 from mlxinfer.cache.pool import LayerPool
-from mlxinfer.cache.segments import Segments, ints
-from mlxinfer.cache.window import AttentionWindow
 from mlxinfer.core import KVSpec
 from mlxinfer.metal_kernels.launch import running_on
 

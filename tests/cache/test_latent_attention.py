@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxinfer.cache.formats import lay_out, make_format
+from mlxinfer.cache.inputs import Move, StepSegments
 from mlxinfer.cache.kv import KVCache
-from mlxinfer.cache.page_table import PageTable
-from mlxinfer.cache.segments import StepSegments
-from mlxinfer.cache.work import Move
+from mlxinfer.cache.pages import PageTable
 from mlxinfer.config import KVOptions
 from mlxinfer.core import LatentSpec
 from mlxinfer.errors import InvalidRequestError

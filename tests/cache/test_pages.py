@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.cache.page_table import PageTable
-from mlxinfer.cache.pages import OutOfPages, PageAllocator
+from mlxinfer.cache.pages import OutOfPages, PageAllocator, PageTable
 
 
 def test_extends_a_run_while_it_can() -> None:

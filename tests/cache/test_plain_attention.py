@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from mlxinfer.cache import plain_attention
 from mlxinfer.cache.formats import Bits
-from mlxinfer.cache.page_table import PageTable
+from mlxinfer.cache.groups import AttentionWindow
+from mlxinfer.cache.inputs import Segments, StepSegments
+from mlxinfer.cache.pages import PageTable
 from mlxinfer.cache.plain_attention import HIDDEN, PlainPlanner
 from mlxinfer.cache.pool import LayerPool
-from mlxinfer.cache.segments import Segments, StepSegments
 from mlxinfer.cache.step import StepKV, plan_group
-from mlxinfer.cache.window import AttentionWindow
 from mlxinfer.core import KVSpec
 from mlxinfer.metal_kernels.paged_attention import gathered_attention, paged_attention
 

@@ -5,8 +5,7 @@ from itertools import count
 
 import pytest
 
-from mlxinfer.cache.page_table import PageTable
-from mlxinfer.cache.pages import PageAllocator
+from mlxinfer.cache.pages import PageAllocator, PageTable
 from mlxinfer.cache.prefix import Duplicate, Lease, PrefixTree, StoredPage
 from mlxinfer.cache.prefix.store import EvictionQueue
 

@@ -13,8 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlxinfer.cache.page_table import PageTable
-from mlxinfer.cache.pages import OutOfPages, PageAllocator
+from mlxinfer.cache.pages import OutOfPages, PageAllocator, PageTable
 from mlxinfer.cache.prefix import Lease, PrefixTree, StoredPage
 
 Path = tuple[str, tuple[int, ...]]  # namespace, tokens from position 0 to the end of a page

@@ -6,10 +6,9 @@ import random
 import pytest
 
 from mlxinfer.cache.groups import StateGroup
-from mlxinfer.cache.page_table import PageTable
-from mlxinfer.cache.pages import PageAllocator
+from mlxinfer.cache.pages import PageAllocator, PageTable
 from mlxinfer.cache.prefix import Lease, PrefixTree, Snapshot, StoredPage
-from mlxinfer.cache.prefix.match import resume_point
+from mlxinfer.cache.prefix.node import resume_point
 
 SIZE = 4
 

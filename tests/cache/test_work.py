@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.cache.page_table import PageTable
-from mlxinfer.cache.work import seal_index
+from mlxinfer.cache.inputs import seal_index
+from mlxinfer.cache.pages import PageTable
 
 PAGE = 4
 

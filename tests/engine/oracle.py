@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
-from mlxinfer.engine.sequence import Sequence
+from mlxinfer.engine.batch import Sequence
 
 
 class Oracle:

@@ -7,7 +7,7 @@ import pytest
 from engine.harness import PAGE, Harness, prompt, tiny_model
 
 from mlxinfer.core import SamplingParams
-from mlxinfer.engine.sequence import Sequence
+from mlxinfer.engine.batch import Sequence
 from mlxinfer.errors import InvalidRequestError
 
 CASE = "qwen3-v4"

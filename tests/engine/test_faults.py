@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.tiny import tiny_checkpoint
 
+from mlxinfer.cache.inputs import Ints
 from mlxinfer.cache.pool import LayerPool
-from mlxinfer.cache.segments import Ints
 from mlxinfer.config import KVOptions
 from mlxinfer.core import FinishReason, Request, SamplingParams
 from mlxinfer.engine.runner import Launched, Runner

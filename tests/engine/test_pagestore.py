@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 
 from mlxinfer.cache.disk import DiskTier, namespace_key
-from mlxinfer.cache.groups import PageGroup
-from mlxinfer.cache.page_table import PageTable
-from mlxinfer.cache.pages import PageAllocator
+from mlxinfer.cache.groups import AttentionWindow, PageGroup
+from mlxinfer.cache.inputs import Spill
+from mlxinfer.cache.pages import PageAllocator, PageTable
 from mlxinfer.cache.prefix import PrefixTree
-from mlxinfer.cache.window import AttentionWindow
-from mlxinfer.cache.work import Spill
 from mlxinfer.engine import pagestore
 from mlxinfer.engine.pagestore import TRIES, Found, PageStore
 

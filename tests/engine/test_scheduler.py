@@ -8,15 +8,13 @@ from engine.spelled import segments_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxinfer.cache.groups import PageGroup
+from mlxinfer.cache.groups import AttentionWindow, PageGroup
 from mlxinfer.cache.pages import PageAllocator
-from mlxinfer.cache.window import AttentionWindow
 from mlxinfer.core import FinishReason, Request, SamplingParams
 from mlxinfer.engine import kv_manager
-from mlxinfer.engine.batch import MAX_SHORT, Batch
+from mlxinfer.engine.batch import MAX_SHORT, Batch, Sequence
 from mlxinfer.engine.kv_manager import KVManager
 from mlxinfer.engine.scheduler import CommitResult, Scheduler
-from mlxinfer.engine.sequence import Sequence
 
 PAGE = 4
 

@@ -5,7 +5,7 @@ from engine.harness import PAGE, Harness, alone, prompt, tiny_model
 
 from mlxinfer.config import KVOptions
 from mlxinfer.core import SamplingParams
-from mlxinfer.engine.sequence import Sequence
+from mlxinfer.engine.batch import Sequence
 
 
 @pytest.mark.parametrize("case", ["qwen3-v4", "mistral-v4", "gemma3_text-v4"])

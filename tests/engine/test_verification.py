@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxinfer.core import FinishReason, SamplingParams
-from mlxinfer.engine.sequence import Sequence
+from mlxinfer.engine.batch import Sequence
 from mlxinfer.errors import GrammarFailedError
 
 CASE = "qwen3-v4"

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.cache.window import AttentionWindow
+from mlxinfer.cache.groups import AttentionWindow
 from mlxinfer.metal_kernels.attention_plan import (
     BLOCK,
     MIN_ITEM_BLOCKS,

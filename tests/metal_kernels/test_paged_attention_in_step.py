@@ -8,12 +8,12 @@ import pytest
 from metal_cpu import MetalCPU, requires_compiler
 
 from mlxinfer.cache.formats import Bits
-from mlxinfer.cache.page_table import PageTable
+from mlxinfer.cache.groups import AttentionWindow
+from mlxinfer.cache.inputs import QuerySegment, StepSegments
+from mlxinfer.cache.pages import PageTable
 from mlxinfer.cache.plain_attention import PlainPlanner
 from mlxinfer.cache.pool import LayerPool
-from mlxinfer.cache.segments import QuerySegment, StepSegments
 from mlxinfer.cache.step import StepKV, padded_positions, plan_group
-from mlxinfer.cache.window import AttentionWindow
 from mlxinfer.core import KVSpec
 from mlxinfer.metal_kernels.attention_plan import AttentionPlanner, page_table
 from mlxinfer.metal_kernels.launch import running_on

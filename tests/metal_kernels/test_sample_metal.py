@@ -22,8 +22,7 @@ from mlxinfer.metal_kernels.sampling_cases import (
     random_logits,
     repeated_settings,
 )
-from mlxinfer.sampling.blocks import pad_rows
-from mlxinfer.sampling.draw import DrawRanks, draw, stream_of, uniforms
+from mlxinfer.sampling.draw import DrawRanks, draw, pad_rows, stream_of, uniforms
 from mlxinfer.sampling.truncation import RankCuts, WeightCuts, kept_weights
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)

@@ -2,7 +2,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxinfer.sampling.blocks import largest_entries, largest_values, pad_rows, padded_width
+from mlxinfer.sampling.draw import largest_entries, largest_values, pad_rows, padded_width
 
 
 @pytest.mark.parametrize("vocab_size", [1, 127, 128, 129, 300, 1024])

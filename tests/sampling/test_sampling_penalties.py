@@ -8,7 +8,7 @@ from sampling_reference import Row, adjusted_logits
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.sampling.adjustments import TokenHistory, penalise, prompt_mask
-from mlxinfer.sampling.blocks import pad_rows
+from mlxinfer.sampling.draw import pad_rows
 from mlxinfer.sampling.plan import ROW, make_plan, row_of
 
 STRENGTHS = ("repetition_penalty", "presence_penalty", "frequency_penalty")

@@ -10,7 +10,7 @@ from sampling_reference import Row, kept_tokens
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.sampling import truncation
-from mlxinfer.sampling.blocks import pad_rows
+from mlxinfer.sampling.draw import pad_rows
 from mlxinfer.sampling.plan import ROW, make_plan, row_of
 from mlxinfer.sampling.truncation import kept_weights
 

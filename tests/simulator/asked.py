@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from simulator.oracle import Oracle
 
 from mlxinfer.core import FinishReason, Request
-from mlxinfer.engine.sequence import Sequence
+from mlxinfer.engine.batch import Sequence
 
 
 @dataclass

@@ -12,9 +12,9 @@ from engine.spelled import segments_of
 from simulator.fake_kv import FakeKV
 from simulator.oracle import Rules, embed, key, mix, sample
 
-from mlxinfer.cache.work import Spill
+from mlxinfer.cache.inputs import Spill
 from mlxinfer.engine.batch import Batch, CommitResult, SamplingRows, Segment
-from mlxinfer.engine.sequence import Sequence as EngineSequence
+from mlxinfer.engine.batch import Sequence as EngineSequence
 
 
 class StepFailed(RuntimeError):

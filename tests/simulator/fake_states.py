@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from simulator.oracle import NO_STATE, State, next_state
 
-from mlxinfer.cache.work import CacheWork
+from mlxinfer.cache.inputs import CacheWork
 
 
 class FakeStates:

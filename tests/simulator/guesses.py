@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 from simulator.oracle import Oracle
 
-from mlxinfer.engine.sequence import Sequence
+from mlxinfer.engine.batch import Sequence
 
 
 class Guesses:

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from mlxinfer.cache.window import AttentionWindow
+from mlxinfer.cache.groups import AttentionWindow
 
 
 @dataclass(frozen=True)

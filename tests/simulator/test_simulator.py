@@ -12,13 +12,12 @@ import pytest
 from simulator.programs import Program
 
 from mlxinfer.cache.groups import PageGroup, StateGroup
-from mlxinfer.cache.page_table import PageTable
-from mlxinfer.cache.work import CacheWork
+from mlxinfer.cache.inputs import CacheWork
+from mlxinfer.cache.pages import PageTable
 from mlxinfer.engine import kv_manager
-from mlxinfer.engine.batch import Batch
+from mlxinfer.engine.batch import Batch, Sequence
 from mlxinfer.engine.kv_manager import KVManager
 from mlxinfer.engine.scheduler import Scheduler
-from mlxinfer.engine.sequence import Sequence
 
 NUM_SEEDS = int(os.environ.get("MLXINFER_SEEDS", "400"))
 FIRST_SEED = int(os.environ.get("MLXINFER_FIRST_SEED", "0"))

@@ -1,8 +1,7 @@
 """The prefix cache: a tree of pages by the tokens that they hold. Pure Python."""
 
-from .leases import Lease
-from .match import RestorePoint
-from .node import Snapshot, StoredPage
+from .node import RestorePoint, Snapshot, StoredPage
+from .store import Lease
 from .tree import Duplicate, PrefixCounters, PrefixTree
 
 __all__ = [

@@ -1,18 +1,19 @@
-"""The nodes of a prefix tree, one by one: which are locked, which may be evicted, in which order.
+"""The nodes of a prefix tree: which are leased, which may be evicted, in which order.
 
-Knows nodes and page allocators, not paths and leases. Keeps two kinds of eviction queues: nodes
-that may go as a whole (leaves without a lock), and for each windowed group the pages that no lease
-holds.
+Nothing on a leased path is evicted. A window needs its last pages only, so leases protect windowed
+pages one by one. There are two kinds of eviction queues: one of nodes that may go as a whole
+(leaves without a lock), and for each windowed group one of the pages that no lease holds.
 """
 
 import heapq
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ..groups import StateGroup
 from ..pages import PageAllocator
-from .node import Node, Snapshot, Tokens
+from .node import Node, RestorePoint, Snapshot, Tokens
 
 STRANDED = -sys.maxsize  # lower than any priority
 
@@ -59,8 +60,36 @@ class EvictionQueue(Generic[Item]):
         return None
 
 
+@dataclass(slots=True, eq=False)
+class Lease:
+    """What one sequence (or one pin) keeps in the tree: a path, and where its windows begin.
+
+    `nodes[n]` is page number n. Of a windowed group g the sinks' pages and those from number
+    `first[g]` on are protected, of the others all.
+    """
+
+    root: Node
+    nodes: list[Node]
+    first: list[int]
+    cut: Node | None
+    snapshot: Snapshot | None
+    priority: int
+    epoch: int
+    released: bool = False
+
+    @property
+    def num_pages(self) -> int:
+        """Whole pages of the sequence that belong to the tree; later ones are the sequence's."""
+        return len(self.nodes)
+
+    @property
+    def tip(self) -> Node:
+        """The last node of the path."""
+        return self.nodes[-1] if self.nodes else self.root
+
+
 class NodeStore:
-    """Nodes, their locks, and the pages that belong to them."""
+    """Nodes, the leases on them, and the pages that belong to them."""
 
     def __init__(
         self,
@@ -78,6 +107,7 @@ class NodeStore:
         self.snapshots: EvictionQueue[Snapshot] = EvictionQueue()  # those that no lease holds
         self.windowed = [g for g, window in enumerate(windows) if window is not None]
         self.roots: dict[Hashable, Node] = {}
+        self._epoch = 0  # of leases: how often the tree was cleared
         self.num_nodes = 0
         self.num_unlocked = 0
         self.num_pages = [0] * len(windows)
@@ -86,11 +116,9 @@ class NodeStore:
 
     def root(self, namespace: Hashable) -> Node:
         """The root of a namespace; made where there is none, and then to be locked at once."""
-        root = self.roots.get(namespace)
-        if root is None:
-            root = Node(namespace, None, (), [None] * len(self.windows))
-            self.roots[namespace] = root
-        return root
+        if namespace not in self.roots:
+            self.roots[namespace] = Node(namespace, None, (), [None] * len(self.windows))
+        return self.roots[namespace]
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents before children."""
@@ -100,6 +128,85 @@ class NodeStore:
             if node.parent is not None:
                 yield node
             stack.extend(node.children.values())
+
+    # -- leases ---------------------------------------------------------------------------------
+
+    def take(self, match: RestorePoint, priority: int) -> Lease:
+        """Protect what a match found; it must be fresh, and may be empty."""
+        root = self.root(match.namespace)
+        lease = Lease(
+            root=root,
+            nodes=list(match.nodes),
+            first=list(match.first),
+            cut=match.cut,
+            snapshot=match.snapshot,
+            priority=priority,
+            epoch=self._epoch,
+        )
+        cut = [match.cut] if match.cut else []
+        for node in [root, *match.nodes, *cut]:
+            assert node.alive, "the tree changed between match and lock"
+            self.lock(node)
+        if match.snapshot is not None:
+            self.hold_snapshot(match.snapshot)
+        for group in self.windowed:
+            for node in self._protected(lease, group) + cut:
+                node.anchored[group] = True
+                self.hold(node, group)
+        return lease
+
+    def grow(self, lease: Lease, node: Node) -> None:
+        """The path goes on with a node that was locked for it, and is its tip from now on."""
+        number = lease.num_pages
+        lease.nodes.append(node)
+        for group in self.windowed:
+            if number >= lease.first[group] or number < self.num_kept[group]:
+                self.hold(node, group)
+
+    def trim(self, lease: Lease, group: int, first: int) -> None:
+        """A window moved on: the lease needs no page of `group` before page number `first`."""
+        passed = lease.nodes[lease.first[group] : first]
+        lease.first[group] = max(lease.first[group], first)
+        now = self.clock() if passed else 0
+        for node in passed:
+            self.unhold(node, group, now)
+
+    def release_cut(self, lease: Lease) -> None:
+        """Stop protecting the cut page and the snapshot."""
+        cut, snapshot, now = lease.cut, lease.snapshot, self.clock()
+        lease.cut = lease.snapshot = None
+        if snapshot is not None:
+            self.unhold_snapshot(snapshot, now)
+        if cut is None:
+            return
+        cut.raise_priority(lease.priority)
+        for group in self.windowed:
+            self.unhold(cut, group, now)
+        self.unlock(cut, now)
+
+    def end(self, lease: Lease) -> None:
+        """Protect nothing more; what was protected counts as just used."""
+        assert not lease.released
+        lease.released = True
+        self.release_cut(lease)
+        now = self.clock()
+        for node in [lease.root, *lease.nodes]:  # before any of their pages is queued by it
+            node.raise_priority(lease.priority)
+        for group in self.windowed:
+            for node in self._protected(lease, group):
+                node.anchored[group] = True  # the next to go on from here needs it
+                self.unhold(node, group, now)
+        for node in reversed(lease.nodes):
+            self.unlock(node, now)
+        self.unlock(lease.root, now)
+
+    def up_to_date(self, lease: Lease) -> bool:
+        """Whether a lease was taken since the tree was cleared last."""
+        return lease.epoch == self._epoch
+
+    def _protected(self, lease: Lease, group: int) -> list[Node]:
+        """The nodes whose page of a windowed group a lease needs: sinks, and the window."""
+        return lease.nodes[: self.num_kept[group]] + lease.nodes[lease.first[group] :]
 
     # -- in use ---------------------------------------------------------------------------------
 
@@ -279,7 +386,10 @@ class NodeStore:
             self.allocators[group].release(pages)
 
     def clear(self) -> None:
-        """Take out all nodes; pages in use are released by the last `unlock` or `unhold`."""
+        """Take out all nodes; pages in use are released by the last `unlock` or `unhold`.
+
+        Leases of before protect what they protected, and grow no more.
+        """
         for node in list(self.nodes()):
             node.alive = False
             self.leaves.discard(node)
@@ -296,6 +406,7 @@ class NodeStore:
             root.alive = False
         self.roots.clear()
         self.num_nodes = self.num_unlocked = 0
+        self._epoch += 1
 
     def _drop_root(self, root: Node) -> None:
         if not root.children and not root.locks:

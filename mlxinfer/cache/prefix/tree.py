@@ -10,12 +10,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..groups import StateGroup
-from ..page_table import PageTable
-from ..pages import PageAllocator
-from .leases import Lease, Leases
-from .match import RestorePoint, TreeShape, find
-from .node import Node, Snapshot, StoredPage
-from .store import NodeStore
+from ..pages import PageAllocator, PageTable
+from .node import Node, RestorePoint, Snapshot, StoredPage, TreeShape, find
+from .store import Lease, NodeStore
 
 OnEvict = Callable[[list[StoredPage]], None]
 
@@ -82,7 +79,6 @@ class PrefixTree:
         self._states = states
         num_kept = self._store.num_kept
         self._shape = TreeShape(windows, num_kept, page_size, has_states=states is not None)
-        self._leases = Leases(self._store)
         self._on_evict = on_evict
 
     # -- reading --------------------------------------------------------------------------------
@@ -148,7 +144,7 @@ class PrefixTree:
 
         What it protects is evicted after everything of a lower priority, see `evict`.
         """
-        return self._leases.take(match, priority)
+        return self._store.take(match, priority)
 
     def count(self, match: RestorePoint) -> None:
         """Count a match that is made use of; one may be locked in vain."""
@@ -160,29 +156,29 @@ class PrefixTree:
 
     def pin(self, namespace: Hashable, token_ids: Sequence[int]) -> Lease:
         """Keep what the tree has of a prefix, its windows' last pages included, until `unlock`."""
-        return self._leases.take(self.probe(namespace, token_ids, limit=len(token_ids)), 0)
+        return self._store.take(self.probe(namespace, token_ids, limit=len(token_ids)), 0)
 
     def hold_path(self, point: RestorePoint) -> Lease:
         """Keep all whole pages that agreed with a prompt, with every page of their windows."""
         whole = replace(
             point, nodes=point.path, cut=None, snapshot=None, first=list(point.num_kept)
         )
-        return self._leases.take(whole, 0)
+        return self._store.take(whole, 0)
 
     def unlock(self, lease: Lease) -> None:
         """End a lease; what it protected counts as just used."""
-        self._leases.end(lease)
+        self._store.end(lease)
 
     def release_cut(self, lease: Lease) -> None:
         """Stop protecting the cut page and the snapshot: copies of them are launched.
 
         `unlock` does so too.
         """
-        self._leases.release_cut(lease)
+        self._store.release_cut(lease)
 
     def trim(self, lease: Lease, group: int, first: int) -> None:
         """A window moved on: the lease needs no page of `group` before page number `first`."""
-        self._leases.trim(lease, group, first)
+        self._store.trim(lease, group, first)
 
     # -- growing --------------------------------------------------------------------------------
 
@@ -213,7 +209,7 @@ class PrefixTree:
         for group in self._store.windowed:
             self.trim(lease, group, tables[group].first)
         duplicates: list[Duplicate] = []
-        if not self._leases.up_to_date(lease):
+        if not self._store.up_to_date(lease):
             return duplicates
         size = self.page_size
         for number in range(lease.num_pages, num_tokens // size):
@@ -226,7 +222,7 @@ class PrefixTree:
             else:
                 self._store.lock(node)
                 duplicates += self._merge(node, own)
-            self._leases.grow(lease, node)
+            self._store.grow(lease, node)
         return duplicates
 
     def add_partial(
@@ -246,7 +242,7 @@ class PrefixTree:
             begins like it; the caller's page stays the caller's.
         """
         start = lease.num_pages * self.page_size
-        if not self._leases.up_to_date(lease):
+        if not self._store.up_to_date(lease):
             return False
         assert num_tokens - start < self.page_size
         tokens = tuple(token_ids[start:num_tokens])
@@ -358,4 +354,3 @@ class PrefixTree:
     def clear(self) -> None:
         """Forget everything. What leases protect is released as they end, and never found again."""
         self._store.clear()
-        self._leases.outdate()

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .llm import LLM
-    from .output_parts import ToolCall, ToolCallDelta
-    from .session.results import Delta, Result, Timing
+    from .outputs import Delta, Result, Timing, ToolCall, ToolCallDelta
 
 __version__ = "0.1.0"
 
@@ -66,11 +65,11 @@ __all__ = [
 
 _HOMES = {
     "LLM": "llm",
-    "Delta": "session.results",
-    "Result": "session.results",
-    "Timing": "session.results",
-    "ToolCall": "output_parts",
-    "ToolCallDelta": "output_parts",
+    "Delta": "outputs",
+    "Result": "outputs",
+    "Timing": "outputs",
+    "ToolCall": "outputs",
+    "ToolCallDelta": "outputs",
     "FinishReason": "core",
     "Request": "core",
     "SamplingParams": "core",

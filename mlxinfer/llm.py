@@ -12,6 +12,7 @@ from .backend import require_mlx
 from .config import KVOptions
 from .core import SamplingParams
 from .errors import InvalidRequestError
+from .outputs import Delta, Result
 from .session.engine_client import last
 from .session.engine_factory import EngineOptions
 from .session.output_processor import OutputProcessor
@@ -23,7 +24,6 @@ from .session.request_builder import (
     ResponseFormat,
     is_one_prompt,
 )
-from .session.results import Delta, Result
 from .session.session import Session
 
 if TYPE_CHECKING:

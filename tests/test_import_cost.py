@@ -35,7 +35,7 @@ def loaded_after(code: str) -> set[str]:
         "import mlxinfer; mlxinfer.__version__",
         "import mlxinfer; mlxinfer.SamplingParams; mlxinfer.Result; mlxinfer.ModelError",
         "import mlxinfer.hub",
-        "from mlxinfer import core, config, errors, backend; import mlxinfer.session.results",
+        "from mlxinfer import core, config, errors, backend; import mlxinfer.outputs",
     ],
 )
 def test_the_vocabulary_loads_nothing_heavy(code: str) -> None:

@@ -13,11 +13,11 @@ FOLDERS = {
     "mlxinfer.convert": ROOT / "convert",
 }
 
-LEAVES = {"core", "errors", "config", "output_parts"}
+LEAVES = {"core", "errors", "config", "outputs"}
 MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "errors": set(),
-    "output_parts": set(),
     "core": {"errors"},
+    "outputs": {"core"},
     "config": {"errors"},
     "configfile": {"errors"},
     "metal_kernels": set(),
@@ -59,7 +59,7 @@ WITHOUT_MLX = (
     "core",
     "config",
     "errors",
-    "output_parts",
+    "outputs",
     "hub",
     "backend",
     "memory",

@@ -6,19 +6,17 @@ from pathlib import Path
 import pytest
 
 import mlxinfer
-from mlxinfer import core, errors, output_parts
-from mlxinfer.session import results
+from mlxinfer import core, errors, outputs
 
 HERE = {"LLM", "__version__"}  # not in the modules compared below
 CORE = {"FinishReason", "Request", "SamplingParams", "TokenEvent"}
-RESULTS = {"Delta", "Result", "Timing"}
-PARTS = {"ToolCall", "ToolCallDelta"}
-HOMES = [(CORE, core), (RESULTS, results), (PARTS, output_parts)]
+OUTPUTS = {"Delta", "Result", "Timing", "ToolCall", "ToolCallDelta"}
+HOMES = [(CORE, core), (OUTPUTS, outputs)]
 
 
 def test_all_is_every_error_and_the_listed_names() -> None:
     tree = {name for name, value in vars(errors).items() if isinstance(value, type)}
-    assert sorted(mlxinfer.__all__) == sorted(tree | CORE | RESULTS | PARTS | HERE)
+    assert sorted(mlxinfer.__all__) == sorted(tree | CORE | OUTPUTS | HERE)
 
 
 @pytest.mark.parametrize("name", sorted(set(mlxinfer.__all__) - HERE))

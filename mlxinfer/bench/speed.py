@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from ..llm import LLM
-    from ..session.results import Delta
+    from ..outputs import Delta
     from ..text import Tokenizer
 
 CONTEXTS = (512, 2048, 8192)  # those that the model takes

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..core import SamplingParams
 from ..errors import InvalidRequestError, TemplateError
-from ..session.results import Delta, Result
+from ..outputs import Delta, Result
 from ._output import table
 
 Message = dict[str, str]

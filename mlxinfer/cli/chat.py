@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import ContextLengthError
-from ..session.results import Delta
+from ..outputs import Delta
 from ._chat_session import COMMANDS, ChatSession, Reply, is_command, run_command
 from ._commands import FAILED, report
 from ._model import open_llm

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ..core import FinishReason, SamplingParams
-from ..session.results import Delta, Result
+from ..outputs import Delta, Result
 from ._model import has_chat_template, open_llm
 from ._options import (
     engine_options,

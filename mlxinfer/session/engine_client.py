@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ..core import FinishReason, TokenEvent
 from ..errors import EngineClosedError
+from ..outputs import Delta, Result
 from .output_processor import OutputProcessor
-from .results import Delta, Result
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine, Listener

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..core import FinishReason, Request, TokenEvent, TokenLogprobs
-from ..output_parts import CallStatus, Part, ToolCall, ToolCallDelta, merged
-from ..text import TextDelta, TextStream
-from .results import Delta, Result, Timing
+from ..outputs import Delta, Part, Result, Timing, joined_calls, merged
+from ..text import TextStream
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,9 +47,7 @@ class OutputProcessor:
         self._stream = stream
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls = CallCollector()
+        self._parts: list[Part] = []
         self._cached_tokens = 0
         self._submitted_s = time.monotonic()
         self._first_token_s = 0.0
@@ -75,31 +72,24 @@ class OutputProcessor:
         if event.token_id is not None:
             new_ids = (event.token_id,)
             self._add_token(event, event.token_id)
-        delta, reason = self._push_text(event)
-        self._add_text(delta)
+        parts, reason = self._push_text(event)
+        self._parts += parts
         if reason is not None:
             self.result = self._finish(reason, event.made_s)
-        return Delta(
-            text=delta.text,
-            reasoning=delta.reasoning,
-            tool_calls=delta.tool_calls,
-            parts=delta.parts,
-            token_ids=new_ids,
-            result=self.result,
-        )
+        return Delta(parts=parts, token_ids=new_ids, result=self.result)
 
-    def _push_text(self, event: TokenEvent) -> tuple[TextDelta, FinishReason | None]:
+    def _push_text(self, event: TokenEvent) -> tuple[tuple[Part, ...], FinishReason | None]:
         """The new text, and why the answer has ended; None: it goes on."""
         parts: list[Part] = []
         reason = event.finish_reason
         if event.token_id is not None and reason is not FinishReason.STOP:  # an end token has none
-            parts += self._stream.push([event.token_id]).parts
+            parts += self._stream.push([event.token_id])
         if reason is not None:
-            parts += self._stream.finish().parts
+            parts += self._stream.finish()
         if self._stream.stopped and reason is not FinishReason.ABORT:
             self.ended_early = reason is None
             reason = FinishReason.STOP
-        return TextDelta(merged(parts)), reason
+        return merged(parts), reason
 
     def _add_token(self, event: TokenEvent, token_id: int) -> None:
         if not self._token_ids:
@@ -108,19 +98,14 @@ class OutputProcessor:
         if self._logprobs is not None and event.logprobs is not None:
             self._logprobs.append(event.logprobs)
 
-    def _add_text(self, delta: TextDelta) -> None:
-        self._text.append(delta.text)
-        self._reasoning.append(delta.reasoning)
-        for piece in delta.tool_calls:
-            self._calls.push(piece)
-
     def _finish(self, reason: FinishReason, finished_s: float) -> Result:
         """The Result. Times are when the engine made the tokens, not when they were read."""
         first = self._first_token_s or finished_s
+        whole = Delta(parts=self._parts)
         return Result(
-            text="".join(self._text),
-            reasoning="".join(self._reasoning) or None,
-            tool_calls=tuple(self._calls.calls),
+            text=whole.text,
+            reasoning=whole.reasoning or None,
+            tool_calls=joined_calls(whole.tool_calls),
             token_ids=tuple(self._token_ids),
             finish_reason=reason,
             prompt_tokens=len(self.request.prompt_ids),
@@ -135,35 +120,6 @@ class OutputProcessor:
                 answer_tokens=len(self._token_ids),
             ),
         )
-
-
-class CallCollector:
-    """Joins the pieces of tool calls; broken calls, which are text too, are left out.
-
-    Attributes:
-        calls: in order; the last one may be cut off.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[int, list[ToolCallDelta]] = {}
-        self.calls: list[ToolCall] = []
-
-    def push(self, piece: ToolCallDelta) -> None:
-        """Add the next piece."""
-        pieces = self._open.setdefault(piece.index, [])
-        pieces.append(piece)
-        if piece.status is CallStatus.OPEN:
-            return
-        del self._open[piece.index]
-        first = pieces[0]
-        if piece.status is not CallStatus.BROKEN:
-            assert first.id is not None
-            assert first.name is not None
-            arguments = "".join(p.arguments for p in pieces)
-            complete = piece.status is CallStatus.DONE
-            self.calls.append(
-                ToolCall(id=first.id, name=first.name, arguments=arguments, complete=complete)
-            )
 
 
 class PromptScores:

@@ -4,7 +4,7 @@ from .chat import encode_chat
 from .detokenizer import Detokenizer
 from .messages import text_messages
 from .reasoning import ReasoningFormat, detect_reasoning
-from .stream import StopMatcher, TextDelta, TextStream
+from .stream import StopMatcher, TextStream
 from .template import ChatTemplate
 from .tokenizer import Tokenizer
 from .tools import ToolFormat, ToolUse, detect_tools, tool_format
@@ -14,7 +14,6 @@ __all__ = [
     "Detokenizer",
     "ReasoningFormat",
     "StopMatcher",
-    "TextDelta",
     "TextStream",
     "Tokenizer",
     "ToolFormat",

@@ -6,9 +6,8 @@ strings there are. Its depth is exactly how much of the text could still become 
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from ..output_parts import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta, merged
+from ..outputs import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta, merged
 from .answer_prefix import answer_prefix
 from .detokenizer import Detokenizer
 from .reasoning import ReasoningFormat
@@ -16,33 +15,10 @@ from .tokenizer import Tokenizer
 from .tools.format import ToolParser
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    """What a step added to the answer: text, reasoning and pieces of tool calls, in order."""
-
-    parts: tuple[Part, ...] = ()
-
-    @property
-    def text(self) -> str:
-        """The visible text."""
-        return "".join(part.text for part in self.parts if isinstance(part, TextPart))
-
-    @property
-    def reasoning(self) -> str:
-        """The reasoning."""
-        return "".join(part.text for part in self.parts if isinstance(part, ReasoningPart))
-
-    @property
-    def tool_calls(self) -> tuple[ToolCallDelta, ...]:
-        """The pieces of tool calls."""
-        return tuple(part for part in self.parts if isinstance(part, ToolCallDelta))
-
-    def __bool__(self) -> bool:
-        return bool(self.parts)
-
-
 class TextStream:
-    """Token ids in, deltas out, whose sum does not depend on how the ids are divided into pushes.
+    """Token ids in, parts of the answer out.
+
+    Their sum does not depend on how the ids are divided into pushes.
 
     Args:
         tokenizer: of the ids.
@@ -77,7 +53,7 @@ class TextStream:
         continues: bool = False,
     ) -> None:
         marks = (*(reasoning.marks if reasoning else ()), *(tools.marks if tools else ()))
-        kept = _special_ids_in(tokenizer, marks)
+        kept = _special_ids_in(tokenizer, marks) if marks else frozenset()
         before = prompt_ids if continues else ()
         self._detokenizer = Detokenizer(tokenizer, keep_ids=kept, prompt_ids=before)
         self._splitter = None
@@ -101,7 +77,7 @@ class TextStream:
         """The stop string that ended the answer."""
         return self._matcher.matched
 
-    def push(self, token_ids: Sequence[int]) -> TextDelta:
+    def push(self, token_ids: Sequence[int]) -> tuple[Part, ...]:
         """Return what these tokens add; nothing after the answer was stopped."""
         assert self.stopped or not self._finished, "push after finish"
         parts: list[Part] = []
@@ -112,13 +88,13 @@ class TextStream:
             text = self._detokenizer.push(token_id)
             if text:
                 self._split(text, parts)
-        return TextDelta(merged(parts))
+        return merged(parts)
 
-    def finish(self) -> TextDelta:
+    def finish(self) -> tuple[Part, ...]:
         """Return what was held back, at the end of the answer. A second call returns nothing."""
         if self._finished or self.stopped:
             self._finished = True
-            return TextDelta()
+            return ()
         self._finished = True
         parts: list[Part] = []
         self._split(self._detokenizer.flush(), parts)
@@ -130,7 +106,7 @@ class TextStream:
             self._show(self._tools.finish(), parts)
         if not self.stopped:
             parts.append(TextPart(self._matcher.finish()))
-        return TextDelta(merged(parts))
+        return merged(parts)
 
     def _split(self, text: str, parts: list[Part]) -> None:
         if self._splitter:

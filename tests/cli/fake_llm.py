@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 from mlxinfer.core import FinishReason, SamplingParams
-from mlxinfer.session.results import Delta, Result, Timing
+from mlxinfer.outputs import Delta, ReasoningPart, Result, TextPart, Timing
 
 
 class FakeLLM:
@@ -38,8 +38,7 @@ class FakeLLM:
                 last = step == len(words) - 1
                 gap = "" if last else " "
                 yield Delta(
-                    text=word + gap if word else "",
-                    reasoning=thought + " " if thought else "",
+                    parts=[TextPart(word + gap)] if word else [ReasoningPart(thought + " ")],
                     token_ids=(step,),
                     result=self._result(len(words)) if last else None,
                 )

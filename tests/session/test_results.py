@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mlxinfer.core import FinishReason, TokenLogprobs
-from mlxinfer.session.results import Result, Timing
+from mlxinfer.outputs import Result, Timing
 
 
 def answer(**changes: object) -> Result:

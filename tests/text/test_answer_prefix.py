@@ -5,6 +5,7 @@ import time
 import pytest
 from text_data import DATA, load_tokenizer, read_template
 
+from mlxinfer.outputs import Delta
 from mlxinfer.text import ChatTemplate, ReasoningFormat, TextStream, Tokenizer, encode_chat
 from mlxinfer.text.answer_prefix import answer_prefix
 from mlxinfer.text.tokenizer_files import load_backend
@@ -128,7 +129,7 @@ def test_a_message_in_harmony_is_continued(harmony, thought, field):
     channel = "analysis" if field != "content" else "final"
     assert found == f"<|start|>assistant<|channel|>{channel}<|message|>"
     stream = TextStream(harmony, reasoning=HARMONY, prompt_ids=ids)
-    delta = stream.push(harmony.encode(" on and on", add_special_tokens=False))
+    delta = Delta(parts=stream.push(harmony.encode(" on and on", add_special_tokens=False)))
     shown = delta.reasoning if channel == "analysis" else delta.text
     assert shown == " on and on"
 
@@ -147,7 +148,8 @@ def test_continued_reasoning_keeps_its_leading_space():
     answer = tokenizer.encode(" said hi.\n</think>\n\nHello", parse_special=True)
     for thought, expected in (("\nOkay, the user", " said hi."), ("\n", "said hi.")):
         ids = tokenizer.encode(f"<think>{thought}", parse_special=True)
-        delta = TextStream(tokenizer, reasoning=THINK, prompt_ids=ids).push(answer)
+        stream = TextStream(tokenizer, reasoning=THINK, prompt_ids=ids)
+        delta = Delta(parts=stream.push(answer))
         assert (delta.reasoning, delta.text) == (expected, "Hello")
 
 

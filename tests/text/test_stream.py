@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from text_data import DATA, KINDS, load_tokenizer, pieces, read_template
 
+from mlxinfer.outputs import Delta, TextPart
 from mlxinfer.text import (
     ChatTemplate,
     ReasoningFormat,
@@ -22,8 +23,9 @@ MARKS = HARMONY.marks
 
 
 def run(stream, ids, cuts=()):
-    deltas = [stream.push(part) for part in pieces(ids, list(cuts))] + [stream.finish()]
-    return "".join(d.text for d in deltas), "".join(d.reasoning for d in deltas)
+    pushed = [stream.push(part) for part in pieces(ids, list(cuts))] + [stream.finish()]
+    whole = Delta(parts=[part for parts in pushed for part in parts])
+    return whole.text, whole.reasoning
 
 
 def answer(tokenizer, text, **options):
@@ -261,5 +263,5 @@ def test_detection(harmony):
 def test_finishing_twice_gives_nothing_more(tokenizer):
     stream = TextStream(tokenizer, stop=["STOP"])
     stream.push(tokenizer.encode("S", add_special_tokens=False))
-    assert stream.finish().text == "S"
+    assert stream.finish() == (TextPart("S"),)
     assert not stream.finish()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from text_data import pieces
 from tool_samples import TOOLS, WRITERS
 
-from mlxinfer.output_parts import CallStatus, TextPart, ToolCallDelta, merged
+from mlxinfer.outputs import CallStatus, TextPart, ToolCallDelta, merged
 from mlxinfer.text.tools import FORMATS, Toolbox, ToolParser, tool_format
 
 NAMES = [known.name for known in FORMATS]

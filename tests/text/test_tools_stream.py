@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from text_data import DATA, KINDS, load_tokenizer, pieces
 from tool_samples import TOOLS, WRITERS, harmony, hermes
 
-from mlxinfer.output_parts import CallStatus, ReasoningPart, TextPart, ToolCallDelta, merged
+from mlxinfer.outputs import CallStatus, ReasoningPart, TextPart, ToolCallDelta, merged
 from mlxinfer.text import ReasoningFormat, TextStream, Tokenizer
 from mlxinfer.text.tokenizer_files import load_backend
 from mlxinfer.text.tools import FORMATS, Toolbox, ToolParser, tool_format
@@ -26,8 +26,8 @@ def stream(tokenizer, name="hermes", **options):
 
 
 def run(one, ids, cuts=()):
-    found = [part for piece in pieces(ids, list(cuts)) for part in one.push(piece).parts]
-    return merged([*found, *one.finish().parts])
+    found = [part for piece in pieces(ids, list(cuts)) for part in one.push(piece)]
+    return merged([*found, *one.finish()])
 
 
 def answer(tokenizer, text, name="hermes", **options):

@@ -7,17 +7,17 @@ import msgspec
 
 from ...core import FinishReason, SamplingParams
 from ...grammar import GrammarSpec
-from ...output_parts import (
+from ...outputs import (
     CallStatus,
     Part,
     ReasoningPart,
+    Result,
     TextPart,
     ToolCall,
     ToolCallDelta,
     merged,
 )
 from ...session.output_processor import OutputProcessor
-from ...session.results import Result
 from ...text import ToolUse
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from ...core import FinishReason, TokenEvent
 from ...errors import EngineClosedError, OverloadedError
+from ...outputs import Result
 from ...session.engine_client import Step
 from ...session.output_processor import OutputProcessor
-from ...session.results import Result
 from ..registry.served import ServedModel
 from ..watch.request_metrics import Meter, RequestMetrics
 from .service import Admission

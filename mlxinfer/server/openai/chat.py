@@ -7,8 +7,8 @@ from msgspec import UNSET
 
 from ...errors import InvalidRequestError
 from ...grammar import GrammarSpec
+from ...outputs import Result
 from ...session.engine_client import Step
-from ...session.results import Result
 from ...text import ToolUse
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint

@@ -8,8 +8,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from ...core import MAX_LOGPROBS, FinishReason
 from ...errors import InvalidRequestError
-from ...output_parts import ToolCall, ToolCallDelta
-from ...session.results import Result
+from ...outputs import Result, ToolCall, ToolCallDelta
 from ..fields.checks import refuse
 from ..fields.grammar import ConstraintFields
 from ..fields.prompt import Effort

@@ -6,7 +6,7 @@ from typing import Any
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from ...output_parts import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta
+from ...outputs import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta
 from ..http import sse
 from .responses_input import encrypted_content
 from .responses_tools import DeclaredTool, custom_input

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from ...core import Request, TokenEvent
-from ...session.results import Result
+from ...outputs import Result
 
 # vLLM's buckets, so that its dashboards and alerts fit (vllm/v1/metrics/loggers.py)
 FIRST_TOKEN_S = (

@@ -11,7 +11,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...output_parts import CallStatus, Part, TextPart, ToolCallDelta, merged
+from ...outputs import CallStatus, Part, TextPart, ToolCallDelta, merged
 from .lark import Lark
 from .reader import Malformed, Parse, Reader, compiled
 from .schema import Toolbox

@@ -1,14 +1,120 @@
-"""What a generation gives back: plain data with representations for people. Knows no engine."""
+"""What a generation gives back: the parts of an answer as they come, and its result. Plain data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from enum import StrEnum
 from html import escape
 from typing import Any
 
-from ..core import FinishReason, TokenLogprobs
-from ..output_parts import Part, ToolCall, ToolCallDelta
+from .core import FinishReason, TokenLogprobs
 
 CLIP_CHARS = 60  # of an answer, in a one-line repr
+
+
+class CallStatus(StrEnum):
+    """How far a tool call has come."""
+
+    OPEN = "open"  # more of its arguments follow
+    DONE = "done"  # its arguments are one JSON object
+    CUT = "cut"  # the answer ended within its arguments, which are the beginning of an object
+    BROKEN = "broken"  # it is no JSON: all of it follows as text, as it was written
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """Visible text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningPart:
+    """Reasoning of the model, before or between its visible text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallDelta:
+    """A piece of one tool call.
+
+    The first piece brings `id` and `name`, the last one a `status` other than OPEN. The `arguments`
+    of all pieces joined are the JSON text of one object, or its beginning if the call is CUT; they
+    are void if it is BROKEN.
+    """
+
+    index: int  # of the call within the answer, from 0
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+    status: CallStatus = CallStatus.OPEN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call of a tool."""
+
+    id: str
+    name: str
+    arguments: str  # a JSON object, as text
+    complete: bool = True  # False: the answer ended within `arguments`
+
+
+Part = TextPart | ReasoningPart | ToolCallDelta
+
+
+def merged(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """Return the same parts with neighbours of one kind, or of one call, joined."""
+    runs: list[list[Part]] = []
+    for part in parts:
+        if isinstance(part, TextPart | ReasoningPart) and not part.text:
+            continue
+        if runs and _together(runs[-1][0], part):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return tuple(_joined(run) for run in runs)
+
+
+def joined_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
+    """Return the calls of these pieces; broken calls, which are text too, are left out."""
+    by_index: dict[int, list[ToolCallDelta]] = {}
+    for piece in pieces:
+        by_index.setdefault(piece.index, []).append(piece)
+    calls = []
+    for first, *rest in by_index.values():
+        status = rest[-1].status if rest else first.status
+        if status in (CallStatus.OPEN, CallStatus.BROKEN):
+            continue
+        assert first.id is not None
+        assert first.name is not None
+        arguments = "".join([first.arguments, *[piece.arguments for piece in rest]])
+        complete = status is CallStatus.DONE
+        calls.append(ToolCall(id=first.id, name=first.name, arguments=arguments, complete=complete))
+    return tuple(calls)
+
+
+def _together(one: Part, two: Part) -> bool:
+    if isinstance(one, ToolCallDelta) and isinstance(two, ToolCallDelta):
+        return one.index == two.index
+    return type(one) is type(two)
+
+
+def _joined(run: list[Part]) -> Part:
+    first = run[0]
+    if len(run) == 1:
+        return first
+    if isinstance(first, ToolCallDelta):
+        pieces = [part for part in run if isinstance(part, ToolCallDelta)]
+        return ToolCallDelta(
+            index=first.index,
+            id=first.id,
+            name=first.name,
+            arguments="".join(piece.arguments for piece in pieces),
+            status=pieces[-1].status,
+        )
+    texts = (part.text for part in run if isinstance(part, TextPart | ReasoningPart))
+    return type(first)("".join(texts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,17 +238,26 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What one step added to an answer; the last one of a stream carries the Result.
+    """What one step added to an answer; the last one of a stream carries the Result."""
 
-    `parts` has text, reasoning and pieces of tool calls in the order in which they came.
-    """
-
-    text: str = ""
-    reasoning: str = ""
-    tool_calls: Sequence[ToolCallDelta] = ()
-    parts: Sequence[Part] = ()
+    parts: Sequence[Part] = ()  # text, reasoning and pieces of tool calls, as they came
     token_ids: Sequence[int] = ()
     result: Result | None = None
+
+    @property
+    def text(self) -> str:
+        """The visible text."""
+        return "".join([part.text for part in self.parts if isinstance(part, TextPart)])
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning."""
+        return "".join([part.text for part in self.parts if isinstance(part, ReasoningPart)])
+
+    @property
+    def tool_calls(self) -> tuple[ToolCallDelta, ...]:
+        """The pieces of tool calls."""
+        return tuple([part for part in self.parts if isinstance(part, ToolCallDelta)])
 
 
 def _rate(count: int, seconds: float) -> float | None:

@@ -63,15 +63,10 @@ class ObservedProjection:
         self.paths = tuple(paths)
         self.moments = moments
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """x (T, in_dims) -> (T, out_dims)."""
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """x (T, in_dims) -> (T, out_dims), plus the residual."""
         self.moments.see(self.paths, x)
-        return self.projection(x)
-
-    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
-        """residual + self(x)."""
-        self.moments.see(self.paths, x)
-        return self.projection.onto(residual, x)
+        return self.projection(x, residual)
 
 
 class ObservedExperts:

@@ -22,12 +22,8 @@ class Mixer(Protocol):
         """What the cache keeps for this layer."""
         ...
 
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
-        """x (T, hidden) -> (T, hidden)."""
-        ...
-
-    def onto(self, residual: mx.array, x: mx.array, step: Step) -> mx.array:
-        """residual (T, hidden) + self(x, step)."""
+    def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
+        """x (T, hidden) -> (T, hidden), plus `residual` where one is given."""
         ...
 
 
@@ -43,19 +39,13 @@ class ParallelMixers:
     def __init__(self, parts: Sequence[Mixer]) -> None:
         self.parts = tuple(parts)
 
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
-        """x (T, hidden) -> (T, hidden)."""
+    def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
+        """x (T, hidden) -> (T, hidden), plus the residual."""
         first, *others = self.parts
-        y = first(x, step)
+        y = first(x, step, residual)
         for part in others:
-            y = part.onto(y, x, step)
+            y = part(x, step, y)
         return y
-
-    def onto(self, residual: mx.array, x: mx.array, step: Step) -> mx.array:
-        """residual (T, hidden) + self(x, step)."""
-        for part in self.parts:
-            residual = part.onto(residual, x, step)
-        return residual
 
 
 class Attention:
@@ -127,8 +117,8 @@ class Attention:
         self.gate_proj = gate_proj
         self.make_heads = None if v_norm is not None else make_heads
 
-    def attend(self, x: mx.array, step: Step) -> mx.array:
-        """x (T, hidden) -> the outputs of the heads side by side, (T, num_heads * head_dim)."""
+    def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
+        """x (T, hidden) -> (T, hidden), plus the residual."""
         cache = step.caches[self]
         how = {"scale": self.scale, "sinks": self.sinks, "soft_cap": self.soft_cap}
         projected = self.qkv_proj(x)  # (T, (H + 2 Hkv) * D)
@@ -146,15 +136,9 @@ class Attention:
                 qk = self.rope(qk, step.prepared(self.rope))
             queries, keys = mx.split(qk, self.k_start, axis=1)
             outputs = cache.attend(queries, keys, values, **how)
-        return outputs if self.gate_proj is None else outputs * mx.sigmoid(self.gate_proj(x))
-
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
-        """x (T, hidden) -> (T, hidden)."""
-        return self.o_proj(self.attend(x, step))
-
-    def onto(self, residual: mx.array, x: mx.array, step: Step) -> mx.array:
-        """residual (T, hidden) + self(x, step)."""
-        return self.o_proj.onto(residual, self.attend(x, step))
+        if self.gate_proj is not None:
+            outputs = outputs * mx.sigmoid(self.gate_proj(x))
+        return self.o_proj(outputs, residual)  # of the heads side by side
 
 
 class SharedAttention:
@@ -177,8 +161,8 @@ class SharedAttention:
         self.source = source
         self.q_norm = q_norm
 
-    def attend(self, x: mx.array, step: Step) -> mx.array:
-        """x (T, hidden) -> the outputs of the heads side by side, (T, num_heads * head_dim)."""
+    def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
+        """x (T, hidden) -> (T, hidden), plus the residual."""
         source = self.source
         queries = self.q_proj(x).reshape(x.shape[0], source.num_heads, -1)
         if self.q_norm is not None:
@@ -188,15 +172,7 @@ class SharedAttention:
         outputs: mx.array = step.caches[source].attend_again(
             queries, scale=source.scale, sinks=source.sinks, soft_cap=source.soft_cap
         )
-        return outputs
-
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
-        """x (T, hidden) -> (T, hidden)."""
-        return self.o_proj(self.attend(x, step))
-
-    def onto(self, residual: mx.array, x: mx.array, step: Step) -> mx.array:
-        """residual (T, hidden) + self(x, step)."""
-        return self.o_proj.onto(residual, self.attend(x, step))
+        return self.o_proj(outputs, residual)
 
 
 LayerMixer = Mixer | ParallelMixers | SharedAttention

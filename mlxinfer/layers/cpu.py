@@ -106,8 +106,8 @@ class TiledLinear:
         self.shape = (-1, tiles.shape[0] * TILE)
         self.block_rows = min(32, UNPACKED // (TILE * tiles.shape[1]) // 16 * 16) or sys.maxsize
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """x (T, in_dims) -> (T, out_dims)."""
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """x (T, in_dims) -> (T, out_dims), plus the residual."""
         rows = x.shape[0]
         missing = -rows % self.block_rows  # from the last block
         if rows >= 2 * self.block_rows and 8 * missing <= rows:
@@ -115,16 +115,14 @@ class TiledLinear:
         else:
             y = x @ self.tiles  # (out_dims / TILE, T, TILE)
             y = (y if rows == 1 else y.swapaxes(0, 1)).reshape(self.shape)
-        return y if self.bias is None else y + self.bias
+        if self.bias is not None:
+            y = y + self.bias
+        return y if residual is None else residual + y
 
     def _in_blocks(self, x: mx.array, missing: int) -> mx.array:
         padded = mx.pad(x, [(0, missing), (0, 0)]) if missing else x
         blocks = padded.reshape(-1, 1, self.block_rows, x.shape[1])
         return (blocks @ self.tiles).swapaxes(1, 2).reshape(self.shape)[: len(x)]
-
-    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
-        """residual + self(x)."""
-        return residual + self(x)
 
 
 class TiledEmbedding:
@@ -178,8 +176,8 @@ class UnpackedLinear(QuantizedLinear):
 
     __slots__ = ()
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """x (T, in_dims) -> (T, out_dims)."""
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """x (T, in_dims) -> (T, out_dims), plus the residual."""
         form = (self.group_size, self.bits, self.mode)
         if x.shape[0] < UNPACK_FROM:
             y = mx.quantized_matmul(x, self.weight, self.scales, self.biases, True, *form)
@@ -187,7 +185,9 @@ class UnpackedLinear(QuantizedLinear):
             plain = mx.dequantize(self.weight, self.scales, self.biases, *form, dtype=x.dtype)
             tiles = tiled(plain)
             y = x @ plain.T if tiles is None else TiledLinear(tiles)(x)
-        return y if self.bias is None else y + self.bias
+        if self.bias is not None:
+            y = y + self.bias
+        return y if residual is None else residual + y
 
 
 class LeanRMSNorm:

@@ -126,10 +126,6 @@ class GatedDeltaNet:
         eps = _EPS / qk.shape[-1]
         return mx.fast.rms_norm(qk, None, eps) * self.qk_scales.astype(qk.dtype)
 
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
-        """x (T, hidden) -> (T, hidden)."""
-        return self.out_proj(self.mix(x, step))
-
-    def onto(self, residual: mx.array, x: mx.array, step: Step) -> mx.array:
-        """residual (T, hidden) + self(x, step)."""
-        return self.out_proj.onto(residual, self.mix(x, step))
+    def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
+        """x (T, hidden) -> (T, hidden), plus the residual."""
+        return self.out_proj(self.mix(x, step), residual)

@@ -127,10 +127,6 @@ class LatentAttention:
         )
         return outputs.flatten(1)
 
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
-        """x (T, hidden) -> (T, hidden)."""
-        return self.o_proj(self.attend(x, step))
-
-    def onto(self, residual: mx.array, x: mx.array, step: Step) -> mx.array:
-        """residual (T, hidden) + self(x, step)."""
-        return self.o_proj.onto(residual, self.attend(x, step))
+    def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
+        """x (T, hidden) -> (T, hidden), plus the residual."""
+        return self.o_proj(self.attend(x, step), residual)

@@ -9,12 +9,11 @@ import mlx.core as mx
 class Projection(Protocol):
     """x (T, in_dims) -> (T, out_dims)."""
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """The product, and the bias where there is one."""
-        ...
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """The product, with the bias where there is one, and with `residual` (T, out_dims) added.
 
-    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
-        """residual (T, out_dims) + self(x), in one operation where the format has one."""
+        In one operation where the format has one.
+        """
         ...
 
 
@@ -27,16 +26,14 @@ class Linear:
         self.transposed = weight.T  # (in_dims, out_dims)
         self.bias = bias  # (out_dims,)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """x (T, in_dims) -> (T, out_dims)."""
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """x (T, in_dims) -> (T, out_dims), plus the residual, which takes part in the product."""
+        if residual is not None:
+            y = mx.addmm(residual, x, self.transposed)
+            return y if self.bias is None else y + self.bias
         if self.bias is None:
             return x @ self.transposed
         return mx.addmm(self.bias, x, self.transposed)
-
-    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
-        """residual + self(x); the residual takes part in the product."""
-        y = mx.addmm(residual, x, self.transposed)
-        return y if self.bias is None else y + self.bias
 
 
 class QuantizedLinear:
@@ -63,15 +60,13 @@ class QuantizedLinear:
         self.bits = bits
         self.mode = mode
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """x (T, in_dims) -> (T, out_dims)."""
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """x (T, in_dims) -> (T, out_dims), plus the residual."""
         form = (self.group_size, self.bits, self.mode)
         y = mx.quantized_matmul(x, self.weight, self.scales, self.biases, True, *form)
-        return y if self.bias is None else y + self.bias
-
-    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
-        """residual + self(x)."""
-        return residual + self(x)
+        if self.bias is not None:
+            y = y + self.bias
+        return y if residual is None else residual + y
 
 
 class Joined:
@@ -82,13 +77,10 @@ class Joined:
     def __init__(self, parts: Sequence[Projection]) -> None:
         self.parts = tuple(parts)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """x (T, in_dims) -> (T, sum of out_dims)."""
-        return mx.concatenate([part(x) for part in self.parts], axis=-1)
-
-    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
-        """residual + self(x)."""
-        return residual + self(x)
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """x (T, in_dims) -> (T, sum of out_dims), plus the residual."""
+        y = mx.concatenate([part(x) for part in self.parts], axis=-1)
+        return y if residual is None else residual + y
 
 
 class Embedding(Protocol):

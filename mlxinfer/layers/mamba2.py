@@ -172,13 +172,9 @@ class Mamba2:
         y = y.transpose(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)
         return y[:, :length], state.flatten(1, 2)
 
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
-        """x (T, hidden) -> (T, hidden)."""
-        return self.out_proj(self.mix(x, step))
-
-    def onto(self, residual: mx.array, x: mx.array, step: Step) -> mx.array:
-        """residual (T, hidden) + self(x, step)."""
-        return self.out_proj.onto(residual, self.mix(x, step))
+    def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
+        """x (T, hidden) -> (T, hidden), plus the residual."""
+        return self.out_proj(self.mix(x, step), residual)
 
 
 def _chunks(x: mx.array, size: int) -> mx.array:

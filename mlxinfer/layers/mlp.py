@@ -29,12 +29,8 @@ ACTIVATIONS = (*_SILU, *_GELU_TANH, *_GELU_ERF)
 class FeedForward(Protocol):
     """The second block of a layer: an MLP or a mixture of experts."""
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """x (T, hidden) -> (T, hidden)."""
-        ...
-
-    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
-        """residual (T, hidden) + self(x)."""
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """x (T, hidden) -> (T, hidden), plus `residual` where one is given."""
         ...
 
 
@@ -50,13 +46,9 @@ class MLP:
         self.down_proj = down_proj
         self.activation = activation
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """x (T, hidden) -> (T, hidden)."""
-        return self.down_proj(self.activation(self.gate_up_proj(x)))
-
-    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
-        """residual (T, hidden) + self(x)."""
-        return self.down_proj.onto(residual, self.activation(self.gate_up_proj(x)))
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """x (T, hidden) -> (T, hidden), plus the residual."""
+        return self.down_proj(self.activation(self.gate_up_proj(x)), residual)
 
 
 class Gated:

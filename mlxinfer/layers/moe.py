@@ -57,20 +57,17 @@ class MoE:
         self.down_proj = down_proj
         self.activation = activation
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """x (T, hidden) -> (T, hidden)."""
-        return self.mix(x, self.router(x))
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """x (T, hidden) -> (T, hidden), plus the residual."""
+        y = self.mix(x, self.router(x))
+        return y if residual is None else residual + y
 
     def mix(self, x: mx.array, logits: mx.array) -> mx.array:
         """The same with logits (T, E) that a router gave."""
         weights, experts = self.choose(logits)  # (T, k) each
         y = self._sorted(x, experts) if experts.size >= SORT_FROM else self._direct(x, experts)
         y = (weights[:, None].astype(y.dtype) @ y)[:, 0]
-        return y if self.shared is None else self.shared.onto(y, x)
-
-    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
-        """residual (T, hidden) + self(x)."""
-        return residual + self(x)
+        return y if self.shared is None else self.shared(x, y)
 
     def _direct(self, x: mx.array, experts: mx.array) -> mx.array:
         return self._run(x[:, None, None], experts, False)[..., 0, :]  # (T, k, hidden)
@@ -101,13 +98,10 @@ class GatedExpert:
         self.expert = expert
         self.gate = gate
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """x (T, hidden) -> (T, hidden)."""
-        return mx.sigmoid(self.gate(x)) * self.expert(x)
-
-    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
-        """residual (T, hidden) + self(x)."""
-        return residual + self(x)
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """x (T, hidden) -> (T, hidden), plus the residual."""
+        y = mx.sigmoid(self.gate(x)) * self.expert(x)
+        return y if residual is None else residual + y
 
 
 def top_k_softmax(k: int) -> Choose:

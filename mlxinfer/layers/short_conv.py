@@ -43,10 +43,6 @@ class ShortConv:
         """The state after the first `lengths` (B,) tokens."""
         return [self.conv.after(inputs[0], states[0], lengths)]
 
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
-        """x (T, hidden) -> (T, hidden)."""
-        return self.out_proj(self.mix(x, step))
-
-    def onto(self, residual: mx.array, x: mx.array, step: Step) -> mx.array:
-        """residual (T, hidden) + self(x, step)."""
-        return self.out_proj.onto(residual, self.mix(x, step))
+    def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
+        """x (T, hidden) -> (T, hidden), plus the residual."""
+        return self.out_proj(self.mix(x, step), residual)

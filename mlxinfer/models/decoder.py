@@ -58,8 +58,8 @@ class PreNormLayer:
     def __call__(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> (T, hidden)."""
         if self.scale is None:
-            x = self.mixer.onto(x, self.mixer_norm(x), step)
-            return self.mlp.onto(x, self.mlp_norm(x))
+            x = self.mixer(self.mixer_norm(x), step, x)
+            return self.mlp(self.mlp_norm(x), x)
         x = x + self.mixer(self.mixer_norm(x), step) * self.scale
         return x + self.mlp(self.mlp_norm(x)) * self.scale
 
@@ -117,7 +117,7 @@ class ParallelLayer:
     def __call__(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> (T, hidden)."""
         normed = self.norm(x)
-        return self.mlp.onto(self.mixer.onto(x, normed, step), normed)
+        return self.mlp(normed, self.mixer(normed, step, x))
 
 
 class Model:

@@ -37,17 +37,14 @@ class Recurrence:
         self._out = mx.array(rng.normal(size=(HEADS * KEY, hidden)).astype(np.float32) * 0.3)
         self.spec = StateSpec((((HEADS, KEY, KEY), "float32"), ((hidden,), "float32")))
 
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
+    def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
         outputs = []
         for part in step.caches[self].parts:
             y, states, inputs = self.forward(part.take(x), part.read(), part.lengths)
             part.write(states, inputs, self.replay)
             outputs.append(y)
         joined: mx.array = step.caches[self].join(outputs)
-        return joined
-
-    def onto(self, residual: mx.array, x: mx.array, step: Step) -> mx.array:
-        return residual + self(x, step)
+        return joined if residual is None else residual + joined
 
     def forward(
         self, x: mx.array, states: Arrays, lengths: mx.array | None

@@ -41,13 +41,9 @@ class NormedMLP:
         self.norm = norm
         self.mlp = mlp
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """x (T, hidden) -> (T, hidden)."""
-        return self.mlp(self.norm(x))
-
-    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
-        """residual + self(x)."""
-        return residual + self(x)
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """x (T, hidden) -> (T, hidden), plus the residual."""
+        return self.mlp(self.norm(x), residual)
 
 
 class ParallelExperts:
@@ -77,15 +73,12 @@ class ParallelExperts:
         self.experts = experts
         self.norms = tuple(norms)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """x (T, hidden) -> (T, hidden)."""
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """x (T, hidden) -> (T, hidden), plus the residual."""
         behind_dense, before, behind = self.norms
         logits = self.router(self.router_norm(x))
-        return behind_dense(self.dense(x)) + behind(self.experts.mix(before(x), logits))
-
-    def onto(self, residual: mx.array, x: mx.array) -> mx.array:
-        """residual + self(x)."""
-        return residual + self(x)
+        y = behind_dense(self.dense(x)) + behind(self.experts.mix(before(x), logits))
+        return y if residual is None else residual + y
 
 
 class ScaledChoice:

@@ -39,6 +39,7 @@ ORIGINS = {
 
 
 OWN_NAMES = (*ENGINE_NAMES, "tool_format")
+ONE_OR_MORE = frozenset({"host"})  # lists for which a file may also hold a single text
 
 
 def config_option(function: Function) -> Function:
@@ -81,7 +82,11 @@ def _load(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> 
 def _by_parameter(command: click.Command, config: ConfigFile) -> dict[str, Any]:
     """Return values by parameter name, not by option: --model sets `models`."""
     names = _names(command)
-    return {names[name]: value for name, value in config.serve.items()}
+    return {names[name]: _listed(name, value) for name, value in config.serve.items()}
+
+
+def _listed(name: str, value: Any) -> Any:
+    return [value] if name in ONE_OR_MORE and not isinstance(value, list) else value
 
 
 def _names(command: click.Command) -> dict[str, str]:
@@ -115,8 +120,8 @@ def _check_values(ctx: click.Context, config: ConfigFile) -> None:
     """Parse every value as the command line would, to name the file where one is wrong."""
     names = _names(ctx.command)
     parameters = {parameter.name: parameter for parameter in ctx.command.params}
-    for name, value in config.serve.items():
-        parameter = parameters[names[name]]
+    for name, given in config.serve.items():
+        value, parameter = _listed(name, given), parameters[names[name]]
         place = f"{config.path}, serve.{name.replace('_', '-')}"
         if parameter.multiple and not isinstance(value, list):
             raise InvalidRequestError(f"{place}: expected a list, such as [{value!r}].")

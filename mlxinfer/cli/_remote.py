@@ -44,7 +44,8 @@ def default_url() -> str:
     from .config import serve_context
 
     options = serve_context([]).params
-    host = ANY_ADDRESS.get(options["host"], options["host"])
+    first = options["host"][0]
+    host = ANY_ADDRESS.get(first, first)
     if ":" in host and not host.startswith("["):
         host = f"[{host}]"
     return f"http://{host}:{options['port']}"

@@ -12,21 +12,30 @@ from ._output import emit_json
 @click.command()
 @click.argument("name")
 @click.option("--dry-run", is_flag=True, help="Say what would be downloaded, and whether it fits.")
+@click.option(
+    "--verify", is_flag=True, help="Check files that are here by their hashes; fetch damaged ones."
+)
 @json_option
-def command(name: str, dry_run: bool, as_json: bool) -> None:
+def command(name: str, dry_run: bool, verify: bool, as_json: bool) -> None:
     """Download a model from the Hugging Face hub.
 
     NAME is org/name or org/name@revision.
     An interrupted download goes on where it stopped.
     """
+    if dry_run and verify:
+        raise click.UsageError("--verify deletes damaged files; --dry-run changes nothing.")
     if dry_run:
         _plan(name, as_json=as_json)
         return
+    damaged = hub.verify(name) if verify else []
+    for file in damaged:
+        click.echo(f"{file} is damaged: its content has another hash. Fetching it again.", err=True)
     with progress_bar(name) as progress:
         folder = hub.pull(name, progress=progress)
     if as_json:
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        emit_json({"name": name, "path": str(folder), "size_bytes": size})
+        found = {"damaged": damaged} if verify else {}
+        emit_json({"name": name, "path": str(folder), "size_bytes": size, **found})
     else:
         click.echo(f"{name} is in {folder}")
 

@@ -35,7 +35,15 @@ if TYPE_CHECKING:
     metavar="MODEL",
     help="Bundled model, folder, or org/name; repeatable. NAME=MODEL serves it as NAME.",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--host",
+    "host",
+    multiple=True,
+    default=("127.0.0.1",),
+    show_default=True,
+    metavar="ADDRESS",
+    help="Address to listen on; repeatable.",
+)
 @click.option(
     "--port",
     default=8080,
@@ -143,17 +151,19 @@ def command(
     config = server_config(options)
     by_default = ctx.get_parameter_source("models") is ParameterSource.DEFAULT
     requested = requested_models(models, config_of(ctx), by_default=by_default)
-    listener = bind(config)  # before models load: a taken port is known at once
+    listeners = bind(config)  # before models load: a taken port is known at once
     try:
         set_up_logging(log_format, log_level)
         raise_file_limit(config.max_connections)
         service = Service(registry(requested, options), config)
     except BaseException:
-        listener.close()
+        for listener in listeners:
+            listener.close()
         raise
     names = ", ".join(service.models.names())
-    ready = f"mlxinfer serves {names} at {url_of(listener)}/v1 (Ctrl-C ends it)"
-    Server(service, listener, lambda: click.echo(ready, err=True)).serve_forever()
+    places = " and ".join(f"{url_of(listener)}/v1" for listener in listeners)
+    ready = f"mlxinfer serves {names} at {places} (Ctrl-C ends it)"
+    Server(service, listeners, lambda: click.echo(ready, err=True)).serve_forever()
 
 
 def server_config(options: dict[str, Any]) -> Any:

@@ -23,6 +23,7 @@ from .cache import (
 from .download import DownloadPlan, DownloadProgress, Progress, plan_download
 from .download import download as download_repo
 from .fetch import is_locked
+from .verify import remove_damaged
 
 __all__ = [
     "DownloadPlan",
@@ -37,6 +38,7 @@ __all__ = [
     "pull",
     "remove",
     "resolve",
+    "verify",
 ]
 
 
@@ -73,6 +75,27 @@ def pull(name: str, *, progress: Progress | None = None) -> Path:
     Raises: those of resolve().
     """
     return _local_folder(name) or _fetch(_parse(name), progress)
+
+
+def verify(name: str) -> list[str]:
+    """Delete cached files of a repository whose content is not what their hash says.
+
+    Returns:
+        Their names; pull() fetches them again.
+
+    Raises:
+        InvalidRequestError: a local model, whose files have no hashes, or a download in progress.
+        ModelNotFoundError: no such name.
+    """
+    if _local_folder(name) is not None:
+        raise InvalidRequestError(f"{name} is local: the hub has no hashes of it.", param="name")
+    repo = _parse(name)
+    if _is_being_downloaded(repo):
+        raise InvalidRequestError(
+            f"{repo} is being downloaded by another process; wait for it, then try again.",
+            param="name",
+        )
+    return remove_damaged(repo)
 
 
 def plan_pull(name: str) -> DownloadPlan:

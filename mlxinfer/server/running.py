@@ -8,7 +8,7 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from types import FrameType
 
 import uvicorn
@@ -30,14 +30,14 @@ class Server(uvicorn.Server):
 
     Args:
         service: models and requests; closed at the end.
-        listener: a bound socket.
+        listeners: bound sockets.
         on_ready: called once clients can connect.
     """
 
     def __init__(
         self,
         service: Service,
-        listener: socket.socket,
+        listeners: Sequence[socket.socket],
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         config = service.config
@@ -62,7 +62,7 @@ class Server(uvicorn.Server):
             )
         )
         self.service = service
-        self._listener = listener
+        self._listeners = list(listeners)
         self._on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -88,7 +88,7 @@ class Server(uvicorn.Server):
 
     async def _serve_until_drained(self) -> None:
         self._loop = asyncio.get_running_loop()
-        await self.serve(sockets=[self._listener])
+        await self.serve(sockets=self._listeners)
         if self._tending is not None:
             self._tending.cancel()
         if self._failure is not None:
@@ -151,25 +151,41 @@ class Server(uvicorn.Server):
         self.stop()
 
 
-def bind(config: ServerConfig) -> socket.socket:
-    """A socket bound to the config's address.
+def bind(config: ServerConfig) -> list[socket.socket]:
+    """Sockets bound to the config's addresses; of port 0 all take the one that the first finds.
 
     Raises:
-        InvalidRequestError: the port is taken, or the address is not this machine's.
+        InvalidRequestError: the port is taken, or an address is not this machine's.
     """
-    host = config.host.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound: list[socket.socket] = []
+    try:
+        for host in config.hosts:
+            port = bound[0].getsockname()[1] if bound else config.port
+            bound.append(_bind(host, port, alone=len(config.hosts) == 1))
+    except InvalidRequestError:
+        for listener in bound:
+            listener.close()
+        raise
+    return bound
+
+
+def _bind(host: str, port: int, *, alone: bool) -> socket.socket:
+    """A socket bound to one address; raises as `bind`."""
+    plain = host.strip("[]")
+    family = socket.AF_INET6 if ":" in plain else socket.AF_INET
     # asyncio sets TCP_NODELAY only if the protocol is named; without it a response of two writes
     # waits for the client's delayed acknowledgement, 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if family == socket.AF_INET6 and not alone:  # else :: would take the IPv4 port as well
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
     try:
-        listener.bind((host, config.port))
+        listener.bind((plain, port))
     except (OSError, UnicodeError) as error:
         listener.close()
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InvalidRequestError(
-            f"Cannot serve on {config.host} port {config.port}: {reason}. "
+            f"Cannot serve on {host} port {port}: {reason}. "
             "Choose another with --port, or end what uses this one.",
             param="port",
         ) from None

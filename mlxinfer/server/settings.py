@@ -24,8 +24,8 @@ class ServerConfig:
             other machines can reach while there is no key.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8080  # 0: any free one
+    host: str | tuple[str, ...] = "127.0.0.1"  # an address to listen on, or several
+    port: int = 8080  # of all of them; 0: any free one
     keys: ApiKeys = field(default_factory=ApiKeys)
     insecure: bool = False  # other machines may connect without a key
     allowed_hosts: tuple[str, ...] = ()  # Host headers, beside what `host` implies
@@ -52,6 +52,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise InvalidRequestError(f"port is {self.port}; expected 0 to 65535.", param="port")
+        if not self.hosts:
+            raise InvalidRequestError("host names no address to listen on.", param="host")
         for host in self.allowed_hosts:
             if not _NAME.fullmatch(host.lower()):
                 raise InvalidRequestError(
@@ -67,17 +69,23 @@ class ServerConfig:
                     param="allowed_origins",
                 )
         if not (self.loopback or self.keys or self.insecure):
+            open_host = next(host for host in self.hosts if not is_loopback(host))
             raise InvalidRequestError(
-                f"{self.host} can be reached from other machines, and no API key is set. "
+                f"{open_host} can be reached from other machines, and no API key is set. "
                 "Set one with --api-key or MLXINFER_API_KEY, serve on 127.0.0.1, "
                 "or say --insecure.",
                 param="host",
             )
 
     @property
+    def hosts(self) -> tuple[str, ...]:
+        """The addresses to listen on, each once."""
+        return (self.host,) if isinstance(self.host, str) else tuple(dict.fromkeys(self.host))
+
+    @property
     def loopback(self) -> bool:
         """Whether only this machine can connect."""
-        return is_loopback(self.host)
+        return all(map(is_loopback, self.hosts))
 
 
 def is_loopback(host: str) -> bool:

@@ -22,7 +22,7 @@ def test_command_line_before_environment_before_file(
     shown = json.loads(outcome("config", "show", "--json").out)
     assert shown["file"] == str(file)
     assert shown["serve"]["port"] == {"value": 9001, "origin": "environment"}
-    assert shown["serve"]["host"] == {"value": "localhost", "origin": "config file"}
+    assert shown["serve"]["host"] == {"value": ["localhost"], "origin": "config file"}
     assert shown["serve"]["drain"] == {"value": 30.0, "origin": "default"}
 
 

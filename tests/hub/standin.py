@@ -161,7 +161,8 @@ class _Handler(BaseHTTPRequestHandler):
         if name not in repo.files or name in self.hub.faults.gone:
             return self._error(404, "EntryNotFound")
         data = repo.files[name]
-        headers = {"X-Repo-Commit": repo.commit, "ETag": f'"{hashlib.sha1(data).hexdigest()}"'}
+        git_hash = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+        headers = {"X-Repo-Commit": repo.commit, "ETag": f'"{git_hash}"'}
         if not name.endswith(LARGE):
             return self._answer(200, data, headers, body=body)
         sha256 = hashlib.sha256(data).hexdigest()

@@ -355,3 +355,13 @@ def test_the_plan_has_sizes_and_needs_one_request(standin: StandIn) -> None:
     assert len(standin.log) == 1
     hub.pull("org/tiny")
     assert hub.plan_pull("org/tiny").missing_bytes == 0
+
+
+def test_verify_finds_a_weight_that_was_changed_at_its_size(standin: StandIn, cache: Path) -> None:
+    folder = hub.pull("org/tiny")
+    assert hub.verify("org/tiny") == []
+    blob(cache).write_bytes(WEIGHTS[:-1] + b"x")
+    assert (hub.pull("org/tiny") / "model.safetensors").read_bytes() != WEIGHTS  # only sizes count
+    assert hub.verify("org/tiny") == ["model.safetensors"]
+    assert hub.pull("org/tiny") == folder
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS

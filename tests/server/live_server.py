@@ -72,12 +72,12 @@ class LiveServer:
         """Put a socket before these models."""
         self.config = ServerConfig(port=0, **config)
         self.service = Service(models, self.config)
-        listener = bind(self.config)
+        listeners = bind(self.config)
         if send_buffer is not None:  # connections inherit it
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        self.url = url_of(listener)
-        self.port: int = listener.getsockname()[1]
-        self.server = Server(self.service, listener)
+            listeners[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        self.url = url_of(listeners[0])
+        self.port: int = listeners[0].getsockname()[1]
+        self.server = Server(self.service, listeners)
         self._thread = threading.Thread(target=self.server.serve_forever, daemon=True)
         self._ahead_s = 0.0  # of the event loop's clock
 

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 from live_server import CHAT, LiveServer, chat, wait_until
 from raw_http import exchange, post, read_answer, status_of
@@ -112,6 +113,15 @@ def test_others_need_a_key(host: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.2"])
 def test_loopback_needs_none(host: str) -> None:
     assert ServerConfig(host=host).loopback
+
+
+def test_several_addresses_share_a_port() -> None:
+    with pytest.raises(InvalidRequestError, match=r"192\.168\.1\.5 can be reached"):
+        ServerConfig(host=("127.0.0.1", "192.168.1.5"))
+    with LiveServer(host=("127.0.0.1", "127.0.0.2")) as server:
+        for address in ("127.0.0.1", "127.0.0.2"):
+            answer = httpx.get(f"http://{address}:{server.port}/health")
+            assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ class HostRules:
     """Host names of this server, and origins of pages that may call it."""
 
     def __init__(self, config: ServerConfig) -> None:
-        names = {*LOCAL, _bracketed(config.host), *(h.lower() for h in config.allowed_hosts)}
+        names = {*LOCAL, *map(_bracketed, config.hosts), *map(str.lower, config.allowed_hosts)}
         if not config.loopback:
             own = socket.gethostname().lower()
             names |= {own, f"{own.removesuffix('.local')}.local"}

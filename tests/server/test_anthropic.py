@@ -289,7 +289,7 @@ def test_an_answer_in_a_form(demo: anthropic.Anthropic) -> None:
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
         {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
         {"messages": [*HELLO, {"role": "assistant", "content": [{"type": "tool_use"}]}]},
-        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        {"tools": [{"input_schema": {}}]},
         {"tools": TOOLS, "tool_choice": {"type": "tool"}},
         {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}},
         {"tool_choice": {"type": "any"}},
@@ -307,6 +307,56 @@ def test_what_cannot_be_is_refused(scripted: ScriptedServer, fields: Any) -> Non
     assert answer.status_code == 400, answer.text
     assert answer.json()["type"] == "error"
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+SEARCH: Any = {"type": "web_search_20250305", "name": "web_search"}
+SEARCHED: Any = [
+    {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
+    {"type": "web_search_tool_result", "tool_use_id": "s", "content": [{"type": "x", "url": "u"}]},
+    {"type": "text", "text": "Found."},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_hosted_tools_and_their_blocks_are_skipped_and_named(
+    scripted: ScriptedServer, stream: bool
+) -> None:
+    turns = [*HELLO, {"role": "assistant", "content": SEARCHED}, *HELLO]
+    tools = [*TOOLS, SEARCH, {"type": "computer_toolset_20260801"}]
+    body = {"messages": turns, "max_tokens": 5, "tools": tools, "stream": stream}
+    with scripted.says("x"):
+        answer = scripted.post("/v1/messages", body)
+        assert "get_weather" in scripted.prompt
+        assert "web_search" not in scripted.prompt
+        assert "Found." in scripted.prompt
+    assert answer.status_code == 200, answer.text
+    first = len(TOOLS)
+    assert answer.headers["x-mlxinfer-skipped"] == (
+        f"tools[{first}] web_search_20250305, tools[{first + 1}] computer_toolset_20260801, "
+        "messages[1].content[0] server_tool_use, messages[1].content[1] web_search_tool_result"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tool", "given"),
+    [
+        ({"type": "bash_20250124", "name": "bash"}, {"command": "ls"}),
+        (
+            {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
+            {"command": "view", "path": "/a"},
+        ),
+        ({"type": "memory_20250818", "name": "memory"}, {"command": "view", "path": "/memories"}),
+    ],
+)
+def test_tools_of_anthropics_schemas_are_called(
+    scripted: ScriptedServer, client: anthropic.Anthropic, tool: Any, given: Any
+) -> None:
+    said = json.dumps({"name": tool["name"], "arguments": given})
+    with scripted.says(f"<tool_call>{said}</tool_call>"):
+        answer = ask(client, tools=[tool])
+        assert '"command"' in scripted.prompt
+    (block,) = answer.content
+    assert (block.name, block.input) == (tool["name"], given)
 
 
 def test_what_changes_nothing_is_taken(scripted: ScriptedServer) -> None:

@@ -118,8 +118,8 @@ def test_a_choice_without_tools(scripted: ScriptedServer, choice: Any) -> None:
 THEIRS: list[dict[str, Any]] = [
     {"tools": [{"input_schema": {}}]},
     {"tools": [{"name": "f", "input_schema": []}]},
-    {"tools": [{"name": "f", "type": "web_search_20250305"}]},
-    {"tools": [{"name": "f", "type": "computer_20250124"}]},
+    {"tools": [{"type": "bash_20250124"}]},
+    {"tools": [{"name": "f", "type": 3}]},
     {"tools": [{"name": "f"}, {"name": "f"}]},
     {"tools": [{"name": "f", "defer_loading": True}]},
     {"tools": [{"name": "f"}], "tool_choice": {"type": "tool"}},

@@ -1,6 +1,7 @@
 """Tools in chat completions, as OpenAI's own client sees them."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import openai
 import pytest
 from live_server import CHAT, LiveServer, chat
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from scripted import ScriptedServer
+from scripted import TEMPLATE, THOUGHT, ScriptedServer, teach
 from sdk_clients import CALLS, NOW, WEATHER, openai_client, strictly
 
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -186,3 +187,64 @@ def test_a_form_leaves_room_for_calls(scripted: ScriptedServer) -> None:
     fitting = (WEATHER, f"<think>hm</think>{WEATHER}", '{"answer": true}', "<think>x</think>")
     for said, fits in (*((text, True) for text in fitting), ("I look.", False), ("{}", False)):
         assert allows(scripted, request, said) == fits, said
+
+
+NOTES: Any = {"type": "custom", "custom": {"name": "notes", "description": "Keeps a note."}}
+DIGITS: Any = {"syntax": "regex", "definition": "[0-9]{3}"}
+CODE: Any = {
+    "type": "custom",
+    "custom": {"name": "code", "format": {"type": "grammar", "grammar": DIGITS}},
+}
+
+
+def test_a_custom_tool_is_called_with_plain_text(scripted: ScriptedServer) -> None:
+    tools = [*TOOLS, NOTES]
+    earlier = {"id": "c", "type": "custom", "custom": {"name": "notes", "input": "once"}}
+    turns = [
+        *HI,
+        {"role": "assistant", "tool_calls": [earlier]},
+        {"role": "tool", "tool_call_id": "c", "content": "kept"},
+    ]
+    said = '<tool_call>{"name": "notes", "arguments": {"input": "a\\nb"}}</tool_call>'
+    with scripted.says(said + WEATHER), openai_client(scripted) as client:
+        answer: Any = client.chat.completions.create(model="demo", messages=turns, tools=tools)
+        assert '"input": "once"' in scripted.prompt
+        pieces = [
+            call
+            for event in scripted.events(CHAT, {"messages": turns, "tools": tools})
+            if event != "[DONE]"
+            for call in event["choices"][0]["delta"].get("tool_calls", [])
+        ]
+    strictly(ChatCompletion, answer)
+    notes, weather = answer.choices[0].message.tool_calls
+    assert (notes.type, notes.custom.name, notes.custom.input) == ("custom", "notes", "a\nb")
+    assert weather.function.name == "get_weather"
+    (piece,) = [piece for piece in pieces if piece["index"] == 0]
+    assert piece["custom"] == {"name": "notes", "input": "a\nb"}
+    assert {piece["index"] for piece in pieces} == {0, 1}
+
+
+def test_a_forced_custom_tool_keeps_to_its_grammar() -> None:
+    with LiveServer() as server:
+        teach(server.model, TEMPLATE.replace(THOUGHT, ""))
+        for choice in ("required", {"type": "custom", "custom": {"name": "code"}}):
+            body = {"messages": HI, "tools": [CODE], "tool_choice": choice, "temperature": 0}
+            answer = server.post(CHAT, {**body, "parallel_tool_calls": False})
+            assert answer.status_code == 200, answer.text
+            (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+            assert re.fullmatch("[0-9]{3}", call["custom"]["input"])
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "custom"},
+        {"type": "custom", "custom": {}},
+        {"type": "custom", "custom": {"name": "f", "format": {"type": "yaml"}}},
+        {"type": "custom", "custom": {"name": "f", "format": {"type": "grammar", "grammar": {}}}},
+    ],
+)
+def test_wrong_custom_tools_are_refused(scripted: ScriptedServer, tool: Any) -> None:
+    answer = scripted.post(CHAT, {"messages": HI, "tools": [tool]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith("tools")

@@ -6,15 +6,18 @@ from typing import Any
 from ...errors import InvalidRequestError
 from ..errors import UnsupportedFieldError
 from ..fields.checks import refuse
+from ..fields.skipped import Skipped
+from .defined_tools import DEFINED, HOSTED_BLOCKS, is_hosted
 from .types import AnthropicMessage, AnthropicTool, Block, CountRequest, ToolChoice
 
 Plain = dict[str, Any]
 
 
-def conversation(body: CountRequest) -> list[Plain]:
+def conversation(body: CountRequest, skipped: Skipped) -> list[Plain]:
     """System prompt and turns; neighbours of one role become one message.
 
     A tool result is a message of the role tool; one that reports an error says so in its text.
+    Blocks of tools that Anthropic's servers run are left out, and noted in `skipped`.
 
     Raises:
         InvalidRequestError: no messages, or an incomplete block.
@@ -26,7 +29,7 @@ def conversation(body: CountRequest) -> list[Plain]:
     if body.system:
         found.append({"role": "system", "content": _text(body.system, "system")})
     for number, message in enumerate(body.messages):
-        for plain in _turn(message, f"messages[{number}]"):
+        for plain in _turn(message, f"messages[{number}]", skipped):
             if found and _together(found[-1], plain):
                 found[-1]["content"] += "\n\n" + plain["content"]
             else:
@@ -50,23 +53,29 @@ def continues_last(messages: Sequence[AnthropicMessage]) -> bool:
     return True
 
 
-def openai_tools(tools: Sequence[AnthropicTool] | None) -> list[Plain]:
+def openai_tools(tools: Sequence[AnthropicTool] | None, skipped: Skipped) -> list[Plain]:
     """The tools in OpenAI's form, which templates expect.
 
+    Tools that clients run by a schema of Anthropic's (shell, text editor) have that schema; tools
+    that Anthropic's servers run are left out, and noted in `skipped`.
+
     Raises:
-        UnsupportedFieldError: a tool that Anthropic's servers run.
+        UnsupportedFieldError: a field that would change the answer.
     """
     found = []
     for number, tool in enumerate(tools or ()):
         where = f"tools[{number}]"
-        if tool.type not in (None, "custom"):
-            raise UnsupportedFieldError(
-                f"{where} is of type {tool.type[:50]!r}; only tools of your own are supported.",
-                param=f"{where}.type",
+        if tool.type is not None and is_hosted(tool.type):
+            skipped.add(where, tool.type)
+            continue
+        if tool.name is None:
+            raise InvalidRequestError(
+                f"{where}.name is missing, and is required.", param=f"{where}.name"
             )
         refuse(f"{where}.defer_loading", tool.defer_loading, (False,))
         refuse(f"{where}.allowed_callers", tool.allowed_callers, (["direct"],))
-        function: Plain = {"name": tool.name, "parameters": tool.input_schema or {}}
+        function: Plain = {"name": tool.name, **DEFINED.get(tool.type or "", {})}
+        function.setdefault("parameters", tool.input_schema or {})
         if tool.description:
             function["description"] = tool.description
         if tool.strict:
@@ -86,9 +95,9 @@ def openai_choice(choice: ToolChoice | None) -> str | Plain:
     return {"type": "function", "function": {"name": choice.name}}
 
 
-def _turn(message: AnthropicMessage, path: str) -> list[Plain]:
+def _turn(message: AnthropicMessage, path: str, skipped: Skipped) -> list[Plain]:
     if message.role == "assistant":
-        return [_answer(message.content, f"{path}.content")]
+        return [_answer(message.content, f"{path}.content", skipped)]
     if isinstance(message.content, str) or message.role == "system":
         return [{"role": message.role, "content": _text(message.content, f"{path}.content")}]
     found: list[Plain] = []
@@ -103,13 +112,16 @@ def _turn(message: AnthropicMessage, path: str) -> list[Plain]:
     return found
 
 
-def _answer(content: str | list[Block], path: str) -> Plain:
+def _answer(content: str | list[Block], path: str, skipped: Skipped) -> Plain:
     """An earlier answer: its text, reasoning and calls."""
     if isinstance(content, str):
         return {"role": "assistant", "content": content}
     of_type: dict[str, list[Block]] = {"text": [], "thinking": [], "tool_use": []}
     for number, block in enumerate(content):
         if block.type == "redacted_thinking":  # encrypted by another server
+            continue
+        if block.type in HOSTED_BLOCKS:
+            skipped.add(f"{path}[{number}]", block.type)
             continue
         if block.type not in of_type:
             raise _unsupported(block, f"{path}[{number}]")

@@ -1,7 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's API."""
 
 from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -25,6 +25,7 @@ from ..calls.generation import Generation
 from ..fields.arguments import begun_object
 from ..fields.grammar import format_constraint, start_grammars
 from ..fields.prompt import check_messages, room_for_answer, text_check, tool_use
+from ..fields.skipped import Skipped
 from ..http import sse
 from ..http.replies import Events, Reply, json_body
 from ..registry.served import ServedModel
@@ -43,6 +44,13 @@ from .types import (
 PING = sse.named("ping", {"type": "ping"})
 
 
+class Shown(TypedDict):
+    """What is shown of an answer."""
+
+    clipped: bool  # the context had less room than max_tokens
+    thoughts: bool  # blocks of thinking show the reasoning
+
+
 class TokenCount(msgspec.Struct, kw_only=True):
     """Length of a prompt."""
 
@@ -53,7 +61,10 @@ async def messages(call: Call, body: MessagesRequest) -> Reply:
     """Answer a conversation."""
     body.refuse()
     model = await call.model(body.model)
-    asked, use, prompt_ids = await call.in_worker(_read, model, body)
+    skipped = Skipped()
+    asked, use, prompt_ids = await call.in_worker(_read, model, body, skipped)
+    if skipped:
+        call.log["skipped"] = str(skipped)
     room = room_for_answer(model, len(prompt_ids), param="messages")
     params = _params(body, model, min(body.max_tokens, room))
     (grammar,) = await call.in_worker(
@@ -64,9 +75,12 @@ async def messages(call: Call, body: MessagesRequest) -> Reply:
     )
     generation = call.generate(model, [answer])
     clipped = body.max_tokens > room
+    shown: Shown = {"clipped": clipped, "thoughts": body.shows_thinking}
     if body.stream:
-        return Events(_events(call, generation, clipped=clipped, thoughts=body.shows_thinking))
-    return json_body(await _answer(call, generation, clipped=clipped, thoughts=body.shows_thinking))
+        return Events(_events(call, generation, **shown), headers=skipped.headers)
+    reply = json_body(await _answer(call, generation, **shown))
+    reply.headers += skipped.headers
+    return reply
 
 
 async def count_tokens(call: Call, body: CountRequest) -> Reply:
@@ -99,30 +113,38 @@ ENDPOINTS = (
 
 
 def _read(
-    model: ServedModel, body: MessagesRequest
+    model: ServedModel, body: MessagesRequest, skipped: Skipped
 ) -> tuple[GrammarSpec | None, ToolUse | None, list[int]]:
     """The constraint, the tools and the prompt ids. Takes a while."""
     form = body.output_config.format if body.output_config else None
     asked = format_constraint(form, place="output_config.format")
-    use = _tools(model, body)
-    return asked, use, _encode(model, body, use, bounded=True)
+    use = _tools(model, body, skipped)
+    return asked, use, _encode(model, body, use, skipped, bounded=True)
 
 
 def _num_tokens(model: ServedModel, body: CountRequest) -> int:
-    return len(_encode(model, body, _tools(model, body), bounded=False))
+    skipped = Skipped()
+    return len(_encode(model, body, _tools(model, body, skipped), skipped, bounded=False))
 
 
-def _tools(model: ServedModel, body: CountRequest) -> ToolUse | None:
+def _tools(model: ServedModel, body: CountRequest, skipped: Skipped) -> ToolUse | None:
     choice = body.tool_choice
     parallel = not (choice and choice.disable_parallel_tool_use)
-    return tool_use(model, openai_tools(body.tools), openai_choice(choice), parallel=parallel)
+    return tool_use(
+        model, openai_tools(body.tools, skipped), openai_choice(choice), parallel=parallel
+    )
 
 
 def _encode(
-    model: ServedModel, body: CountRequest, use: ToolUse | None, *, bounded: bool
+    model: ServedModel,
+    body: CountRequest,
+    use: ToolUse | None,
+    skipped: Skipped,
+    *,
+    bounded: bool,
 ) -> list[int]:
     prefilled = continues_last(body.messages)
-    plain = conversation(body)
+    plain = conversation(body, skipped)
     if bounded:
         check_messages(model, plain, param="messages")
     return model.builder.encode_chat(

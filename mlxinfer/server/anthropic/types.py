@@ -37,9 +37,9 @@ class AnthropicMessage(msgspec.Struct, kw_only=True):
 
 
 class AnthropicTool(msgspec.Struct, kw_only=True):
-    """A tool that the client runs."""
+    """A tool of the client's own, one whose schema Anthropic has defined, or a hosted one."""
 
-    name: str
+    name: str | None = None
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     type: str | None = None

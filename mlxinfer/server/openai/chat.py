@@ -20,6 +20,7 @@ from ..fields.sampling import sampling_params
 from ..http import sse
 from ..http.replies import Events, Reply, json_body
 from ..registry.served import ServedModel
+from .chat_calls import ToolCallPieces, chat_tool_calls
 from .chat_prompt import encode_conversation
 from .chat_types import (
     ChatChoice,
@@ -30,10 +31,9 @@ from .chat_types import (
     ChatRequest,
     ChunkChoice,
     chat_finish_reason,
-    chat_tool_calls,
-    chat_tool_pieces,
     refuse_old_tools,
 )
+from .declared_tools import DeclaredTools, read_chat_tools
 from .logprobs import chat_logprobs, chat_logprobs_of
 from .types import usage_log, usage_of
 
@@ -49,7 +49,9 @@ async def chat(call: Call, body: ChatRequest) -> Reply:
         logprobs=_num_logprobs(body),
     )
     allowed = call.service.config.template_kwargs
-    asked, use, prompt_ids = await call.in_worker(_read, model, body, allowed)
+    tools, asked, use, prompt_ids = await call.in_worker(_read, model, body, allowed)
+    if tools.skipped:
+        call.log["skipped"] = str(tools.skipped)
     params = fitted(model, params, len(prompt_ids), param="messages")
     grammars = await call.in_worker(
         start_grammars, model, asked, use, prompt_ids, len(params), reasons=True
@@ -63,9 +65,10 @@ async def chat(call: Call, body: ChatRequest) -> Reply:
         answer.request.cache_salt = body.cache_salt
     generation = call.generate(model, answers)
     if body.stream:
-        return Events(_events(call, body, generation))
-    results = await generation.results()
-    return json_body(_completion(call, generation, results))
+        return Events(_events(call, body, generation, tools), headers=tools.skipped.headers)
+    reply = json_body(_completion(call, generation, await generation.results(), tools))
+    reply.headers += tools.skipped.headers
+    return reply
 
 
 ENDPOINTS = (
@@ -91,12 +94,15 @@ def _refuse(body: ChatRequest) -> None:
 
 def _read(
     model: ServedModel, body: ChatRequest, allowed: frozenset[str]
-) -> tuple[GrammarSpec | None, ToolUse | None, list[int]]:
-    """The constraint, the tools and the prompt ids. Takes a while."""
+) -> tuple[DeclaredTools, GrammarSpec | None, ToolUse | None, list[int]]:
+    """The tools, the constraint, the use of the tools and the prompt ids. Takes a while."""
     asked = constraint(body)
-    use = tool_use(model, body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    tools = read_chat_tools(body.tools)
+    choice = tools.choice(body.tool_choice) if tools.declared else body.tool_choice
+    use = tool_use(model, tools.functions, choice, parallel=body.parallel_tool_calls)
     shown = None if use is None else use.shown
-    return asked, use, encode_conversation(model, body.messages, body, allowed=allowed, tools=shown)
+    ids = encode_conversation(model, body.messages, body, allowed=allowed, tools=shown)
+    return tools, asked, use, ids
 
 
 def _num_logprobs(body: ChatRequest) -> int | None:
@@ -105,7 +111,9 @@ def _num_logprobs(body: ChatRequest) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-def _completion(call: Call, generation: Generation, results: list[Result]) -> ChatCompletion:
+def _completion(
+    call: Call, generation: Generation, results: list[Result], tools: DeclaredTools
+) -> ChatCompletion:
     usage = usage_of(generation, choices_a_prompt=len(results))
     choices = [
         ChatChoice(
@@ -113,7 +121,7 @@ def _completion(call: Call, generation: Generation, results: list[Result]) -> Ch
             message=ChatMessage(
                 content=None if result.tool_calls and not result.text else result.text,
                 reasoning_content=UNSET if result.reasoning is None else result.reasoning,
-                tool_calls=chat_tool_calls(result.tool_calls) or UNSET,
+                tool_calls=chat_tool_calls(result.tool_calls, tools.declared) or UNSET,
             ),
             logprobs=chat_logprobs_of(generation.model, generation.answers[index]),
             finish_reason=chat_finish_reason(result),
@@ -130,11 +138,14 @@ def _completion(call: Call, generation: Generation, results: list[Result]) -> Ch
     )
 
 
-async def _events(call: Call, body: ChatRequest, generation: Generation) -> AsyncIterator[bytes]:
+async def _events(
+    call: Call, body: ChatRequest, generation: Generation, tools: DeclaredTools
+) -> AsyncIterator[bytes]:
     """Yield the role, the deltas, the token counts if they were asked for, and [DONE]."""
     model = generation.model
     usage = None if body.wants_usage else UNSET
     count = len(generation.answers)
+    pieces = [ToolCallPieces(tools.declared) for _ in range(count)]
 
     def frame(index: int, delta: ChatDelta, **rest: Any) -> bytes:
         choice = ChunkChoice(index=index, delta=delta, **rest)
@@ -147,7 +158,11 @@ async def _events(call: Call, body: ChatRequest, generation: Generation) -> Asyn
 
     yield b"".join(frame(i, ChatDelta(role="assistant", content="")) for i in range(count))
     async for steps in generation.steps():
-        frames = [frame(step.index, **fields) for step in steps for fields in _deltas(model, step)]
+        frames = [
+            frame(step.index, **fields)
+            for step in steps
+            for fields in _deltas(model, step, pieces[step.index])
+        ]
         if frames or not steps:
             yield b"".join(frames) or sse.KEEP_ALIVE
     counts = usage_of(generation, choices_a_prompt=count)
@@ -158,11 +173,11 @@ async def _events(call: Call, body: ChatRequest, generation: Generation) -> Asyn
     yield sse.DONE
 
 
-def _deltas(model: ServedModel, step: Step) -> list[dict[str, Any]]:
+def _deltas(model: ServedModel, step: Step, pieces: ToolCallPieces) -> list[dict[str, Any]]:
     """The chunks of a step: none while its text is held back, two where the answer ends."""
     delta = step.delta
     logprobs = chat_logprobs(model, step.event)
-    calls = chat_tool_pieces(delta.tool_calls)
+    calls = pieces.take(delta.tool_calls)
     found: list[dict[str, Any]] = []
     if delta.text or delta.reasoning or calls or logprobs is not None:
         fields = ChatDelta()

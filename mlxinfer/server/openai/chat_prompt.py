@@ -15,6 +15,7 @@ from ..fields.prompt import (
     text_check,
 )
 from ..registry.served import ServedModel
+from .declared_tools import INPUT
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
@@ -34,12 +35,20 @@ class FunctionCall(msgspec.Struct, kw_only=True):
     arguments: str = "{}"
 
 
+class CustomCall(msgspec.Struct, kw_only=True):
+    """The custom tool of a call; its input is plain text."""
+
+    name: str
+    input: str = ""
+
+
 class ToolCall(msgspec.Struct, kw_only=True):
     """A call in an earlier answer of the assistant."""
 
-    function: FunctionCall
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function", "custom"] = "function"
 
 
 class Message(msgspec.Struct, kw_only=True):
@@ -98,7 +107,10 @@ def _plain(message: Message, path: str, source: str) -> dict[str, Any]:
     }
     plain.update({key: value for key, value in optional.items() if value is not None})
     if message.tool_calls:
-        plain["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+        plain["tool_calls"] = [
+            _tool_call(call, f"{path}.tool_calls[{index}]")
+            for index, call in enumerate(message.tool_calls)
+        ]
     return plain
 
 
@@ -124,11 +136,16 @@ def _part_text(part: Part, path: str) -> str:
     return text
 
 
-def _tool_call(call: ToolCall) -> dict[str, Any]:
-    function = {
-        "name": call.function.name,
-        "arguments": call_arguments(call.function.arguments),
-    }
+def _tool_call(call: ToolCall, path: str) -> dict[str, Any]:
+    if call.type == "custom" and call.custom is not None:
+        function = {"name": call.custom.name, "arguments": {INPUT: call.custom.input}}
+    elif call.type == "function" and call.function is not None:
+        arguments = call_arguments(call.function.arguments)
+        function = {"name": call.function.name, "arguments": arguments}
+    else:
+        raise InvalidRequestError(
+            f"{path}.{call.type} is missing, and is required.", param=f"{path}.{call.type}"
+        )
     return {"id": call.id, "type": "function", "function": function}
 
 

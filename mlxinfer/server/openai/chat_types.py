@@ -1,6 +1,5 @@
 """Requests, answers and stream events of chat completions, as OpenAI writes them."""
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -8,11 +7,12 @@ from msgspec import UNSET, Meta, UnsetType
 
 from ...core import MAX_LOGPROBS, FinishReason
 from ...errors import InvalidRequestError
-from ...outputs import Result, ToolCall, ToolCallDelta
+from ...outputs import Result
 from ..fields.checks import refuse
 from ..fields.grammar import ConstraintFields
 from ..fields.prompt import Effort
 from ..fields.sampling import UNLIMITED, TokenLimit
+from .chat_calls import ChatToolCall, ToolCallPiece
 from .chat_prompt import Message
 from .logprobs import ChoiceLogprobs
 from .types import Usage, finish_reason
@@ -35,62 +35,10 @@ class ToolFields(ConstraintFields, kw_only=True):
     function_call: Any = None
 
 
-class ChatFunction(msgspec.Struct, kw_only=True):
-    """The function of a call; its arguments are a JSON object in a string."""
-
-    name: str
-    arguments: str
-
-
-class ChatToolCall(msgspec.Struct, kw_only=True):
-    """A complete call of a tool."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: ChatFunction
-
-
-class FunctionPiece(msgspec.Struct, kw_only=True):
-    """A delta of a function; only the first one has the name."""
-
-    name: str | UnsetType = UNSET
-    arguments: str
-
-
-class ToolCallPiece(msgspec.Struct, kw_only=True):
-    """What a chunk adds to a call; only the first one has id and type."""
-
-    index: int
-    id: str | UnsetType = UNSET
-    type: str | UnsetType = UNSET
-    function: FunctionPiece
-
-
 def refuse_old_tools(fields: ToolFields) -> None:
     """Raise UnsupportedFieldError for `functions`, which tools have replaced."""
     refuse("functions", fields.functions, ([],))
     refuse("function_call", fields.function_call, ("none", "auto"))
-
-
-def chat_tool_calls(calls: Sequence[ToolCall]) -> list[ChatToolCall]:
-    """The calls of a complete answer."""
-    return [
-        ChatToolCall(id=c.id, function=ChatFunction(name=c.name, arguments=c.arguments))
-        for c in calls
-    ]
-
-
-def chat_tool_pieces(pieces: Sequence[ToolCallDelta]) -> list[ToolCallPiece]:
-    """The deltas of calls in a chunk."""
-    return [_piece(piece) for piece in pieces if piece.id is not None or piece.arguments]
-
-
-def _piece(piece: ToolCallDelta) -> ToolCallPiece:
-    function = FunctionPiece(arguments=piece.arguments)
-    if piece.id is None or piece.name is None:
-        return ToolCallPiece(index=piece.index, function=function)
-    function.name = piece.name
-    return ToolCallPiece(index=piece.index, id=piece.id, type="function", function=function)
 
 
 def chat_finish_reason(result: Result) -> str:

@@ -29,9 +29,9 @@ from ..http.replies import (
     public,
 )
 from ..registry.served import ServedModel
+from .declared_tools import DeclaredTools, read_tools
 from .responses_input import conversation
 from .responses_output import OutputItems
-from .responses_tools import ResponsesTools, read_tools
 from .responses_types import (
     InputDetails,
     OutputDetails,
@@ -51,7 +51,7 @@ async def responses(call: Call, body: ResponsesRequest) -> Reply:
     model = await call.model(body.model)
     tools, asked, use, prompt_ids = await call.in_worker(_read, model, body)
     if tools.skipped:
-        call.log["skipped"] = ", ".join(tools.skipped)
+        call.log["skipped"] = str(tools.skipped)
     (params,) = fitted(model, [_params(body, model)], len(prompt_ids), param="input")
     (grammar,) = await call.in_worker(
         start_grammars, model, asked, use, prompt_ids, 1, reasons=True
@@ -62,9 +62,9 @@ async def responses(call: Call, body: ResponsesRequest) -> Reply:
     items = OutputItems(call.id, wrap=_wraps(body), declared=tools.declared)
     run = _ResponseRun(call, generation, _begun(call, body, model, params), items)
     if body.stream:
-        return Events(run.events(), headers=tools.headers)
+        return Events(run.events(), headers=tools.skipped.headers)
     reply = json_body(await run.response())
-    reply.headers += tools.headers
+    reply.headers += tools.skipped.headers
     return reply
 
 
@@ -166,7 +166,7 @@ class _ResponseRun:
 
 def _read(
     model: ServedModel, body: ResponsesRequest
-) -> tuple[ResponsesTools, GrammarSpec | None, ToolUse | None, list[int]]:
+) -> tuple[DeclaredTools, GrammarSpec | None, ToolUse | None, list[int]]:
     """The tools, the constraint, the use of the tools and the prompt ids. Takes a while."""
     tools = read_tools(body.tools)
     asked = format_constraint(body.text.format if body.text else None, place="text.format")
@@ -180,7 +180,7 @@ def _read(
 
 
 def _encode(
-    model: ServedModel, body: ResponsesRequest, declared: ResponsesTools, use: ToolUse | None
+    model: ServedModel, body: ResponsesRequest, declared: DeclaredTools, use: ToolUse | None
 ) -> list[int]:
     template = model.tokenizer.template
     if template is None:

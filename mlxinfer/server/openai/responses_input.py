@@ -9,7 +9,7 @@ import msgspec
 from ...errors import InvalidRequestError
 from ..errors import UnsupportedFieldError
 from ..fields.arguments import call_arguments
-from .responses_tools import INPUT, ResponsesTools, shown_name
+from .declared_tools import INPUT, DeclaredTools, shown_name
 from .responses_types import InputItem, InputPart, ResponsesRequest
 
 Plain = dict[str, Any]
@@ -24,7 +24,7 @@ HOSTED_ITEMS = frozenset(  # of tools that are skipped
 _TEXTS = frozenset(("input_text", "output_text", "text", "summary_text", "reasoning_text"))
 
 
-def conversation(body: ResponsesRequest, tools: ResponsesTools, *, source: str) -> list[Plain]:
+def conversation(body: ResponsesRequest, tools: DeclaredTools, *, source: str) -> list[Plain]:
     """Instructions and items as messages; reasoning, text and calls of one turn are one message.
 
     Args:
@@ -46,7 +46,7 @@ def conversation(body: ResponsesRequest, tools: ResponsesTools, *, source: str) 
         raise InvalidRequestError("input is empty; send a text or an item.", param="input")
     for number, item in enumerate(body.input):
         if item.type in HOSTED_ITEMS:
-            tools.skip(f"input[{number}]", item.type)
+            tools.skipped.add(f"input[{number}]", item.type)
         else:
             _add(found, item, f"input[{number}]", source)
     if not found:

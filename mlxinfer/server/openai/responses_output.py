@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from ...outputs import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta
 from ..http import sse
+from .declared_tools import DeclaredTool, custom_input
 from .responses_input import encrypted_content
-from .responses_tools import DeclaredTool, custom_input
 from .responses_types import (
     CallItem,
     CustomCallItem,

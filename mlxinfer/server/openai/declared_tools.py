@@ -1,10 +1,9 @@
-"""Tools of the responses API: functions, custom tools and namespaces as chat templates read them.
+"""Declared tools: functions, custom tools and namespaces as chat templates read them.
 
 Hosted tools (web search, file search, MCP and others) and the shells of particular clients have
-nothing behind them here. They are skipped, and named in a response header and in the log.
+nothing behind them here. The responses API skips them.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,13 +13,11 @@ from ..errors import UnsupportedFieldError
 from ..fields.arguments import begun_object
 from ..fields.checks import MAX_DEPTH, check_json_size
 from ..fields.lark_pattern import NotRegularError, lark_pattern
+from ..fields.skipped import Skipped
 
 Plain = dict[str, Any]
-SKIPPED_HEADER = b"x-mlxinfer-skipped"
-MAX_SKIPPED_SHOWN = 16
 INPUT = "input"  # the one parameter of a custom tool
 _FUNCTION_KEYS = ("name", "description", "parameters", "strict")
-_TYPE = re.compile(r"[a-z0-9_]{1,40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +30,18 @@ class DeclaredTool:
 
 
 @dataclass(slots=True)
-class ResponsesTools:
+class DeclaredTools:
     """The callable tools of a request.
 
     Attributes:
         functions: in the form of chat completions.
         declared: by the names that the model sees, of all tools but plain functions.
-        skipped: what is left out, such as "tools[1] web_search".
+        skipped: hosted tools, and grammars of custom tools that are not enforced.
     """
 
     functions: list[Plain] = field(default_factory=list)
     declared: dict[str, DeclaredTool] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
+    skipped: Skipped = field(default_factory=Skipped)
 
     def choice(self, choice: str | Plain | None) -> str | Plain:
         """The tool_choice in the form of chat completions.
@@ -55,6 +52,9 @@ class ResponsesTools:
         if not isinstance(choice, dict):
             return "auto" if choice is None else choice
         kind = choice.get("type")
+        inner = choice.get(str(kind))
+        if isinstance(inner, dict):  # as chat completions nest it
+            choice = {**inner, "type": kind}
         if kind in ("function", "custom") and "name" in choice:
             shown = shown_name(choice["name"], choice.get("namespace"))
             return {"type": "function", "function": {"name": shown}}
@@ -67,21 +67,6 @@ class ResponsesTools:
             f"tool_choice demands a tool of type {str(kind)[:50]!r}, which is not callable here.",
             param="tool_choice",
         )
-
-    def skip(self, place: str, kind: object) -> None:
-        """Note that an item or a tool is left out."""
-        text = str(kind)
-        self.skipped.append(f"{place} {text if _TYPE.fullmatch(text) else 'unknown'}")
-
-    @property
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """The response header that names what was left out, if anything was."""
-        if not self.skipped:
-            return []
-        shown = self.skipped[:MAX_SKIPPED_SHOWN]
-        more = len(self.skipped) - len(shown)
-        text = ", ".join([*shown, *([f"{more} more"] if more else [])])
-        return [(SKIPPED_HEADER, text.encode())]
 
     def add(self, tool: Plain, path: str, namespace: str | None = None) -> None:
         """Add the tool at `path`, or skip it; raises as `read_tools`."""
@@ -99,7 +84,7 @@ class ResponsesTools:
         elif kind is None:
             raise InvalidRequestError(f"{path}.type is missing.", param=f"{path}.type")
         else:
-            self.skip(path, kind)
+            self.skipped.add(path, kind)
 
     def _add_callable(self, tool: Plain, path: str, namespace: str | None) -> None:
         function = {k: v for k, v in tool.items() if k in _FUNCTION_KEYS and v is not None}
@@ -154,21 +139,44 @@ class ResponsesTools:
         try:
             return f"^(?:{lark_pattern(definition)})$"
         except NotRegularError:
-            self.skip(f"{path}.format", "grammar")
+            self.skipped.add(f"{path}.format", "grammar")
             return None
 
 
-def read_tools(tools: list[Plain] | None) -> ResponsesTools:
-    """The tools of a request. Takes a while.
+def read_tools(tools: list[Plain] | None) -> DeclaredTools:
+    """The tools of a request to the responses API. Takes a while.
 
     Raises:
         InvalidRequestError: a tool is incomplete, or all of them are too large.
     """
     check_json_size(tools, param="tools", max_depth=MAX_DEPTH)
-    found = ResponsesTools()
+    found = DeclaredTools()
     for number, tool in enumerate(tools or ()):
         found.add(tool, f"tools[{number}]")
     return found
+
+
+def read_chat_tools(tools: list[Plain] | None) -> DeclaredTools:
+    """The tools of a chat request; raises as `read_tools`, but for functions, which pass."""
+    check_json_size(tools, param="tools", max_depth=MAX_DEPTH)
+    found = DeclaredTools()
+    for number, tool in enumerate(tools or ()):
+        if tool.get("type") == "custom":
+            found.add(_flat(tool, f"tools[{number}]"), f"tools[{number}].custom")
+        else:
+            found.functions.append(tool)
+    return found
+
+
+def _flat(tool: Plain, path: str) -> Plain:
+    """A custom tool of a chat request in the form of the responses API."""
+    custom = tool.get("custom")
+    if not isinstance(custom, dict):
+        raise InvalidRequestError(f"{path}.custom is no object.", param=f"{path}.custom")
+    form = custom.get("format")
+    if isinstance(form, dict) and isinstance(form.get("grammar"), dict):
+        form = {**form["grammar"], "type": form.get("type")}
+    return {**custom, "type": "custom", "format": form}
 
 
 def shown_name(name: str, namespace: object) -> str:

@@ -291,8 +291,19 @@ class StateSpec:
         return 0
 
 
+@dataclass(frozen=True, slots=True)
+class OwnCacheSpec:
+    """What a model keeps that has caches of its own, for the whole model: it cannot go back.
+
+    Memory is counted in pages as for the others, but nothing lies in them.
+    """
+
+    numbers: int  # kept per token
+    num_bytes: int  # kept of a sequence beside that, whatever its length
+
+
 PagedSpec = KVSpec | LatentSpec  # what lies in pages, a vector or more for each token
-CacheSpec = KVSpec | LatentSpec | StateSpec
+CacheSpec = KVSpec | LatentSpec | StateSpec | OwnCacheSpec
 
 
 def check_token_ids(ids: Iterable[object], vocab_size: int, *, param: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...core import CacheSpec, LatentSpec, StateSpec
+from ...core import CacheSpec, LatentSpec, OwnCacheSpec, StateSpec
 from ...layers.step import Arrays, LatentKeysValues, Replay
 
 
@@ -16,6 +16,7 @@ def whole_sequences(spec: CacheSpec, length: int) -> Any:
     """The cache of a layer that keeps `spec`, for sequences of `length` tokens."""
     if isinstance(spec, StateSpec):
         return WholeStates(spec, length)
+    assert not isinstance(spec, OwnCacheSpec), "convert knows native families only"
     return (WholeLatents if isinstance(spec, LatentSpec) else WholeSequences)(length, spec.window)
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from ..config import KVOptions
-from ..core import CacheSpec, KVSpec, LatentSpec, PagedSpec, StateSpec
+from ..core import CacheSpec, KVSpec, LatentSpec, OwnCacheSpec, PagedSpec, StateSpec
 from ..errors import InvalidRequestError
 
 Bits = tuple[int | None, int | None]  # of keys and values; None: the activation dtype
@@ -134,10 +134,13 @@ def lay_out(
     Raises:
         InvalidRequestError: the options do not suit the model.
     """
+    if any(isinstance(spec, OwnCacheSpec) for spec in specs):
+        _check_own_caches(options)
+        return list(specs), [PLAIN] * len(specs)
     windowed = [_windowed(spec, options) for spec in specs]
     if options.bits == PLAIN:
         return windowed, [PLAIN] * len(specs)
-    paged = {i: spec for i, spec in enumerate(specs) if not isinstance(spec, StateSpec)}
+    paged = {i: spec for i, spec in enumerate(specs) if isinstance(spec, KVSpec | LatentSpec)}
     _check_bits(list(paged.values()), options.bits, key_bias)
     plain = {min(paged), max(paged)} if options.plain_ends and paged else set()
     if options.plain_windows:
@@ -148,11 +151,21 @@ def lay_out(
 
 def _windowed(spec: CacheSpec, options: KVOptions) -> CacheSpec:
     """A layer's own window stands where it is the smaller one; a state has none."""
-    if isinstance(spec, StateSpec):
+    if isinstance(spec, StateSpec | OwnCacheSpec):
         return spec
     if options.window is None or (spec.window is not None and spec.window <= options.window):
         return spec
     return replace(spec, window=options.window, sinks=options.sinks)
+
+
+def _check_own_caches(options: KVOptions) -> None:
+    asked = "kv_bits" if options.bits != PLAIN else "kv_window" if options.window else None
+    if asked is not None:
+        raise InvalidRequestError(
+            f"{asked} is for models whose keys and values lie in pages; this one keeps caches of "
+            f"its own. Leave {asked} out.",
+            param=asked,
+        )
 
 
 def _check_bits(specs: Sequence[PagedSpec], bits: Bits, key_bias: bool) -> None:

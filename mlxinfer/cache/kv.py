@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..core import CacheSpec, LatentSpec, StateSpec
+from ..core import CacheSpec, KVSpec, LatentSpec, OwnCacheSpec, StateSpec
 from ..metal_kernels.heads import Heads
 from .budget import FIRST_PAGES, check_memory, growth_threshold, layers_to_grow
 from .formats import PLAIN, Bits
@@ -14,6 +14,7 @@ from .groups import ENDLESS, StateGroup
 from .inputs import CacheWork, Load, Move, PartialCopy, Spill, StepSegments, seal_index
 from .latent import LatentPool, LatentStep
 from .layer_groups import GroupMaker, LayerGroup
+from .own import OwnCachePool, OwnStep
 from .payload import read_pages, write_pages
 from .pool import LayerPool, Plane
 from .state import StatePool, StateStep
@@ -23,14 +24,15 @@ FIRST_SLOTS = 4
 MAX_RUNNING_SHARE = 4  # tails and states may take one part in so many of the budget
 SNAPSHOT_SHARE = 4  # snapshots of states take one part in so many of what is left
 
-LayerStep = StepKV | LatentStep | StateStep  # what a layer sees of a step
+LayerStep = StepKV | LatentStep | StateStep | OwnStep  # what a layer sees of a step
 
 
 class KVCache:
     """Pages and tails of all layers.
 
     Args:
-        specs: what each layer keeps: vectors of tokens, or a state.
+        specs: what each layer keeps: vectors of tokens, or a state; or one spec of a model that
+            keeps caches of its own.
         dtype: of keys and values.
         page_size: tokens a page.
         max_batch: sequences that may run at once; lowered where tails would take over the budget.
@@ -67,9 +69,12 @@ class KVCache:
         self.bytes_copied = 0  # tails copied because a step was in flight
         self.bytes_grown = 0  # copied while pools grew
         self._fixed = num_pages is not None
-        paged = [(i, s) for i, s in enumerate(specs) if not isinstance(s, StateSpec)]
+        paged = [(i, s) for i, s in enumerate(specs) if isinstance(s, KVSpec | LatentSpec)]
         self._paged = {layer: place for place, (layer, _) in enumerate(paged)}
-        self._stateful = [layer for layer in range(len(specs)) if layer not in self._paged]
+        self._stateful = [i for i, s in enumerate(specs) if isinstance(s, StateSpec)]
+        own = [spec for spec in specs if isinstance(spec, OwnCacheSpec)]
+        assert not own or len(specs) == 1, "caches of its own are those of a whole model"
+        self.own = OwnCachePool(own[0]) if own else None
         self._paged_specs = [spec for _, spec in paged]
         self.states = StatePool([s for s in specs if isinstance(s, StateSpec)])
         make = GroupMaker(
@@ -80,6 +85,7 @@ class KVCache:
             max_batch,
             prefill_chunk,
             [self._paged[layer] for layer in kernel_layers],
+            own_token_bytes=sum(spec.numbers for spec in own) * dtype.size,
         )
         self._share_out(budget_bytes, make, num_pages)
         self.reset()
@@ -88,7 +94,8 @@ class KVCache:
         """Divide the budget into running sequences, snapshots of states, and pages."""
         self._page_bytes = [make.page_bytes(i) for i in range(len(self._paged))]
         # A running sequence has tails, a state, and another one while a step makes it.
-        running_bytes = 2 * sum(self._page_bytes) + 2 * self.states.num_bytes
+        state_bytes = self.states.num_bytes if self.own is None else self.own.num_bytes
+        running_bytes = 2 * sum(self._page_bytes) + 2 * state_bytes
         most = budget_bytes // MAX_RUNNING_SHARE // max(running_bytes, 1)
         self.max_batch = max(1, min(make.max_batch, most))
         # While tails of a layer grow they are there twice, and that counts too.
@@ -106,6 +113,8 @@ class KVCache:
 
     def _state_group(self, budget_bytes: int) -> StateGroup | None:
         """Snapshots within a share of the budget; None: there are no state layers."""
+        if self.own is not None:
+            return StateGroup(self.own.num_bytes, max_snapshots=0)
         if not self._stateful:
             return None
         max_snapshots = max(budget_bytes // SNAPSHOT_SHARE, 0) // self.states.num_bytes
@@ -115,6 +124,8 @@ class KVCache:
         """Fresh arrays: after a failed step nothing in the old ones can be trusted."""
         self.pools = [self._pool(layer) for layer in self._paged]
         self.states.reset()
+        if self.own is not None:
+            self.own.reset()
         self._used_slots: set[int] = set()
         self._steps: list[StepKV | LatentStep] = []  # of the layers that have pages
         mx.eval([pool.arrays() for pool in self.pools])
@@ -158,7 +169,8 @@ class KVCache:
     def bytes_allocated(self) -> int:
         """Bytes of all arrays."""
         paged = sum(array.nbytes for pool in self.pools for array in pool.arrays())
-        return paged + self.states.bytes_allocated
+        own = self.own.bytes_allocated if self.own is not None else 0
+        return paged + self.states.bytes_allocated + own
 
     def must_grow(self, num_slots: int) -> bool:
         """Whether a step needs more pages or tails than the arrays have, or will before long."""
@@ -248,6 +260,8 @@ class KVCache:
         self._used_slots.update(new_slots)
         self._copy_partial(work.copies)
         self.states.leave(work.leave)
+        if self.own is not None:
+            self.own.leave(work.leave)
         for snapshot, slot in work.resume:
             self.states.restore(snapshot, slot)
         self.states.drop(work.drop)
@@ -300,6 +314,8 @@ class KVCache:
 
     def begin_step(self, segments: StepSegments) -> list[LayerStep]:
         """What each layer attends through, for a step of these segments, until the next begins."""
+        if self.own is not None:
+            return [self.own.begin_step(segments)]
         positions = padded_positions(segments.positions) if self._heads else None
         plans = [
             plan_group(
@@ -335,9 +351,13 @@ class KVCache:
             num_kept: tail slot -> tokens of the last step that stay, from the first one on.
         """
         self.states.commit(num_kept)
+        if self.own is not None:
+            self.own.commit(num_kept)
 
     def step_outputs(self) -> list[mx.array]:
         """Arrays that the last step makes and no later layer reads, to be evaluated with it."""
+        if self.own is not None:
+            return self.own.outputs()
         return self.states.outputs() if self._stateful else []
 
     def _step(self, layer: int, plan: GroupPlan) -> StepKV | LatentStep:

@@ -42,6 +42,7 @@ class GroupMaker:
         max_batch: sequences that may run at once.
         prefill_chunk: tokens of a step's prefill.
         kernel_layers: places of those whose attention has a Metal kernel.
+        own_token_bytes: of a token in caches that the model keeps by itself.
     """
 
     specs: Sequence[PagedSpec]
@@ -51,6 +52,7 @@ class GroupMaker:
     max_batch: int
     prefill_chunk: int
     kernel_layers: Collection[int]
+    own_token_bytes: int = 0
 
     def groups(self, budget_bytes: int, num_pages: int | None) -> list[LayerGroup]:
         """Groups, and as many pages for each as there is room for.
@@ -60,7 +62,7 @@ class GroupMaker:
             num_pages: of every full group instead.
         """
         if not self.specs:
-            return [self._bare(num_pages or MAX_BARE_PAGES)]
+            return [self._bare(budget_bytes, num_pages)]
         members: dict[GroupKey, list[int]] = {}
         for i, spec in enumerate(self.specs):
             key = isinstance(spec, LatentSpec), spec.window or 0, spec.sinks
@@ -94,14 +96,18 @@ class GroupMaker:
         """Bytes of a page of one layer."""
         return token_bytes(self.specs[layer], self.dtype, self.bits[layer]) * self.page_size
 
-    def _bare(self, num_pages: int) -> LayerGroup:
-        """A group of no layers: the prefix tree, on which snapshots hang, is made of pages."""
+    def _bare(self, budget_bytes: int, num_pages: int | None) -> LayerGroup:
+        """A group of no layers: its pages count what lies elsewhere, and make the prefix tree."""
+        page_bytes = self.own_token_bytes * self.page_size
+        count = num_pages or MAX_BARE_PAGES
+        if page_bytes:
+            (count,) = page_counts([page_bytes], budget_bytes, max_held=[None], num_pages=num_pages)
         return LayerGroup(
             AttentionWindow(),
-            PageAllocator(num_pages),
+            PageAllocator(count),
             self.page_size,
             self.prefill_chunk,
-            page_bytes=0,
+            page_bytes,
             latent=False,
             layers=[],
             planner=lambda segments, num_rows: [],

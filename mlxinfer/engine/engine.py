@@ -24,7 +24,7 @@ import mlx.core as mx
 from ..config import EngineConfig
 from ..core import FinishReason, Request, TokenEvent
 from ..errors import EngineClosedError, MlxinferError, RequestFailedError
-from ..models.decoder import Model
+from ..models.decoder import LanguageModel
 from ..threads import Reply, start
 from .kernels import choose_on_this_machine
 from .limits import EngineLimits
@@ -52,7 +52,7 @@ class Engine:
     """
 
     def __init__(
-        self, load: Callable[[], tuple[Model, EngineConfig]], *, owner: object | None = None
+        self, load: Callable[[], tuple[LanguageModel, EngineConfig]], *, owner: object | None = None
     ) -> None:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, Listener] = {}
@@ -165,7 +165,9 @@ class Engine:
 
     # -- on the engine's thread -----------------------------------------------------------------
 
-    def _work(self, load: Callable[[], tuple[Model, EngineConfig]], ready: Reply[None]) -> None:
+    def _work(
+        self, load: Callable[[], tuple[LanguageModel, EngineConfig]], ready: Reply[None]
+    ) -> None:
         with self._gate:
             if self._stopping:  # the constructor was interrupted, and has closed the engine
                 return
@@ -175,7 +177,9 @@ class Engine:
         finally:
             self._running.release()
 
-    def _run(self, load: Callable[[], tuple[Model, EngineConfig]], ready: Reply[None]) -> None:
+    def _run(
+        self, load: Callable[[], tuple[LanguageModel, EngineConfig]], ready: Reply[None]
+    ) -> None:
         try:
             model, config = load()
             loop = Loop(model, config, self._emit, kernels=choose_on_this_machine())

@@ -27,7 +27,7 @@ from ..metal_kernels.sample import MAX_VOCAB
 from ..metal_kernels.sampling_cases import bitmask_variant, sample_variant
 from ..metal_kernels.selfcheck import choose, this_gpu
 from ..metal_kernels.variants import Variant
-from ..models.decoder import Model
+from ..models.decoder import LanguageModel
 from .batch import MAX_SHORT
 
 Chooser = Callable[[Sequence[Variant]], frozenset[Variant]]
@@ -43,7 +43,7 @@ class Kernels:
     samples: bool = False
     masks: bool = False  # a mask operation, where sampling has no kernel
 
-    def put_into(self, model: Model) -> None:
+    def put_into(self, model: LanguageModel) -> None:
         """Let a model use those that are its own, and no others; one loop has it at a time."""
         for activation in model.activations:
             activation.in_kernel = activation.gate in self.gates
@@ -60,7 +60,7 @@ def choose_none(variants: Sequence[Variant]) -> frozenset[Variant]:
 
 
 def choose_kernels(
-    model: Model, specs: Sequence[CacheSpec], bits: Sequence[Bits], chooser: Chooser
+    model: LanguageModel, specs: Sequence[CacheSpec], bits: Sequence[Bits], chooser: Chooser
 ) -> Kernels:
     """The kernels for a model, given what each layer keeps and in which format."""
     if chooser is choose_none:

@@ -17,7 +17,7 @@ from ..cache.kv import KVCache
 from ..config import DiskOptions, EngineConfig
 from ..core import FinishReason, Request, TokenEvent, TokenLogprobs
 from ..errors import GrammarFailedError, RequestFailedError
-from ..models.decoder import Model
+from ..models.decoder import LanguageModel
 from ..sampling.sampler import Sampler
 from .batch import Batch, CommitResult, SamplingRows, Sequence
 from .grammar_masks import GrammarMasks
@@ -49,7 +49,7 @@ class Loop:
 
     def __init__(
         self,
-        model: Model,
+        model: LanguageModel,
         config: EngineConfig,
         emit: Callable[[list[TokenEvent]], None],
         *,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..cache.inputs import Ints, Spill
 from ..cache.kv import KVCache
 from ..core import TokenLogprobs
-from ..models.decoder import Model
+from ..models.decoder import LanguageModel
 from ..sampling.logprobs import read_logprobs
 from ..sampling.sampler import Sampled, Sampler
 from .batch import Batch, CommitResult, SamplingRows, Segment, Sequence
@@ -68,7 +68,7 @@ class Launched:
 class Runner:
     """A model, its KV cache and a sampler."""
 
-    def __init__(self, model: Model, cache: KVCache, sampler: Sampler) -> None:
+    def __init__(self, model: LanguageModel, cache: KVCache, sampler: Sampler) -> None:
         self.model = model
         self.cache = cache
         self.sampler = sampler

@@ -4,7 +4,7 @@ Every token brings its own position; which sequence it belongs to and what it ma
 behind the cache that the caller passes for each layer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -16,6 +16,7 @@ from ..layers.mlp import FeedForward, Gated
 from ..layers.norm import Norm
 from ..layers.step import Rows, Step
 from .config import ModelConfig
+from .quantization import Quantization
 
 
 class Layer(Protocol):
@@ -120,6 +121,104 @@ class ParallelLayer:
         return self.mlp(normed, self.mixer(normed, step, x))
 
 
+class LanguageConfig(Protocol):
+    """What the engine needs to know of a config."""
+
+    @property
+    def model_type(self) -> str:
+        """The architecture."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits of a position."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """For people."""
+        ...
+
+    @property
+    def max_context(self) -> int:
+        """Tokens."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        ...
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether keys have biases, which 4 bits cannot hold."""
+        ...
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """Of the weights."""
+        ...
+
+
+class LanguageModel(Protocol):
+    """What the engine runs: `Model`, and what stands for another library's definition."""
+
+    @property
+    def config(self) -> LanguageConfig:
+        """The sizes that the engine needs."""
+        ...
+
+    @property
+    def mixers(self) -> Sequence[Any]:
+        """One for each of `cache_specs`."""
+        ...
+
+    @property
+    def cache_specs(self) -> Sequence[CacheSpec]:
+        """As of `Model`."""
+        ...
+
+    @property
+    def activations(self) -> Sequence[Gated]:
+        """As of `Model`."""
+        ...
+
+    @property
+    def activation_dtype(self) -> mx.Dtype:
+        """As of `Model`."""
+        ...
+
+    @property
+    def lacks(self) -> Mapping[str, str]:
+        """Features that it cannot have -> why, as a half sentence."""
+        ...
+
+    def __call__(
+        self,
+        ids: mx.array,
+        positions: mx.array,
+        caches: Sequence[Any],
+        *,
+        rope_variants: Rows | None = None,
+        adapters: Rows | None = None,
+    ) -> mx.array:
+        """As of `Model`."""
+        ...
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """As of `Model`."""
+        ...
+
+    def rope_variant(self, max_tokens: int) -> int:
+        """As of `Model`."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the weights take."""
+        ...
+
+
 class Model:
     """A decoder-only language model over a flat list of tokens.
 
@@ -154,6 +253,7 @@ class Model:
         self.lm_head = lm_head
         self.activations = list(activations)
         self.activation_dtype = activation_dtype
+        self.lacks: Mapping[str, str] = {}
         self.mixers = [mixer for layer in self.layers for mixer in keeping(layer.mixer)]
         self.cache_specs: list[CacheSpec] = [mixer.spec for mixer in self.mixers]
         self._embed_scale = None if embed_scale is None else mx.array(embed_scale, activation_dtype)

@@ -19,7 +19,7 @@ from ..memory import default_kv_bytes, human_bytes, parse_bytes, total_memory_by
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
-    from ..models.decoder import Model
+    from ..models.decoder import LanguageModel
 
 PAGE_SIZE = 16  # tokens of KV cache that are handed out together
 
@@ -71,7 +71,7 @@ class EngineOptions:
                 param="disk_cache_dir",
             )
 
-    def config(self, model: "Model", disk: DiskOptions | None) -> EngineConfig:
+    def config(self, model: "LanguageModel", disk: DiskOptions | None) -> EngineConfig:
         """The sizes of an engine for a loaded model, and its disk cache."""
         limit = model.config.max_context
         return EngineConfig(
@@ -138,7 +138,7 @@ class ModelInfo:
         return f"{self.architecture}, {human_bytes(self.weights_bytes)}{bits}"
 
 
-def describe(name: str, path: Path, model: "Model") -> ModelInfo:
+def describe(name: str, path: Path, model: "LanguageModel") -> ModelInfo:
     """The facts of `model`, loaded from `path`."""
     config, spec = model.config, model.config.quantization
     default = spec.default if spec is not None else None
@@ -197,7 +197,7 @@ def open_engine(
 
     described: list[ModelInfo] = []
 
-    def build() -> "tuple[Model, EngineConfig]":
+    def build() -> "tuple[LanguageModel, EngineConfig]":
         disk = options.disk(folder)
         model = load(folder, dtype=options.dtype)
         described.append(describe(name, folder, model))

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .core import check_count, check_switch
 from .errors import InvalidRequestError, shown
 
 KV_BITS = (4, 8)
-MAX_COUNT = 1 << 30  # positions are 32-bit integers, and sums of two of them are formed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,18 +105,3 @@ class EngineConfig:
     prefix_cache: bool = True  # prompts reuse the KV of earlier requests
     disk: DiskOptions | None = None  # with prefix_cache: keeps pages that memory has no room for
     launch_ahead: bool = True  # launch a step before the previous one is read
-
-
-def check_count(name: str, value: object, low: int) -> None:
-    """Raise InvalidRequestError unless an argument is an integer in [low, MAX_COUNT]."""
-    if type(value) is not int or not low <= value <= MAX_COUNT:
-        raise InvalidRequestError(
-            f"{name} is {shown(value)}; expected a whole number from {low} to {MAX_COUNT:,}.",
-            param=name,
-        )
-
-
-def check_switch(name: str, value: object) -> None:
-    """Raise InvalidRequestError unless an argument is a bool: "false" would be true."""
-    if type(value) is not bool:
-        raise InvalidRequestError(f"{name} is {shown(value)}; expected True or False.", param=name)

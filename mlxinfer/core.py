@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_LOGPROBS = 20
+MAX_COUNT = 1 << 30  # positions are 32-bit integers, and sums of two of them are formed
 
 
 class FinishReason(StrEnum):
@@ -70,7 +71,7 @@ class SamplingParams:
         _check_int("min_tokens", self.min_tokens, low=0)
         _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, optional=True)
         object.__setattr__(self, "stop", _as_stop_strings(self.stop))
-        _check_kind("ignore_eos", self.ignore_eos, bool, "True or False")
+        check_switch("ignore_eos", self.ignore_eos)
         _check_kind("stop_token_ids", self.stop_token_ids, Collection, "a list of token ids")
         _check_kind("logit_bias", self.logit_bias, Mapping, "{token id: bias}")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -315,6 +316,21 @@ def check_token_ids(ids: Iterable[object], vocab_size: int, *, param: str) -> No
                 f"{vocab_size - 1}.",
                 param=param,
             )
+
+
+def check_count(name: str, value: object, low: int) -> None:
+    """Raise InvalidRequestError unless an argument is an integer in [low, MAX_COUNT]."""
+    if type(value) is not int or not low <= value <= MAX_COUNT:
+        raise InvalidRequestError(
+            f"{name} is {shown(value)}; expected a whole number from {low} to {MAX_COUNT:,}.",
+            param=name,
+        )
+
+
+def check_switch(name: str, value: object) -> None:
+    """Raise InvalidRequestError unless an argument is a bool: "false" would be true."""
+    if type(value) is not bool:
+        raise InvalidRequestError(f"{name} is {shown(value)}; expected True or False.", param=name)
 
 
 def _as_stop_strings(stop: object) -> tuple[str, ...]:

@@ -10,10 +10,9 @@ from ..config import (
     DiskOptions,
     EngineConfig,
     KVOptions,
-    check_count,
-    check_switch,
     default_disk_folder,
 )
+from ..core import check_count, check_switch
 from ..errors import InsufficientMemoryError, InvalidRequestError
 from ..memory import default_kv_bytes, human_bytes, parse_bytes, total_memory_bytes
 

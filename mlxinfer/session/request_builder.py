@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypedDict, TypeVar
 
-from ..config import check_switch
-from ..core import Grammar, Request, SamplingParams, check_token_ids
+from ..core import Grammar, Request, SamplingParams, check_switch, check_token_ids
 from ..errors import InvalidRequestError, shown
 from ..grammar import GrammarSpec
 from ..grammar.guidance import Guidance
@@ -81,7 +80,7 @@ class RequestBuilder:
         """A request to continue a prompt."""
         ids = self.encode(prompt)
         output = self.output(ids, params, continues=True)
-        return BuiltRequest(output, self.guidance.plan(ids, response_format))
+        return BuiltRequest(output, self._grammar(ids, response_format))
 
     def batch(
         self,
@@ -118,12 +117,14 @@ class RequestBuilder:
                 "SamplingParams(...); variables of the template by chat_template_kwargs."
             )
         check_switch("parallel_tool_calls", parallel_tool_calls)
-        use = self.tool_use(tools, tool_choice, parallel=parallel_tool_calls)
+        use = None
+        if tools or tool_choice != "auto":
+            use = self.tool_use(tools, tool_choice, parallel=parallel_tool_calls)
         named = None if use is None else use.shown
-        variables = _checked_variables(chat_template_kwargs)
+        variables = {} if chat_template_kwargs is None else _checked(chat_template_kwargs)
         ids = self.encode_chat(text_messages(messages), tools=named, **variables)
         self._check_variables(variables)
-        grammar = self.guidance.plan(ids, response_format, use)
+        grammar = self._grammar(ids, response_format, use)
         continues = bool(variables.get("continue_final_message"))
         return BuiltRequest(self.output(ids, params, continues=continues, use=use), grammar)
 
@@ -247,6 +248,14 @@ class RequestBuilder:
         """End the process that tries grammars out."""
         self.guidance.close()
 
+    def _grammar(
+        self, ids: list[int], response_format: ResponseFormat | None, use: ToolUse | None = None
+    ) -> GrammarSpec | None:
+        """The grammar of the answer to a prompt, None where it may be any text."""
+        if response_format is None and use is None:
+            return None
+        return self.guidance.plan(ids, response_format, use)
+
     def _request(self, ids: list[int], params: SamplingParams | None) -> Request:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -270,11 +279,11 @@ class RequestBuilder:
                 )
 
 
-def _checked_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    variables = {} if given is None else given
+def _checked(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables of a template, checked."""
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
         raise InvalidRequestError(
-            f"chat_template_kwargs is {shown(given)}; expected {{name: value}}.",
+            f"chat_template_kwargs is {shown(variables)}; expected {{name: value}}.",
             param="chat_template_kwargs",
         )
     if taken := {"messages", "tools"}.intersection(variables):

@@ -1,8 +1,7 @@
 """Strings to token ids and back: tokenizer, chat template, detokenizer, streams. No mlx."""
 
-from .chat import encode_chat
+from .chat import encode_chat, text_messages
 from .detokenizer import Detokenizer
-from .messages import text_messages
 from .reasoning import ReasoningFormat, detect_reasoning
 from .stream import StopMatcher, TextStream
 from .template import ChatTemplate

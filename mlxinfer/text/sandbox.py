@@ -250,8 +250,11 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def compile_template(self, source: str) -> jinja2.Template:
         """Return the template, rewritten so that it reports to the budget."""
         tree = TemplateRewriter().visit(self.parse(source))
-        with self.limited_by(Budget(total=MAX_FOLDED)):  # compiling folds constants
+        self.limit(Budget(total=MAX_FOLDED))  # compiling folds constants
+        try:
             code: CodeType = self.compile(tree)
+        finally:
+            self.limit(None)
         return jinja2.Template.from_code(self, code, self.make_globals(None))
 
     def reads(self, source: str, variable: str) -> bool:
@@ -262,9 +265,14 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             return False
         return any(name.name == variable and name.ctx == "load" for name in names)
 
-    def limited_by(self, budget: Budget, marks: str = "") -> "_Limits":
-        """Let this thread's rendering draw on `budget` and ignore the characters `marks`."""
-        return _Limits(self._local, budget, marks)
+    def limit(self, budget: Budget | None, marks: str = "") -> None:
+        """Let this thread's rendering draw on `budget` and ignore the characters `marks`.
+
+        Args:
+            budget: of the rendering that begins; None: it has ended.
+            marks: see `marked_text`.
+        """
+        self._local.budget, self._local.marks = budget, marks
 
     @property
     def budget(self) -> Budget:
@@ -313,11 +321,11 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def unmarked(self, value: Any) -> Any:
         """Return an operand of a comparison: a text without its marks."""
-        return without_marks(value, self.marks)
+        return without_marks(value, self.marks) if self.marks else value
 
     def bare(self, value: Any) -> Any:
         """Return a condition's value: a text of marks only counts as empty."""
-        return "" if only_marks(self.marks, value) else value
+        return "" if self.marks and only_marks(self.marks, value) else value
 
     def call(self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call `__obj` for a template; all calls of methods, globals and macros come here."""
@@ -371,20 +379,3 @@ def _is_plain(value: object) -> bool:
 
 def _as_list(lazy: Iterator[Any]) -> list[Any]:
     return list(lazy)
-
-
-class _Limits:
-    """The limits of one rendering in its thread, from the beginning of a `with` to its end.
-
-    Not a generator: one that Ctrl-C leaves suspended ends when it is collected, and would then take
-    away the limits of a later rendering.
-    """
-
-    def __init__(self, local: threading.local, budget: Budget, marks: str) -> None:
-        self._local, self._budget, self._marks = local, budget, marks
-
-    def __enter__(self) -> None:
-        self._local.budget, self._local.marks = self._budget, self._marks
-
-    def __exit__(self, *_: object) -> None:
-        del self._local.budget, self._local.marks

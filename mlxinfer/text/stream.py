@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from ..outputs import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta, merged
-from .answer_prefix import answer_prefix
 from .detokenizer import Detokenizer
-from .reasoning import ReasoningFormat
+from .reasoning import ReasoningFormat, answer_prefix
 from .tokenizer import Tokenizer
 from .tools.format import ToolParser
 

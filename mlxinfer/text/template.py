@@ -1,5 +1,6 @@
 """Messages to prompt text through a checkpoint's chat template, under limits of time and memory."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -7,20 +8,15 @@ from typing import Any
 
 import jinja2
 
-from ..errors import TemplateError
-from .messages import (
-    check_messages,
-    cut_at_continue_tag,
-    insert_continue_tag,
-    plain_data,
-    with_reasoning_fields,
-    without_none,
-)
+from ..errors import TemplateError, shown
+from .marked_text import without_marks
 from .sandbox import Budget, LimitError, TemplateSandbox, size_of
 
 MAX_SOURCE_CHARS = 1 << 17  # which takes seconds to compile; usual ones have 10,000
 MAX_RENDER_S = 10.0
 MAX_INPUT_CHARS = 64_000_000
+_CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' tag, at which the rendering is cut
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
@@ -139,12 +135,15 @@ class ChatTemplate:
         template = self.compiled(source)
         chunks: list[str] = []
         size = 0
-        with self._sandbox.limited_by(budget, marks):
+        self._sandbox.limit(budget, marks)
+        try:
             for chunk in template.generate(variables):
                 budget.tick()
                 size += len(chunk)
                 budget.check_size(size)
                 chunks.append(chunk)
+        finally:
+            self._sandbox.limit(None)
         return "".join(chunks)
 
 
@@ -181,3 +180,96 @@ def _size_of_input(data: object) -> int:
         raise TemplateError(
             f"The messages have more than {MAX_INPUT_CHARS} characters together."
         ) from None
+
+
+def plain_data(value: Any) -> Any:
+    """Return a copy that holds only None, bool, int, float, str, list, tuple and dict.
+
+    Any other object (an image, an array) becomes a string with the name of its type, so that a
+    template finds no methods on it. Dataclasses become dicts.
+    """
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):  # an enum, or the like
+            return kind.__str__(value) if kind is str else kind(value)
+    if isinstance(value, Mapping):
+        return {plain_data(key): plain_data(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [plain_data(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return {field.name: plain_data(getattr(value, field.name)) for field in fields}
+    return f"<{type(value).__name__}>"
+
+
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """Return the messages as a list; raise TemplateError unless they are one or more objects."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise TemplateError("messages is empty or no list; expected at least one message.")
+    for message in messages:
+        if not isinstance(message, dict):
+            raise TemplateError(f"A message is {shown(message)}; expected an object with a role.")
+    return list(messages)
+
+
+def without_none(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message without keys whose value is None: templates test for missing keys."""
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def with_reasoning_fields(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message with its reasoning under every name that templates read."""
+    found = [message[key] for key in _REASONING_FIELDS if key in message]
+    if not found:
+        return message
+    return {"thinking": found[0], **message, "reasoning_content": found[0]}
+
+
+def insert_continue_tag(
+    chat: list[dict[str, Any]], wanted: bool | str, add_generation_prompt: bool, source: str
+) -> str | None:
+    """Append the tag to the text that the answer continues; return that text, None without one.
+
+    Changes the last message in `chat`. `wanted` is True or the name of the field to continue.
+    """
+    if not wanted:
+        return None
+    if add_generation_prompt:
+        raise TemplateError(
+            "continue_final_message and add_generation_prompt exclude each other: the first goes "
+            "on with the last message, the second begins a new one."
+        )
+    name = wanted if isinstance(wanted, str) else "content"
+    value = chat[-1].get(name)
+    if value is None:
+        raise TemplateError(f"continue_final_message: the last message has no {name}.")
+    names = [name]
+    if name in _REASONING_FIELDS:
+        names = [n for n in _REASONING_FIELDS if chat[-1].get(n) == value]
+    if not any(n in source for n in names):
+        raise TemplateError(f"continue_final_message: the chat template never reads {name}.")
+    if isinstance(value, str):
+        chat[-1].update(dict.fromkeys(names, value + _CONTINUE))
+        return value
+    for part in reversed(value):
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            text: str = part["text"]
+            part["text"] += _CONTINUE
+            return text
+    raise TemplateError("continue_final_message: the last message has no text to go on with.")
+
+
+def cut_at_continue_tag(rendered: str, text: str, marks: str = "") -> str:
+    """Return the rendering up to the end of `text`; keep its trailing spaces if the template did.
+
+    The template may have moved `marks` within the text; it still counts as the same text.
+    """
+    end = rendered.rfind(_CONTINUE.strip())
+    if end < 0 or without_marks(text, marks).strip() not in without_marks(rendered, marks):
+        raise TemplateError(
+            "continue_final_message: the chat template does not write the last message as it is."
+        )
+    kept = rendered.startswith(_CONTINUE, end)
+    return rendered[:end] if kept else rendered[:end].rstrip()

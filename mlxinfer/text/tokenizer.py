@@ -1,35 +1,171 @@
-"""Text to token ids and back, for one checkpoint. Independent of chat, streams and models."""
+"""Text to token ids and back, for one checkpoint. Independent of chat, streams and models.
 
+The `tokenizers` library reads tokenizer.json and encodes; each of its failures, Rust panics
+included, becomes an exception of this package.
+"""
+
+import json
+import math
+import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from ..errors import InvalidRequestError
+from ..errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from .template import ChatTemplate
-from .tokenizer_files import (
-    NOT_TEXT,
-    TokenizerFiles,
-    TokenizerPanicError,
-    encode_guarded,
-    load_backend,
-    panic_guard,
-    part_spec,
-    read_tokenizer_files,
-)
+from .tokenizer_files import TokenizerFiles, read_tokenizer_files
 
 MAX_TEXT_CHARS = 16_000_000
+MAX_TOKENIZER_BYTES = 512 << 20
+LONG_TEXT = 20_000  # characters; longer texts are encoded without the GIL
+TOKENIZER_FILES = (
+    "tokenizer.*",
+    "tokenizer-*",
+    "vocab*",
+    "merges*",
+    "*.model",
+    "*.tiktoken",
+    "*.spm",
+)
+MAX_GROWTH = 64  # how many times longer a normalizer or decoder may make a text
+NOT_TEXT = "The text is not valid Unicode: it holds half of a surrogate pair, or was not UTF-8."
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|call|>")
-
-
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 USUAL_CHARS = 8  # per token; shorter texts are encoded at once
 PIECE_CHARS = 32_768
 SLACK = 2  # a text has a few more tokens for every cut
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenizerPanicError(Exception):
+    """The Rust side of `tokenizers` panicked; the message says where."""
+
+
+@contextmanager
+def panic_guard() -> Iterator[None]:
+    """Turn a Rust panic, a BaseException without an importable class, into TokenizerPanicError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerPanicError(str(error)) from None
+
+
+def load_backend(folder: Path) -> tokenizers.Tokenizer:
+    """Return the folder's tokenizer, without truncation and padding.
+
+    Raises:
+        CheckpointError: there is no tokenizer, or tokenizer.json is broken, too large, or makes
+            texts explode.
+        UnsupportedModelError: there is no tokenizer.json and transformers cannot make one.
+    """
+    path = folder / "tokenizer.json"
+    backend = _from_file(path) if path.is_file() else _from_transformers(folder)
+    backend.no_truncation()
+    backend.no_padding()
+    for part in ("normalizer", "decoder"):
+        growth = _growth(part_spec(backend, part))
+        if growth > MAX_GROWTH:
+            raise CheckpointError(
+                f"{path}: its {part} can make a text {growth:.0f} times longer; "
+                f"at most {MAX_GROWTH} times is accepted."
+            )
+    return backend
+
+
+def part_spec(backend: tokenizers.Tokenizer, part: str) -> dict[str, Any] | None:
+    """Return the JSON description of the backend's "normalizer" or "decoder", None without one."""
+    value = getattr(backend, part)
+    if value is None:
+        return None
+    try:
+        spec: dict[str, Any] = json.loads(value.__getstate__())
+    except (ValueError, TypeError, RecursionError):  # a part written in Python has no JSON
+        return {"type": "Custom"}
+    return spec
+
+
+def _from_file(path: Path) -> tokenizers.Tokenizer:
+    size = path.stat().st_size
+    if size > MAX_TOKENIZER_BYTES:
+        raise CheckpointError(f"{path} has {size} bytes; at most {MAX_TOKENIZER_BYTES} are read.")
+    try:
+        with panic_guard():
+            return tokenizers.Tokenizer.from_file(str(path))
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:  # the library raises bare Exception for every broken file
+        raise CheckpointError(
+            f"{path} is not a tokenizer that this version of tokenizers reads ({error}); "
+            "download it again, or check where it was made."
+        ) from None
+
+
+def _from_transformers(folder: Path) -> tokenizers.Tokenizer:
+    if not any(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)):
+        # transformers would make a tokenizer without tokens
+        raise CheckpointError(f"{folder} has no tokenizer; add the model's tokenizer.json.")
+    os.environ.setdefault(
+        "TRANSFORMERS_VERBOSITY", "error"
+    )  # else it warns that PyTorch is missing
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise UnsupportedModelError(
+            f"{folder} has no tokenizer.json. Other tokenizer files are read through transformers, "
+            "which is not installed: `pip install transformers sentencepiece`, or add the file."
+        ) from None
+    try:
+        with panic_guard():
+            wrapper = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:  # foreign code over foreign files: it raises nearly anything
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(
+            f"{folder}: transformers finds no tokenizer here: {reason}"
+        ) from error
+    backend = getattr(wrapper, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise UnsupportedModelError(
+            f"{folder}: {type(wrapper).__name__} has no form that `tokenizers` runs; "
+            "a model with tokenizer.json is needed."
+        )
+    return backend
+
+
+def _growth(spec: dict[str, Any] | None) -> float:
+    """Return the factor by which a normalizer or decoder can lengthen a text."""
+    if spec is None:
+        return 1.0
+    steps = spec.get("normalizers") or spec.get("decoders")
+    if isinstance(steps, list):
+        return math.prod(_growth(step) for step in steps)
+    if spec.get("type") == "Replace":
+        pattern = spec.get("pattern", {})
+        # a regular expression may match a single character, or none at all
+        shortest = len(pattern.get("String", "")) or 1
+        return max(1.0, len(spec.get("content", "")) / shortest)
+    return 1.0
+
+
+def encode_guarded(backend: tokenizers.Tokenizer, text: str, *, special: bool) -> list[int]:
+    """Return the ids of a text; every failure of the library becomes InvalidRequestError."""
+    try:
+        with panic_guard():
+            if isinstance(text, str) and len(text) > LONG_TEXT:  # `encode` would hold the GIL
+                ids: list[int] = backend.encode_batch([text], add_special_tokens=special)[0].ids
+            else:
+                ids = backend.encode(text, add_special_tokens=special).ids
+    except TypeError:  # a str that is not text: a lone surrogate
+        raise InvalidRequestError(NOT_TEXT) from None
+    except TokenizerPanicError as error:
+        raise InvalidRequestError(f"The tokenizer cannot encode this text: {error}") from None
+    return ids
 
 
 class Tokenizer:

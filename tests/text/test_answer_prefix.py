@@ -7,8 +7,8 @@ from text_data import DATA, load_tokenizer, read_template
 
 from mlxinfer.outputs import Delta
 from mlxinfer.text import ChatTemplate, ReasoningFormat, TextStream, Tokenizer, encode_chat
-from mlxinfer.text.answer_prefix import answer_prefix
-from mlxinfer.text.tokenizer_files import load_backend
+from mlxinfer.text.reasoning import answer_prefix
+from mlxinfer.text.tokenizer import load_backend
 
 THINK = ReasoningFormat()
 TYPED = ReasoningFormat("<reason>", "</reason>")  # no tokens of the tokenizer

@@ -15,7 +15,7 @@ from mlxinfer.text import (
     Tokenizer,
     detect_reasoning,
 )
-from mlxinfer.text.tokenizer_files import load_backend
+from mlxinfer.text.tokenizer import load_backend
 
 THINK = ReasoningFormat("<think>", "</think>")
 HARMONY = ReasoningFormat("", "", harmony=True)

@@ -6,7 +6,7 @@ from tool_samples import TOOLS
 
 from mlxinfer.errors import InvalidRequestError, TemplateError
 from mlxinfer.text import ChatTemplate, Tokenizer, ToolUse, detect_tools, encode_chat, tool_format
-from mlxinfer.text.tokenizer_files import load_backend
+from mlxinfer.text.tokenizer import load_backend
 
 HI = [{"role": "user", "content": "hi"}]
 TEMPLATES = {  # what tells the families' templates apart, in a few words of our own

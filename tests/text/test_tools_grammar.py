@@ -10,7 +10,7 @@ from tool_samples import TOOLS, WRITERS
 
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.text import ReasoningFormat, Tokenizer
-from mlxinfer.text.tokenizer_files import load_backend
+from mlxinfer.text.tokenizer import load_backend
 from mlxinfer.text.tools import FORMATS, Toolbox, ToolUse, forced_grammar, tool_format
 from mlxinfer.text.tools.json_calls import Mistral
 from mlxinfer.text.tools.lark import MAX_CALLS

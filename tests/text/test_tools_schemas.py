@@ -8,6 +8,7 @@ import pytest
 from test_tools_grammar import SAMPLES, TOKENIZERS, allowed, every_format, without_ids, written
 
 from mlxinfer.errors import InvalidRequestError
+from mlxinfer.outputs import Delta
 from mlxinfer.text import TextStream
 from mlxinfer.text.tools import Toolbox, ToolParser, forced_grammar, tool_format
 from mlxinfer.text.tools.schema import flatten, resolve
@@ -201,7 +202,7 @@ def test_what_is_forced_is_read_as_a_call(name, writer, function, key):
     tokenizer = TOKENIZERS["text"]
     stream = TextStream(tokenizer, tools=ToolParser(tool_format(name), box(schema, function)))
     ids = tokenizer.encode(text, add_special_tokens=False)
-    found = [*stream.push(ids).tool_calls, *stream.finish().tool_calls]
+    found = Delta(parts=[*stream.push(ids), *stream.finish()]).tool_calls
     assert "".join(piece.name or "" for piece in found) == function
     assert json.loads("".join(piece.arguments for piece in found)) == {key: "v"}
 

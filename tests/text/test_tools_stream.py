@@ -10,7 +10,7 @@ from tool_samples import TOOLS, WRITERS, harmony, hermes
 
 from mlxinfer.outputs import CallStatus, ReasoningPart, TextPart, ToolCallDelta, merged
 from mlxinfer.text import ReasoningFormat, TextStream, Tokenizer
-from mlxinfer.text.tokenizer_files import load_backend
+from mlxinfer.text.tokenizer import load_backend
 from mlxinfer.text.tools import FORMATS, Toolbox, ToolParser, tool_format
 
 THINK = ReasoningFormat()

@@ -17,7 +17,7 @@ import tokenizers
 
 from ....errors import CheckpointError, UnsupportedModelError
 from ....models.jsonfields import Fields
-from ....text.tokenizer_files import panic_guard
+from ....text.tokenizer import panic_guard
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"

@@ -6,8 +6,7 @@ from types import NoneType
 from typing import Any
 
 from ...errors import InvalidRequestError, shown
-from ..answer_prefix import answer_prefix
-from ..reasoning import ReasoningFormat
+from ..reasoning import ReasoningFormat, answer_prefix
 from ..tokenizer import Tokenizer
 from .detect import require_tools
 from .format import ToolFormat, ToolParser

@@ -1,10 +1,11 @@
 """The types that all parts share: requests, sampling parameters, events. No mlx, text or files."""
 
 import math
+import secrets
 import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from itertools import repeat
@@ -57,6 +58,11 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # strings, matched on text
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None  # None: off; n: the chosen token's and the n most probable ones'
+    # Whether steps may verify tokens that were proposed, where the model was loaded with that. It
+    # changes how many steps the answer takes. With acceptance="exact" the tokens are those of the
+    # plain run, seeded or not; with "rejection" a drawn answer has the same distribution, and a
+    # seed gives the same answer again only as long as the same is proposed.
+    speculate: bool = True
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, low=1, optional=True)
@@ -72,6 +78,7 @@ class SamplingParams:
         _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, optional=True)
         object.__setattr__(self, "stop", _as_stop_strings(self.stop))
         check_switch("ignore_eos", self.ignore_eos)
+        check_switch("speculate", self.speculate)
         _check_kind("stop_token_ids", self.stop_token_ids, Collection, "a list of token ids")
         _check_kind("logit_bias", self.logit_bias, Mapping, "{token id: bias}")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -97,6 +104,12 @@ class SamplingParams:
             )
         check_token_ids(self.stop_token_ids, vocab_size, param="stop_token_ids")
         check_token_ids(self.logit_bias, vocab_size, param="logit_bias")
+
+    def seeded(self) -> "SamplingParams":
+        """The same with a seed, a random one where tokens are drawn and none was given."""
+        if self.greedy or self.seed is not None:
+            return self
+        return replace(self, seed=secrets.randbits(63))
 
     @property
     def greedy(self) -> bool:
@@ -177,8 +190,13 @@ class Request:
     adapter: str | None = None
     cache_salt: str | None = None  # requests with different salts never share a page, too
     boundaries: tuple[int, ...] = ()  # positions at which other prompts may part from this one
+    # Whose request it is, such as the name of an API key: proposals come from answers to requests
+    # of the same owner and salt alone, for their number shows in how long a step takes.
+    owner: str | None = None
     arrived_s: float = 0.0  # monotonic seconds, set by the engine; so is the next
     started_s: float = 0.0  # when its first step was launched
+    num_drafted: int = 0  # tokens proposed and verified; set by the engine, and so is the next
+    num_accepted: int = 0  # of these, part of the answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,12 +29,13 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "grammar": LEAVES | {"text", "threads"},
     "engine": LEAVES
     | {"cache", "layers", "memory", "metal_kernels", "models", "sampling", "threads"},
+    "speculation": LEAVES | {"cache", "engine", "grammar", "metal_kernels", "models", "sampling"},
     "hub": LEAVES | {"backend", "memory"},
     "launchd": set(),
     "threads": set(),
     "backend": LEAVES,
     "memory": LEAVES,
-    "session": LEAVES | {"backend", "engine", "grammar", "memory", "models", "text"},
+    "session": LEAVES | {"backend", "engine", "grammar", "memory", "models", "speculation", "text"},
     "convert": LEAVES | {"backend", "hub", "layers", "memory", "models", "text"},
     "server": LEAVES | {"backend", "grammar", "hub", "memory", "session", "text"},
 }
@@ -78,6 +79,14 @@ WITHOUT_MLX = (
     "engine.kv_manager",
     "engine.pagestore",
     "server",
+    "speculation.acceptance",
+    "speculation.controller",
+    "speculation.costs",
+    "speculation.forced",
+    "speculation.ngram",
+    "speculation.options",
+    "speculation.source",
+    "speculation.speculation",
     "text",
 )
 

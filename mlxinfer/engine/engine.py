@@ -29,8 +29,10 @@ from ..threads import Reply, start
 from .kernels import choose_on_this_machine
 from .limits import EngineLimits
 from .loop import Loop
+from .scheduler import Proposer
 
 Listener = Callable[[TokenEvent], None]
+Load = Callable[[], tuple[LanguageModel, EngineConfig]]
 log = logging.getLogger("mlxinfer.engine")
 T = TypeVar("T")
 
@@ -43,6 +45,7 @@ class Engine:
 
     Args:
         load: called once on the engine's thread; returns the model and how to run it.
+        proposer: called after it; makes what proposes tokens for steps to verify. None: nothing.
         owner: the engine is closed when this object is collected, and when the process ends; None:
             only by `close`. It must not be reachable from `load`.
 
@@ -52,7 +55,11 @@ class Engine:
     """
 
     def __init__(
-        self, load: Callable[[], tuple[LanguageModel, EngineConfig]], *, owner: object | None = None
+        self,
+        load: Load,
+        *,
+        proposer: Callable[[], Proposer | None] | None = None,
+        owner: object | None = None,
     ) -> None:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, Listener] = {}
@@ -63,7 +70,7 @@ class Engine:
         self._limits: EngineLimits  # set on the engine's thread, which is ready then
         ready: Reply[None] = Reply()
         self._thread = threading.Thread(
-            target=self._work, args=(load, ready), name="mlxinfer-engine", daemon=True
+            target=self._work, args=(load, proposer, ready), name="mlxinfer-engine", daemon=True
         )
         if owner is not None:  # before there is a thread: Ctrl-C may come as soon as there is one
             weakref.finalize(owner, self.close)
@@ -166,29 +173,35 @@ class Engine:
     # -- on the engine's thread -----------------------------------------------------------------
 
     def _work(
-        self, load: Callable[[], tuple[LanguageModel, EngineConfig]], ready: Reply[None]
+        self, load: Load, proposer: Callable[[], Proposer | None] | None, ready: Reply[None]
     ) -> None:
         with self._gate:
             if self._stopping:  # the constructor was interrupted, and has closed the engine
                 return
             self._running.acquire()  # from here on close() waits
         try:
-            self._run(load, ready)
+            self._run(load, proposer, ready)
         finally:
             self._running.release()
 
     def _run(
-        self, load: Callable[[], tuple[LanguageModel, EngineConfig]], ready: Reply[None]
+        self, load: Load, proposer: Callable[[], Proposer | None] | None, ready: Reply[None]
     ) -> None:
         try:
             model, config = load()
-            loop = Loop(model, config, self._emit, kernels=choose_on_this_machine())
+            loop = Loop(
+                model,
+                config,
+                self._emit,
+                kernels=choose_on_this_machine(),
+                proposer=None if proposer is None else proposer(),
+            )
             self._loop, self._limits = loop, loop.limits
         except BaseException as error:  # the constructor raises it in its caller
             ready.fail(error)
             return
         ready.put(None)
-        del model, ready
+        del model, ready, load, proposer
         sound = True
         while not self._stopping:
             try:

@@ -164,6 +164,8 @@ class Loop:
 
     def add(self, request: Request, max_output: int) -> None:
         """Queue a request that `check` passed."""
+        if self._proposer is not None:  # a source draws as the model does, with the same numbers
+            request.params = request.params.seeded()
         sequence = self.scheduler.queues.add(request, max_output=max_output)
         sequence.rope_variant = self.model.rope_variant(sequence.max_known)
         if request.adapter is not None:
@@ -323,7 +325,7 @@ class Loop:
                     self._open_tier(SAVE_S)
                     self._save(self.store)
             self.store.close()
-        del self.model, self.cache, self.runner, self._in_flight
+        del self.model, self.cache, self.runner, self._in_flight, self._proposer, self.scheduler
 
     def _save(self, store: PageStore) -> None:
         """To the disk with all that the prefix tree holds, as far as bytes and time allow."""
@@ -338,7 +340,7 @@ class Loop:
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers of what was done and what is held."""
-        return stats_of(self.scheduler, self.cache, self.store)
+        return stats_of(self.scheduler, self.cache, self.store, self._proposer)
 
 
 def _make_store(options: DiskOptions, cache: KVCache) -> PageStore:

@@ -7,7 +7,7 @@ is written only behind a barrier (`Batch.writes_pages`).
 """
 
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -36,6 +36,13 @@ class Proposer(Protocol):
     def propose(self, sequences: Seq[Sequence], depth: int) -> list[list[int]]:
         """Up to `depth` tokens for each sequence that may follow its `token_ids`; none is fine."""
         ...
+
+    def observe(self, batch: Batch, result: CommitResult) -> None:
+        """A step was read, with or without proposals: the tokens of its sequences are known."""
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers of what was proposed."""
+        return {}
 
 
 class Scheduler:
@@ -262,6 +269,7 @@ class Scheduler:
             sequence.num_computed += segment.num_tokens - len(segment.proposals)
             sequence.num_pending += segment.num_samples
             self.counters.tokens_proposed += len(segment.proposals)
+            sequence.request.num_drafted += len(segment.proposals)
             if segment.num_samples:  # no sequence waits for its prompt any more
                 sequence.sharers = {}
         for segment in batch.long:
@@ -296,9 +304,12 @@ class Scheduler:
             sequence.token_ids.append(token_id)
             if proposals is not None and proposals.counts[row]:
                 self.counters.tokens_accepted += 1
+                sequence.request.num_accepted += 1
                 sequence.num_computed += sequence.slot >= 0  # the proposal before it held
             self._finish(sequence, token_id, row, result)
         self.counters.tokens_sampled += len(sampling) - len(result.discarded)
+        if self._proposer is not None:
+            self._proposer.observe(batch, result)
         return result
 
     def _finish(self, sequence: Sequence, token_id: int, row: int, result: CommitResult) -> None:

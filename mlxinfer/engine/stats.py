@@ -7,10 +7,12 @@ import mlx.core as mx
 
 from ..cache.kv import KVCache
 from .pagestore import PageStore
-from .scheduler import Scheduler
+from .scheduler import Proposer, Scheduler
 
 
-def stats_of(scheduler: Scheduler, cache: KVCache, store: PageStore | None) -> dict[str, Any]:
+def stats_of(
+    scheduler: Scheduler, cache: KVCache, store: PageStore | None, proposer: Proposer | None
+) -> dict[str, Any]:
     """Counters, queues, and bytes of the KV cache by layer group."""
     groups = _groups(scheduler, cache)
     return {
@@ -29,6 +31,7 @@ def stats_of(scheduler: Scheduler, cache: KVCache, store: PageStore | None) -> d
         "peak_memory_bytes": mx.get_peak_memory(),
         "active_memory_bytes": mx.get_active_memory(),
         **({} if store is None else {"disk": store.stats()}),
+        **({} if proposer is None else {"speculation": proposer.stats()}),
     }
 
 

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from mlxinfer.engine.batch import Sequence
+from mlxinfer.engine.scheduler import Proposer
 
 
-class Oracle:
+class Oracle(Proposer):
     """Proposals from the plain run's tokens.
 
     Args:

@@ -8,13 +8,14 @@ from engine.harness import PAGE, Harness, prompt, tiny_model
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.engine.batch import Sequence
+from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.errors import InvalidRequestError
 
 CASE = "qwen3-v4"
 NAMES = ("first", "second")
 
 
-class FromPrompt:
+class FromPrompt(Proposer):
     """Proposes tokens of the prompt."""
 
     def depth(self, sequences: Seq[Sequence]) -> int:

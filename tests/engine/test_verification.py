@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mlxinfer.core import FinishReason, SamplingParams
 from mlxinfer.engine.batch import Sequence
+from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.errors import GrammarFailedError
 
 CASE = "qwen3-v4"
@@ -28,7 +29,7 @@ DRAWN = SamplingParams(
 
 
 @dataclass
-class Script:
+class Script(Proposer):
     """Proposes the next tokens of given answers, and rests in some steps."""
 
     answers: dict[str, list[int]]

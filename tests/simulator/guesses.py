@@ -7,9 +7,10 @@ from collections.abc import Sequence as Seq
 from simulator.oracle import Oracle
 
 from mlxinfer.engine.batch import Sequence
+from mlxinfer.engine.scheduler import Proposer
 
 
-class Guesses:
+class Guesses(Proposer):
     """Proposals from the oracles of a simulation.
 
     Args:

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from itertools import pairwise
 
 from engine.spelled import segments_of
-from mlxinfer.cache.prefix.leases import Lease
+from mlxinfer.cache.prefix.store import Lease
 
 from mlxinfer.cache.prefix.node import Node
 from mlxinfer.engine.batch import MAX_SHORT, Batch, DecodeBatch

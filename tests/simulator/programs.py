@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 from typing import cast
 
-from mlxinfer.cache.prefix.leases import Lease
+from mlxinfer.cache.prefix.store import Lease
 from simulator.fake_disk import FakeTier
 from simulator.guesses import Guesses
 from simulator.oracle import Oracle, Rules

@@ -6,7 +6,7 @@ Whatever happens, each request must get the tokens of its oracle, once, in order
 from dataclasses import asdict
 from typing import cast
 
-from mlxinfer.cache.prefix.leases import Lease
+from mlxinfer.cache.prefix.store import Lease
 from simulator.asked import Asked
 from simulator.fake_disk import FakeTier
 from simulator.fake_kv import FakeKV, WatchedAllocator

@@ -1,0 +1,267 @@
+"""Sources and controller as the one `Proposer` of an engine."""
+
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..engine.batch import Batch, CommitResult, Sequence
+from ..engine.scheduler import Proposer
+from .acceptance import Acceptance, Key
+from .controller import MeasuredStep, Outlook, Policy
+from .source import Source
+
+log = logging.getLogger("mlxinfer.speculation")
+
+
+@dataclass(slots=True)
+class SourceCounts:
+    """What came of the proposals of one source."""
+
+    num_drafts: int = 0  # proposals of one sequence in one step
+    num_drafted: int = 0  # tokens
+    num_accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)  # by position
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a source is to propose for a sequence."""
+
+    source: Source
+    keys: list[Key]  # of its proposals, by position
+
+
+class Speculation(Proposer):
+    """Proposes tokens from several sources, as many as a policy finds worth it.
+
+    For each sequence the source counts that promises most. One that raises an error is switched off
+    for the requests of that step, and the error is logged: no request fails for a proposal.
+
+    Args:
+        make_sources: the sources, given what takes the scores of free ones.
+        policy: says how many.
+        max_depth: proposals of one sequence, at most.
+        method: what was asked for, for `stats`.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        make_sources: Callable[[Callable[[Sequence, Key, bool], None]], Seq[Source]],
+        policy: Policy,
+        *,
+        max_depth: int,
+        method: str = "auto",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sources = list(make_sources(self._score))
+        self._policy = policy
+        self._max_depth = max_depth
+        self._method = method
+        self._clock = clock
+        priors: dict[Key, float] = {}
+        for source in self._sources:
+            priors |= source.priors
+        self._acceptance = Acceptance(priors)
+        self._counts = {source.name: SourceCounts() for source in self._sources}
+        self._off: dict[Sequence, set[str]] = {}  # sources that failed for a sequence
+        self._planned: dict[Sequence, Plan] = {}  # of the step in flight
+        self._known: set[Sequence] = set()
+        self._read_s: float | None = None  # when the last steady decode step was read
+        self._was_plain = False  # and whether it, and all since, went without proposals
+        self._draft_s = 0.0
+
+    # -- the engine's Proposer ------------------------------------------------------------------
+
+    def depth(self, sequences: Seq[Sequence]) -> int:
+        """The most proposals that any sequence is to have, as far as it can be foreseen."""
+        for source in self._sources:
+            source.begin_step()
+        rows = [s for s in sequences if self._may_have(s)]
+        plans = self._plans(rows)
+        if not plans:
+            return 0
+        depth = max(self._choose(plans, len(rows)), default=0)
+        self._was_plain &= not depth
+        return depth
+
+    def propose(self, sequences: Seq[Sequence], depth: int) -> list[list[int]]:
+        """Proposals of each sequence from its most promising source."""
+        rows = [s for s in sequences if self._may_have(s)]
+        plans = self._plans(rows)
+        self._planned, self._draft_s = {}, 0.0
+        if not plans:
+            return [[] for _ in sequences]
+        depths = dict(zip(plans, self._choose(plans, len(sequences)), strict=True))
+        found: dict[Sequence, list[int]] = {}
+        for source in self._sources:
+            some = [s for s, plan in plans.items() if plan.source is source and depths[s]]
+            if some:
+                found |= self._ask(source, some, [min(depths[s], depth) for s in some])
+        self._planned = {s: plans[s] for s in found}
+        return [found.get(s, []) for s in sequences]
+
+    def observe(self, batch: Batch, result: CommitResult) -> None:
+        """Score the proposals of a step, and let the policy know what the step took."""
+        accepted = self._score_planned(batch, result)
+        self._measure(batch, result, sum(len(s.proposals) for s in batch.short), accepted)
+        for sequence in batch.sampling.sequences:
+            if sequence.finished and sequence in self._known:
+                self._end(sequence)
+        if batch.admitted:  # then what was aborted is swept out, too
+            for sequence in [s for s in self._known if s.finished]:
+                self._end(sequence)
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers of what was proposed and accepted, in all and by source."""
+        sources = {
+            source.name: {
+                "drafts": counts.num_drafts,
+                "drafted": counts.num_drafted,
+                "accepted": counts.num_accepted,
+                "accepted_at": list(counts.accepted_at),
+                **source.stats(),
+            }
+            for source in self._sources
+            for counts in [self._counts[source.name]]
+        }
+        positions = [counts.accepted_at for counts in self._counts.values()]
+        return {
+            "method": self._method,
+            "max_draft": self._max_depth,
+            **{name: sum(s[name] for s in sources.values()) for name in _TOTALS},
+            "accepted_at": [
+                sum(some[i] for some in positions if i < len(some)) for i in range(self._max_depth)
+            ],
+            "chances": {f"{name} {n}": c for (name, n), c in self._acceptance.measured().items()},
+            "sources": sources,
+        }
+
+    # -- what to propose ------------------------------------------------------------------------
+
+    def _may_have(self, sequence: Sequence) -> bool:
+        """Whether it decodes, and its request wants proposals."""
+        return sequence.request.params.speculate and sequence.num_computed >= sequence.num_prompt
+
+    def _plans(self, sequences: Seq[Sequence]) -> dict[Sequence, Plan]:
+        """The most promising source of each sequence that has any."""
+        plans = {s: self._plan(s) for s in sequences}
+        self._known.update(sequences)
+        return {s: plan for s, plan in plans.items() if plan is not None}
+
+    def _plan(self, sequence: Sequence) -> Plan | None:
+        best, best_tokens = None, 0.0
+        off = self._off.get(sequence, ())
+        for source in self._sources:
+            keys = [] if source.name in off else source.outlook(sequence, self._max_depth)
+            tokens, chance = 0.0, 1.0
+            for key in keys:
+                chance *= self._acceptance.chance(sequence, key)
+                tokens += chance
+            if tokens > best_tokens:
+                best, best_tokens = Plan(source, keys), tokens
+        return best
+
+    def _choose(self, plans: dict[Sequence, Plan], num_sequences: int) -> list[int]:
+        chance = self._acceptance.chance
+        outlooks = [
+            Outlook([chance(s, key) for key in plan.keys], plan.source.cost)
+            for s, plan in plans.items()
+        ]
+        return self._policy.choose(outlooks, num_sequences)
+
+    def _ask(
+        self, source: Source, sequences: list[Sequence], depths: list[int]
+    ) -> dict[Sequence, list[int]]:
+        """What a source proposes; nothing where it fails."""
+        began_s = self._clock()
+        try:
+            proposed = source.propose(sequences, depths)
+        except Exception:  # the fault boundary of a source: the requests go on without it
+            names = ", ".join(s.request.id for s in sequences)
+            log.exception("no more proposals by %s for the requests %s", source.name, names)
+            for sequence in sequences:
+                self._off.setdefault(sequence, set()).add(source.name)
+            return {}
+        if source.cost:
+            self._draft_s += self._clock() - began_s
+        return {s: ids for s, ids in zip(sequences, proposed, strict=True) if ids}
+
+    # -- what came of it ------------------------------------------------------------------------
+
+    def _score_planned(self, batch: Batch, result: CommitResult) -> dict[Sequence, int]:
+        """Count accepted proposals by sequence, and score those of costly sources."""
+        sampling, gone = batch.sampling, set(result.discarded)
+        accepted = {s.sequence: 0 for s in batch.short if s.proposals}
+        if sampling.proposals is None:
+            return accepted
+        for row, count in enumerate(sampling.proposals.counts.tolist()):
+            if count and row not in gone:
+                accepted[sampling.sequences[row]] += 1
+        for segment in batch.short:
+            plan = self._planned.get(segment.sequence) if segment.proposals else None
+            if plan is not None:
+                self._score_plan(segment.sequence, plan, len(segment.proposals), accepted)
+        return accepted
+
+    def _score_plan(
+        self, sequence: Sequence, plan: Plan, num_drafted: int, accepted: dict[Sequence, int]
+    ) -> None:
+        held, counts = accepted[sequence], self._counts[plan.source.name]
+        counts.num_drafts += 1
+        counts.num_drafted += num_drafted
+        counts.num_accepted += held
+        counts.accepted_at += [0] * (num_drafted - len(counts.accepted_at))
+        for place in range(held):
+            counts.accepted_at[place] += 1
+        if plan.source.is_free:  # it scores its own guesses
+            return
+        tried = held if sequence.finished else min(held + 1, num_drafted)
+        for place in range(tried):
+            self._score(sequence, plan.keys[place], place < held)
+
+    def _score(self, sequence: Sequence, key: Key, held: bool) -> None:
+        self._acceptance.observe(sequence, key, held)
+
+    def _measure(
+        self, batch: Batch, result: CommitResult, num_proposals: int, accepted: dict[Sequence, int]
+    ) -> None:
+        """Let the policy know how long a steady decode step took, and what it gave."""
+        now_s, before_s = self._clock(), self._read_s
+        steady = bool(batch.num_tokens) and not batch.long and not batch.begins_answers
+        counts_now = steady and before_s is not None and (bool(num_proposals) or self._was_plain)
+        num_tokens = len(batch.sampling) - len(result.discarded)
+        num_sequences = len(batch.sampling) - num_proposals
+        if num_sequences > 0:
+            costly = [s for s in accepted if s in self._planned and self._planned[s].source.cost]
+            lengths = {s.sequence: len(s.proposals) for s in batch.short}
+            renew = self._policy.observe(
+                MeasuredStep(
+                    num_sequences,
+                    num_proposals,
+                    num_tokens,
+                    now_s - before_s if counts_now and before_s is not None else None,
+                    self._draft_s if num_proposals else 0.0,
+                    max([lengths[s] for s in costly], default=0),
+                )
+            )
+            for source in self._sources if renew else ():
+                if not source.is_free:
+                    self._acceptance.renew(source.name)
+        self._read_s = now_s if steady else None
+        self._was_plain = steady and not num_proposals
+
+    def _end(self, sequence: Sequence) -> None:
+        """Let all forget a sequence."""
+        self._known.discard(sequence)
+        self._off.pop(sequence, None)
+        self._planned.pop(sequence, None)
+        self._acceptance.forget(sequence)
+        for source in self._sources:
+            source.end(sequence)
+
+
+_TOTALS = ("drafts", "drafted", "accepted")

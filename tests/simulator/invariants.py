@@ -5,9 +5,9 @@ from collections.abc import Sequence as Seq
 from itertools import pairwise
 
 from engine.spelled import segments_of
-from mlxinfer.cache.prefix.store import Lease
 
 from mlxinfer.cache.prefix.node import Node
+from mlxinfer.cache.prefix.store import Lease
 from mlxinfer.engine.batch import MAX_SHORT, Batch, DecodeBatch
 from mlxinfer.engine.scheduler import Scheduler
 

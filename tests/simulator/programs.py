@@ -7,13 +7,13 @@ import random
 from dataclasses import dataclass
 from typing import cast
 
-from mlxinfer.cache.prefix.store import Lease
 from simulator.fake_disk import FakeTier
 from simulator.guesses import Guesses
 from simulator.oracle import Oracle, Rules
 from simulator.simulation import Simulation
 from simulator.sizes import draw_sizes
 
+from mlxinfer.cache.prefix.store import Lease
 from mlxinfer.core import Grammar, Request, SamplingParams
 
 FEATURES = (

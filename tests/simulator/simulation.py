@@ -6,7 +6,6 @@ Whatever happens, each request must get the tokens of its oracle, once, in order
 from dataclasses import asdict
 from typing import cast
 
-from mlxinfer.cache.prefix.store import Lease
 from simulator.asked import Asked
 from simulator.fake_disk import FakeTier
 from simulator.fake_kv import FakeKV, WatchedAllocator
@@ -18,6 +17,7 @@ from simulator.sizes import Sizes
 
 from mlxinfer.cache.disk import DiskTier
 from mlxinfer.cache.groups import PageGroup, StateGroup
+from mlxinfer.cache.prefix.store import Lease
 from mlxinfer.core import FinishReason, Request
 from mlxinfer.engine.batch import Batch
 from mlxinfer.engine.kv_manager import KVManager

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -91,6 +92,11 @@ WITHOUT_MLX = (
 )
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def modules() -> Iterator[tuple[str, Path]]:
     """(dotted name below mlxinfer, file) of every module."""
     for prefix, folder in FOLDERS.items():
@@ -118,7 +124,7 @@ def imported(name: str, path: Path, *, everything: bool = False) -> Iterator[str
         package = ["mlxinfer"]
     elif path.name != "__init__.py":
         package = package[:-1]
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     for node in ast.walk(tree) if everything else runtime_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -221,7 +227,7 @@ def test_nothing_imports_torch_transformers_or_mlx_lm() -> None:
 def test_no_hasattr_dispatch_and_no_stubs() -> None:
     wrong = []
     for name, path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "hasattr":
                 wrong.append(f"{name}:{node.lineno} hasattr")
             if isinstance(node, ast.Raise) and "NotImplementedError" in ast.dump(node):
@@ -230,7 +236,5 @@ def test_no_hasattr_dispatch_and_no_stubs() -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    silent = [
-        name for name, path in modules() if not ast.get_docstring(ast.parse(path.read_text()))
-    ]
+    silent = [name for name, path in modules() if not ast.get_docstring(parsed(path))]
     assert not silent

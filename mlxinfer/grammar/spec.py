@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InvalidRequestError, shown
-from .rewrite import rewritten
-from .schema import MAX_STRING, check_schema
+from .schema import MAX_STRING, check_schema, rewritten
 
 MAX_REGEX = 4096  # characters
 MAX_LARK = 65_536

@@ -181,10 +181,13 @@ def rounds_tokenizer():
     return tokenizer
 
 
+ROUNDS_TOKENIZER = rounds_tokenizer()  # one for all examples: tables are made for each
+
+
 @settings(max_examples=300)
 @given(turns=st.lists(turns, min_size=1, max_size=4))
 def test_template_decisions_ignore_marks(turns):
-    tokenizer = rounds_tokenizer()
+    tokenizer = ROUNDS_TOKENIZER
     messages = [{"role": role, "content": content} for role, content in turns]
     ids = encode_chat(tokenizer, messages)
     assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.template.render(messages)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from mlxinfer.errors import InvalidRequestError
-from mlxinfer.grammar.rewrite import rewritten
+from mlxinfer.grammar.schema import rewritten
 from mlxinfer.grammar.spec import json_schema
 
 AB: Any = {"a": {"type": "integer"}, "b": {"enum": ["x", "y", 1]}}

@@ -90,9 +90,9 @@ def gathered_attention(
     return _by_token(mx.addmm(seen, weights, tail_values), queries)
 
 
-def capped(scores: mx.array, soft_cap: float | None) -> mx.array:
-    """soft_cap * tanh(scores / soft_cap); None: the scores."""
-    return scores if soft_cap is None else mx.tanh(scores / soft_cap) * soft_cap
+def capped(scores: mx.array, soft_cap: float) -> mx.array:
+    """soft_cap * tanh(scores / soft_cap)."""
+    return mx.tanh(scores / soft_cap) * soft_cap
 
 
 def _tail_scores(
@@ -104,12 +104,20 @@ def _tail_scores(
 ) -> tuple[mx.array, mx.array]:
     """Scaled queries (B, H, G * Q, D), and what they give with the tails (B, H, G * Q, R)."""
     kv_heads = tail_keys.shape[1]
-    by_head = _by_kv_head(queries * scale, kv_heads)
-    if queries.shape[1] > 1:
-        tail_mask = mx.tile(tail_mask, (1, 1, queries.shape[2] // kv_heads, 1))
+    num_seqs, num_queries, num_heads, dim = queries.shape
+    group = num_heads // kv_heads
+    scaled = queries * scale
+    if num_queries > 1:
+        split = scaled.reshape(num_seqs, num_queries, kv_heads, group, dim)
+        scaled = split.transpose(0, 2, 3, 1, 4)
+        tail_mask = mx.tile(tail_mask, (1, 1, group, 1))
+    by_head = scaled.reshape(num_seqs, kv_heads, group * num_queries, dim)
+    scores = by_head @ tail_keys.swapaxes(-1, -2)
+    if soft_cap is not None:
+        scores = capped(scores, soft_cap)
     # Rounded before the mask, which is float32, as scores of pages are: a token must score the same
     # in the tail and, later, in a page.
-    return by_head, capped(by_head @ tail_keys.swapaxes(-1, -2), soft_cap) + tail_mask
+    return by_head, scores + tail_mask
 
 
 def _by_token(outputs: mx.array, queries: mx.array) -> mx.array:
@@ -125,16 +133,6 @@ def _by_token(outputs: mx.array, queries: mx.array) -> mx.array:
         return outputs.reshape(num_seqs, 1, num_heads, dim)
     outputs = outputs.reshape(num_seqs, kv_heads, -1, num_queries, dim)
     return outputs.transpose(0, 3, 1, 2, 4).reshape(num_seqs, num_queries, num_heads, dim)
-
-
-def _by_kv_head(queries: mx.array, kv_heads: int) -> mx.array:
-    """(B, Q, H * G, D) -> (B, H, G * Q, D)."""
-    num_seqs, num_queries, num_heads, dim = queries.shape
-    group = num_heads // kv_heads
-    if num_queries == 1:
-        return queries.reshape(num_seqs, kv_heads, group, dim)
-    split = queries.reshape(num_seqs, num_queries, kv_heads, group, dim)
-    return split.transpose(0, 2, 3, 1, 4).reshape(num_seqs, kv_heads, group * num_queries, dim)
 
 
 def _rows(array: mx.array) -> list[mx.array]:
@@ -167,7 +165,8 @@ def _over_runs(
         return _softmax(tail_scores, sink_column), nothing
     scores, ends, end = [], [], 0
     for run in keys:
-        scores.append(capped(queries @ run, soft_cap))  # (1, H, G * Q, N)
+        found = queries @ run  # (1, H, G * Q, N)
+        scores.append(found if soft_cap is None else capped(found, soft_cap))
         end += run.shape[-1]
         ends.append(end)
     if run_mask is not None:

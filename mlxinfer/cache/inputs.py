@@ -6,7 +6,7 @@ to pages, tails and states between the step before and this one.
 
 from array import array
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -44,6 +44,7 @@ class Segments:
     counts: Ints  # (B,)
     sealed: Ints  # (B,)
     slots: Ints  # (B,)
+    width: int  # tokens of the longest
     _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -56,15 +57,11 @@ class Segments:
             ints([segment.num_tokens for segment in segments]),
             ints([segment.sealed for segment in segments]),
             ints([segment.slot for segment in segments]),
+            max([segment.num_tokens for segment in segments]),
         )
 
     def __len__(self) -> int:
         return len(self.tables)
-
-    @property
-    def width(self) -> int:
-        """Tokens of the longest."""
-        return self.memoised("width", lambda: int(self.counts.max()))
 
     def memoised(self, what: Hashable, work_out: Callable[[], T]) -> T:
         """Compute once what follows from all but `starts`; `advance` keeps it."""
@@ -86,12 +83,13 @@ class Segments:
             self.counts,
             self.sealed,
             self.slots,
+            self.width,
             self._memo,
         )
 
     def sealed_to(self, stops: Ints) -> "Segments":
         """The same tokens, with pages up to (B,) these positions before the tails."""
-        return Segments(self.tables, self.rows, self.starts, self.counts, stops, self.slots)
+        return replace(self, sealed=stops, _memo={})
 
     def sealed_pages(self, group: int) -> "list[array[int]]":
         """(B,) for each segment the page of every sealed page number, int32; -1: recycled."""
@@ -110,6 +108,7 @@ class Segments:
             self.counts[places],
             self.sealed[places],
             self.slots[places],
+            int(self.counts[places].max()),
         )
 
     def joined(self, other: "Segments") -> "Segments":
@@ -121,6 +120,7 @@ class Segments:
             np.concatenate([self.counts, other.counts]),
             np.concatenate([self.sealed, other.sealed]),
             np.concatenate([self.slots, other.slots]),
+            max(self.width, other.width),
         )
 
     def tokens(self) -> tuple[Ints, Ints, Ints]:
@@ -142,21 +142,23 @@ class StepSegments:
     long: Sequence[QuerySegment]  # prefill chunks, which go to pages
     positions: Ints  # (T,) each token's place in its own sequence, in flat order
 
-    @staticmethod
-    def of(
-        short: Sequence[QuerySegment], long: Sequence[QuerySegment], single: Segments | None = None
-    ) -> "StepSegments":
-        """Read the segments of a step.
 
-        Args:
-            short: those of few tokens, single ones first.
-            long: prefill chunks, which come last in the flat list.
-            single: segments of one token that come first of all.
-        """
-        together = _by_width(short, single)
-        parts = [segments.tokens()[2] for segments in together]
-        parts += [np.arange(segment.start, segment.stop, dtype=np.int32) for segment in long]
-        return StepSegments(together, long, parts[0] if len(parts) == 1 else np.concatenate(parts))
+def step_segments(
+    short: Sequence[QuerySegment], long: Sequence[QuerySegment], single: Segments | None = None
+) -> StepSegments:
+    """Read the segments of a step.
+
+    Args:
+        short: those of few tokens, single ones first.
+        long: prefill chunks, which come last in the flat list.
+        single: segments of one token that come first of all; None: there are none.
+    """
+    if single is not None and not short and not long:  # most steps
+        return StepSegments([single], long, single.starts)
+    together = _by_width(short, single)
+    parts = [segments.tokens()[2] for segments in together]
+    parts += [np.arange(segment.start, segment.stop, dtype=np.int32) for segment in long]
+    return StepSegments(together, long, parts[0] if len(parts) == 1 else np.concatenate(parts))
 
 
 def _by_width(short: Sequence[QuerySegment], single: Segments | None) -> list[Segments]:

@@ -108,7 +108,7 @@ class LatentPool(PagePool):
 
     def read_tails(self, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
         """Vectors (B, 1, 2 * P, r + dr) and values (B, 1, 2 * P, r) of the tails `slots` (B,)."""
-        vectors = self.keys.fmt.decode(self._take_tails(slots)[0])
+        vectors = self.keys.fmt.decode([part[slots] for part in self.keys.own_tails()])
         return vectors, vectors[..., : self.latent_dim]
 
     def read_runs(self, runs: Runs) -> tuple[mx.array, mx.array]:

@@ -8,9 +8,11 @@ operations for each segment; scores over a few runs, joined before the softmax, 
 over one contiguous cache cost.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -20,59 +22,35 @@ from ..metal_kernels.attention_plan import Numbers, joined
 from ..metal_kernels.paged_attention import gathered_attention, paged_attention
 from .groups import AttentionWindow
 from .inputs import Ints, Segments
-from .pool import PagePool, Views
+from .pool import PagePool, Views, views_of
 from .step import Part
 
+KeysValues = tuple[mx.array, mx.array]
 HIDDEN = float(np.finfo(np.float32).min)  # additive mask of what must not be seen
 
 
 @dataclass(frozen=True, slots=True)
 class ShortQueries:
-    """The queries of B short segments and their tails."""
+    """Where the queries of B short segments and their tails are, whatever their positions."""
 
-    rows: mx.array | slice | None  # (B * Q,) flat rows of the queries; None: all of them
     shape: tuple[int, int]  # (B, Q)
+    step: Ints  # (B, Q) the token of its segment at each place; the last one is repeated
+    rows: mx.array | slice  # (B * Q,) flat rows of the queries
     unpad: mx.array | None  # (T',) from the padded (B * Q) outputs back to flat order
     slots: mx.array | slice  # (B,) tails
-    tail_mask: mx.array  # (B, 1, Q, R)
-
-    def take(self, queries: mx.array) -> mx.array:
-        """(T, heads, D) -> (B, Q, heads, D)."""
-        own = queries if self.rows is None else queries[self.rows]
-        return own.reshape(*self.shape, *queries.shape[1:])
-
-    def flat(self, outputs: mx.array) -> mx.array:
-        """(B, Q, heads, D) -> (T', heads * D)."""
-        flat = outputs.reshape(self.shape[0] * self.shape[1], -1)
-        return flat if self.unpad is None else flat[self.unpad]
 
 
-def plan_queries(
-    short: Segments, window: AttentionWindow, page_size: int, num_rows: int
-) -> tuple[ShortQueries, Ints]:
-    """The queries of some segments of a step of `num_rows` tokens, and their positions (B, Q)."""
-    step, unpad = short.memoised("padding", lambda: _padding(short))
-    positions = short.starts[:, None] + step
-    everything = step.size == num_rows and unpad is None
-    queries = ShortQueries(
-        rows=None if everything else short.memoised("rows", lambda: _rows(short, step)),
-        shape=(len(short), short.width),
-        unpad=unpad,
-        slots=short.memoised("slots", lambda: _as_index(short.slots)),
-        tail_mask=_tail_mask(short, positions, window, page_size),
-    )
-    return queries, positions
-
-
-def _padding(short: Segments) -> tuple[Ints, mx.array | None]:
-    """(B, Q) the token of its segment at each place, the last one repeated; and how to undo it."""
+def short_queries(short: Segments) -> ShortQueries:
+    """The queries of some segments."""
     step = np.minimum(np.arange(short.width, dtype=np.int32), short.counts[:, None] - 1)
     real = np.arange(short.width) < short.counts[:, None]  # (B, Q)
-    return step, None if real.all() else mx.array(np.flatnonzero(real))
-
-
-def _rows(short: Segments, step: Ints) -> mx.array | slice:
-    return _as_index((short.rows[:, None] + step).ravel())
+    return ShortQueries(
+        shape=(len(short), short.width),
+        step=step,
+        rows=_as_index((short.rows[:, None] + step).ravel()),
+        unpad=None if real.all() else mx.array(np.flatnonzero(real)),
+        slots=_as_index(short.slots),
+    )
 
 
 def _as_index(rows: Ints) -> mx.array | slice:
@@ -113,12 +91,17 @@ def additive(visible: NDArray[np.bool_]) -> NDArray[np.float32]:
 
 
 @dataclass(frozen=True, slots=True)
-class GatherPlan:
-    """B segments that see n pages each, padded."""
+class PlainPlan(ABC):
+    """B short segments that attend together over pages and tails.
+
+    Attributes:
+        whole: the queries are all rows of the step, in order.
+        tail_mask: (B, 1, Q, R) additive.
+    """
 
     queries: ShortQueries
-    page_ids: mx.array  # (B, n)
-    mask: mx.array | None  # (B, 1, 1 or Q, n * page_size) additive; None: all is seen
+    whole: bool
+    tail_mask: mx.array
 
     def attend(
         self,
@@ -130,32 +113,38 @@ class GatherPlan:
         soft_cap: float | None = None,
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of these segments see, (T', heads * V)."""
-        own = self.queries.take(queries)
-        ids = mx.depends([self.page_ids], [own])[0]  # else all layers might gather first
-        outputs = gathered_attention(
-            own,
-            pool.keys.read_pages(ids, pool.page_size).transpose(1, 0, 3, 2),
-            pool.values.read_pages(ids, pool.page_size).swapaxes(0, 1),
-            self.mask,
-            *pool.read_tails(self.queries.slots),
-            self.queries.tail_mask,
-            scale=scale,
-            sinks=sinks,
-            soft_cap=soft_cap,
+        shape, unpad = self.queries.shape, self.queries.unpad
+        own = queries if self.whole else queries[self.queries.rows]
+        outputs = self._attend(  # (B, Q, heads, V)
+            pool,
+            own.reshape(*shape, *queries.shape[1:]),
+            pool.read_tails(self.queries.slots),
+            {"scale": scale, "sinks": sinks, "soft_cap": soft_cap},
         )
-        return self.queries.flat(outputs)
+        flat = outputs.reshape(shape[0] * shape[1], -1)
+        return flat if unpad is None else flat[unpad]
+
+    @abstractmethod
+    def _attend(
+        self, pool: PagePool, queries: mx.array, tails: KeysValues, how: dict[str, Any]
+    ) -> mx.array:
+        """Queries (B, Q, heads, D) -> what they see of pages and `tails`, (B, Q, heads, V)."""
 
 
-def plan_gather(
-    short: Segments, group: int, window: AttentionWindow, page_size: int, num_rows: int
-) -> GatherPlan:
-    """Plan segments of one step, each of which sees a page at least."""
-    queries, positions = plan_queries(short, window, page_size, num_rows)
-    if window.size is None:
-        ids, mask = short.memoised(("gather", group), lambda: _all_pages(short, group, page_size))
-    else:
-        ids, mask = _window_pages(short, group, window, page_size, positions)
-    return GatherPlan(queries, ids, mask)
+@dataclass(frozen=True, slots=True)
+class GatherPlan(PlainPlan):
+    """Each segment sees n pages, padded, which are gathered into one array."""
+
+    page_ids: mx.array  # (B, n)
+    mask: mx.array | None  # (B, 1, 1 or Q, n * page_size) additive; None: all is seen
+
+    def _attend(
+        self, pool: PagePool, queries: mx.array, tails: KeysValues, how: dict[str, Any]
+    ) -> mx.array:
+        ids = mx.depends([self.page_ids], [queries])[0]  # else all layers might gather first
+        keys = pool.keys.read_pages(ids, pool.page_size).transpose(1, 0, 3, 2)
+        values = pool.values.read_pages(ids, pool.page_size).swapaxes(0, 1)
+        return gathered_attention(queries, keys, values, self.mask, *tails, self.tail_mask, **how)
 
 
 def num_visible(short: Segments, window: AttentionWindow, page_size: int) -> Ints:
@@ -216,68 +205,31 @@ COVER_TOKENS = 2048  # decoded together: what a layer takes for a moment stays s
 
 
 @dataclass(frozen=True, slots=True)
-class RunPlan:
-    """Segments of at most 8 tokens that attend together."""
+class RunPlan(PlainPlan):
+    """Each segment sees runs of consecutive pages, as views."""
 
-    queries: ShortQueries
     views: Views
     run_masks: list[mx.array | None]
 
-    def attend(
-        self,
-        pool: PagePool,
-        queries: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-        soft_cap: float | None = None,
+    def _attend(
+        self, pool: PagePool, queries: mx.array, tails: KeysValues, how: dict[str, Any]
     ) -> mx.array:
-        """Flat queries (T, heads, D) -> what those of these segments see, (T', heads * V)."""
-        own = self.queries.take(queries)
         several = len(self.views.covers) > 1
         # Else MLX may decode the first ranges of all layers before it computes the first layer.
-        keys = pool.keys.read_each(self.views, after=own if several else None, transposed=True)
+        after = queries if several else None
+        keys = pool.keys.read_each(self.views, after, transposed=True)
         last = keys[-1][-1] if several and keys[-1] else None
-        values = pool.values.read_each(self.views, after=last)
-        outputs = paged_attention(
-            own,
-            keys,
-            values,
-            self.run_masks,
-            *pool.read_tails(self.queries.slots),
-            self.queries.tail_mask,
-            scale=scale,
-            sinks=sinks,
-            soft_cap=soft_cap,
-        )
-        return self.queries.flat(outputs)
-
-
-def plan_runs(
-    short: Segments,
-    group: int,
-    window: AttentionWindow,
-    page_size: int,
-    num_rows: int,
-    decodes: bool,
-) -> RunPlan:
-    """Plan segments of one step; `decodes`: a layer stores something else than vectors."""
-    queries, positions = plan_queries(short, window, page_size, num_rows)
-    views = _views(short, group, window, decodes)
-    return RunPlan(queries, views, _run_masks(short, positions, window))
+        values = pool.values.read_each(self.views, last)
+        return paged_attention(queries, keys, values, self.run_masks, *tails, self.tail_mask, **how)
 
 
 def _views(short: Segments, group: int, window: AttentionWindow, decodes: bool) -> Views:
     """What each segment sees in pages, and the ranges to decode for it."""
-
-    def work_out() -> Views:
-        runs = _visible_runs(short, group, window)
-        if not decodes:
-            return Views.of(runs, [])
-        runs = [split_long(some, COVER_TOKENS) for some in runs]
-        return Views.of(runs, cover(runs, gap=COVER_GAP, most=COVER_TOKENS))
-
-    return short.memoised(("runs", group), work_out) if window.size is None else work_out()
+    runs = _visible_runs(short, group, window)
+    if not decodes:
+        return views_of(runs, [])
+    runs = [split_long(some, COVER_TOKENS) for some in runs]
+    return views_of(runs, cover(runs, gap=COVER_GAP, most=COVER_TOKENS))
 
 
 def _visible_runs(
@@ -397,11 +349,36 @@ class PlainPlanner:
         return short.at(segments.starts[few]), long.at(segments.starts[~few])
 
     def _together(self, segments: Segments, num_rows: int) -> Part:
-        plan = plan_gather(segments, self._group, self._window, self._page_size, num_rows)
-        return segments.tokens()[0], plan
+        """Gather the pages of segments, each of which sees a page at least."""
+        positions, common = self._common(segments, num_rows)
+        window, size, group = self._window, self._page_size, self._group
+        if window.size is None:
+            ids, mask = segments.memoised(
+                ("gather", group), lambda: _all_pages(segments, group, size)
+            )
+        else:
+            ids, mask = _window_pages(segments, group, window, size, positions)
+        return segments.tokens()[0], GatherPlan(*common, ids, mask)
 
     def _alone(self, segments: Segments, num_rows: int) -> Part:
-        plan = plan_runs(
-            segments, self._group, self._window, self._page_size, num_rows, self._decodes
-        )
+        """Let segments attend over runs of pages."""
+        positions, common = self._common(segments, num_rows)
+        window, group, decodes = self._window, self._group, self._decodes
+        if window.size is None:
+            views = segments.memoised(
+                ("runs", group), lambda: _views(segments, group, window, decodes)
+            )
+        else:
+            views = _views(segments, group, window, decodes)
+        plan = RunPlan(*common, views, _run_masks(segments, positions, window))
         return segments.tokens()[0], plan
+
+    def _common(
+        self, segments: Segments, num_rows: int
+    ) -> tuple[Ints, tuple[ShortQueries, bool, mx.array]]:
+        """Positions (B, Q) of the queries, and the fields of their `PlainPlan`."""
+        queries = segments.memoised("queries", lambda: short_queries(segments))
+        positions = segments.starts[:, None] + queries.step
+        whole = positions.size == num_rows and queries.unpad is None
+        mask = _tail_mask(segments, positions, self._window, self._page_size)
+        return positions, (queries, whole, mask)

@@ -11,7 +11,7 @@ one array of vectors, (num_slots * H * 2 * P, W).
 
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -22,34 +22,24 @@ from .formats import PLAIN, Bits, KVFormat, make_format, rotatable, vector_bytes
 from .inputs import Ints
 
 
+@dataclass(frozen=True, slots=True)
 class TailPlace:
-    """Where N tokens go: each to an offset in the tail of a slot.
+    """Where N tokens go: each to an offset in the tail of a slot."""
 
-    Tails are written as rows of one vector, (slots * heads * ring, W): one index array for a row
-    costs the host a third of what one for each axis costs.
+    slots: Ints  # (N,)
+    offsets: Ints  # (N,)
+    ring: int  # tokens of a tail
+    rows: dict[int, mx.array] = field(default_factory=dict)  # `_tail_rows` by number of heads
 
-    Args:
-        slots, offsets: (N,).
-        ring: tokens of a tail.
+
+def _tail_rows(place: TailPlace, heads: int) -> mx.array:
+    """(N * heads, 1): every vector of the tokens among those of all tails of so many heads.
+
+    One index for a vector costs the host a third of what one for each axis costs.
     """
-
-    __slots__ = ("_offsets", "_ring", "_rows", "_slots")
-
-    def __init__(self, slots: Ints, offsets: Ints, ring: int) -> None:
-        self._slots, self._offsets, self._ring = slots, offsets, ring
-        self._rows: dict[int, mx.array] = {}
-
-    def rows(self, heads: int) -> mx.array:
-        """(N * heads, 1): of every vector of the tokens, in tails of so many heads."""
-        found = self._rows.get(heads)
-        if found is None:
-            found = self._rows[heads] = mx.array(self._rows_of(heads))
-        return found
-
-    def _rows_of(self, heads: int) -> Ints:
-        first = self._slots * np.int32(heads * self._ring) + self._offsets  # (N,) of head 0
-        steps = np.arange(0, heads * self._ring, self._ring, dtype=np.int32)
-        return (first[:, None] + steps).reshape(-1, 1)
+    first = place.slots * np.int32(heads * place.ring) + place.offsets  # (N,) of head 0
+    steps = np.arange(0, heads * place.ring, place.ring, dtype=np.int32)
+    return mx.array((first[:, None] + steps).reshape(-1, 1))
 
 
 PIECE = 2048  # tokens that are decoded together
@@ -66,20 +56,20 @@ class Views:
     stored: list[list[tuple[int, slice]]]  # in the only array of what is kept as vectors
     decoded: list[list[tuple[int, slice]]]  # in what the covers give
 
-    @classmethod
-    def of(cls, runs: Sequence[Runs], covers: Runs) -> "Views":
-        """`covers`: none where all is kept as vectors."""
-        begins = [begin for begin, _ in covers]
 
-        def within(start: int, stop: int) -> tuple[int, slice]:
-            place = bisect_right(begins, start) - 1
-            return place, slice(start - begins[place], stop - begins[place])
+def views_of(runs: Sequence[Runs], covers: Runs) -> Views:
+    """The views of runs of several sequences; `covers`: none where all is kept as vectors."""
+    begins = [begin for begin, _ in covers]
 
-        return cls(
-            covers,
-            [[(0, slice(*run)) for run in some] for some in runs],
-            [[within(*run) for run in some if covers] for some in runs],
-        )
+    def within(start: int, stop: int) -> tuple[int, slice]:
+        place = bisect_right(begins, start) - 1
+        return place, slice(start - begins[place], stop - begins[place])
+
+    return Views(
+        covers,
+        [[(0, slice(*run)) for run in some] for some in runs],
+        [[within(*run) for run in some if covers] for some in runs],
+    )
 
 
 class Plane:
@@ -154,11 +144,10 @@ class Plane:
             transposed: once for all, which is cheaper than for each run.
         """
         if self.fmt.as_stored:
-            sources, each = self.pages, views.stored
+            (source,), each = self.pages, views.stored
+            sources = [source.swapaxes(1, 2) if transposed else source]
         else:
-            sources, each = self._read_covers(views.covers, after), views.decoded
-        if transposed:
-            sources = [source.swapaxes(1, 2) for source in sources]
+            sources, each = self._read_covers(views.covers, after, transposed), views.decoded
         found = []
         for some in each:
             runs = []
@@ -168,11 +157,14 @@ class Plane:
             found.append(runs)
         return found
 
-    def _read_covers(self, covers: Runs, after: mx.array | None) -> list[mx.array]:
+    def _read_covers(
+        self, covers: Runs, after: mx.array | None, transposed: bool
+    ) -> list[mx.array]:
         decoded: list[mx.array] = []
         for cover in covers:
-            decoded.append(self.read_runs([cover], after))
-            after = decoded[-1] if len(covers) > 1 else None  # one is on its way at a time
+            found = self.read_runs([cover], after)
+            after = found if len(covers) > 1 else None  # one is on its way at a time
+            decoded.append(found.swapaxes(1, 2) if transposed else found)
         return decoded
 
     def read_runs(self, runs: Runs, after: mx.array | None = None) -> mx.array:
@@ -285,7 +277,9 @@ class PagePool:
             stored = [[]]
             for pair in zip(keys, values, strict=True):
                 stored[0].append(mx.concatenate([*pair], axis=1))
-        rows = place.rows(self._tail_heads)
+        rows = place.rows.get(self._tail_heads)
+        if rows is None:
+            rows = place.rows[self._tail_heads] = _tail_rows(place, self._tail_heads)
         for tails, which, i in self._tail_parts:
             tails[i] = mx.put_along_axis(tails[i], rows, stored[which][i].flatten(0, 1), 0)
 
@@ -297,23 +291,17 @@ class PagePool:
             of_slots[mx.array(slots)] = 0
             tails[i] = mx.flatten(of_slots, 0, 1)
 
-    def _take_tails(self, slots: mx.array | slice) -> tuple[list[mx.array], ...]:
-        """Parts (B, H, 2 * P, W) of the first plane and of the second, of tails `slots` (B,)."""
-        shape = (-1, self._tail_heads, 2 * self.page_size)
-        taken: tuple[list[mx.array], ...] = ([], [])
-        for tails, which, i in self._tail_parts:
-            part = mx.unflatten(tails[i], 0, shape)[slots]
-            if self._joined:
-                keys, values = mx.split(part, 2, axis=1)
-                taken[0].append(keys)
-                taken[1].append(values)
-            else:
-                taken[which].append(part)
-        return taken
-
     def read_tails(self, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
         """Keys and values (B, H, 2 * P, D) of the tails `slots` (B,)."""
-        keys, values = self._take_tails(slots)
+        shape = (-1, self._tail_heads, 2 * self.page_size)
+        keys: list[mx.array] = []
+        values: list[mx.array] = []
+        for tails, which, i in self._tail_parts:
+            part = mx.unflatten(tails[i], 0, shape)[slots]  # (B, H or 2 * H, 2 * P, W)
+            if self._joined:
+                part, own_values = mx.split(part, 2, axis=1)
+                values.append(own_values)
+            (values if which else keys).append(part)
         if self._as_stored:
             return keys[0], values[0]
         return self.keys.fmt.decode(keys), self.values.fmt.decode(values)

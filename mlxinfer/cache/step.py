@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -217,17 +217,20 @@ def plan_group(
     ring = 2 * page_size
     rows, slots, places = _tail_writes(segments.short, segments.long, page_size)
     num_rows = len(segments.positions)
-    num_short = num_rows - sum([segment.num_tokens for segment in segments.long])
-    seen_rows = num_short if short_apart else num_rows
-    parts = [part for some in segments.short for part in planner(some, seen_rows)]
-    short = [plan for _, plan in parts]
+    num_short = segments.long[0].row if segments.long else num_rows
+    short: list[ShortPlan] = []
+    rows_of: list[Ints] = []
+    for some in segments.short:
+        for own_rows, plan in planner(some, num_short if short_apart else num_rows):
+            rows_of.append(own_rows)
+            short.append(plan)
     long = [plan_chunk(segment, group, window) for segment in segments.long]
     return GroupPlan(
         short=short,
         long=long,
         parts=[*short, *long],
         num_short=num_short,
-        order=_order([rows for rows, _ in parts], num_rows),
+        order=_order(rows_of, num_rows) if len(rows_of) > 1 else None,
         tail_rows=None if len(rows) == num_rows else mx.array(rows),
         tail_place=TailPlace(slots, places % ring, ring) if len(rows) else None,
         positions=positions,
@@ -236,8 +239,6 @@ def plan_group(
 
 def _order(parts: Sequence[Ints], num_rows: int) -> mx.array | None:
     """(T,) where each row of the step stands when those of `parts` come first; None: in place."""
-    if len(parts) < 2:
-        return None
     rows = np.concatenate(parts)
     if (np.diff(rows) > 0).all():
         return None
@@ -262,6 +263,8 @@ def _tail_writes(
 
     Of a prefill chunk that is what its last, not yet full page holds.
     """
+    if len(short) == 1 and not long:
+        return short[0].tokens()
     parts = [segments.tokens() for segments in short]
     for s in long:
         rest = min(s.stop % page_size, s.num_tokens)  # what came before is in the tail already
@@ -299,7 +302,8 @@ class StepKV:
         if write is None:
             write = self.plan.writes[heads.form] = KVWrite.of(qkv, positions, heads)
         queries, stored = write(qkv, positions, heads)
-        return self._attend_stored(queries, stored, scale, sinks, soft_cap)
+        write_step(self._pool, self.plan, stored)
+        return self._read(queries, scale, sinks, soft_cap)
 
     def attend(
         self,
@@ -313,7 +317,8 @@ class StepKV:
     ) -> mx.array:
         """Write first, then read: a view taken before a write would make the write a copy."""
         queries, stored = self._pool.encode(queries, keys, values)
-        return self._attend_stored(queries, stored, scale, sinks, soft_cap)
+        write_step(self._pool, self.plan, stored)
+        return self._read(queries, scale, sinks, soft_cap)
 
     def attend_again(
         self,
@@ -326,29 +331,16 @@ class StepKV:
         """Other queries (T, heads, D) over what this step has stored."""
         return self._read(self._pool.rotate(queries), scale, sinks, soft_cap)
 
-    def _attend_stored(
-        self,
-        queries: mx.array,
-        stored: Stored,
-        scale: float,
-        sinks: mx.array | None,
-        soft_cap: float | None,
-    ) -> mx.array:
-        """The same of keys and values (T, heads, W) as they are stored; queries are rotated."""
-        write_step(self._pool, self.plan, stored)
-        return self._read(queries, scale, sinks, soft_cap)
-
     def _read(
         self, queries: mx.array, scale: float, sinks: mx.array | None, soft_cap: float | None
     ) -> mx.array:
         """Attend over what is stored; queries in the basis of stored keys."""
-        plan, pool = self.plan, self._pool
-        parts = [
-            part.attend(pool, queries, scale=scale, sinks=sinks, soft_cap=soft_cap)
-            for part in plan.parts
-        ]
-        joined = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-        return joined if plan.order is None else joined[plan.order]
+        pool, parts, order = self._pool, self.plan.parts, self.plan.order
+        if len(parts) == 1:
+            return parts[0].attend(pool, queries, scale=scale, sinks=sinks, soft_cap=soft_cap)
+        how: dict[str, Any] = {"scale": scale, "sinks": sinks, "soft_cap": soft_cap}
+        joined = mx.concatenate([part.attend(pool, queries, **how) for part in parts])
+        return joined if order is None else joined[order]
 
 
 def write_step(pool: PagePool, plan: GroupPlan, stored: Stored) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cache.inputs import CacheWork, Ints, Segments, StepSegments, ints
+from ..cache.inputs import CacheWork, Ints, Segments, StepSegments, ints, step_segments
 from ..cache.pages import PageTable
 from ..cache.prefix import Lease
 from ..core import FinishReason, Request
@@ -140,6 +140,7 @@ class DecodeBatch:
             np.ones(len(sequences), dtype=np.int32),
             ints([s.num_sealed for s in sequences]),
             ints(slots),
+            width=1,
         )
         output_index = np.array([s.num_output for s in sequences], dtype=np.int64)
         return DecodeBatch(sequences, tuple(slots), segments, output_index)
@@ -291,7 +292,7 @@ class Batch:
     def segments(self) -> StepSegments:
         """The tokens of the step as the KV cache sees them."""
         single = self.decodes.segments if self.decodes.sequences else None
-        return StepSegments.of(self.short, self.long, single)
+        return step_segments(self.short, self.long, single)
 
     @property
     def num_slots(self) -> int:

@@ -23,7 +23,7 @@ import mlx.core as mx
 from mlxinfer.bench.peer import load_peer_model
 from mlxinfer.bench.report import Report, Table, ratio
 from mlxinfer.cache.formats import lay_out
-from mlxinfer.cache.inputs import Segments, StepSegments, ints
+from mlxinfer.cache.inputs import Segments, ints, step_segments
 from mlxinfer.cache.kv import KVCache
 from mlxinfer.cache.pages import PageTable
 from mlxinfer.config import KVOptions
@@ -67,11 +67,12 @@ def our_steps(folder: Path, bits: int | None, requests: int) -> Graph:
         ints([1] * requests),
         ints([SEALED] * requests),
         ints(list(rows)),
+        width=1,
     )
 
     def step(ids: mx.array) -> mx.array:
         nonlocal spans
-        found = StepSegments.of([], [], spans)
+        found = step_segments([], [], spans)
         spans = spans.advance()
         positions = mx.array(found.positions)
         return model.logits(model(ids, positions, cache.begin_step(found)))

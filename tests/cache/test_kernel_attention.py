@@ -20,7 +20,7 @@ def spans() -> Segments:
     """Two sequences in decode: of 21 and of 7 tokens."""
     tables = [[PageTable(PAGE, pages=[2, 0])], [PageTable(PAGE, pages=[1])]]
     counts = ints([1, 1])
-    return Segments(tables, ints([0, 1]), ints([20, 6]), counts, ints([16, 0]), ints([1, 0]))
+    return Segments(tables, ints([0, 1]), ints([20, 6]), counts, ints([16, 0]), ints([1, 0]), 1)
 
 
 def planned(short: Segments) -> KernelPlan:

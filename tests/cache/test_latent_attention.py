@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxinfer.cache.formats import lay_out, make_format
-from mlxinfer.cache.inputs import Move, StepSegments
+from mlxinfer.cache.inputs import Move, StepSegments, step_segments
 from mlxinfer.cache.kv import KVCache
 from mlxinfer.cache.pages import PageTable
 from mlxinfer.config import KVOptions
@@ -127,7 +127,7 @@ class World:
             if count > 8:
                 sequence.num_sealed = sequence.num_computed - sequence.num_computed % PAGE
         if row:
-            self._attend(StepSegments.of(short, long), [*short, *long], order, row)
+            self._attend(step_segments(short, long), [*short, *long], order, row)
 
     def _attend(
         self, segments: StepSegments, parts: list[Tokens], order: list[Running], num_rows: int

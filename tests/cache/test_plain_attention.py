@@ -65,6 +65,7 @@ def spans_of(
         counts=counts,
         sealed=np.array(sealed, np.int32),
         slots=np.arange(len(draws), dtype=np.int32),
+        width=int(counts.max()),
     )
 
 

@@ -9,7 +9,7 @@ from metal_cpu import MetalCPU, requires_compiler
 
 from mlxinfer.cache.formats import Bits
 from mlxinfer.cache.groups import AttentionWindow
-from mlxinfer.cache.inputs import QuerySegment, StepSegments
+from mlxinfer.cache.inputs import QuerySegment, step_segments
 from mlxinfer.cache.pages import PageTable
 from mlxinfer.cache.plain_attention import PlainPlanner
 from mlxinfer.cache.pool import LayerPool
@@ -75,7 +75,7 @@ def test_same_as_the_step(bits: Bits, window: AttentionWindow) -> None:
     machine = MetalCPU()
     found = []
     with running_on(machine):
-        for short in StepSegments.of(spans, []).short:
+        for short in step_segments(spans, []).short:
             first, count = int(short.rows[0]), int(short.counts.sum())
             planner = AttentionPlanner(
                 counts=short.counts,
@@ -111,7 +111,7 @@ def attend(
     """Queries of a step, and what its attention gives."""
     count = sum(span.num_tokens for span in (*short, *long))
     planner = PlainPlanner(0, window, PAGE, token_bytes=1 << 20, decodes=True)
-    spans = StepSegments.of(short, long)
+    spans = step_segments(short, long)
     plan = plan_group(
         spans,
         group=0,

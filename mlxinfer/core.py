@@ -54,6 +54,7 @@ class SamplingParams:
     # tokens nearly as probable as each other, see README.
     seed: int | None = None
     min_tokens: int = 0  # no end token and no stop before this many
+    max_reasoning_tokens: int | None = None  # then the reasoning is closed; None: no limit
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()  # strings, matched on text
     stop_token_ids: tuple[int, ...] = ()
@@ -75,6 +76,7 @@ class SamplingParams:
         _check_number("frequency_penalty", self.frequency_penalty, low=-100.0, high=100.0)
         _check_int("seed", self.seed, low=-(2**63), high=2**63 - 1, optional=True)
         _check_int("min_tokens", self.min_tokens, low=0)
+        _check_int("max_reasoning_tokens", self.max_reasoning_tokens, low=1, optional=True)
         _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, optional=True)
         object.__setattr__(self, "stop", _as_stop_strings(self.stop))
         check_switch("ignore_eos", self.ignore_eos)

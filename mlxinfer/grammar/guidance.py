@@ -4,13 +4,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ..core import Grammar
 from ..text import ReasoningFormat, Tokenizer, ToolUse
+from ..text.reasoning import answer_prefix
 from ..text.tools.use import after_reasoning, calls_or_answer
 from .compiler import GrammarCompiler
 from .spec import GrammarSpec, response_format, schema_part, tool_calls
 
 if TYPE_CHECKING:
     from .compiled import TokenGrammar
+    from .reasoning_budget import BudgetRule
 
 
 class Guidance:
@@ -33,6 +36,7 @@ class Guidance:
     ) -> None:
         self._tokenizer = tokenizer
         self._reasoning = reasoning
+        self._budget_rule: BudgetRule | None = None
         self.compiler = GrammarCompiler(tokenizer, vocab_size=vocab_size, end_ids=end_ids)
 
     def plan(
@@ -91,6 +95,25 @@ class Guidance:
             OverloadedError: too many grammars at once.
         """
         return self.compiler.start(spec)
+
+    def bounded(
+        self, grammar: Grammar | None, max_reasoning_tokens: int | None, prompt_ids: Sequence[int]
+    ) -> Grammar | None:
+        """Return the same grammar with a bound on the reasoning, if there is one and it reasons.
+
+        Args:
+            grammar: of the whole answer; None: any text.
+            max_reasoning_tokens: then the reasoning is closed; None: no bound.
+            prompt_ids: the prompt, which may have opened the reasoning.
+        """
+        if max_reasoning_tokens is None or self._reasoning is None:
+            return grammar
+        from .reasoning_budget import BudgetRule, ReasoningBudget  # numpy, at the first use
+
+        if self._budget_rule is None:
+            self._budget_rule = BudgetRule.of(self._tokenizer, self._reasoning)
+        prefix = answer_prefix(self._tokenizer, self._reasoning, prompt_ids)
+        return ReasoningBudget(self._budget_rule, max_reasoning_tokens, prefix, grammar)
 
     def close(self) -> None:
         """End the process that tries grammars out."""

@@ -218,7 +218,7 @@ class RequestBuilder:
             InvalidRequestError: `params` is something else.
         """
         request = self._request(ids, params)
-        request.grammar = grammar
+        request.grammar = self._bounded(request, grammar) if reasons else grammar
         request.prompt_logits = prompt_logprobs is not None
         stream = TextStream(
             self.tokenizer,
@@ -241,7 +241,8 @@ class RequestBuilder:
             OverloadedError: too many grammars at once.
         """
         if built.grammar is not None:
-            built.output.request.grammar = self.guidance.start(built.grammar)
+            request = built.output.request
+            request.grammar = self._bounded(request, self.guidance.start(built.grammar))
         return built.output
 
     def close(self) -> None:
@@ -255,6 +256,11 @@ class RequestBuilder:
         if response_format is None and use is None:
             return None
         return self.guidance.plan(ids, response_format, use)
+
+    def _bounded(self, request: Request, grammar: Grammar | None) -> Grammar | None:
+        """The grammar with the request's bound on reasoning."""
+        limit = request.params.max_reasoning_tokens
+        return self.guidance.bounded(grammar, limit, request.prompt_ids)
 
     def _request(self, ids: list[int], params: SamplingParams | None) -> Request:
         params = SamplingParams() if params is None else params

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from bad_input import COMPLETIONS, MESSAGES, RESPONSES, with_fields
 from live_server import CHAT, LiveServer, chat
-from scripted import TEMPLATE, ScriptedServer
+from scripted import TEMPLATE, ScriptedServer, teach
 
 THINKING = TEMPLATE + "{% if enable_thinking is false %}<think></think>{% endif %}"
 EFFORT = TEMPLATE + "{{ reasoning_effort }}"
@@ -63,7 +63,6 @@ def test_two_names_of_one_field_must_agree(scripted: ScriptedServer) -> None:
         ("do_sample", False, True),
         ("safe_prompt", True, False),
         ("lora", [{"id": 0, "scale": 0.5}], []),
-        ("thinking_budget_tokens", 10, None),
     ],
 )
 def test_a_field_without_a_meaning_here_is_named(
@@ -88,6 +87,7 @@ def test_a_field_without_a_meaning_here_is_named(
         {"format": "json"},
         {"enable_thinking": False},
         {"reasoning_budget": 0},
+        {"thinking_budget_tokens": 10},
         {"guided_regex": "a"},
     ],
 )
@@ -141,10 +141,41 @@ def test_reasoning_is_switched_by_any_name(
         assert thinking.prompt.endswith("<think></think>") is off
 
 
-def test_a_budget_of_thinking_is_refused_by_name(thinking: ScriptedServer) -> None:
-    answer = thinking.post(CHAT, chat(thinking={"type": "enabled", "budget_tokens": 100}))
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "thinking.budget_tokens"
+BUDGETS: list[dict[str, Any]] = [
+    {"thinking": {"type": "enabled", "budget_tokens": 6}},
+    {"reasoning": {"max_tokens": 6}},
+    {"reasoning_budget": 6},
+    {"thinking_budget_tokens": 6},
+    {"thinking_token_budget": 6, "reasoning_budget": 6},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_is_closed_at_its_budget(stream: bool) -> None:
+    with LiveServer() as server:
+        teach(server.model, TEMPLATE + "<think>\n")
+        for fields in BUDGETS:
+            body = chat(max_tokens=20, ignore_eos=True, stream=stream, **fields)
+            if stream:
+                deltas = [e["choices"][0]["delta"] for e in server.events(CHAT, body)[:-1]]
+                said = {
+                    key: "".join(delta.get(key) or "" for delta in deltas)
+                    for key in ("content", "reasoning_content")
+                }
+            else:
+                said = server.post(CHAT, body).json()["choices"][0]["message"]
+            ids = server.model.tokenizer.encode(said["reasoning_content"], add_special_tokens=False)
+            assert 1 <= len(ids) <= 6
+            assert said["content"], fields
+
+
+def test_the_budget_of_messages_reaches_the_request(scripted: ScriptedServer) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    with scripted.says("x"):
+        body = with_fields(MESSAGES, thinking=thinking, max_tokens=1500)
+        assert scripted.post(MESSAGES, body).status_code == 200
+        assert scripted.script.requests[-1].params.max_reasoning_tokens == 1024
+        assert scripted.script.requests[-1].grammar is not None
 
 
 @pytest.mark.parametrize("fields", [{"think": "high"}, {"reasoning": {"effort": "high"}}])
@@ -159,12 +190,13 @@ def test_the_effort_has_other_names(fields: dict[str, Any]) -> None:
     [
         ({"enable_thinking": True, "thinking": False}, "thinking"),
         ({"think": True, "chat_template_kwargs": {"enable_thinking": False}}, "think"),
-        ({"reasoning_budget": 100}, "reasoning_budget"),
-        ({"reasoning": {"max_tokens": 100}}, "reasoning.max_tokens"),
+        ({"reasoning_budget": 100, "reasoning": {"max_tokens": 99}}, "reasoning.max_tokens"),
+        ({"reasoning": {"max_tokens": 0}}, "reasoning.max_tokens"),
+        ({"reasoning_budget": -2}, "reasoning_budget"),
         ({"thinking": {"type": "maybe"}}, "thinking.type"),
     ],
 )
-def test_contradictions_and_budgets_of_reasoning_are_named(
+def test_contradictions_of_reasoning_are_named(
     scripted: ScriptedServer, fields: dict[str, Any], param: str
 ) -> None:
     answer = scripted.post(CHAT, chat(**fields))

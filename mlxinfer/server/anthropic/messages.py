@@ -175,6 +175,7 @@ def _params(body: MessagesRequest, model: ServedModel, max_tokens: int) -> Sampl
     defaults = model.defaults
     return SamplingParams(
         max_tokens=max_tokens,
+        max_reasoning_tokens=body.thinking.budget_tokens if body.thinking else None,
         temperature=defaults.temperature if body.temperature is None else body.temperature,
         top_p=defaults.top_p if body.top_p is None else body.top_p,
         top_k=defaults.top_k if body.top_k is None else body.top_k,

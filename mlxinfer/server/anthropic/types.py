@@ -59,8 +59,8 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 class Thinking(msgspec.Struct, kw_only=True):
     """Whether the model may reason before it answers.
 
-    It has no effect on templates without such a switch. The budget is not enforced: max_tokens
-    bounds reasoning and answer together.
+    The switch has no effect on templates without one. The budget holds whatever the template: the
+    reasoning is closed after so many tokens.
     """
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]

@@ -35,6 +35,7 @@ CacheSalt = Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)]
 TokenLimit = Annotated[int, Meta(ge=UNLIMITED)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
+ReasoningLimit = Annotated[int, Meta(ge=1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
 
@@ -120,6 +121,7 @@ def sampling_params(
     *,
     max_tokens: int | None,
     logprobs: int | None,
+    max_reasoning_tokens: int | None = None,
 ) -> list[SamplingParams]:
     """One SamplingParams for each of the `n` choices.
 
@@ -135,6 +137,7 @@ def sampling_params(
     return [
         SamplingParams(
             max_tokens=max_tokens,
+            max_reasoning_tokens=max_reasoning_tokens,
             temperature=_or(fields.temperature, defaults.temperature),
             top_p=_or(fields.top_p, defaults.top_p),
             top_k=_top_k(fields, defaults),

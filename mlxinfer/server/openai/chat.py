@@ -47,6 +47,7 @@ async def chat(call: Call, body: ChatRequest) -> Reply:
         model.defaults,
         max_tokens=body.token_limit,
         logprobs=_num_logprobs(body),
+        max_reasoning_tokens=body.reasoning_limit,
     )
     allowed = call.service.config.template_kwargs
     tools, asked, use, prompt_ids = await call.in_worker(_read, model, body, allowed)

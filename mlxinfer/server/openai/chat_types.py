@@ -11,7 +11,7 @@ from ...outputs import Result
 from ..fields.checks import refuse
 from ..fields.grammar import ConstraintFields
 from ..fields.prompt import Effort
-from ..fields.sampling import UNLIMITED, TokenLimit
+from ..fields.sampling import UNLIMITED, ReasoningLimit, TokenLimit
 from .chat_calls import ChatToolCall, ToolCallPiece
 from .chat_prompt import Message
 from .logprobs import ChoiceLogprobs
@@ -48,11 +48,14 @@ def chat_finish_reason(result: Result) -> str:
     return finish_reason(result.finish_reason)
 
 
+_BUDGETS = ("reasoning_budget", "thinking_budget_tokens", "thinking_token_budget")
+
+
 class ThinkingSwitch(msgspec.Struct, kw_only=True):
-    """The switch of DeepSeek's and GLM's APIs. A budget would not be enforced, so it is refused."""
+    """The switch of DeepSeek's and GLM's APIs, and Anthropic's budget."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Any = None
+    budget_tokens: ReasoningLimit | None = None
 
 
 class ReasoningSwitch(msgspec.Struct, kw_only=True):
@@ -60,7 +63,7 @@ class ReasoningSwitch(msgspec.Struct, kw_only=True):
 
     effort: Effort | None = None
     enabled: bool | None = None
-    max_tokens: Any = None
+    max_tokens: ReasoningLimit | None = None
     exclude: Any = None
 
 
@@ -86,7 +89,9 @@ class ChatRequest(ToolFields, kw_only=True):
     thinking: bool | ThinkingSwitch | None = None
     think: bool | Effort | None = None
     reasoning: ReasoningSwitch | None = None
-    reasoning_budget: int | None = None
+    reasoning_budget: Annotated[int, Meta(ge=-1)] | None = None  # of llama.cpp; -1: no limit
+    thinking_budget_tokens: Annotated[int, Meta(ge=-1)] | None = None  # llama.cpp's too
+    thinking_token_budget: Annotated[int, Meta(ge=-1)] | None = None  # of vLLM
 
     @property
     def token_limit(self) -> int | None:
@@ -101,6 +106,26 @@ class ChatRequest(ToolFields, kw_only=True):
             raise InvalidRequestError(f"{name} is 0; expected 1 or more.", param=name)
         return None if given == UNLIMITED else given
 
+    @property
+    def reasoning_limit(self) -> int | None:
+        """The most tokens of reasoning, under whichever name; None: no limit.
+
+        Raises:
+            InvalidRequestError: two names with different limits.
+        """
+        given = {name: getattr(self, name) for name in _BUDGETS}
+        if isinstance(self.thinking, ThinkingSwitch):
+            given["thinking.budget_tokens"] = self.thinking.budget_tokens
+        if self.reasoning is not None:
+            given["reasoning.max_tokens"] = self.reasoning.max_tokens
+        limits = {name: limit for name, limit in given.items() if limit is not None and limit > 0}
+        if len(set(limits.values())) > 1:
+            first, second = list(limits)[:2]
+            raise InvalidRequestError(
+                f"{second} and {first} are one limit, and differ; send one.", param=second
+            )
+        return next(iter(limits.values()), None)
+
     def prepare(self) -> None:
         """Resolve fields of other servers; raise UnsupportedFieldError for unsupported ones."""
         super().prepare()
@@ -111,19 +136,15 @@ class ChatRequest(ToolFields, kw_only=True):
         wishes: list[tuple[str, bool | None]] = [("enable_thinking", self.enable_thinking)]
         thinking = self.thinking
         if isinstance(thinking, ThinkingSwitch):
-            refuse("thinking.budget_tokens", thinking.budget_tokens)
             thinking = thinking.type != "disabled"
         wishes.append(("thinking", thinking))
         effort = None if isinstance(self.think, bool) else self.think
         wishes.append(("think", self.think if isinstance(self.think, bool) else None))
         if self.reasoning is not None:
-            refuse("reasoning.max_tokens", self.reasoning.max_tokens)
             refuse("reasoning.exclude", self.reasoning.exclude, (False,))
             effort = self.reasoning.effort or effort
             wishes.append(("reasoning.enabled", self.reasoning.enabled))
-        if self.reasoning_budget not in (None, -1, 0):
-            refuse("reasoning_budget", self.reasoning_budget, (-1, 0))
-        wishes.append(("reasoning_budget", False if self.reasoning_budget == 0 else None))
+        wishes += [(name, False) for name in _BUDGETS if getattr(self, name) == 0]
         self.reasoning_effort = self.reasoning_effort or effort
         for name, enabled in wishes:
             if enabled is None:

@@ -10,6 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 from ...core import MAX_LOGPROBS
 from ...errors import InvalidRequestError
 from ...text import Detokenizer
+from ..fields.checks import refuse
 from ..fields.grammar import ConstraintFields
 from ..fields.prompt import check_texts, room_for_answer
 from ..registry.served import ServedModel
@@ -24,6 +25,18 @@ class CompletionRequest(ConstraintFields, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: Any = None
+    reasoning_budget: Any = None
+    thinking_budget_tokens: Any = None
+    thinking_token_budget: Any = None
+
+    def refuse(self) -> None:
+        """Raise UnsupportedFieldError for what would change the answer and is not there.
+
+        A plain text has no reasoning that could be bounded.
+        """
+        super().refuse()
+        for name in ("reasoning_budget", "thinking_budget_tokens", "thinking_token_budget"):
+            refuse(name, getattr(self, name), (-1,))
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):

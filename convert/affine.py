@@ -146,7 +146,7 @@ def _regressed(
 
 
 def _keep_better(best: tuple[Floats, ...], found: tuple[Floats, ...]) -> None:
-    """Put what was found in the place of the best, group by group, where its error is smaller."""
+    """Replace the best scale and bias of each group where the new ones have a smaller error."""
     better = found[0] < best[0]
     for kept, new in zip(best, found, strict=True):
         np.copyto(kept, new, where=better)

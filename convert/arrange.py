@@ -93,7 +93,7 @@ class ArrangedSource:
 
 
 def arrange(source: Source) -> ArrangedSource:
-    """What `source` becomes.
+    """Map the tensors of `source` to those of the output folder.
 
     Raises:
         UnsupportedModelError: an architecture that mlxinfer cannot run, so that nothing could be
@@ -212,4 +212,4 @@ class _Shapes(Weights):
         return paths[0] not in self or self.shape(paths[0]) == self.shape(paths[1])
 
     def evaluate(self, arrays: Sequence[mx.array]) -> None:
-        """Leave them as they are."""
+        """Nothing is evaluated."""

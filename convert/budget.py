@@ -30,7 +30,7 @@ class MemoryBudget:
 
     @classmethod
     def of(cls, max_bytes: int | None) -> "MemoryBudget":
-        """As large as `max_bytes` allows, and no larger than is useful; None: that."""
+        """Blocks as large as `max_bytes` allows, and no larger than is useful; None: no limit."""
         workers = min(os.cpu_count() or 1, MAX_WORKERS)
         if max_bytes is None:
             return cls(MAX_BLOCK, workers)
@@ -41,7 +41,7 @@ class MemoryBudget:
 
     @property
     def peak_bytes(self) -> int:
-        """What a conversion holds at most, if no row or expert is larger than a block."""
+        """Bytes that a conversion holds at most, if no row or expert is larger than a block."""
         in_flight = self.block * BYTES_PER_WEIGHT * (self.workers + 1)
         return BASE_BYTES + CACHED_BYTES + in_flight
 

@@ -1,4 +1,4 @@
-"""What the user asks for: recipe, exceptions by pattern, target size, checks.
+"""Options of a conversion: recipe, exceptions by pattern, target size, checks.
 
 4bit, 8bit, 6bit-g32, mxfp4 …   one format everywhere, with the minimum bits of formats.py
 mixed                           4.5 bits a weight, chosen by what each costs: --target-bpw 4.5

@@ -1,4 +1,4 @@
-"""What a conversion did: report.json, and the model card (README.md) made from it.
+"""The report of a conversion: report.json, and the model card (README.md) made from it.
 
 `passed` is the verdict of the logit comparison. Tensor entries are those of verify.py.
 """

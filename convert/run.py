@@ -101,7 +101,7 @@ class Conversion:
             return self._run(place)
 
     def disk_bytes(self) -> int:
-        """What is written while it works and afterwards, about."""
+        """Estimated bytes on the disk, during the conversion and after it."""
         return budget.disk_bytes(
             self.arranged,
             self.plan(),
@@ -111,7 +111,7 @@ class Conversion:
         )
 
     def peak_bytes(self) -> int:
-        """The memory that is needed at most, about."""
+        """Estimated bytes of memory at most."""
         return budget.peak_bytes(
             self.arranged, self.plan(), self.options, comparing=self._comparing
         )
@@ -125,7 +125,7 @@ class Conversion:
         return self.open_model is not None
 
     def _check_room(self, place: Workplace) -> None:
-        """Raise where the target, the disk or the memory will not do."""
+        """Raise if the target cannot be met, or the disk or the memory is too small."""
         label = Path(self.source.label) if self._is_local else None
         files = [path for path in place.root.rglob("*") if path.is_file()]
         there = sum(path.stat().st_blocks * 512 for path in files)
@@ -144,7 +144,7 @@ class Conversion:
         return self.options.calibration is not None or self._comparing
 
     def check_tokenizer(self) -> None:
-        """Raise where texts are needed and there is no tokenizer."""
+        """Raise if texts are needed and there is no tokenizer."""
         if self._needs_texts and not has_tokenizer(self.source.side_files()):
             raise ConversionError(
                 f"{self.source.label} has no tokenizer, which calibration and comparing logits "
@@ -190,7 +190,7 @@ class Conversion:
         return report
 
     def _check_side_files(self, place: Workplace) -> str | None:
-        """Load what loading the output will load, before hours of work.
+        """Load config and tokenizer as loading the output will, before hours of work.
 
         Returns:
             Why the tokenizer cannot be loaded here, where it is not broken.
@@ -258,7 +258,7 @@ class Conversion:
         )
 
     def _formats(self, found: Measurements) -> dict[str, MLXFormat | None]:
-        """What a target decides."""
+        """The formats of a plan with a target size."""
         if not self.options.targeted:
             return {}
         base = self.plan()

@@ -233,7 +233,7 @@ def confirm(checked: CheckedTensor, written: ErrorStats, checksums: list[int]) -
 
 
 def as_written(tensor: PlannedTensor, error: ErrorStats, checksums: list[int]) -> CheckedTensor:
-    """The entry for a tensor that is not read again: errors as writing computed them."""
+    """The entry of a tensor that is not read again, with the errors computed when writing."""
     status = REQUANTISED if tensor.form else CAST if error.largest else EXACT
     return _checked(tensor, SCALES if tensor.packed else status, error, checksums)
 

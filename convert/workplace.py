@@ -85,7 +85,7 @@ class Workplace:
         self.tidy_up()
 
     def tidy_up(self) -> None:
-        """Delete what a conversion leaves here; the folder stays where it holds anything else."""
+        """Delete the files of a conversion; the folder stays if it holds others."""
         for name in _OURS:
             _delete(self.root / name)
         with suppress(OSError):  # not empty, or another process has made its lock

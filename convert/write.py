@@ -62,7 +62,7 @@ class TensorWriter:
         return WrittenTensor(target.error, target.checksums)
 
     def _spread(self, tensor: PlannedTensor, target: "_Target") -> None:
-        """Hand blocks to the threads, as many at once as there are; write what comes, in order."""
+        """Pass blocks to the threads, one to each at a time, and write the results in order."""
         running: deque[Future[tuple[Arrays, ErrorStats]]] = deque()
         try:
             for block in self.arranged.blocks(tensor.output, self.budget.block):
@@ -79,7 +79,7 @@ class TensorWriter:
     def _block(
         self, tensor: PlannedTensor, raw: NDArray[np.generic], dtype: str
     ) -> tuple[Arrays, ErrorStats]:
-        """What a block (R, in_dims) becomes. Runs in the threads."""
+        """Quantise a block (R, in_dims). Runs in the threads."""
         values = widen(raw, dtype)
         _check_finite(values, tensor, "holds NaN or infinity: the checkpoint is damaged")
         if tensor.form is not None:

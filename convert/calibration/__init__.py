@@ -1,1 +1,1 @@
-"""What a pass over the model finds, layer by layer: what matters in it, and at what cost."""
+"""The calibration pass: second moments of inputs, costs of formats, and their allocation."""

@@ -218,7 +218,7 @@ _BROKEN = (ValueError, KeyError, TypeError, AttributeError, EOFError, BadZipFile
 
 
 def save_measurements(path: Path, found: Measurements) -> None:
-    """All of it in one .npz file, which is there whole or not at all."""
+    """Write the results into one .npz file, atomically."""
     units = [
         {
             "names": [output.name for output in unit.outputs],
@@ -239,7 +239,7 @@ def save_measurements(path: Path, found: Measurements) -> None:
 
 
 def load_measurements(path: Path, arranged: ArrangedSource) -> Measurements:
-    """What save_measurements() kept.
+    """Read the results that `save_measurements` wrote.
 
     Raises:
         ConversionError: it is damaged.

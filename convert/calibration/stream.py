@@ -38,7 +38,7 @@ class Moments:
         self._squares: dict[str, Floats] = {}
 
     def see(self, paths: Sequence[str], x: mx.array) -> None:
-        """x (..., in_dims) flows into these matrices."""
+        """Record inputs x (..., in_dims) of these matrices."""
         if not self.watching:
             return
         flat = x.reshape(-1, x.shape[-1]).astype(mx.float32)
@@ -48,7 +48,7 @@ class Moments:
             self._squares[path] = squares if known is None else known + squares
 
     def taken(self, path: str) -> Floats | None:
-        """What was seen at `path`, (in_dims,), mean 1, and no longer kept; None: nothing."""
+        """Remove and return the moments at `path`, (in_dims,), of mean 1; None: there are none."""
         squares = self._squares.pop(path, None)
         return None if squares is None else normalised(squares)
 

@@ -27,7 +27,7 @@ class Texts:
 
     @property
     def checks(self) -> list[list[int]]:
-        """All that is checked."""
+        """All texts that the check uses."""
         return [*self.short, *self.long]
 
 

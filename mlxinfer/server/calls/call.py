@@ -1,4 +1,4 @@
-"""One request while it is answered: its id, model, generations and what they must give back."""
+"""One request while it is answered: id, model, generations, and what is released at the end."""
 
 import asyncio
 import math

@@ -91,9 +91,9 @@ class Generation:
         self._inbox.put_nowait(Interrupt(error))
 
     async def steps(self) -> AsyncIterator[list[Step]]:
-        """Yield what has come, until every answer is complete; an empty list is silence.
+        """Yield the steps that have arrived, until every answer is complete; [] after a silence.
 
-        What came before an error is yielded before it is raised.
+        Steps that arrived before an error are yielded before it is raised.
 
         Raises:
             RequestFailedError: a step went wrong.
@@ -121,7 +121,7 @@ class Generation:
         return [result for result in results if result is not None]
 
     def close(self) -> None:
-        """End what has not ended, and leave the queue. May be called twice."""
+        """End the requests that have not ended, and leave the queue. May be called twice."""
         if not self._group.finished:
             self._group.close()
         self._meter.close()
@@ -131,7 +131,7 @@ class Generation:
             self._timer.cancel()
 
     def _take_all(self, messages: Sequence[Message]) -> tuple[list[Step], Exception | None]:
-        """What messages become, up to the first that is an error; and that error."""
+        """The steps of the messages up to the first error, and that error."""
         steps: list[Step] = []
         try:
             for message in messages:

@@ -116,12 +116,12 @@ class Workers:
         self._pending -= 1
 
     def close(self) -> None:
-        """Drop what waits; what runs ends by itself."""
+        """Cancel the functions that wait; those that run end by themselves."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class PanicError(Exception):
-    """What a library in Rust raises when it panics; theirs is no Exception, and ends servers."""
+    """Replaces the exception of a panic in Rust, which is no Exception and would end the server."""
 
 
 def _guarded(work: Callable[[], T]) -> T:
@@ -177,11 +177,11 @@ class Service:
         return self.long_workers if large else self.workers
 
     def hurry(self) -> None:
-        """End what runs with an error now, where a drain would wait for it."""
+        """End running calls with an error at once, instead of waiting for them as `drain` does."""
         self.hurried = True
 
     async def drain(self) -> None:
-        """Admit nothing more, let what runs end within `drain_s`, then end it with an error."""
+        """Refuse new requests; after `drain_s` end the running ones with an error."""
         self.draining = True
         until_s = time.monotonic() + self.config.drain_s
         while self.calls and not self.hurried and time.monotonic() < until_s:

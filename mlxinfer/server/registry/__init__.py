@@ -1,1 +1,1 @@
-"""The models that a server has: what was said of each, what is loaded, what it takes."""
+"""The models of a server: their entries and states, loading and unloading, memory budgets."""

@@ -26,7 +26,7 @@ MIN_KV_BYTES = 8 * 10**6
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one model takes."""
+    """Memory that one model needs."""
 
     name: str
     weights_bytes: int
@@ -50,7 +50,7 @@ def kv_budgets(needs: Sequence[Need], limit_bytes: int) -> dict[str, int]:
 
 
 def _common_share(needs: Sequence[Need], limit_bytes: int) -> int:
-    """What each model without a budget of its own gets."""
+    """Bytes of KV cache for each model without a budget of its own."""
     together = _share(needs, limit_bytes)
     crowds = [_beside(needs, need) for need in needs]
     shares = [_share(c, limit_bytes) for c in crowds if any(n.kv_bytes is None for n in c)]
@@ -60,12 +60,12 @@ def _common_share(needs: Sequence[Need], limit_bytes: int) -> int:
 
 
 def _beside(needs: Sequence[Need], one: Need) -> list[Need]:
-    """The pinned models and this one: what has to fit at once."""
+    """The pinned models and this one, which have to fit into memory together."""
     return [need for need in needs if need.pinned or need is one]
 
 
 def _share(needs: Sequence[Need], limit_bytes: int) -> int:
-    """An equal share of what these leave; no less than nothing."""
+    """An equal share of the memory that these models leave; at least 0."""
     sharing = sum(need.kv_bytes is None for need in needs)
     left = limit_bytes - sum(need.weights_bytes + (need.kv_bytes or 0) for need in needs)
     return max(left // max(sharing, 1), 0)

@@ -1,7 +1,7 @@
-"""Models on their way into memory and out of it, within a limit. Knows slots; no names, no calls.
+"""Loads and unloads models within a memory limit. Knows slots; no names, no calls.
 
-Changes happen one after the other, off the event loop: loads do not share the disk and the memory
-for a moment, and sums of memory hold.
+Loads and unloads run one after the other, off the event loop, so that no two loads compete for the
+disk, and the sum of the memory in use holds.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class Loader:
 
     @property
     def held_bytes(self) -> int:
-        """What loaded models take, and what is being loaded or unloaded."""
+        """Bytes of the models that are loaded, being loaded or being unloaded."""
         return sum(slot.held_bytes for slot in self._slots)
 
     async def bring_in(self, slot: Slot) -> ServedModel:
@@ -83,7 +83,7 @@ class Loader:
             slot.loading = None
 
     async def _open(self, slot: Slot) -> ServedModel:
-        """Load it, now that there is room."""
+        """Load the model of a slot into memory that is free."""
         slot.state = State.LOADING
         served: ServedModel | None = None
         try:
@@ -106,7 +106,7 @@ class Loader:
         return served
 
     def take_in(self, slot: Slot, served: ServedModel) -> None:
-        """Note that a model is there."""
+        """Record that the model of a slot is loaded."""
         slot.weights_bytes = served.info.weights_bytes
         slot.max_context = served.max_context
         slot.served = served

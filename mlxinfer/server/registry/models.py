@@ -98,7 +98,7 @@ class Models:
 
     @property
     def held_bytes(self) -> int:
-        """What loaded models take, and what is being loaded or unloaded."""
+        """Bytes of the models that are loaded, being loaded or being unloaded."""
         return self._loader.held_bytes
 
     def find(self, name: str | None) -> Slot:
@@ -147,7 +147,7 @@ class Models:
             slot.used_s = self._clock()
 
     async def _loaded(self, slot: Slot) -> ServedModel:
-        """One load, however many wait for it; it goes on where all of them leave."""
+        """Load a model once for all calls that wait; the load goes on if all of them leave."""
         if slot.loading is None:
             if left_s := self.retry_left_s(slot):
                 raise not_loaded(slot, left_s)
@@ -158,7 +158,7 @@ class Models:
     # -- changes --------------------------------------------------------------------------------
 
     async def load_first(self) -> None:
-        """Load what is to be there from the start; raises why one of them cannot be."""
+        """Load pinned and preloaded models; raises the reason if a pinned one cannot be loaded."""
         first = [slot for slot in self._slots if slot.entry.pinned]
         first += [slot for slot in self._slots if slot.entry.preload and not slot.entry.pinned]
         for slot in first:

@@ -71,7 +71,7 @@ class Brake:
         return pause_s
 
     def release(self) -> None:
-        """Forget what failed."""
+        """Reset the count of failures."""
         self.num_failures, self.until_s = 0, 0.0
 
     def left_s(self, now_s: float) -> float:
@@ -80,7 +80,7 @@ class Brake:
 
 
 class State(StrEnum):
-    """Where a model is on its way into memory and out of it."""
+    """Whether a model is in memory, or being loaded or unloaded."""
 
     UNLOADED = "unloaded"
     LOADING = "loading"
@@ -117,12 +117,12 @@ class Slot:
 
     @property
     def need_bytes(self) -> int:
-        """What it takes when it is loaded."""
+        """Bytes that the model takes when it is loaded."""
         return self.weights_bytes + self.kv_bytes
 
     @property
     def held_bytes(self) -> int:
-        """What it takes now; while it comes or goes all of it counts."""
+        """Bytes that the model takes now; all of them while it is being loaded or unloaded."""
         return 0 if self.state is State.UNLOADED else self.need_bytes
 
     @property

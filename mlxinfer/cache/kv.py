@@ -259,12 +259,14 @@ class KVCache:
         self.clear_tails([slot for slot in new_slots if slot in self._used_slots])
         self._used_slots.update(new_slots)
         self._copy_partial(work.copies)
-        self.states.leave(work.leave)
+        if self._stateful:
+            self.states.leave(work.leave)
         if self.own is not None:
             self.own.leave(work.leave)
         for snapshot, slot in work.resume:
             self.states.restore(snapshot, slot)
-        self.states.drop(work.drop)
+        if self._stateful:
+            self.states.drop(work.drop)
         return spilled
 
     def read_out(self, spills: Sequence[Spill]) -> list[tuple[Spill, bytes]]:

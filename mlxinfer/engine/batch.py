@@ -297,8 +297,10 @@ class Batch:
     @property
     def num_slots(self) -> int:
         """Tail slots to allocate, with those of sequences that only receive a partial page."""
-        slots = [*self.decodes.slots, *[segment.slot for segment in self.ragged]]
-        return max(max(slots, default=-1) + 1, self.cache_work.num_slots)
+        highest = max(self.decodes.slots, default=-1)
+        for segment in self.ragged:
+            highest = max(highest, segment.slot)
+        return max(highest + 1, self.cache_work.num_slots)
 
     def num_kept(self, result: "CommitResult") -> dict[int, int]:
         """Slot -> tokens that stay, of sequences whose proposals the step verified.

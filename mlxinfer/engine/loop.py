@@ -133,7 +133,8 @@ class Loop:
 
         A step on which the next one depends is read first; see `Batch.is_read_first`.
         """
-        self._open_tier(0.0)
+        if self.store is not None and self.store.tier is None:
+            self._open_tier(0.0)
         previous, self._in_flight = self._in_flight, None
         if previous is not None and (previous.batch.is_read_first or self.scheduler.proposes):
             self._commit(previous)

@@ -43,17 +43,12 @@ class RequestQueues:
         self._counters = counters
         self._by_id: dict[str, Sequence] = {}
         self._free_slots = list(range(max_batch))  # a heap: low slots first keeps tails small
-        self._admitted: list[Sequence] = []
+        self.admitted: list[Sequence] = []  # since the last step, which takes them
 
     @property
     def idle(self) -> bool:
         """Whether every request has ended."""
         return not self._by_id
-
-    @property
-    def may_admit(self) -> bool:
-        """Whether a request waits and a slot is free."""
-        return bool(self.waiting and self._free_slots)
 
     # -- arrivals and departures ----------------------------------------------------------------
 
@@ -131,14 +126,9 @@ class RequestQueues:
             self.waiting.remove(sequence)
             sequence.slot = heapq.heappop(self._free_slots)
             self.running.append(sequence)
-            self._admitted.append(sequence)
+            self.admitted.append(sequence)
             return sequence
         return None
-
-    def take_admitted(self) -> list[Sequence]:
-        """Sequences admitted since the last step."""
-        admitted, self._admitted = self._admitted, []
-        return admitted
 
     def hold(self, sequence: Sequence, num_tokens: int) -> bool:
         """Take the pages for `num_tokens` positions, preempting the youngest others if need be.

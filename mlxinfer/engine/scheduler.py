@@ -96,12 +96,13 @@ class Scheduler:
         if not segments and not decodes.sequences:
             assert queues.idle or any(s.num_pending for s in queues.unfinished()), "stuck"
             return None
+        admitted, queues.admitted = queues.admitted, []
         batch = Batch(
             decodes,
             short=sorted([s for s in segments if not s.seals], key=lambda s: s.num_tokens > 1),
             long=[s for s in segments if s.seals],
             cache_work=self.kv_manager.take_work(),
-            admitted=queues.take_admitted(),
+            admitted=admitted,
         )
         self._seal_tails(batch)
         self._launch(batch)
@@ -146,7 +147,7 @@ class Scheduler:
     def _next_prefills(self, all_decode: bool) -> list[Segment]:
         """Chunks of running prompts, and of waiting ones for which there is room."""
         queues = self.queues
-        if all_decode and not queues.may_admit:
+        if all_decode and not queues.waiting:
             return []
         prefilling = [] if all_decode else _prefilling(queues.running)
         max_prefilling = self.prefill_chunk // self.page_size  # each gets a page at least

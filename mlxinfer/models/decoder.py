@@ -256,6 +256,7 @@ class Model:
         self.lacks: Mapping[str, str] = {}
         self.mixers = [mixer for layer in self.layers for mixer in keeping(layer.mixer)]
         self.cache_specs: list[CacheSpec] = [mixer.spec for mixer in self.mixers]
+        self._long_ropes = {rope for rope in config.ropes if rope and rope.long}
         self._embed_scale = None if embed_scale is None else mx.array(embed_scale, activation_dtype)
 
     def __call__(
@@ -298,8 +299,7 @@ class Model:
         All of a sequence's keys must be of one variant, so it is chosen once, when the sequence
         begins; and keys of two variants are never shared.
         """
-        specs = dict.fromkeys(spec for spec in self.config.ropes if spec is not None)
-        return max((spec.variant(max_tokens) for spec in specs), default=0)
+        return max([spec.variant(max_tokens) for spec in self._long_ropes], default=0)
 
     def arrays(self) -> list[mx.array]:
         """Every array that the model holds; a tied table once."""

@@ -136,6 +136,7 @@ class Sampler:
         self._biases: dict[int, SparseBias] = {}
         self._prompts: dict[int, mx.array] = {}
         self._history = TokenHistory(spare=vocab_size)
+        self._penalised: set[int] = set()  # slots that have a history
         self._plans: dict[tuple[int, ...], SamplingPlan] = {}  # two batches may take turns
 
     def add(
@@ -162,6 +163,7 @@ class Sampler:
         if bias is not None:
             self._biases[slot] = bias
         if params.penalised:
+            self._penalised.add(slot)
             self._history.start(slot, output_ids, counted=params.frequency_penalty != 0)
         if params.repetition_penalty != 1:
             self._prompts[slot] = prompt_mask(prompt_ids, self._vocab_size)
@@ -172,12 +174,15 @@ class Sampler:
         self._table[slot] = np.zeros((), dtype=ROW)
         self._biases.pop(slot, None)
         self._prompts.pop(slot, None)
-        self._history.stop(slot)
+        if slot in self._penalised:
+            self._penalised.remove(slot)
+            self._history.stop(slot)
         self._plans.clear()
 
     def observe(self, slots: Ints, token_ids: Ints) -> None:
         """Add tokens (N,) to the histories of slots (N,), all different; slot -1: none."""
-        self._history.observe(slots, token_ids)
+        if self._penalised:
+            self._history.observe(slots, token_ids)
 
     def sample(
         self,

@@ -2,6 +2,7 @@
 
 from .chat import encode_chat, text_messages
 from .detokenizer import Detokenizer
+from .fim import FimTokens, fim_tokens
 from .reasoning import ReasoningFormat, detect_reasoning
 from .stream import StopMatcher, TextStream
 from .template import ChatTemplate
@@ -11,6 +12,7 @@ from .tools import ToolFormat, ToolUse, detect_tools, tool_format
 __all__ = [
     "ChatTemplate",
     "Detokenizer",
+    "FimTokens",
     "ReasoningFormat",
     "StopMatcher",
     "TextStream",
@@ -20,6 +22,7 @@ __all__ = [
     "detect_reasoning",
     "detect_tools",
     "encode_chat",
+    "fim_tokens",
     "text_messages",
     "tool_format",
 ]

@@ -1,0 +1,57 @@
+"""Prompts with a gap: which tokens divide them, and in which order the texts stand."""
+
+import pytest
+import tokenizers
+from text_data import load_tokenizer
+
+from mlxinfer.text import Tokenizer, fim_tokens
+from mlxinfer.text.fim import _MARKS
+
+
+def tokenizer_with(*marks: str) -> Tokenizer:
+    backend = tokenizers.Tokenizer.from_str(load_tokenizer("bytelevel").to_json())
+    backend.add_special_tokens(list(marks))
+    return Tokenizer(backend)
+
+
+@pytest.mark.parametrize("marks", _MARKS, ids=str)
+def test_the_gap_is_at_the_end_of_the_prompt(marks):
+    tokenizer = tokenizer_with(*(mark for mark in marks if mark), "<|fim_pad|>")
+    prefix, suffix, middle = marks
+    tokens = fim_tokens(tokenizer)
+    ids = tokens.prompt_ids(tokenizer, "def f(x):", "return y\n")
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    if middle is None:
+        assert text == f"{suffix}return y\n{prefix}def f(x):"
+    else:
+        assert text == f"{prefix}def f(x):{suffix}return y\n{middle}"
+    assert tokenizer.piece_to_id("<|fim_pad|>") in tokens.end_ids
+    assert tokenizer.eos_token_ids <= tokens.end_ids
+
+
+def test_control_tokens_in_the_texts_stay_text():
+    tokenizer = tokenizer_with(*(mark for mark in _MARKS[0] if mark))
+    tokens = fim_tokens(tokenizer)
+    ids = tokens.prompt_ids(tokenizer, "a<|fim_suffix|>b", "c<|im_end|>")
+    assert [i for i in ids if i in tokenizer.special_ids] == [
+        tokens.prefix,
+        tokens.suffix,
+        tokens.middle,
+    ]
+    assert "a<|fim_suffix|>b" in tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_empty_texts_and_other_files():
+    tokenizer = tokenizer_with(*(mark for mark in _MARKS[1] if mark))
+    tokens = fim_tokens(tokenizer)
+    assert tokens.prompt_ids(tokenizer, "", "", before=[5]) == [
+        5,
+        tokens.prefix,
+        tokens.suffix,
+        tokens.middle,
+    ]
+
+
+def test_models_without_such_tokens():
+    assert fim_tokens(load_tokenizer("bytelevel")) is None
+    assert fim_tokens(tokenizer_with("<|fim_prefix|>", "<|fim_suffix|>")) is None

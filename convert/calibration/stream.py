@@ -151,12 +151,12 @@ class LayerRun:
         """x (N * length, hidden): N sequences -> the same after the layer, evaluated."""
         sequences = max(1, MAX_ROWS // length) * length
         layer = self.model.layers[0]
-        cache = whole_sequences(layer.mixer.spec, length)
+        caches = {mixer: whole_sequences(mixer.spec, length) for mixer in self.model.mixers}
         parts = []
         for start in range(0, x.shape[0], sequences):
             part = x[start : start + sequences]
             positions = mx.arange(part.shape[0]) % length
-            y = layer(part, Step(positions.astype(mx.int32), cache))
+            y = layer(part, Step(positions.astype(mx.int32), caches))
             mx.eval(y)
             parts.append(y)
         return mx.concatenate(parts)

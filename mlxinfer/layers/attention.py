@@ -9,6 +9,7 @@ from ..core import CacheSpec, KVSpec
 from ..metal_kernels.heads import Heads
 from .linear import Projection
 from .norm import Norm
+from .rope import QueryScale
 from .step import Rope, Step
 
 HeadsMaker = Callable[[int | None, int | None], Heads]  # from bits of keys and of values
@@ -58,6 +59,8 @@ class Attention:
         scale: multiplies the scores.
         rope: None: positions are not encoded.
         qk_norm: over (T, num_heads + num_kv_heads, head_dim); None: no norm.
+        norm_last: the norm comes behind the rope, else before it.
+        query_scale: factors of queries by their positions, behind the rope; None: 1.
         v_norm: over (T, num_kv_heads, head_dim); None: no norm.
         sinks: (num_heads,) learned logits that take part in each softmax; None: there are none.
         gate_proj: (T, hidden) -> (T, num_heads * head_dim), whose sigmoid multiplies the outputs of
@@ -72,10 +75,12 @@ class Attention:
         "heads_shape",
         "k_start",
         "make_heads",
+        "norm_last",
         "num_heads",
         "o_proj",
         "qk_norm",
         "qkv_proj",
+        "query_scale",
         "rope",
         "scale",
         "sinks",
@@ -95,6 +100,8 @@ class Attention:
         scale: float,
         rope: Rope | None,
         qk_norm: Norm | None = None,
+        norm_last: bool = False,
+        query_scale: QueryScale | None = None,
         v_norm: Norm | None = None,
         sinks: mx.array | None = None,
         soft_cap: float | None = None,
@@ -111,11 +118,14 @@ class Attention:
         self.scale = scale
         self.rope = rope
         self.qk_norm = qk_norm
+        self.norm_last = norm_last
+        self.query_scale = query_scale
         self.v_norm = v_norm
         self.sinks = sinks
         self.soft_cap = soft_cap
         self.gate_proj = gate_proj
-        self.make_heads = None if v_norm is not None else make_heads
+        apart = v_norm is not None or norm_last or query_scale is not None
+        self.make_heads = None if apart else make_heads
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""
@@ -128,17 +138,23 @@ class Attention:
         else:
             qkv = projected.reshape(self.heads_shape)  # (T, H + 2 Hkv, D)
             qk, values = mx.split(qkv, self.v_start, axis=1)
-            if self.qk_norm is not None:
-                qk = self.qk_norm(qk)
+            queries, keys = mx.split(self.turned(qk, step), self.k_start, axis=1)
+            if self.query_scale is not None:
+                queries = self.query_scale(queries, step.prepared(self.query_scale))
             if self.v_norm is not None:
                 values = self.v_norm(values)
-            if self.rope is not None:
-                qk = self.rope(qk, step.prepared(self.rope))
-            queries, keys = mx.split(qk, self.k_start, axis=1)
             outputs = cache.attend(queries, keys, values, **how)
         if self.gate_proj is not None:
             outputs = outputs * mx.sigmoid(self.gate_proj(x))
         return self.o_proj(outputs, residual)  # of the heads side by side
+
+    def turned(self, qk: mx.array, step: Step) -> mx.array:
+        """Queries and keys (T, H + Hkv, D) with norm and positions."""
+        if self.qk_norm is not None and not self.norm_last:
+            qk = self.qk_norm(qk)
+        if self.rope is not None:
+            qk = self.rope(qk, step.prepared(self.rope))
+        return self.qk_norm(qk) if self.qk_norm is not None and self.norm_last else qk
 
 
 class SharedAttention:

@@ -13,6 +13,7 @@ import mlx.core as mx
 from ..core import LatentSpec
 from .linear import HeadLinear, Projection
 from .norm import Norm
+from .rope import QueryScale
 from .step import Rope, Step
 
 
@@ -64,6 +65,7 @@ class LatentAttention:
         scale: multiplies the scores.
         rope: over dr numbers.
         rope_scale: multiplies the rotary part of queries; None: 1.
+        query_scale: factors of queries by their positions; None: 1.
     """
 
     __slots__ = (
@@ -73,6 +75,7 @@ class LatentAttention:
         "o_proj",
         "projection",
         "q_projs",
+        "query_scale",
         "rope",
         "rope_scale",
         "scale",
@@ -92,6 +95,7 @@ class LatentAttention:
         scale: float,
         rope: Rope,
         rope_scale: float | None = None,
+        query_scale: QueryScale | None = None,
     ) -> None:
         self.q_projs = tuple(q_projs)
         self.kv_a_proj = kv_a_proj
@@ -103,6 +107,7 @@ class LatentAttention:
         self.scale = scale
         self.rope = rope
         self.rope_scale = rope_scale
+        self.query_scale = query_scale
 
     def attend(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> the outputs of the heads side by side, (T, H * dv)."""
@@ -110,6 +115,8 @@ class LatentAttention:
         for part in self.q_projs:
             queries = part(queries)
         queries = queries.reshape(x.shape[0], self.num_heads, -1)  # (T, H, dn + dr)
+        if self.query_scale is not None:
+            queries = self.query_scale(queries, step.prepared(self.query_scale))
         q_nope, q_rope = mx.split(queries, [queries.shape[-1] - self.spec.rope_dim], axis=-1)
         latent, k_rope = mx.split(self.kv_a_proj(x), [self.spec.latent_dim], axis=-1)
         prepared = step.prepared(self.rope)

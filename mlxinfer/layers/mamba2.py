@@ -27,7 +27,8 @@ class Mamba2:
         in_proj: (T, hidden) -> gates (H P), x, b and c (H P, G N, G N), time steps (H).
         out_proj: (T, H * P) -> (T, hidden).
         conv: over x, b and c.
-        norm: over what is gated, (T, H * P), or (T, G, R * P) where there are several groups.
+        norm: over (T, H * P), or (T, G, R * P) where there are several groups; None: no norm.
+        gate_first: outputs are gated before the norm, else behind it.
         num_groups: G.
         log_rate, step_bias, skip: (H,) float32; log a, what is added to time steps, and d.
         step_limits: the smallest and the largest time step.
@@ -37,6 +38,7 @@ class Mamba2:
     __slots__ = (
         "conv",
         "cuts",
+        "gate_first",
         "group_heads",
         "in_proj",
         "inner",
@@ -56,7 +58,8 @@ class Mamba2:
         in_proj: Projection,
         out_proj: Projection,
         conv: CausalConv,
-        norm: Norm,
+        norm: Norm | None,
+        gate_first: bool = True,
         num_groups: int,
         log_rate: mx.array,
         step_bias: mx.array,
@@ -72,6 +75,7 @@ class Mamba2:
         self.out_proj = out_proj
         self.conv = conv
         self.norm = norm
+        self.gate_first = gate_first
         self.rate = mx.exp(log_rate)
         self.step_bias = step_bias
         self.skip = skip[:, None]  # (H, 1)
@@ -89,12 +93,19 @@ class Mamba2:
             y, states = self.forward(inputs, part.read(), part.lengths)
             part.write(states, inputs, self.replay)
             outputs.append(y)
+        return self._gated(step.caches[self].join(outputs), gate).astype(x.dtype)
+
+    def _gated(self, y: mx.array, gate: mx.array) -> mx.array:
+        """Outputs of the heads (T, H * P) float32, gated and normalised."""
         gate = gate.astype(mx.float32)
-        gated = step.caches[self].join(outputs) * (gate * mx.sigmoid(gate))  # (T, H * P) float32
+        gate = gate * mx.sigmoid(gate)
+        if self.norm is None:
+            return y * gate
+        y = y * gate if self.gate_first else y
         groups = self.group_heads[0]
-        if groups > 1:
-            gated = mx.unflatten(gated, -1, (groups, -1))
-        return self.norm(gated).reshape(gate.shape).astype(x.dtype)
+        grouped = mx.unflatten(y, -1, (groups, -1)) if groups > 1 else y
+        normed = self.norm(grouped).reshape(y.shape)
+        return normed if self.gate_first else normed * gate
 
     def forward(
         self, inputs: Arrays, states: Arrays, lengths: mx.array | None

@@ -15,6 +15,9 @@ from ..metal_kernels.gated import Gate, gate_of
 from ..metal_kernels.gated import gated as gated_in_kernel
 from .linear import Projection
 
+Activation = Callable[[mx.array], mx.array]
+"""Of what a projection gives, (..., inner or 2 * inner) -> (..., inner)."""
+
 _Product = Callable[[mx.array, mx.array], mx.array]
 
 _SILU = ("silu", "swish")
@@ -35,12 +38,12 @@ class FeedForward(Protocol):
 
 
 class MLP:
-    """down(act(gate(x)) * up(x)), with gate and up fused into one matrix."""
+    """down(act(gate(x)) * up(x)), with gate and up fused into one matrix, or down(act(up(x)))."""
 
     __slots__ = ("activation", "down_proj", "gate_up_proj")
 
     def __init__(
-        self, gate_up_proj: Projection, down_proj: Projection, activation: "Gated"
+        self, gate_up_proj: Projection, down_proj: Projection, activation: Activation
     ) -> None:
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
@@ -80,6 +83,11 @@ class Gated:
             return gated_in_kernel(gate_up, self.gate)
         gate, up = mx.split(gate_up, 2, axis=-1)
         return self._product(gate, up)
+
+
+def relu_squared(x: mx.array) -> mx.array:
+    """max(x, 0) squared, of blocks without a gate (arXiv 2109.08668)."""
+    return mx.square(mx.maximum(x, 0.0))
 
 
 def gated(name: str, dtype: mx.Dtype) -> Gated:

@@ -9,7 +9,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from .linear import Projection
-from .mlp import FeedForward, Gated
+from .mlp import Activation, FeedForward
 
 # From this many (token, expert) pairs on, pairs are sorted by expert, so that each expert's matrix
 # is read once: MLX's gather kernels have a faster path for that.
@@ -28,12 +28,12 @@ class ExpertProjection(Protocol):
 
 
 class MoE:
-    """Router, gated experts, and the weighted sum of the experts' outputs.
+    """Router, experts, and the weighted sum of the experts' outputs.
 
     Args:
         router: (T, hidden) -> logits (T, E).
         choose: the experts of each token and their weights.
-        gate_up_proj, down_proj: the experts' matrices.
+        gate_up_proj, down_proj: the experts' matrices; without gates, the first goes up alone.
         activation: between them.
         shared: an expert that every token goes to, with weight 1; None: there is none.
     """
@@ -47,7 +47,7 @@ class MoE:
         choose: Choose,
         gate_up_proj: ExpertProjection,
         down_proj: ExpertProjection,
-        activation: Gated,
+        activation: Activation,
         shared: FeedForward | None = None,
     ) -> None:
         self.shared = shared
@@ -133,13 +133,15 @@ class GroupedRouting:
         k: experts of each token.
         num_groups: groups of equally many experts, which stand side by side.
         num_best: groups that may be chosen from.
+        counted: a group is worth the sum of so many of its best experts.
         bias: (E,) added to the scores of a sigmoid for the choice alone; None: scores are those of
             a softmax.
         normalise: divide the chosen weights by their sum.
+        eps: added to that sum.
         factor: multiplies the weights.
     """
 
-    __slots__ = ("bias", "factor", "k", "normalise", "num_best", "num_groups")
+    __slots__ = ("bias", "counted", "eps", "factor", "k", "normalise", "num_best", "num_groups")
 
     def __init__(
         self,
@@ -147,15 +149,19 @@ class GroupedRouting:
         *,
         num_groups: int = 1,
         num_best: int = 1,
+        counted: int = 1,
         bias: mx.array | None = None,
         normalise: bool = False,
+        eps: float = 1e-20,
         factor: float = 1.0,
     ) -> None:
         self.k = k
         self.num_groups = num_groups
         self.num_best = num_best
+        self.counted = counted
         self.bias = bias
         self.normalise = normalise
+        self.eps = eps
         self.factor = factor
 
     def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
@@ -171,17 +177,13 @@ class GroupedRouting:
         experts = mx.argpartition(ranks, kth=-self.k, axis=-1)[:, -self.k :]
         weights = mx.take_along_axis(scores, experts, axis=-1)
         if self.normalise:
-            weights = weights / (mx.sum(weights, axis=-1, keepdims=True) + 1e-20)
+            weights = weights / (mx.sum(weights, axis=-1, keepdims=True) + self.eps)
         return weights * self.factor, experts
 
     def _of_best_groups(self, ranks: mx.array) -> mx.array:
-        """Ranks (T, E), -inf outside of each token's best groups.
-
-        A group is worth the sum of its two best experts, or its best one where there is no bias.
-        """
+        """Ranks (T, E), -inf outside of each token's best groups."""
         grouped = mx.unflatten(ranks, -1, (self.num_groups, -1))  # (T, G, E / G)
-        counted = 1 if self.bias is None else 2
-        worth = mx.sum(mx.topk(grouped, counted, axis=-1), axis=-1, keepdims=True)  # (T, G, 1)
+        worth = mx.sum(mx.topk(grouped, self.counted, axis=-1), axis=-1, keepdims=True)  # (T, G, 1)
         num_worse = self.num_groups - self.num_best
         worse = mx.argpartition(worth, kth=num_worse - 1, axis=1)[:, :num_worse]
         masked = mx.put_along_axis(grouped, worse, mx.array(-mx.inf), axis=1)

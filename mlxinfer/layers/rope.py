@@ -108,6 +108,29 @@ class LongRope:
         return mx.where(chosen, self.long(x, long), self.short(x, short))
 
 
+class QueryScale:
+    """Queries grow with the logarithm of their position, as of Llama 4.
+
+    The factor is 1 + slope * log(1 + floor((position + offset) / period)).
+    """
+
+    __slots__ = ("offset", "period", "slope")
+
+    def __init__(self, slope: float, period: int, offset: int = 0) -> None:
+        self.slope = slope
+        self.period = period  # tokens
+        self.offset = offset
+
+    def prepare(self, positions: mx.array, variants: Rows | None = None) -> mx.array:
+        """Factors (T, 1, 1) float32 of positions (T,)."""
+        periods = (positions + self.offset) // self.period
+        return (1 + self.slope * mx.log1p(periods.astype(mx.float32)))[:, None, None]
+
+    def __call__(self, x: mx.array, prepared: mx.array) -> mx.array:
+        """Queries (T, heads, head_dim) to the same shape."""
+        return x * prepared.astype(x.dtype)
+
+
 def scale_factor(spec: RopeSpec, head_dim: int) -> float:
     """Factor on the attention scale: (a q)·(a k) is a² q·k where all of the head turns."""
     return spec.attention_factor**2 if spec.dims == head_dim else 1.0

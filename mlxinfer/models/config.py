@@ -58,6 +58,7 @@ class ModelConfig:
     heads: tuple[tuple[int, int], ...] = ()  # num_kv_heads and head_dim by layer; empty: as above
     latent: LatentSpec | None = None  # of latent attention; None: keys and values are kept
     states: tuple[StateSpec | None, ...] = ()  # of recurrent layers; None: an attention layer
+    blocks: tuple[str, ...] = ()  # what each layer is, where it is one block only
     quantization: Quantization | None = None
     dtype: str | None = None  # as the config states it; the tensors themselves decide
     fields: Fields = field(repr=False, compare=False)  # for what only one family reads
@@ -78,7 +79,7 @@ class ModelConfig:
 
 def load_config(folder: Path) -> ModelConfig:
     """The config of a checkpoint folder, with the end tokens of generation_config.json."""
-    raw = read_json(folder / "config.json")
+    raw = read_json(folder / "config.json", infinite=True)
     generation = folder / "generation_config.json"
     return normalise(raw, read_json(generation) if generation.is_file() else {})
 

@@ -23,8 +23,8 @@ class Layer(Protocol):
     """One layer of a decoder."""
 
     @property
-    def mixer(self) -> LayerMixer:
-        """Lets tokens of one sequence see each other."""
+    def mixer(self) -> LayerMixer | None:
+        """Lets tokens of one sequence see each other; None: nothing does."""
         ...
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:
@@ -314,11 +314,11 @@ class Model:
         return sum(array.nbytes for array in self.arrays())
 
 
-def keeping(mixer: LayerMixer) -> Sequence[Mixer]:
+def keeping(mixer: LayerMixer | None) -> Sequence[Mixer]:
     """The mixers of a layer that have a cache of their own."""
     if isinstance(mixer, ParallelMixers):
         return mixer.parts
-    return [] if isinstance(mixer, SharedAttention) else [mixer]
+    return [] if mixer is None or isinstance(mixer, SharedAttention) else [mixer]
 
 
 def scaled_logits(logits: mx.array, config: ModelConfig) -> mx.array:

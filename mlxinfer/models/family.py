@@ -20,7 +20,7 @@ from ..layers.linear import Projection
 from ..layers.mlp import ACTIVATIONS, MLP, FeedForward, Gated, gated
 from ..layers.moe import Choose, MoE
 from ..layers.norm import Norm, WideQKNorm
-from ..layers.rope import RopeSpec, inverse_frequencies, scale_factor
+from ..layers.rope import QueryScale, RopeSpec, inverse_frequencies, scale_factor
 from ..layers.step import Rope
 from ..metal_kernels.heads import Heads
 from .config import ModelConfig
@@ -28,6 +28,9 @@ from .decoder import Layer, Model, PreNormLayer, arrays
 from .jsonfields import Fields
 from .rope_config import read_layer_types, read_rope
 from .weights import StoredMatrix, Weights, fused_experts
+
+# Ends of the names of experts' stacks on the hub, where they are no modules of their own.
+PACKED = (".experts.gate_up_proj", ".experts.down_proj")
 
 
 class Family:
@@ -37,6 +40,7 @@ class Family:
         defaults: values of config.json where it is silent, as transformers has them.
         fits_float16: whether hidden states stay below 65,504.
         head_norms: Q and K have an RMS norm over each head, before the rope.
+        norm_last: the norm of Q and K comes behind the rope instead.
         sinks: attention has learned logits that take part in each softmax.
         soft_caps: the scores of attention may have a soft cap.
         norm_offset: what is added to stored norm weights.
@@ -50,6 +54,7 @@ class Family:
     defaults: ClassVar[Mapping[str, Any]] = {}
     fits_float16: ClassVar[bool] = True
     head_norms: ClassVar[bool] = False
+    norm_last: ClassVar[bool] = False
     sinks: ClassVar[bool] = False
     soft_caps: ClassVar[bool] = False
     norm_offset: float = 0.0
@@ -161,7 +166,7 @@ class Family:
             layers=layers,
             norm=norm,
             lm_head=lm_head,
-            activations=[self.activation] if layers else [],
+            activations=self.activations() if layers else [],
             activation_dtype=weights.dtype,
             embed_scale=self.embed_scale,
         )
@@ -188,6 +193,10 @@ class Family:
                 f"hidden_act is {name!r}; supported are {', '.join(ACTIVATIONS)}."
             )
         return gated(name, self.weights.dtype)
+
+    def activations(self) -> list[Gated]:
+        """Every gated activation of the model."""
+        return [self.activation]
 
     def layer(self, index: int) -> Layer:
         """Layer `index`: its blocks in their norm layout."""
@@ -311,14 +320,14 @@ class Family:
         return Attention(
             qkv_proj=qkv_proj,
             gate_proj=gate_proj,
-            o_proj=self.weights.linear(
-                f"{path}.{self.output_proj}", config.hidden_size, heads * dim, bias=config.o_bias
-            ),
+            o_proj=self.attention_output(f"{path}.{self.output_proj}", heads * dim),
             num_heads=heads,
             spec=kv_spec,
             scale=config.attention_scale * (scale_factor(spec, dim) if spec else 1.0),
             rope=self.rope(spec, dim) if spec else None,
             qk_norm=norm,
+            norm_last=self.norm_last,
+            query_scale=self.query_scale(index),
             v_norm=self.v_norm(index),
             sinks=self.weights.take(f"{path}.sinks", (heads,)) if self.sinks else None,
             soft_cap=config.score_softcap,
@@ -328,6 +337,11 @@ class Family:
     def attention_inputs(self, index: int) -> tuple[Projection, Projection | None]:
         """The projection to Q, K and V, and the one to gates of the heads' outputs; None: none."""
         return self.qkv(index), None
+
+    def attention_output(self, path: str, inner: int) -> Projection:
+        """The projection at `path` of all heads' outputs, `inner` numbers."""
+        config = self.config
+        return self.weights.linear(path, config.hidden_size, inner, bias=config.o_bias)
 
     def qkv(self, index: int) -> Projection:
         """The projection of a layer to Q, K and V."""
@@ -351,6 +365,10 @@ class Family:
 
     def v_norm(self, index: int) -> Norm | None:
         """A norm over the values (T, num_kv_heads, head_dim) of a layer."""
+        return None
+
+    def query_scale(self, index: int) -> QueryScale | None:
+        """What queries of a layer are multiplied with by their positions."""
         return None
 
     def has_head_norms(self) -> bool:

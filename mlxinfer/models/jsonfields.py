@@ -11,8 +11,15 @@ from ..errors import CheckpointError
 MAX_JSON_BYTES = 64 << 20
 
 
-def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+def read_json(
+    path: Path, *, max_bytes: int = MAX_JSON_BYTES, infinite: bool = False
+) -> dict[str, Any]:
     """The object in a JSON file.
+
+    Args:
+        path: of the file.
+        max_bytes: that it may have.
+        infinite: take Infinity, which is not JSON but what transformers writes, for a number.
 
     Raises:
         CheckpointError: no such file, too large, not JSON, NaN or Infinity, or not an object.
@@ -22,16 +29,17 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
             raise CheckpointError(f"{path} is no file.")
         if path.stat().st_size > max_bytes:
             raise CheckpointError(f"{path} is larger than {max_bytes} bytes; not read.")
-        return parse_json(path.read_bytes(), str(path))
+        return parse_json(path.read_bytes(), str(path), infinite=infinite)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-def parse_json(data: bytes, where: str) -> dict[str, Any]:
+def parse_json(data: bytes, where: str, *, infinite: bool = False) -> dict[str, Any]:
     """The object in `data`; duplicate keys are refused, since readers disagree about them."""
+    constant = _infinity if infinite else _refuse
     try:
         value = json.loads(
-            data.decode("utf-8"), parse_constant=_refuse, object_pairs_hook=_without_duplicates
+            data.decode("utf-8"), parse_constant=constant, object_pairs_hook=_without_duplicates
         )
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} is not sound JSON: {error}.") from error
@@ -42,6 +50,10 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not a JSON number")
+
+
+def _infinity(constant: str) -> float:
+    return float(constant) if constant.endswith("Infinity") else _refuse(constant)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -57,7 +57,9 @@ def read_rope(config: Fields, layer_type: str, *, head_dim: int) -> RopeSpec:
     """
     stated = _stated(config, layer_type)
     kind = stated.text("rope_type", "type", default="default")
-    if kind not in _KINDS:
+    alpha = stated.number("alpha", above=0.0, high=1e9, default=None)
+    raised = kind == "dynamic" and alpha is not None and head_dim > 2  # Hunyuan: for good
+    if kind not in _KINDS and not raised:
         raise UnsupportedModelError(
             f"rope_type in {stated.where} is {kind!r}; supported are {', '.join(_KINDS)}."
         )
@@ -71,7 +73,10 @@ def read_rope(config: Fields, layer_type: str, *, head_dim: int) -> RopeSpec:
         raise CheckpointError(
             f"{stated.where} turns {dims} of {head_dim} dimensions; expected an even number."
         )
-    base = RopeSpec(dims=dims, theta=stated.number("rope_theta", above=1.0), kind=_KINDS[kind])
+    theta = stated.number("rope_theta", above=1.0)
+    if raised:
+        return RopeSpec(dims=dims, theta=theta * alpha ** (head_dim / (head_dim - 2)))
+    base = RopeSpec(dims=dims, theta=theta, kind=_KINDS[kind])
     if base.kind == "default":
         return base
     return (_long if base.kind == "longrope" else _scaled)(base, stated, config)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..errors import CheckpointError, InvalidRequestError, shown
+from ..errors import CheckpointError, InvalidRequestError, UnsupportedModelError, shown
 from ..layers.cpu import layer_factory
 from ..layers.factory import LayerFactory
 from ..layers.linear import (
@@ -57,6 +57,31 @@ class StoredMatrix:
     def rows(self, start: int, stop: int) -> "StoredMatrix":
         """Some of the outputs."""
         return self._each(lambda array, axis: mx.take(array, mx.arange(start, stop), axis=axis))
+
+    def scaled(self, factors: mx.array | float, *, bias: bool = True) -> "StoredMatrix":
+        """The same with each output times its own factor (..., out_dims), or all times one.
+
+        `bias`: what is added to the outputs too; else it stays.
+
+        Raises:
+            UnsupportedModelError: its format has scales that cannot be multiplied.
+        """
+        if self.form is not None and self.form.mode != "affine":
+            raise UnsupportedModelError(
+                f"Matrices of mode {self.form.mode!r} cannot be scaled, which this model needs."
+            )
+        factors = mx.array(factors, mx.float32)
+        columns = factors[..., None] if factors.ndim else factors
+
+        def product(array: mx.array | None, by: mx.array) -> mx.array | None:
+            return None if array is None else (array.astype(mx.float32) * by).astype(array.dtype)
+
+        weight = self.weight
+        if self.form is None:
+            weight = (weight.astype(mx.float32) * columns).astype(weight.dtype)
+        scales, biases = product(self.scales, columns), product(self.biases, columns)
+        offset = product(self.bias, factors) if bias else self.bias
+        return StoredMatrix(weight, offset, scales, biases, self.form)
 
     def _each(self, change: Callable[[mx.array, int], mx.array]) -> "StoredMatrix":
         """`change` field by field, given the axis of the outputs in that field."""

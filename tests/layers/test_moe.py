@@ -87,14 +87,15 @@ def test_mixture_equals_a_loop_over_experts(num_tokens, bits, kind, make, normal
 
 
 @pytest.mark.parametrize(("groups", "best"), [(1, 1), (3, 2), (4, 1)])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("biased", "counted"), [(False, 1), (False, 2), (True, 2)])
 @pytest.mark.parametrize("normalise", [False, True])
-def test_routing_in_groups_is_the_definition(groups, best, biased, normalise):
+def test_routing_in_groups_is_the_definition(groups, best, biased, counted, normalise):
     logits, bias = normal(20, 12, seed=0), np.abs(normal(12, seed=1)) / 3
     route = GroupedRouting(
         2,
         num_groups=groups,
         num_best=best,
+        counted=counted,
         bias=mx.array(bias) if biased else None,
         normalise=normalise,
         factor=2.5,
@@ -103,7 +104,7 @@ def test_routing_in_groups_is_the_definition(groups, best, biased, normalise):
     for row, token in enumerate(logits):
         scores = 1 / (1 + np.exp(-token)) if biased else np.exp(token) / np.exp(token).sum()
         ranks = scores + bias if biased else scores
-        worth = np.sort(ranks.reshape(groups, -1))[:, -2 if biased else -1 :].sum(-1)
+        worth = np.sort(ranks.reshape(groups, -1))[:, -counted:].sum(-1)
         open_groups = set(np.argsort(worth)[-best:].tolist())
         size = 12 // groups
         allowed = [e for e in range(12) if e // size in open_groups]

@@ -7,6 +7,8 @@ of each layer pattern, tied and untied, the spellings of transformers 4 ("v4") a
 
 from typing import Any
 
+from models.recorded_cases import RECORDED_CASES
+
 WINDOW = 8
 
 _SMALL = {
@@ -181,6 +183,7 @@ def _long_factors(pairs: int) -> dict[str, list[float]]:
 
 
 CASES: dict[str, dict[str, Any]] = {
+    **RECORDED_CASES,
     "llama-v4": {
         **_SMALL,
         "model_type": "llama",

@@ -18,13 +18,13 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int, *, less_one: boo
     """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     noise = np.random.default_rng(int.from_bytes(digest[:8], "little")).standard_normal(shape)
-    if name.endswith("norm.weight") or "layernorm_" in name:
+    if name.endswith(("norm.weight", "norm_f.weight")) or "layernorm_" in name:
         values = 0.2 * noise + (0.0 if less_one and "linear_attn" not in name else 1.0)
     elif name.endswith(("scale", "scalar")):
         values = 0.2 * noise + 1.0
     elif name.endswith("sinks"):
         values = noise
-    elif "embed_tokens" in name:
+    elif "embed_tokens" in name or "embeddings" in name:
         values = 0.4 * noise
     elif len(shape) == 1 or name.endswith("_bias"):
         values = 0.3 * noise

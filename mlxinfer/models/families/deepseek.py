@@ -119,6 +119,7 @@ class DeepseekV3(Family):
             scale=config.attention_scale,
             rope=self.rope(spec, dims.rope),
             rope_scale=None if factor == 1.0 else factor,
+            query_scale=self.query_scale(index),
         )
 
     def _query_projections(self, path: str, dims: LatentDims) -> Sequence[Projection | Norm]:
@@ -242,6 +243,7 @@ def biased_routing(family: Family, path: str) -> GroupedRouting:
         config.experts_per_token,
         num_groups=fields.integer("n_group"),
         num_best=fields.integer("topk_group"),
+        counted=2,
         bias=bias.astype(mx.float32),
         normalise=config.norm_topk_prob,
         factor=fields.number("routed_scaling_factor"),

@@ -4,21 +4,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-import mlx.core as mx
-
-from ...core import StateSpec
 from ...errors import CheckpointError
 from ...layers.attention import LayerMixer
-from ...layers.mamba2 import Mamba2
 from ...layers.mlp import FeedForward
 from ...layers.moe import top_k_softmax
-from ...layers.norm import Norm
 from ...layers.rope import RopeSpec
 from ..config import ModelConfig
 from ..decoder import Layer, PreNormLayer
 from ..family import Family
 from ..jsonfields import Fields
 from ..rope_config import FULL
+from .mamba import MambaDims, group_norm, mamba_mixer, step_limits
 
 _RECURRENT = ("mamba", "linear_attention")
 _ATTENTION = ("attention", FULL)
@@ -109,7 +105,7 @@ class GraniteHybrid(Granite):
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
         """Which layers are recurrent."""
-        state = _state(config.fields, config.hidden_size)
+        state = _dims(config.fields).spec
         recurs = _recurs(config.fields, config.num_layers)
         return replace(
             super().configure(config), states=tuple(state if one else None for one in recurs)
@@ -128,28 +124,18 @@ class GraniteHybrid(Granite):
         if state is None:
             return super().mixer(index)
         config, weights, path = self.config, self.weights, f"model.layers.{index}.mamba"
-        fields, (heads, head_dim, _) = config.fields, state.shapes[1][0]
-        inner, channels = heads * head_dim, state.shapes[0][0][1]
-        hidden, bias = config.hidden_size, fields.boolean("mamba_proj_bias")
-        return Mamba2(
-            in_proj=weights.linear(f"{path}.in_proj", inner + channels + heads, hidden, bias=bias),
-            out_proj=weights.linear(f"{path}.out_proj", hidden, inner, bias=bias),
-            conv=self.causal_conv(f"{path}.conv1d", state, bias=fields.boolean("mamba_conv_bias")),
-            norm=self._group_norm(path, inner),
-            num_groups=fields.integer("mamba_n_groups"),
-            log_rate=weights.raw(f"{path}.A_log", (heads,)).astype(mx.float32),
-            step_bias=weights.raw(f"{path}.dt_bias", (heads,)).astype(mx.float32),
-            skip=weights.raw(f"{path}.D", (heads,)).astype(mx.float32),
-            step_limits=_step_limits(fields),
-            spec=state,
+        fields, dims, hidden = config.fields, _dims(config.fields), config.hidden_size
+        bias = fields.boolean("mamba_proj_bias")
+        return mamba_mixer(
+            self,
+            path,
+            dims,
+            in_proj=weights.linear(f"{path}.in_proj", dims.projected, hidden, bias=bias),
+            out_proj=weights.linear(f"{path}.out_proj", hidden, dims.inner, bias=bias),
+            norm=group_norm(self, path, dims, config.rms_norm_eps),
+            conv_bias=fields.boolean("mamba_conv_bias"),
+            step_limits=step_limits(fields),
         )
-
-    def _group_norm(self, path: str, inner: int) -> Norm:
-        """Over each group of heads."""
-        groups = self.config.fields.integer("mamba_n_groups")
-        weight = self.weights.take(f"{path}.norm.weight", (inner,))
-        weight = weight if groups == 1 else mx.unflatten(weight, 0, (groups, -1))
-        return self.make.norm(weight, self.config.rms_norm_eps)
 
     def mlp(self, index: int) -> FeedForward:
         """A shared MLP, and experts beside it where there are some."""
@@ -179,30 +165,6 @@ def _recurs(fields: Fields, num_layers: int) -> list[bool]:
     return [kind in _RECURRENT for kind in stated]
 
 
-def _state(fields: Fields, hidden: int) -> StateSpec:
-    """Of one recurrent layer: the convolution's inputs, and a matrix for each head."""
-    heads = fields.integer("mamba_n_heads", high=2**14)
-    groups = fields.integer("mamba_n_groups", high=2**14)
-    width = fields.integer("mamba_expand", high=2**10) * hidden
-    head_dim = width // heads
-    if fields.get("mamba_d_head") != "auto":
-        head_dim = fields.integer("mamba_d_head", high=2**14)
-    if heads * head_dim != width or heads % groups:
-        raise CheckpointError(
-            f"{fields.where} has {heads} heads of {head_dim} in {groups} groups for an inner width "
-            f"of {width}; expected a whole number of heads a group, as wide together."
-        )
-    dims = fields.integer("mamba_d_state", high=2**14)
-    length = fields.integer("mamba_d_conv", low=2, high=64)
-    channels = width + 2 * groups * dims
-    return StateSpec((((length - 1, channels), "float32"), ((heads, head_dim, dims), "float32")))
-
-
-def _step_limits(fields: Fields) -> tuple[float, float]:
-    """The smallest and the largest time step; 0 and no limit where the config does not say."""
-    stated = fields.items("time_step_limit")
-    if stated is None:
-        return 0.0, float("inf")
-    if len(stated) != 2 or not all(type(one) in (int, float) for one in stated):
-        raise CheckpointError(f"time_step_limit in {fields.where} must be a list of two numbers.")
-    return float(stated[0]), float(stated[1])
+def _dims(fields: Fields) -> MambaDims:
+    width = fields.integer("mamba_expand", high=2**10) * fields.integer("hidden_size", high=2**20)
+    return MambaDims.of(fields, width=width)

@@ -1,18 +1,25 @@
-"""LFM2 and LFM2.5: gated short convolutions, and an attention layer now and then."""
+"""LFM2 and LFM2.5, dense or with experts: short convolutions, and attention now and then."""
 
+import re
 from dataclasses import replace
 from typing import ClassVar
+
+import mlx.core as mx
 
 from ...core import StateSpec
 from ...errors import CheckpointError
 from ...layers.attention import LayerMixer
 from ...layers.mlp import FeedForward
+from ...layers.moe import GroupedRouting
 from ...layers.short_conv import ShortConv
 from ..config import ModelConfig
 from ..decoder import Layer, PreNormLayer
 from ..family import Family
 from ..jsonfields import Fields
 from ..rope_config import FULL
+
+_PROJECTION = re.compile(r"\.w([123])\.")
+_NAMES = {"1": "gate_proj", "2": "down_proj", "3": "up_proj"}
 
 
 class Lfm2(Family):
@@ -100,6 +107,61 @@ class Lfm2(Family):
             conv=self.causal_conv(f"{path}.conv", state, bias=bias),
             spec=state,
         )
+
+
+class Lfm2MoE(Lfm2):
+    """LFM2 with experts in all but the first layers."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 8,
+        "intermediate_size": 7168,
+        "moe_intermediate_size": 1792,
+        "norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "max_position_embeddings": 128_000,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_auto_adjust_ff_dim": False,
+        "num_dense_layers": 2,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "use_expert_bias": True,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": True,
+    }
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """The names of MLX for projections, and a tensor's name for the experts' biases."""
+        name = _PROJECTION.sub(lambda found: f".{_NAMES[found[1]]}.", name)
+        return super().rename(name)
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """Which layers have experts."""
+        config = super().configure(config)
+        dense = config.fields.integer("num_dense_layers", low=0)
+        sparse = tuple(i >= dense for i in range(config.num_layers))
+        return replace(config, sparse_layers=sparse)
+
+    def mlp(self, index: int) -> FeedForward:
+        """An MLP in the first layers, then experts: sigmoid scores, chosen with a bias."""
+        config, fields = self.config, self.config.fields
+        path = f"model.layers.{index}.feed_forward"
+        if not config.sparse_layers[index]:
+            return self.dense_mlp(path, config.intermediate_size)
+        bias = mx.zeros(config.num_experts)
+        if fields.boolean("use_expert_bias"):
+            bias = self.weights.raw(f"{path}.expert_bias", (config.num_experts,))
+        choose = GroupedRouting(
+            config.experts_per_token,
+            bias=bias.astype(mx.float32),
+            normalise=config.norm_topk_prob,
+            eps=1e-6,
+            factor=fields.number("routed_scaling_factor"),
+        )
+        return self.experts(path, choose)
 
 
 def _convolves(fields: Fields, num_layers: int) -> list[bool]:

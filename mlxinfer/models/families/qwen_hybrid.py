@@ -14,7 +14,7 @@ from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
 from ...layers.moe import GatedExpert, softmax_top_k, top_k_softmax
 from ..config import ModelConfig
-from ..family import Family
+from ..family import PACKED, Family
 from ..jsonfields import Fields
 from ..rope_config import FULL
 from ..weights import StoredMatrix, Weights, fused
@@ -22,7 +22,6 @@ from ..weights import StoredMatrix, Weights, fused
 _RECURRENT = "linear_attention"
 _VISION = ("visual.", "vision_tower.")
 _PREDICTION = "mtp."  # a head that predicts tokens further ahead; a forward pass has no use for it
-_PACKED = (".experts.gate_up_proj", ".experts.down_proj")
 
 
 class Qwen3Next(Family):
@@ -70,7 +69,7 @@ class Qwen3Next(Family):
         inner = name.removeprefix("model.").removeprefix("language_model.").removeprefix("model.")
         if inner.startswith((*_VISION, _PREDICTION)):
             return None
-        if inner.endswith(_PACKED):
+        if inner.endswith(PACKED):
             inner += ".weight"
         return inner if inner.startswith("lm_head.") else f"model.{inner}"
 

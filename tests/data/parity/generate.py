@@ -22,21 +22,24 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from models.cases import CASES  # noqa: E402
+from models.names import shortened  # noqa: E402
 from models.random_weights import tiny_tensors  # noqa: E402
-from models.shapes import shapes  # noqa: E402
+from models.recorded_cases import RECORDED_CASES  # noqa: E402
+from models.shapes import RECORDED_TYPES, TENSORS, shapes  # noqa: E402
 
 LENGTH = 40
 MIN_ROUTER_GAP = 2e-3
 MIN_LOGIT_GAP = 2e-3
+BY_NAME = {"mistral4": transformers.Mistral4ForCausalLM}  # which no automatic class has
 
 
 def reference(config: dict, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Token ids (LENGTH,) and logits (LENGTH, vocab_size) of one seed."""
     ids = np.random.default_rng(seed).integers(3, config["vocab_size"], LENGTH)
-    model = hub_model(config, tiny_tensors(config))
+    model = hub_model(config)
     gaps: list[float] = []
     for name, module in model.named_modules():
-        if name.endswith((".mlp.gate", ".router")):
+        if name.endswith((".gate", ".router")):
             module.register_forward_hook(
                 lambda m, inputs, out: gaps.append(router_gap(config, m, inputs, out))
             )
@@ -48,15 +51,19 @@ def reference(config: dict, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return ids.astype(np.int32), logits
 
 
-def hub_model(config: dict, tensors: dict[str, np.ndarray]) -> torch.nn.Module:
+def hub_model(config: dict) -> torch.nn.Module:
     """transformers' model of this config with these weights, through a folder as on the hub."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         read = transformers.AutoConfig.from_pretrained(folder)
-        fresh = transformers.AutoModelForCausalLM.from_config(read, attn_implementation="eager")
+        kind = BY_NAME.get(config["model_type"], transformers.AutoModelForCausalLM)
+        fresh = (
+            kind._from_config(read) if config["model_type"] in BY_NAME else kind.from_config(read)
+        )
         check_names(fresh, config, folder)
+        tensors = tiny_tensors(config)
         save({name: torch.tensor(value) for name, value in tensors.items()}, folder)
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        model, info = kind.from_pretrained(
             folder,
             config=read,
             attn_implementation="eager",
@@ -81,8 +88,19 @@ def check_names(model: torch.nn.Module, config: dict, folder: str) -> None:
     model.save_pretrained(Path(folder) / "saved")
     with safe_open(Path(folder) / "saved" / "model.safetensors", "pt") as file:
         saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    if config["model_type"] in RECORDED_TYPES:
+        record(config, saved)
     ours = shapes(config)
     assert saved == ours, {k: (saved.get(k), ours.get(k)) for k in saved.keys() ^ ours.keys()}
+
+
+def record(config: dict, saved: dict[str, tuple[int, ...]]) -> None:
+    """Note a case's tensors in `tensors.json`, which stands for our own table of them."""
+    name = next(name for name, case in RECORDED_CASES.items() if case is config)
+    tables = json.loads(TENSORS.read_text()) if TENSORS.exists() else {}
+    tables[name] = shortened(saved)
+    lines = [f"{json.dumps(key)}: {json.dumps(tables[key])}" for key in sorted(tables)]
+    TENSORS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def router_gap(
@@ -95,7 +113,11 @@ def router_gap(
     logits = output[0] if isinstance(output, tuple) else output
     if config["model_type"] == "deepseek_v2":
         return grouped_gap(config, logits.softmax(-1), 1)
-    if config["model_type"] in ("deepseek_v3", "glm4_moe", "glm4_moe_lite"):
+    if config["model_type"] == "lfm2_moe":
+        return grouped_gap(config, logits.sigmoid() + (0 if inputs[1] is None else inputs[1]), 1)
+    if config["model_type"] == "mistral4":
+        return grouped_gap(config, logits.softmax(-1), 2)
+    if config["model_type"] in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "nemotron_h"):
         return grouped_gap(config, logits.sigmoid() + module.e_score_correction_bias, 2)
     if config["model_type"] == "minimax_m2":
         return grouped_gap(config, logits.sigmoid() + inputs[1], 2)

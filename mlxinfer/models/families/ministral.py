@@ -1,0 +1,89 @@
+"""Ministral 3 and Mistral 4: queries that grow with their position, over Mistral and DeepSeek."""
+
+from typing import ClassVar
+
+from ...errors import CheckpointError
+from ...layers.moe import GroupedRouting
+from ...layers.rope import QueryScale
+from ..family import PACKED
+from ..jsonfields import Fields
+from .deepseek import DeepseekV3
+from .llama import Mistral
+
+
+class Ministral3(Mistral):
+    """Ministral 3: YaRN, windows where the config states them."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 262_144,
+    }
+
+    def query_scale(self, index: int) -> QueryScale:
+        """`llama_4_scaling_beta` for each of the original contexts that came before."""
+        return _query_scale(self.config.fields)
+
+
+class Mistral4(DeepseekV3):
+    """Mistral Small 4: latent attention; a softmax router."""
+
+    defaults: ClassVar = {
+        "num_attention_heads": 32,
+        "kv_lora_rank": 256,
+        "q_lora_rank": 1024,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "qk_nope_head_dim": 64,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 2048,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 0,
+        "max_position_embeddings": 1_048_576,
+    }
+
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """Without the part of heads that turns, which `qk_rope_head_dim` states."""
+        rope = config.fields("rope_parameters", "rope_scaling")
+        if rope is None:
+            return config
+        whole = {key: value for key, value in rope.values.items() if key != "partial_rotary_factor"}
+        return Fields({**config.values, "rope_parameters": whole}, config.where)
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """Stacks of experts as other matrices are called."""
+        return f"{name}.weight" if name.endswith(PACKED) else super().rename(name)
+
+    def query_scale(self, index: int) -> QueryScale:
+        """As of Ministral 3."""
+        return _query_scale(self.config.fields)
+
+    def routing(self, path: str) -> GroupedRouting:
+        """Scores of a softmax; groups by their two best experts."""
+        fields = self.config.fields
+        return GroupedRouting(
+            self.config.experts_per_token,
+            num_groups=fields.integer("n_group"),
+            num_best=fields.integer("topk_group"),
+            counted=2,
+            normalise=self.config.norm_topk_prob,
+            factor=fields.number("routed_scaling_factor"),
+        )
+
+
+def _query_scale(fields: Fields) -> QueryScale:
+    stated = fields.fields("rope_parameters", "rope_scaling")
+    if stated is None:
+        raise CheckpointError(f"{fields.where} has no rope_parameters, which this model needs.")
+    return QueryScale(
+        stated.number("llama_4_scaling_beta", low=0.0, high=1e3),
+        stated.integer("original_max_position_embeddings"),
+    )

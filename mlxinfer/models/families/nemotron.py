@@ -1,0 +1,288 @@
+"""Nemotron-H and Nemotron 3: one block a layer, be it Mamba-2, attention, an MLP or experts.
+
+Time steps are kept within `time_step_limit`, as in NVIDIA's own code and mlx-lm; transformers 5
+raises those of a prompt to `time_step_min`, which is the range that training began with.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import mlx.core as mx
+
+from ...errors import CheckpointError, UnsupportedModelError
+from ...layers.attention import LayerMixer
+from ...layers.linear import Projection
+from ...layers.mlp import MLP, FeedForward, Gated, relu_squared
+from ...layers.moe import MoE
+from ...layers.norm import Norm
+from ...layers.rope import RopeSpec
+from ...layers.step import Step
+from ..config import ModelConfig
+from ..decoder import Layer
+from ..family import Family
+from ..jsonfields import Fields
+from ..rope_config import FULL
+from .deepseek import biased_routing, with_experts
+from .mamba import MambaDims, group_norm, mamba_mixer, step_limits
+
+_ATTENTION = re.compile(r"\.mixer\.([qkvo])_proj\.")
+MAMBA, ATTENTION, DENSE, EXPERTS = "M", "*", "-", "E"
+_KINDS = {
+    "linear_attention": MAMBA,
+    "mamba": MAMBA,
+    "full_attention": ATTENTION,
+    "attention": ATTENTION,
+    "mlp": DENSE,
+    "moe": EXPERTS,
+}
+_NAMES = {  # of the config, and what other families with Mamba-2 call the same
+    "mamba_num_heads": "mamba_n_heads",
+    "mamba_head_dim": "mamba_d_head",
+    "n_groups": "mamba_n_groups",
+    "ssm_state_size": "mamba_d_state",
+    "conv_kernel": "mamba_d_conv",
+    "use_conv_bias": "mamba_conv_bias",
+    "layer_norm_epsilon": "rms_norm_eps",
+}
+
+
+class MixerLayer:
+    """x + mixer(norm(x))."""
+
+    __slots__ = ("mixer", "norm")
+
+    mlp = None
+
+    def __init__(self, norm: Norm, mixer: LayerMixer) -> None:
+        self.norm = norm
+        self.mixer = mixer
+
+    def __call__(self, x: mx.array, step: Step) -> mx.array:
+        """x (T, hidden) -> (T, hidden)."""
+        return self.mixer(self.norm(x), step, x)
+
+
+class FeedForwardLayer:
+    """x + mlp(norm(x))."""
+
+    __slots__ = ("mlp", "norm")
+
+    mixer = None
+
+    def __init__(self, norm: Norm, mlp: FeedForward) -> None:
+        self.norm = norm
+        self.mlp = mlp
+
+    def __call__(self, x: mx.array, step: Step) -> mx.array:
+        """x (T, hidden) -> (T, hidden)."""
+        return self.mlp(self.norm(x), x)
+
+
+class LatentExperts:
+    """Experts between projections to a smaller size and back, beside a shared expert.
+
+    Args:
+        down, up: (T, hidden) -> (T, latent), and back.
+        experts: the mixture, whose router reads what `down` reads.
+        shared: the expert that every token goes to.
+    """
+
+    __slots__ = ("down", "experts", "shared", "up")
+
+    def __init__(self, down: Projection, experts: MoE, up: Projection, shared: FeedForward) -> None:
+        self.down = down
+        self.experts = experts
+        self.up = up
+        self.shared = shared
+
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """x (T, hidden) -> (T, hidden), plus the residual."""
+        y = self.up(self.experts.mix(self.down(x), self.experts.router(x)), residual)
+        return self.shared(x, y)
+
+
+class NemotronH(Family):
+    """Attention without positions; blocks without gates, of squared ReLU."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 21504,
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "mamba_n_heads": 128,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 8,
+        "mamba_d_state": 128,
+        "mamba_d_conv": 4,
+        "mamba_conv_bias": True,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "use_bias": False,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 0,
+    }
+    dense_matrices = (".mixer.gate",)
+    final_norm = "model.norm_f"
+
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """With the names of other families, and the kind of each block as one letter."""
+        renamed = {
+            ours: config.values[own] for own, ours in _NAMES.items() if config.get(own) is not None
+        }
+        blocks = _blocks(config)
+        own = {"hybrid_override_pattern": blocks, "num_hidden_layers": len(blocks)}
+        return Fields({**config.values, **renamed, **own}, config.where)
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """No layer has a window."""
+        if fields.get("sliding_window") is not None:
+            raise UnsupportedModelError(f"sliding_window in {fields.where} is not supported.")
+        return [FULL] * num_layers
+
+    @classmethod
+    def rope_specs(
+        cls, fields: Fields, layer_types: Sequence[str], head_dim: int
+    ) -> tuple[RopeSpec | None, ...]:
+        """None."""
+        return (None,) * len(layer_types)
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """Which blocks are what."""
+        fields = config.fields
+        acts = fields.text("mlp_hidden_act"), fields.text("mamba_hidden_act")
+        if acts != ("relu2", "silu"):
+            raise UnsupportedModelError(
+                f"mlp_hidden_act and mamba_hidden_act in {fields.where} are {acts}; supported are "
+                "relu2 and silu."
+            )
+        state = MambaDims.of(fields, width=None).spec
+        blocks = tuple(fields.text("hybrid_override_pattern"))
+        return replace(
+            with_experts(config),
+            blocks=blocks,
+            states=tuple(state if kind == MAMBA else None for kind in blocks),
+        )
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """As other families call it; what predicts tokens further ahead is left out."""
+        if name.startswith("mtp."):
+            return None
+        inner = name.removeprefix("backbone.").removeprefix("model.")
+        if inner.startswith("lm_head."):
+            return inner
+        inner = _ATTENTION.sub(r".self_attn.\1_proj.", inner)
+        return "model." + inner.replace("embeddings.", "embed_tokens.", 1)
+
+    def activations(self) -> list[Gated]:
+        """None has a gate."""
+        return []
+
+    def layer(self, index: int) -> Layer:
+        """One block."""
+        path, kind = f"model.layers.{index}", self._kind(index)
+        norm = self.norm(f"{path}.norm")
+        if kind in (MAMBA, ATTENTION):
+            return MixerLayer(norm, self.mixer(index))
+        return FeedForwardLayer(norm, self.mlp(index))
+
+    def mixer(self, index: int) -> LayerMixer:
+        """Mamba-2 or attention."""
+        if self._kind(index) == ATTENTION:
+            return super().mixer(index)
+        config, weights, path = self.config, self.weights, f"model.layers.{index}.mixer"
+        fields, hidden = config.fields, config.hidden_size
+        dims, bias = MambaDims.of(fields, width=None), fields.boolean("use_bias")
+        return mamba_mixer(
+            self,
+            path,
+            dims,
+            in_proj=weights.linear(f"{path}.in_proj", dims.projected, hidden, bias=bias),
+            out_proj=weights.linear(f"{path}.out_proj", hidden, dims.inner, bias=bias),
+            norm=group_norm(self, path, dims, config.rms_norm_eps),
+            conv_bias=fields.boolean("mamba_conv_bias"),
+            step_limits=step_limits(fields),
+        )
+
+    def mlp(self, index: int) -> FeedForward:
+        """An MLP, or experts beside a shared one."""
+        path = f"model.layers.{index}.mixer"
+        if self._kind(index) == DENSE:
+            return self._relu_mlp(path, self.config.intermediate_size)
+        fields, weights, hidden = self.config.fields, self.weights, self.config.hidden_size
+        inner = fields.integer("moe_shared_expert_intermediate_size", high=2**22)
+        shared = self._relu_mlp(f"{path}.shared_experts", inner)
+        if fields.get("moe_latent_size") is None:
+            return self._experts(path, hidden, shared)
+        latent, bias = fields.integer("moe_latent_size", high=2**20), self.config.mlp_bias
+        return LatentExperts(
+            weights.linear(f"{path}.fc1_latent_proj", latent, hidden, bias=bias),
+            self._experts(path, latent, None),
+            weights.linear(f"{path}.fc2_latent_proj", hidden, latent, bias=bias),
+            shared,
+        )
+
+    def _experts(self, path: str, hidden: int, shared: FeedForward | None) -> MoE:
+        config, weights = self.config, self.weights
+        count, inner = config.num_experts, config.moe_intermediate_size
+        up, down = (
+            weights.experts(
+                f"{path}.switch_mlp.{stack}", f"{path}.experts.{{}}.{each}_proj", shape
+            ).expert_projection(self.make)
+            for stack, each, shape in (
+                ("fc1", "up", (count, inner, hidden)),
+                ("fc2", "down", (count, hidden, inner)),
+            )
+        )
+        return MoE(
+            router=weights.linear(f"{path}.gate", count, config.hidden_size),
+            choose=biased_routing(self, path),
+            gate_up_proj=up,
+            down_proj=down,
+            activation=relu_squared,
+            shared=shared,
+        )
+
+    def _relu_mlp(self, path: str, inner: int) -> MLP:
+        weights, hidden, bias = self.weights, self.config.hidden_size, self.config.mlp_bias
+        return MLP(
+            weights.linear(f"{path}.up_proj", inner, hidden, bias=bias),
+            weights.linear(f"{path}.down_proj", hidden, inner, bias=bias),
+            relu_squared,
+        )
+
+    def _kind(self, index: int) -> str:
+        return self.config.blocks[index]
+
+
+def _blocks(config: Fields) -> str:
+    """The kind of each block, one letter each.
+
+    Raises:
+        CheckpointError: neither of the keys that list them does so.
+    """
+    listed = config.items("layers_block_type", "layer_types")
+    pattern = config.get("hybrid_override_pattern")
+    if listed is None:
+        kinds = list(pattern) if isinstance(pattern, str | list) else []
+    else:
+        kinds = [_KINDS.get(str(kind), "") for kind in listed]
+    if not kinds or not all(kind in (MAMBA, ATTENTION, DENSE, EXPERTS) for kind in kinds):
+        raise CheckpointError(
+            f"{config.where} must list its blocks, as layers_block_type of {', '.join(_KINDS)}, or "
+            f"as hybrid_override_pattern of the letters {MAMBA}, {ATTENTION}, {DENSE}, {EXPERTS}."
+        )
+    return "".join(kinds)

@@ -176,6 +176,7 @@ class Result:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     logprobs: Sequence[TokenLogprobs] | None = None  # one for each answer token, if asked for
+    num_attempts: int = 1  # more, where a complete answer broke a schema that cannot be enforced
     timing: Timing = Timing()
 
     def to_dict(self) -> dict[str, Any]:

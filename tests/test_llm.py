@@ -506,7 +506,7 @@ def test_time_before_a_stream_is_read_is_not_queueing(llm: LLM) -> None:
 
 def test_timings_are_of_the_engine_not_of_the_reader(llm: LLM) -> None:
     request = Request("r", [1, 2, 3], SamplingParams())
-    answer = OutputProcessor(request, TextStream(llm.tokenizer))
+    answer = OutputProcessor(request, lambda: TextStream(llm.tokenizer))
     submitted_s = answer._submitted_s
     for second in range(1, 5):  # all read at once
         reason = FinishReason.LENGTH if second == 4 else None

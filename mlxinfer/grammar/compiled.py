@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ..errors import InvalidRequestError
 from .check_process import parser_limits, readable
+from .relaxed import Unenforced
 from .spec import GrammarSpec
 
 ALLOWED_S = 0.01  # per mask or token; a thousand optional properties take a quarter of it
@@ -148,6 +149,11 @@ class TokenGrammar:
     def place(self) -> str:
         """The request's field that the grammar came from."""
         return self._compiled.spec.place
+
+    @property
+    def unenforced(self) -> tuple[Unenforced, ...]:
+        """Schemas that complete answers are checked against."""
+        return self._compiled.spec.unenforced
 
     @property
     def accepting(self) -> bool:

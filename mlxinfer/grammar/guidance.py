@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 from ..core import Grammar
 from ..text import ReasoningFormat, Tokenizer, ToolUse
 from ..text.reasoning import answer_prefix
+from ..text.tools.schema import Tool, Toolbox
 from ..text.tools.use import after_reasoning, calls_or_answer
 from .compiler import GrammarCompiler
-from .spec import GrammarSpec, response_format, schema_part, tool_calls
+from .relaxed import Unenforced
+from .schema import check_schema, rewritten
+from .spec import GrammarSpec, enforceable, response_format, schema_part, tool_calls
 
 if TYPE_CHECKING:
     from .compiled import TokenGrammar
@@ -74,8 +77,9 @@ class Guidance:
 
     def forced(self, use: ToolUse, prompt_ids: Sequence[int]) -> GrammarSpec | None:
         """Return the grammar of calls that keep to their schemas, None where any text will do."""
+        use, unenforced = enforceable_use(use)
         lark = use.grammar(self._tokenizer, self._reasoning, prompt_ids)
-        return None if lark is None else tool_calls(lark, use.schemas)
+        return None if lark is None else tool_calls(lark, use.schemas, unenforced)
 
     def after_reasoning(self, spec: GrammarSpec, prompt_ids: Sequence[int]) -> GrammarSpec:
         """Return the same grammar, after reasoning if the model reasons."""
@@ -132,6 +136,34 @@ def calls_or(
     Raises:
         InvalidRequestError: the schema of a tool is too large, or none.
     """
+    use, unenforced = enforceable_use(use)
     tools = [schema_part(schema, place=place) for place, schema in use.schemas]
     before = calls_or_answer(tokenizer, use, reasoning, prompt_ids)
-    return replace(spec, before=before, schemas=(*spec.schemas, *tools))
+    return replace(
+        spec,
+        before=before,
+        schemas=(*spec.schemas, *tools),
+        unenforced=(*spec.unenforced, *unenforced),
+    )
+
+
+def enforceable_use(use: ToolUse) -> tuple[ToolUse, tuple[Unenforced, ...]]:
+    """Return the same use with schemas that masks can enforce, and what is left for a check.
+
+    Schemas of strict tools are in equivalent keywords; what those cannot say is refused when the
+    grammar is compiled.
+
+    Raises:
+        InvalidRequestError: a schema is too large, or none.
+    """
+    tools: list[Tool] = []
+    unenforced: list[Unenforced] = []
+    for tool, (place, schema) in zip(use.tools, use.schemas, strict=True):
+        check_schema(schema, place=place)
+        if tool.strict:
+            enforced = rewritten(schema)
+        else:
+            enforced, rest = enforceable(schema, place=place, tool=tool.name)
+            unenforced += rest
+        tools.append(replace(tool, parameters=enforced))
+    return replace(use, tools=Toolbox(tools)), tuple(unenforced)

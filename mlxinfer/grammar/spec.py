@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InvalidRequestError, shown
+from .relaxed import Unenforced, any_of, relaxed
 from .schema import MAX_STRING, check_schema, rewritten
 
 MAX_REGEX = 4096  # characters
@@ -51,6 +52,7 @@ class GrammarSpec:
     schemas: tuple[SchemaPart, ...] = ()  # those inside `main`
     before: str = ""  # Lark that leads to @main; empty: nothing comes before
     is_free: bool = False  # Lark from a request, which may be ambiguous
+    unenforced: tuple[Unenforced, ...] = ()  # schemas that complete answers are checked against
 
     @property
     def names_tokens(self) -> bool:
@@ -73,8 +75,9 @@ def json_schema(
     Args:
         schema: JSON schema; `x-guidance` at its root may set llguidance's options of spacing.
         place: its place in the request.
-        strict: refuse a oneOf whose options are not seen to exclude each other. Otherwise it is
-            taken as anyOf: an answer may match several options.
+        strict: refuse keywords that cannot be enforced, and a oneOf whose options are not seen to
+            exclude each other. Otherwise complete answers are checked for these keywords, and a
+            oneOf is taken as anyOf: an answer may match several options.
 
     Raises:
         InvalidRequestError: it is no schema, too large, too deep, or refers to other documents.
@@ -83,12 +86,33 @@ def json_schema(
     if isinstance(schema, Mapping) and OPTIONS_KEY in schema:
         options |= _checked_options(schema[OPTIONS_KEY], place)
         schema = {key: value for key, value in schema.items() if key != OPTIONS_KEY}
-    text = schema_part(schema, place=place).text
-    if '"oneOf"' in text and not strict:
-        options.setdefault("coerce_one_of", True)
-    rewrite = {OPTIONS_KEY: options, **rewritten({} if schema is True else schema)}
-    part = SchemaPart(place, json.dumps(rewrite, ensure_ascii=False))
-    return GrammarSpec(place, '{"json_schema": ' + part.text + "}", (part,))
+    schema_part(schema, place=place)  # checks it
+    whole = {} if schema is True else schema
+    unenforced: tuple[Unenforced, ...] = ()
+    if strict or options.get("coerce_one_of") is False:
+        enforced = rewritten(whole)
+    else:
+        enforced, unenforced = enforceable(whole, place=place)
+    part = SchemaPart(place, json.dumps({OPTIONS_KEY: options, **enforced}, ensure_ascii=False))
+    main = '{"json_schema": ' + part.text + "}"
+    return GrammarSpec(place, main, (part,), unenforced=unenforced)
+
+
+def enforceable(
+    schema: Mapping[str, Any], *, place: str, tool: str | None = None
+) -> tuple[Mapping[str, Any], tuple[Unenforced, ...]]:
+    """Return what of a checked schema masks can enforce, and what is left for a check.
+
+    Args:
+        schema: JSON schema.
+        place: its place in the request.
+        tool: whose parameters it is of, if it is of a tool.
+    """
+    enforced, keywords = relaxed(schema)
+    if not keywords:
+        return enforced, ()
+    whole = json.dumps(any_of(schema), ensure_ascii=False)
+    return enforced, (Unenforced(tool, place, whole, keywords),)
 
 
 def json_object(*, place: str = "response_format") -> GrammarSpec:
@@ -126,18 +150,21 @@ def lark(grammar: Any, *, place: str = "grammar") -> GrammarSpec:
     return replace(_lark(grammar, place), is_free=True)
 
 
-def tool_calls(grammar: str, schemas: Iterable[tuple[str, Any]]) -> GrammarSpec:
+def tool_calls(
+    grammar: str, schemas: Iterable[tuple[str, Any]], unenforced: tuple[Unenforced, ...] = ()
+) -> GrammarSpec:
     """Return the grammar of answers that call tools.
 
     Args:
         grammar: Lark with the schemas of the tools, as `text.tools` writes it.
         schemas: (place in the request, schema) of each of these tools.
+        unenforced: what calls are checked against.
 
     Raises:
         InvalidRequestError: those of json_schema.
     """
     parts = [schema_part(schema, place=place) for place, schema in schemas]
-    return _lark(grammar, "tools", parts)
+    return replace(_lark(grammar, "tools", parts), unenforced=unenforced)
 
 
 def schema_part(schema: Any, *, place: str) -> SchemaPart:

@@ -54,7 +54,9 @@ class RequestGroup:
         self.outputs = outputs
         self._engine = engine
         self._unfinished = {output.request.id: i for i, output in enumerate(outputs)}
-        self.close: Callable[[], None] = engine.aborter(list(self._unfinished))
+        self._held: dict[int, list[Step]] = {}  # of outputs that are checked when they are complete
+        attempts = [request_id for output in outputs for request_id in output.attempt_ids]
+        self.close: Callable[[], None] = engine.aborter(attempts)
 
     @property
     def finished(self) -> bool:
@@ -69,6 +71,7 @@ class RequestGroup:
         Raises:
             As Engine.submit; requests before the one at fault are submitted.
         """
+        self._listener = listener
         for output in self.outputs:
             self._engine.submit(output.request, _scoring(output, listener))
 
@@ -76,22 +79,43 @@ class RequestGroup:
         """Of the request of an event; None: the request has ended, and `push` drops the event."""
         return self._unfinished.get(event.request_id)
 
-    def push(self, event: TokenEvent) -> Step | None:
-        """Add an event to the output of its request; None: the request had ended before.
+    def push(self, event: TokenEvent) -> list[Step]:
+        """Add an event to the output of its request; nothing, if the request had ended before.
+
+        The steps of an output that is checked when it is complete come all at once: no client sees
+        an answer that is then tried again.
 
         Raises:
             RequestFailedError: the request failed.
+            GrammarFailedError: no attempt at the answer passed its check.
         """
         index = self.index_of(event)
         if index is None:
-            return None
+            return []
         output = self.outputs[index]
         delta = output.push(event)
+        steps = [Step(index, delta, event)]
         if output.result is not None:
             del self._unfinished[event.request_id]
             if output.ended_early:
                 self._engine.abort(event.request_id)
-        return Step(index, delta, event)
+        if output.unenforced:
+            return self._checked(index, steps)
+        return steps
+
+    def _checked(self, index: int, steps: list[Step]) -> list[Step]:
+        """The steps of an output once it has passed its check; until then they are held."""
+        output = self.outputs[index]
+        held = self._held.setdefault(index, [])
+        held += steps
+        if output.result is None:
+            return []
+        del self._held[index]
+        if not output.try_again():
+            return held
+        self._unfinished[output.request.id] = index
+        self._engine.submit(output.request, _scoring(output, self._listener))
+        return []
 
 
 class EngineClient:
@@ -141,9 +165,7 @@ class EngineClient:
             group.submit(events.put)
             while not group.finished:
                 self.engine.require_process()
-                step = group.push(events.get())
-                if step is not None:
-                    yield step
+                yield from group.push(events.get())
         except BaseException:  # the caller leaves: an error, Ctrl-C, a closed generator
             close()
             raise
@@ -159,8 +181,7 @@ class EngineClient:
         try:
             group.submit(self.posting_to(events))
             while not group.finished:
-                step = group.push(await events.get())
-                if step is not None:
+                for step in group.push(await events.get()):
                     yield step.delta
         except BaseException:  # as above; or a cancelled task
             group.close()

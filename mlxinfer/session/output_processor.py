@@ -1,16 +1,23 @@
 """The output of one request: token events in, deltas and a Result out. Knows no engine."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..core import FinishReason, Request, TokenEvent, TokenLogprobs
+from ..core import FinishReason, Grammar, Request, TokenEvent, TokenLogprobs
+from ..errors import GrammarFailedError
+from ..grammar.relaxed import Unenforced, problem_of
 from ..outputs import Delta, Part, Result, Timing, joined_calls, merged
 from ..text import TextStream
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+MAX_ATTEMPTS = 6  # at an answer that is checked when it is complete
+RETRY_TEMPERATURE = 0.5  # the least of another attempt, times the attempts before it
+SEED_STEP = 1 << 32  # between two attempts
 
 
 class OutputProcessor:
@@ -22,11 +29,14 @@ class OutputProcessor:
 
     Args:
         request: its events are pushed.
-        stream: decodes its tokens, from the first one on.
+        new_stream: makes what decodes its tokens, from the first one on.
+        unenforced: schemas that the complete answer is checked against; where it breaks one, the
+            request is tried again.
         prompt_scores: takes the logits of the prompt; None: they are kept in `prompt_logits`.
 
     Attributes:
         result: of the whole answer, once it has ended.
+        num_attempts: requests so far, the running one included.
         ended_early: the text ended the answer before the engine did: the request is to be aborted.
         prompt_logits: (n, vocab) float32 each, of the prompt's next n positions, where the request
             asks for them.
@@ -35,22 +45,86 @@ class OutputProcessor:
     def __init__(
         self,
         request: Request,
-        stream: TextStream,
+        new_stream: Callable[[], TextStream],
         *,
+        unenforced: Sequence[Unenforced] = (),
         prompt_scores: "PromptScores | None" = None,
     ) -> None:
         self.request = request
         self.prompt_scores = prompt_scores
+        self.num_attempts = 1
+        self._new_stream = new_stream
+        self._first_id = request.id
+        self._fresh_grammar: Grammar | None = None
+        self._submitted_s = time.monotonic()
+        self.constrain(request.grammar, unenforced)
+        self._begin()
+
+    def constrain(self, grammar: Grammar | None, unenforced: Sequence[Unenforced]) -> None:
+        """Set the form of the answer, before the request is submitted."""
+        self.request.grammar, self.unenforced = grammar, unenforced
+        if grammar is not None and unenforced:
+            self._fresh_grammar = grammar.fork()
+
+    def _begin(self) -> None:
+        """Nothing of the answer has come."""
         self.prompt_logits: list[NDArray[np.float32]] = []
         self.ended_early = False
         self.result: Result | None = None
-        self._stream = stream
+        self._stream = self._new_stream()
         self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
+        scored = self.request.params.logprobs is not None
+        self._logprobs: list[TokenLogprobs] | None = [] if scored else None
         self._parts: list[Part] = []
         self._cached_tokens = 0
-        self._submitted_s = time.monotonic()
         self._first_token_s = 0.0
+
+    def try_again(self) -> bool:
+        """Make another request where the answer breaks a schema; False: it is as it shall be.
+
+        An answer that was cut off is not checked. Each further attempt is drawn at a
+        higher temperature: at 0 it would be the same.
+
+        Raises:
+            GrammarFailedError: MAX_ATTEMPTS answers were none.
+        """
+        result = self.result
+        if not self.unenforced or result is None or result.finish_reason is not FinishReason.STOP:
+            return False
+        problem = problem_of(self.unenforced, result)
+        if problem is None:
+            return False
+        if self.num_attempts == MAX_ATTEMPTS:
+            place, what = problem
+            raise GrammarFailedError(
+                f"{place}: {MAX_ATTEMPTS} answers did not fit the schema; of the last one, {what}. "
+                "Keywords that tokens cannot be held to are checked on the complete answer.",
+                param=place,
+            )
+        self.request = self._next_request()
+        self.num_attempts += 1
+        self._begin()
+        return True
+
+    def _next_request(self) -> Request:
+        request, grammar = self.request, self._fresh_grammar
+        params = request.params
+        seed = None if params.seed is None else (params.seed + SEED_STEP + 2**63) % 2**64 - 2**63
+        temperature = max(params.temperature, RETRY_TEMPERATURE * self.num_attempts)
+        return replace(
+            request,
+            id=self.attempt_ids[self.num_attempts],
+            params=replace(params, temperature=temperature, seed=seed),
+            grammar=None if grammar is None else grammar.fork(),
+        )
+
+    @property
+    def attempt_ids(self) -> tuple[str, ...]:
+        """The ids of the request and of all attempts that may follow it."""
+        first = self._first_id
+        if not self.unenforced:
+            return (first,)
+        return (first, *(f"{first}+{number}" for number in range(1, MAX_ATTEMPTS)))
 
     @property
     def stop_match(self) -> str | None:
@@ -106,6 +180,7 @@ class OutputProcessor:
             text=whole.text,
             reasoning=whole.reasoning or None,
             tool_calls=joined_calls(whole.tool_calls),
+            num_attempts=self.num_attempts,
             token_ids=tuple(self._token_ids),
             finish_reason=reason,
             prompt_tokens=len(self.request.prompt_ids),

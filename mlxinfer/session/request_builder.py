@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from ..core import Grammar, Request, SamplingParams, check_switch, check_token_ids
 from ..errors import InvalidRequestError, shown
@@ -21,6 +21,9 @@ from ..text import (
 )
 from .engine_factory import ModelInfo
 from .output_processor import OutputProcessor, PromptScores
+
+if TYPE_CHECKING:
+    from ..grammar.compiled import TokenGrammar
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -198,7 +201,7 @@ class RequestBuilder:
         continues: bool,
         reasons: bool = True,
         use: ToolUse | None = None,
-        grammar: Grammar | None = None,
+        grammar: "TokenGrammar | None" = None,
         prompt_logprobs: int | None = None,
     ) -> OutputProcessor:
         """A request for the engine, in the object that turns its tokens into text.
@@ -219,19 +222,23 @@ class RequestBuilder:
         """
         request = self._request(ids, params)
         request.grammar = self._bounded(request, grammar) if reasons else grammar
+        unenforced = () if grammar is None else grammar.unenforced
         request.prompt_logits = prompt_logprobs is not None
-        stream = TextStream(
-            self.tokenizer,
-            stop=request.params.stop,
-            min_tokens=request.params.min_tokens,
-            reasoning=self._reasoning if reasons else None,
-            tools=None if use is None else use.parser(),
-            single_call=use is not None and not use.parallel,
-            prompt_ids=ids,
-            continues=continues,
-        )
+
+        def new_stream() -> TextStream:
+            return TextStream(
+                self.tokenizer,
+                stop=request.params.stop,
+                min_tokens=request.params.min_tokens,
+                reasoning=self._reasoning if reasons else None,
+                tools=None if use is None else use.parser(),
+                single_call=use is not None and not use.parallel,
+                prompt_ids=ids,
+                continues=continues,
+            )
+
         scores = None if prompt_logprobs is None else PromptScores(ids, prompt_logprobs)
-        return OutputProcessor(request, stream, prompt_scores=scores)
+        return OutputProcessor(request, new_stream, unenforced=unenforced, prompt_scores=scores)
 
     def compile_grammar(self, built: BuiltRequest) -> OutputProcessor:
         """The output of a request whose grammar has been compiled, which may take seconds.
@@ -242,7 +249,8 @@ class RequestBuilder:
         """
         if built.grammar is not None:
             request = built.output.request
-            request.grammar = self._bounded(request, self.guidance.start(built.grammar))
+            grammar = self.guidance.start(built.grammar)
+            built.output.constrain(self._bounded(request, grammar), grammar.unenforced)
         return built.output
 
     def close(self) -> None:

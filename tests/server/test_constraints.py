@@ -172,3 +172,35 @@ def test_a_number_that_would_be_another_is_refused(server: LiveServer) -> None:
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "guided_json"
     assert "/const/id" in refused.json()["error"]["message"]
+
+
+PAIR: dict[str, Any] = {"type": "array", "items": {"enum": [0, 1]}, "minItems": 2, "maxItems": 2}
+UNEQUAL = {**PAIR, "uniqueItems": True}
+
+
+def test_what_masks_cannot_hold_is_checked_and_tried_again(server: LiveServer) -> None:
+    """Streamed or not, no client sees an answer that breaks its schema."""
+    form = {"type": "json_schema", "json_schema": {"name": "pair", "schema": UNEQUAL}}
+    attempts = set()
+    for seed in range(8):
+        body = chat("Two bits?", temperature=3.0, seed=seed, response_format=form, max_tokens=40)
+        found = server.post(CHAT, body)
+        assert found.status_code == 200, found.text
+        text = found.json()["choices"][0]["message"]["content"]
+        assert sorted(json.loads(text)) == [0, 1], f"seed {seed}"
+        attempts.add(found.headers.get("x-mlxinfer-attempts"))
+        events = server.events(CHAT, body)[:-1]
+        streamed = "".join(e["choices"][0]["delta"].get("content") or "" for e in events)
+        assert streamed == text
+    assert None in attempts
+    assert len(attempts) > 1
+
+
+def test_no_answer_is_better_than_a_wrong_one(server: LiveServer) -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": {**PAIR, "contains": {"const": 7}}}}
+    found = server.post(CHAT, chat("Bits?", max_tokens=40, response_format=form))
+    assert found.status_code == 400
+    assert found.json()["error"]["code"] == "grammar_failed"
+    assert found.json()["error"]["param"] == "response_format.json_schema.schema"
+    last = server.events(CHAT, chat("Bits?", max_tokens=40, response_format=form))[-1]
+    assert last["error"]["code"] == "grammar_failed"

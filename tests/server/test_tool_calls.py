@@ -235,6 +235,27 @@ def test_a_forced_custom_tool_keeps_to_its_grammar() -> None:
             assert re.fullmatch("[0-9]{3}", call["custom"]["input"])
 
 
+def test_arguments_of_a_forced_call_are_checked_for_what_masks_cannot_hold() -> None:
+    bits = {"type": "array", "items": {"enum": [0, 1]}, "minItems": 2, "maxItems": 2}
+    either = {"oneOf": [{"type": "null"}, {"type": "integer", "maximum": 3}]}
+    schema = {
+        "type": "object",
+        "properties": {"bits": {**bits, "uniqueItems": True}, "n": either},
+        "required": ["bits", "n"],
+    }
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    body = {"messages": HI, "tools": [tool], "tool_choice": "required", "temperature": 3.0}
+    with LiveServer() as server:
+        teach(server.model, TEMPLATE.replace(THOUGHT, ""))
+        for seed in range(4):
+            answer = server.post(CHAT, {**body, "seed": seed, "parallel_tool_calls": False})
+            assert answer.status_code == 200, answer.text
+            (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+            assert sorted(json.loads(call["function"]["arguments"])["bits"]) == [0, 1]
+        tool["function"]["strict"] = True
+        assert server.post(CHAT, body).status_code == 400
+
+
 @pytest.mark.parametrize(
     "tool",
     [

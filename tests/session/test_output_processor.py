@@ -1,6 +1,7 @@
 """Token events to deltas and a Result: what ends an answer, and which part decides it."""
 
 import random
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,7 +46,7 @@ def group_of(
     outputs = [
         OutputProcessor(
             Request(str(i), [5], each),
-            TextStream(tokenizer, stop=each.stop, min_tokens=each.min_tokens),
+            partial(TextStream, tokenizer, stop=each.stop, min_tokens=each.min_tokens),
         )
         for i, each in enumerate(params)
     ]
@@ -70,7 +71,7 @@ def test_the_first_end_of_a_request_is_its_end(tokenizer: Tokenizer, seed: int) 
     else:
         events.append(TokenEvent.without_token("0", reason))
     late = [TokenEvent("0", 9), TokenEvent.without_token("0", FinishReason.ABORT)]
-    steps = [step for event in [*events, *late] if (step := group.push(event))]
+    steps = [step for event in [*events, *late] for step in group.push(event)]
     assert group.finished
     result = steps[-1].delta.result
     assert result is output.result is not None
@@ -116,9 +117,10 @@ def test_a_group_that_is_left_aborts_all_that_it_submitted(tokenizer: Tokenizer)
 
 def test_prompt_logits_are_scored_or_kept_never_both(tokenizer: Tokenizer) -> None:
     logits = np.log(np.array([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]], np.float32))
-    stream = TextStream(tokenizer)
     scored = OutputProcessor(
-        Request("0", [0, 2, 1], SamplingParams()), stream, prompt_scores=PromptScores([0, 2, 1], 2)
+        Request("0", [0, 2, 1], SamplingParams()),
+        partial(TextStream, tokenizer),
+        prompt_scores=PromptScores([0, 2, 1], 2),
     )
     passed_on: list[TokenEvent] = []
     listeners: list[Any] = []
@@ -137,6 +139,8 @@ def test_prompt_logits_are_scored_or_kept_never_both(tokenizer: Tokenizer) -> No
     assert first is None
     assert [s.logprob for s in scores if s] == pytest.approx(np.log([0.7, 0.3]), abs=1e-6)
     assert [s.top[0][0] for s in scores if s] == [2, 0]
-    kept = OutputProcessor(Request("1", [0, 2, 1], SamplingParams()), TextStream(tokenizer))
+    kept = OutputProcessor(
+        Request("1", [0, 2, 1], SamplingParams()), partial(TextStream, tokenizer)
+    )
     kept.push(TokenEvent.without_token("1", prompt_logits=logits))
     assert kept.prompt_logits == [logits]

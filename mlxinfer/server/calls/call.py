@@ -98,6 +98,11 @@ class Call:
         self._generations.append(generation)
         return generation
 
+    @property
+    def num_attempts(self) -> int:
+        """Requests that the slowest answer took; more than 1 where one broke its schema."""
+        return max([1, *(a.num_attempts for g in self._generations for a in g.answers)])
+
     def interrupt(self, error: Exception) -> None:
         """End the call with `error`, in whatever state it is."""
         self._error = self._error or error
@@ -120,6 +125,8 @@ class Call:
             self._deadline.cancel()
         for generation in self._generations:
             generation.close()
+        if self.num_attempts > 1:
+            self.log["attempts"] = self.num_attempts
         await self._kept.aclose()
         self.service.calls.discard(self)
 

@@ -27,6 +27,7 @@ from .call import Call
 from .service import BODY_BYTES, LARGE_BODY, Service
 
 Handler = Callable[[Call, Any], Awaitable[Reply]]
+ATTEMPTS = b"x-mlxinfer-attempts"  # requests that an answer took which is checked when complete
 log = logging.getLogger("mlxinfer.server")
 
 
@@ -86,6 +87,8 @@ class Served:
     async def _answer(self, call: Call, body: Any, send: Send) -> None:
         reply = await self.endpoint.handler(call, body)
         if isinstance(reply, Body):
+            if call.num_attempts > 1:
+                reply.headers.append((ATTEMPTS, str(call.num_attempts).encode()))
             await send_body(send, reply)
         else:
             await self._stream(call, reply, send)

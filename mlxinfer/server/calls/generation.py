@@ -154,8 +154,7 @@ class Generation:
         self._meter.record(index, message)
         if message.error is not None:
             self._meter.end(index, "error")
-        step = self._group.push(message)
-        return [] if step is None else [self._counted(step)]
+        return [self._counted(step) for step in self._group.push(message)]
 
     def _counted(self, step: Step) -> Step:
         """The same step, after its tokens and its end have been counted."""

@@ -1,12 +1,11 @@
 """Constraints on the form of an answer: request fields to a GrammarSpec, and to grammar states."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from ...core import Grammar
 from ...errors import InvalidRequestError
 from ...grammar import GrammarSpec, response_format, spec
 from ...text import ToolUse
@@ -14,6 +13,9 @@ from ..errors import UnsupportedFieldError
 from ..registry.served import ServedModel
 from .checks import MAX_DEPTH, check_json_size, refuse
 from .sampling import SamplingFields
+
+if TYPE_CHECKING:
+    from ...grammar.compiled import TokenGrammar
 
 _SCHEMA = Meta(description="JSON schema")  # /docs lists fields of any type only if described
 _REGEX = Meta(description="regular expression")
@@ -131,7 +133,7 @@ def start_grammars(
     count: int,
     *,
     reasons: bool,
-) -> list[Grammar | None]:
+) -> "list[TokenGrammar | None]":
     """The grammar state of each of `count` answers; None: unconstrained. Takes a while.
 
     Args:

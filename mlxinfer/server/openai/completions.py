@@ -2,11 +2,11 @@
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 
-from ...core import FinishReason, Grammar, SamplingParams
+from ...core import FinishReason, SamplingParams
 from ...errors import InvalidRequestError
 from ...session.engine_client import Step
 from ...session.output_processor import OutputProcessor
@@ -23,6 +23,9 @@ from ..registry.served import ServedModel
 from .completion_types import Completion, CompletionChoice, CompletionRequest, Prompt, read_prompts
 from .logprobs import CompletionLogprobs, LogprobsWriter
 from .types import Usage, finish_reason, usage_log, usage_of
+
+if TYPE_CHECKING:
+    from ...grammar.compiled import TokenGrammar
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_ANSWERS = 1024  # prompts times n
@@ -96,7 +99,9 @@ def _params(model: ServedModel, body: CompletionRequest) -> list[SamplingParams]
     )
 
 
-def _grammars(model: ServedModel, body: CompletionRequest, count: int) -> list[Grammar | None]:
+def _grammars(
+    model: ServedModel, body: CompletionRequest, count: int
+) -> "list[TokenGrammar | None]":
     return start_grammars(model, constraint(body), None, (), count, reasons=False)
 
 

@@ -1,0 +1,121 @@
+"""Schemas beyond llguidance: the part that masks hold, and the check of complete answers."""
+
+import json
+from typing import Any
+
+import pytest
+from grammar_tools import compiler_of, matches
+
+from mlxinfer import LLM, SamplingParams
+from mlxinfer.errors import GrammarFailedError, InvalidRequestError
+from mlxinfer.grammar import spec
+from mlxinfer.grammar.relaxed import problem_of, relaxed
+from mlxinfer.outputs import Result, ToolCall
+
+BITS: Any = {"enum": [0, 1]}
+PAIR: Any = {"type": "array", "items": BITS, "minItems": 2, "maxItems": 2}
+AGES: Any = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+CASES: list[tuple[str, Any, Any, Any]] = [  # keyword, schema, a value of it, a value that is none
+    ("uniqueItems", {**PAIR, "uniqueItems": True}, [0, 1], [0, 0]),
+    ("contains", {**PAIR, "contains": {"const": 1}}, [0, 1], [0, 0]),
+    ("minContains", {**PAIR, "contains": {"const": 1}, "minContains": 2}, [1, 1], [0, 1]),
+    ("not", {"type": "string", "maxLength": 1, "not": {"const": "a"}}, "b", "a"),
+    (
+        "if",
+        {**AGES, "if": {"properties": {"a": {"minimum": 3}}}, "then": {"required": ["b"]}},
+        {"a": 1},
+        {"a": 5},
+    ),
+    ("propertyNames", {**AGES, "propertyNames": {"maxLength": 1}}, {"a": 1}, {"long": 1}),
+    ("pattern", {"type": "string", "pattern": "^(?!ab)"}, "ba", "ab"),
+    (
+        "unevaluatedProperties",
+        {"type": "object", "anyOf": [AGES], "unevaluatedProperties": False},
+        {"a": 1},
+        {"c": 1},
+    ),
+]
+
+
+def written(value: Any) -> Result:
+    return Result(text=json.dumps(value))
+
+
+@pytest.mark.parametrize(("keyword", "schema", "good", "bad"), CASES, ids=lambda v: str(v)[:12])
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_masks_cannot_hold_is_checked(
+    keyword: str, schema: Any, good: Any, bad: Any, inside: bool
+) -> None:
+    if inside:
+        schema = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
+        good, bad = {"x": good}, {"x": bad}
+    before = json.dumps(schema)
+    grammar = spec.json_schema(schema)
+    assert json.dumps(schema) == before
+    (part,) = grammar.unenforced
+    assert keyword in part.keywords
+    assert matches(grammar, json.dumps(good))
+    assert problem_of(grammar.unenforced, written(good)) is None
+    place, problem = problem_of(grammar.unenforced, written(bad)) or ("", "")
+    assert place == "json_schema.schema"
+    assert ("/x" in problem) is inside
+    with pytest.raises(InvalidRequestError):
+        compiler_of().start(spec.json_schema(schema, strict=True))
+
+
+def test_what_masks_hold_is_not_checked() -> None:
+    for schema in (AGES, PAIR, {"oneOf": [BITS, AGES]}, {"not": {}, "enum": [1]}):
+        grammar = spec.json_schema(schema)
+        assert bool(grammar.unenforced) is ("not" in schema)
+    assert relaxed({"properties": {"uniqueItems": BITS}}) == (
+        {"properties": {"uniqueItems": BITS}},
+        (),
+    )
+
+
+def test_calls_are_checked_by_their_tool() -> None:
+    tool = spec.enforceable({**PAIR, "uniqueItems": True}, place="tools[0]", tool="f")[1]
+    for name, arguments, fits in (("f", [0, 1], True), ("f", [0, 0], False), ("g", [0, 0], True)):
+        call = ToolCall(id="c", name=name, arguments=json.dumps(arguments))
+        result = Result(text="and text", tool_calls=(call,))
+        assert (problem_of(tool, result) is None) is fits
+
+
+def test_no_document_is_fetched_and_no_pattern_hangs() -> None:
+    evil = {"type": "string", "pattern": "^(?=a)(a+)+$"}
+    parts = spec.json_schema(evil).unenforced
+    assert problem_of(parts, written("a" * 40 + "!")) is not None
+    remote = {"not": {"$ref": "http://127.0.0.1:9/schema.json"}}
+    with pytest.raises(InvalidRequestError):
+        spec.json_schema(remote)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Any:
+    with LLM("demo") as made:
+        yield made
+
+
+def form(schema: Any) -> Any:
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
+def test_an_answer_that_breaks_the_schema_is_tried_again(llm: LLM) -> None:
+    schema = {**PAIR, "not": {"enum": [[0, 0], [1, 1]]}}
+    attempts = []
+    for seed in range(6):
+        params = SamplingParams(seed=seed, temperature=3.0, logprobs=0)
+        result = llm.generate("Two bits: ", params, response_format=form(schema))
+        assert sorted(json.loads(result.text)) == [0, 1], f"seed {seed}"
+        assert len(result.logprobs or ()) == len(result.token_ids)
+        parts = list(llm.stream("Two bits: ", params, response_format=form(schema)))
+        assert "".join(part.text for part in parts) == result.text, "a seed gives the same attempts"
+        assert parts[-1].result.num_attempts == result.num_attempts
+        attempts.append(result.num_attempts)
+    assert max(attempts) > 1 == min(attempts), attempts
+
+
+def test_a_schema_that_nothing_satisfies_fails_after_a_few_attempts(llm: LLM) -> None:
+    with pytest.raises(GrammarFailedError, match="6 answers did not fit the schema"):
+        llm.generate("Bits: ", response_format=form({**PAIR, "contains": {"const": 7}}))
+    assert llm.generate("Bits: ").text, "the engine goes on"

@@ -15,6 +15,8 @@
     ├── EngineClosedError              503  engine_closed
     ├── RequestFailedError             500  request_failed         a step of this request went wrong
     │   └── GrammarFailedError         400  grammar_failed         its own grammar cannot go on
+    ├── HistoryError               503  history_error          the file of conversations
+    ├── ConversationNotFoundError  404  not_found              no such conversation
     ├── ServiceError                   500  service_error          launchd refused, or is not here
     └── BackendMissingError            500  backend_missing
 
@@ -110,6 +112,20 @@ class OverloadedError(MlxinferError):
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class HistoryError(MlxinferError):
+    """The file of conversations cannot be opened, read or written."""
+
+    status = 503
+    code = "history_error"
+
+
+class ConversationNotFoundError(MlxinferError):
+    """The history has no such conversation."""
+
+    status = 404
+    code = "not_found"
 
 
 class EngineClosedError(MlxinferError):

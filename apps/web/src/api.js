@@ -1,0 +1,89 @@
+// HTTP with the server: JSON requests, the stream of an answer, the API key.
+import { signal } from "@preact/signals";
+
+const KEY = "mlxinfer.key";
+
+export const needsKey = signal(false); // the server refused the key, or there is none
+export const online = signal(true);
+
+export class ApiError extends Error {
+  constructor(message, status = 0, code = null) {
+    super(message);
+    this.status = status;
+    this.code = code;
+  }
+}
+
+export function setKey(key) {
+  if (key) localStorage.setItem(KEY, key);
+  else localStorage.removeItem(KEY);
+  needsKey.value = false;
+}
+
+function headers(body) {
+  const found = {};
+  const key = localStorage.getItem(KEY);
+  if (key) found.authorization = `Bearer ${key}`;
+  if (body !== undefined) found["content-type"] = "application/json";
+  return found;
+}
+
+async function send(path, { body, method, signal: abort, keepalive } = {}) {
+  let response;
+  try {
+    response = await fetch(path, {
+      method: method ?? (body === undefined ? "GET" : "POST"),
+      headers: headers(body),
+      body: body === undefined ? undefined : JSON.stringify(body),
+      signal: abort,
+      keepalive,
+      credentials: "omit",
+    });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    online.value = false;
+    throw new ApiError("The server does not answer. Is it running?");
+  }
+  online.value = true;
+  if (response.ok) return response;
+  let said = {};
+  try {
+    said = (await response.json()).error ?? {};
+  } catch {
+    // an answer of a proxy
+  }
+  if (response.status === 401) needsKey.value = true;
+  throw new ApiError(said.message ?? `The server answered ${response.status}.`, response.status, said.code);
+}
+
+export async function request(path, options) {
+  return (await send(path, options)).json();
+}
+
+// The data of a stream's events, one by one. A stream that ends without [DONE] was cut off.
+export async function* stream(path, body, abort) {
+  const response = await send(path, { body, signal: abort });
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    let piece;
+    try {
+      piece = await reader.read();
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      throw new ApiError("The connection was lost before the answer was complete.");
+    }
+    if (piece.done) throw new ApiError("The connection was lost before the answer was complete.");
+    rest += piece.value;
+    const frames = rest.split("\n\n");
+    rest = frames.pop();
+    for (const frame of frames) {
+      if (!frame.startsWith("data: ")) continue; // a comment that keeps the connection open
+      const data = frame.slice(6);
+      if (data === "[DONE]") return;
+      const event = JSON.parse(data);
+      if (event.error) throw new ApiError(event.error.message, 0, event.error.code);
+      yield event;
+    }
+  }
+}

@@ -1,0 +1,167 @@
+// A conversation: its head line, its messages, and the field for the next one.
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { Composer } from "./composer.jsx";
+import { asCurl, asMarkdown, asText, copy } from "./format.js";
+import { Message } from "./message.jsx";
+import { Settings } from "./settings.jsx";
+import { sidebarOpen } from "./sidebar.jsx";
+import {
+  arrived, branch, busy, chooseModel, conversation, model, models, notice, regenerate, startNew,
+} from "./store.js";
+import { requestOf } from "./tree.js";
+import { IconButton } from "./widgets.jsx";
+
+const SHOWN = 40; // messages that are drawn at first; long conversations show the end
+const NEAR_PX = 80; // from the end: then the view follows what arrives
+
+export function Chat({ compact }) {
+  const [setting, setSetting] = useState(false);
+  const [editing, setEditing] = useState(null);
+  return (
+    <section class="chat" aria-label="Chat">
+      <Head compact={compact} setting={setting} toggle={() => setSetting(!setting)} />
+      {setting && <Settings close={() => setSetting(false)} />}
+      <Messages editing={editing} edit={setEditing} />
+      <Composer edit={setEditing} />
+    </section>
+  );
+}
+
+function Head({ compact, setting, toggle }) {
+  const { title } = conversation.value;
+  return (
+    <header class="head">
+      <IconButton icon="menu" label="Conversations" class="quiet narrow" onClick={() => (sidebarOpen.value = true)} />
+      <select
+        aria-label="Model"
+        value={model.value}
+        onChange={(event) => chooseModel(event.target.value)}
+        disabled={!models.value.length}
+      >
+        {models.value.map((each) => (
+          <option key={each.id} value={each.id}>
+            {each.id}
+            {each.state === "loaded" ? "" : ` (${each.state})`}
+          </option>
+        ))}
+      </select>
+      <h1 class="title">{title || "New chat"}</h1>
+      <Export />
+      <IconButton icon="settings" label="Settings of this conversation" aria-expanded={setting} onClick={toggle} />
+      {compact && <IconButton icon="plus" label="New chat" onClick={startNew} />}
+    </header>
+  );
+}
+
+function Export() {
+  const [done, setDone] = useState("");
+  async function write(kind) {
+    const shown = branch.value;
+    try {
+      if (kind === "markdown") await copy(asMarkdown(conversation.value, shown));
+      else if (kind === "text") await copy(asText(shown));
+      else await copy(asCurl(requestOf(model.value, conversation.value.settings, questions(shown))));
+    } catch (error) {
+      notice.value = { text: error.message };
+      return;
+    }
+    setDone("Copied");
+    setTimeout(() => setDone(""), 1500);
+  }
+  return (
+    <select
+      class="export"
+      aria-label="Copy the conversation"
+      value=""
+      disabled={!branch.value.length}
+      onChange={(event) => {
+        write(event.target.value);
+        event.target.value = "";
+      }}
+    >
+      <option value="" disabled hidden>
+        {done || "Copy"}
+      </option>
+      <option value="markdown">as Markdown</option>
+      <option value="text">as text</option>
+      <option value="curl">as cURL</option>
+    </select>
+  );
+}
+
+// Up to the last question: what was sent for the last answer.
+function questions(shown) {
+  const last = shown.findLastIndex((message) => message.role !== "assistant");
+  return shown.slice(0, last + 1);
+}
+
+function Messages({ editing, edit }) {
+  const place = useRef();
+  const follows = useRef(true);
+  const [shown, setShown] = useState(SHOWN);
+  const { id } = conversation.value;
+  const all = branch.value;
+  useEffect(() => {
+    setShown(SHOWN);
+    follows.current = true;
+  }, [id]);
+  useLayoutEffect(() => {
+    if (follows.current) place.current.scrollTop = place.current.scrollHeight;
+  });
+  useEffect(() => {
+    const grown = new ResizeObserver(() => {
+      if (follows.current && place.current) place.current.scrollTop = place.current.scrollHeight;
+    });
+    grown.observe(place.current.firstElementChild);
+    return () => grown.disconnect();
+  }, []);
+  function onScroll() {
+    const { scrollTop, scrollHeight, clientHeight } = place.current;
+    follows.current = scrollHeight - scrollTop - clientHeight < NEAR_PX;
+  }
+  const hidden = Math.max(all.length - shown, 0);
+  return (
+    <div class="messages" ref={place} onScroll={onScroll} tabindex="0" role="region" aria-label="Messages">
+      <div class="column">
+        {hidden > 0 && (
+          <button
+            type="button"
+            class="quiet more"
+            onClick={() => {
+              follows.current = false;
+              setShown(shown + 4 * SHOWN);
+            }}
+          >
+            Show {Math.min(hidden, 4 * SHOWN)} of {hidden} earlier messages
+          </button>
+        )}
+        {!all.length && <Welcome />}
+        {all.slice(hidden).map((message) => (
+          <Message
+            key={message.id}
+            message={message}
+            version={busy.value?.message === message ? arrived.value : -1}
+            arriving={busy.value?.message.id === message.id}
+            editing={editing === message.id}
+            edit={edit}
+            again={() => {
+              follows.current = true;
+              regenerate(message);
+            }}
+          />
+        ))}
+      </div>
+    </div>
+  );
+}
+
+function Welcome() {
+  return (
+    <div class="welcome">
+      <h2>What would you like to know?</h2>
+      <p>
+        Answers are computed on this machine{model.value ? <> by <b>{model.value}</b></> : null}; nothing leaves it.
+      </p>
+    </div>
+  );
+}

@@ -1,0 +1,73 @@
+// Numbers, times, and conversations as text.
+import { asSent } from "./tree.js";
+
+export function bytes(count) {
+  if (count == null) return "–";
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let at = 0;
+  for (; count >= 999.5 && at < 4; at++) count /= 1000;
+  return `${count >= 99.5 || at === 0 ? Math.round(count) : count.toFixed(1)} ${units[at]}`;
+}
+
+export function number(count) {
+  return count == null ? "–" : Math.round(count).toLocaleString("en");
+}
+
+export function seconds(value) {
+  if (value == null) return "–";
+  if (value < 10) return `${value.toFixed(1)} s`;
+  const whole = Math.round(value);
+  if (whole < 60) return `${whole} s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
+}
+
+export function when(seconds) {
+  const date = new Date(seconds * 1000);
+  const today = new Date().toDateString() === date.toDateString();
+  return today
+    ? date.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })
+    : date.toLocaleDateString([], { year: "numeric", month: "short", day: "numeric" });
+}
+
+// Tokens a second of an answer after its first token, as its client saw it.
+export function rateOf({ usage, times }) {
+  const elapsed = times && times.last_ms - times.first_ms;
+  return usage && usage.answer > 1 && elapsed > 0 ? (usage.answer - 1) / (elapsed / 1000) : null;
+}
+
+const NAMES = { user: "You", assistant: "Assistant", tool: "Tool" };
+
+export function asMarkdown(conversation, branch) {
+  const parts = [`# ${conversation.title || "Conversation"}`];
+  if (conversation.settings.system) parts.push(`> ${conversation.settings.system.replaceAll("\n", "\n> ")}`);
+  for (const message of branch) parts.push(`## ${NAMES[message.role]}\n\n${asSent(message).content}`);
+  return `${parts.join("\n\n")}\n`;
+}
+
+export function asText(branch) {
+  return branch.map((message) => `${NAMES[message.role]}: ${message.content}`).join("\n\n");
+}
+
+export function asCurl(body) {
+  const data = JSON.stringify(body, null, 2).replaceAll("'", "'\\''");
+  return (
+    `curl ${location.origin}/v1/chat/completions \\\n  -H 'Content-Type: application/json' \\\n` +
+    `  -H "Authorization: Bearer $MLXINFER_API_KEY" \\\n  -d '${data}'`
+  );
+}
+
+export async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    // a page of another machine over http has no clipboard
+    const area = document.createElement("textarea");
+    area.value = text;
+    area.className = "off-screen";
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+}

@@ -1,0 +1,185 @@
+// The page: where one is, the theme, the keyboard.
+import "katex/dist/katex.css";
+import "./style.css";
+import { signal } from "@preact/signals";
+import { render } from "preact";
+import { useEffect } from "preact/hooks";
+import { needsKey, online, setKey } from "./api.js";
+import { Chat } from "./chat.jsx";
+import { Dashboard } from "./dashboard.jsx";
+import { Models } from "./models.jsx";
+import { Sidebar, sidebarOpen } from "./sidebar.jsx";
+import { busy, notice, said, start, startNew, stop } from "./store.js";
+import { Dialog, Icon } from "./widgets.jsx";
+
+const THEME = "mlxinfer.theme";
+export const compact = new URLSearchParams(location.search).has("compact");
+const place = signal(placeOf(location.hash));
+const theme = signal(localStorage.getItem(THEME) ?? "auto");
+const helping = signal(false);
+
+function placeOf(hash) {
+  const name = hash.slice(1);
+  return ["models", "dashboard"].includes(name) ? name : "chat";
+}
+
+addEventListener("hashchange", () => {
+  place.value = placeOf(location.hash);
+});
+
+function applyTheme(value) {
+  theme.value = value;
+  localStorage.setItem(THEME, value);
+  if (value === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = value;
+}
+
+const SHORTCUTS = [
+  ["Enter", "send"],
+  ["Shift + Enter", "new line"],
+  ["Esc", "stop the answer, close what is open"],
+  ["↑ in an empty field", "edit the last question"],
+  ["Ctrl or ⌘ + K", "search"],
+  ["Ctrl or ⌘ + Shift + O", "new chat"],
+  ["Alt + 1, 2, 3", "chat, models, dashboard"],
+  ["?", "this list"],
+];
+
+function onKey(event) {
+  const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName);
+  const command = event.ctrlKey || event.metaKey;
+  if (command && event.key.toLowerCase() === "k") {
+    sidebarOpen.value = true;
+    requestAnimationFrame(() => document.getElementById("search")?.focus());
+  } else if (command && event.shiftKey && event.key.toLowerCase() === "o") {
+    startNew();
+    location.hash = "";
+    document.getElementById("question")?.focus();
+  } else if (event.altKey && ["1", "2", "3"].includes(event.key)) {
+    location.hash = ["", "models", "dashboard"][event.key - 1];
+  } else if (event.key === "Escape" && !document.querySelector("dialog[open]")) {
+    if (sidebarOpen.value) sidebarOpen.value = false;
+    else if (busy.value) stop();
+    else return;
+  } else if (event.key === "?" && !typing) {
+    helping.value = true;
+  } else return;
+  event.preventDefault();
+}
+
+function KeyDialog() {
+  function submit(event) {
+    event.preventDefault();
+    setKey(new FormData(event.target).get("key").trim());
+    start();
+  }
+  return (
+    <Dialog title="API key" onClose={() => (needsKey.value = false)}>
+      <form onSubmit={submit}>
+        <label>
+          This server answers only with a key. It stays in this browser.
+          <input type="password" name="key" required autocomplete="current-password" autofocus />
+        </label>
+        <div class="actions">
+          <button class="primary">Use this key</button>
+        </div>
+      </form>
+    </Dialog>
+  );
+}
+
+function Help() {
+  return (
+    <Dialog title="Keyboard" onClose={() => (helping.value = false)}>
+      <dl class="keys">
+        {SHORTCUTS.map(([keys, text]) => (
+          <div key={keys}>
+            <dt>
+              <kbd>{keys}</kbd>
+            </dt>
+            <dd>{text}</dd>
+          </div>
+        ))}
+      </dl>
+    </Dialog>
+  );
+}
+
+function Notice() {
+  const { text, retry } = notice.value;
+  return (
+    <div class="notice" role="alert">
+      <span>{text}</span>
+      {retry && (
+        <button
+          type="button"
+          class="quiet"
+          onClick={() => {
+            notice.value = null;
+            retry();
+          }}
+        >
+          Try again
+        </button>
+      )}
+      <button type="button" class="quiet" aria-label="Dismiss" onClick={() => (notice.value = null)}>
+        <Icon name="close" />
+      </button>
+    </div>
+  );
+}
+
+function ThemeButton() {
+  const next = { auto: "light", light: "dark", dark: "auto" }[theme.value];
+  return (
+    <button
+      type="button"
+      class="quiet"
+      onClick={() => applyTheme(next)}
+      aria-label={`Theme: ${theme.value}. Switch to ${next}`}
+      title={`Theme: ${theme.value}`}
+    >
+      <Icon name={theme.value} />
+    </button>
+  );
+}
+
+function App() {
+  useEffect(() => {
+    addEventListener("keydown", onKey);
+    start();
+    return () => removeEventListener("keydown", onKey);
+  }, []);
+  const here = place.value;
+  return (
+    <div class={`app${compact ? " compact" : ""}${sidebarOpen.value ? " open" : ""}`}>
+      <a class="skip" href="#question" onClick={skip}>
+        Skip to the message field
+      </a>
+      <Sidebar place={here} theme={<ThemeButton />} help={() => (helping.value = true)} />
+      <div class="scrim" onClick={() => (sidebarOpen.value = false)} />
+      <main>
+        {!online.value && <p class="offline">The server does not answer.</p>}
+        {notice.value && <Notice />}
+        {here === "chat" && <Chat compact={compact} />}
+        {here === "models" && <Models />}
+        {here === "dashboard" && <Dashboard />}
+      </main>
+      <div class="off-screen" role="status" aria-live="polite">
+        {said.value}
+      </div>
+      {needsKey.value && <KeyDialog />}
+      {helping.value && <Help />}
+    </div>
+  );
+}
+
+function skip(event) {
+  event.preventDefault();
+  document.getElementById("question")?.focus();
+}
+
+applyTheme(theme.value);
+const root = document.getElementById("app");
+root.replaceChildren();
+render(<App />, root);

@@ -1,0 +1,315 @@
+// One message: its text as markdown, thoughts, tool calls, facts, and what can be done with it.
+import { memo } from "preact/compat";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { asCurl, copy, number, rateOf, seconds } from "./format.js";
+import { blocksOf, drawFormulas, MAX_CHARS } from "./markdown.js";
+import { ask, branch, busy, children, conversation, notice, sendResults, show } from "./store.js";
+import { branchOf, requestOf } from "./tree.js";
+import { Icon, IconButton } from "./widgets.jsx";
+
+const WHO = { user: "You", assistant: "Assistant", tool: "Tool result" };
+
+export function Message({ message, version, arriving, editing, edit, again }) {
+  const { role } = message;
+  return (
+    <article class={`message ${role}`} aria-label={WHO[role]} aria-busy={arriving ? "true" : undefined}>
+      {role === "user" ? (
+        <User message={message} editing={editing} edit={edit} />
+      ) : role === "tool" ? (
+        <pre class="tool-result">{message.content}</pre>
+      ) : (
+        <Answer message={message} version={version} arriving={arriving} again={again} />
+      )}
+    </article>
+  );
+}
+
+function User({ message, editing, edit }) {
+  const attachments = message.details.attachments ?? [];
+  if (editing) return <Edit message={message} close={() => edit(null)} />;
+  return (
+    <>
+      <div class="bubble">
+        {attachments.map(({ name, text }) => (
+          <span key={name} class="file">
+            <Icon name="attach" /> {name} <small>{number(text.length)} characters</small>
+          </span>
+        ))}
+        <Plain text={message.content} />
+      </div>
+      <div class="tools">
+        <Versions message={message} />
+        <CopyButton text={() => message.content} label="Copy this question" />
+        <IconButton icon="edit" label="Edit this question" disabled={!!busy.value} onClick={() => edit(message.id)} />
+      </div>
+    </>
+  );
+}
+
+function Edit({ message, close }) {
+  const field = useRef();
+  useEffect(() => {
+    field.current.focus();
+    field.current.setSelectionRange(field.current.value.length, field.current.value.length);
+  }, []);
+  function submit(event) {
+    event?.preventDefault();
+    const text = field.current.value.trim();
+    if (!text) return;
+    close();
+    ask(text, message.details.attachments ?? [], message.parent);
+  }
+  function onKeyDown(event) {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
+    if (event.key === "Escape") {
+      event.stopPropagation();
+      close();
+    }
+  }
+  return (
+    <form class="edit" onSubmit={submit}>
+      <textarea ref={field} aria-label="Edit the question" defaultValue={message.content} onKeyDown={onKeyDown} />
+      <div class="actions">
+        <button type="button" onClick={close}>
+          Cancel
+        </button>
+        <button class="primary">Ask anew</button>
+      </div>
+    </form>
+  );
+}
+
+function Answer({ message, version, arriving, again }) {
+  const { content, reasoning, details } = message;
+  const calls = (details.tool_calls ?? []).filter(Boolean);
+  return (
+    <>
+      {reasoning && <Thoughts message={message} version={version} arriving={arriving && !content && !calls.length} />}
+      <Markdown text={content} arriving={arriving} />
+      {calls.map((call) => (
+        <Call key={call.id} call={call} />
+      ))}
+      {calls.length > 0 && !arriving && conversation.value.head === message.id && (
+        <Results message={message} calls={calls} />
+      )}
+      {arriving && !content && !reasoning && !calls.length && <p class="waiting">reading the prompt…</p>}
+      {details.error && (
+        <p class="error" role="alert">
+          {details.error}{" "}
+          <button type="button" class="quiet" onClick={again}>
+            Try again
+          </button>
+        </p>
+      )}
+      {!arriving && <Facts details={details} />}
+      {!arriving && (
+        <div class="tools">
+          <Versions message={message} />
+          <CopyButton text={() => content} label="Copy this answer" />
+          <IconButton icon="again" label="Another answer" disabled={!!busy.value} onClick={again} />
+          <CurlButton message={message} />
+        </div>
+      )}
+    </>
+  );
+}
+
+function Thoughts({ message, arriving }) {
+  const { thought_ms } = message.details;
+  const [open, setOpen] = useState(false);
+  return (
+    <details class="thoughts" open={open} onToggle={(event) => setOpen(event.target.open)}>
+      <summary>{arriving ? `Thinking… ${seconds((thought_ms ?? 0) / 1000)}` : `Thought for ${seconds(thought_ms / 1000)}`}</summary>
+      {open && <Markdown text={message.reasoning} arriving={arriving} />}
+    </details>
+  );
+}
+
+function Call({ call }) {
+  return (
+    <details class="call" open>
+      <summary>
+        Calls <code>{call.name}</code>
+      </summary>
+      <pre tabindex="0">{indented(call.arguments)}</pre>
+    </details>
+  );
+}
+
+function indented(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
+  }
+}
+
+// The page runs no tools; whoever tries them out says what they gave back.
+function Results({ message, calls }) {
+  function submit(event) {
+    event.preventDefault();
+    const given = new FormData(event.target);
+    sendResults(message, calls.map(({ id }) => ({ id, text: given.get(id) })));
+  }
+  return (
+    <form class="results" onSubmit={submit}>
+      {calls.map(({ id, name }) => (
+        <label key={id}>
+          Result of {name}
+          <textarea name={id} rows="2" />
+        </label>
+      ))}
+      <div class="actions">
+        <button class="primary">Send results</button>
+      </div>
+    </form>
+  );
+}
+
+const FORMS = { schema: "holds to the schema", json: "is JSON", regex: "matches the pattern", choice: "is one of the choices" };
+
+function Facts({ details }) {
+  const { usage, times, finish, form } = details;
+  const rate = rateOf(details);
+  const facts = [];
+  if (form && finish === "stop") facts.push(["good", `${FORMS[form]}: guaranteed`]);
+  if (form && finish === "length") facts.push(["bad", "cut off before the form was complete"]);
+  else if (finish === "length") facts.push(["bad", "cut off at the token limit"]);
+  if (finish === "stopped") facts.push(["", "stopped"]);
+  if (usage) {
+    if (usage.cached) facts.push(["good", `${number(usage.cached)} of ${number(usage.prompt)} prompt tokens from the cache`]);
+    else facts.push(["", `${number(usage.prompt)} prompt tokens`]);
+    facts.push(["", `${number(usage.answer)} tokens`]);
+  }
+  if (rate) facts.push(["", `${rate.toFixed(1)} tokens/s`]);
+  if (times) facts.push(["", `first after ${seconds(times.first_ms / 1000)}`]);
+  if (!facts.length) return null;
+  return (
+    <ul class="facts" aria-label="Facts about this answer">
+      {details.model && <li>{details.model}</li>}
+      {facts.map(([kind, text]) => (
+        <li key={text} class={kind}>
+          {text}
+        </li>
+      ))}
+    </ul>
+  );
+}
+
+// Other questions or answers in this place.
+function Versions({ message }) {
+  const all = children.value.get(message.parent) ?? [message];
+  if (all.length < 2) return null;
+  const at = all.findIndex((each) => each.id === message.id);
+  return (
+    <span class="versions">
+      <IconButton icon="left" label="Previous version" disabled={at === 0} onClick={() => show(all[at - 1])} />
+      <span aria-label={`Version ${at + 1} of ${all.length}`}>
+        {at + 1}/{all.length}
+      </span>
+      <IconButton icon="right" label="Next version" disabled={at === all.length - 1} onClick={() => show(all[at + 1])} />
+    </span>
+  );
+}
+
+function CopyButton({ text, label }) {
+  const [done, setDone] = useState(false);
+  async function onClick() {
+    await copy(text());
+    setDone(true);
+    setTimeout(() => setDone(false), 1500);
+  }
+  return (
+    <button type="button" class="quiet" aria-label={label} title={label} onClick={onClick}>
+      {done ? "Copied" : <Icon name="copy" />}
+    </button>
+  );
+}
+
+function CurlButton({ message }) {
+  const [done, setDone] = useState(false);
+  async function onClick() {
+    const { messages, settings } = conversation.value;
+    try {
+      await copy(asCurl(requestOf(message.details.model, settings, branchOf(messages, message.parent))));
+    } catch (error) {
+      notice.value = { text: error.message };
+      return;
+    }
+    setDone(true);
+    setTimeout(() => setDone(false), 1500);
+  }
+  return (
+    <button type="button" class="quiet" title="Copy the request as cURL" onClick={onClick}>
+      {done ? "Copied" : "cURL"}
+    </button>
+  );
+}
+
+// -- text -------------------------------------------------------------------------------------------
+
+function Plain({ text }) {
+  const [whole, setWhole] = useState(false);
+  const clipped = !whole && text.length > MAX_CHARS;
+  return (
+    <div class="plain">
+      {clipped ? text.slice(0, MAX_CHARS) : text}
+      {clipped && (
+        <button type="button" class="quiet more" onClick={() => setWhole(true)}>
+          Show all {number(text.length)} characters
+        </button>
+      )}
+    </div>
+  );
+}
+
+// A text that arrives is drawn a few times a second, and less often when drawing takes long.
+function Markdown({ text, arriving }) {
+  const { current: drawn } = useRef({ text: null, blocks: [], at: 0, took: 0, timer: 0 });
+  const [, redraw] = useState(0);
+  const wait = Math.max(30, 4 * drawn.took);
+  const now = performance.now();
+  const long = text.length > MAX_CHARS;
+  if (!long && drawn.text !== text && (!arriving || now - drawn.at >= wait)) {
+    drawn.blocks = blocksOf(text);
+    drawn.took = performance.now() - now;
+    drawn.at = now;
+    drawn.text = text;
+  }
+  useEffect(() => {
+    if (long || drawn.text === text || drawn.timer) return;
+    drawn.timer = setTimeout(() => {
+      drawn.timer = 0;
+      redraw((n) => n + 1);
+    }, wait);
+  });
+  useEffect(() => () => clearTimeout(drawn.timer), []);
+  if (long) return <Plain text={text} />;
+  return (
+    <div class="markdown" onClick={onCopyCode}>
+      {drawn.blocks.map((block, at) => (
+        <Block key={at} block={block} />
+      ))}
+    </div>
+  );
+}
+
+const Block = memo(
+  function Block({ block }) {
+    const place = useRef();
+    useLayoutEffect(() => {
+      place.current.innerHTML = block.html();
+      drawFormulas(place.current);
+    }, [block.key]);
+    return <div ref={place} />;
+  },
+  (before, after) => before.block.key === after.block.key,
+);
+
+async function onCopyCode(event) {
+  const button = event.target.closest("[data-copy]");
+  if (!button) return;
+  await copy(button.closest(".code").querySelector("code").textContent);
+  button.textContent = "Copied";
+  setTimeout(() => (button.textContent = "Copy"), 1500);
+}

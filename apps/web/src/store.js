@@ -1,0 +1,349 @@
+// What the page knows: models, stored conversations, the one that is shown, answers that arrive.
+import { batch, computed, signal } from "@preact/signals";
+import { ApiError, request, stream } from "./api.js";
+import { branchOf, childrenOf, leafOf, newId, requestOf } from "./tree.js";
+
+const MODEL = "mlxinfer.model";
+const SAVE_MS = 2000; // between two saves of an answer that arrives
+const DRAW_MS = 30; // between two redraws
+const OTHER_TABS = new BroadcastChannel("mlxinfer");
+
+export const models = signal([]); // of /v1/models, and those on the disk that can be added
+export const features = signal({ history: false, hub: false, pdf: false });
+export const chosenModel = signal(localStorage.getItem(MODEL) ?? "");
+export const conversations = signal([]);
+export const moreConversations = signal(false);
+export const conversation = signal(empty());
+export const running = signal(new Map()); // conversation id -> { abort, message }
+export const arrived = signal(0); // counts redraws of answers that arrive
+export const notice = signal(null); // { text, retry? }: what went wrong, for people
+export const said = signal(""); // for screen readers
+
+export const branch = computed(() => branchOf(conversation.value.messages, conversation.value.head));
+export const children = computed(() => childrenOf(conversation.value.messages));
+export const busy = computed(() => running.value.get(conversation.value.id));
+export const model = computed(() => {
+  const wanted = conversation.value.model || chosenModel.value;
+  const known = models.value;
+  return known.some((each) => each.id === wanted) ? wanted : (known[0]?.id ?? "");
+});
+
+export function empty() {
+  return { id: newId(), title: "", model: "", settings: {}, head: null, messages: new Map(), stored: false };
+}
+
+function fail(error, retry) {
+  if (error.name === "AbortError" || error.status === 401) return;
+  notice.value = { text: error.message, retry };
+}
+
+// -- models ---------------------------------------------------------------------------------------
+
+export async function refreshModels() {
+  try {
+    const served = (await request("/v1/models")).data;
+    let others = [];
+    if (features.value.hub) {
+      const { data } = await request("/hub/models");
+      const names = new Set(served.map((each) => each.id));
+      others = data
+        .filter((each) => each.complete && !each.served && !names.has(each.name))
+        .map((each) => ({ id: each.name, state: "on disk", addable: true }));
+    }
+    models.value = [...served, ...others];
+  } catch (error) {
+    fail(error, refreshModels);
+  }
+}
+
+export async function chooseModel(id) {
+  const chosen = models.value.find((each) => each.id === id);
+  try {
+    if (chosen?.addable) {
+      await request("/hub/serve", { body: { model: id } });
+      await refreshModels();
+    }
+  } catch (error) {
+    return fail(error);
+  }
+  localStorage.setItem(MODEL, id);
+  batch(() => {
+    chosenModel.value = id;
+    conversation.value = { ...conversation.value, model: id };
+  });
+  if (conversation.value.stored) await saveFields({ model: id });
+}
+
+// -- history --------------------------------------------------------------------------------------
+
+export async function refreshConversations() {
+  if (!features.value.history) return;
+  try {
+    const { data, more } = await request("/history/conversations");
+    conversations.value = data;
+    moreConversations.value = more;
+  } catch (error) {
+    fail(error, refreshConversations);
+  }
+}
+
+export async function olderConversations() {
+  const last = conversations.value.at(-1);
+  try {
+    const { data, more } = await request(`/history/conversations?before=${last.changed_s}`);
+    conversations.value = [...conversations.value, ...data];
+    moreConversations.value = more;
+  } catch (error) {
+    fail(error, olderConversations);
+  }
+}
+
+export async function open(id, message) {
+  try {
+    const card = await request(`/history/conversations/${id}`);
+    const messages = new Map(card.messages.map((each) => [each.id, each]));
+    const arriving = running.value.get(id)?.message;
+    if (arriving) messages.set(arriving.id, arriving);
+    const head = message && messages.has(message) ? leafOf(childrenOf(messages), message) : card.head;
+    conversation.value = { ...card, head: arriving ? arriving.id : head, messages, stored: true };
+    notice.value = null;
+  } catch (error) {
+    fail(error, () => open(id, message));
+  }
+}
+
+export function startNew() {
+  const { settings } = conversation.value;
+  conversation.value = { ...empty(), settings };
+  notice.value = null;
+}
+
+export async function remove(id) {
+  try {
+    await request(`/history/conversations/${id}`, { method: "DELETE" });
+    conversations.value = conversations.value.filter((each) => each.id !== id);
+    if (conversation.value.id === id) startNew();
+    OTHER_TABS.postMessage({ id });
+  } catch (error) {
+    fail(error, () => remove(id));
+  }
+}
+
+export async function rename(id, title) {
+  await saveFields({ title }, id);
+  if (conversation.value.id === id) conversation.value = { ...conversation.value, title };
+}
+
+async function saveFields(fields, id = conversation.value.id) {
+  if (!features.value.history) return;
+  try {
+    await request("/history/conversations", { body: { id, ...fields } });
+    OTHER_TABS.postMessage({ id });
+    await refreshConversations();
+  } catch (error) {
+    fail(error, () => saveFields(fields, id));
+  }
+}
+
+// Saves happen one after the other: a message after its parent, the end of an answer last.
+let saving = Promise.resolve();
+
+function saveMessage(id, message) {
+  saving = saving.then(() => storeMessage(id, message));
+  return saving;
+}
+
+async function storeMessage(id, message, keepalive = false) {
+  if (!features.value.history) return;
+  const { parent, role, content, reasoning, details, created_s } = message;
+  const body = { conversation: id, id: message.id, parent, role, content, reasoning, details, created_s };
+  try {
+    const card = await request("/history/messages", { body, keepalive });
+    if (conversation.value.id === id && conversation.value.title !== card.title) {
+      conversation.value = { ...conversation.value, title: card.title };
+    }
+  } catch (error) {
+    fail(new ApiError(`Not saved: ${error.message}`, error.status), () => saveMessage(id, message));
+  }
+}
+
+OTHER_TABS.onmessage = async ({ data: { id } }) => {
+  await refreshConversations();
+  const { value } = conversation;
+  if (value.id !== id || running.value.has(id)) return;
+  if (conversations.value.some((each) => each.id === id)) await open(id);
+};
+
+export async function search(words) {
+  return (await request(`/history/search?q=${encodeURIComponent(words)}`)).data;
+}
+
+// -- settings -------------------------------------------------------------------------------------
+
+export async function changeSettings(settings) {
+  conversation.value = { ...conversation.value, settings };
+  if (conversation.value.stored) await saveFields({ settings });
+}
+
+// -- asking ---------------------------------------------------------------------------------------
+
+function add(message) {
+  const { value } = conversation;
+  const messages = new Map(value.messages).set(message.id, message);
+  conversation.value = { ...value, messages, head: message.id, model: value.model || model.value };
+}
+
+function newMessage(role, parent, content, details = {}) {
+  return { id: newId(), parent, role, content, reasoning: "", details, created_s: Date.now() / 1000 };
+}
+
+// Ask `text` after the message `parent`; beside other children of it this is another branch.
+export async function ask(text, attachments, parent = conversation.value.head) {
+  const details = attachments.length ? { attachments } : {};
+  const question = newMessage("user", parent, text, details);
+  await send([question]);
+}
+
+// Send the results of an answer's tool calls: [{ id, text }].
+export async function sendResults(answer, results) {
+  let parent = answer.id;
+  const messages = results.map(({ id, text }) => {
+    const message = newMessage("tool", parent, text, { tool_call_id: id });
+    parent = message.id;
+    return message;
+  });
+  await send(messages);
+}
+
+async function send(messages) {
+  for (const message of messages) add(message);
+  const { id, settings, stored } = conversation.value;
+  for (const message of messages) saveMessage(id, message);
+  if (!stored && features.value.history) {
+    conversation.value = { ...conversation.value, stored: true };
+    const fields = { settings, model: model.value };
+    saving = saving.then(() => saveFields(fields, id));
+  }
+  await answer(messages.at(-1).id);
+}
+
+// Another answer to the same question.
+export async function regenerate(message) {
+  await answer(message.parent);
+}
+
+async function answer(parent) {
+  const { id, settings } = conversation.value;
+  notice.value = null;
+  let body;
+  try {
+    body = requestOf(model.value, settings, branchOf(conversation.value.messages, parent));
+  } catch (error) {
+    return fail(error);
+  }
+  const message = newMessage("assistant", parent, "", { model: model.value });
+  if (["schema", "json", "regex", "choice"].includes(settings.form)) message.details.form = settings.form;
+  add(message);
+  const abort = new AbortController();
+  running.value = new Map(running.value).set(id, { abort, message });
+  said.value = "Answering";
+  const timer = setInterval(() => saveMessage(id, message), SAVE_MS);
+  try {
+    await receive(body, message, abort.signal);
+    said.value = `Answer: ${message.content.slice(0, 300)}`;
+  } catch (error) {
+    if (error.name === "AbortError") {
+      message.details.finish = "stopped";
+      said.value = "Stopped";
+    } else {
+      message.details.error = error.message;
+      said.value = `Error: ${error.message}`;
+    }
+  } finally {
+    clearInterval(timer);
+    const rest = new Map(running.value);
+    rest.delete(id);
+    batch(() => {
+      running.value = rest;
+      arrived.value += 1;
+    });
+  }
+  await saveMessage(id, message);
+  OTHER_TABS.postMessage({ id });
+  await refreshConversations();
+}
+
+// Reads the stream of an answer into its message.
+async function receive(body, message, abort) {
+  const begun = performance.now();
+  const marks = { first: 0, spoken: 0, last: 0 };
+  for await (const event of stream("/v1/chat/completions", body, abort)) {
+    const delta = event.choices[0]?.delta ?? {};
+    const now = performance.now() - begun;
+    if (delta.content || delta.reasoning_content || delta.tool_calls) {
+      marks.first ||= now;
+      marks.last = now;
+      if (!delta.reasoning_content) marks.spoken ||= now;
+    }
+    if (delta.reasoning_content) message.reasoning += delta.reasoning_content;
+    if (delta.content) message.content += delta.content;
+    for (const piece of delta.tool_calls ?? []) addCall(message, piece);
+    const finish = event.choices[0]?.finish_reason;
+    if (finish) message.details.finish = finish;
+    if (event.usage) message.details.usage = counts(event.usage);
+    if (message.reasoning) message.details.thought_ms = Math.round((marks.spoken || now) - marks.first);
+    message.details.times = { first_ms: Math.round(marks.first), last_ms: Math.round(marks.last) };
+    drawSoon();
+  }
+}
+
+let drawing = 0;
+
+function drawSoon() {
+  drawing ||= setTimeout(() => {
+    drawing = 0;
+    arrived.value += 1;
+  }, DRAW_MS);
+}
+
+function addCall(message, { index, id, function: made }) {
+  const calls = (message.details.tool_calls ??= []);
+  const call = (calls[index] ??= { id, name: "", arguments: "" });
+  if (made.name) call.name = made.name;
+  call.arguments += made.arguments ?? "";
+}
+
+function counts(usage) {
+  return {
+    prompt: usage.prompt_tokens,
+    cached: usage.prompt_tokens_details.cached_tokens,
+    answer: usage.completion_tokens,
+    thought: usage.completion_tokens_details.reasoning_tokens,
+  };
+}
+
+// Closing the stream ends the request: its pages are free at once.
+export function stop() {
+  busy.value?.abort.abort();
+}
+
+// Show another answer or question beside `message`: the newest leaf below it becomes the head.
+export async function show(message) {
+  const head = leafOf(children.value, message.id);
+  conversation.value = { ...conversation.value, head };
+  if (conversation.value.stored) await saveFields({ head });
+}
+
+addEventListener("pagehide", () => {
+  for (const [id, { message }] of running.value) storeMessage(id, message, true);
+});
+
+export async function start() {
+  try {
+    features.value = await request("/page/features");
+  } catch (error) {
+    fail(error, start);
+    return;
+  }
+  await Promise.all([refreshModels(), refreshConversations()]);
+}

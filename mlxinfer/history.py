@@ -1,0 +1,431 @@
+"""Conversations on this disk: one SQLite file, shared by the server's page and the terminal.
+
+A conversation is a tree of messages: an edited question or a second answer is another child of the
+same parent, and the conversation's `head` names the leaf that is shown. Every conversation belongs
+to an owner, an opaque text that follows from an API key (`owner_of`), and no owner sees another's.
+
+Each message is one transaction in a write-ahead log, so a process that is killed at any moment
+loses at most the message that it was writing; several processes may use the file at once.
+"""
+
+import hashlib
+import json
+import os
+import re
+import sqlite3
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import HistoryError, InvalidRequestError, ConversationNotFoundError
+
+PLACE = "MLXINFER_HISTORY"  # environment variable: the file, or `off`
+ROLES = ("system", "user", "assistant", "tool")
+MAX_TITLE_CHARS = 200
+BUSY_S = 10.0  # that another process may hold the file
+TRIGRAM = 3  # characters: the index finds no shorter words
+_ID = re.compile(r"[A-Za-z0-9_-]{8,64}", re.ASCII)
+_SPECIAL, _ESCAPED = re.compile(r"([%_\\])"), r"\\\1"  # of a LIKE pattern
+_VERSION = 1
+_SCHEMA = """
+CREATE TABLE conversations (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, title TEXT NOT NULL, model TEXT NOT NULL,
+    settings TEXT NOT NULL, head TEXT, created_s REAL NOT NULL, changed_s REAL NOT NULL
+) STRICT;
+CREATE INDEX newest ON conversations (owner, changed_s);
+CREATE TABLE messages (
+    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE,
+    conversation TEXT NOT NULL REFERENCES conversations (id) ON DELETE CASCADE,
+    parent TEXT, role TEXT NOT NULL, content TEXT NOT NULL, reasoning TEXT NOT NULL,
+    details TEXT NOT NULL, created_s REAL NOT NULL
+) STRICT;
+CREATE INDEX members ON messages (conversation);
+CREATE VIRTUAL TABLE found USING fts5 (
+    content, content='messages', content_rowid='number', tokenize='trigram'
+);
+CREATE TRIGGER added AFTER INSERT ON messages BEGIN
+    INSERT INTO found (rowid, content) VALUES (new.number, new.content);
+END;
+CREATE TRIGGER removed AFTER DELETE ON messages BEGIN
+    INSERT INTO found (found, rowid, content) VALUES ('delete', old.number, old.content);
+END;
+CREATE TRIGGER changed AFTER UPDATE OF content ON messages BEGIN
+    INSERT INTO found (found, rowid, content) VALUES ('delete', old.number, old.content);
+    INSERT INTO found (rowid, content) VALUES (new.number, new.content);
+END;
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredMessage:
+    """One message of a conversation.
+
+    Attributes:
+        parent: the message before it; None: it is the first.
+        details: JSON data beside the text: attachments, tool calls, token counts, times.
+    """
+
+    id: str
+    parent: str | None
+    role: str
+    content: str
+    reasoning: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+    created_s: float = 0.0  # since 1970
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A conversation without its messages.
+
+    Attributes:
+        settings: JSON data of the program that made it: system message, sampling, schema.
+        head: the message at the end of the branch that is shown; None: there is none.
+    """
+
+    id: str
+    title: str
+    model: str
+    settings: dict[str, Any]
+    head: str | None
+    created_s: float
+    changed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """A message that a search found, and a piece of it around the words."""
+
+    conversation: Conversation
+    message: str
+    role: str
+    excerpt: str
+    created_s: float
+
+
+def owner_of(key_digest: bytes | None) -> str:
+    """The owner of an API key's conversations, from the key's SHA-256; without a key: ""."""
+    if key_digest is None:
+        return ""
+    return hashlib.sha256(b"mlxinfer history\0" + key_digest).hexdigest()[:32]
+
+
+def owner_of_key(key: str | None) -> str:
+    """The same from the key itself."""
+    return owner_of(hashlib.sha256(key.encode()).digest() if key else None)
+
+
+def default_place() -> Path | None:
+    """The history file of this user; None where MLXINFER_HISTORY is `off`."""
+    given = os.environ.get(PLACE)
+    if given:
+        return None if given == "off" else Path(given).expanduser()
+    data = os.environ.get("XDG_DATA_HOME")
+    if data:
+        folder = Path(data).expanduser()
+    elif sys.platform == "darwin":
+        folder = Path.home() / "Library/Application Support"
+    else:
+        folder = Path.home() / ".local/share"
+    return folder / "mlxinfer" / "history.db"
+
+
+def title_of(text: str) -> str:
+    """The first words of a first message."""
+    words = " ".join(text[:1000].split())
+    return words if len(words) <= 60 else f"{words[:59].rstrip()}…"
+
+
+class History:
+    """The conversations of one file. Methods may be called from any thread.
+
+    Args:
+        path: of the file; it and its folder are made, readable by this user alone.
+
+    Raises:
+        HistoryError: the file cannot be opened, is no history, or was written by a newer version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        with _reported():
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+            self._db = sqlite3.connect(
+                path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+            )
+            self._db.row_factory = sqlite3.Row
+            self._prepare()
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._db.close()
+
+    def conversations(
+        self, owner: str, *, limit: int = 100, before_s: float | None = None
+    ) -> list[Conversation]:
+        """The conversations of an owner, the last changed first; `before_s`: changed before it."""
+        rows = self._read(
+            "SELECT * FROM conversations WHERE owner = ? AND changed_s < ? "
+            "ORDER BY changed_s DESC LIMIT ?",
+            (owner, sys.float_info.max if before_s is None else before_s, limit),
+        )
+        return [_conversation(row) for row in rows]
+
+    def conversation(self, owner: str, id: str) -> Conversation:
+        """One conversation.
+
+        Raises:
+            ConversationNotFoundError: the owner has none of this id.
+        """
+        rows = self._read("SELECT * FROM conversations WHERE id = ? AND owner = ?", (id, owner))
+        if not rows:
+            raise ConversationNotFoundError(f"There is no conversation {id[:64]!r}.")
+        return _conversation(rows[0])
+
+    def messages(self, owner: str, id: str) -> list[StoredMessage]:
+        """All messages of a conversation, of all branches, in the order in which they were made."""
+        self.conversation(owner, id)
+        rows = self._read("SELECT * FROM messages WHERE conversation = ? ORDER BY number", (id,))
+        return [_message(row) for row in rows]
+
+    def branch(self, owner: str, id: str) -> list[StoredMessage]:
+        """The messages from the first one to the conversation's head."""
+        by_id = {message.id: message for message in self.messages(owner, id)}
+        at, found = self.conversation(owner, id).head, []
+        while at is not None and at in by_id:
+            found.append(by_id[at])
+            at = by_id[at].parent
+        return found[::-1]
+
+    def save_conversation(
+        self,
+        owner: str,
+        id: str,
+        *,
+        title: str | None = None,
+        model: str | None = None,
+        settings: dict[str, Any] | None = None,
+        head: str | None = None,
+    ) -> Conversation:
+        """Make a conversation, or change what is given of it.
+
+        Raises:
+            InvalidRequestError: the id is malformed or taken, or `head` is no message of it.
+        """
+        now_s = time.time()
+        values = {
+            "title": None if title is None else title[:MAX_TITLE_CHARS],
+            "model": model,
+            "settings": None if settings is None else json.dumps(settings),
+            "head": head,
+        }
+        given = {name: value for name, value in values.items() if value is not None}
+        with self._transaction():
+            self._claim(owner, id, now_s)
+            if head is not None:
+                self._check_member(id, head, "head")
+            for name, value in given.items():  # names are ours, never a client's
+                self._db.execute(f"UPDATE conversations SET {name} = ? WHERE id = ?", (value, id))
+        return self.conversation(owner, id)
+
+    def save_message(self, owner: str, id: str, message: StoredMessage) -> None:
+        """Add a message to a conversation and make it the head; one with a known id is replaced.
+
+        The conversation is made if it is not there. A message keeps its parent.
+
+        Raises:
+            InvalidRequestError: an id is malformed or taken, the parent is not in the
+                conversation, or there is no such role.
+        """
+        if message.role not in ROLES:
+            raise InvalidRequestError(
+                f"role is {message.role!r}; expected one of {', '.join(ROLES)}.", param="role"
+            )
+        _check_id(message.id)
+        now_s = time.time()
+        with self._transaction():
+            self._claim(owner, id, now_s)
+            if message.parent is not None:
+                self._check_member(id, message.parent, "parent")
+            self._db.execute(
+                "INSERT INTO messages (id, conversation, parent, role, content, reasoning, "
+                "details, created_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?) "
+                "ON CONFLICT (id) DO UPDATE SET content = excluded.content, "
+                "reasoning = excluded.reasoning, details = excluded.details "
+                "WHERE conversation = excluded.conversation",
+                (
+                    *(message.id, id, message.parent, message.role, message.content),
+                    *(message.reasoning, json.dumps(message.details), message.created_s or now_s),
+                ),
+            )
+            self._check_member(id, message.id, "id")
+            self._db.execute(
+                "UPDATE conversations SET head = ?, changed_s = ? WHERE id = ?",
+                (message.id, now_s, id),
+            )
+
+    def delete(self, owner: str, id: str) -> None:
+        """Delete a conversation; its text is overwritten in the file.
+
+        Raises:
+            ConversationNotFoundError: the owner has none of this id.
+        """
+        self.conversation(owner, id)
+        with self._transaction():
+            self._db.execute("DELETE FROM conversations WHERE id = ? AND owner = ?", (id, owner))
+        self._read("PRAGMA wal_checkpoint(TRUNCATE)", ())
+
+    def search(self, owner: str, words: str, *, limit: int = 50) -> list[Match]:
+        """Messages that hold every one of the words, as parts of words too, the newest first."""
+        given = words.split()
+        long = [word for word in given if len(word) >= TRIGRAM]
+        wheres, values = ["c.owner = ?"], [owner]
+        if long:
+            wheres.append("m.number IN (SELECT rowid FROM found WHERE found MATCH ?)")
+            values.append(" AND ".join('"{}"'.format(word.replace('"', '""')) for word in long))
+        for word in given:
+            if word not in long:
+                wheres.append("m.content LIKE ? ESCAPE '\\'")
+                values.append(f"%{_SPECIAL.sub(_ESCAPED, word)}%")
+        if not given:
+            return []
+        rows = self._read(
+            "SELECT m.id AS found, m.role, m.content, m.created_s AS said_s, c.* FROM messages m "
+            f"JOIN conversations c ON c.id = m.conversation WHERE {' AND '.join(wheres)} "
+            "ORDER BY m.number DESC LIMIT ?",
+            (*values, limit),
+        )
+        return [
+            Match(
+                conversation=_conversation(row),
+                message=row["found"],
+                role=row["role"],
+                excerpt=excerpt(row["content"], given),
+                created_s=row["said_s"],
+            )
+            for row in rows
+        ]
+
+    def _prepare(self) -> None:
+        """Settings of the connection, and the tables of a new file."""
+        for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON"):
+            self._db.execute(f"PRAGMA {pragma}")
+        self._db.execute("PRAGMA secure_delete = ON")
+        self._db.execute("BEGIN IMMEDIATE")  # of two processes one makes the tables
+        version = self._db.execute("PRAGMA user_version").fetchone()[0]
+        if version == 0:
+            for statement in _statements(_SCHEMA):
+                self._db.execute(statement)
+            self._db.execute(f"PRAGMA user_version = {_VERSION}")
+        self._db.execute("COMMIT")
+        if version > _VERSION:
+            self._db.close()
+            raise HistoryError("The history was written by a newer mlxinfer; update this one.")
+
+    def _read(self, statement: str, values: Sequence[Any]) -> list[sqlite3.Row]:
+        with self._lock, _reported():
+            return self._db.execute(statement, values).fetchall()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All of it or nothing."""
+        with self._lock, _reported():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+    def _claim(self, owner: str, id: str, now_s: float) -> None:
+        """Make the conversation, unless the owner has it."""
+        _check_id(id)
+        self._db.execute(
+            "INSERT INTO conversations VALUES (?, ?, '', '', '{}', NULL, ?, ?) "
+            "ON CONFLICT (id) DO NOTHING",
+            (id, owner, now_s, now_s),
+        )
+        (found,) = self._db.execute("SELECT owner FROM conversations WHERE id = ?", (id,)).fetchone()
+        if found != owner:
+            raise InvalidRequestError(f"The id {id} is taken; choose another.", param="id")
+
+    def _check_member(self, id: str, message: str, param: str) -> None:
+        row = self._db.execute(
+            "SELECT 1 FROM messages WHERE id = ? AND conversation = ?", (message, id)
+        ).fetchone()
+        if row is None:
+            raise InvalidRequestError(
+                f"{param} is {message[:64]!r}, which is no message of this conversation.",
+                param=param,
+            )
+
+
+def excerpt(text: str, words: Sequence[str], around: int = 60) -> str:
+    """A piece of a text with the first of the words that stands in it."""
+    lowered = text.lower()
+    places = [place for word in words if (place := lowered.find(word.lower())) >= 0]
+    at = min(places, default=0)
+    start, end = max(at - around, 0), at + 2 * around
+    piece = " ".join(text[start:end].split())
+    return f"{'…' if start else ''}{piece}{'…' if end < len(text) else ''}"
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    """Errors of SQLite and of the file system as a HistoryError."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise HistoryError(f"The history cannot be used: {error}.") from error
+    except OSError as error:
+        raise HistoryError(f"The history cannot be used: {error.strerror or error}.") from error
+
+
+def _statements(script: str) -> Iterator[str]:
+    """The statements of a script; `executescript` would end the transaction."""
+    pending = ""
+    for line in script.splitlines(keepends=True):
+        pending += line
+        if sqlite3.complete_statement(pending):
+            yield pending
+            pending = ""
+
+
+def _check_id(id: str) -> None:
+    if not _ID.fullmatch(id):
+        raise InvalidRequestError(
+            "An id is 8 to 64 letters, digits, dashes and underscores.", param="id"
+        )
+
+
+def _conversation(row: sqlite3.Row) -> Conversation:
+    return Conversation(
+        id=row["id"],
+        title=row["title"],
+        model=row["model"],
+        settings=json.loads(row["settings"]),
+        head=row["head"],
+        created_s=row["created_s"],
+        changed_s=row["changed_s"],
+    )
+
+
+def _message(row: sqlite3.Row) -> StoredMessage:
+    return StoredMessage(
+        id=row["id"],
+        parent=row["parent"],
+        role=row["role"],
+        content=row["content"],
+        reasoning=row["reasoning"],
+        details=json.loads(row["details"]),
+        created_s=row["created_s"],
+    )

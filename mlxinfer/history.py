@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import sqlite3
 import sys
 import threading
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import HistoryError, InvalidRequestError, ConversationNotFoundError
+from .errors import ConversationNotFoundError, HistoryError, InvalidRequestError
 
 PLACE = "MLXINFER_HISTORY"  # environment variable: the file, or `off`
 ROLES = ("system", "user", "assistant", "tool")
@@ -31,6 +32,7 @@ BUSY_S = 10.0  # that another process may hold the file
 TRIGRAM = 3  # characters: the index finds no shorter words
 _ID = re.compile(r"[A-Za-z0-9_-]{8,64}", re.ASCII)
 _SPECIAL, _ESCAPED = re.compile(r"([%_\\])"), r"\\\1"  # of a LIKE pattern
+_QUOTES = re.compile(r'["\n]')
 _VERSION = 1
 _SCHEMA = """
 CREATE TABLE conversations (
@@ -125,6 +127,11 @@ def default_place() -> Path | None:
     given = os.environ.get(PLACE)
     if given:
         return None if given == "off" else Path(given).expanduser()
+    return data_folder() / "history.db"
+
+
+def data_folder() -> Path:
+    """The folder of what this user keeps; XDG_DATA_HOME moves it."""
     data = os.environ.get("XDG_DATA_HOME")
     if data:
         folder = Path(data).expanduser()
@@ -132,7 +139,21 @@ def default_place() -> Path | None:
         folder = Path.home() / "Library/Application Support"
     else:
         folder = Path.home() / ".local/share"
-    return folder / "mlxinfer" / "history.db"
+    return folder / "mlxinfer"
+
+
+def text_sent(message: StoredMessage) -> str:
+    """The text of a message as a model is sent it: files that were attached come first."""
+    files = [
+        '<file name="{}">\n{}\n</file>\n\n'.format(_QUOTES.sub("'", file["name"]), file["text"])
+        for file in message.details.get("attachments", ())
+    ]
+    return "".join(files) + message.content
+
+
+def new_id() -> str:
+    """An id for a conversation or a message."""
+    return secrets.token_hex(16)
 
 
 def title_of(text: str) -> str:
@@ -239,7 +260,8 @@ class History:
     def save_message(self, owner: str, id: str, message: StoredMessage) -> None:
         """Add a message to a conversation and make it the head; one with a known id is replaced.
 
-        The conversation is made if it is not there. A message keeps its parent.
+        The conversation is made if it is not there, and its first question gives it a title. A
+        message keeps its parent.
 
         Raises:
             InvalidRequestError: an id is malformed or taken, the parent is not in the
@@ -267,9 +289,11 @@ class History:
                 ),
             )
             self._check_member(id, message.id, "id")
+            title = title_of(message.content) if message.role == "user" else ""
             self._db.execute(
-                "UPDATE conversations SET head = ?, changed_s = ? WHERE id = ?",
-                (message.id, now_s, id),
+                "UPDATE conversations SET head = ?, changed_s = ?, "
+                "title = CASE title WHEN '' THEN ? ELSE title END WHERE id = ?",
+                (message.id, now_s, title, id),
             )
 
     def delete(self, owner: str, id: str) -> None:
@@ -354,7 +378,9 @@ class History:
             "ON CONFLICT (id) DO NOTHING",
             (id, owner, now_s, now_s),
         )
-        (found,) = self._db.execute("SELECT owner FROM conversations WHERE id = ?", (id,)).fetchone()
+        (found,) = self._db.execute(
+            "SELECT owner FROM conversations WHERE id = ?", (id,)
+        ).fetchone()
         if found != owner:
             raise InvalidRequestError(f"The id {id} is taken; choose another.", param="id")
 

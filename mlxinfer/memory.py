@@ -11,6 +11,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECA
 
 MIN_KV_BYTES = 64 * 10**6
 KV_SHARE = 0.4  # of what the weights leave, by default
+MODELS_SHARE = 0.7  # of the machine's memory, what a server gives to models by default
 
 
 def parse_bytes(size: str | int, *, param: str = "max_memory") -> int:

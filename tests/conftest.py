@@ -10,6 +10,7 @@ import pytest
 from tests.bench.blas import preload_openblas
 
 preload_openblas()
+os.environ["MLXINFER_HISTORY"] = "off"  # no test writes to the history of who runs it
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
 from hypothesis import HealthCheck, settings  # noqa: E402

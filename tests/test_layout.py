@@ -32,13 +32,15 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     | {"cache", "layers", "memory", "metal_kernels", "models", "sampling", "threads"},
     "speculation": LEAVES | {"cache", "engine", "grammar", "metal_kernels", "models", "sampling"},
     "hub": LEAVES | {"backend", "memory"},
+    "history": {"errors"},
+    "fit": LEAVES | {"hub", "memory", "models"},
     "launchd": set(),
     "threads": set(),
     "backend": LEAVES,
     "memory": LEAVES,
     "session": LEAVES | {"backend", "engine", "grammar", "memory", "models", "speculation", "text"},
     "convert": LEAVES | {"backend", "hub", "layers", "memory", "models", "text"},
-    "server": LEAVES | {"backend", "grammar", "hub", "memory", "session", "text"},
+    "server": LEAVES | {"backend", "grammar", "history", "hub", "memory", "session", "text"},
 }
 SERVER_LEAVES = {"errors", "keys", "settings", "background"}
 SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
@@ -54,6 +56,7 @@ SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "openai": SERVER_LEAVES | {"calls", "fields", "http", "registry"},
     "anthropic": SERVER_LEAVES | {"calls", "fields", "http", "registry"},
     "ops": SERVER_LEAVES | {"calls", "http", "registry", "watch"},
+    "page": SERVER_LEAVES | {"calls", "http", "ops", "registry", "watch"},
 }
 SERVER_ASSEMBLERS = {"app", "running", "__init__"}
 ASSEMBLERS = {"llm", "cli", "bench", "__init__"}  # anything
@@ -65,6 +68,7 @@ WITHOUT_MLX = (
     "hub",
     "backend",
     "memory",
+    "history",
     "launchd",
     "threads",
     "session",

@@ -12,8 +12,25 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SHIPPED = (".ci", ".github", "docs", "examples", "mlxinfer", "tests")  # and files beside them
-LEFT_OUT = ("__pycache__", "*.egg-info", ".*_cache", ".venv", ".git", ".hypothesis", "build")
+SHIPPED = (
+    ".ci",
+    ".github",
+    "apps",
+    "docs",
+    "examples",
+    "mlxinfer",
+    "tests",
+)  # and files beside them
+LEFT_OUT = (
+    "__pycache__",
+    "*.egg-info",
+    ".*_cache",
+    ".venv",
+    ".git",
+    ".hypothesis",
+    "build",
+    "node_modules",
+)
 BUILD = "import setuptools.build_meta as b, sys; getattr(b, sys.argv[1])(sys.argv[2])"
 
 
@@ -59,7 +76,7 @@ def files(folder: Path, pattern: str = "*") -> set[str]:
         str((Path(at) / name).relative_to(folder))
         for at, _, names in os.walk(folder, followlinks=True)
         for name in names
-        if Path(name).match(pattern) and "__pycache__" not in at
+        if Path(name).match(pattern) and "__pycache__" not in at and "node_modules" not in at
     }
 
 
@@ -72,7 +89,17 @@ def test_the_wheel_has_every_module_and_asset_and_nothing_else(built: Built) -> 
     names = {name for name in built.wheel.namelist() if ".dist-info/" not in name}
     assert names == {f"mlxinfer/{name}" for name in files(ROOT / "mlxinfer")}
     suffixes = {Path(name).suffix for name in names}
-    assert suffixes >= {".py", ".metal", ".h", ".safetensors", ".json", ".txt"}
+    assert suffixes >= {
+        ".py",
+        ".metal",
+        ".h",
+        ".safetensors",
+        ".json",
+        ".txt",
+        ".js",
+        ".css",
+        ".woff2",
+    }
 
 
 def test_the_bundled_models_are_small(built: Built) -> None:

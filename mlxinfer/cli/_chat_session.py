@@ -12,6 +12,7 @@ from typing import Any
 from ..core import SamplingParams
 from ..errors import InvalidRequestError, TemplateError
 from ..outputs import Delta, Result
+from ._chat_log import ChatLog
 from ._output import table
 
 Message = dict[str, str]
@@ -28,6 +29,7 @@ class ChatSession:
     system: str | None = None
     messages: list[Message] = field(default_factory=list)  # user and assistant, in turn
     last: Result | None = None
+    log: ChatLog | None = None  # where the conversation is kept
     _llm: Any = None
 
     @property
@@ -58,26 +60,27 @@ class ChatSession:
         If the stream is closed early, or by Ctrl-C, the text so far is kept as the answer. An error
         removes the question again, so that it does not affect the next one.
         """
-        self.messages.append({"role": "user", "content": text})
+        self._add("user", text)
         prompt = [{"role": "system", "content": self.system}] if self.system is not None else []
-        answer, self.last = "", None
+        answer, thoughts, self.last = "", "", None
         try:
             for delta in self.llm.stream_chat([*prompt, *self.messages], self.params):
                 answer += delta.text
+                thoughts += delta.reasoning or ""
                 self.last = delta.result
                 yield delta
         except Exception:
-            self.messages.pop()
+            self._remove()
             raise
         except (GeneratorExit, KeyboardInterrupt):
-            self._add_answer(answer)
+            self._add("assistant", answer, thoughts)
             raise
-        self._add_answer(answer)
+        self._add("assistant", answer, thoughts)
 
     def take_back(self) -> str | None:
         """Remove the last user message and its answer. Returns the message, or None."""
         while self.messages:
-            message = self.messages.pop()
+            message = self._remove()
             if message["role"] == "user":
                 return message["content"]
         return None
@@ -128,7 +131,16 @@ class ChatSession:
             system = state["system"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InvalidRequestError(f"{path} is not a saved conversation: {error}") from error
-        self.messages, self.system = messages, None if system is None else str(system)
+        self.clear()
+        self.system = None if system is None else str(system)
+        for message in messages:
+            self._add(message["role"], message["content"])
+
+    def clear(self) -> None:
+        """Begin another conversation; a stored one stays stored."""
+        self.messages.clear()
+        if self.log is not None:
+            self.log.begin()
 
     def _opened(self, model: str) -> Any:
         """Return the loaded model; raise unless it has a chat template."""
@@ -143,8 +155,15 @@ class ChatSession:
             "`mlxinfer run` has it continue a text."
         )
 
-    def _add_answer(self, text: str) -> None:
-        self.messages.append({"role": "assistant", "content": text})
+    def _add(self, role: str, text: str, thoughts: str = "") -> None:
+        self.messages.append({"role": role, "content": text})
+        if self.log is not None:
+            self.log.add(role, text, thoughts, model=self.model, system=self.system)
+
+    def _remove(self) -> Message:
+        if self.log is not None:
+            self.log.step_back()
+        return self.messages.pop()
 
 
 def check_setting(key: str) -> None:
@@ -249,7 +268,7 @@ def _set(session: ChatSession, argument: str) -> Reply:
 
 
 def _clear(session: ChatSession, _: str) -> Reply:
-    session.messages.clear()
+    session.clear()
     return Reply("The conversation is empty.")
 
 

@@ -23,7 +23,7 @@ from ._process import INTERRUPTED, ending_at_interrupts
 ORDER = (
     *("run", "chat", "serve", "ps", "load", "unload"),
     *("pull", "list", "show", "rm", "convert"),
-    *("config", "service", "cache", "doctor", "bench"),
+    *("history", "config", "service", "cache", "doctor", "bench"),
 )
 HERE = str(Path(__file__).parent)
 

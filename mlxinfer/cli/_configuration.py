@@ -200,6 +200,8 @@ def entry_of(requested: RequestedModel, server: Mapping[str, Any], ttl_s: float 
         preload=requested.preload,
         ttl_s=ttl_s if requested.entry.ttl_s is None else requested.entry.ttl_s,
         created_s=created_s,
+        source=requested.entry.source,
+        kv_bits=options.kv.bits,
     )
 
 

@@ -11,8 +11,6 @@ from ..models.safetensors import TensorInfo, read_headers
 from ..text import Tokenizer
 from ._model import has_chat_template
 
-KV_GROUP = 64  # numbers that share a 16-bit scale and a 16-bit bias in a quantised KV cache
-
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -72,16 +70,6 @@ def count_weights(folder: Path, config: ModelConfig | None) -> Weights:
             num_bytes += info.end - info.start
             parameters += _parameters(name, info, tensors, config)
     return Weights(parameters, num_bytes)
-
-
-def kv_bytes(config: ModelConfig, context: int, bits: int = 16) -> int:
-    """Return the KV cache's bytes for one sequence; a window holds at most its length."""
-    bits_each = bits if bits == 16 else bits + 32 / KV_GROUP
-    numbers = sum(
-        config.cache_spec(layer).numbers * min(context, window or context)
-        for layer, window in enumerate(config.windows)
-    )
-    return round(numbers * bits_each / 8)
 
 
 def _parameters(

@@ -1,6 +1,10 @@
 """Model names on the command line to a loaded LLM, with a progress bar for a download."""
 
+import json
+import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +16,9 @@ from ..memory import human_bytes
 
 if TYPE_CHECKING:
     from ..llm import LLM
+
+PROGRESS = "MLXINFER_PROGRESS"  # environment variable
+LINE_S = 0.2  # between two lines of progress
 
 
 def open_llm(name: str, **arguments: Any) -> "LLM":
@@ -31,7 +38,14 @@ def fetch(name: str) -> Path:
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Callable[[hub.DownloadProgress], None]]:
-    """Show a bar on stderr from the first byte on; nothing where stderr is no terminal."""
+    """Show a bar on stderr from the first byte on; nothing where stderr is no terminal.
+
+    MLXINFER_PROGRESS=json writes lines of JSON instead.
+    """
+    if wants_progress_lines():
+        write = progress_lines()
+        yield lambda step: write("download", step.done_bytes, step.total_bytes)
+        return
     if not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -66,6 +80,27 @@ def progress_bar(label: str) -> Iterator[Callable[[hub.DownloadProgress], None]]
     finally:
         if bar.live.is_started:  # stopping one that never was leaves an empty line where TERM=dumb
             bar.stop()
+
+
+def wants_progress_lines() -> bool:
+    """Whether another program reads the progress (MLXINFER_PROGRESS=json)."""
+    return os.environ.get(PROGRESS) == "json"
+
+
+def progress_lines() -> Callable[[str, int, int], None]:
+    """Return what writes {"step": …, "done": …, "total": …} to stderr, a few times a second."""
+    lock, written = threading.Lock(), {"": 0.0}  # step -> when
+
+    def write(step: str, done: int, total: int) -> None:
+        with lock:
+            now_s = time.monotonic()
+            if now_s - written.get(step, 0.0) < LINE_S and done < total:
+                return
+            written[step] = now_s
+            line = json.dumps({"step": step, "done": done, "total": total})
+            print(line, file=sys.stderr, flush=True)
+
+    return write
 
 
 def has_chat_template(folder: Path | str) -> bool:

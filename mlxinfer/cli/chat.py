@@ -5,9 +5,11 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from ..errors import ContextLengthError
 from ..outputs import Delta
+from ._chat_log import open_log
 from ._chat_session import COMMANDS, ChatSession, Reply, is_command, run_command
 from ._commands import FAILED, report
 from ._model import open_llm
@@ -29,28 +31,51 @@ if TYPE_CHECKING:
 @model_option
 @sampling_options
 @click.option("--system", metavar="TEXT", help="System message.")
+@click.option("-c", "--continue", "continued", is_flag=True, help="Go on with the last one.")
+@click.option(
+    "--history/--no-history",
+    default=True,
+    show_default=True,
+    help="Keep the conversation on this disk, where it is held in a terminal.",
+)
 @engine_options
-def command(model: str, **options: Any) -> None:
+@click.pass_context
+def command(
+    ctx: click.Context, /, model: str, continued: bool, history: bool, **options: Any
+) -> None:
     """Talk with a model. /help inside lists what can be done.
 
     Ctrl-C stops an answer; pressed twice at an empty prompt, or Ctrl-D, it leaves.
     """
     from rich.console import Console
 
+    log = None
+    if continued or (history and sys.stdin.isatty()):
+        log = open_log(continued=continued, keep=history)
+    if log is not None and ctx.get_parameter_source("model") is ParameterSource.DEFAULT:
+        model = log.model or model
     arguments = llm_arguments(options)
     session = ChatSession(
         model,
         lambda name: open_llm(name, **arguments),
         sampling_params(options),
         options["system"],
+        log=log,
     )
+    if log is not None and continued:
+        session.messages = log.messages()
+        session.system = options["system"] or log.system
     try:
         summary = session.llm.model_info  # load now, so that a failure ends the command
         if sys.stdin.isatty():
             note(f"{summary.name} is ready; /help lists commands, Ctrl-D leaves")
+            if continued and log is not None:
+                note(f"{log.title}: {len(session.messages)} messages")
         num_failed = converse(session, open_reader(COMMANDS), Console())
     finally:
         session.close()
+        if log is not None:
+            log.close()
     if num_failed and not sys.stdin.isatty():  # a script has not seen what people have
         raise click.exceptions.Exit(FAILED)
 

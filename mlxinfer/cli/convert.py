@@ -14,6 +14,7 @@ from ..errors import ConversionError
 from ..hub import is_bundled
 from ..memory import human_bytes
 from ._convert_options import check_usage, checks, convert_options, shape, wrong_usage
+from ._model import progress_lines, wants_progress_lines
 from ._options import json_option
 from ._output import emit_json, human_count, note, table
 
@@ -145,7 +146,13 @@ class Downloads:
 
 @contextmanager
 def progress_bars() -> Iterator[Progress]:
-    """Show one bar for each step, with its rate and the time left; nothing without a terminal."""
+    """Show one bar for each step, with its rate and the time left; nothing without a terminal.
+
+    MLXINFER_PROGRESS=json writes lines of JSON instead.
+    """
+    if wants_progress_lines():
+        yield progress_lines()
+        return
     if not sys.stderr.isatty():
         yield lambda *_: None
         return

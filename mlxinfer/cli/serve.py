@@ -18,6 +18,7 @@ from ._configuration import (
     requested_models,
 )
 from ._options import API_KEY, Size, engine_options_without
+from ._page import page_routes
 
 if TYPE_CHECKING:
     from ..server.registry.models import Models
@@ -134,6 +135,12 @@ if TYPE_CHECKING:
     metavar="TIME",
     help="Unload a model after so long without a request, such as 30m.  [default: never]",
 )
+@click.option(
+    "--history/--no-history",
+    default=True,
+    show_default=True,
+    help="Keep conversations of the page on this disk.",
+)
 @engine_options_without("max_memory")  # a server divides it among its models
 @click.pass_context
 def command(
@@ -144,10 +151,12 @@ def command(
     Models of -m are loaded at the start as far as there is room, those of the config file when a
     request names them, unless they are pinned.
     """
+    from ..server.app import ENDPOINTS
     from ..server.calls.service import Service
     from ..server.running import Server, bind, raise_file_limit, url_of
     from ..server.watch.logs import set_up_logging
 
+    keep_history = options.pop("history")
     config = server_config(options)
     by_default = ctx.get_parameter_source("models") is ParameterSource.DEFAULT
     requested = requested_models(models, config_of(ctx), by_default=by_default)
@@ -156,14 +165,21 @@ def command(
         set_up_logging(log_format, log_level)
         raise_file_limit(config.max_connections)
         service = Service(registry(requested, options), config)
+        routes = page_routes(
+            ctx, options, ttl_of(options), service.models.limit_bytes, history=keep_history
+        )
     except BaseException:
         for listener in listeners:
             listener.close()
         raise
-    names = ", ".join(service.models.names())
+    names, page = ", ".join(service.models.names()), url_of(listeners[0])
     places = " and ".join(f"{url_of(listener)}/v1" for listener in listeners)
-    ready = f"mlxinfer serves {names} at {places} (Ctrl-C ends it)"
-    Server(service, listeners, lambda: click.echo(ready, err=True)).serve_forever()
+    ready = f"mlxinfer serves {names} at {places} (Ctrl-C ends it)\nchat at {page}"
+    served = (*ENDPOINTS, *routes.endpoints())
+    try:
+        Server(service, listeners, lambda: click.echo(ready, err=True), served).serve_forever()
+    finally:
+        routes.close()
 
 
 def server_config(options: dict[str, Any]) -> Any:
@@ -182,16 +198,20 @@ def server_config(options: dict[str, Any]) -> Any:
         raise click.UsageError(str(error)) from error
 
 
+def ttl_of(options: dict[str, Any]) -> float | None:
+    """Return --ttl in seconds; raises InvalidRequestError."""
+    return None if options["ttl"] is None else parse_duration(options["ttl"])
+
+
 def registry(requested: Sequence[RequestedModel], options: dict[str, Any]) -> "Models":
     """Return the models, none of them loaded yet; options that do not fit are wrong usage."""
-    from ..memory import parse_bytes, total_memory_bytes
-    from ..server.registry.budget import LIMIT_SHARE
+    from ..memory import MODELS_SHARE, parse_bytes, total_memory_bytes
     from ..server.registry.models import Models
 
     try:
-        ttl_s = None if options["ttl"] is None else parse_duration(options["ttl"])
+        ttl_s = ttl_of(options)
         limit = options.pop("max_memory")
-        limit_bytes = int(LIMIT_SHARE * total_memory_bytes())
+        limit_bytes = int(MODELS_SHARE * total_memory_bytes())
         if limit is not None:
             limit_bytes = parse_bytes(limit)
         entries = [entry_of(each, options, ttl_s) for each in requested]

@@ -34,7 +34,7 @@ def command(name: str, context: int | None, as_json: bool) -> None:
 
 def describe(name: str, summary: "Summary", context: int | None) -> dict[str, Any]:
     """Return all facts as plain data; keys are stable, unknown values None."""
-    from ._inspect import kv_bytes
+    from ..fit import kv_bytes
 
     config, weights = summary.config, summary.weights
     quantization = config.quantization.default if config and config.quantization else None
@@ -94,7 +94,7 @@ def render(facts: dict[str, Any]) -> str:
 
 def _memory(summary: "Summary", context: int | None) -> list[dict[str, int]]:
     """Return weights and KV of one sequence at some lengths up to the model's own."""
-    from ._inspect import kv_bytes
+    from ..fit import kv_bytes
 
     config, weights = summary.config, summary.weights
     if config is None or weights is None:

@@ -14,6 +14,7 @@ from .http.guard import Guard
 from .openai import chat, completions, models, responses, tokens
 from .ops import admin, health, metrics
 from .ops.openapi import documentation
+from .page import files, state
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     *chat.ENDPOINTS,
@@ -26,13 +27,14 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *health.ENDPOINTS,
     *metrics.ENDPOINTS,
     *admin.ENDPOINTS,
+    *state.ENDPOINTS,
 )
 
 
 def build_app(service: Service, endpoints: Iterable[Endpoint] = ENDPOINTS) -> ASGIApp:
     """The ASGI app of a service."""
     listed = tuple(endpoints)
-    listed += documentation(listed)
+    listed += (*documentation(listed), *files.ENDPOINTS)
     places: dict[tuple[str, str], list[Served]] = {}
     for endpoint in listed:
         places.setdefault((endpoint.method, endpoint.path), []).append(Served(endpoint, service))

@@ -8,13 +8,14 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from types import FrameType
 
 import uvicorn
 
 from ..errors import InvalidRequestError
-from .app import build_app
+from .app import ENDPOINTS, build_app
+from .calls.endpoint import Endpoint
 from .calls.service import Service
 from .http.protocol import TimedProtocol
 from .settings import ServerConfig
@@ -32,6 +33,7 @@ class Server(uvicorn.Server):
         service: models and requests; closed at the end.
         listeners: bound sockets.
         on_ready: called once clients can connect.
+        endpoints: what is served.
     """
 
     def __init__(
@@ -39,11 +41,12 @@ class Server(uvicorn.Server):
         service: Service,
         listeners: Sequence[socket.socket],
         on_ready: Callable[[], None] = lambda: None,
+        endpoints: Iterable[Endpoint] = ENDPOINTS,
     ) -> None:
         config = service.config
         super().__init__(
             uvicorn.Config(
-                build_app(service),
+                build_app(service, endpoints),
                 http=TimedProtocol.with_limits(
                     config.header_timeout_s, config.max_connections_per_client
                 ),
@@ -77,7 +80,8 @@ class Server(uvicorn.Server):
             ModelError and others: a pinned or preloaded model cannot be loaded.
         """
         try:
-            asyncio.run(self._serve_until_drained())
+            with self.service.problems.kept():
+                asyncio.run(self._serve_until_drained())
         finally:
             self.service.close()
 

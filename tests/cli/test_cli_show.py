@@ -10,7 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from mlxinfer.cli._inspect import kv_bytes, summarise
+from mlxinfer.cli._inspect import summarise
+from mlxinfer.fit import kv_bytes
 
 CONFIG = {
     "model_type": "llama",

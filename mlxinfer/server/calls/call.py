@@ -32,6 +32,7 @@ class Call:
         request_id: in the log and in the x-request-id header; clients may choose it.
         created_s: seconds since 1970.
         log: what the access log shall say of it; never text of prompts or answers.
+        generations: what it has begun to generate.
     """
 
     def __init__(self, service: Service, scope: Scope) -> None:
@@ -44,7 +45,7 @@ class Call:
         self.path_params: dict[str, Any] = scope.get("path_params", {})
         self.created_s = int(time.time())
         self._kept = AsyncExitStack()
-        self._generations: list[Generation] = []
+        self.generations: list[Generation] = []
         self._error: Exception | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._entering: asyncio.Task[ServedModel] | None = None  # waits for a model
@@ -95,7 +96,7 @@ class Call:
             keep_alive_s=self.service.config.keep_alive_s,
         )
         generation.start()
-        self._generations.append(generation)
+        self.generations.append(generation)
         return generation
 
     @property
@@ -106,7 +107,7 @@ class Call:
     def interrupt(self, error: Exception) -> None:
         """End the call with `error`, in whatever state it is."""
         self._error = self._error or error
-        for generation in self._generations:
+        for generation in self.generations:
             generation.interrupt(error)
         if self._entering is not None:
             self._entering.cancel()
@@ -123,7 +124,7 @@ class Call:
     async def __aexit__(self, *_: object) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-        for generation in self._generations:
+        for generation in self.generations:
             generation.close()
         if self.num_attempts > 1:
             self.log["attempts"] = self.num_attempts

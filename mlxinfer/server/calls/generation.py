@@ -63,6 +63,11 @@ class Generation:
         self._timer: asyncio.TimerHandle | None = None
         self._heard_s = 0.0  # event-loop time of the last step
 
+    @property
+    def num_waiting(self) -> int:
+        """Answers without a token: queued, or with a prompt that is still read."""
+        return len(self._waiting)
+
     def start(self) -> None:
         """Hand all requests to the engine, or none.
 

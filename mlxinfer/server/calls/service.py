@@ -13,8 +13,10 @@ from starlette.types import Scope
 from ...errors import OverloadedError
 from ..errors import ShuttingDownError
 from ..registry.models import Models
+from ..registry.slots import Entry
 from ..settings import ServerConfig
 from ..watch.readiness import EngineStats, Readiness
+from ..watch.recent import RecentProblems
 from ..watch.request_metrics import RequestMetrics
 
 POLL_S = 0.02
@@ -160,6 +162,7 @@ class Service:
     request_metrics: dict[str, RequestMetrics] = field(init=False)  # by model name
     engine_stats: EngineStats = field(default_factory=EngineStats)
     readiness: Readiness = field(init=False)
+    problems: RecentProblems = field(default_factory=RecentProblems)
 
     def __post_init__(self) -> None:
         self.admission = Admission(self.config.max_waiting, self.config.max_waiting_tokens)
@@ -167,6 +170,11 @@ class Service:
         self.long_workers = Workers(self.config.long_text_workers)
         self.request_metrics = {name: RequestMetrics() for name in self.models.names()}
         self.readiness = Readiness(self.models, self.engine_stats, self.config.ready_deadline_s)
+
+    def add_model(self, entry: Entry) -> None:
+        """Serve one more model; raises as `Models.add`."""
+        self.models.add(entry)
+        self.request_metrics[entry.name] = RequestMetrics()
 
     def workers_for(self, scope: Scope) -> Workers:
         """Threads for the texts of a request: large bodies have their own, and wait for each other.

@@ -25,7 +25,9 @@ from .protocol import CONNECTIONS
 from .replies import OPENAI, ErrorStyle, error_reply, logged, send_body
 
 METRICS = "/metrics"
-POLLED = frozenset({"/health", "/ready", METRICS})  # logged at level info only on errors
+POLLED = frozenset(
+    {"/health", "/ready", "/admin/state", METRICS}
+)  # logged at level info only on errors
 CLIENT_GONE = 499  # the log's status of a request whose client disconnected
 _ABSOLUTE = re.compile(rb"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")

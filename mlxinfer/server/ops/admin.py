@@ -48,6 +48,13 @@ class LoadRequest(msgspec.Struct, kw_only=True):
     model: str
 
 
+class PinRequest(msgspec.Struct, kw_only=True):
+    """A model by name or alias, and whether it is to stay once it is loaded."""
+
+    model: str
+    pinned: bool
+
+
 class UnloadRequest(msgspec.Struct, kw_only=True):
     """A model by name or alias, and the time that its running requests get."""
 
@@ -60,7 +67,7 @@ async def list_states(call: Call, _: None) -> Reply:
     service = call.service
     return json_body(
         ServerState(
-            models=[_state(service, slot) for slot in service.models.slots()],
+            models=[model_state(service, slot) for slot in service.models.slots()],
             memory_reserved_bytes=service.models.held_bytes,
             memory_limit_bytes=service.models.limit_bytes,
             draining=service.draining,
@@ -81,6 +88,12 @@ async def unload_model(call: Call, body: UnloadRequest) -> Reply:
     A disconnect while it waits cancels the unload.
     """
     await call.service.models.unload(body.model, body.drain_s)
+    return _answer(call, body.model)
+
+
+async def pin_model(call: Call, body: PinRequest) -> Reply:
+    """Keep a model in memory once it is loaded, or let it be unloaded again."""
+    call.service.models.pin(body.model, body.pinned)
     return _answer(call, body.model)
 
 
@@ -108,20 +121,29 @@ ENDPOINTS = (
         body=UnloadRequest,
         answer=ModelState,
     ),
+    Endpoint(
+        method="POST",
+        path="/admin/models/pin",
+        handler=pin_model,
+        summary="Pin a model, or no longer.",
+        body=PinRequest,
+        answer=ModelState,
+    ),
 )
 
 
 def _answer(call: Call, name: str) -> Reply:
-    return json_body(_state(call.service, call.service.models.find(name)))
+    return json_body(model_state(call.service, call.service.models.find(name)))
 
 
-def _state(service: Service, slot: Slot) -> ModelState:
+def model_state(service: Service, slot: Slot) -> ModelState:
+    """What is known of one model."""
     metrics = service.request_metrics[slot.entry.name]
     return ModelState(
         name=slot.entry.name,
         aliases=list(slot.entry.aliases),
         state=slot.state,
-        pinned=slot.entry.pinned,
+        pinned=slot.pinned,
         weights_bytes=slot.weights_bytes,
         kv_bytes=slot.kv_bytes,
         max_model_len=slot.max_context,

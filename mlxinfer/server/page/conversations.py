@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from ...errors import InvalidRequestError
-from ...history import Conversation, History, Match, StoredMessage, owner_of, title_of
+from ...history import Conversation, History, Match, StoredMessage, owner_of
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..http.replies import Reply, json_body
@@ -93,8 +93,8 @@ class ConversationRoutes:
     async def list(self, call: Call, _: None) -> Reply:
         """The newest conversations; `limit` and `before` (a changed_s) page through them."""
         query = query_of(call)
-        limit = int(_number(query, "limit", 50.0, MAX_LISTED))
-        before_s = _number(query, "before", None, None)
+        limit = int(_number(query, "limit", MAX_LISTED) or 50)
+        before_s = _number(query, "before", None)
         found = await call.in_worker(
             self._history.conversations, _owner(call), limit=limit + 1, before_s=before_s
         )
@@ -126,10 +126,6 @@ class ConversationRoutes:
         )
         await call.in_worker(self._history.save_message, owner, body.conversation, message)
         saved = await call.in_worker(self._history.conversation, owner, body.conversation)
-        if not saved.title and message.role == "user":
-            saved = await call.in_worker(
-                self._history.save_conversation, owner, saved.id, title=title_of(body.content)
-            )
         return json_body(_card(saved))
 
     async def delete(self, call: Call, _: None) -> Reply:
@@ -200,11 +196,9 @@ def query_of(call: Call) -> dict[str, str]:
     return {name: values[-1] for name, values in parse_qs(text).items()}
 
 
-def _number(
-    query: dict[str, str], name: str, default: float | None, most: float | None
-) -> float | None:
+def _number(query: dict[str, str], name: str, most: float | None) -> float | None:
     if name not in query:
-        return default
+        return None
     try:
         value = float(query[name])
     except ValueError:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from ...errors import InvalidRequestError
 from ...memory import KV_SHARE, human_bytes
 
-LIMIT_SHARE = 0.7  # of the machine's memory, by default
 ENOUGH_SHARE = 1 / 16  # of what a model could have alone: to have less is worse than turns
 MIN_KV_BYTES = 8 * 10**6
 

@@ -53,10 +53,8 @@ class Models:
         self._loader = Loader(self._slots, limit_bytes, clock)
         self._by_name: dict[str, Slot] = {}
         for slot in self._slots:
-            for name in (slot.entry.name, *slot.entry.aliases):
-                if name in self._by_name:
-                    raise InvalidRequestError(f"Two models are called {name}; rename one of them.")
-                self._by_name[name] = slot
+            self._check_free(slot.entry)
+            self._by_name |= dict.fromkeys((slot.entry.name, *slot.entry.aliases), slot)
 
     @classmethod
     def of(cls, served: Sequence[ServedModel]) -> "Models":
@@ -157,6 +155,28 @@ class Models:
 
     # -- changes --------------------------------------------------------------------------------
 
+    def add(self, entry: Entry) -> None:
+        """Take in one more model, to be loaded when a request names it.
+
+        Models that are not loaded get new KV budgets; the others keep theirs while they are loaded.
+
+        Raises:
+            InvalidRequestError: a name is taken, or it does not fit beside the pinned models.
+        """
+        self._check_free(entry)
+        slots = [*self._slots, Slot(entry, 0, entry.weights_bytes)]
+        needs = [Need(s.entry.name, s.weights_bytes, s.entry.kv_bytes, s.pinned) for s in slots]
+        budgets = kv_budgets(needs, self.limit_bytes)
+        for slot in slots:
+            if slot.state is State.UNLOADED:
+                slot.kv_bytes = budgets[slot.entry.name]
+        self._slots.append(slots[-1])
+        self._by_name |= dict.fromkeys((entry.name, *entry.aliases), slots[-1])
+
+    def pin(self, name: str, pinned: bool) -> None:
+        """Keep a model loaded once it is, or let it go again; raises ModelNotFoundError."""
+        self.find(name).pinned = pinned
+
     async def load_first(self) -> None:
         """Load pinned and preloaded models; raises the reason if a pinned one cannot be loaded."""
         first = [slot for slot in self._slots if slot.entry.pinned]
@@ -191,7 +211,7 @@ class Models:
             ModelBusyError: it still answered then, and goes on.
         """
         slot = self.find(name)
-        if slot.entry.pinned:
+        if slot.pinned:
             raise InvalidRequestError(f"The model {slot.entry.name} is pinned, and so it stays.")
         with _leaving(slot):
             await self._until_unused(slot, drain_s)
@@ -232,6 +252,12 @@ class Models:
         """
         ends = [in_background(partial(_end, slot), "mlxinfer-close") for slot in self._slots]
         wait(ends, timeout=CLOSE_S)
+
+    def _check_free(self, entry: Entry) -> None:
+        names = (entry.name, *entry.aliases)
+        for at, name in enumerate(names):
+            if name in self._by_name or name in names[:at]:
+                raise InvalidRequestError(f"Two models are called {name}; rename one of them.")
 
     async def _until_unused(self, slot: Slot, limit_s: float) -> None:
         until_s = time.monotonic() + limit_s

@@ -28,6 +28,8 @@ class Entry:
         preload: loaded at the start, as far as there is room.
         ttl_s: seconds without a request after which it is unloaded; None: never.
         created_s: seconds since 1970.
+        source: what the model was asked for by: a repository, a folder, a bundled name.
+        kv_bits: of keys and of values in its KV cache; None: as computed.
     """
 
     name: str
@@ -39,6 +41,8 @@ class Entry:
     preload: bool = False
     ttl_s: float | None = None
     created_s: int = 0
+    source: str = ""
+    kv_bits: tuple[int | None, int | None] = (None, None)
 
 
 def weights_bytes(folder: Path) -> int:
@@ -95,6 +99,7 @@ class Slot:
     Attributes:
         users: calls that use it or wait for it; while there is one it stays.
         used_s: when the last one left, by the registry's clock.
+        pinned: never unloaded; at first as the entry says.
         leaving: explicit unloads in progress; meanwhile new requests are refused.
     """
 
@@ -114,6 +119,10 @@ class Slot:
     num_loads: int = 0
     num_failures: int = 0  # loads that failed
     unloads: dict[str, int] = field(default_factory=dict)  # by reason: idle, memory, asked, fault
+    pinned: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pinned = self.entry.pinned
 
     @property
     def need_bytes(self) -> int:
@@ -128,11 +137,11 @@ class Slot:
     @property
     def idle(self) -> bool:
         """Loaded, without users, and not pinned: it may be unloaded."""
-        return self.state is State.LOADED and not self.users and not self.entry.pinned
+        return self.state is State.LOADED and not self.users and not self.pinned
 
     def ttl_left_s(self, now_s: float) -> float | None:
         """Seconds until it may be unloaded for idleness; None: that does not happen."""
         ttl_s = self.entry.ttl_s
-        if ttl_s is None or self.entry.pinned or self.state is not State.LOADED:
+        if ttl_s is None or self.pinned or self.state is not State.LOADED:
             return None
         return ttl_s if self.users else max(self.used_s + ttl_s - now_s, 0.0)

@@ -1,0 +1,375 @@
+// Models: what is on this disk, what the hub has and whether it fits, downloads, conversions.
+import { useEffect, useState } from "preact/hooks";
+import { request } from "./api.js";
+import { bytes, number, seconds, when } from "./format.js";
+import { usePolled } from "./poll.js";
+import { sidebarOpen } from "./sidebar.jsx";
+import { chooseModel, features, notice, refreshModels } from "./store.js";
+import { Dialog, IconButton, Meter } from "./widgets.jsx";
+
+const FITS_AT_ONCE = 3; // questions to the hub
+
+export function Models() {
+  const { data: jobs, again } = usePolled("/hub/jobs", 1000);
+  const [local, setLocal] = useState(null);
+  const [converting, setConverting] = useState(null);
+  const num_done = jobs?.data.filter((job) => job.state === "done").length;
+
+  async function refresh() {
+    try {
+      setLocal((await request("/hub/models")).data);
+      await refreshModels();
+    } catch (error) {
+      notice.value = { text: error.message, retry: refresh };
+    }
+  }
+  useEffect(() => {
+    if (features.value.hub) refresh();
+  }, [num_done, features.value.hub]);
+
+  async function act(path, options) {
+    try {
+      await request(path, options);
+      await again();
+    } catch (error) {
+      notice.value = { text: error.message };
+    }
+  }
+
+  return (
+    <section class="place" aria-label="Models">
+      <header class="head">
+        <IconButton icon="menu" label="Conversations" class="quiet narrow" onClick={() => (sidebarOpen.value = true)} />
+        <h1 class="title">Models</h1>
+      </header>
+      <div class="scroll" tabindex="0" role="region" aria-label="Models">
+        <div class="column wide">
+          {!features.value.hub && <p class="empty">This server offers only the models that it was started with.</p>}
+          {features.value.hub && (
+            <>
+              <Jobs jobs={jobs?.data ?? []} act={act} />
+              <h2>On this machine</h2>
+              <Local models={local} refresh={refresh} convert={setConverting} />
+              <h2>On the Hugging Face hub</h2>
+              <Search jobs={jobs?.data ?? []} download={(name) => act("/hub/downloads", { body: { model: name } })} />
+            </>
+          )}
+        </div>
+      </div>
+      {converting && (
+        <Convert
+          model={converting}
+          close={() => setConverting(null)}
+          start={(body) => act("/hub/conversions", { body })}
+        />
+      )}
+    </section>
+  );
+}
+
+// -- jobs -------------------------------------------------------------------------------------------
+
+function Jobs({ jobs, act }) {
+  const shown = jobs.filter((job) => job.state !== "cancelled");
+  if (!shown.length) return null;
+  return (
+    <>
+      <h2>Downloads and conversions</h2>
+      <ul class="cards" aria-label="Downloads and conversions">
+        {shown.map((job) => (
+          <li key={job.id} class="card">
+            <header>
+              <h3>{job.name}</h3>
+              <span class={`badge ${{ done: "good", failed: "bad" }[job.state] ?? ""}`}>
+                {job.kind}: {job.state}
+              </span>
+            </header>
+            {job.state !== "done" && (
+              <Meter label={job.step || "starting"} text={progressText(job)} value={job.done} of={job.total} />
+            )}
+            {job.error && <p class="error">{job.error}</p>}
+            {job.kind === "conversion" && job.result && <Report report={job.result} />}
+            <div class="actions">
+              {job.state === "running" && (
+                <button type="button" onClick={() => act(`/hub/jobs/${job.id}`, { body: { action: "pause" } })}>
+                  Pause
+                </button>
+              )}
+              {job.state === "paused" && (
+                <button type="button" class="primary" onClick={() => act(`/hub/jobs/${job.id}`, { body: { action: "resume" } })}>
+                  Resume
+                </button>
+              )}
+              {["running", "paused"].includes(job.state) && (
+                <button type="button" class="danger" onClick={() => act(`/hub/jobs/${job.id}`, { body: { action: "cancel" } })}>
+                  Cancel
+                </button>
+              )}
+              {job.state === "done" && <Use name={job.name} />}
+            </div>
+          </li>
+        ))}
+      </ul>
+    </>
+  );
+}
+
+function progressText({ kind, step, done, total, rate, state }) {
+  if (!total) return state;
+  const count = kind === "download" || step === "download" ? bytes : number;
+  const left = rate > 0 && state === "running" ? `, ${seconds((total - done) / rate)} left` : "";
+  const speed = rate > 0 && state === "running" ? `, ${count(rate)}/s` : "";
+  return `${count(done)} of ${count(total)} (${Math.floor((100 * done) / total)} %)${speed}${left}`;
+}
+
+function Report({ report }) {
+  return (
+    <div class="report">
+      <p>
+        {bytes(report.num_bytes)}, {report.bits_per_weight.toFixed(2)} bits per weight, recipe {report.recipe}
+        {report.passed ? "" : ": further from the source than it should be"}
+      </p>
+      {report.logits.map((check) => (
+        <p key={check.context}>
+          In contexts of {number(check.context)} tokens: KL divergence {check.kl_mean.toFixed(4)} (limit {check.max_kl}), same
+          first choice {(100 * check.top1).toFixed(1)} %, perplexity {check.perplexity.toFixed(2)} (source{" "}
+          {check.source_perplexity.toFixed(2)})
+        </p>
+      ))}
+      <ul>
+        {report.by_source.map((row) => (
+          <li key={row.stored + row.format}>
+            {row.stored} → {row.format}: {number(row.count)} tensors, {row.relative ? `relative error ${row.relative.toFixed(4)}` : "exact"}
+          </li>
+        ))}
+      </ul>
+    </div>
+  );
+}
+
+function Use({ name }) {
+  async function onClick() {
+    await refreshModels();
+    await chooseModel(name);
+    location.hash = "";
+  }
+  return (
+    <button type="button" class="primary" onClick={onClick}>
+      Chat with it
+    </button>
+  );
+}
+
+// -- this disk ----------------------------------------------------------------------------------------
+
+function Local({ models, refresh, convert }) {
+  const [asked, setAsked] = useState(null);
+  if (!models) return <p class="empty">Looking…</p>;
+  async function remove(name) {
+    setAsked(null);
+    try {
+      await request(`/hub/models/${name}`, { method: "DELETE" });
+    } catch (error) {
+      notice.value = { text: error.message };
+    }
+    refresh();
+  }
+  return (
+    <div class="table" tabindex="0" role="region" aria-label="Models on this machine">
+      <table>
+        <thead>
+          <tr>
+            <th>Name</th>
+            <th class="right">Size</th>
+            <th>State</th>
+            <th>Changed</th>
+            <th>
+              <span class="off-screen">Actions</span>
+            </th>
+          </tr>
+        </thead>
+        <tbody>
+          {models.map((model) => (
+            <tr key={model.name}>
+              <td class="name">{model.name}</td>
+              <td class="right">{bytes(model.size_bytes)}</td>
+              <td>
+                <span class={`badge ${model.served ? "good" : model.complete ? "" : "bad"}`}>
+                  {model.served ? "served" : model.complete ? model.source : "incomplete"}
+                </span>
+              </td>
+              <td>{when(model.modified_s)}</td>
+              <td class="row-actions">
+                {model.complete && <Use name={model.name} />}
+                {model.complete && (
+                  <button type="button" aria-label={`Convert ${model.name}`} onClick={() => convert(model.name)}>
+                    Convert
+                  </button>
+                )}
+                {!model.served && model.source !== "bundled" && (
+                  <IconButton icon="bin" label={`Delete ${model.name}`} onClick={() => setAsked(model)} />
+                )}
+              </td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+      {asked && (
+        <Dialog title="Delete a model" onClose={() => setAsked(null)}>
+          <p>
+            {asked.name} takes {bytes(asked.size_bytes)} on this disk.
+          </p>
+          <div class="actions">
+            <button type="button" class="danger" onClick={() => remove(asked.name)}>
+              Delete it
+            </button>
+          </div>
+        </Dialog>
+      )}
+    </div>
+  );
+}
+
+function Convert({ model, close, start }) {
+  const [recipe, setRecipe] = useState("4bit");
+  const base = model.split("/").at(-1);
+  function submit(event) {
+    event.preventDefault();
+    const form = new FormData(event.target);
+    start({ model, recipe, name: form.get("name"), check: form.has("check") });
+    close();
+  }
+  return (
+    <Dialog title={`Convert ${model}`} onClose={close}>
+      <form onSubmit={submit}>
+        <label>
+          Recipe
+          <select value={recipe} onChange={(event) => setRecipe(event.target.value)}>
+            {(features.value.recipes ?? []).map((name) => (
+              <option key={name}>{name}</option>
+            ))}
+          </select>
+        </label>
+        <label>
+          Name of the result
+          <input name="name" required pattern="[A-Za-z0-9][A-Za-z0-9._\-]*" defaultValue={`${base}-${recipe}`} key={recipe} />
+        </label>
+        <label class="check">
+          <input type="checkbox" name="check" defaultChecked /> Compare its logits with the source's (takes longer)
+        </label>
+        <div class="actions">
+          <button class="primary">Convert</button>
+        </div>
+      </form>
+    </Dialog>
+  );
+}
+
+// -- the hub ------------------------------------------------------------------------------------------
+
+function Search({ jobs, download }) {
+  const [found, setFound] = useState(null);
+  const [fits, setFits] = useState(new Map());
+  const [error, setError] = useState(null);
+  const [busy, setBusy] = useState(false);
+
+  async function submit(event) {
+    event?.preventDefault();
+    const form = new FormData(event.target);
+    setBusy(true);
+    setError(null);
+    try {
+      const all = form.has("all") ? "&all=1" : "";
+      const { data } = await request(`/hub/search?q=${encodeURIComponent(form.get("words"))}${all}`);
+      setFound(data);
+      look(data.map((each) => each.name));
+    } catch (problem) {
+      setError(problem.message);
+      setFound(null);
+    }
+    setBusy(false);
+  }
+
+  function look(names) {
+    const waiting = [...names];
+    async function next() {
+      for (let name = waiting.shift(); name; name = waiting.shift()) {
+        let fit;
+        try {
+          fit = await request(`/hub/fit?model=${encodeURIComponent(name)}`);
+        } catch (problem) {
+          fit = { verdict: "unknown", text: problem.message };
+        }
+        setFits((all) => new Map(all).set(name, fit));
+      }
+    }
+    for (let at = 0; at < FITS_AT_ONCE; at++) next();
+  }
+
+  return (
+    <>
+      <form class="hub-search" role="search" onSubmit={submit}>
+        <input type="search" name="words" placeholder="Qwen3 8B" aria-label="Search the hub" />
+        <label class="check">
+          <input type="checkbox" name="all" /> also those that are not for MLX
+        </label>
+        <button class="primary" disabled={busy}>
+          {busy ? "Searching…" : "Search"}
+        </button>
+      </form>
+      {error && (
+        <p class="error" role="alert">
+          {error}
+        </p>
+      )}
+      {found && !found.length && <p class="empty">The hub has no such model with safetensors.</p>}
+      {found && (
+        <ul class="cards" aria-label="Models of the hub">
+          {found.map((each) => (
+            <Found key={each.name} each={each} fit={fits.get(each.name)} jobs={jobs} download={download} />
+          ))}
+        </ul>
+      )}
+    </>
+  );
+}
+
+const VERDICTS = { fits: "good", short: "good", "too large": "bad", unsupported: "bad", unknown: "" };
+
+function Found({ each, fit, jobs, download }) {
+  const job = jobs.find(({ kind, name, state }) => kind === "download" && name === each.name && state !== "cancelled");
+  const here = each.here || job?.state === "done";
+  return (
+    <li class="card">
+      <header>
+        <h3>{each.name}</h3>
+        {fit && <span class={`badge ${VERDICTS[fit.verdict]}`}>{fit.verdict === "short" ? "fits, shorter" : fit.verdict}</span>}
+      </header>
+      <p class="source">
+        {number(each.downloads)} downloads · {number(each.likes)} likes
+        {each.parameters ? ` · ${billions(each.parameters)} numbers` : ""}
+        {each.updated_s ? ` · ${when(each.updated_s)}` : ""}
+        {each.gated ? " · gated: needs a token" : ""}
+      </p>
+      <p class="fit">{fit ? fit.text : "Does it fit? Reading sizes…"}</p>
+      <div class="actions">
+        {here ? (
+          <Use name={each.name} />
+        ) : (
+          <button
+            type="button"
+            class={fit?.verdict === "fits" || fit?.verdict === "short" ? "primary" : ""}
+            disabled={job && job.state !== "failed"}
+            onClick={() => download(each.name)}
+          >
+            {job?.state === "running" ? "Downloading…" : each.here === false ? "Go on with the download" : "Download"}
+          </button>
+        )}
+      </div>
+    </li>
+  );
+}
+
+function billions(count) {
+  return count >= 1e9 ? `${(count / 1e9).toFixed(1)} billion` : `${(count / 1e6).toFixed(0)} million`;
+}

@@ -1,0 +1,78 @@
+"""What the page of `mlxinfer serve` needs of the rest: history, models, settings."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..configfile import ModelEntry
+from ..history import History, data_folder, default_place
+from ._configuration import RequestedModel, entry_of, origin_of
+
+if TYPE_CHECKING:
+    from ..server.page.library import Library
+    from ..server.page.routes import PageRoutes, Setting
+    from ..server.registry.slots import Entry
+
+
+def page_routes(
+    ctx: click.Context,
+    options: Mapping[str, Any],
+    ttl_s: float | None,
+    limit_bytes: int,
+    *,
+    history: bool,
+) -> "PageRoutes":
+    """Return the routes of the page; raises HistoryError where the history cannot be opened."""
+    from ..server.page.routes import PageRoutes
+
+    place = default_place() if history else None
+    return PageRoutes(
+        None if place is None else History(place),
+        library(options, ttl_s, limit_bytes),
+        settings(ctx),
+    )
+
+
+def library(options: Mapping[str, Any], ttl_s: float | None, limit_bytes: int) -> "Library":
+    """Return what the page does with models: engine options are those of the command line."""
+    from ..fit import fit_of_repository
+    from ..server.page.library import Library
+
+    def entry(name: str, source: str) -> "Entry":
+        requested = RequestedModel(
+            name=name, place=name, entry=ModelEntry(source=source), preload=False
+        )
+        return entry_of(requested, options, ttl_s)
+
+    return Library(
+        command=(sys.executable, "-m", "mlxinfer.cli"),
+        converted=converted_folder(),
+        entry_of=entry,
+        fit_of=lambda name: fit_of_repository(name, limit_bytes).as_dict(),
+    )
+
+
+def converted_folder() -> Path:
+    """The folder of conversions that were made on the page."""
+    return data_folder() / "models"
+
+
+def settings(ctx: click.Context) -> "list[Setting]":
+    """Return the options of `serve` as they are, with their origin; of keys only the number."""
+    from ..server.page.routes import Setting
+
+    found = []
+    for parameter in ctx.command.params:
+        name = parameter.name or ""
+        if name not in ctx.params:
+            continue
+        value = ctx.params[name]
+        if "api_key" in name:
+            value = f"{len(value)} set" if value else None
+        value = list(value) if isinstance(value, tuple) else value
+        label = parameter.opts[-1].lstrip("-")
+        found.append(Setting(name=label, value=value, origin=origin_of(ctx, parameter)))
+    return found

@@ -1,0 +1,189 @@
+"""`mlxinfer history`: the conversations of the page and of `mlxinfer chat`."""
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from ..errors import InvalidRequestError
+from ..history import Conversation, History, StoredMessage, text_sent
+from ._chat_log import open_history, owner
+from ._options import json_option
+from ._output import emit_json, escaped, note, printable, table
+
+NAMES = {"user": "You", "assistant": "Assistant", "tool": "Tool", "system": "System"}
+SHORT_ID = 8  # characters that `list` shows
+T = TypeVar("T")
+
+
+@click.group()
+def command() -> None:
+    """Conversations that were kept, of the page and of `mlxinfer chat`.
+
+    ID is the beginning of a conversation's id, or `last`. With MLXINFER_API_KEY set they are those
+    of that key, as at the server.
+    """
+
+
+@command.command(name="list")
+@click.option("--limit", default=20, show_default=True, type=click.IntRange(1), help="At most.")
+@json_option
+def list_command(limit: int, as_json: bool) -> None:
+    """List conversations, the last changed first."""
+    found = _with_history(lambda history: history.conversations(owner(), limit=limit))
+    if as_json:
+        emit_json({"conversations": [asdict(each) for each in found]})
+        return
+    rows = [
+        (each.id[:SHORT_ID], _time(each.changed_s), escaped(each.model), escaped(each.title))
+        for each in found
+    ]
+    click.echo(table(rows, header=("ID", "CHANGED", "MODEL", "TITLE")))
+
+
+@command.command()
+@click.argument("id", default="last")
+@json_option
+def show(id: str, as_json: bool) -> None:
+    """Print a conversation."""
+    conversation, branch = _with_history(lambda history: _shown(history, id))
+    if as_json:
+        emit_json(_as_dict(conversation, branch))
+    else:
+        click.echo(printable(as_markdown(conversation, branch)), nl=False)
+
+
+@command.command()
+@click.argument("words", nargs=-1, required=True)
+@json_option
+def search(words: tuple[str, ...], as_json: bool) -> None:
+    """Print the messages that hold all of the WORDS."""
+    found = _with_history(lambda history: history.search(owner(), " ".join(words)))
+    if as_json:
+        emit_json({"messages": [asdict(each) for each in found]})
+        return
+    rows = [
+        (
+            each.conversation.id[:SHORT_ID],
+            _time(each.created_s),
+            NAMES[each.role],
+            escaped(each.excerpt),
+        )
+        for each in found
+    ]
+    click.echo(table(rows, header=("ID", "TIME", "WHO", "TEXT")))
+
+
+@command.command()
+@click.argument("id", default="last")
+@click.option(
+    "--all", "everything", is_flag=True, help="All conversations; as JSON with all branches."
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["md", "json"]),
+    default="md",
+    show_default=True,
+    help="Markdown or JSON.",
+)
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="File.  [default: stdout]")
+def export(id: str, everything: bool, form: str, out: Path | None) -> None:
+    """Write a conversation, or all of them, as Markdown or JSON."""
+    if everything:
+        whole = form == "json"
+        found = _with_history(lambda history: _everything(history, whole=whole))
+    else:
+        found = [_with_history(lambda history: _shown(history, id))]
+    if form == "json":
+        data = [_as_dict(conversation, messages) for conversation, messages in found]
+        text = json.dumps(data if everything else data[0], indent=2, ensure_ascii=False) + "\n"
+    else:
+        text = "\n".join(as_markdown(conversation, messages) for conversation, messages in found)
+    if out is None:
+        click.echo(text, nl=False)
+    else:
+        out.write_text(text, encoding="utf-8")
+
+
+@command.command()
+@click.argument("ids", nargs=-1)
+@click.option("--all", "everything", is_flag=True, help="All conversations.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def rm(ids: tuple[str, ...], everything: bool, yes: bool) -> None:
+    """Delete conversations for good."""
+    if bool(ids) == everything:
+        raise click.UsageError("Give the IDs of conversations, or --all.")
+
+    def chosen(history: History) -> list[Conversation]:
+        if everything:
+            return [conversation for conversation, _ in _everything(history, whole=False)]
+        return [find(history, id) for id in ids]
+
+    found = _with_history(chosen)
+    if everything and not yes:
+        click.confirm(f"Delete {len(found)} conversations?", abort=True, err=True)
+
+    def delete(history: History) -> None:
+        for conversation in {each.id: each for each in found}.values():
+            history.delete(owner(), conversation.id)
+            note(f"deleted {escaped(conversation.title)}")
+
+    _with_history(delete)
+
+
+def find(history: History, id: str) -> Conversation:
+    """The conversation whose id begins so, or the last changed one.
+
+    Raises:
+        InvalidRequestError: there is none, or more than one.
+    """
+    known = history.conversations(owner(), limit=1 if id == "last" else 1_000_000)
+    found = known if id == "last" else [each for each in known if each.id.startswith(id)]
+    if not found:
+        raise InvalidRequestError(
+            f"There is no conversation {id!r}; `mlxinfer history list` shows what there is."
+        )
+    if len(found) > 1:
+        raise InvalidRequestError(f"{len(found)} conversations begin with {id!r}; give more of it.")
+    return found[0]
+
+
+def as_markdown(conversation: Conversation, messages: list[StoredMessage]) -> str:
+    """A conversation for people."""
+    parts = [f"# {conversation.title or 'Conversation'}"]
+    if system := conversation.settings.get("system"):
+        parts.append("> " + str(system).replace("\n", "\n> "))
+    parts += [f"## {NAMES[message.role]}\n\n{text_sent(message)}" for message in messages]
+    return "\n\n".join(parts) + "\n"
+
+
+def _as_dict(conversation: Conversation, messages: list[StoredMessage]) -> dict[str, Any]:
+    return {**asdict(conversation), "messages": [asdict(message) for message in messages]}
+
+
+def _shown(history: History, id: str) -> tuple[Conversation, list[StoredMessage]]:
+    conversation = find(history, id)
+    return conversation, history.branch(owner(), conversation.id)
+
+
+def _everything(history: History, *, whole: bool) -> list[tuple[Conversation, list[StoredMessage]]]:
+    read = history.messages if whole else history.branch
+    return [
+        (conversation, read(owner(), conversation.id))
+        for conversation in history.conversations(owner(), limit=1_000_000)
+    ]
+
+
+def _with_history(read: Callable[[History], T]) -> T:
+    with closing(open_history()) as history:
+        return read(history)
+
+
+def _time(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"

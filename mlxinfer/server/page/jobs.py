@@ -1,0 +1,233 @@
+"""Downloads and conversions: each a process of its own, which can be paused and cannot hurt others.
+
+A process writes its progress as JSON lines to stderr and its result as JSON to stdout. To pause
+ends it by an interrupt: what has arrived stays on the disk, and to resume is to run it again.
+"""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from ...errors import InvalidRequestError
+from ..errors import NoSuchPathError
+
+PROGRESS = {"MLXINFER_PROGRESS": "json"}  # of the environment of a job's process
+MAX_RUNNING = 4
+MAX_KEPT = 50  # jobs that have ended
+KILL_S = 10.0  # after an interrupt
+MAX_LINE = 4096  # characters of an error
+
+
+class JobState(StrEnum):
+    """Where a job is."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One download or conversion.
+
+    Attributes:
+        kind: "download" or "conversion".
+        name: of the model.
+        arguments: of the process.
+        again: arguments with which it goes on after a pause.
+        discard: removes what a cancelled job leaves.
+        step, done, total: as the process said last; bytes, or weights of a conversion.
+        result: JSON of a job that is done.
+    """
+
+    kind: str
+    name: str
+    arguments: Sequence[str]
+    again: Sequence[str]
+    discard: Callable[[], object]
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+    state: JobState = JobState.RUNNING
+    step: str = ""
+    done: int = 0
+    total: int = 0
+    rate: float = 0.0  # a second, smoothed
+    error: str | None = None
+    result: Any = None
+    wanted: JobState = JobState.RUNNING  # what a pause or an end of the process means
+    process: "subprocess.Popen[str] | None" = None
+    marked: tuple[float, int] = (0.0, 0)  # time and `done` of the last rate
+
+    @property
+    def ended(self) -> bool:
+        """Whether it will not go on."""
+        return self.state in (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the page."""
+        names = ("id", "kind", "name", "step", "done", "total", "rate", "error", "result")
+        return {"state": str(self.state), **{name: getattr(self, name) for name in names}}
+
+
+class Jobs:
+    """All jobs of a server. Methods may be called from any thread.
+
+    Args:
+        command: the program that arguments are given to.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+        self._jobs: dict[str, Job] = {}
+        self._lock = threading.Lock()
+
+    def all(self) -> list[Job]:
+        """The newest first."""
+        return list(self._jobs.values())[::-1]
+
+    def start(self, job: Job) -> Job:
+        """Run a job; one of the same kind and name that is paused goes on instead.
+
+        Raises:
+            InvalidRequestError: too many run.
+        """
+        with self._lock:
+            same = [j for j in self._jobs.values() if (j.kind, j.name) == (job.kind, job.name)]
+            open_ones = [each for each in same if not each.ended]
+            if open_ones:
+                job = open_ones[0]
+            elif len([j for j in self._jobs.values() if not j.ended]) >= MAX_RUNNING:
+                raise InvalidRequestError(f"{MAX_RUNNING} jobs run already; wait for one of them.")
+            self._jobs[job.id] = job
+            self._forget_old()
+        if job.process is None and not job.ended:
+            self._run(job, job.again if job.state is JobState.PAUSED else job.arguments)
+        return job
+
+    def act(self, id: str, action: str) -> Job:
+        """Pause, resume or cancel a job; what has no effect in its state is ignored.
+
+        Raises:
+            NoSuchPathError: there is no such job.
+            InvalidRequestError: there is no such action.
+        """
+        job = self._jobs.get(id)
+        if job is None:
+            raise NoSuchPathError("There is no such job.")
+        if action == "resume":
+            if job.state is JobState.PAUSED and job.process is None:
+                self._run(job, job.again)
+        elif action == "pause":
+            self._interrupt(job, JobState.PAUSED)
+        elif action == "cancel":
+            self._interrupt(job, JobState.CANCELLED)
+        else:
+            raise InvalidRequestError(
+                f"action is {action[:40]!r}; expected pause, resume or cancel.", param="action"
+            )
+        return job
+
+    def close(self) -> None:
+        """Interrupt what runs; its work so far is kept."""
+        for job in self.all():
+            self._interrupt(job, JobState.PAUSED)
+
+    def _run(self, job: Job, arguments: Sequence[str]) -> None:
+        job.state = job.wanted = JobState.RUNNING
+        job.error, job.rate, job.marked = None, 0.0, (0.0, 0)
+        process = subprocess.Popen(
+            [*self._command, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C at the server's terminal is not meant for it
+            env={**os.environ, **PROGRESS},
+        )
+        job.process = process
+        threading.Thread(
+            target=self._watch, args=(job, process), name="mlxinfer-job", daemon=True
+        ).start()
+
+    def _watch(self, job: Job, process: "subprocess.Popen[str]") -> None:
+        """Follow a process to its end."""
+        assert process.stdout is not None
+        assert process.stderr is not None
+        said: list[str] = []
+        reader = threading.Thread(target=lambda: said.append(process.stdout.read()), daemon=True)  # type: ignore[union-attr]
+        reader.start()
+        problem = ""
+        for line in process.stderr:
+            if line.startswith("{"):
+                _note(job, line)
+            elif line.startswith("error: "):
+                problem = line.removeprefix("error: ").strip()[:MAX_LINE]
+        reader.join()
+        code = process.wait()
+        for pipe in (process.stdout, process.stderr):
+            pipe.close()
+        job.process = None
+        _end(job, code, "".join(said), problem)
+
+    def _interrupt(self, job: Job, wanted: JobState) -> None:
+        process = job.process
+        if process is None:
+            if job.state is JobState.PAUSED and wanted is JobState.CANCELLED:
+                job.state = wanted
+                job.discard()
+            return
+        job.wanted = wanted
+        process.send_signal(signal.SIGINT)
+        killer = threading.Timer(KILL_S, process.kill)
+        killer.daemon = True
+        killer.start()
+
+    def _forget_old(self) -> None:
+        ended = [job for job in self._jobs.values() if job.ended]
+        for job in ended[: max(len(ended) - MAX_KEPT, 0)]:
+            del self._jobs[job.id]
+
+
+def _note(job: Job, line: str) -> None:
+    """Take in a line of progress."""
+    try:
+        said = json.loads(line)
+        step, done, total = str(said["step"]), int(said["done"]), int(said["total"])
+    except (ValueError, KeyError, TypeError):
+        return
+    now_s = time.monotonic()
+    since_s, before = job.marked
+    if step != job.step or not since_s:
+        job.marked, job.rate = (now_s, done), 0.0
+    elif now_s - since_s > 0.5:
+        speed = max(done - before, 0) / (now_s - since_s)
+        job.rate = speed if not job.rate else 0.7 * job.rate + 0.3 * speed
+        job.marked = (now_s, done)
+    job.step, job.done, job.total = step, done, total
+
+
+def _end(job: Job, code: int, said: str, problem: str) -> None:
+    """Give a job whose process has ended its state."""
+    if job.wanted is not JobState.RUNNING and code != 0:
+        job.state = job.wanted
+        if job.state is JobState.CANCELLED:
+            job.discard()
+        return
+    try:
+        job.result = json.loads(said) if said else None
+    except ValueError:
+        code = code or 1
+    if code == 0:
+        job.state, job.done = JobState.DONE, job.total
+    else:
+        job.state, job.error = JobState.FAILED, problem or f"The process ended with status {code}."

@@ -1,0 +1,243 @@
+"""/hub: models on this disk and on the hub, what fits, downloads, conversions, and serving them.
+
+Names are repositories of the hub, bundled models, or conversions made here; never paths.
+"""
+
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ... import hub
+from ...errors import InvalidRequestError, ModelNotFoundError
+from ...hub.cache import parse_repo_name
+from ...hub.search import search_models
+from ..calls.call import Call
+from ..calls.endpoint import Endpoint
+from ..calls.service import Workers
+from ..http.replies import Reply, json_body
+from ..registry.slots import Entry
+from .conversations import query_of
+from .jobs import Job, Jobs
+
+RECIPES = ("4bit", "8bit", "6bit", "5bit", "3bit", "mixed", "mxfp4", "mxfp8", "nvfp4", "bf16")
+MAX_FITS = 200  # verdicts that are remembered
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+
+
+class ModelName(msgspec.Struct, kw_only=True):
+    """A model by name."""
+
+    model: str
+
+
+class ConversionFields(msgspec.Struct, kw_only=True):
+    """What to convert, how, and the name of the result."""
+
+    model: str
+    recipe: str
+    name: str
+    check: bool = True  # compare logits with the source's; takes longer
+
+
+class JobAction(msgspec.Struct, kw_only=True):
+    """pause, resume or cancel."""
+
+    action: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """What the routes need of the rest of the program.
+
+    Attributes:
+        command: the command line program, for downloads and conversions.
+        converted: the folder of conversions.
+        entry_of: a name and a folder or repository -> an entry of the registry.
+        fit_of: a repository -> the data of its verdict; asks the hub.
+    """
+
+    command: Sequence[str]
+    converted: Path
+    entry_of: Callable[[str, str], Entry]
+    fit_of: Callable[[str], dict[str, Any]]
+
+
+class LibraryRoutes:
+    """The handlers of /hub."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._jobs = Jobs(library.command)
+        self._fits: dict[str, dict[str, Any]] = {}
+        self._workers = Workers(4)  # the hub may take long, and texts of requests are not to wait
+
+    def close(self) -> None:
+        """Interrupt downloads and conversions; what they have done is kept."""
+        self._jobs.close()
+        self._workers.close()
+
+    async def models(self, call: Call, _: None) -> Reply:
+        """The models on this disk: bundled, downloaded, converted."""
+        served = {slot.entry.source for slot in call.service.models.slots()}
+        served |= set(call.service.models.names())
+        found = await self._workers.run(self._local)
+        for model in found:
+            model["served"] = model["name"] in served
+        return json_body({"data": found})
+
+    async def search(self, call: Call, _: None) -> Reply:
+        """Models of the hub whose names hold the words of `q`; all=1: also those not for MLX."""
+        query = query_of(call)
+        mlx_only = query.get("all") != "1"
+        found = await self._workers.run(search_models, query.get("q", "")[:200], mlx_only=mlx_only)
+        here = {model["name"]: model["complete"] for model in await self._workers.run(self._local)}
+        data = [{**asdict(model), "here": here.get(model.name)} for model in found]
+        return json_body({"data": data})
+
+    async def fit(self, call: Call, _: None) -> Reply:
+        """Whether a repository of the hub fits this machine, and at which context."""
+        name = str(parse_repo_name(query_of(call).get("model", "")))
+        if name not in self._fits:
+            found = await self._workers.run(self._library.fit_of, name)
+            while len(self._fits) >= MAX_FITS:
+                del self._fits[next(iter(self._fits))]
+            self._fits[name] = found
+        return json_body(self._fits[name])
+
+    async def jobs(self, call: Call, _: None) -> Reply:
+        """Downloads and conversions, the newest first."""
+        return json_body({"data": [job.as_dict() for job in self._jobs.all()]})
+
+    async def download(self, call: Call, body: ModelName) -> Reply:
+        """Start a download, or go on with one."""
+        name = str(parse_repo_name(body.model))
+        arguments = ["pull", name, "--json"]
+        job = Job("download", name, arguments, arguments, lambda: _discard_download(name))
+        return json_body(self._jobs.start(job).as_dict())
+
+    async def convert(self, call: Call, body: ConversionFields) -> Reply:
+        """Start a conversion of a model on this disk."""
+        out = self._library.converted / body.name
+        if not _NAME.fullmatch(body.name) or ".." in body.name:
+            raise InvalidRequestError(
+                "name is letters, digits, dots, dashes and underscores.", param="name"
+            )
+        if body.recipe not in RECIPES:
+            raise InvalidRequestError(
+                f"recipe is {body.recipe[:40]!r}; expected one of {', '.join(RECIPES)}.",
+                param="recipe",
+            )
+        if out.exists():
+            raise InvalidRequestError(f"There is a conversion {body.name} already.", param="name")
+        source = await self._workers.run(self._source, body.model)
+        self._library.converted.mkdir(parents=True, exist_ok=True)
+        arguments = ["convert", source, str(out), "--recipe", body.recipe, "--json"]
+        arguments += [] if body.check else ["--fast"]
+        job = Job(
+            "conversion",
+            body.name,
+            [*arguments, "--restart"],
+            [*arguments, "--resume"],
+            lambda: shutil.rmtree(out.with_name(out.name + ".partial"), ignore_errors=True),
+        )
+        return json_body(self._jobs.start(job).as_dict())
+
+    async def act(self, call: Call, body: JobAction) -> Reply:
+        """Pause, resume or cancel a job."""
+        return json_body(self._jobs.act(call.path_params["id"], body.action).as_dict())
+
+    async def serve(self, call: Call, body: ModelName) -> Reply:
+        """Serve a model of this disk; requests may name it from now on."""
+        call.refuse_while_draining()
+        if body.model not in call.service.models.names():
+            source = await self._workers.run(self._source, body.model)
+            entry = await self._workers.run(self._library.entry_of, body.model, source)
+            call.service.add_model(entry)
+        return json_body({"model": body.model})
+
+    async def remove(self, call: Call, _: None) -> Reply:
+        """Delete a model from this disk; one that is served stays."""
+        name = call.path_params["name"]
+        served = {name for slot in call.service.models.slots() for name in (slot.entry.source,)}
+        if name in served or name in call.service.models.names():
+            raise InvalidRequestError(f"{name} is served by this server, and so it stays.")
+        freed = await self._workers.run(self._remove, name)
+        return json_body({"model": name, "freed_bytes": freed})
+
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """Of /hub."""
+        rows: tuple[tuple[str, str, Any, str, type | None], ...] = (
+            ("GET", "/hub/models", self.models, "Models on this disk.", None),
+            ("GET", "/hub/search", self.search, "Models of the hub by words.", None),
+            ("GET", "/hub/fit", self.fit, "Whether a model of the hub fits this machine.", None),
+            ("GET", "/hub/jobs", self.jobs, "Downloads and conversions.", None),
+            ("POST", "/hub/jobs/{id}", self.act, "Pause, resume or cancel one.", JobAction),
+            ("POST", "/hub/downloads", self.download, "Download a model.", ModelName),
+            ("POST", "/hub/conversions", self.convert, "Convert a model.", ConversionFields),
+            ("POST", "/hub/serve", self.serve, "Serve a model of this disk.", ModelName),
+            ("DELETE", "/hub/models/{name:path}", self.remove, "Delete a model.", None),
+        )
+        return tuple(
+            Endpoint(method=method, path=path, handler=handler, summary=summary, body=body)
+            for method, path, handler, summary, body in rows
+        )
+
+    def _local(self) -> list[dict[str, Any]]:
+        found = [
+            {
+                "name": model.name,
+                "size_bytes": model.size_bytes,
+                "complete": model.complete,
+                "source": model.source,
+                "modified_s": model.modified,
+            }
+            for model in hub.list_models()
+        ]
+        return found + [_converted(folder) for folder in self._conversions()]
+
+    def _conversions(self) -> list[Path]:
+        folder = self._library.converted
+        if not folder.is_dir():
+            return []
+        return sorted(each for each in folder.iterdir() if (each / "config.json").is_file())
+
+    def _source(self, name: str) -> str:
+        """What a name of this disk's models stands for; raises ModelNotFoundError."""
+        for folder in self._conversions():
+            if folder.name == name:
+                return str(folder)
+        for model in hub.list_models():
+            if model.name == name and model.complete:
+                return name
+        raise ModelNotFoundError(f"There is no complete model {name[:100]!r} on this disk.")
+
+    def _remove(self, name: str) -> int:
+        for folder in self._conversions():
+            if folder.name == name:
+                size = int(_converted(folder)["size_bytes"])
+                shutil.rmtree(folder)
+                return size
+        return hub.remove(str(parse_repo_name(name)))
+
+
+def _converted(folder: Path) -> dict[str, Any]:
+    files = [file.stat() for file in folder.iterdir() if file.is_file()]
+    return {
+        "name": folder.name,
+        "size_bytes": sum(file.st_size for file in files),
+        "complete": True,
+        "source": "converted",
+        "modified_s": max((file.st_mtime for file in files), default=0.0),
+    }
+
+
+def _discard_download(name: str) -> None:
+    """Delete what a cancelled download has left, unless an earlier version is whole."""
+    for model in hub.list_models():
+        if model.name == name and not model.complete:
+            hub.remove(name)

@@ -13,7 +13,7 @@ import mlx.core as mx
 from ..cache.formats import Bits
 from ..config import default_kernel_folder
 from ..core import CacheSpec, KVSpec, LatentSpec
-from ..layers.attention import Attention, Mixer
+from ..layers.attention import AttentionShape, Mixer
 from ..layers.latent_attention import LatentAttention
 from ..metal_kernels.attention_cases import mla_variant, paged_variant
 from ..metal_kernels.attention_shape import threadgroup_shape
@@ -102,7 +102,7 @@ def _attention_variants(
     """
     if isinstance(mixer, LatentAttention) and isinstance(spec, LatentSpec):
         return _latent_variants(dtype, mixer.num_heads, spec, bits)
-    if not isinstance(mixer, Attention) or not isinstance(spec, KVSpec):
+    if not isinstance(mixer, AttentionShape) or not isinstance(spec, KVSpec):
         return []
     group = mixer.num_heads // spec.num_kv_heads
     if not {spec.key_dim, spec.value_dim} <= set(HEAD_DIMS) or dtype not in DTYPES:
@@ -149,7 +149,7 @@ def _latent_variants(
 
 def _heads(mixer: Mixer, spec: CacheSpec, bits: Bits) -> Heads | None:
     """What one kernel does to a layer's projection; None where it has no such sizes."""
-    if not isinstance(mixer, Attention) or not isinstance(spec, KVSpec):
+    if not isinstance(mixer, AttentionShape) or not isinstance(spec, KVSpec):
         return None
     dim = spec.key_dim
     if mixer.make_heads is None or dim != spec.value_dim or dim % 8 or dim > MAX_DIM:

@@ -49,7 +49,29 @@ class ParallelMixers:
         return y
 
 
-class Attention:
+class AttentionShape:
+    """What a Metal kernel for attention needs to know of a layer.
+
+    Args:
+        num_heads: of queries.
+        sinks, make_heads: as of `Attention`.
+    """
+
+    __slots__ = ("make_heads", "num_heads", "sinks")
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        sinks: mx.array | None = None,
+        make_heads: HeadsMaker | None = None,
+    ) -> None:
+        self.num_heads = num_heads
+        self.sinks = sinks
+        self.make_heads = make_heads
+
+
+class Attention(AttentionShape):
     """Fused QKV projection, optional QK-norm, rope on Q and K together, then the KV cache.
 
     Args:
@@ -74,16 +96,13 @@ class Attention:
         "gate_proj",
         "heads_shape",
         "k_start",
-        "make_heads",
         "norm_last",
-        "num_heads",
         "o_proj",
         "qk_norm",
         "qkv_proj",
         "query_scale",
         "rope",
         "scale",
-        "sinks",
         "soft_cap",
         "spec",
         "v_norm",
@@ -108,9 +127,10 @@ class Attention:
         gate_proj: Projection | None = None,
         make_heads: HeadsMaker | None = None,
     ) -> None:
+        apart = v_norm is not None or norm_last or query_scale is not None
+        super().__init__(num_heads, sinks=sinks, make_heads=None if apart else make_heads)
         self.qkv_proj = qkv_proj
         self.o_proj = o_proj
-        self.num_heads = num_heads
         self.spec = spec
         self.k_start = (num_heads,)
         self.v_start = (num_heads + spec.num_kv_heads,)
@@ -121,11 +141,8 @@ class Attention:
         self.norm_last = norm_last
         self.query_scale = query_scale
         self.v_norm = v_norm
-        self.sinks = sinks
         self.soft_cap = soft_cap
         self.gate_proj = gate_proj
-        apart = v_norm is not None or norm_last or query_scale is not None
-        self.make_heads = None if apart else make_heads
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""

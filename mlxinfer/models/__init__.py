@@ -4,9 +4,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .decoder import Model
+    from .config import ModelConfig
+    from .decoder import LanguageModel, Model
+    from .zoo import ZooConfig
 
-__all__ = ["load"]
+__all__ = ["load", "load_any", "load_any_config"]
+
+
+def load_any(folder: Path, *, dtype: str = "auto") -> "LanguageModel":
+    """As `load`; where the architecture has no native family, mlx-lm's definition of it."""
+    if _is_native(folder):
+        return load(folder, dtype=dtype)
+    from . import zoo
+
+    return zoo.load(folder, dtype=dtype)
+
+
+def load_any_config(folder: Path) -> "ModelConfig | ZooConfig":
+    """What would run the checkpoint in a folder; errors as of `load`. Reads no weights."""
+    from .config import load_config
+
+    if _is_native(folder):
+        return load_config(folder)
+    from . import zoo
+
+    return zoo.load_config(folder)
+
+
+def _is_native(folder: Path) -> bool:
+    """Whether a family builds the model, or is to say what is wrong with its config."""
+    from .jsonfields import read_json
+    from .registry import SUPPORTED
+
+    model_type = read_json(folder / "config.json").get("model_type")
+    return not isinstance(model_type, str) or model_type in SUPPORTED
 
 
 def load(folder: Path, *, dtype: str = "auto") -> "Model":

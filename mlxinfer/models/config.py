@@ -106,7 +106,7 @@ def normalise(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = Non
         hidden_size=fields.integer("hidden_size", high=2**20),
         intermediate_size=fields.integer("intermediate_size", high=2**22),
         num_layers=num_layers,
-        eos_token_ids=_eos_token_ids(raw, fields, generation or {}, vocab_size),
+        eos_token_ids=eos_token_ids(raw, fields, generation or {}, vocab_size),
         rms_norm_eps=fields.number("rms_norm_eps", low=0.0, high=1.0),
         activation=fields.text("hidden_activation", "hidden_act"),
         tie_word_embeddings=_tied(raw, fields),
@@ -182,9 +182,10 @@ def _max_context(fields: Fields, rope: RopeSpec | None) -> int:
     return min(max(stated, stretched), 2**31 - 1)
 
 
-def _eos_token_ids(
+def eos_token_ids(
     raw: Mapping[str, Any], fields: Fields, generation: Mapping[str, Any], vocab_size: int
 ) -> tuple[int, ...]:
+    """Tokens that end an answer, from wherever they are stated."""
     found: dict[int, None] = {}  # a set that keeps the order
     for values in (generation, raw, fields.values):
         stated = values.get("eos_token_id")

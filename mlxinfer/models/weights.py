@@ -31,8 +31,8 @@ Rename = Callable[[str], str | None]
 
 _PARTS = ("weight", "scales", "biases")
 _OF_PACKED = (".scales", ".biases")
-_FLOATS = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
-_DTYPES = {name: dtype for dtype, name in _FLOATS.items()}
+FLOATS = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
+_DTYPES = {name: dtype for dtype, name in FLOATS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class Weights:
     def take(self, name: str, shape: Sequence[int], *, offset: float = 0.0) -> mx.array:
         """The tensor in the activations' dtype, `offset` added before it is rounded to that."""
         tensor = self.raw(name, shape)
-        if tensor.dtype not in _FLOATS:
+        if tensor.dtype not in FLOATS:
             raise CheckpointError(
                 f"Tensor {self._original[name]!r} is {tensor.dtype}; expected one of "
                 f"{', '.join(_DTYPES)}."
@@ -420,7 +420,7 @@ def choose_dtype(
         return _DTYPES[dtype]
     if not mx.metal.is_available():
         return mx.float32
-    floats = {name: t for name, t in tensors.items() if t.dtype in _FLOATS}
+    floats = {name: t for name, t in tensors.items() if t.dtype in FLOATS}
     packed = [t.dtype for name, t in floats.items() if name.endswith(_OF_PACKED)]
     own = [t for name, t in floats.items() if not name.endswith(_OF_PACKED)]
     chosen = _most([t.dtype for t in own] or packed)

@@ -192,13 +192,13 @@ def open_engine(
     """
     require_mlx()
     from ..engine.engine import Engine  # imports mlx; where it is missing, require_mlx says why
-    from ..models import load
+    from ..models import load_any
 
     described: list[ModelInfo] = []
 
     def build() -> "tuple[LanguageModel, EngineConfig]":
         disk = options.disk(folder)
-        model = load(folder, dtype=options.dtype)
+        model = load_any(folder, dtype=options.dtype)
         described.append(describe(name, folder, model))
         return model, options.config(model, disk)
 

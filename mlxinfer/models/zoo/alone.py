@@ -1,0 +1,111 @@
+"""mlx-lm's models one sequence after another, on their own caches, under the same scheduler.
+
+For definitions that mix tokens along the sequence (recurrences, convolutions) or attend in a way of
+their own. Requests still arrive, wait, run beside each other and stop as all others do; what is
+lost is one forward pass for all of them, and what needs pages.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from ...core import CacheSpec, OwnCacheSpec
+from ...layers.mlp import Gated
+from ...layers.step import Rows
+from .config import ZooConfig
+from .definitions import Definition
+
+LACKING = ("prefix_cache", "disk_cache", "speculation")  # bits and windows: see cache/formats.py
+WHY = "it runs on caches of its own, one sequence after another"
+ATTENTION_CACHES = ("KVCache", "RotatingKVCache")  # every output depends on what these keep
+STEP = 256  # tokens by which mlx-lm's caches grow
+
+
+class Kept:
+    """mlx-lm's caches of one sequence."""
+
+    __slots__ = ("caches",)
+
+    def __init__(self, caches: list[Any]) -> None:
+        self.caches = caches
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the arrays."""
+        return sum(cache.nbytes for cache in self.caches if cache is not None)
+
+    def unread(self) -> list[mx.array]:
+        """States: the outputs of the step that made them do not depend on them."""
+        return [
+            array
+            for cache in self.caches
+            if type(cache).__name__ not in ATTENTION_CACHES
+            for array in _arrays(cache)
+        ]
+
+
+def _arrays(cache: Any) -> list[mx.array]:
+    if cache is None or cache.empty():
+        return []
+    return [array for _, array in tree_flatten(cache.state) if isinstance(array, mx.array)]
+
+
+class AloneModel:
+    """A definition as the engine runs it, sequence by sequence.
+
+    Args:
+        config: for the engine.
+        definition: with its weights.
+        dtype: of what the caches keep, to count it.
+    """
+
+    lacks: ClassVar[Mapping[str, str]] = dict.fromkeys(LACKING, WHY)
+    activations: ClassVar[Sequence[Gated]] = ()
+
+    def __init__(self, config: ZooConfig, definition: Definition, dtype: mx.Dtype) -> None:
+        self.config = config
+        self.definition = definition
+        self.activation_dtype = dtype
+        self.mixers = [self]
+        self.cache_specs: list[CacheSpec] = [kept_by(definition, dtype)]
+        self.num_bytes = definition.num_bytes
+
+    def __call__(
+        self,
+        ids: mx.array,
+        positions: mx.array,
+        caches: Sequence[Any],
+        *,
+        rope_variants: Rows | None = None,
+        adapters: Rows | None = None,
+    ) -> mx.array:
+        """One step over T tokens of any sequences: ids (T,) -> (T, width)."""
+        (step,) = caches
+        outputs = []
+        for part in step.parts:
+            if part.cache is None:
+                part.cache = Kept(self.definition.own_caches())
+            outputs.append(self.definition.hidden(ids[part.rows][None], part.cache.caches)[0])
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """hidden (R, width) as `__call__` returns it -> (R, vocab_size)."""
+        return self.definition.logits(hidden)
+
+    def rope_variant(self, max_tokens: int) -> int:
+        """All sequences have the same frequencies."""
+        return 0
+
+
+def kept_by(definition: Definition, dtype: mx.Dtype) -> OwnCacheSpec:
+    """What a sequence keeps, learnt from shapes alone: nothing is computed."""
+    sizes = []
+    for length in (STEP, 2 * STEP):
+        caches = definition.own_caches()
+        definition(mx.zeros((1, length), mx.int32), caches)
+        sizes.append(Kept(caches).num_bytes)
+    grown = max(sizes[1] - sizes[0], 0)  # in one step, which is there before it is filled
+    numbers = -(-grown // (STEP * dtype.size))
+    return OwnCacheSpec(numbers=numbers, num_bytes=max(sizes[0], 1))

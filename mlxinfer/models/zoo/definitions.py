@@ -1,0 +1,401 @@
+"""mlx-lm's model definitions, as a private copy of its modules, and models built from them.
+
+The copy is a package of its own name whose modules are read from mlx-lm's folder: nothing of an
+mlx-lm that somebody imported is changed, and its own package, which imports transformers and
+lowers the limit of open files, is not run. In the copy, the function through which the definitions
+attend is ours, which hands a call on to the cache where that is one of ours.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import inspect
+import io
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+
+from ...errors import CheckpointError, UnsupportedModelError
+
+COPY = "mlxinfer_private_mlx_lm"  # the name of the copy's package
+INSTALL = 'pip install "mlxinfer[zoo]"'
+NEEDED = ("Model", "ModelArgs")  # what a module that defines an architecture has
+
+
+class AttendingCache:
+    """What an attention layer of a definition gets in place of mlx-lm's cache; see flat.py."""
+
+    __slots__ = ()
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """As `AttentionOverride`."""
+        raise AssertionError("a base class")
+
+
+class AttentionOverride:
+    """Stands for mlx-lm's attention function in the copy.
+
+    Args:
+        original: mlx-lm's own.
+    """
+
+    def __init__(self, original: Callable[..., mx.array]) -> None:
+        self._original = original
+
+    def __call__(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """queries (B, H, L, D), keys and values as the cache gave them -> (B, H, L, V)."""
+        if isinstance(cache, AttendingCache):
+            return cache.attend(queries, keys, values, scale, mask, sinks)
+        return self._original(queries, keys, values, cache, scale, mask, sinks)
+
+
+@cache
+def installed() -> str | None:
+    """The version of the mlx-lm that is installed; None: none is."""
+    try:
+        return version("mlx-lm")
+    except PackageNotFoundError:
+        return None
+
+
+@cache
+def _folder() -> Path:
+    """Where mlx-lm lies. `find_spec` of a top-level name imports nothing."""
+    spec = find_spec("mlx_lm")
+    assert spec is not None, "mlx-lm is installed"
+    assert spec.submodule_search_locations, "mlx-lm is a package"
+    return Path(spec.submodule_search_locations[0])
+
+
+@cache
+def _renamed() -> Mapping[str, str]:
+    """Architectures that mlx-lm defines under another's name: a literal of its utils.py."""
+    try:
+        tree = ast.parse((_folder() / "utils.py").read_text())
+        found = next(
+            ast.literal_eval(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODEL_REMAPPING"
+        )
+    except (OSError, SyntaxError, ValueError, StopIteration):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _package(name: str, folder: Path) -> ModuleType:
+    """An empty package of that name, whose modules lie in `folder`."""
+    module = ModuleType(name)
+    module.__path__ = [str(folder)]
+    module.__spec__ = ModuleSpec(name, None, is_package=True)
+    module.__spec__.submodule_search_locations = module.__path__
+    sys.modules[name] = module
+    return module
+
+
+@cache
+def _copied() -> str:
+    """The package of the copied models, with the attention function replaced."""
+    _package(COPY, _folder())
+    models = f"{COPY}.models"
+    _package(models, _folder() / "models")
+    base: Any = import_module(f"{models}.base")
+    base.scaled_dot_product_attention = AttentionOverride(base.scaled_dot_product_attention)
+    return models
+
+
+def architectures() -> list[str]:
+    """Names of mlx-lm's model files, in order; some hold parts only."""
+    return sorted(path.stem for path in (_folder() / "models").glob("*.py") if path.stem[0] != "_")
+
+
+def module_of(model_type: str) -> ModuleType | None:
+    """The copied module that defines an architecture; None: mlx-lm has none.
+
+    Raises:
+        UnsupportedModelError: mlx-lm is not installed, or the module does not load here.
+    """
+    if installed() is None:
+        raise UnsupportedModelError(
+            f"The architecture {model_type[:60]!r} has no native definition here, and mlx-lm, "
+            f"which may define it, is not installed: {INSTALL}."
+        )
+    name = _renamed().get(model_type, model_type)
+    if name not in architectures():
+        return None
+    with _limits_kept():
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(said):
+                module = import_module(f"{_copied()}.{name}")
+        except (Exception, SystemExit) as error:  # the fault boundary of foreign code
+            what = said.getvalue().strip() or f"{type(error).__name__}: {error}"
+            raise UnsupportedModelError(
+                f"mlx-lm's definition of {model_type!r} does not load here: {one_line(what)}"
+            ) from error
+    defines = all(getattr(module, needed, None) is not None for needed in NEEDED)
+    return module if defines else None
+
+
+@contextlib.contextmanager
+def _limits_kept() -> Iterator[None]:
+    """A few definitions import mlx-lm's own package, which lowers the limit of open files."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        yield
+    finally:
+        if resource.getrlimit(resource.RLIMIT_NOFILE) != (soft, hard):
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            except ValueError:  # only root may raise the hard limit again
+                lowered = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+                resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, lowered), lowered))
+
+
+class Definition:
+    """A model of mlx-lm's, built from a config.
+
+    Its weights are zeros that take no memory, until others are loaded.
+
+    Args:
+        module: defines the architecture.
+        args: its ModelArgs.
+
+    Raises:
+        CheckpointError: the definition does not take these sizes.
+    """
+
+    def __init__(self, module: ModuleType, args: Any) -> None:
+        self.module = module
+        self.args = args
+        try:
+            self.model: nn.Module = module.Model(args)
+        except Exception as error:  # the fault boundary of foreign code
+            raise CheckpointError(
+                f"mlx-lm's definition of {self.name} does not take this config.json: "
+                f"{one_line(f'{type(error).__name__}: {error}')}"
+            ) from error
+        self.model.update(tree_map(_hollow, self.model.parameters()))
+        self.model.eval()
+        self._body = _Body.of(self.model)
+
+    @classmethod
+    def of(cls, module: ModuleType, config: Mapping[str, Any]) -> "Definition":
+        """From the values of config.json, however they are spelled."""
+        name = module.__name__.rpartition(".")[2]
+        try:
+            args = module.ModelArgs.from_dict(respelled(module.ModelArgs, config))
+        except Exception as error:  # the fault boundary of foreign code
+            raise CheckpointError(
+                f"mlx-lm's definition of {name} does not take this config.json: "
+                f"{one_line(f'{type(error).__name__}: {error}')}"
+            ) from error
+        return cls(module, args)
+
+    @property
+    def name(self) -> str:
+        """Of the module."""
+        return self.module.__name__.rpartition(".")[2]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the weights take."""
+        return sum(array.nbytes for _, array in tree_flatten(self.model.parameters()))
+
+    def own_caches(self) -> list[Any]:
+        """New caches of mlx-lm's for one sequence, as the definition wants them."""
+        caches: Any = import_module(f"{_copied()}.cache")
+        made: list[Any] = caches.make_prompt_cache(self.model)
+        return made
+
+    def __call__(self, ids: mx.array, caches: Sequence[Any]) -> mx.array:
+        """The definition's own forward pass: ids (B, L) -> logits (B, L, vocab_size)."""
+        logits: mx.array = self.model(ids, cache=caches)
+        return logits
+
+    def hidden(self, ids: mx.array, caches: Sequence[Any]) -> mx.array:
+        """The same up to the output projection, (B, L, width).
+
+        Where the definition cannot be cut there these are the logits, and `logits` changes nothing.
+        """
+        if self._body is None:
+            return self(ids, caches)
+        with self._body.replaced() as body:
+            self(ids, caches)  # lazy: the logits of all tokens are never computed
+        found = body.found
+        if not isinstance(found, mx.array) or found.ndim != 3:
+            raise TypeError("the definition has no hidden states before its output projection")
+        return found
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """What `hidden` gives, of any rows (R, width) -> (R, vocab_size)."""
+        if self._body is None:
+            return hidden
+        with self._body.replaced(hidden[:, None]):
+            logits: mx.array = self.model(mx.zeros((len(hidden), 1), mx.int32))
+        return logits[:, 0]
+
+    def uncut(self) -> None:
+        """From now on `hidden` gives logits."""
+        self._body = None
+
+
+BODIES = ("model", "transformer", "backbone", "language_model")
+
+
+class _Body:
+    """The part of a model that is followed by the output projection.
+
+    During a call something stands in its place that keeps what it gives, or that gives what it is
+    told to: so hidden states can be had before the projection, and the rest can run on a few rows.
+    """
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        self._owner = owner
+        self._name = name
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "_Body | None":
+        """Of a language model, or of the one inside a multimodal model; None: no such part."""
+        inner = model.get("language_model")
+        if isinstance(inner, nn.Module) and any(
+            isinstance(inner.get(name), nn.Module) for name in BODIES
+        ):
+            model = inner
+        name = next((name for name in BODIES if isinstance(model.get(name), nn.Module)), None)
+        return None if name is None else cls(model, name)
+
+    @contextlib.contextmanager
+    def replaced(self, given: mx.array | None = None) -> Iterator["_Watched"]:
+        """Meanwhile the part gives `given`; None: what it computes, which is kept."""
+        part = self._owner[self._name]
+        watched = _Watched(part, given)
+        setattr(self._owner, self._name, watched)
+        try:
+            yield watched
+        finally:
+            setattr(self._owner, self._name, part)
+
+
+class _Watched:
+    """A part of a model, whose result is kept or given."""
+
+    def __init__(self, part: Any, given: mx.array | None) -> None:
+        self._part = part
+        self._given = given
+        self.found: Any = None
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if self._given is not None:
+            return self._given
+        self.found = self._part(*arguments, **named)
+        return self.found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._part[name]
+
+
+def _hollow(array: mx.array) -> mx.array:
+    """Zeros of the same shape that take no memory."""
+    return mx.broadcast_to(mx.zeros((), array.dtype), array.shape)
+
+
+def respelled(args_type: type, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config in the spelling that mlx-lm reads, for a ModelArgs that ignores what it lacks.
+
+    transformers 5 writes `rope_parameters`, which holds the theta, the kind of scaling and the part
+    of a head that turns; before, each was a key of its own.
+    """
+    known = inspect.signature(args_type).parameters
+    out = {key: _respelled_inner(value) for key, value in config.items()}
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_parameters" in known:
+        return out
+    return _with_old_rope(out, rope)
+
+
+def _respelled_inner(value: Any) -> Any:
+    """The config of a language model inside another; definitions read some keys of either kind."""
+    if not isinstance(value, dict) or not isinstance(value.get("rope_parameters"), dict):
+        return value
+    return _with_old_rope(value, value["rope_parameters"])
+
+
+def _with_old_rope(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    """What `rope_parameters` says in keys of its own, where these are silent."""
+    if "full_attention" in rope and isinstance(rope["full_attention"], dict):
+        rope = rope["full_attention"]
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    old: dict[str, Any] = {
+        key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope
+    }
+    if kind != "default":
+        old["rope_scaling"] = {**rope, "rope_type": kind, "type": kind}
+    return {**old, **{key: value for key, value in config.items() if value is not None}}
+
+
+def with_narrow_windows(definition: Definition, window: int) -> Definition | None:
+    """The same architecture with every attention window cut to `window`; None: it has none.
+
+    Its weights are hollow. Where the narrow sizes do not fit together there is no such model.
+    """
+    args = definition.args
+    narrow = {
+        field.name: window
+        for field in dataclasses.fields(args)
+        if _is_window(field.name, getattr(args, field.name), window)
+    }
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        if isinstance(value, dict):
+            inner = {k: window for k, v in value.items() if _is_window(k, v, window)}
+            if inner:
+                narrow[field.name] = {**value, **inner}  # type: ignore[assignment]
+    if not narrow:
+        return None
+    try:
+        return Definition(definition.module, dataclasses.replace(args, **narrow))
+    except (CheckpointError, TypeError, ValueError):
+        return None
+
+
+def _is_window(name: str, value: object, narrow: int) -> bool:
+    return "window" in name and "conv" not in name and type(value) is int and value > narrow
+
+
+def one_line(text: str, limit: int = 200) -> str:
+    """The beginning of a message of foreign code."""
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[:limit] + "…"

@@ -1,0 +1,273 @@
+"""mlx-lm's models over a flat list of tokens, so that they run as native families do.
+
+A model that is called with ids (T, 1) sees T sequences of one token. It is given caches whose
+`offset` is the position of each token, so ropes turn every token by its own; what it hands to the
+attention function goes to the engine's caches, which know the sequences. All other layers work
+token by token. T = tokens of the step, H = heads, D = numbers of a key, V = of a value.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from ...core import CacheSpec, KVSpec
+from ...layers.attention import AttentionShape
+from ...layers.mlp import Gated
+from ...layers.step import Rows
+from .config import ZooConfig
+from .definitions import AttendingCache, Definition, one_line
+
+
+class NotFlatError(Exception):
+    """A definition does something that does not work token by token; the message says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class CausalMask:
+    """What a flat cache gives where a definition asks for a mask: it says only how far to see."""
+
+    window: int | None  # tokens, the newest included; None: all
+
+
+class FlatCache(AttendingCache):
+    """One attention layer's cache, in the place of mlx-lm's own.
+
+    Args:
+        max_size: of the ring that the definition asked for; None: it keeps all positions.
+
+    Attributes:
+        offset: (T,) the position of each token.
+    """
+
+    __slots__ = ("_layer", "_stored", "max_size", "num_attended", "offset")
+
+    def __init__(self, max_size: int | None) -> None:
+        self.max_size = max_size
+        self.offset: Any = None
+        self.num_attended = 0
+        self._layer: Any = None
+        self._stored = False
+
+    def begin(self, layer: Any, positions: mx.array) -> None:
+        """A step begins; `layer` is the engine's cache of this layer."""
+        self._layer = layer
+        self.offset = positions
+        self.num_attended, self._stored = 0, False
+
+    def end(self) -> None:
+        """A step has been built: hold nothing of it, or the next could not write in place."""
+        self._layer = self.offset = None
+
+    # -- what definitions call --------------------------------------------------------------------
+
+    def make_mask(
+        self, N: int = 1, return_array: bool = False, window_size: int | None = None
+    ) -> CausalMask:
+        """A mask for the attention function."""
+        return CausalMask(window_size or self.max_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """The same (T, H, 1, ·): the engine stores what the layer makes of them as it attends."""
+        if self._stored:
+            raise NotFlatError("a layer stores keys and values twice")
+        self._stored = True
+        return keys, values
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Store and attend: queries (T, H, 1, D) -> (T, H, 1, V)."""
+        if not self._stored or keys.shape[2] != 1 or values.shape[2] != 1:
+            raise NotFlatError("a layer attends over other keys than it has stored")
+        if mask is not None and not isinstance(mask, CausalMask):
+            raise NotFlatError("attention has a mask of its own")
+        self.num_attended += 1
+        num_heads = queries.shape[1]
+        parts = [part.squeeze(2).astype(values.dtype) for part in (queries, keys, values)]
+        found = self._layer.attend(*parts, scale=scale, sinks=sinks)
+        return mx.unflatten(found, -1, (num_heads, -1))[:, :, None]
+
+
+class _Recorder:
+    """Learns what an attention layer needs of its cache; gives zeros."""
+
+    shape: AttentionShape
+    dtype: mx.Dtype
+
+    def __init__(self) -> None:
+        self.sizes: tuple[int, int, int] = (0, 0, 0)  # KV heads, key and value dimensions
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Note the shapes: queries (T, H, D), keys (T, Hkv, D), values (T, Hkv, V)."""
+        (num_tokens, num_heads, dim), (_, kv_heads, value_dim) = queries.shape, values.shape
+        if keys.shape != (num_tokens, kv_heads, dim) or num_heads % kv_heads:
+            raise NotFlatError("queries, keys and values do not fit together")
+        self.sizes = kv_heads, dim, value_dim
+        self.shape = AttentionShape(num_heads, sinks=sinks)
+        self.dtype = keys.dtype
+        return mx.zeros((num_tokens, num_heads * value_dim), queries.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What was learnt by building one step of a definition without computing it."""
+
+    caches: list[FlatCache]  # one for each of mlx-lm's own
+    mixers: list[AttentionShape]  # of those that are used, in order
+    specs: list[KVSpec]
+    places: list[int]  # of these among `caches`
+    dtype: mx.Dtype  # of keys and values
+    vocab_size: int
+
+
+NUM_TRACED = 3  # tokens
+
+
+def trace(definition: Definition) -> Trace:
+    """Build one step, and see what each layer asks of its cache.
+
+    Raises:
+        NotFlatError: the definition does not work token by token.
+    """
+    caches = [_flat(cache) for cache in definition.own_caches()]
+    recorders = [_Recorder() for _ in caches]
+    watched = [_WatchedMask(cache) for cache in caches]
+    ids = mx.zeros((NUM_TRACED, 1), mx.int32)
+    for cache, recorder in zip(watched, recorders, strict=True):
+        cache.begin(recorder, mx.arange(NUM_TRACED))
+    try:
+        logits = definition(ids, watched)
+    except NotFlatError:
+        raise
+    except Exception as error:  # the fault boundary of foreign code
+        what = f"{type(error).__name__}: {error}"
+        raise NotFlatError(f"it does not take tokens one by one ({one_line(what, 90)})") from error
+    if any(cache.num_attended != cache._stored for cache in watched):
+        raise NotFlatError("a layer does not attend through the shared function, once")
+    if logits.ndim != 3 or logits.shape[:2] != (NUM_TRACED, 1):
+        raise NotFlatError("logits do not come token by token")
+    places = [i for i, cache in enumerate(watched) if cache.num_attended]
+    if not places:
+        raise NotFlatError("no layer attends")
+    specs = [KVSpec(*recorders[i].sizes, watched[i].window) for i in places]
+    dtypes = {recorders[i].dtype for i in places}
+    if len(dtypes) > 1:
+        raise NotFlatError("layers keep keys in different dtypes")
+    return Trace(
+        caches=caches,
+        mixers=[recorders[i].shape for i in places],
+        specs=specs,
+        places=places,
+        dtype=dtypes.pop(),
+        vocab_size=logits.shape[-1],
+    )
+
+
+class _WatchedMask(FlatCache):
+    """A flat cache that notes how far its layer sees."""
+
+    __slots__ = ("window",)
+
+    def __init__(self, cache: FlatCache) -> None:
+        super().__init__(cache.max_size)
+        self.window: int | None = None
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """As of a flat cache."""
+        self.window = self.max_size
+        if isinstance(mask, CausalMask):
+            if self.max_size is not None and mask.window is None:
+                raise NotFlatError("a layer keeps a window of positions and sees more")
+            self.window = mask.window
+        return super().attend(queries, keys, values, scale, mask, sinks)
+
+
+def _flat(cache: Any) -> FlatCache:
+    """What stands for one of mlx-lm's caches."""
+    kind = type(cache).__name__
+    if kind == "KVCache":
+        return FlatCache(None)
+    if kind == "RotatingKVCache" and not cache.keep:
+        return FlatCache(cache.max_size)
+    raise NotFlatError(f"a layer keeps {_KEPT.get(kind, f'a {kind}')}")
+
+
+_KEPT = {
+    "ArraysCache": "the state of a recurrence or a convolution",
+    "CacheList": "several caches",
+    "ChunkedKVCache": "chunks of the context",
+    "RotatingKVCache": "a ring with sinks",
+}
+
+
+class FlatModel:
+    """A definition as the engine runs it, batched with all features of a native family.
+
+    Args:
+        config: for the engine.
+        definition: with its weights.
+        traced: what `trace` found.
+    """
+
+    lacks: ClassVar[Mapping[str, str]] = {}
+    activations: ClassVar[Sequence[Gated]] = ()
+
+    def __init__(self, config: ZooConfig, definition: Definition, traced: Trace) -> None:
+        self.config = config
+        self.definition = definition
+        self.activation_dtype = traced.dtype
+        self.mixers = traced.mixers
+        self.cache_specs: list[CacheSpec] = [*traced.specs]
+        self.num_bytes = definition.num_bytes
+        self._caches = traced.caches
+        self._used = [traced.caches[i] for i in traced.places]
+
+    def __call__(
+        self,
+        ids: mx.array,
+        positions: mx.array,
+        caches: Sequence[Any],
+        *,
+        rope_variants: Rows | None = None,
+        adapters: Rows | None = None,
+    ) -> mx.array:
+        """One step over T tokens of any sequences: ids (T,) -> (T, width)."""
+        for cache, layer in zip(self._used, caches, strict=True):
+            cache.begin(layer, positions)
+        try:
+            return self.definition.hidden(ids[:, None], self._caches)[:, 0]
+        finally:
+            for cache in self._used:
+                cache.end()
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """hidden (R, width) as `__call__` returns it -> (R, vocab_size)."""
+        return self.definition.logits(hidden)
+
+    def rope_variant(self, max_tokens: int) -> int:
+        """All sequences have the same frequencies."""
+        return 0

@@ -16,7 +16,7 @@ from ..cache.formats import lay_out
 from ..cache.kv import KVCache
 from ..config import DiskOptions, EngineConfig
 from ..core import FinishReason, Request, TokenEvent, TokenLogprobs
-from ..errors import GrammarFailedError, RequestFailedError
+from ..errors import GrammarFailedError, InvalidRequestError, RequestFailedError
 from ..models.decoder import LanguageModel
 from ..sampling.sampler import Sampler
 from .batch import Batch, CommitResult, SamplingRows, Sequence
@@ -59,6 +59,10 @@ class Loop:
     ) -> None:
         self.model = model
         self.config = config
+        if proposer is not None and "speculation" in model.lacks:
+            raise InvalidRequestError(
+                f"Speculation does not go with this model: {model.lacks['speculation']}."
+            )
         self._layout = lay_out(model.cache_specs, config.kv, key_bias=model.config.qkv_bias)
         self.kernels = choose_kernels(model, *self._layout, kernels)
         self.kernels.put_into(model)

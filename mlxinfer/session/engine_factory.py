@@ -71,7 +71,16 @@ class EngineOptions:
             )
 
     def config(self, model: "LanguageModel", disk: DiskOptions | None) -> EngineConfig:
-        """The sizes of an engine for a loaded model, and its disk cache."""
+        """The sizes of an engine for a loaded model, and its disk cache.
+
+        A prefix cache that the model cannot have is left out: answers are the same without it.
+        """
+        if disk is not None and "disk_cache" in model.lacks:
+            raise InvalidRequestError(
+                f"disk_cache does not go with this model: {model.lacks['disk_cache']}. Leave it "
+                "out.",
+                param="disk_cache",
+            )
         limit = model.config.max_context
         return EngineConfig(
             page_size=PAGE_SIZE,
@@ -81,7 +90,7 @@ class EngineOptions:
             kv_budget_bytes=self._kv_bytes(model.num_bytes),
             num_pages=self.num_pages,
             kv=self.kv,
-            prefix_cache=self.prefix_cache,
+            prefix_cache=self.prefix_cache and "prefix_cache" not in model.lacks,
             disk=disk,
             launch_ahead=self.launch_ahead,
         )

@@ -30,6 +30,10 @@ from ...errors import CheckpointError, UnsupportedModelError
 
 COPY = "mlxinfer_private_mlx_lm"  # the name of the copy's package
 INSTALL = 'pip install "mlxinfer[zoo]"'
+BROKEN = {  # definitions that must not even be tried, with what was found
+    "phi3small": "it adds a mask of true and false to its scores, so that tokens see later ones, "
+    "and corrupts memory on MLX's CPU backend",
+}
 NEEDED = ("Model", "ModelArgs")  # what a module that defines an architecture has
 
 
@@ -150,6 +154,8 @@ def module_of(model_type: str) -> ModuleType | None:
     name = _renamed().get(model_type, model_type)
     if name not in architectures():
         return None
+    if name in BROKEN:
+        raise UnsupportedModelError(f"mlx-lm's definition of {name!r} is not used: {BROKEN[name]}.")
     with _limits_kept():
         said = io.StringIO()
         try:

@@ -39,12 +39,14 @@ class FlatCache(AttendingCache):
 
     Attributes:
         offset: (T,) the position of each token.
+        window: tokens that the layer sees, as its last mask said; None: all.
     """
 
-    __slots__ = ("_layer", "_stored", "max_size", "num_attended", "offset")
+    __slots__ = ("_layer", "_stored", "max_size", "num_attended", "offset", "window")
 
     def __init__(self, max_size: int | None) -> None:
         self.max_size = max_size
+        self.window = max_size
         self.offset: Any = None
         self.num_attended = 0
         self._layer: Any = None
@@ -87,13 +89,22 @@ class FlatCache(AttendingCache):
         """Store and attend: queries (T, H, 1, D) -> (T, H, 1, V)."""
         if not self._stored or keys.shape[2] != 1 or values.shape[2] != 1:
             raise NotFlatError("a layer attends over other keys than it has stored")
-        if mask is not None and not isinstance(mask, CausalMask):
-            raise NotFlatError("attention has a mask of its own")
+        self.window = self._seen(mask)
         self.num_attended += 1
         num_heads = queries.shape[1]
         parts = [part.squeeze(2).astype(values.dtype) for part in (queries, keys, values)]
         found = self._layer.attend(*parts, scale=scale, sinks=sinks)
         return mx.unflatten(found, -1, (num_heads, -1))[:, :, None]
+
+    def _seen(self, mask: Any) -> int | None:
+        """Tokens that a mask shows, the newest included; None: all."""
+        if mask is None:
+            return self.max_size
+        if not isinstance(mask, CausalMask):
+            raise NotFlatError("attention has a mask of its own")
+        if self.max_size is not None and mask.window is None:
+            raise NotFlatError("a layer keeps a window of positions and sees more")
+        return mask.window
 
 
 class _Recorder:
@@ -147,25 +158,26 @@ def trace(definition: Definition) -> Trace:
     """
     caches = [_flat(cache) for cache in definition.own_caches()]
     recorders = [_Recorder() for _ in caches]
-    watched = [_WatchedMask(cache) for cache in caches]
     ids = mx.zeros((NUM_TRACED, 1), mx.int32)
-    for cache, recorder in zip(watched, recorders, strict=True):
+    for cache, recorder in zip(caches, recorders, strict=True):
         cache.begin(recorder, mx.arange(NUM_TRACED))
     try:
-        logits = definition(ids, watched)
+        logits = definition(ids, caches)
     except NotFlatError:
         raise
     except Exception as error:  # the fault boundary of foreign code
+        if CausalMask.__name__ in str(error):
+            raise NotFlatError("attention makes a mask of its own") from error
         what = f"{type(error).__name__}: {error}"
         raise NotFlatError(f"it does not take tokens one by one ({one_line(what, 90)})") from error
-    if any(cache.num_attended != cache._stored for cache in watched):
+    if any(cache.num_attended != cache._stored for cache in caches):
         raise NotFlatError("a layer does not attend through the shared function, once")
     if logits.ndim != 3 or logits.shape[:2] != (NUM_TRACED, 1):
         raise NotFlatError("logits do not come token by token")
-    places = [i for i, cache in enumerate(watched) if cache.num_attended]
+    places = [i for i, cache in enumerate(caches) if cache.num_attended]
     if not places:
         raise NotFlatError("no layer attends")
-    specs = [KVSpec(*recorders[i].sizes, watched[i].window) for i in places]
+    specs = [KVSpec(*recorders[i].sizes, caches[i].window) for i in places]
     dtypes = {recorders[i].dtype for i in places}
     if len(dtypes) > 1:
         raise NotFlatError("layers keep keys in different dtypes")
@@ -177,33 +189,6 @@ def trace(definition: Definition) -> Trace:
         dtype=dtypes.pop(),
         vocab_size=logits.shape[-1],
     )
-
-
-class _WatchedMask(FlatCache):
-    """A flat cache that notes how far its layer sees."""
-
-    __slots__ = ("window",)
-
-    def __init__(self, cache: FlatCache) -> None:
-        super().__init__(cache.max_size)
-        self.window: int | None = None
-
-    def attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        scale: float,
-        mask: Any,
-        sinks: mx.array | None,
-    ) -> mx.array:
-        """As of a flat cache."""
-        self.window = self.max_size
-        if isinstance(mask, CausalMask):
-            if self.max_size is not None and mask.window is None:
-                raise NotFlatError("a layer keeps a window of positions and sees more")
-            self.window = mask.window
-        return super().attend(queries, keys, values, scale, mask, sinks)
 
 
 def _flat(cache: Any) -> FlatCache:

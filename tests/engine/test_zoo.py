@@ -1,0 +1,125 @@
+"""mlx-lm's definitions in this engine: the tokens of mlx-lm's own greedy run, whatever happens."""
+
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from engine.harness import Harness, alone, prompt
+from engine.oracle import Oracle
+from models.zoo_table import small_model
+
+from mlxinfer.config import DiskOptions, KVOptions
+from mlxinfer.core import SamplingParams
+from mlxinfer.errors import InvalidRequestError
+from mlxinfer.models.zoo.alone import AloneModel
+from mlxinfer.models.zoo.flat import FlatModel
+
+BATCHED = ("gpt_neox", "mimo_v2_flash", "stablelm")  # biases; windows and sinks; casts of keys
+ALONE = ("jamba", "recurrent_gemma")  # states beside attention; beside windows of attention
+TEN = SamplingParams(max_tokens=10)
+LENGTHS = (3, 40, 70, 1, 17)
+
+
+@cache
+def model_of(name: str) -> FlatModel | AloneModel:
+    return small_model(name)
+
+
+@cache
+def own_tokens(name: str, length: int) -> list[int]:
+    """mlx-lm's own greedy answer of ten tokens: the whole prompt at once, then step by step."""
+    definition = model_of(name).definition
+    caches, ids, answer = definition.own_caches(), prompt(length, seed=length), []
+    for _ in range(10):
+        logits = definition(mx.array([ids]), caches)
+        ids = [int(mx.argmax(logits[0, -1]).item())]
+        answer += ids
+    return answer
+
+
+def add_all(harness: Harness, round: str = "") -> None:
+    for length in LENGTHS:
+        harness.add(f"{length}{round}", prompt(length, seed=length), TEN)
+
+
+def check_all(harness: Harness, name: str) -> None:
+    for asked, outcome in harness.drain().items():
+        assert outcome.error is None, outcome.error
+        assert outcome.token_ids == own_tokens(name, int(asked.rstrip("'"))), asked
+
+
+@pytest.mark.parametrize("name", BATCHED + ALONE)
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_ragged_batches_in_chunks_equal_mlx_lm(name: str, chunk: int) -> None:
+    harness = Harness(model_of(name), prefill_chunk=chunk)
+    add_all(harness)
+    check_all(harness, name)
+
+
+@pytest.mark.parametrize("name", BATCHED + ALONE)
+def test_preempted_and_asked_again_equals_mlx_lm(name: str) -> None:
+    """The second time prompts are found computed, where the model can have a prefix cache."""
+    lacking = "prefix_cache" in model_of(name).lacks
+    harness = Harness(model_of(name), prefill_chunk=32, prefix_cache=not lacking)
+    add_all(harness)
+    for _ in range(4):
+        harness.turn(3)
+        harness.loop.scheduler.queues.preempt(harness.loop.scheduler.queues.running[-1])
+    check_all(harness, name)
+    add_all(harness, "'")
+    check_all(harness, name)
+    assert (harness.outcomes["70'"].cached_tokens > 60) != lacking
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_proposals_that_steps_verify_change_no_token(name: str) -> None:
+    answers = {str(length): own_tokens(name, length) for length in LENGTHS}
+    harness = Harness(model_of(name), proposer=Oracle(answers, seed=1))
+    add_all(harness)
+    check_all(harness, name)
+
+
+@pytest.mark.parametrize("bits", [(8, 8), (8, 4)])
+@pytest.mark.parametrize("name", BATCHED)
+def test_quantised_keys_and_values_give_the_same_tokens_batched_and_alone(
+    name: str, bits: tuple[int, int]
+) -> None:
+    options = KVOptions(bits=bits, window=20, sinks=2)
+    harness = Harness(model_of(name), kv=options)
+    add_all(harness)
+    outcomes = harness.drain()
+    for length in LENGTHS:
+        plain = alone(model_of(name), prompt(length, seed=length), TEN, kv=options)
+        assert outcomes[str(length)].token_ids == plain.token_ids
+
+
+def test_what_needs_pages_is_refused_by_name_where_there_are_none() -> None:
+    model = model_of("jamba")
+    for options, param in [(KVOptions(bits=(8, 8)), "kv_bits"), (KVOptions(window=9), "kv_window")]:
+        with pytest.raises(InvalidRequestError, match=param):
+            Harness(model, kv=options)
+    with pytest.raises(InvalidRequestError, match="Speculation"):
+        Harness(model, proposer=Oracle({}, seed=1))
+
+
+def test_pages_count_what_own_caches_take(tmp_path: Path) -> None:
+    """A pool that holds one sequence at a time: the others wait, and nothing is kept at the end."""
+    harness = Harness(model_of("jamba"), num_pages=6, prefix_cache=False)
+    add_all(harness)
+    check_all(harness, "jamba")
+    harness.add("3'", prompt(3, seed=3), TEN)  # its first step carries out what is left
+    harness.turn()
+    assert len(harness.loop.cache.own.caches) == 1  # type: ignore[union-attr]
+    with pytest.raises(InvalidRequestError, match="needs 8 pages"):
+        harness.add("long", prompt(120), TEN)
+
+
+def test_restarts_find_pages_on_disk(tmp_path: Path) -> None:
+    disk = DiskOptions(folder=tmp_path, max_bytes=1 << 24, identity=lambda timeout_s: "gpt_neox")
+    for again in (False, True):
+        harness = Harness(model_of("gpt_neox"), disk=disk)
+        add_all(harness)
+        check_all(harness, "gpt_neox")
+        assert (harness.outcomes["70"].cached_tokens > 0) == again
+        harness.loop.close()

@@ -1,0 +1,94 @@
+"""What runs each architecture that mlx-lm defines: `python -m tests.models.zoo_table`.
+
+Builds a small model of each with random weights, runs the check that loading runs, and prints a
+Markdown table for docs/models.md.
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlxinfer.errors import MlxinferError
+from mlxinfer.models.registry import SUPPORTED
+from mlxinfer.models.zoo.alone import AloneModel
+from mlxinfer.models.zoo.choice import build, choose
+from mlxinfer.models.zoo.definitions import Definition, architectures, installed, module_of
+from mlxinfer.models.zoo.flat import FlatModel
+
+from .zoo_configs import small_config
+
+FLOATS = (mx.float32, mx.bfloat16, mx.float16)
+HOW = ("native", "batched", "alone", "refused")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What runs one architecture."""
+
+    name: str
+    how: str  # one of HOW
+    because: str = ""
+
+
+def small_model(name: str, **changes: Any) -> FlatModel | AloneModel:
+    """The model of a small config with random weights, checked as a loaded one is."""
+    module = module_of(name)
+    assert module is not None, name
+    config, definition = choose({**small_config(name, module), **changes}, {})
+    randomise(definition)
+    return build(config, definition, {})
+
+
+def randomise(definition: Definition) -> None:
+    """Give every parameter random numbers that keep activations in range."""
+    rng = np.random.default_rng(0)
+    found = tree_flatten(definition.model.parameters())
+    definition.model.update(
+        tree_unflatten([(n, _random(n, a, rng)) for n, a in found if a.dtype in FLOATS])
+    )
+
+
+def _random(name: str, like: mx.array, rng: np.random.Generator) -> mx.array:
+    values = rng.normal(size=like.shape).astype(np.float32)
+    if like.ndim > 1:
+        return mx.array(values * like.shape[-1] ** -0.5)
+    return mx.array(values * 0.3 + (1 if name.endswith("weight") else 0))
+
+
+def row(name: str) -> Row | None:
+    """What runs an architecture; None: the file holds parts only."""
+    try:
+        if module_of(name) is None:
+            return None
+        if name in SUPPORTED:
+            return Row(name, "native")
+        because = small_model(name).config.alone_because
+        return Row(name, "alone", because) if because else Row(name, "batched")
+    except MlxinferError as error:
+        return Row(name, "refused", str(error))
+
+
+def rows() -> list[Row]:
+    """All, native ones first."""
+    found = [found for name in architectures() if (found := row(name)) is not None]
+    return sorted(found, key=lambda row: HOW.index(row.how))
+
+
+def table(found: list[Row]) -> str:
+    """Markdown: a line for those that need no reason, and one for each of the others."""
+    lines = [f"Of mlx-lm {installed()}:", "", "| runs | architecture | why |", "|---|---|---|"]
+    for how in HOW[:2]:
+        names = [f"`{row.name}`" for row in found if row.how == how]
+        lines.append(f"| {how} ({len(names)}) | {', '.join(names)} | |")
+    others = [row for row in found if row.how not in HOW[:2]]
+    lines += [f"| {row.how} | `{row.name}` | {row.because} |" for row in others]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    names = sys.argv[1:]
+    print(table([row(name) for name in names] if names else rows()))  # type: ignore[misc]

@@ -253,23 +253,22 @@ class Loop:
         logprobs: dict[int, TokenLogprobs],
     ) -> None:
         """One TokenEvent per sampled token, with finish reason and log-probabilities if any."""
-        made_s, discarded = time.monotonic(), set(result.discarded)
-        events = []
-        for row, (sequence, token_id) in enumerate(zip(sampling.sequences, token_ids, strict=True)):
-            if row in discarded:
-                continue
-            name, reason, last = sequence.request.id, result.finished.get(row), None
-            if reason is FinishReason.STOP and token_id not in sequence.request.stop_ids:
-                # The grammar is finished: this token is text, and an event of its own ends it.
-                reason, last = None, TokenEvent.without_token(name, reason)
-            elif row in result.failed:
-                last = failed_event(sequence, result.failed[row])
-            found = logprobs.get(row)
-            events.append(
-                TokenEvent(name, token_id, reason, found, None, sequence.num_cached, None, made_s)
-            )
-            if last is not None:
-                events.append(last)
+        ends: dict[int, FinishReason | BaseException] = {**result.finished, **result.failed}
+        sequences = sampling.sequences
+        tokens = TokenEvent.of_step(
+            [s.request.id for s in sequences], token_ids, [s.num_cached for s in sequences]
+        )
+        for row, found in logprobs.items():
+            tokens[row] = tokens[row]._replace(logprobs=found)
+        if not ends and not result.discarded:  # most steps
+            self._emit(tokens)
+            return
+        events, discarded = [], set(result.discarded)
+        for row, (sequence, event) in enumerate(zip(sequences, tokens, strict=True)):
+            if row in ends:
+                events += _last_events(sequence, event, ends[row])
+            elif row not in discarded:
+                events.append(event)
         self._emit(events)
 
     def _store_spilled(self, store: PageStore, launched: Launched) -> None:
@@ -362,6 +361,18 @@ def _namespace(identity: str, cache: KVCache) -> bytes:
         f"mlxinfer {version('mlxinfer')} MLX {version('mlx')} {mx.default_device()}",
         f"{cache.dtype} {cache.page_size} {cache.specs} {cache.bits}",
     )
+
+
+def _last_events(
+    sequence: Sequence, token: TokenEvent, end: FinishReason | BaseException
+) -> list[TokenEvent]:
+    """The events of a sequence that ends with this token."""
+    if isinstance(end, BaseException):
+        return [token, failed_event(sequence, end)]
+    if end is FinishReason.STOP and token.token_id not in sequence.request.stop_ids:
+        # The grammar is finished: this token is text, and an event of its own ends it.
+        return [token, TokenEvent.without_token(token.request_id, end)]
+    return [token._replace(finish_reason=end)]
 
 
 def failed_event(sequence: Sequence, error: BaseException) -> TokenEvent:

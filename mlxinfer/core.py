@@ -158,6 +158,10 @@ class Grammar(Protocol):
         """Take in the next token of the answer; a token that is not allowed is a problem."""
         ...
 
+    def forced(self) -> list[int]:
+        """Tokens of the only text that may come next; empty where there is a choice."""
+        ...
+
     def fork(self) -> "Grammar":
         """A copy of the state, to look ahead with: what it accepts leaves this one as it is."""
         ...

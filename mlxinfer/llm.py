@@ -25,6 +25,7 @@ from .session.request_builder import (
     is_one_prompt,
 )
 from .session.session import Session
+from .speculation.options import SpeculationOptions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,6 +55,14 @@ class LLM:
         launch_ahead: launch a step before the one before it is read. Off: for debugging.
         tool_format: how the model writes tool calls, such as "hermes"; "auto": as its chat
             template and its tokens show.
+        speculate: what proposes tokens that a step verifies, several at once: "ngram" (what
+            followed the same words before), "draft" (a small model), "auto" (n-grams, and the draft
+            model where one is given) or "off". Only as many are proposed as make answers faster,
+            by times that are measured as it runs; see docs/speculation.md.
+        draft: name or folder of the draft model, whose tokenizer is the model's.
+        max_draft: tokens proposed for a request in one step, at most, up to 8.
+        acceptance: "exact": answers are those of the plain run; "rejection": drawn answers have
+            the plain run's distribution, and more of what a draft model proposes is accepted.
 
     Raises:
         ModelError: the model was not found, is broken, or is not supported.
@@ -81,6 +90,10 @@ class LLM:
         num_pages: int | None = None,
         launch_ahead: bool = True,
         tool_format: str = "auto",
+        speculate: str = "auto",
+        draft: str | Path | None = None,
+        max_draft: int = 8,
+        acceptance: str = "exact",
     ) -> None:
         options = EngineOptions(
             kv=KVOptions.build(
@@ -100,6 +113,12 @@ class LLM:
             dtype=dtype,
             num_pages=num_pages,
             launch_ahead=launch_ahead,
+            speculation=SpeculationOptions(
+                method=speculate,
+                draft=None if draft is None else hub.resolve(str(draft)),
+                max_draft=max_draft,
+                acceptance=acceptance,
+            ),
         )
         require_mlx()
         self.path = hub.resolve(str(model))

@@ -132,6 +132,8 @@ class Timing:
     total_s: float = 0.0
     prompt_tokens_per_s: float | None = None  # computed prompt tokens over prefill
     tokens_per_s: float | None = None  # answer tokens after the first, over decode
+    drafted: int = 0  # tokens that were proposed, and verified several in a step
+    accepted: int = 0  # of these, tokens of the answer
 
     @classmethod
     def measure(
@@ -143,6 +145,8 @@ class Timing:
         finished_s: float,
         computed_tokens: int,
         answer_tokens: int,
+        drafted: int = 0,
+        accepted: int = 0,
     ) -> "Timing":
         """Build from four marks of one monotonic clock and two counts.
 
@@ -150,6 +154,8 @@ class Timing:
             submitted_s, started_s, first_token_s, finished_s: monotonic seconds, in this order.
             computed_tokens: prompt tokens that were not found in the cache.
             answer_tokens: tokens generated.
+            drafted: tokens proposed for the answer.
+            accepted: of these, tokens that are part of it.
         """
         prefill_s = first_token_s - started_s
         decode_s = finished_s - first_token_s
@@ -161,6 +167,8 @@ class Timing:
             total_s=finished_s - submitted_s,
             prompt_tokens_per_s=_rate(computed_tokens, prefill_s),
             tokens_per_s=_rate(answer_tokens - 1, decode_s),
+            drafted=drafted,
+            accepted=accepted,
         )
 
 

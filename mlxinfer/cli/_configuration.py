@@ -19,7 +19,7 @@ from click.core import ParameterSource
 from ..configfile import ConfigFile, ModelEntry, find_config_file, read_config_file
 from ..errors import InvalidRequestError
 from ._model import fetch
-from ._options import ENGINE_NAMES, engine_arguments, engine_options
+from ._options import ENGINE_NAMES, engine_arguments, engine_options, speculation_options
 
 if TYPE_CHECKING:
     from ..server.registry.served import ServedModel
@@ -267,7 +267,8 @@ def options_of(arguments: dict[str, Any]) -> "EngineOptions":
         window=arguments.pop("kv_window", None),
         sinks=arguments.pop("kv_sinks", 0),
     )
-    return EngineOptions(kv=kv, **arguments)
+    speculation = speculation_options(arguments, fetch)
+    return EngineOptions(kv=kv, speculation=speculation, **arguments)
 
 
 def name_and_source(given: str) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -10,6 +11,7 @@ from ..config import KVOptions
 from ..core import SamplingParams
 from ..errors import InvalidRequestError
 from ..memory import KV_SHARE, parse_bytes
+from ..speculation.options import ACCEPTANCES, METHODS, SpeculationOptions
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Option = Callable[[Any], Any]  # what click.option returns
@@ -69,9 +71,25 @@ _ENGINE = (
         metavar="SIZE",
         help="Keep prompts on disk, up to SIZE; see cache.",
     ),
+    click.option(
+        "--speculate",
+        metavar="|".join(METHODS),
+        help="What proposes tokens that a step verifies, where that is faster.  [default: auto]",
+    ),
+    click.option("--draft", metavar="MODEL", help="Draft model, with the model's own tokenizer."),
+    click.option("--max-draft", type=int, metavar="N", help="Proposals a step.  [default: 8]"),
+    click.option(
+        "--acceptance",
+        metavar="|".join(ACCEPTANCES),
+        help="Same answers as without proposals, or same distribution.  [default: exact]",
+    ),
 )
 SAMPLING_NAMES = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
-ENGINE_NAMES = ("kv_bits", "kv_window", "kv_sinks", "max_memory", "disk_cache")
+SPECULATION_NAMES = ("speculate", "draft", "max_draft", "acceptance")
+ENGINE_NAMES = (
+    *("kv_bits", "kv_window", "kv_sinks", "max_memory", "disk_cache"),
+    *SPECULATION_NAMES,
+)
 
 
 def sampling_options(function: Function) -> Function:
@@ -80,12 +98,12 @@ def sampling_options(function: Function) -> Function:
 
 
 def engine_options(function: Function) -> Function:
-    """Add --kv-bits … --disk-cache."""
+    """Add --kv-bits … --acceptance."""
     return apply_options(_ENGINE, function)
 
 
 def engine_options_without(name: str) -> Callable[[Function], Function]:
-    """Add --kv-bits … --disk-cache, without the option of this name."""
+    """Add --kv-bits … --acceptance, without the option of this name."""
     given = [option for known, option in zip(ENGINE_NAMES, _ENGINE, strict=True) if known != name]
     return partial(apply_options, given)
 
@@ -105,6 +123,7 @@ def llm_arguments(options: dict[str, Any]) -> dict[str, Any]:
     bits, window = given.get("kv_bits"), given.get("kv_window")
     try:
         KVOptions.build(bits=bits, window=window, sinks=given.get("kv_sinks", 0))
+        speculation_options(dict(given), Path)
     except InvalidRequestError as error:
         raise _wrong_usage(error) from error
     return given
@@ -117,6 +136,18 @@ def engine_arguments(options: dict[str, Any]) -> dict[str, Any]:
         bits = {"16": None, "8": 8, "4": 4, "8/4": (8, 4)}
         given["kv_bits"] = bits[given["kv_bits"]]
     return given
+
+
+def speculation_options(
+    arguments: dict[str, Any], find: Callable[[str], Path]
+) -> SpeculationOptions:
+    """Take LLM's arguments of speculation out of `arguments`; `find` gives a model's folder."""
+    given = {name: arguments.pop(name) for name in SPECULATION_NAMES if name in arguments}
+    if "draft" in given:
+        given["draft"] = find(given["draft"])
+    if "speculate" in given:
+        given["method"] = given.pop("speculate")
+    return SpeculationOptions(**given)
 
 
 def _wrong_usage(error: InvalidRequestError) -> click.BadParameter:

@@ -182,6 +182,15 @@ class TokenGrammar:
         if not taken:
             self._start_afresh()
 
+    def forced(self) -> list[int]:
+        """Tokens of the text that must come; the model may spell it with others."""
+        if self.finished or self.problem is not None or self.accepting:
+            return []
+        began_s = time.thread_time()
+        found: list[int] = self._matcher.compute_ff_tokens()
+        self._mask_time.add(time.thread_time() - began_s)
+        return found
+
     def fork(self) -> "TokenGrammar":
         """A copy of the state, to look ahead with; time spent on it does not count here."""
         other = TokenGrammar(self._compiled, self._matcher.deep_copy())

@@ -118,6 +118,12 @@ class ReasoningBudget:
         else:
             self._follow_tags()
 
+    def forced(self) -> list[int]:
+        """What is left of the closing mark where it is due, else what the inner grammar forces."""
+        if self._is_due:
+            return list(self._rule.closing[self._num_closed :])
+        return [] if self._inner is None else self._inner.forced()
+
     def fork(self) -> "ReasoningBudget":
         """A copy of the state, to look ahead with."""
         other = object.__new__(ReasoningBudget)

@@ -1,7 +1,7 @@
 """Options to a running engine: arguments checked, memory found, model loaded."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,11 @@ from ..config import (
 from ..core import check_count, check_switch
 from ..errors import InsufficientMemoryError, InvalidRequestError
 from ..memory import default_kv_bytes, human_bytes, parse_bytes, total_memory_bytes
+from ..speculation.options import SpeculationOptions
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
+    from ..engine.scheduler import Proposer
     from ..models.decoder import LanguageModel
 
 PAGE_SIZE = 16  # tokens of KV cache that are handed out together
@@ -45,6 +47,7 @@ class EngineOptions:
     num_pages: int | None = None
     launch_ahead: bool = True
     room_bytes: int | None = None
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "prefill_chunk"):
@@ -87,7 +90,7 @@ class EngineOptions:
             max_batch=self.max_batch,
             prefill_chunk=-(-self.prefill_chunk // PAGE_SIZE) * PAGE_SIZE,
             max_context=min(self.max_context or limit, limit),
-            kv_budget_bytes=self._kv_bytes(model.num_bytes),
+            kv_budget_bytes=self.kv_bytes(model.num_bytes),
             num_pages=self.num_pages,
             kv=self.kv,
             prefix_cache=self.prefix_cache and "prefix_cache" not in model.lacks,
@@ -95,7 +98,7 @@ class EngineOptions:
             launch_ahead=self.launch_ahead,
         )
 
-    def _kv_bytes(self, weights_bytes: int) -> int:
+    def kv_bytes(self, weights_bytes: int) -> int:
         """Budget of the KV cache; raises InsufficientMemoryError where the weights leave none."""
         if self.max_memory is not None:
             return parse_bytes(self.max_memory)
@@ -204,12 +207,61 @@ def open_engine(
     from ..models import load_any
 
     described: list[ModelInfo] = []
+    proposers: list[Proposer | None] = []
 
     def build() -> "tuple[LanguageModel, EngineConfig]":
         disk = options.disk(folder)
         model = load_any(folder, dtype=options.dtype)
         described.append(describe(name, folder, model))
-        return model, options.config(model, disk)
+        config, proposer = add_speculation(options, model, options.config(model, disk))
+        proposers.append(proposer)
+        return model, config
 
-    engine = Engine(build, owner=owner)
+    engine = Engine(build, proposer=lambda: proposers.pop(), owner=owner)
     return engine, described[0]
+
+
+def add_speculation(
+    options: EngineOptions, model: "LanguageModel", config: EngineConfig
+) -> "tuple[EngineConfig, Proposer | None]":
+    """What proposes tokens, and what it leaves of the memory; None: nothing does.
+
+    A draft model's KV cache is for as many tokens as the model's: it takes its share of the budget.
+
+    Raises:
+        InvalidRequestError: this model cannot verify proposals, and they were asked for by name.
+        InsufficientMemoryError: the draft model leaves no memory for the KV cache.
+        ModelError: the draft model is broken or not supported.
+    """
+    speculation = options.speculation
+    reason = model.lacks.get("speculation")
+    if reason is not None and speculation.method not in ("auto", "off"):
+        raise InvalidRequestError(
+            f"speculate is {speculation.method!r}, and this model takes no proposals: {reason}",
+            param="speculate",
+        )
+    if speculation.is_off or reason is not None:
+        return config, None
+    from ..models import load
+    from ..speculation.sources import make_speculation
+
+    if speculation.draft is None:
+        return config, make_speculation(speculation)
+    draft = load(speculation.draft, dtype=options.dtype)
+    weights_bytes = model.num_bytes + draft.num_bytes
+    budget = options.kv_bytes(weights_bytes)
+    ours, its = _bytes_per_token(model), _bytes_per_token(draft)
+    draft_config = replace(
+        config,
+        kv_budget_bytes=int(budget * its / (ours + its)),
+        max_context=min(config.max_context, draft.config.max_context),
+        kv=replace(config.kv, bits=(None, None)),
+        disk=None,
+    )
+    config = replace(config, kv_budget_bytes=budget - draft_config.kv_budget_bytes)
+    return config, make_speculation(speculation, model, draft, draft_config)
+
+
+def _bytes_per_token(model: "LanguageModel") -> int:
+    """Of keys and values as they are computed, in all layers."""
+    return max(sum(s.numbers for s in model.cache_specs) * model.activation_dtype.size, 1)

@@ -193,6 +193,8 @@ class OutputProcessor:
                 finished_s=finished_s,
                 computed_tokens=len(self.request.prompt_ids) - self._cached_tokens,
                 answer_tokens=len(self._token_ids),
+                drafted=self.request.num_drafted,
+                accepted=self.request.num_accepted,
             ),
         )
 

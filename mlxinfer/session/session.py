@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import InvalidRequestError
 from ..text import Tokenizer, detect_tools
 from .engine_client import EngineClient
 from .engine_factory import EngineOptions, ModelInfo, open_engine
@@ -37,6 +38,8 @@ class Session:
     ) -> None:
         tokenizer = Tokenizer.from_folder(folder)
         detect_tools(tokenizer, tool_format)  # a wrong name is found before weights are read
+        if options.speculation.draft is not None:
+            _check_draft(tokenizer, options.speculation.draft)
         self.info: ModelInfo
         engine, self.info = open_engine(name, folder, options, owner=self)
         try:
@@ -71,3 +74,14 @@ class Session:
             self.client.engine.close()
         finally:
             self.builder.close()
+
+
+def _check_draft(tokenizer: Tokenizer, folder: Path) -> None:
+    """Raise InvalidRequestError unless the draft model in `folder` has the same tokens."""
+    difference = tokenizer.difference(Tokenizer.from_folder(folder))
+    if difference is not None:
+        raise InvalidRequestError(
+            f"The draft model in {folder} has other tokens than the model: {difference}. Choose "
+            "one of the same family, whose tokenizer is the same.",
+            param="draft",
+        )

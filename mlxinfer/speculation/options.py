@@ -23,6 +23,7 @@ class SpeculationOptions:
             tokens of a request, the newest one included, so 8 means 7.
         acceptance: "exact": the tokens of the plain run; "rejection": tokens of its distribution,
             with more proposals accepted where tokens are drawn.
+        fixed: propose as many as there are, worth it or not: for measurements.
 
     Raises:
         InvalidRequestError: a value out of range, or values that do not go together.
@@ -32,6 +33,7 @@ class SpeculationOptions:
     draft: Path | None = None
     max_draft: int = 8
     acceptance: str = "exact"
+    fixed: bool = False
 
     def __post_init__(self) -> None:
         if self.method in LATER:

@@ -156,7 +156,7 @@ class Speculation(Proposer):
         best, best_tokens = None, 0.0
         off = self._off.get(sequence, ())
         for source in self._sources:
-            keys = [] if source.name in off else source.outlook(sequence, self._max_depth)
+            keys = [] if source.name in off else self._outlook(source, sequence)
             tokens, chance = 0.0, 1.0
             for key in keys:
                 chance *= self._acceptance.chance(sequence, key)
@@ -164,6 +164,14 @@ class Speculation(Proposer):
             if tokens > best_tokens:
                 best, best_tokens = Plan(source, keys), tokens
         return best
+
+    def _outlook(self, source: Source, sequence: Sequence) -> list[Key]:
+        """What a source could propose; nothing where it fails."""
+        try:
+            return source.outlook(sequence, self._max_depth)
+        except Exception:  # the fault boundary of a source, as in `_ask`
+            self._switch_off(source, [sequence])
+            return []
 
     def _choose(self, plans: dict[Sequence, Plan], num_sequences: int) -> list[int]:
         chance = self._acceptance.chance
@@ -181,14 +189,17 @@ class Speculation(Proposer):
         try:
             proposed = source.propose(sequences, depths)
         except Exception:  # the fault boundary of a source: the requests go on without it
-            names = ", ".join(s.request.id for s in sequences)
-            log.exception("no more proposals by %s for the requests %s", source.name, names)
-            for sequence in sequences:
-                self._off.setdefault(sequence, set()).add(source.name)
+            self._switch_off(source, sequences)
             return {}
         if source.cost:
             self._draft_s += self._clock() - began_s
         return {s: ids for s, ids in zip(sequences, proposed, strict=True) if ids}
+
+    def _switch_off(self, source: Source, sequences: list[Sequence]) -> None:
+        names = ", ".join(sequence.request.id for sequence in sequences)
+        log.exception("no more proposals by %s for the requests %s", source.name, names)
+        for sequence in sequences:
+            self._off.setdefault(sequence, set()).add(source.name)
 
     # -- what came of it ------------------------------------------------------------------------
 

@@ -307,6 +307,15 @@ class Tokenizer:
             return piece.encode()
         return piece_bytes(piece, self.decoder_spec)
 
+    def difference(self, other: "Tokenizer") -> str | None:
+        """The first token, by id, that is another one in `other`; None: all are the same."""
+        ours, theirs = (t._backend.get_vocab(with_added_tokens=True) for t in (self, other))
+        if ours == theirs:
+            return None
+        differing = sorted({(i, piece) for piece, i in ours.items() ^ theirs.items()})
+        number = differing[0][0]
+        return f"token {number} is {self.id_to_piece(number)!r} and {other.id_to_piece(number)!r}"
+
     def piece_to_id(self, piece: str) -> int | None:
         """Return the id of a token as the vocabulary spells it, None if there is none."""
         token_id: int | None = self._backend.token_to_id(piece)

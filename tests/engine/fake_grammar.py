@@ -52,6 +52,11 @@ class FakeGrammar:
         state = hash((self.seed, sum(self.taken), len(self.taken)))
         return [token for token in range(vocab) if hash((state, token)) % 3 == 0]
 
+    def forced(self) -> list[int]:
+        """Half of the time what is not forced at all: nothing may come of it."""
+        allowed = [] if self.finished or self.problem else self.allowed()
+        return allowed[:1] * (len(self.taken) % 2)
+
     def fork(self) -> "FakeGrammar":
         """May be offered anything; what is not allowed is a problem, as with a real grammar."""
         other = copy(self)

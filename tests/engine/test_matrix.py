@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 import hypothesis
 import pytest
 from engine.harness import PAGE, Harness, Outcome, alone, prompt
-from engine.oracle import Oracle
+from engine.proposers import some_proposer
 from engine.test_same_tokens import HYBRIDS, model_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -148,7 +148,7 @@ def test_everything_at_once(data: st.DataObject) -> None:
         for run in runs:  # each in an engine of its own: a restart
             plains = plain_runs(case, options, run)
             answers = {name: plain.token_ids for name, plain in plains.items()}
-            proposer = None if guess_seed is None else Oracle(answers, guess_seed)
+            proposer = some_proposer(guess_seed, model_of(case), answers)
             harness = Harness(model_of(case), proposer=proposer, adapters=ADAPTERS, **changes)
             states = harness.loop.cache.state_group
             if states is not None and max_snapshots is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import hypothesis
 import pytest
 from engine.harness import PAGE, Harness, alone, prompt, tiny_model
-from engine.oracle import Oracle
+from engine.proposers import some_proposer
 from engine.recurrent import hybrid_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -144,7 +144,7 @@ def test_a_batched_program_gives_each_request_the_tokens_of_its_plain_run(
     answers = {name: plain.token_ids for name, plain in plains.items()}
     harness = Harness(
         model,
-        proposer=None if guess_seed is None else Oracle(answers, guess_seed),
+        proposer=some_proposer(guess_seed, model, answers),
         num_pages=pages_for(program) + spare_pages,
         prefill_chunk=chunk,
         max_batch=max_batch,

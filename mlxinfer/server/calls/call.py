@@ -88,6 +88,8 @@ class Call:
         """Start these answers; they end with the call at the latest. Raises as Generation.start."""
         if self._error is not None:
             raise self._error
+        for answer in answers:
+            answer.request.owner = self.log.get("key")
         generation = Generation(
             model,
             answers,

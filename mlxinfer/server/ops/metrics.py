@@ -86,6 +86,11 @@ MEMORY_GAUGES = {  # of the process: the same for every engine
     "mlxinfer:memory_active_bytes": ("active_memory_bytes", "Arrays of MLX now."),
     "mlxinfer:memory_peak_bytes": ("peak_memory_bytes", "Arrays of MLX at most."),
 }
+SPECULATION_COUNTERS = {  # name -> key of stats["speculation"], help
+    "vllm:spec_decode_num_drafts": ("drafts", "Rows of steps that verified proposals."),
+    "vllm:spec_decode_num_draft_tokens": ("drafted", "Tokens proposed and verified."),
+    "vllm:spec_decode_num_accepted_tokens": ("accepted", "Of these, tokens of answers."),
+}
 DISK_COUNTERS = ("hits", "misses", "written", "dropped", "evicted", "corrupt", "errors")
 
 
@@ -117,6 +122,7 @@ class ServerMetrics(Collector):
         yield from self._engines()
         yield from self._models()
         yield from self._disk()
+        yield from self._speculation()
 
     def _requests(self) -> Iterator[Metric]:
         for name, (value, text) in COUNTERS.items():
@@ -202,6 +208,25 @@ class ServerMetrics(Collector):
         for model, disk in with_disk.items():
             size.add_metric([model], disk["num_bytes"])
         yield size
+
+    def _speculation(self) -> Iterator[Metric]:
+        proposing = {
+            m: v["speculation"] for m, v in self.engine_stats.items() if "speculation" in v
+        }
+        for name, (key, text) in SPECULATION_COUNTERS.items():
+            counter = CounterMetricFamily(name, text, labels=MODEL)
+            for model, stats in proposing.items():
+                counter.add_metric([model], stats[key])
+            yield counter
+        by_place = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens, by their place among the proposals of a step.",
+            labels=[*MODEL, "position"],
+        )
+        for model, stats in proposing.items():
+            for place, count in enumerate(stats["accepted_at"]):
+                by_place.add_metric([model, str(place)], count)
+        yield by_place
 
     def _of_engines(
         self, family: CounterMetricFamily | GaugeMetricFamily, key: str

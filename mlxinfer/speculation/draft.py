@@ -1,0 +1,342 @@
+"""Proposals of a draft model: a small checkpoint with the same tokens runs ahead of the model.
+
+It has a KV cache and a prefix tree of its own, made of the same parts as the model's, within a
+share of the same budget. A running sequence has a counterpart here, which follows its tokens: what
+was proposed and rejected is taken back, and what is missing is computed in short steps, all
+sequences together. Sources: Leviathan et al., "Fast inference from transformers via speculative
+decoding", 2023; Chen et al., "Accelerating large language model decoding with speculative
+sampling", 2023.
+
+Tokens are drawn with the settings of the request, and with the same random number for the same
+place as the model draws with: where both distributions are alike, both mostly draw the same token.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..cache.inputs import Move, ints
+from ..cache.pages import OutOfPages
+from ..config import EngineConfig
+from ..core import Request, SamplingParams, StateSpec, TokenEvent
+from ..engine.batch import MAX_SHORT, Batch, DecodeBatch, Segment, Sequence, sampling_rows
+from ..engine.kernels import Chooser, choose_none
+from ..engine.loop import Loop
+from ..engine.runner import Launched
+from ..engine.scheduler import prefill_shares
+from ..errors import UnsupportedModelError
+from ..models.decoder import LanguageModel
+from .acceptance import Key
+
+NAME = "draft"
+PRIOR = 0.7  # chance that a proposal holds
+MAX_DEPTH = 8
+PREFILL_STEPS = 2  # of long segments for one round of proposals; the rest has its turn later
+
+
+@dataclass(slots=True)
+class Counterpart:
+    """A sequence's other half in the draft model's cache."""
+
+    own: Sequence  # the tokens of the other one, and proposals after them
+    num_followed: int  # tokens that are the other one's
+
+
+class DraftProposer:
+    """Runs a draft model for all sequences of a step at once.
+
+    Args:
+        model: the draft model.
+        config: sizes; its budget is for the draft's KV cache alone.
+        vocab_size: of the model whose tokens are proposed.
+        cost: of a proposal, in plain steps of that model, as long as it was not measured.
+        kernels: says which Metal kernels may be used.
+
+    Raises:
+        UnsupportedModelError: the draft has recurrent layers, whose states cannot be taken back.
+    """
+
+    name = NAME
+    is_free = False
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        config: EngineConfig,
+        *,
+        vocab_size: int,
+        cost: float,
+        kernels: Chooser = choose_none,
+    ) -> None:
+        if any(isinstance(spec, StateSpec) for spec in model.cache_specs):
+            raise UnsupportedModelError(
+                "A draft model cannot have recurrent layers; choose one with attention alone."
+            )
+        self.cost = cost
+        self._model = model
+        self._vocab_size = vocab_size
+        self._max_context = config.max_context
+        self._loop = Loop(model, config, _ignore, kernels=kernels)  # its parts; it has no requests
+        self._config = config
+        self._counterparts: OrderedDict[Sequence, Counterpart] = OrderedDict()  # last used last
+        self._free_slots = list(range(self._loop.cache.max_batch))
+        self._admitted: list[Sequence] = []
+        self._num_steps = 0
+
+    @property
+    def priors(self) -> dict[Key, float]:
+        """By position."""
+        return {(NAME, place): PRIOR for place in range(MAX_DEPTH)}
+
+    def begin_step(self) -> None:
+        """Nothing to do."""
+
+    def outlook(self, sequence: Sequence, depth: int) -> list[Key]:
+        """As many as the draft's context has room for."""
+        room = self._max_context - sequence.num_known - sequence.num_pending - 1
+        return [(NAME, place) for place in range(min(depth, room))]
+
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[list[int]]:
+        """Follow the sequences, then draw token after token, all of a sequence's in order."""
+        try:
+            return self._propose(sequences, depths)
+        except BaseException:
+            self._start_afresh()
+            raise
+
+    def end(self, sequence: Sequence) -> None:
+        """Keep what was computed as a prefix, and give up the slot."""
+        if sequence in self._counterparts:
+            self._release(sequence)
+
+    def stats(self) -> dict[str, Any]:
+        """Steps of the draft model, and its KV cache."""
+        cache = self._loop.cache
+        return {
+            "steps": self._num_steps,
+            "sequences": len(self._counterparts),
+            "kv_bytes_allocated": cache.bytes_allocated,
+            "weights_bytes": self._model.num_bytes,
+        }
+
+    # -- following the model's sequences --------------------------------------------------------
+
+    def _propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[list[int]]:
+        for sequence in [s for s in self._counterparts if s.slot < 0]:  # preempted
+            self._release(sequence)
+        wanted = dict(zip(sequences, depths, strict=True))
+        rows: dict[Sequence, tuple[Counterpart, int]] = {}
+        for sequence, depth in wanted.items():
+            found = self._follow(sequence, depth, keep=wanted)
+            if found is not None:
+                rows[sequence] = found, depth
+        kv_manager = self._loop.scheduler.kv_manager
+        if kv_manager.unsettled:
+            kv_manager.settle([counterpart.own for counterpart, _ in rows.values()])
+        self._run([(counterpart.own, depth) for counterpart, depth in rows.values()])
+        return [self._proposals(*rows[s]) if s in rows else [] for s in sequences]
+
+    def _proposals(self, counterpart: Counterpart, depth: int) -> list[int]:
+        """What was drawn, up to the first token that the model does not have."""
+        drawn = counterpart.own.token_ids[counterpart.num_followed :][:depth]
+        unknown = [i for i, token_id in enumerate(drawn) if token_id >= self._vocab_size]
+        return drawn[: unknown[0]] if unknown else drawn
+
+    def _follow(
+        self, sequence: Sequence, depth: int, keep: dict[Sequence, int]
+    ) -> Counterpart | None:
+        """The counterpart with the tokens that are known now; None: there is no room for it.
+
+        Where many are missing it begins anew, with what the prefix tree has of it.
+        """
+        counterpart = self._counterparts.get(sequence)
+        if counterpart is not None:
+            self._take_over(sequence, counterpart)
+            own = counterpart.own
+            if own.num_left > MAX_SHORT and own.num_computed != own.num_sealed:
+                self._release(sequence)
+                counterpart = None
+        if counterpart is None:
+            counterpart = self._begin(sequence, keep)
+        if counterpart is None:
+            return None
+        self._counterparts.move_to_end(sequence)
+        own = counterpart.own
+        try:
+            self._loop.scheduler.kv_manager.extend(own, own.num_known + depth)
+        except OutOfPages:
+            self._release(sequence)
+            return None
+        return counterpart
+
+    def _take_over(self, sequence: Sequence, counterpart: Counterpart) -> None:
+        """Take back what was rejected, and append what the model gave instead."""
+        own, start = counterpart.own, counterpart.num_followed
+        drawn, new = own.token_ids[start:], sequence.token_ids[start:]
+        agreed = 0
+        while agreed < min(len(drawn), len(new)) and drawn[agreed] == new[agreed]:
+            agreed += 1
+        own.token_ids[start:] = new
+        own.num_computed = min(own.num_computed, start + agreed)
+        counterpart.num_followed = start + len(new)
+        if sequence.request.params.penalised:
+            for token_id in new:
+                self._loop.runner.sampler.observe(ints([own.slot]), ints([token_id]))
+
+    def _begin(self, sequence: Sequence, keep: dict[Sequence, int]) -> Counterpart | None:
+        """A new counterpart; others that this step does not need may have to go for it."""
+        ids = sequence.token_ids
+        if max(ids) >= self._model.config.vocab_size:
+            return None
+        request = Request(
+            sequence.request.id,
+            [],
+            self._params(sequence.request.params),
+            frozenset(i for i in sequence.request.stop_ids if i < self._model.config.vocab_size),
+            cache_salt=sequence.request.cache_salt,
+        )
+        own = Sequence(request, self._max_context, list(ids), sequence.num_prompt)
+        own.rope_variant = self._model.rope_variant(min(sequence.max_known, self._max_context))
+        while True:
+            try:
+                if self._free_slots:
+                    slot = self._free_slots[-1]
+                    self._loop.scheduler.kv_manager.begin(own, slot=slot, spare=0)
+                    break
+            except OutOfPages:
+                pass
+            unneeded = next((s for s in self._counterparts if s not in keep), None)
+            if unneeded is None:
+                return None
+            self._release(unneeded)
+        own.slot = self._free_slots.pop()
+        self._admitted.append(own)
+        found = self._counterparts[sequence] = Counterpart(own, len(ids))
+        return found
+
+    def _params(self, params: SamplingParams) -> SamplingParams:
+        """Those of a request as far as they mean anything here."""
+        vocab_size = self._model.config.vocab_size
+        biases = {i: bias for i, bias in params.logit_bias.items() if i < vocab_size}
+        top_k = params.top_k if params.top_k < vocab_size else 0
+        return replace(params, logprobs=None, logit_bias=biases, top_k=top_k)
+
+    def _release(self, sequence: Sequence) -> None:
+        """End a counterpart; what it computed of the model's tokens stays as a prefix."""
+        counterpart = self._counterparts.pop(sequence)
+        own = counterpart.own
+        del own.token_ids[counterpart.num_followed :]
+        own.num_computed = min(own.num_computed, own.num_known)
+        if own in self._admitted:
+            self._admitted.remove(own)
+        self._loop.scheduler.kv_manager.end(own, keep=True)
+        self._free_slots.append(own.slot)
+        own.slot = -1
+
+    def _start_afresh(self) -> None:
+        """After a fault nothing that is cached can be trusted."""
+        self._counterparts.clear()
+        self._admitted.clear()
+        self._loop.assemble()
+        self._free_slots = list(range(self._loop.cache.max_batch))
+
+    # -- steps of the draft model ---------------------------------------------------------------
+
+    def _run(self, rows: list[tuple[Sequence, int]]) -> None:
+        """Launch steps until each sequence has its proposals, then read them all."""
+        previous: Launched | None = None
+        launched: list[Launched] = []
+        left = PREFILL_STEPS
+        while (
+            batch := self._next_batch(rows, first=not launched, may_prefill=left > 0)
+        ) is not None:
+            left -= bool(batch.long)
+            previous = self._loop.runner.launch(batch, previous)
+            launched.append(previous)
+        self._num_steps += len(launched)
+        for step in launched:
+            tokens = step.token_ids().tolist()
+            for own, token_id in zip(step.batch.sampling.sequences, tokens, strict=True):
+                own.token_ids.append(token_id)
+                own.num_pending -= 1
+
+    def _next_batch(
+        self, rows: list[tuple[Sequence, int]], *, first: bool, may_prefill: bool
+    ) -> Batch | None:
+        """The next tokens of every sequence that lacks some, or has too few proposals."""
+        short = [own for own, _ in rows if 1 < own.num_left <= MAX_SHORT]
+        long = [own for own, _ in rows if own.num_left > MAX_SHORT] if may_prefill else []
+        singles = [own for own, depth in rows if own.num_left == 1 and own.num_pending < depth]
+        if not (short or long or singles):
+            return None
+        moves = self._seal([own for own, _ in rows if own.num_left <= MAX_SHORT] if first else [])
+        shares = prefill_shares(long, self._config.prefill_chunk, self._config.page_size)
+        batch = Batch(
+            DecodeBatch.of(singles),
+            short=[_segment(own, own.num_left) for own in short]
+            + [_segment(own, count) for own, count in shares if count <= MAX_SHORT],
+            long=[_segment(own, count) for own, count in shares if count > MAX_SHORT],
+            cache_work=self._loop.scheduler.kv_manager.take_work(),
+            admitted=self._admitted,
+        )
+        self._admitted = []
+        batch.cache_work.seal += moves
+        self._count(batch)
+        return batch
+
+    def _seal(self, owns: list[Sequence]) -> list[Move]:
+        """Move whole pages of all tails to the pool where one would not hold the proposals.
+
+        Only before proposals are drawn: a sealed page is not taken back.
+        """
+        size = self._config.page_size
+        longest = [own.num_computed + own.num_left - own.num_sealed for own in owns]
+        if max(longest, default=0) + MAX_DEPTH <= 2 * size:
+            return []
+        moves = []
+        for own in owns:
+            stop = own.num_computed - own.num_computed % size
+            if stop > own.num_sealed:
+                moves.append(Move(own.tables, own.slot, own.num_sealed, stop))
+                own.num_sealed = stop
+                self._loop.scheduler.kv_manager.wrote(own)
+        return moves
+
+    def _count(self, batch: Batch) -> None:
+        """Count the step as computed, and number its rows."""
+        for own in batch.admitted:
+            own.started = True
+        for own in batch.decodes.sequences:
+            own.num_computed += 1
+            own.num_pending += 1
+        row = len(batch.decodes)
+        for segment in batch.ragged:
+            segment.row = row
+            row += segment.num_tokens
+            segment.sequence.num_computed += segment.num_tokens
+            segment.sequence.num_pending += segment.num_samples
+        for segment in batch.long:
+            segment.sequence.num_sealed = segment.stop - segment.stop % self._config.page_size
+            self._loop.scheduler.kv_manager.wrote(segment.sequence)
+        batch.sampling = sampling_rows(batch.decodes, batch.ragged)
+        batch.num_tokens = row
+
+
+def _segment(own: Sequence, count: int) -> Segment:
+    """The next `count` tokens of a sequence; the last of all gives a proposal."""
+    return Segment(
+        sequence=own,
+        start=own.num_computed,
+        num_tokens=count,
+        sealed=own.num_sealed,
+        slot=own.slot,
+        tables=own.tables,
+        num_samples=int(count == own.num_left),
+        output_index=own.num_output,
+        seals=count > MAX_SHORT,
+    )
+
+
+def _ignore(events: list[TokenEvent]) -> None:
+    """The draft has no requests, so nothing comes."""

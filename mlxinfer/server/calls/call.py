@@ -104,7 +104,7 @@ class Call:
     @property
     def num_attempts(self) -> int:
         """Requests that the slowest answer took; more than 1 where one broke its schema."""
-        return max([1, *(a.num_attempts for g in self._generations for a in g.answers)])
+        return max([1, *(a.num_attempts for g in self.generations for a in g.answers)])
 
     def interrupt(self, error: Exception) -> None:
         """End the call with `error`, in whatever state it is."""

@@ -10,7 +10,8 @@ from . import hub
 from .errors import MlxinferError
 from .hub.remote import Listing, RemoteFile, read_range
 from .memory import MODELS_SHARE, human_bytes, total_memory_bytes
-from .models.config import ModelConfig, load_config
+from .models import load_any_config
+from .models.decoder import LanguageConfig
 
 KV_GROUP = 64  # numbers that share a 16-bit scale and a 16-bit bias in a quantised KV cache
 ENOUGH_CONTEXT = 4096  # tokens: with less a model is of little use
@@ -77,7 +78,7 @@ def models_limit_bytes() -> int:
     return int(MODELS_SHARE * total_memory_bytes())
 
 
-def kv_bytes(config: ModelConfig, context: int, bits: int = 16) -> int:
+def kv_bytes(config: LanguageConfig, context: int, bits: int = 16) -> int:
     """Return the KV cache's bytes for one sequence; a window holds at most its length."""
     bits_each = bits if bits == 16 else bits + 32 / KV_GROUP
     numbers = sum(
@@ -87,7 +88,7 @@ def kv_bytes(config: ModelConfig, context: int, bits: int = 16) -> int:
     return round(numbers * bits_each / 8)
 
 
-def fit_of(config: ModelConfig, weights_bytes: int, limit_bytes: int) -> Fit:
+def fit_of(config: LanguageConfig, weights_bytes: int, limit_bytes: int) -> Fit:
     """The verdict of a model whose config and weights are known."""
     contexts = {bits: longest_context(config, weights_bytes, limit_bytes, bits) for bits in (16, 8)}
     if contexts[16] >= config.max_context:
@@ -123,7 +124,7 @@ def fit_of_repository(name: str, limit_bytes: int) -> Fit:
             text = read_range(listing, "config.json", 0, MAX_CONFIG_BYTES)
             (Path(folder) / "config.json").write_bytes(text)
         try:
-            config = load_config(Path(folder))
+            config = load_any_config(Path(folder))
         except MlxinferError as error:
             problem = str(error).replace(folder, name)
             return Fit(
@@ -135,7 +136,7 @@ def fit_of_repository(name: str, limit_bytes: int) -> Fit:
     return fit_of(config, weights, limit_bytes)
 
 
-def longest_context(config: ModelConfig, weights_bytes: int, limit_bytes: int, bits: int) -> int:
+def longest_context(config: LanguageConfig, weights_bytes: int, limit_bytes: int, bits: int) -> int:
     """The most tokens of one sequence, up to the model's own, that fit beside the weights."""
     low, high = 0, config.max_context
     while low < high:

@@ -5,7 +5,8 @@ from math import prod
 from pathlib import Path
 
 from ..errors import CheckpointError, MlxinferError
-from ..models.config import ModelConfig, load_config
+from ..models import load_any_config
+from ..models.decoder import LanguageConfig
 from ..models.jsonfields import read_json
 from ..models.safetensors import TensorInfo, read_headers
 from ..text import Tokenizer
@@ -31,7 +32,7 @@ class Summary:
 
     folder: Path
     model_type: str | None
-    config: ModelConfig | None
+    config: LanguageConfig | None
     weights: Weights | None
     chat_template: bool
     problem: str | None
@@ -42,7 +43,7 @@ def summarise(folder: Path) -> Summary:
     problem, config, weights, template = None, None, None, False
     try:
         template = has_chat_template(folder)
-        config = load_config(folder)
+        config = load_any_config(folder)
     except MlxinferError as error:
         problem = str(error)
     try:
@@ -62,7 +63,7 @@ def _model_type(folder: Path) -> str | None:
     return model_type if isinstance(model_type, str) else None
 
 
-def count_weights(folder: Path, config: ModelConfig | None) -> Weights:
+def count_weights(folder: Path, config: LanguageConfig | None) -> Weights:
     """Return parameters and bytes of the checkpoint; packed weights count unpacked."""
     parameters = num_bytes = 0
     for tensors in read_headers(folder).values():
@@ -73,7 +74,7 @@ def count_weights(folder: Path, config: ModelConfig | None) -> Weights:
 
 
 def _parameters(
-    name: str, info: TensorInfo, tensors: dict[str, TensorInfo], config: ModelConfig | None
+    name: str, info: TensorInfo, tensors: dict[str, TensorInfo], config: LanguageConfig | None
 ) -> int:
     stem, _, last = name.rpartition(".")
     packed = tensors.get(f"{stem}.weight")

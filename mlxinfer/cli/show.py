@@ -44,6 +44,8 @@ def describe(name: str, summary: "Summary", context: int | None) -> dict[str, An
         "path": str(summary.folder),
         "supported": summary.problem is None,
         "problem": summary.problem,
+        "definition": config.definition if config else None,
+        "alone_because": config.alone_because if config else None,
         "architecture": summary.model_type,
         "parameters": weights.parameters if weights else None,
         "weight_bytes": weights.num_bytes if weights else None,
@@ -71,6 +73,8 @@ def render(facts: dict[str, Any]) -> str:
     rows = [("model", facts["name"]), ("path", facts["path"])]
     if facts["problem"]:
         rows.append(("cannot run", facts["problem"]))
+    elif facts["definition"]:
+        rows.append(("runs", _runs(facts)))
     rows += [
         ("architecture", _architecture(facts)),
         ("parameters", _parameters(facts)),
@@ -78,13 +82,18 @@ def render(facts: dict[str, Any]) -> str:
         ("chat template", "yes" if facts["chat_template"] else "no"),
     ]
     if per_token := facts["kv_bytes_per_token"]:
-        sizes = ", ".join(f"{human_bytes(per_token[str(bits)])} at {bits} bit" for bits in KV_BITS)
+        kept = KV_BITS[:1] if facts["alone_because"] else KV_BITS
+        sizes = ", ".join(f"{human_bytes(per_token[str(bits)])} at {bits} bit" for bits in kept)
         rows.append(("KV per token", sizes))
     rows += [
         (
             f"at {step['context']:,}",
-            f"{human_bytes(step['total_bytes'])} (weights and 16-bit KV; "
-            f"{human_bytes(step['total_bytes_kv8'])} with --kv-bits 8)",
+            f"{human_bytes(step['total_bytes'])} (weights and 16-bit KV"
+            + (
+                ")"
+                if facts["alone_because"]
+                else f"; {human_bytes(step['total_bytes_kv8'])} with --kv-bits 8)"
+            ),
         )
         for step in facts["memory"]
     ]
@@ -108,6 +117,14 @@ def _memory(summary: "Summary", context: int | None) -> list[dict[str, int]]:
         }
         for length in sorted(lengths | ({context} if context else set()))
     ]
+
+
+def _runs(facts: dict[str, Any]) -> str:
+    if facts["definition"] == "native":
+        return "natively, batched"
+    because = facts["alone_because"]
+    how = f"one sequence after another: {because}" if because else "batched"
+    return f"by {facts['definition']}'s definition, checked when it is loaded, {how}"
 
 
 def _architecture(facts: dict[str, Any]) -> str:

@@ -4,9 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .config import ModelConfig
-    from .decoder import LanguageModel, Model
-    from .zoo import ZooConfig
+    from .decoder import LanguageConfig, LanguageModel, Model
 
 __all__ = ["load", "load_any", "load_any_config"]
 
@@ -20,7 +18,7 @@ def load_any(folder: Path, *, dtype: str = "auto") -> "LanguageModel":
     return zoo.load(folder, dtype=dtype)
 
 
-def load_any_config(folder: Path) -> "ModelConfig | ZooConfig":
+def load_any_config(folder: Path) -> "LanguageConfig":
     """What would run the checkpoint in a folder; errors as of `load`. Reads no weights."""
     from .config import load_config
 

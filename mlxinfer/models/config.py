@@ -63,6 +63,16 @@ class ModelConfig:
     dtype: str | None = None  # as the config states it; the tensors themselves decide
     fields: Fields = field(repr=False, compare=False)  # for what only one family reads
 
+    @property
+    def definition(self) -> str:
+        """A family of this library."""
+        return "native"
+
+    @property
+    def alone_because(self) -> None:
+        """Families run batched."""
+        return None
+
     def cache_spec(self, index: int) -> CacheSpec:
         """What the mixer of a layer keeps."""
         if self.states and (state := self.states[index]) is not None:

@@ -122,7 +122,7 @@ class ParallelLayer:
 
 
 class LanguageConfig(Protocol):
-    """What the engine needs to know of a config."""
+    """What the engine needs to know of a config, and what people are shown."""
 
     @property
     def model_type(self) -> str:
@@ -147,6 +147,35 @@ class LanguageConfig(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer."""
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """For people."""
+        ...
+
+    @property
+    def num_experts(self) -> int:
+        """For people; 0: there are none."""
+        ...
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Tokens that each layer sees, as far as it keeps anything; None: all."""
+        ...
+
+    def cache_spec(self, index: int) -> CacheSpec:
+        """What is kept for each of these."""
+        ...
+
+    @property
+    def alone_because(self) -> str | None:
+        """Why it runs one sequence after another; None: it runs batched."""
+        ...
+
+    @property
+    def definition(self) -> str:
+        """Whose it is: "native" or "mlx-lm"."""
         ...
 
     @property

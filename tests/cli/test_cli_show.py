@@ -80,6 +80,8 @@ def test_json_keys_are_stable(tmp_path: Path, outcome: Any) -> None:
         "path",
         "supported",
         "problem",
+        "definition",
+        "alone_because",
         "architecture",
         "parameters",
         "weight_bytes",

@@ -1,11 +1,12 @@
 """Architectures without a native family: mlx-lm's definitions, run by this engine.
 
-    definitions.py  mlx-lm's model modules as a private copy; a config to a model of theirs
-    flat.py         batched: their model over a flat list of tokens, our caches in place of theirs
-    alone.py        one sequence after another, on their own caches
-    choice.py       which of the two it is
-    check.py        whether what was chosen gives the logits of mlx-lm's own run
-    loading.py      a checkpoint's tensors into a definition
+    private_copy.py  mlx-lm's modules, in a package of our own
+    definitions.py   a config to a model of theirs
+    flat.py          batched: their model over a flat list of tokens, our caches in place of theirs
+    alone.py         one sequence after another, on their own caches
+    choice.py        which of the two it is
+    check.py         whether what was chosen gives the logits of mlx-lm's own run
+    loading.py       a checkpoint's tensors into a definition
 
 mlx-lm is found where it is installed (`pip install "mlxinfer[zoo]"`) and is not imported: its
 package takes seconds and lowers the number of files that the process may open.

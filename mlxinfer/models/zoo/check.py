@@ -9,9 +9,10 @@ from mlx.utils import tree_flatten
 from ...core import KVSpec
 from .alone import AloneModel, Kept
 from .config import ZooConfig
-from .definitions import Definition, one_line, with_narrow_windows
+from .definitions import Definition, with_narrow_windows
 from .flat import FlatModel, trace
 from .loading import Formats, quantise
+from .private_copy import one_line
 
 NARROW = 6  # tokens of every window during the check, so that sequences outgrow it
 LENGTHS = (19, 9)  # tokens of the sequences of the check

@@ -18,9 +18,10 @@ from ...errors import UnsupportedModelError
 from .alone import AloneModel, kept_by
 from .check import find_cut, narrow_twin, problem_alone, problem_batched, weights_dtype
 from .config import ZooConfig, read_config
-from .definitions import Definition, installed, module_of, one_line
+from .definitions import Definition
 from .flat import FlatModel, NotFlatError, trace
 from .loading import Formats
+from .private_copy import installed, module_of, one_line
 
 
 def choose(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[ZooConfig, Definition]:

@@ -45,6 +45,11 @@ class ZooConfig:
     cache_specs: tuple[CacheSpec, ...]
     alone_because: str | None
 
+    @property
+    def definition(self) -> str:
+        """Not a family of this library."""
+        return "mlx-lm"
+
     def cache_spec(self, index: int) -> CacheSpec:
         """What is kept, by place among those that keep something."""
         return self.cache_specs[index]

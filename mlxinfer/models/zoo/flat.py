@@ -17,7 +17,8 @@ from ...layers.attention import AttentionShape
 from ...layers.mlp import Gated
 from ...layers.step import Rows
 from .config import ZooConfig
-from .definitions import AttendingCache, Definition, one_line
+from .definitions import Definition
+from .private_copy import AttendingCache, one_line
 
 
 class NotFlatError(Exception):

@@ -9,7 +9,8 @@ import mlx.nn as nn
 from ...errors import CheckpointError
 from ..quantization import Quantization, format_of_shapes
 from ..weights import FLOATS, choose_dtype
-from .definitions import Definition, one_line
+from .definitions import Definition
+from .private_copy import one_line
 
 Formats = dict[str, dict[str, Any]]  # path of a layer -> arguments of its quantised form
 

@@ -1,0 +1,215 @@
+"""Architectures without a native family: chosen, loaded and checked, or refused in a line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from models.zoo_configs import small_config
+from models.zoo_table import randomise, row
+
+from mlxinfer.core import KVSpec, OwnCacheSpec
+from mlxinfer.errors import CheckpointError, UnsupportedModelError
+from mlxinfer.models import load_any, load_any_config
+from mlxinfer.models.zoo import check, private_copy
+from mlxinfer.models.zoo.alone import AloneModel
+from mlxinfer.models.zoo.choice import choose
+from mlxinfer.models.zoo.definitions import Definition, respelled
+from mlxinfer.models.zoo.flat import FlatCache, FlatModel
+from mlxinfer.models.zoo.loading import quantise
+from mlxinfer.models.zoo.private_copy import module_of
+
+IDS = mx.array([[5, 9, 100, 3, 77]])
+
+
+def definition_of(name: str, **changes: Any) -> tuple[dict[str, Any], Definition]:
+    """A config and its definition with random weights."""
+    module = module_of(name)
+    assert module is not None
+    raw = {**small_config(name, module), **changes}
+    definition = choose(raw, {})[1]
+    randomise(definition)
+    return raw, definition
+
+
+def save(folder: Path, raw: dict[str, Any], definition: Definition) -> Path:
+    """A checkpoint folder of the definition's weights."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    tensors = dict(tree_flatten(definition.model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+    return folder
+
+
+def test_a_checkpoint_loads_and_gives_the_logits_of_its_definition(tmp_path: Path) -> None:
+    raw, definition = definition_of("starcoder2")
+    model = load_any(save(tmp_path, raw, definition))
+    assert isinstance(model, FlatModel)
+    assert model.num_bytes == definition.num_bytes
+    expected = definition(IDS, definition.own_caches())[0]
+    logits = model.definition(IDS, model.definition.own_caches())[0]
+    np.testing.assert_array_equal(np.array(logits), np.array(expected))
+
+
+def test_a_quantised_checkpoint_loads_with_layers_that_are_not(tmp_path: Path) -> None:
+    raw, definition = definition_of("dbrx", quantization={"group_size": 32, "bits": 8})
+    kept = {"transformer.wte", "lm_head"}
+    formats = {
+        path: {"group_size": 32, "bits": 8, "mode": "affine"}
+        for path, module in definition.model.named_modules()
+        if isinstance(module, nn.Linear) and path not in kept
+    }
+    quantise(definition.model, formats)
+    model = load_any(save(tmp_path, raw, definition))
+    assert isinstance(model, FlatModel)
+    found = dict(model.definition.model.named_modules())
+    assert isinstance(found["transformer.blocks.0.norm_attn_norm.attn.Wqkv"], nn.QuantizedLinear)
+    assert type(found["lm_head"]) is nn.Linear
+    expected = definition(IDS, definition.own_caches())
+    logits = model.definition(IDS, model.definition.own_caches())
+    assert mx.allclose(logits, expected, atol=1e-5)
+
+
+def test_recurrent_layers_run_alone_and_say_why(tmp_path: Path) -> None:
+    raw, definition = definition_of("mamba")
+    folder = save(tmp_path, raw, definition)
+    config = load_any_config(folder)
+    assert config.alone_because == "a layer keeps the state of a recurrence or a convolution"
+    model = load_any(folder)
+    assert isinstance(model, AloneModel)
+    assert model.lacks.keys() == {"prefix_cache", "disk_cache", "speculation"}
+    (spec,) = model.cache_specs
+    assert isinstance(spec, OwnCacheSpec)
+    states = 4 * (3 * 128 + 128 * 16) * 4  # layers x (convolution + recurrence) x float32
+    assert (spec.numbers, spec.num_bytes) == (0, states)
+
+
+def test_what_is_kept_is_learnt_from_the_definition() -> None:
+    """Windows, head sizes of keys and values, and sinks differ from layer to layer."""
+    module = module_of("mimo_v2_flash")
+    assert module is not None
+    sizes = {"swa_head_dim": 24, "swa_num_key_value_heads": 4, "v_head_dim": 8}
+    raw = {**small_config("mimo_v2_flash", module), **sizes}
+    config, _ = choose(raw, {})
+    full, window = KVSpec(2, 16, 8), KVSpec(4, 24, 16, 8)
+    assert config.cache_specs == (full, window, window, full)
+    assert config.windows == (None, 8, 8, None)
+
+
+def test_the_spelling_of_transformers_5_is_read() -> None:
+    """Its theta would else be ignored without a word."""
+    module = module_of("starcoder2")
+    assert module is not None
+    raw = small_config("starcoder2", module)
+    theta = raw.pop("rope_theta")
+    new = {**raw, "rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}}
+    assert Definition.of(module, {**raw, "rope_theta": theta}).args.rope_theta == theta
+    assert Definition.of(module, new).args.rope_theta == 12345.0
+    scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1.0}
+    found = respelled(module_of("internlm2").ModelArgs, {"rope_parameters": scaled})  # type: ignore[union-attr]
+    assert found["rope_scaling"]["type"] == "linear"
+    assert found["rope_scaling"]["factor"] == 4.0
+
+
+def test_a_batched_model_that_differs_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions that are off by one are a difference that only logits show."""
+    begin = FlatCache.begin
+
+    def begin_late(self: FlatCache, layer: Any, positions: mx.array) -> None:
+        begin(self, layer, positions * 2)
+
+    monkeypatch.setattr(FlatCache, "begin", begin_late)
+    found = row("starcoder2")
+    assert found is not None
+    assert found.how == "alone"
+    assert "gives other logits than mlx-lm's own run" in found.because
+
+
+def test_a_window_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = check.DenseLayer._attend_one
+
+    def attend_less(self: Any, *arguments: Any) -> mx.array:
+        narrow = check.DenseLayer(KVSpec(1, 1, 1, self._window and self._window - 1))
+        narrow._past = self._past
+        return attend(narrow, *arguments)
+
+    monkeypatch.setattr(check.DenseLayer, "_attend_one", attend_less)
+    found = row("step3p5")
+    assert found is not None
+    assert found.how == "alone"
+
+
+def test_a_definition_that_chunks_change_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Definition, "hidden", lambda self, ids, caches: self(ids, self.own_caches())
+    )
+    found = row("mamba")
+    assert found is not None
+    assert found.how == "refused"
+    assert "in chunks and steps it gives other logits" in found.because
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("no_such_thing", "is defined neither here nor by mlx-lm"),
+        ("switch_layers", "is defined neither here nor by mlx-lm"),
+        ("olmo", "pip install ai2-olmo"),
+        ("phi3small", "tokens see later ones"),
+    ],
+)
+def test_what_does_not_run_says_why_in_a_line(name: str, says: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=says) as caught:
+        choose({"model_type": name}, {})
+    assert "\n" not in str(caught.value)
+
+
+def test_without_mlx_lm_the_message_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(private_copy, "installed", lambda: None)
+    with pytest.raises(UnsupportedModelError, match=r'pip install "mlxinfer\[zoo\]"'):
+        choose({"model_type": "starcoder2"}, {})
+
+
+def test_configs_and_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"missing .* required positional"):
+        choose({"model_type": "starcoder2"}, {})
+    raw, definition = definition_of("starcoder2")
+    del definition.model.model.layers[0].mlp.c_fc["weight"]
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.c_fc\.weight"):
+        load_any(save(tmp_path, raw, definition))
+
+
+def test_mlx_lm_itself_is_not_imported_and_limits_stay() -> None:
+    """Importing it takes seconds, and leaves the process with fewer files to open."""
+    code = """
+import resource, sys
+before = resource.getrlimit(resource.RLIMIT_NOFILE)
+sys.path.insert(0, "tests")
+from models.zoo_table import row
+assert row("starcoder2").how == "batched"
+assert row("plamo2").how == "alone"  # whose file imports mlx_lm.models by name
+assert not {"mlx_lm", "transformers"} & set(sys.modules), "imported"
+print(before == resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert done.stdout.strip() == "True", done.stderr
+
+
+@pytest.mark.slow
+def test_every_architecture_of_mlx_lm_is_native_batched_alone_or_refused_for_a_known_reason() -> (
+    None
+):
+    refused = {
+        name: found.because
+        for name in private_copy.architectures()
+        if (found := row(name)) is not None and found.how == "refused"
+    }
+    metal = {} if mx.metal.is_available() else {"bitnet", "muse_spark"}
+    assert refused.keys() <= {"olmo", "phi3small", "prism_hadamard_qwen35", *metal}, refused

@@ -10,7 +10,7 @@ from ..text.reasoning import answer_prefix
 from ..text.tools.schema import Tool, Toolbox
 from ..text.tools.use import after_reasoning, calls_or_answer
 from .compiler import GrammarCompiler
-from .relaxed import Unenforced
+from .relaxed import Unenforced, any_of
 from .schema import check_schema, rewritten
 from .spec import GrammarSpec, enforceable, response_format, schema_part, tool_calls
 
@@ -150,8 +150,8 @@ def calls_or(
 def enforceable_use(use: ToolUse) -> tuple[ToolUse, tuple[Unenforced, ...]]:
     """Return the same use with schemas that masks can enforce, and what is left for a check.
 
-    Schemas of strict tools are in equivalent keywords; what those cannot say is refused when the
-    grammar is compiled.
+    An argument may match several options of a oneOf. Schemas of strict tools have
+    equivalent keywords; what those cannot say is refused when the grammar is compiled.
 
     Raises:
         InvalidRequestError: a schema is too large, or none.
@@ -163,7 +163,7 @@ def enforceable_use(use: ToolUse) -> tuple[ToolUse, tuple[Unenforced, ...]]:
         if tool.strict:
             enforced = rewritten(schema)
         else:
-            enforced, rest = enforceable(schema, place=place, tool=tool.name)
+            enforced, rest = enforceable(any_of(schema), place=place, tool=tool.name)
             unenforced += rest
         tools.append(replace(tool, parameters=enforced))
     return replace(use, tools=Toolbox(tools)), tuple(unenforced)

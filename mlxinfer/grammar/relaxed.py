@@ -44,11 +44,21 @@ class Unenforced:
 def relaxed(schema: Any) -> tuple[Any, tuple[str, ...]]:
     """Return the schema in llguidance's keywords, and the keywords that were left out of it.
 
-    Where nothing was left out the schemas accept the same values, but that any option of a oneOf
-    may match, not exactly one.
+    Where nothing was left out the schemas accept the same values. A oneOf becomes an anyOf, which
+    leaves out nothing if its options exclude each other.
     """
     dropped: set[str] = set()
-    return _without(rewritten(any_of(schema)), dropped), tuple(sorted(dropped))
+
+    def drop(part: Schema) -> None:
+        for key in (*UNENFORCED, *_not_here(part)):
+            if key in part:
+                del part[key]
+                dropped.add(key)
+        if "oneOf" in part and not _exclusive(part["oneOf"], schema):
+            dropped.add("oneOf")
+        _one_of_as_any_of(part)
+
+    return _mapped(rewritten(_mapped(schema, _whole_counts)), drop), tuple(sorted(dropped))
 
 
 def any_of(schema: Any) -> Any:
@@ -66,25 +76,92 @@ def _one_of_as_any_of(schema: Schema) -> None:
         schema["anyOf"] = options
 
 
-def _without(schema: Any, dropped: set[str]) -> Any:
-    """The schema without what llguidance refuses; its keywords are added to `dropped`."""
+def _whole_counts(schema: Schema) -> None:
+    """Counts such as 2.0 as integers; names of drafts do not matter to masks."""
+    schema.pop("$schema", None)
+    for key in _COUNTS:
+        if isinstance(schema.get(key), float) and schema[key].is_integer():
+            schema[key] = int(schema[key])
 
-    def drop(part: Schema) -> None:
-        for key in UNENFORCED:
-            if key in part:
-                del part[key]
-                dropped.add(key)
-        pattern = part.get("pattern")
-        if isinstance(pattern, str) and _BEYOND_REGULAR.search(pattern):
-            del part["pattern"]
-            dropped.add("pattern")
 
-    return _mapped(schema, drop)
+def _not_here(schema: Schema) -> list[str]:
+    """Keywords that llguidance refuses in some schemas, and does so in this one."""
+    found = []
+    pattern, patterns = schema.get("pattern"), schema.get("patternProperties")
+    if isinstance(pattern, str) and _BEYOND_REGULAR.search(pattern):
+        found.append("pattern")
+    if isinstance(patterns, Mapping) and not _simple(list(patterns)):
+        found += ["patternProperties", "additionalProperties"]
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    needed = {name for name in required if isinstance(name, str)} if required else set()
+    if isinstance(properties, Mapping) and not set(properties) <= needed:
+        found += ["minProperties", "maxProperties"]
+    return found
+
+
+def _simple(patterns: list[str]) -> bool:
+    """Whether these are regular, and seen to match different names: each begins unlike others."""
+    if any(_BEYOND_REGULAR.search(pattern) for pattern in patterns):
+        return False
+    begins = [_BEGINNING.match(pattern) for pattern in patterns]
+    firsts = [match.group(1) for match in begins if match is not None]
+    return len(patterns) == 1 or len(set(firsts)) == len(patterns)
+
+
+def _exclusive(options: Any, root: Any) -> bool:
+    """Whether options of a oneOf are seen to exclude each other, by their type or by one name."""
+    if not isinstance(options, list):
+        return False
+    resolved = [_resolved(option, root) for option in options]
+    kinds = [option.get("type") for option in resolved]
+    if all(isinstance(kind, str) for kind in kinds):
+        plain = ["number" if kind == "integer" else kind for kind in kinds]
+        if len(set(plain)) == len(plain):
+            return True
+    names = [_tags(option) for option in resolved]
+    shared = set.intersection(*map(set, names)) if names else set()
+    return any(_disjoint([tags[name] for tags in names]) for name in shared)
+
+
+def _tags(option: Schema) -> dict[str, list[Any]]:
+    """The values of required properties that list theirs."""
+    properties, required = option.get("properties"), option.get("required")
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        return {}
+    found = {}
+    for name, schema in properties.items():
+        if name in required and isinstance(schema, Mapping) and option.get("type") == "object":
+            values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+            if isinstance(values, list):
+                found[name] = values
+    return found
+
+
+def _disjoint(lists: list[list[Any]]) -> bool:
+    """Whether no value is in two lists; numbers and texts that look alike count as one."""
+    texts = [
+        text for values in lists for text in {str(value).removesuffix(".0") for value in values}
+    ]
+    return len(set(texts)) == len(texts)
+
+
+def _resolved(option: Any, root: Any) -> Schema:
+    """The schema behind a local reference; {} for what is none."""
+    if isinstance(option, Mapping) and isinstance(option.get("$ref"), str):
+        place: Any = root
+        for step in option["$ref"].removeprefix("#/").split("/"):
+            place = place.get(step) if isinstance(place, Mapping) else None
+        option = place
+    return dict(option) if isinstance(option, Mapping) else {}
 
 
 _ONE = frozenset(("additionalProperties", "items", "additionalItems"))
 _LISTS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems", "items"))
 _MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+_COUNTS = tuple(
+    f"{end}{what}" for end in ("min", "max") for what in ("Length", "Items", "Properties")
+)
+_BEGINNING = re.compile(r"\^([\w-])")
 
 
 def _mapped(schema: Any, change: Callable[[Schema], None]) -> Any:
@@ -139,12 +216,24 @@ def _validator(schema: str) -> Any:
     """The validator of a schema; references to other documents are never fetched."""
     import jsonschema_rs
 
-    return jsonschema_rs.validator_for(
-        json.loads(schema),
+    value = json.loads(schema)
+    draft = _DRAFT.search(str(value.pop("$schema", ""))) if isinstance(value, dict) else None
+    kind = _VALIDATORS.get(draft.group() if draft else "", "Draft202012Validator")
+    return getattr(jsonschema_rs, kind)(
+        value,
         validate_formats=False,
         retriever=_no_document,
         pattern_options=jsonschema_rs.FancyRegexOptions(backtrack_limit=MAX_BACKTRACKS),
     )
+
+
+_DRAFT = re.compile(r"draft-0[467]|2019-09|2020-12")
+_VALIDATORS = {
+    "draft-04": "Draft4Validator",
+    "draft-06": "Draft6Validator",
+    "draft-07": "Draft7Validator",
+    "2019-09": "Draft201909Validator",
+}
 
 
 def _no_document(uri: str) -> Any:

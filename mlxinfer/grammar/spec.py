@@ -76,8 +76,7 @@ def json_schema(
         schema: JSON schema; `x-guidance` at its root may set llguidance's options of spacing.
         place: its place in the request.
         strict: refuse keywords that cannot be enforced, and a oneOf whose options are not seen to
-            exclude each other. Otherwise complete answers are checked for these keywords, and a
-            oneOf is taken as anyOf: an answer may match several options.
+            exclude each other. Otherwise complete answers are checked for these.
 
     Raises:
         InvalidRequestError: it is no schema, too large, too deep, or refers to other documents.
@@ -92,7 +91,8 @@ def json_schema(
     if strict or options.get("coerce_one_of") is False:
         enforced = rewritten(whole)
     else:
-        enforced, unenforced = enforceable(whole, place=place)
+        asked = options.get("coerce_one_of") is True
+        enforced, unenforced = enforceable(any_of(whole) if asked else whole, place=place)
     part = SchemaPart(place, json.dumps({OPTIONS_KEY: options, **enforced}, ensure_ascii=False))
     main = '{"json_schema": ' + part.text + "}"
     return GrammarSpec(place, main, (part,), unenforced=unenforced)
@@ -111,7 +111,7 @@ def enforceable(
     enforced, keywords = relaxed(schema)
     if not keywords:
         return enforced, ()
-    whole = json.dumps(any_of(schema), ensure_ascii=False)
+    whole = json.dumps(schema, ensure_ascii=False)
     return enforced, (Unenforced(tool, place, whole, keywords),)
 
 

@@ -9,7 +9,7 @@ from grammar_tools import compiler_of, matches
 from mlxinfer import LLM, SamplingParams
 from mlxinfer.errors import GrammarFailedError, InvalidRequestError
 from mlxinfer.grammar import spec
-from mlxinfer.grammar.relaxed import problem_of, relaxed
+from mlxinfer.grammar.relaxed import problem_of
 from mlxinfer.outputs import Result, ToolCall
 
 BITS: Any = {"enum": [0, 1]}
@@ -63,14 +63,43 @@ def test_what_masks_cannot_hold_is_checked(
         compiler_of().start(spec.json_schema(schema, strict=True))
 
 
-def test_what_masks_hold_is_not_checked() -> None:
-    for schema in (AGES, PAIR, {"oneOf": [BITS, AGES]}, {"not": {}, "enum": [1]}):
-        grammar = spec.json_schema(schema)
-        assert bool(grammar.unenforced) is ("not" in schema)
-    assert relaxed({"properties": {"uniqueItems": BITS}}) == (
-        {"properties": {"uniqueItems": BITS}},
-        (),
-    )
+CAT: Any = {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]}
+DOG: Any = {"type": "object", "properties": {"kind": {"enum": ["dog"]}}, "required": ["kind"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "checked"),
+    [
+        (AGES, False),
+        (PAIR, False),
+        ({"properties": {"uniqueItems": BITS}}, False),
+        ({"oneOf": [CAT, DOG]}, False),
+        ({"oneOf": [{"$ref": "#/$defs/c"}, DOG], "$defs": {"c": CAT}}, False),
+        ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, False),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, True),
+        ({"oneOf": [CAT, DOG, CAT]}, True),
+        ({"oneOf": [CAT, {"type": "object"}]}, True),
+        ({"oneOf": [CAT, {"type": "object"}], "x-guidance": {"coerce_one_of": True}}, False),
+        ({"type": "object", "properties": {"a": {}}, "minProperties": 1}, True),
+        ({"type": "object", "properties": {"a": {}}, "required": ["a"], "minProperties": 1}, False),
+        ({"type": "object", "patternProperties": {"^a": BITS, "^b": AGES}}, False),
+        ({"type": "object", "patternProperties": {"a": BITS, "^b": AGES}}, True),
+        ({"$schema": "https://json-schema.org/draft-07/schema", "type": "string"}, False),
+        ({"type": "string", "maxLength": 2.0}, False),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_only_what_masks_cannot_hold_is_checked(schema: Any, checked: bool) -> None:
+    grammar = spec.json_schema(schema)
+    assert bool(grammar.unenforced) is checked
+    compiler_of().start(grammar)
+
+
+def test_a_value_of_two_options_is_none_of_a_one_of() -> None:
+    grammar = spec.json_schema({"oneOf": [{"maximum": 5}, {"minimum": 3}], "type": "integer"})
+    assert matches(grammar, "4")
+    assert problem_of(grammar.unenforced, written(4)) is not None
+    assert problem_of(grammar.unenforced, written(7)) is None
 
 
 def test_calls_are_checked_by_their_tool() -> None:

@@ -155,22 +155,17 @@ def step_segments(
     """
     if single is not None and not short and not long:  # most steps
         return StepSegments([single], long, single.starts)
-    together = _by_width(short, single)
-    parts = [segments.tokens()[2] for segments in together]
-    parts += [np.arange(segment.start, segment.stop, dtype=np.int32) for segment in long]
-    return StepSegments(together, long, parts[0] if len(parts) == 1 else np.concatenate(parts))
-
-
-def _by_width(short: Sequence[QuerySegment], single: Segments | None) -> list[Segments]:
-    """Single tokens together, and the few wider segments together: padding stays small."""
-    if not short:
-        return [] if single is None else [single]
+    # Single tokens together, and the few wider segments together: padding stays small.
     ones = [segment for segment in short if segment.num_tokens == 1]
     wide = [segment for segment in short if segment.num_tokens > 1]
     together = [Segments.of(segments) for segments in (ones, wide) if segments]
-    if single is None:
-        return together
-    return [single.joined(together[0]), *together[1:]] if ones else [single, *together]
+    if single is not None and ones:
+        together[0] = single.joined(together[0])
+    elif single is not None:
+        together.insert(0, single)
+    parts = [segments.tokens()[2] for segments in together]
+    parts += [np.arange(segment.start, segment.stop, dtype=np.int32) for segment in long]
+    return StepSegments(together, long, parts[0] if len(parts) == 1 else np.concatenate(parts))
 
 
 def ints(values: list[int]) -> Ints:

@@ -38,10 +38,12 @@ class ShortQueries:
     rows: mx.array | slice  # (B * Q,) flat rows of the queries
     unpad: mx.array | None  # (T',) from the padded (B * Q) outputs back to flat order
     slots: mx.array | slice  # (B,) tails
+    tail_begins: Ints  # (B, 1, 1) rows of `_ring_masks`, less the positions
 
 
-def short_queries(short: Segments) -> ShortQueries:
+def short_queries(short: Segments, page_size: int) -> ShortQueries:
     """The queries of some segments."""
+    ring, sealed = 2 * page_size, short.sealed[:, None]
     step = np.minimum(np.arange(short.width, dtype=np.int32), short.counts[:, None] - 1)
     real = np.arange(short.width) < short.counts[:, None]  # (B, Q)
     return ShortQueries(
@@ -50,6 +52,7 @@ def short_queries(short: Segments) -> ShortQueries:
         rows=_as_index((short.rows[:, None] + step).ravel()),
         unpad=None if real.all() else mx.array(np.flatnonzero(real)),
         slots=_as_index(short.slots),
+        tail_begins=(sealed // page_size % 2 * ring - sealed)[:, None],
     )
 
 
@@ -59,21 +62,6 @@ def _as_index(rows: Ints) -> mx.array | slice:
     if stop - start == len(rows) and bool((np.diff(rows) == 1).all()):
         return slice(start, stop)
     return mx.array(rows)
-
-
-def _tail_mask(
-    short: Segments, positions: Ints, window: AttentionWindow, page_size: int
-) -> mx.array:
-    """(B, 1, Q, R) additive: ring slot j holds the one position p >= sealed with p % R == j."""
-    ring, sealed = 2 * page_size, short.sealed[:, None]
-    if window.size is None or window.size >= ring:  # a token sees all of the tail before it
-        begins = short.memoised(  # rows of the masks, but for the positions
-            "tail masks", lambda: (sealed // page_size % 2 * ring - sealed)[:, None]
-        )
-        return _ring_masks(page_size)[mx.array(positions[:, None] + begins)]
-    slots = np.arange(ring, dtype=np.int32)[None]
-    held = sealed + (slots - sealed) % ring  # (B, R)
-    return mx.array(additive(window.sees(positions[:, :, None], held[:, None]))[:, None])
 
 
 @cache
@@ -223,28 +211,6 @@ class RunPlan(PlainPlan):
         return paged_attention(queries, keys, values, self.run_masks, *tails, self.tail_mask, **how)
 
 
-def _views(short: Segments, group: int, window: AttentionWindow, decodes: bool) -> Views:
-    """What each segment sees in pages, and the ranges to decode for it."""
-    runs = _visible_runs(short, group, window)
-    if not decodes:
-        return views_of(runs, [])
-    runs = [split_long(some, COVER_TOKENS) for some in runs]
-    return views_of(runs, cover(runs, gap=COVER_GAP, most=COVER_TOKENS))
-
-
-def _visible_runs(
-    short: Segments, group: int, window: AttentionWindow
-) -> list[list[tuple[int, int]]]:
-    """For each segment the pool slots of the sealed positions that it sees."""
-    tables, sealed = [some[group] for some in short.tables], short.sealed.tolist()
-    if window.size is None:
-        return [table.runs_before(stop) for table, stop in zip(tables, sealed, strict=True)]
-    return [
-        [run for part in window.ranges(start, stop) for run in table.runs(*part)]
-        for table, start, stop in zip(tables, short.starts.tolist(), sealed, strict=True)
-    ]
-
-
 def split_long(runs: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int]]:
     """The same slots in runs of at most `most` tokens."""
     return [
@@ -363,22 +329,45 @@ class PlainPlanner:
     def _alone(self, segments: Segments, num_rows: int) -> Part:
         """Let segments attend over runs of pages."""
         positions, common = self._common(segments, num_rows)
-        window, group, decodes = self._window, self._group, self._decodes
-        if window.size is None:
-            views = segments.memoised(
-                ("runs", group), lambda: _views(segments, group, window, decodes)
-            )
+        if self._window.size is None:
+            views = segments.memoised(("runs", self._group), lambda: self._views(segments))
         else:
-            views = _views(segments, group, window, decodes)
-        plan = RunPlan(*common, views, _run_masks(segments, positions, window))
+            views = self._views(segments)
+        plan = RunPlan(*common, views, _run_masks(segments, positions, self._window))
         return segments.tokens()[0], plan
+
+    def _views(self, segments: Segments) -> Views:
+        """What each segment sees in pages, and the ranges to decode for it."""
+        runs = self._visible_runs(segments)
+        if not self._decodes:
+            return views_of(runs, [])
+        runs = [split_long(some, COVER_TOKENS) for some in runs]
+        return views_of(runs, cover(runs, gap=COVER_GAP, most=COVER_TOKENS))
+
+    def _visible_runs(self, segments: Segments) -> list[list[tuple[int, int]]]:
+        """For each segment the pool slots of the sealed positions that it sees."""
+        tables = [some[self._group] for some in segments.tables]
+        sealed, window = segments.sealed.tolist(), self._window
+        if window.size is None:
+            return [table.runs_before(stop) for table, stop in zip(tables, sealed, strict=True)]
+        return [
+            [run for part in window.ranges(start, stop) for run in table.runs(*part)]
+            for table, start, stop in zip(tables, segments.starts.tolist(), sealed, strict=True)
+        ]
 
     def _common(
         self, segments: Segments, num_rows: int
     ) -> tuple[Ints, tuple[ShortQueries, bool, mx.array]]:
         """Positions (B, Q) of the queries, and the fields of their `PlainPlan`."""
-        queries = segments.memoised("queries", lambda: short_queries(segments))
+        size, window = self._page_size, self._window
+        queries = segments.memoised("queries", lambda: short_queries(segments, size))
         positions = segments.starts[:, None] + queries.step
         whole = positions.size == num_rows and queries.unpad is None
-        mask = _tail_mask(segments, positions, self._window, self._page_size)
+        # Ring slot j holds the one position p >= sealed with p % R == j.
+        if window.size is None or window.size >= 2 * size:  # a token sees all of the tail before it
+            mask = _ring_masks(size)[mx.array(positions[:, None] + queries.tail_begins)]
+        else:
+            sealed, slots = segments.sealed[:, None], np.arange(2 * size, dtype=np.int32)
+            held = sealed + (slots - sealed) % (2 * size)  # (B, R)
+            mask = mx.array(additive(window.sees(positions[..., None], held[:, None]))[:, None])
         return positions, (queries, whole, mask)

@@ -294,6 +294,14 @@ class Batch:
         single = self.decodes.segments if self.decodes.sequences else None
         return step_segments(self.short, self.long, single)
 
+    def known_ids(self) -> Ints:
+        """(T,) token ids as far as the host knows them, else anything."""
+        known = [sequence.token_ids[-1] for sequence in self.decodes.sequences]
+        for segment in self.ragged:
+            known += segment.sequence.token_ids[segment.start : segment.stop]
+            known += segment.proposals
+        return ints(known)
+
     @property
     def num_slots(self) -> int:
         """Tail slots to allocate, with those of sequences that only receive a partial page."""

@@ -230,7 +230,7 @@ def _input_ids(batch: Batch, previous: Launched | None) -> tuple[mx.array, Bools
     """
     decodes, num_rows = batch.decodes.sequences, batch.num_tokens
     if previous is None or previous.sampled is None:
-        return _known_ids(batch), np.zeros(num_rows, dtype=np.bool_)
+        return mx.array(batch.known_ids()), np.zeros(num_rows, dtype=np.bool_)
     tokens = previous.sampled.tokens
     if decodes is previous.batch.sampling.sequences and num_rows == len(decodes):
         return tokens, np.ones(num_rows, dtype=np.bool_)
@@ -241,7 +241,7 @@ def _input_ids(batch: Batch, previous: Launched | None) -> tuple[mx.array, Bools
     if pending.all():
         return tokens[mx.array(rows)], pending
     sampled = tokens[mx.array(np.maximum(rows, 0))]
-    return mx.where(mx.array(pending), sampled, _known_ids(batch)), pending
+    return mx.where(mx.array(pending), sampled, mx.array(batch.known_ids())), pending
 
 
 def _of_rows(batch: Batch, value: Callable[[Sequence], int]) -> Ints | None:
@@ -250,12 +250,3 @@ def _of_rows(batch: Batch, value: Callable[[Sequence], int]) -> Ints | None:
     for segment in batch.ragged:
         rows += [value(segment.sequence)] * segment.num_tokens
     return np.array(rows, dtype=np.int32) if any(rows) else None
-
-
-def _known_ids(batch: Batch) -> mx.array:
-    """(T,) token ids as far as the host knows them, else anything."""
-    known = [sequence.token_ids[-1] for sequence in batch.decodes.sequences]
-    for segment in batch.ragged:
-        known += segment.sequence.token_ids[segment.start : segment.stop]
-        known += segment.proposals
-    return mx.array(known, dtype=mx.int32)

@@ -149,7 +149,9 @@ class Scheduler:
         queues = self.queues
         if all_decode and not queues.waiting:
             return []
-        prefilling = [] if all_decode else _prefilling(queues.running)
+        prefilling = []
+        if not all_decode:
+            prefilling = [s for s in queues.running if s.num_left > 0 and not s.decoding]
         max_prefilling = self.prefill_chunk // self.page_size  # each gets a page at least
         while len(prefilling) < max_prefilling and (admitted := queues.admit(prefilling)):
             prefilling.append(admitted)
@@ -270,6 +272,8 @@ class Scheduler:
             sequence.num_computed += segment.num_tokens - len(segment.proposals)
             sequence.num_pending += segment.num_samples
             self.counters.tokens_proposed += len(segment.proposals)
+            of_prompt = min(segment.stop, sequence.num_prompt) - segment.start
+            self.counters.prompt_tokens_computed += max(of_prompt, 0)
             sequence.request.num_drafted += len(segment.proposals)
             if segment.num_samples:  # no sequence waits for its prompt any more
                 sequence.sharers = {}
@@ -281,8 +285,6 @@ class Scheduler:
         self._last = None if batch.ragged or batch.admitted else batch.decodes
         self.counters.steps += 1
         self.counters.tokens_computed += row
-        if batch.ragged:
-            self.counters.prompt_tokens_computed += _num_prompt_tokens(batch.ragged)
 
     def commit(self, batch: Batch, token_ids: Seq[int]) -> CommitResult:
         """Take in the tokens that a step sampled, one for each row of `batch.sampling`.
@@ -377,14 +379,3 @@ def _without_preempted(
     """The parts of a step whose sequences still have their slot."""
     running = [sequence for sequence in decodes.sequences if sequence.slot >= 0]
     return DecodeBatch.of(running), [segment for segment in segments if segment.sequence.slot >= 0]
-
-
-def _prefilling(running: Seq[Sequence]) -> list[Sequence]:
-    """Running sequences whose prompt is not computed to its end."""
-    return [s for s in running if s.num_left > 0 and not s.decoding]
-
-
-def _num_prompt_tokens(segments: Seq[Segment]) -> int:
-    """How many tokens of prompts a step computes; the rest are of answers."""
-    ends = [(s.start, min(s.stop, s.sequence.num_prompt)) for s in segments]
-    return sum([stop - start for start, stop in ends if start < stop])

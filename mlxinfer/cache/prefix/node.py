@@ -295,7 +295,14 @@ def find(
     path, overlap = _walk(root, token_ids, boundary, size)
     whole = len(path) - (overlap > 0)
     longest = whole * size + overlap
-    point = resume_point(longest, _coverages(shape, path), alignment)
+    coverages = [  # groups that keep all pages resume anywhere
+        window_coverage(path, group, window, kept, size)
+        for group, (window, kept) in enumerate(zip(shape.windows, shape.num_kept, strict=True))
+        if window is not None
+    ]
+    if shape.has_states:
+        coverages.append(state_coverage(path))
+    point = resume_point(longest, coverages, alignment)
     number, inside = divmod(point, size)
     last = path[number] if inside else path[number - 1] if number else None
     return RestorePoint(
@@ -314,16 +321,6 @@ def find(
         num_kept=list(shape.num_kept),
         page_size=size,
     )
-
-
-def _coverages(shape: TreeShape, path: Sequence[Node]) -> list[Coverage]:
-    """Where the groups can resume on a path; groups that keep all pages resume anywhere."""
-    windows = [
-        window_coverage(path, group, window, kept, shape.page_size)
-        for group, (window, kept) in enumerate(zip(shape.windows, shape.num_kept, strict=True))
-        if window is not None
-    ]
-    return [*windows, state_coverage(path)] if shape.has_states else windows
 
 
 def _walk(

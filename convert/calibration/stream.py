@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ...errors import UnsupportedModelError
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertProjection, MoE
@@ -168,6 +169,11 @@ class StreamedModel:
     def __init__(self, arranged: ArrangedSource) -> None:
         self._arranged = arranged
         self._module = family(arranged.config.model_type)
+        if not self._module.runs_by_layer(arranged.config):
+            raise UnsupportedModelError(
+                f"Layers of {arranged.config.model_type} cannot be run one by one, which "
+                "calibration does; convert without it."
+            )
         self._norm = f"{self._module.final_norm}.weight"
         self.config = arranged.config
         self.moments = Moments()

@@ -183,9 +183,12 @@ class Step:
         rope_variants: (T,) the variant of the model's ropes that each token's sequence uses, see
             `Model.rope_variant`; None: 0 for all.
         adapters: (T,) the adapter of each token's sequence, 0 for none; None: none for all.
+
+    Attributes:
+        per_layer: (T, L, P) inputs of the layers, of models that have such; see `per_layer.py`.
     """
 
-    __slots__ = ("_prepared", "adapters", "caches", "positions", "rope_variants")
+    __slots__ = ("_prepared", "adapters", "caches", "per_layer", "positions", "rope_variants")
 
     def __init__(
         self,
@@ -199,6 +202,7 @@ class Step:
         self.caches = caches
         self.rope_variants = rope_variants
         self.adapters = adapters
+        self.per_layer: mx.array | None = None
         self._prepared: dict[Rope, Any] = {}
 
     def prepared(self, rope: Rope) -> Any:

@@ -4,7 +4,7 @@ Every token brings its own position; which sequence it belongs to and what it ma
 behind the cache that the caller passes for each layer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -30,6 +30,10 @@ class Layer(Protocol):
     def __call__(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> (T, hidden)."""
         ...
+
+
+Entry = Callable[[mx.array, mx.array, Step], mx.array]
+"""Token ids (T,) and embeddings (T, hidden) -> what the first layer reads."""
 
 
 class PreNormLayer:
@@ -257,6 +261,7 @@ class Model:
         activations: every gated activation, which a Metal kernel may replace.
         activation_dtype: of hidden states, keys and values.
         embed_scale: multiplies the embeddings; None: 1.
+        entry: what comes between embeddings and layers; None: nothing does.
 
     Attributes:
         mixers: those that keep something, in the order of the layers; most layers have one.
@@ -274,8 +279,10 @@ class Model:
         activations: Sequence[Gated],
         activation_dtype: mx.Dtype,
         embed_scale: float | None = None,
+        entry: Entry | None = None,
     ) -> None:
         self.config = config
+        self.entry = entry
         self.embed_tokens = embed_tokens
         self.layers = list(layers)
         self.norm = norm
@@ -314,6 +321,8 @@ class Model:
             x = x * self._embed_scale
         by_mixer = dict(zip(self.mixers, caches, strict=True))
         step = Step(positions, by_mixer, rope_variants=rope_variants, adapters=adapters)
+        if self.entry is not None:
+            x = self.entry(ids, x, step)
         for layer in self.layers:
             x = layer(x, step)
         return self.norm(x)
@@ -332,7 +341,7 @@ class Model:
 
     def arrays(self) -> list[mx.array]:
         """Every array that the model holds; a tied table once."""
-        parts: list[Any] = [self.embed_tokens, self.layers, self.norm]
+        parts: list[Any] = [self.embed_tokens, self.entry, self.layers, self.norm]
         if not self.config.tie_word_embeddings:
             parts.append(self.lm_head)
         return list(arrays(parts))

@@ -24,7 +24,7 @@ from ..layers.rope import QueryScale, RopeSpec, inverse_frequencies, scale_facto
 from ..layers.step import Rope
 from ..metal_kernels.heads import Heads
 from .config import ModelConfig
-from .decoder import Layer, Model, PreNormLayer, arrays
+from .decoder import Entry, Layer, Model, PreNormLayer, arrays
 from .jsonfields import Fields
 from .rope_config import read_layer_types, read_rope
 from .weights import StoredMatrix, Weights, fused_experts
@@ -109,6 +109,11 @@ class Family:
         return stated, stated
 
     @classmethod
+    def runs_by_layer(cls, config: ModelConfig) -> bool:
+        """Whether a layer needs nothing but hidden states, and so can be run by itself."""
+        return True
+
+    @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
         """The config with what only this family reads from `config.fields`."""
         return config
@@ -129,6 +134,7 @@ class Family:
         self.config = config
         self.weights = weights
         self.make = weights.make
+        self.attentions: dict[int, LayerMixer] = {}  # those whose keys later layers may read
         self._ropes: dict[tuple[RopeSpec, int], Rope] = {}
 
     @classmethod
@@ -147,12 +153,14 @@ class Family:
         table = weights.embedding(
             "model.embed_tokens", (config.vocab_size, config.hidden_size), shared=tied
         )
+        entry = self.entry()
+        weights.evaluate(list(arrays(entry)))
         layers = []
         for index in range(config.num_layers):
             layer = self.layer(index)
             weights.evaluate(list(arrays(layer)))
             layers.append(layer)
-        norm = self.norm(self.final_norm)
+        norm = self.last_norm()
         self._drop_prediction_layers()
         if tied:
             weights.drop("lm_head.weight", "lm_head.scales", "lm_head.biases")
@@ -169,6 +177,7 @@ class Family:
             activations=self.activations() if layers else [],
             activation_dtype=weights.dtype,
             embed_scale=self.embed_scale,
+            entry=entry,
         )
         weights.evaluate([*model.arrays(), *arrays(lm_head)])
         return model
@@ -193,6 +202,14 @@ class Family:
                 f"hidden_act is {name!r}; supported are {', '.join(ACTIVATIONS)}."
             )
         return gated(name, self.weights.dtype)
+
+    def entry(self) -> Entry | None:
+        """What comes between embeddings and layers; None: nothing does."""
+        return None
+
+    def last_norm(self) -> Norm:
+        """Behind the last layer."""
+        return self.norm(self.final_norm)
 
     def activations(self) -> list[Gated]:
         """Every gated activation of the model."""

@@ -16,6 +16,8 @@ _FAMILIES = {  # model_type -> module in families/, class
     "gemma3_text": ("gemma", "Gemma3"),
     "gemma4": ("gemma4", "Gemma4"),
     "gemma4_text": ("gemma4", "Gemma4"),
+    "gemma3n": ("gemma3n", "Gemma3n"),
+    "gemma3n_text": ("gemma3n", "Gemma3n"),
     "gpt_oss": ("gpt_oss", "GptOss"),
     "olmo2": ("olmo", "Olmo2"),
     "olmo3": ("olmo", "Olmo3"),

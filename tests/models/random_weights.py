@@ -37,7 +37,7 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int, *, less_one: boo
 
 def tiny_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     """Every tensor of a checkpoint with this config, by its name on the hub."""
-    less_one = config["model_type"].startswith(("gemma2", "gemma3", "qwen3_next", "qwen3_5"))
+    less_one = config["model_type"].startswith(("gemma2", "gemma3_", "qwen3_next", "qwen3_5"))
     return {
         name: random_tensor(name, shape, seed, less_one=less_one)
         for name, shape in shapes(config).items()

@@ -78,6 +78,34 @@ _MISTRAL4 = {
     "first_k_dense_replace": 1,
 }
 
+_THIRDS = ["sliding_attention", "sliding_attention", "full_attention"]
+_GEMMA = {
+    **_SMALL,
+    "num_hidden_layers": 9,
+    "head_dim": 24,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": WINDOW,
+    "layer_types": _THIRDS * 3,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "eos_token_id": [2, 5],
+}
+_GEMMA_ROPES = {
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 2000.0,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+_GEMMA3N = {
+    **_GEMMA,
+    "model_type": "gemma3n_text",
+    "head_dim": 16,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 12,
+    "altup_num_inputs": 4,
+}
+
 RECORDED_CASES: dict[str, dict[str, Any]] = {
     "lfm2_moe-v4": {
         **_SMALL,
@@ -262,5 +290,61 @@ RECORDED_CASES: dict[str, dict[str, Any]] = {
             "partial_rotary_factor": 0.4,
         },
         "tie_word_embeddings": True,
+    },
+    "gemma4_e-v4": {
+        **_GEMMA,
+        "model_type": "gemma4_text",
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 96,
+        "num_kv_shared_layers": 4,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 6.0,
+        "rope_parameters": _GEMMA_ROPES,
+        "tie_word_embeddings": True,
+    },
+    "gemma4_e-v5": {
+        **_GEMMA,
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 1,
+        "layer_types": _THIRDS * 2,
+        "per_layer_config": {"2": {"head_dim": 40}, "5": {"head_dim": 40}},
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 96,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": False,
+        "rope_parameters": _GEMMA_ROPES,
+        "tie_word_embeddings": False,
+    },
+    "gemma3n_text-v4": {
+        **_GEMMA3N,
+        "intermediate_size": [96, 64, 96, 80, 96, 96, 96, 64, 96],
+        "activation_sparsity_pattern": [0.95, 0.6, *[0.0] * 7],
+        "vocab_size_per_layer_input": 90,
+        "num_kv_shared_layers": 4,
+        "altup_active_idx": 0,
+        "altup_correct_scale": True,
+        "rope_theta": 2000.0,
+        "rope_local_base_freq": 100.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma3n_text-v5": {
+        **_GEMMA3N,
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 1,
+        "layer_types": _THIRDS * 2,
+        "vocab_size_per_layer_input": 96,
+        "num_kv_shared_layers": 0,
+        "altup_num_inputs": 3,
+        "altup_active_idx": 1,
+        "altup_correct_scale": False,
+        "final_logit_softcapping": 8.0,
+        "activation_sparsity_pattern": [0.0, 0.8, *[0.0] * 4],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 2000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        "tie_word_embeddings": False,
     },
 }

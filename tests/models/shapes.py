@@ -8,7 +8,6 @@ from models.names import Shape, expanded
 from models.recorded_cases import RECORDED_CASES
 
 TENSORS = Path(__file__).parents[1] / "data" / "parity" / "tensors.json"
-RECORDED_TYPES = {case["model_type"] for case in RECORDED_CASES.values()}
 QWEN_HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 GEMMA = ("gemma2", "gemma3_text")  # tied unless stated
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
@@ -16,8 +15,8 @@ LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint with this config, by its name on the hub."""
-    if config["model_type"] in RECORDED_TYPES:
-        return recorded(config)
+    if name := recorded_case(config):
+        return expanded(json.loads(TENSORS.read_text())[name])
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     table: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocab, hidden),
@@ -48,12 +47,12 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return table
 
 
-def recorded(config: dict[str, Any]) -> dict[str, Shape]:
-    """What transformers saves of the case with this config, as `parity/generate.py` found it."""
-    name = next(
-        n for n, case in RECORDED_CASES.items() if all(config.get(k) == v for k, v in case.items())
-    )
-    return expanded(json.loads(TENSORS.read_text())[name])
+def recorded_case(config: dict[str, Any]) -> str | None:
+    """The case of this config, if its tensors are noted as transformers saves them."""
+    for name, case in RECORDED_CASES.items():
+        if all(config.get(key) == value for key, value in case.items()):
+            return name
+    return None
 
 
 def _norms(config: dict[str, Any]) -> list[str]:

@@ -177,10 +177,10 @@ def test_heads_of_gemma_4_in_both_spellings():
             normalise(tiny_config("gemma4_text-v5") | {"per_layer_config": {key: {}}})
 
 
-@pytest.mark.parametrize("key", ["hidden_size_per_layer_input", "num_kv_shared_layers"])
-def test_the_e_models_of_gemma_4_are_refused(key):
-    with pytest.raises(UnsupportedModelError, match=f"{key}.*E models"):
-        normalise(tiny_config("gemma4_text-v4") | {key: 2})
+@pytest.mark.parametrize("case", ["gemma4_e-v4", "gemma3n_text"])
+def test_layers_without_keys_need_an_earlier_one_of_their_window(case):
+    with pytest.raises(CheckpointError, match=r"num_kv_shared_layers .* is 7, which leaves no"):
+        normalise(tiny_config(case) | {"num_kv_shared_layers": 7})
 
 
 def test_gpt_oss_defaults_to_yarn():

@@ -1,7 +1,8 @@
 """Gemma 4: the dense models and the mixture of experts, alone or inside a multimodal checkpoint.
 
 Layers that see everything have larger heads, may have fewer for K and V, and may take their keys,
-before the norm, for values too. The E models (per-layer embeddings, shared keys) are refused.
+before the norm, for values too. The E models have per-layer embeddings, and last layers that read
+the keys and values of earlier ones.
 """
 
 from collections.abc import Sequence
@@ -10,21 +11,23 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from ...errors import CheckpointError, UnsupportedModelError
+from ...errors import CheckpointError
 from ...layers.attention import LayerMixer
 from ...layers.linear import Projection
 from ...layers.mlp import MLP, FeedForward
 from ...layers.moe import ExpertProjection, MoE, top_k_softmax
 from ...layers.norm import Norm
+from ...layers.per_layer import PerLayerGate
 from ...layers.rope import RopeSpec
 from ...layers.step import Step
 from ..config import ModelConfig
-from ..decoder import Layer
+from ..decoder import Entry, Layer
 from ..family import Family
 from ..jsonfields import Fields
 from ..rope_config import FULL, SLIDING
 from ..weights import StoredMatrix, fused, fused_experts
 from .gemma import language_fields, language_name
+from .gemma_e import per_layer_gate, per_layer_inputs, shared_or_own, sources
 
 _ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -97,23 +100,37 @@ class ScaledChoice:
 
 
 class ScaledLayer:
-    """A sandwich layer whose output is scaled; the second block has its own norms before it."""
+    """A sandwich layer whose output is scaled; the second block has its own norms before it.
 
-    __slots__ = ("mixer", "mlp", "norms", "scalar")
+    Args:
+        norms: before and behind the mixer, behind the second block.
+        mixer, mlp: the blocks.
+        scalar: (1,) multiplies the output.
+        gate: adds what the layer makes of its per-layer input; None: there is none.
+    """
+
+    __slots__ = ("gate", "mixer", "mlp", "norms", "scalar")
 
     def __init__(
-        self, norms: Sequence[Norm], mixer: LayerMixer, mlp: FeedForward, scalar: mx.array
+        self,
+        norms: Sequence[Norm],
+        mixer: LayerMixer,
+        mlp: FeedForward,
+        scalar: mx.array,
+        gate: PerLayerGate | None = None,
     ) -> None:
-        self.norms = tuple(norms)  # before and behind the mixer, behind the second block
+        self.norms = tuple(norms)
         self.mixer = mixer
         self.mlp = mlp
-        self.scalar = scalar  # (1,)
+        self.scalar = scalar
+        self.gate = gate
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> (T, hidden)."""
         before, behind, behind_mlp = self.norms
         x = x + behind(self.mixer(before(x), step))
-        return (x + behind_mlp(self.mlp(x))) * self.scalar
+        x = x + behind_mlp(self.mlp(x))
+        return (x if self.gate is None else x + self.gate(x, step)) * self.scalar
 
 
 class Gemma4(Family):
@@ -135,6 +152,7 @@ class Gemma4(Family):
         "enable_moe_block": False,
         "hidden_size_per_layer_input": 256,
         "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
         "tie_word_embeddings": True,
     }
     fits_float16 = False
@@ -174,14 +192,9 @@ class Gemma4(Family):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Heads of each layer; the E models are refused."""
+        """Heads of each layer."""
         fields = config.fields
-        for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
-            if fields.integer(key, low=0):
-                raise UnsupportedModelError(
-                    f"{key} in {fields.where} is {fields.get(key)}: the E models of Gemma 4 are "
-                    "not supported."
-                )
+        sources(config)
         types = [FULL if window is None else SLIDING for window in config.windows]
         heads = tuple(_heads(fields, types, config.head_dim))
         for kv_heads, _ in heads:
@@ -191,6 +204,12 @@ class Gemma4(Family):
                     "V in some layer do not divide."
                 )
         return replace(config, attention_scale=1.0, heads=heads)
+
+    @classmethod
+    def runs_by_layer(cls, config: ModelConfig) -> bool:
+        """Not in the E models: inputs and keys come from elsewhere."""
+        keys = ("hidden_size_per_layer_input", "num_kv_shared_layers")
+        return not any(config.fields.integer(key, low=0) for key in keys)
 
     @classmethod
     def rename(cls, name: str) -> str | None:
@@ -211,7 +230,16 @@ class Gemma4(Family):
             self.mixer(index),
             self.mlp(index),
             self.weights.take(f"{path}.layer_scalar", (1,)),
+            per_layer_gate(self, index),
         )
+
+    def entry(self) -> Entry | None:
+        """The per-layer inputs of the E models."""
+        return per_layer_inputs(self)
+
+    def mixer(self, index: int) -> LayerMixer:
+        """Attention over keys and values of its own or of an earlier layer."""
+        return shared_or_own(self, index, super().mixer)
 
     def qkv(self, index: int) -> Projection:
         """Keys are values too in layers that see everything, where the config says so."""
@@ -233,7 +261,7 @@ class Gemma4(Family):
         config, weights, path = self.config, self.weights, f"model.layers.{index}"
         dense = NormedMLP(
             self.norm(f"{path}.pre_feedforward_layernorm"),
-            self.dense_mlp(f"{path}.mlp", config.intermediate_size),
+            self.dense_mlp(f"{path}.mlp", self._inner(index)),
         )
         if not config.fields.boolean("enable_moe_block"):
             return dense
@@ -260,6 +288,12 @@ class Gemma4(Family):
                 self.norm(f"{path}.post_{names[1]}"),
             ],
         )
+
+    def _inner(self, index: int) -> int:
+        """Twice as wide where keys are shared, if the config says so."""
+        config = self.config
+        wide = config.fields.boolean("use_double_wide_mlp") and sources(config)[index] is not None
+        return config.intermediate_size * (1 + wide)
 
     def _expert_projections(self, path: str) -> tuple[ExpertProjection, ExpertProjection]:
         """Gate beside up, and down: as on the hub, or as MLX checkpoints have them."""

@@ -24,8 +24,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 from models.cases import CASES  # noqa: E402
 from models.names import shortened  # noqa: E402
 from models.random_weights import tiny_tensors  # noqa: E402
-from models.recorded_cases import RECORDED_CASES  # noqa: E402
-from models.shapes import RECORDED_TYPES, TENSORS, shapes  # noqa: E402
+from models.shapes import TENSORS, recorded_case, shapes  # noqa: E402
 
 LENGTH = 40
 MIN_ROUTER_GAP = 2e-3
@@ -88,15 +87,14 @@ def check_names(model: torch.nn.Module, config: dict, folder: str) -> None:
     model.save_pretrained(Path(folder) / "saved")
     with safe_open(Path(folder) / "saved" / "model.safetensors", "pt") as file:
         saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    if config["model_type"] in RECORDED_TYPES:
-        record(config, saved)
+    if name := recorded_case(config):
+        record(name, saved)
     ours = shapes(config)
     assert saved == ours, {k: (saved.get(k), ours.get(k)) for k in saved.keys() ^ ours.keys()}
 
 
-def record(config: dict, saved: dict[str, tuple[int, ...]]) -> None:
+def record(name: str, saved: dict[str, tuple[int, ...]]) -> None:
     """Note a case's tensors in `tensors.json`, which stands for our own table of them."""
-    name = next(name for name, case in RECORDED_CASES.items() if case is config)
     tables = json.loads(TENSORS.read_text()) if TENSORS.exists() else {}
     tables[name] = shortened(saved)
     lines = [f"{json.dumps(key)}: {json.dumps(tables[key])}" for key in sorted(tables)]

@@ -1,0 +1,87 @@
+"""What Gemma 3n and the E models of Gemma 4 share: per-layer inputs, and layers without keys."""
+
+from collections.abc import Callable
+
+from ...errors import CheckpointError
+from ...layers.attention import Attention, LayerMixer, SharedAttention
+from ...layers.per_layer import PerLayerGate, PerLayerInputs
+from ..config import ModelConfig
+from ..family import Family
+
+_KEYS = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+
+
+def sources(config: ModelConfig) -> list[int | None]:
+    """For each layer the earlier one whose keys and values it reads; None: its own.
+
+    The last `num_kv_shared_layers` read those of the last layer before them that has their window.
+
+    Raises:
+        CheckpointError: there is no such layer.
+    """
+    count = config.fields.integer("num_kv_shared_layers", low=0)
+    own = max(config.num_layers - count, 0)
+    last = {window: index for index, window in enumerate(config.windows[:own])}
+    missing = [window for window in config.windows[own:] if window not in last]
+    if missing:
+        raise CheckpointError(
+            f"num_kv_shared_layers in {config.fields.where} is {count}, which leaves no layer with "
+            f"keys and values for those of window {missing[0]}."
+        )
+    return [None] * own + [last[window] for window in config.windows[own:]]
+
+
+def shared_or_own(family: Family, index: int, build: Callable[[int], LayerMixer]) -> LayerMixer:
+    """The attention of a layer, which `build` makes where it has keys and values of its own.
+
+    Checkpoints hold keys of layers that do not use them; those are left out.
+    """
+    config, source = family.config, sources(family.config)[index]
+    if source is None:
+        made = family.attentions[index] = build(index)
+        return made
+    path, (_, dim) = f"model.layers.{index}.self_attn", config.heads_of(index)
+    family.weights.drop_below([f"{path}.{key}" for key in _KEYS])
+    attention = family.attentions[source]
+    assert isinstance(attention, Attention)
+    inner = config.num_heads * dim
+    return SharedAttention(
+        q_proj=family.weights.linear(
+            f"{path}.q_proj", inner, config.hidden_size, bias=config.qkv_bias
+        ),
+        o_proj=family.attention_output(f"{path}.o_proj", inner),
+        source=attention,
+        q_norm=family.norm(f"{path}.q_norm", dim),
+    )
+
+
+def per_layer_inputs(family: Family) -> PerLayerInputs | None:
+    """The table and the projection of all layers' inputs; None: there are none."""
+    config, weights, fields = family.config, family.weights, family.config.fields
+    if not (dims := fields.integer("hidden_size_per_layer_input", low=0, high=2**16)):
+        return None
+    vocab = fields.integer("vocab_size_per_layer_input", high=2**24, default=config.vocab_size)
+    width = config.num_layers * dims
+    return PerLayerInputs(
+        weights.embedding("model.embed_tokens_per_layer", (vocab, width), shared=False),
+        vocab_size=vocab,
+        projection=weights.linear("model.per_layer_model_projection", width, config.hidden_size),
+        norm=family.norm("model.per_layer_projection_norm", dims),
+        num_layers=config.num_layers,
+        scale=config.hidden_size**-0.5,
+    )
+
+
+def per_layer_gate(family: Family, index: int) -> PerLayerGate | None:
+    """What layer `index` makes of its input; None: it has none."""
+    config, weights, path = family.config, family.weights, f"model.layers.{index}"
+    dims = config.fields.integer("hidden_size_per_layer_input", low=0, high=2**16)
+    if not dims:
+        return None
+    return PerLayerGate(
+        index,
+        gate=weights.linear(f"{path}.per_layer_input_gate", dims, config.hidden_size),
+        up=weights.linear(f"{path}.per_layer_projection", config.hidden_size, dims),
+        norm=family.norm(f"{path}.post_per_layer_input_norm"),
+        activation=family.activation,
+    )

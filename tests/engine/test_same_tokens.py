@@ -8,6 +8,8 @@ MLX's CPU kernels then compute each row by itself, so that even bits do not depe
 
 import os
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import hypothesis
 import pytest
@@ -16,6 +18,7 @@ from engine.proposers import some_proposer
 from engine.recurrent import hybrid_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models.zoo_table import small_model
 
 from mlxinfer.core import FinishReason, SamplingParams
 from mlxinfer.models.decoder import Model
@@ -44,8 +47,16 @@ class Arrival:
     cancel_after: int | None  # turns
 
 
+@cache
+def zoo_model(name: str) -> Any:
+    """A small model of one of mlx-lm's definitions."""
+    return small_model(name, quantized=True)
+
+
 def model_of(case: str) -> Model:
     """A tiny quantised model; a hybrid has recurrent layers instead of some of its own."""
+    if case.startswith("zoo "):
+        return zoo_model(case.split()[1])
     if case in HYBRIDS:
         return hybrid_model(case.split()[1], HYBRIDS[case])
     return tiny_model(case, quantized=True)

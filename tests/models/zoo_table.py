@@ -6,7 +6,6 @@ Markdown table for docs/models.md.
 
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -18,11 +17,13 @@ from mlxinfer.models.zoo.alone import AloneModel
 from mlxinfer.models.zoo.choice import build, choose
 from mlxinfer.models.zoo.definitions import Definition
 from mlxinfer.models.zoo.flat import FlatModel
+from mlxinfer.models.zoo.loading import Formats, quantise
 from mlxinfer.models.zoo.private_copy import architectures, installed, module_of
 
 from .zoo_configs import small_config
 
 FLOATS = (mx.float32, mx.bfloat16, mx.float16)
+LINEAR = ("Linear", "SwitchLinear")  # layers of mlx.nn, and of mlx-lm's
 HOW = ("native", "batched", "alone", "refused")
 
 
@@ -35,13 +36,24 @@ class Row:
     because: str = ""
 
 
-def small_model(name: str, **changes: Any) -> FlatModel | AloneModel:
-    """The model of a small config with random weights, checked as a loaded one is."""
+def small_model(name: str, *, quantized: bool = False) -> FlatModel | AloneModel:
+    """The model of a small config with random weights, checked as a loaded one is.
+
+    A quantised one gives the same bits in any batch.
+    """
     module = module_of(name)
     assert module is not None, name
-    config, definition = choose({**small_config(name, module), **changes}, {})
+    config, definition = choose(small_config(name, module), {})
     randomise(definition)
-    return build(config, definition, {})
+    formats: Formats = {}
+    if quantized:
+        formats = {
+            path: {"group_size": 32, "bits": 4, "mode": "affine"}
+            for path, layer in definition.model.named_modules()
+            if type(layer).__name__ in LINEAR and layer.weight.shape[-1] % 32 == 0
+        }
+        quantise(definition.model, formats)
+    return build(config, definition, formats)
 
 
 def randomise(definition: Definition) -> None:

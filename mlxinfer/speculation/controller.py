@@ -10,6 +10,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .costs import StepTimes, bucket_of
 
 WARM_UP = 4  # plain steps that are measured before the first proposals
@@ -17,6 +20,8 @@ LOOK_BACK = 16  # steps with proposals that must not be slower than plain ones, 
 FIRST_REST, LONGEST_REST = 96, 3072  # plain steps until the next trial
 RECHECK = 512  # steps with proposals until plain ones are measured again
 MARGIN = 1.02  # by which a step with proposals must promise more
+PROBES = 2
+WORTH_A_PROBE = 0.3  # chance of a proposal
 KEPT = 9  # measurements of which the median counts
 
 
@@ -80,6 +85,7 @@ class Regime:
     until_trial: int = FIRST_REST  # plain steps until costly sources are tried once more
     next_rest: int = FIRST_REST
     since_recheck: int = 0
+    probes: int = PROBES  # steps of one proposal each that measure what rows cost, pay or not
     recent: deque[tuple[float, float]] = field(  # (seconds, those of plain steps for the tokens)
         default_factory=lambda: deque(maxlen=LOOK_BACK)
     )
@@ -88,7 +94,18 @@ class Regime:
         """Go on with plain steps, twice as many as last time."""
         self.until_trial = self.next_rest
         self.next_rest = min(2 * self.next_rest, LONGEST_REST)
+        self.probes = 1
         self.recent.clear()
+
+
+def _expected_tokens(outlooks: Seq[Outlook], most: int) -> NDArray[np.float64]:
+    """(R, most) chance that a proposal and all before it hold; 0 where there is none."""
+    chances = np.zeros((len(outlooks), most))
+    for row, outlook in enumerate(outlooks):
+        some = outlook.chances[:most]
+        chances[row, : len(some)] = some
+    found: NDArray[np.float64] = np.cumprod(chances, axis=1)
+    return found
 
 
 class Controller:
@@ -108,35 +125,35 @@ class Controller:
         self._draft: dict[int, deque[float]] = {}  # by batch size: seconds of one more proposal
 
     def choose(self, outlooks: Seq[Outlook], num_sequences: int) -> list[int]:
-        """The most tokens a second: add the likeliest proposal as long as that pays."""
+        """The most tokens a second.
+
+        For each depth that costly proposals may have, the likeliest are added as long as that pays.
+        """
         depths = [0] * len(outlooks)
-        if not self._max_depth or self._regime(num_sequences).blocked:
+        regime = self._regime(num_sequences)
+        if regime.blocked or not self._max_depth:
             return depths
+        most = self._max_depth if self.times.is_measured(num_sequences) else 1
         plain_s = self.times.seconds(num_sequences, 0)
         each_s = self._each_s(num_sequences, max(o.cost for o in outlooks) * plain_s)
-        ranked = self._ranked(outlooks)
-        tokens, best, best_rate = float(num_sequences), 0, MARGIN * num_sequences / plain_s
-        costly_depth = 0
-        for count, (gain, place, row) in enumerate(ranked, start=1):
-            tokens += gain
-            if outlooks[row].cost:
-                costly_depth = max(costly_depth, place + 1)
-            took_s = self.times.seconds(num_sequences, count) + costly_depth * each_s
-            if tokens / took_s > best_rate:
-                best, best_rate = count, tokens / took_s
-        for _, _, row in ranked[:best]:
-            depths[row] += 1
+        gains = _expected_tokens(outlooks, most)
+        times_s = self.times.table(num_sequences, gains.size)[1:]
+        costly = np.array([bool(outlook.cost) for outlook in outlooks])
+        best_rate = MARGIN * num_sequences / plain_s
+        for bound in range(most + 1 if costly.any() else 1):  # of proposals that have a cost
+            allowed = gains.copy()
+            allowed[costly, bound:] = 0.0
+            order = np.argsort(-allowed, axis=None, kind="stable")
+            order = order[: np.count_nonzero(allowed)]
+            tokens = num_sequences + np.cumsum(allowed.ravel()[order])
+            rates = tokens / (times_s[: len(order)] + bound * each_s)
+            if len(order) and rates.max() > best_rate:
+                count = int(rates.argmax()) + 1
+                best_rate = float(rates[count - 1])
+                depths = np.bincount(order[:count] // most, minlength=len(outlooks)).tolist()
+        if not any(depths) and regime.probes:
+            return [int(bool(o.chances) and o.chances[0] >= WORTH_A_PROBE) for o in outlooks]
         return depths
-
-    def _ranked(self, outlooks: Seq[Outlook]) -> list[tuple[float, int, int]]:
-        """(expected tokens, position, sequence) of all proposals, the likeliest first."""
-        ranked = []
-        for row, outlook in enumerate(outlooks):
-            gain = 1.0
-            for place, chance in enumerate(outlook.chances[: self._max_depth]):
-                gain *= chance
-                ranked.append((gain, place, row))
-        return sorted(ranked, key=lambda each: (-each[0], each[1:]))
 
     def observe(self, step: MeasuredStep) -> bool:
         """Learn from a step."""
@@ -152,6 +169,7 @@ class Controller:
             plain_s = self.times.seconds(step.num_sequences, 0)
             regime.recent.append((step.seconds, plain_s * step.num_tokens / step.num_sequences))
         self._check_gain(regime)
+        regime.probes = max(regime.probes - 1, 0)
         regime.since_recheck += 1
         if regime.since_recheck >= RECHECK:
             regime.since_recheck, regime.blocked = 0, WARM_UP

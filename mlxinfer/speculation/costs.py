@@ -1,7 +1,9 @@
 """How long steps take by sequences and rows: measured, and a published curve before that."""
 
 from collections import deque
-from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
 
 # Seconds of a quantised matrix product with 1 to 8 rows over those with one: 5120 x 17408, 4 bits,
 # groups of 64, in MLX (mini-sglang-mlx, README: 0.602 to 1.268 ms). The last slope goes on.
@@ -31,7 +33,9 @@ def bucket_of(num_sequences: int) -> int:
 class StepTimes:
     """Seconds of steps, by batch size and by rows beyond one a sequence.
 
-    Before anything was measured, times are relative to a step of one row.
+    Between two numbers of rows that were measured, and beyond, rows cost the same each. Before any
+    were measured with a batch size, a row costs what it does elsewhere; before anything was, times
+    are relative to a step of one row, by the published curve.
     """
 
     def __init__(self) -> None:
@@ -42,22 +46,67 @@ class StepTimes:
         cell = bucket_of(num_sequences), _extra_bucket(extra)
         self._cells.setdefault(cell, deque(maxlen=KEPT)).append(seconds)
 
-    def num_measured(self, num_sequences: int, extra: int) -> int:
-        """Measurements of steps like this, as far as they are kept."""
-        return len(self._cells.get((bucket_of(num_sequences), _extra_bucket(extra)), ()))
+    def is_measured(self, num_sequences: int) -> bool:
+        """Whether any steps with proposals were, with this batch size."""
+        return any(self._measured(bucket_of(num_sequences)).keys() - {PLAIN})
 
     def seconds(self, num_sequences: int, extra: int) -> float:
-        """What a step takes: as measured, or by the curve from the nearest one measured."""
-        bucket, wanted = bucket_of(num_sequences), _extra_bucket(extra)
-        measured = {cell: m for cell, m in self._cells.items() if len(m) >= FEWEST}
-        same = [cell for cell in measured if cell[0] == bucket] or list(measured)
-        if not same:
-            return relative_cost(num_sequences + extra)
-        near = min(same, key=lambda cell: (abs(cell[0] - bucket), abs(cell[1] - wanted)))
-        found = median(measured[near])
-        if near == (bucket, wanted):
-            return found
-        return found * relative_cost(num_sequences + extra) / relative_cost(near[0] + near[1])
+        """What a step takes: as measured, or by the nearest ones that were."""
+        return float(self.table(num_sequences, extra)[extra])
+
+    def table(self, num_sequences: int, most: int) -> NDArray[np.float64]:
+        """(most + 1,) seconds of steps with 0 to `most` rows more."""
+        extra = np.arange(most + 1)
+        known = self._measured(bucket_of(num_sequences))
+        if PLAIN not in known:
+            known[PLAIN] = self._plain_elsewhere(num_sequences)
+        last = max(known)
+        if last != PLAIN:
+            each_s = max(known[last] - known[PLAIN], 0.0) / last
+        else:
+            elsewhere = self._row_elsewhere()
+            if elsewhere is None:
+                curve = np.array([relative_cost(num_sequences + i) for i in extra.tolist()])
+                return known[PLAIN] * curve / curve[0]
+            each_s = elsewhere
+        rows = sorted(known)
+        found = np.interp(extra, rows, [known[i] for i in rows])
+        return found + each_s * np.maximum(extra - last, 0)
+
+    def _measured(self, bucket: int) -> dict[int, float]:
+        """Extra rows -> seconds, of a batch size."""
+        return {
+            extra: _low_median(times)
+            for (size, extra), times in self._cells.items()
+            if size == bucket and len(times) >= FEWEST
+        }
+
+    def _plain_elsewhere(self, num_sequences: int) -> float:
+        """A plain step, by that of the nearest batch size and the curve."""
+        plains = {
+            size: _low_median(times)
+            for (size, extra), times in self._cells.items()
+            if extra == PLAIN and len(times) >= FEWEST
+        }
+        if not plains:
+            return relative_cost(num_sequences)
+        near = min(plains, key=lambda size: abs(size - num_sequences))
+        return plains[near] * relative_cost(num_sequences) / relative_cost(near)
+
+    def _row_elsewhere(self) -> float | None:
+        """What a row more takes, from steps of the batch size that was measured most."""
+        found: dict[int, float] = {}
+        for size in {size for size, _ in self._cells}:
+            known = self._measured(size)
+            most = max(known, default=PLAIN)
+            if most != PLAIN and PLAIN in known:
+                found[most] = max(known[most] - known[PLAIN], 0.0) / most
+        return found[max(found)] if found else None
+
+
+def _low_median(times: deque[float]) -> float:
+    """The lower one of two: a first step that compiles something counts for little."""
+    return sorted(times)[(len(times) - 1) // 2]
 
 
 def _extra_bucket(extra: int) -> int:

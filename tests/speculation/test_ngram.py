@@ -1,0 +1,187 @@
+"""N-gram proposals: what stood after the longest repetition, and nothing of other namespaces."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from speculation.following import following
+
+from mlxinfer.engine.batch import Sequence
+from mlxinfer.speculation import ngram
+from mlxinfer.speculation.acceptance import Key
+from mlxinfer.speculation.ngram import MIN_MATCH, NgramProposer, find_longest
+
+texts = st.lists(st.integers(0, 3), min_size=3, max_size=60)
+
+
+class Scores:
+    """Collects scores."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[Key, bool]] = []
+
+    def __call__(self, sequence: Sequence, key: Key, held: bool) -> None:
+        self.held.append((key, held))
+
+
+def proposer() -> NgramProposer:
+    return NgramProposer(Scores())
+
+
+def proposed(source: NgramProposer, sequence: Sequence, depth: int = 4) -> list[int]:
+    source.begin_step()
+    return source.propose([sequence], [depth])[0]
+
+
+def longest_by_hand(text: list[int], suffix: list[int]) -> int:
+    found = 0
+    for place in range(1, len(text) + 1):
+        length = 0
+        while length < min(place, len(suffix)) and (
+            text[place - length - 1] == suffix[-length - 1]
+        ):
+            length += 1
+        found = max(found, length)
+    return found
+
+
+@given(text=texts, suffix=st.lists(st.integers(0, 3), min_size=1, max_size=16))
+def test_the_longest_match_is_found(text: list[int], suffix: list[int]) -> None:
+    place, length = find_longest(np.array(text, np.int32), np.array(suffix, np.int32))
+    assert length == longest_by_hand(text, suffix)
+    assert length == 0 or text[place - length : place] == suffix[-length:]
+
+
+def test_what_followed_in_the_prompt_is_proposed() -> None:
+    source = proposer()
+    sequence = following([5, 6, 7, 8, 9, 1, 2], [5, 6])
+    assert proposed(source, sequence) == [7, 8, 9, 1]
+
+
+def test_the_last_of_equal_matches_counts() -> None:
+    assert proposed(proposer(), following([5, 6, 1, 5, 6, 2, 5, 6])) == [2, 5, 6, 2]
+
+
+def test_the_longest_match_counts_more_than_a_later_one() -> None:
+    ids = [4, 5, 6, 1, 9, 5, 6, 2, 4, 5, 6]
+    assert proposed(proposer(), following(ids), 1) == [1]
+
+
+def test_a_repetition_goes_on_beyond_its_end() -> None:
+    assert proposed(proposer(), following([1, 2, 3, 1, 2, 3, 1, 2]), 7) == [3, 1, 2, 3, 1, 2, 3]
+
+
+def test_fewer_tokens_than_the_least_match_propose_nothing() -> None:
+    assert MIN_MATCH == 2
+    assert proposed(proposer(), following([1, 2, 3, 4, 2])) == []
+
+
+@given(text=texts, seed=st.integers(0, 99))
+def test_following_token_by_token_equals_beginning_anew_where_a_match_goes_on(
+    text: list[int], seed: int
+) -> None:
+    """Any pieces; a kept match may be shorter than the longest one, and its tokens agree."""
+    rng, source = random.Random(seed), proposer()
+    sequence = following(text[:2])
+    while sequence.num_known < len(text):
+        sequence.token_ids += text[sequence.num_known :][: rng.randint(1, 5)]
+        tokens = proposed(source, sequence)
+        match = source._followed[sequence].match
+        if not tokens:
+            assert longest_by_hand(sequence.token_ids[:-1], sequence.token_ids[-16:]) < MIN_MATCH
+            continue
+        assert match is not None
+        place, ids = match.place, sequence.token_ids
+        assert ids[place - MIN_MATCH : place] == ids[-MIN_MATCH:]
+        assert tokens[0] == ids[place]
+
+
+@given(st.data())
+def test_guesses_are_scored_by_what_came(data: st.DataObject) -> None:
+    text = data.draw(texts)
+    scores = Scores()
+    source = NgramProposer(scores)
+    sequence = following(text[:2])
+    expected = []
+    for token_id in text[2:]:
+        guess = proposed(source, sequence, 1)
+        sequence.token_ids.append(token_id)
+        expected += [guess[0] == token_id] if guess else []
+    proposed(source, sequence)
+    assert [held for _, held in scores.held] == expected
+
+
+def test_tokens_in_flight_are_taken_as_guessed() -> None:
+    source = proposer()
+    sequence = following([5, 6, 7, 8, 9, 5, 6])
+    source.begin_step()
+    keys = source.outlook(sequence, 2)
+    sequence.num_pending = 1
+    assert len(source.outlook(sequence, 2)) == 2
+    assert source.outlook(sequence, 2)[0][1] >= keys[0][1]
+
+
+@pytest.mark.parametrize(
+    ("owner", "salt", "shared"),
+    [("a", None, True), ("b", None, False), (None, None, False), ("a", "x", False)],
+)
+def test_answers_are_proposed_to_the_same_owner_and_namespace_alone(
+    owner: str | None, salt: str | None, shared: bool
+) -> None:
+    source = proposer()
+    source.end(following([1], [40, 41, 42, 43, 44], owner="a"))
+    other = following([2, 40, 41], owner=owner, salt=salt)
+    assert proposed(source, other) == ([42, 43, 44] if shared else [])
+
+
+def test_answers_do_not_run_into_each_other() -> None:
+    source = proposer()
+    source.end(following([1], [40, 41, 42]))
+    source.end(following([1], [50, 51, 52]))
+    assert proposed(source, following([3, 41, 42])) == []
+    assert proposed(source, following([3, 40, 41])) == [42]
+
+
+def test_prompts_of_others_are_never_proposed() -> None:
+    source = proposer()
+    source.end(following([40, 41, 42, 43], [1, 2, 3]))
+    assert proposed(source, following([9, 40, 41])) == []
+
+
+def test_requests_without_speculation_leave_nothing() -> None:
+    source = proposer()
+    source.end(following([1], [40, 41, 42, 43], speculate=False))
+    assert proposed(source, following([2, 40, 41])) == []
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "KEPT", 100)
+    monkeypatch.setattr(ngram, "NAMESPACES", 3)
+    source = proposer()
+    for owner in "abcde":
+        for i in range(20):
+            source.end(following([1], range(100 * i, 100 * i + 30), owner=owner))
+    assert source.stats()["tokens_kept"] <= 3 * 2 * 100 + 31
+    assert proposed(source, following([1, 1900, 1901], owner="e")) == [1902, 1903, 1904, 1905]
+    assert proposed(source, following([1, 0, 1], owner="e")) == []
+    assert proposed(source, following([1, 1900, 1901], owner="a")) == []
+
+
+def test_a_search_goes_back_so_far_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "SEARCHED", 10)
+    far = following([1, 2, 3, *range(50, 70), 1, 2])
+    near = following([*range(50, 70), 1, 2, 3, 1, 2])
+    assert proposed(proposer(), far) == []
+    assert proposed(proposer(), near, 1) == [3]
+
+
+def test_searches_of_one_step_are_bounded() -> None:
+    source = NgramProposer(Scores(), searches=2)
+    rows = [following([5, 6, 7, 5, 6]) for _ in range(5)]
+    source.begin_step()
+    found = source.propose(rows, [1] * 5)
+    assert found == [[7], [7], [], [], []]
+    source.begin_step()
+    assert source.propose(rows, [1] * 5) == [[7], [7], [7], [7], []]

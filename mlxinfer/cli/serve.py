@@ -1,6 +1,7 @@
 """`mlxinfer serve`: models over HTTP."""
 
 import os
+import sqlite3
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from ._page import page_routes
 
 if TYPE_CHECKING:
     from ..server.registry.models import Models
+    from ..server.store import ResponseStore
 
 
 @click.command(context_settings={"auto_envvar_prefix": PREFIX})
@@ -141,6 +143,27 @@ if TYPE_CHECKING:
     show_default=True,
     help="Keep conversations of the page on this disk.",
 )
+@click.option(
+    "--store/--no-store",
+    default=True,
+    show_default=True,
+    help="Keep answers of /v1/responses on this disk, for previous_response_id.",
+)
+@click.option(
+    "--store-size",
+    type=Size(),
+    metavar="SIZE",
+    default="1GB",
+    show_default=True,
+    help="The most that is kept of them; the least recently used go first.",
+)
+@click.option(
+    "--store-age",
+    metavar="TIME",
+    default="30d",
+    show_default=True,
+    help="How long one is kept that is not used.",
+)
 @engine_options_without("max_memory")  # a server divides it among its models
 @click.pass_context
 def command(
@@ -164,7 +187,8 @@ def command(
     try:
         set_up_logging(log_format, log_level)
         raise_file_limit(config.max_connections)
-        service = Service(registry(requested, options), config)
+        store = response_store(options)
+        service = Service(registry(requested, options), config, store)
         routes = page_routes(
             ctx, options, ttl_of(options), service.models.limit_bytes, history=keep_history
         )
@@ -196,6 +220,26 @@ def server_config(options: dict[str, Any]) -> Any:
         )
     except InvalidRequestError as error:
         raise click.UsageError(str(error)) from error
+
+
+def response_store(options: dict[str, Any]) -> "ResponseStore | None":
+    """Return the store of responses, or None; a value or a place that is wrong is wrong usage."""
+    from ..history import data_folder
+    from ..memory import parse_bytes
+    from ..server.store import ResponseStore
+
+    keeps, size, age = options.pop("store"), options.pop("store_size"), options.pop("store_age")
+    if not keeps:
+        return None
+    path = data_folder() / "responses.db"
+    try:
+        return ResponseStore(path, max_bytes=parse_bytes(size), max_age_s=parse_duration(age))
+    except InvalidRequestError as error:
+        raise click.UsageError(str(error)) from error
+    except (OSError, sqlite3.Error) as error:
+        raise click.UsageError(
+            f"Responses cannot be stored in {path}: {error}. Say --no-store, or set XDG_DATA_HOME."
+        ) from error
 
 
 def ttl_of(options: dict[str, Any]) -> float | None:

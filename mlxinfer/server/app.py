@@ -11,7 +11,7 @@ from .calls.endpoint import Endpoint, Served
 from .calls.service import Service
 from .errors import NoSuchPathError
 from .http.guard import Guard
-from .openai import chat, completions, models, responses, tokens
+from .openai import chat, completions, models, responses, stored_responses, tokens
 from .ops import admin, health, metrics
 from .ops.openapi import documentation
 from .page import files, state
@@ -21,6 +21,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *completions.ENDPOINTS,
     *models.ENDPOINTS,
     *responses.ENDPOINTS,
+    *stored_responses.ENDPOINTS,
     *messages.ENDPOINTS,
     *anthropic_models.ENDPOINTS,
     *tokens.ENDPOINTS,

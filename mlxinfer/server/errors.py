@@ -4,6 +4,7 @@ MlxinferError
 ├── UnauthorizedError          401  invalid_api_key
 ├── ForbiddenError             403  forbidden             Host or Origin
 ├── NoSuchPathError            404  not_found
+├── NotStoredError             404  not_found             a stored response, file or batch
 ├── MethodError                405  method_not_allowed
 ├── SlowBodyError              408  request_timeout
 ├── BodyTooLargeError          413  request_too_large
@@ -42,6 +43,17 @@ class NoSuchPathError(MlxinferError):
 
     status = 404
     code = "not_found"
+
+
+class NotStoredError(MlxinferError):
+    """What a request names is not stored, or not for its key."""
+
+    status = 404
+    code = "not_found"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class MethodError(MlxinferError):

@@ -17,6 +17,7 @@ from mlxinfer.server.registry.models import Models
 from mlxinfer.server.registry.served import ServedModel
 from mlxinfer.server.running import Server, bind, url_of
 from mlxinfer.server.settings import ServerConfig
+from mlxinfer.server.store import ResponseStore
 from mlxinfer.session.engine_factory import EngineOptions
 
 CHAT = "/v1/chat/completions"
@@ -57,21 +58,32 @@ class LiveServer:
     Args:
         engine: arguments of EngineOptions.
         send_buffer: bytes that the kernel keeps for a client that does not read.
+        store: of responses.
         config: of ServerConfig.
     """
 
     def __init__(
-        self, engine: dict[str, Any] | None = None, send_buffer: int | None = None, **config: Any
+        self,
+        engine: dict[str, Any] | None = None,
+        send_buffer: int | None = None,
+        store: ResponseStore | None = None,
+        **config: Any,
     ) -> None:
         options = EngineOptions(**{"max_batch": 16, **(engine or {})})
         model = ServedModel.open("demo", hub.resolve("demo"), options, created_s=1)
         self.model = in_no_hurry(model)
-        self.listen(Models.of([self.model]), send_buffer, **config)
+        self.listen(Models.of([self.model]), send_buffer, store, **config)
 
-    def listen(self, models: Models, send_buffer: int | None = None, **config: Any) -> None:
+    def listen(
+        self,
+        models: Models,
+        send_buffer: int | None = None,
+        store: ResponseStore | None = None,
+        **config: Any,
+    ) -> None:
         """Put a socket before these models."""
         self.config = ServerConfig(port=0, **config)
-        self.service = Service(models, self.config)
+        self.service = Service(models, self.config, store)
         listeners = bind(self.config)
         if send_buffer is not None:  # connections inherit it
             listeners[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

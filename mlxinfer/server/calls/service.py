@@ -15,6 +15,7 @@ from ..errors import ShuttingDownError
 from ..registry.models import Models
 from ..registry.slots import Entry
 from ..settings import ServerConfig
+from ..store import ResponseStore
 from ..watch.readiness import EngineStats, Readiness
 from ..watch.recent import RecentProblems
 from ..watch.request_metrics import RequestMetrics
@@ -153,6 +154,7 @@ class Service:
 
     models: Models
     config: ServerConfig
+    store: ResponseStore | None = None  # None: responses are not stored
     draining: bool = False
     hurried: bool = False
     calls: set[Running] = field(default_factory=set)  # that generate, or are about to
@@ -208,3 +210,5 @@ class Service:
         self.workers.close()
         self.long_workers.close()
         self.models.close()
+        if self.store is not None:
+            self.store.close()

@@ -1,15 +1,17 @@
-"""POST /v1/responses: OpenAI's responses API. Nothing is stored between requests."""
+"""POST /v1/responses and /v1/responses/input_tokens: OpenAI's responses API."""
 
 import logging
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 from msgspec import UNSET
 from msgspec.structs import replace
 
 from ...core import FinishReason, SamplingParams
-from ...errors import MlxinferError, TemplateError
+from ...errors import MlxinferError, OverloadedError, TemplateError
 from ...grammar import GrammarSpec
 from ...text import ToolUse
 from ..calls.call import Call
@@ -29,17 +31,21 @@ from ..http.replies import (
     public,
 )
 from ..registry.served import ServedModel
+from ..store import StoredResponse
 from .declared_tools import DeclaredTools, read_tools
-from .responses_input import conversation
+from .responses_input import conversation, items_of
 from .responses_output import OutputItems
 from .responses_types import (
     InputDetails,
+    InputItem,
     OutputDetails,
     Response,
     ResponsesRequest,
     ResponseUsage,
     Status,
 )
+from .stored_responses import chain_of, listed_items, owner_of
+from .stored_responses import items_of as stored_items
 from .types import usage_log, usage_of
 
 log = logging.getLogger("mlxinfer.server")
@@ -48,8 +54,9 @@ log = logging.getLogger("mlxinfer.server")
 async def responses(call: Call, body: ResponsesRequest) -> Reply:
     """Answer a conversation."""
     body.refuse()
+    before = await call.in_worker(_items_before, call, body)
     model = await call.model(body.model)
-    tools, asked, use, prompt_ids = await call.in_worker(_read, model, body)
+    tools, asked, use, prompt_ids = await call.in_worker(_read, model, body, before)
     if tools.skipped:
         call.log["skipped"] = str(tools.skipped)
     (params,) = fitted(model, [_params(body, model)], len(prompt_ids), param="input")
@@ -60,7 +67,7 @@ async def responses(call: Call, body: ResponsesRequest) -> Reply:
     answer.request.cache_salt = body.cache_salt
     generation = call.generate(model, [answer])
     items = OutputItems(call.id, wrap=_wraps(body), declared=tools.declared)
-    run = _ResponseRun(call, generation, _begun(call, body, model, params), items)
+    run = _ResponseRun(call, generation, _begun(call, body, model, params), items, body)
     if body.stream:
         return Events(run.events(), headers=tools.skipped.headers)
     reply = json_body(await run.response())
@@ -76,26 +83,20 @@ def _error_event(error: MlxinferError) -> bytes:
 
 
 RESPONSES = ErrorStyle(body=lambda error: encode(openai_error(error)), event=_error_event)
-ENDPOINTS = (
-    Endpoint(
-        method="POST",
-        path="/v1/responses",
-        handler=responses,
-        summary="Answer a conversation (the responses API), without storing it.",
-        body=ResponsesRequest,
-        answer=Response,
-        style=RESPONSES,
-    ),
-)
 
 
 class _ResponseRun:
     """One generation from its first token to its Response."""
 
     def __init__(
-        self, call: Call, generation: Generation, begun: Response, items: OutputItems
+        self,
+        call: Call,
+        generation: Generation,
+        begun: Response,
+        items: OutputItems,
+        body: ResponsesRequest,
     ) -> None:
-        self._call, self._generation, self._begun = call, generation, begun
+        self._call, self._generation, self._begun, self._body = call, generation, begun, body
         self._items, self._frame = items, items.frame
 
     async def response(self) -> Response:
@@ -106,7 +107,7 @@ class _ResponseRun:
                     pass  # the events are not sent
         for _ in self._end():
             pass
-        return self._ended()
+        return await self._stored(self._ended())
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the events from `response.created` to the last one; there is no [DONE]."""
@@ -119,10 +120,29 @@ class _ResponseRun:
                 if frames or not steps:
                     yield b"".join(frames) or sse.KEEP_ALIVE
             last = b"".join(self._end())
-            ended = self._ended()
+            ended = await self._stored(self._ended())
             yield last + self._frame(f"response.{ended.status}", response=ended)
         except MlxinferError as error:  # as an event of this API
             yield self._failed(error)
+
+    async def _stored(self, ended: Response) -> Response:
+        """The same response, after it was stored; one that the disk refuses says that it is not."""
+        store = self._call.service.store
+        if store is None or not ended.store:
+            return ended
+        listed = listed_items(items_of(self._body), ended.id)
+        stored = StoredResponse(
+            id=ended.id,
+            previous=ended.previous_response_id,
+            input=encode(listed),
+            response=encode(ended),
+        )
+        try:
+            await self._call.in_worker(store.put, owner_of(self._call), stored)
+        except (sqlite3.Error, OverloadedError) as error:  # the answer is not lost with its copy
+            log.error("response not stored", exc_info=error)
+            return replace(ended, store=False)
+        return ended
 
     def _end(self) -> Iterator[bytes]:
         status: Status = "incomplete" if self._cut_off else "completed"
@@ -164,8 +184,32 @@ class _ResponseRun:
         return self._frame("response.failed", response=failed)
 
 
+async def input_tokens(call: Call, body: ResponsesRequest) -> Reply:
+    """The number of tokens of a conversation with its tools."""
+    body.refuse()
+    before = await call.in_worker(_items_before, call, body)
+    model = await call.model(body.model)
+    *_, prompt_ids = await call.in_worker(_read, model, body, before)
+    return json_body(InputTokens(input_tokens=len(prompt_ids)))
+
+
+class InputTokens(msgspec.Struct, kw_only=True):
+    """Length of a prompt."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+def _items_before(call: Call, body: ResponsesRequest) -> list[InputItem]:
+    """The items of the responses that a request follows; reads the disk."""
+    if body.previous_response_id is None:
+        return []
+    chain = chain_of(call, body.previous_response_id)
+    return msgspec.convert([i for stored in chain for i in stored_items(stored)], list[InputItem])
+
+
 def _read(
-    model: ServedModel, body: ResponsesRequest
+    model: ServedModel, body: ResponsesRequest, before: list[InputItem]
 ) -> tuple[DeclaredTools, GrammarSpec | None, ToolUse | None, list[int]]:
     """The tools, the constraint, the use of the tools and the prompt ids. Takes a while."""
     tools = read_tools(body.tools)
@@ -176,11 +220,15 @@ def _read(
         tools.choice(body.tool_choice),
         parallel=body.parallel_tool_calls,
     )
-    return tools, asked, use, _encode(model, body, tools, use)
+    return tools, asked, use, _encode(model, body, before, tools, use)
 
 
 def _encode(
-    model: ServedModel, body: ResponsesRequest, declared: DeclaredTools, use: ToolUse | None
+    model: ServedModel,
+    body: ResponsesRequest,
+    before: list[InputItem],
+    declared: DeclaredTools,
+    use: ToolUse | None,
 ) -> list[int]:
     template = model.tokenizer.template
     if template is None:
@@ -188,7 +236,7 @@ def _encode(
     tools = None if use is None else use.shown
     source = template.source_for(tools)
     effort = body.reasoning.effort if body.reasoning else None
-    messages = conversation(body, declared, source=source)
+    messages = conversation(body, before, declared, source=source)
     check_messages(model, messages, param="input")
     check = text_check(model, param="input")
     variables = effort_variables(effort, source)
@@ -225,9 +273,11 @@ def _begun(
         model=model.name,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         presence_penalty=params.presence_penalty,
+        previous_response_id=body.previous_response_id,
         prompt_cache_key=body.prompt_cache_key,
         reasoning={"effort": effort, "summary": None},
         safety_identifier=body.safety_identifier,
+        store=call.service.store is not None and body.store is not False,
         temperature=params.temperature,
         text={"format": form},
         tool_choice="auto" if body.tool_choice is None else body.tool_choice,
@@ -246,3 +296,24 @@ def _echoed(tool: dict[str, Any]) -> dict[str, Any]:
 
 def _wraps(body: ResponsesRequest) -> bool:
     return "reasoning.encrypted_content" in (body.include or ())
+
+
+ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/v1/responses",
+        handler=responses,
+        summary="Answer a conversation (the responses API).",
+        body=ResponsesRequest,
+        answer=Response,
+        style=RESPONSES,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/responses/input_tokens",
+        handler=input_tokens,
+        summary="Count the tokens of a conversation (the responses API).",
+        body=ResponsesRequest,
+        answer=InputTokens,
+    ),
+)

@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -24,11 +25,21 @@ HOSTED_ITEMS = frozenset(  # of tools that are skipped
 _TEXTS = frozenset(("input_text", "output_text", "text", "summary_text", "reasoning_text"))
 
 
-def conversation(body: ResponsesRequest, tools: DeclaredTools, *, source: str) -> list[Plain]:
+def items_of(body: ResponsesRequest) -> list[InputItem]:
+    """The items of a request; a text is a user's message."""
+    if isinstance(body.input, str):
+        return [InputItem(role="user", content=body.input)]
+    return body.input
+
+
+def conversation(
+    body: ResponsesRequest, before: Sequence[InputItem], tools: DeclaredTools, *, source: str
+) -> list[Plain]:
     """Instructions and items as messages; reasoning, text and calls of one turn are one message.
 
     Args:
         body: the request.
+        before: items of the responses that it follows.
         tools: of the request; notes the items that are skipped.
         source: of the chat template. A developer's message becomes a system message if the template
             does not know the role.
@@ -40,16 +51,16 @@ def conversation(body: ResponsesRequest, tools: DeclaredTools, *, source: str) -
     found: list[Plain] = []
     if body.instructions:
         found.append({"role": "system", "content": body.instructions})
-    if isinstance(body.input, str):
-        return [*found, {"role": "user", "content": body.input}]
-    if not body.input:
+    items = items_of(body)
+    if not items and not before:
         raise InvalidRequestError("input is empty; send a text or an item.", param="input")
-    for number, item in enumerate(body.input):
+    for number, item in enumerate([*before, *items], start=-len(before)):
+        place = "previous_response_id" if number < 0 else f"input[{number}]"
         if item.type in HOSTED_ITEMS:
-            tools.skipped.add(f"input[{number}]", item.type)
+            tools.skipped.add(place, item.type)
         else:
-            _add(found, item, f"input[{number}]", source)
-    if not found:
+            _add(found, item, place, source)
+    if len(found) == bool(body.instructions):
         raise InvalidRequestError("input has no item that can be used here.", param="input")
     for message in found:
         message.setdefault("content", "")

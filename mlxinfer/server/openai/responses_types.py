@@ -16,7 +16,7 @@ _NOT_OF_THIS_API = (
 )
 
 
-class InputPart(msgspec.Struct, kw_only=True):
+class InputPart(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A part of a message or of a tool's output."""
 
     type: str
@@ -24,13 +24,14 @@ class InputPart(msgspec.Struct, kw_only=True):
     refusal: str | None = None
 
 
-class InputItem(msgspec.Struct, kw_only=True):
+class InputItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A message, a call, its output or reasoning, by `type`.
 
     Fields of any type differ between items: an item that is skipped has its own.
     """
 
     type: str = "message"
+    id: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[InputPart] | None = None
     call_id: str | None = None
@@ -59,9 +60,9 @@ class ReasoningConfig(msgspec.Struct, kw_only=True):
 
 
 class ResponsesRequest(OtherServersFields, kw_only=True):
-    """A conversation to be answered; it is not stored."""
+    """A conversation to be answered. Its response is stored unless `store` is false."""
 
-    input: str | list[InputItem]
+    input: str | list[InputItem] = msgspec.field(default_factory=list)
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -84,9 +85,9 @@ class ResponsesRequest(OtherServersFields, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    store: bool | None = None  # accepted; `store` of the answer says that it is not stored
+    store: bool | None = None  # `store` of the answer says whether it is
     truncation: Any = None
-    previous_response_id: Any = None
+    previous_response_id: str | None = None
     conversation: Any = None
     background: Any = None
     prompt: Any = None
@@ -107,7 +108,7 @@ class ResponsesRequest(OtherServersFields, kw_only=True):
     def refuse(self) -> None:
         """Raise UnsupportedFieldError for fields that would change the answer."""
         OtherServersFields.refuse(self)
-        for name in ("previous_response_id", "conversation", "prompt", "max_tool_calls"):
+        for name in ("conversation", "prompt", "max_tool_calls"):
             refuse(name, getattr(self, name))
         refuse("background", self.background, (False,))
         refuse("truncation", self.truncation, ("disabled", "auto"))
@@ -221,7 +222,7 @@ class Response(msgspec.Struct, kw_only=True):
     top_logprobs: int = 0
     max_tool_calls: None = None
     parallel_tool_calls: bool
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     prompt_cache_key: str | None
     safety_identifier: str | None
     service_tier: Literal["default"] = "default"

@@ -1,0 +1,237 @@
+"""Stored responses: a chain of them, each key its own, within bounds, after a kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from live_server import LiveServer
+from openai.types.responses import Response
+from scripted import ScriptedServer
+from sdk_clients import openai_client, strictly
+
+from mlxinfer.server.keys import ApiKeys
+from mlxinfer.server.store import ResponseStore, StoredResponse
+
+RESPONSES = "/v1/responses"
+
+
+@pytest.fixture(scope="module")
+def keeping() -> Iterator[ScriptedServer]:
+    with ScriptedServer(store=ResponseStore(None)) as server:
+        yield server
+
+
+@pytest.fixture
+def client(keeping: ScriptedServer) -> Iterator[openai.OpenAI]:
+    with openai_client(keeping) as client:
+        yield client
+
+
+def ask(client: Any, **fields: Any) -> Any:
+    return client.responses.create(**{"model": "demo", "input": "Hello", **fields})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_continues_one_that_is_stored(
+    keeping: ScriptedServer, client: openai.OpenAI, stream: bool
+) -> None:
+    def said(**fields: Any) -> Any:
+        if not stream:
+            return ask(client, **fields)
+        return list(ask(client, stream=True, **fields))[-1].response
+
+    with keeping.says("<think>hm</think>First."):
+        first = said(input="One", instructions="Be brief.")
+    with keeping.says('<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'):
+        tool: Any = {"type": "function", "name": "f", "parameters": {}, "strict": False}
+        second = said(input="Two", previous_response_id=first.id, tools=[tool])
+    result: Any = {"type": "function_call_output", "call_id": second.output[-1].call_id}
+    with keeping.says("Third."):
+        third = said(input=[{**result, "output": "42"}], previous_response_id=second.id)
+        prompt = keeping.prompt
+    strictly(Response, third)
+    assert (third.store, third.previous_response_id) == (True, second.id)
+    whole = ["user\nOne", "<think>hm</think>First.", "user\nTwo", '"x": 1', "tool\n42"]
+    places = [prompt.index(text) for text in whole]
+    assert places == sorted(places)
+    assert "Be brief." not in prompt, "instructions are not carried over"
+    counted = client.responses.input_tokens.count(
+        model="demo", input="One", previous_response_id=third.id
+    )
+    assert counted.input_tokens > third.usage.input_tokens
+
+
+def test_retrieve_list_and_delete(keeping: ScriptedServer, client: openai.OpenAI) -> None:
+    with keeping.says("Yes."):
+        first = ask(client, input="One")
+        second = ask(
+            client, input=[{"role": "user", "content": "Two"}], previous_response_id=first.id
+        )
+    found = client.responses.retrieve(second.id)
+    strictly(Response, found)
+    assert found.output_text == "Yes."
+    assert found.usage == second.usage
+    items = client.responses.input_items.list(second.id, order="asc")
+    assert [item.content[0].text for item in items.data] == ["One", "Yes.", "Two"]  # type: ignore[union-attr]
+    newest = client.responses.input_items.list(second.id, limit=1)
+    assert newest.data[0].content[0].text == "Two"  # type: ignore[union-attr]
+    assert newest.has_more
+    after = client.responses.input_items.list(second.id, after=newest.last_id)
+    assert len(after.data) == 2
+    client.responses.delete(first.id)
+    for lost in (first.id, second.id):  # the second one cannot be continued without the first
+        with pytest.raises(openai.NotFoundError):
+            ask(client, previous_response_id=lost)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.delete(first.id)
+
+
+def test_what_is_not_to_be_stored_is_not(keeping: ScriptedServer, client: openai.OpenAI) -> None:
+    with keeping.says("Yes."):
+        answer = ask(client, store=False)
+    assert not answer.store
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(answer.id)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "param"),
+    [
+        ("resp_x", 404, "previous_response_id"),
+        ("resp_x/input_items", 404, "previous_response_id"),
+        ("{id}?stream=true", 400, "stream"),
+        ("{id}/input_items?limit=0", 400, "limit"),
+        ("{id}/input_items?order=up", 400, "order"),
+        ("{id}/input_items?after=x", 400, "after"),
+    ],
+)
+def test_wrong_requests_are_named(
+    keeping: ScriptedServer, path: str, status: int, param: str
+) -> None:
+    with keeping.says("Yes."):
+        answer = keeping.post(RESPONSES, {"input": "Hi"}).json()
+    found = keeping.get(f"{RESPONSES}/{path.format(id=answer['id'])}")
+    assert (found.status_code, found.json()["error"]["param"]) == (status, param)
+
+
+def test_background_and_cancel_are_refused_by_name(
+    keeping: ScriptedServer, client: openai.OpenAI
+) -> None:
+    with pytest.raises(openai.BadRequestError, match="background"):
+        ask(client, background=True)
+    with keeping.says("Yes."):
+        answer = ask(client)
+    with pytest.raises(openai.BadRequestError, match="background"):
+        client.responses.cancel(answer.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.cancel("resp_other")
+
+
+def test_without_a_store_nothing_is_continued(scripted: ScriptedServer) -> None:
+    with scripted.says("Yes."):
+        answer = scripted.post(RESPONSES, {"input": "Hi", "store": True}).json()
+        assert answer["store"] is False
+        found = scripted.post(RESPONSES, {"input": "Hi", "previous_response_id": answer["id"]})
+    assert found.status_code == 400
+    assert found.json()["error"]["param"] == "previous_response_id"
+
+
+def test_each_key_has_its_own() -> None:
+    keys = ApiKeys.from_plain(["a", "b"])
+    mine, other = ({"authorization": f"Bearer {key}"} for key in "ab")
+    with ScriptedServer(store=ResponseStore(None), keys=keys) as server, server.says("Yes."):
+        made = server.post(RESPONSES, {"input": "Hi"}, headers=mine).json()
+        place = f"{RESPONSES}/{made['id']}"
+        assert server.get(place, headers=mine).json() == made
+        assert server.get(place, headers=other).status_code == 404
+        assert server.client.delete(place, headers=other).status_code == 404
+        body = {"input": "Hi", "previous_response_id": made["id"]}
+        assert server.post(RESPONSES, body, headers=other).status_code == 404
+        assert server.client.delete(place, headers=mine).json()["deleted"]
+
+
+def stored(number: int, previous: int | None = None, size: int = 100) -> StoredResponse:
+    before = None if previous is None else f"r{previous}"
+    return StoredResponse(id=f"r{number}", previous=before, input=b"[]", response=b"x" * (size - 2))
+
+
+def test_the_least_recently_used_go_first() -> None:
+    now = [1000.0]
+    store = ResponseStore(None, max_bytes=450, max_age_s=50, clock=lambda: now[0])
+    for number, before in enumerate((None, 0, None, None)):
+        now[0] += 1
+        store.put("", stored(number, before))
+    assert [each.id for each in store.chain("", "r1") or ()] == ["r0", "r1"]  # both are used now
+    now[0] += 1
+    store.put("", stored(4))
+    assert store.chain("", "r2") is None, "the least recently used"
+    assert store.chain("", "r1") is not None
+    now[0] += 51
+    for number in range(5):
+        assert store.chain("", f"r{number}") is None, "too old"
+    store.put("", stored(5, size=1000))
+    assert store.chain("", "r5") is None, "larger than all that is kept"
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from mlxinfer.server.store import ResponseStore, StoredResponse
+store = ResponseStore(Path(sys.argv[1]))
+number = 0
+while True:
+    before = f"r{number - 1}" if number else None
+    store.put("", StoredResponse(id=f"r{number}", previous=before, input=b"[]", response=b"{}"))
+    print(number, flush=True)
+    number += 1
+"""
+
+
+@pytest.mark.parametrize("kill_after", [3, 40])
+def test_a_kill_loses_nothing_that_was_stored(tmp_path: Path, kill_after: int) -> None:
+    path = tmp_path / "folder" / "responses.db"
+    command = [sys.executable, "-c", WRITER, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
+        assert process.stdout is not None
+        for _ in range(kill_after):
+            last = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+    store = ResponseStore(path)
+    assert len(store.chain("", f"r{last}") or ()) == last + 1
+    assert oct(path.stat().st_mode & 0o777) == "0o600"
+    store.close()
+
+
+def test_a_disk_that_refuses_costs_no_answer(keeping: ScriptedServer) -> None:
+    broken = ResponseStore(None)
+    broken.close()
+    before, keeping.service.store = keeping.service.store, broken
+    try:
+        with keeping.says("Yes."):
+            answer = keeping.post(RESPONSES, {"input": "Hi"})
+    finally:
+        keeping.service.store = before
+    assert answer.status_code == 200
+    assert json.loads(answer.content)["store"] is False
+
+
+def test_live_prompts_are_those_of_the_whole_conversation() -> None:
+    with LiveServer(store=ResponseStore(None)) as server:
+        first = server.post(RESPONSES, {"input": "Hello", "temperature": 0}).json()
+        text = first["output"][0]["content"][0]["text"]
+        body = {"temperature": 0, "max_output_tokens": 8}
+        after = server.post(
+            RESPONSES, {"input": "And now?", "previous_response_id": first["id"], **body}
+        ).json()
+        turns = [("user", "Hello"), ("assistant", text), ("user", "And now?")]
+        items = [{"role": role, "content": content} for role, content in turns]
+        whole = server.post(RESPONSES, {"input": items, **body}).json()
+    assert after["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    assert after["output"][0]["content"] == whole["output"][0]["content"]

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 
+import jsonschema
 import pytest
 
 from mlxinfer import LLM, SamplingParams
@@ -22,6 +23,7 @@ TOOLS = [
     {"name": "now"},
 ]
 SHORT = SamplingParams(max_tokens=60)
+CALLED = {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +34,10 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture
 def knowing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    tokenizer = llm.tokenizer
+    tokenizer, builder = llm.tokenizer, llm._session.builder
+    monkeypatch.setattr(builder, "tool_format", builder.tool_format)  # of its own template
     monkeypatch.setattr(tokenizer, "template", ChatTemplate(TEMPLATE))
-    monkeypatch.setattr(llm._session.builder, "_tool_format", detect_tools(tokenizer))
+    builder.tool_format = detect_tools(tokenizer)
     return llm
 
 
@@ -60,10 +63,30 @@ def test_forced_arguments_are_an_object_whether_or_not_the_schema_says_so(
     pytest.fail("no call came to its end")
 
 
-def test_a_template_without_tools_is_named(llm: LLM) -> None:
+def test_a_template_without_tools_gets_them_as_text(llm: LLM) -> None:
+    result = llm.chat(HI, SamplingParams(max_tokens=8), tools=TOOLS)
+    plain = llm.chat(HI, SamplingParams(max_tokens=8), tools=TOOLS, tool_choice="none")
+    assert result.prompt_tokens > plain.prompt_tokens + 50
+    assert plain.text.startswith("Hello")
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    params = SamplingParams(max_tokens=200, temperature=1.0, seed=1)
+    forced = llm.chat(HI, params, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
+    (call,) = forced.tool_calls
+    assert call.name == "get_weather"
+    jsonschema.validate(json.loads(call.arguments), CITY)
+    said = {"role": "assistant", "tool_calls": [{"id": "c", "function": CALLED}]}
+    history = [*HI, said, {"role": "tool", "tool_call_id": "c", "content": "12 degrees"}]
+    ids = llm._session.builder.encode_chat(history, tools=TOOLS)
+    prompt = llm.tokenizer.decode(ids)
+    assert "12 degrees" in prompt
+    assert '{"name": "get_weather", "arguments": {"city": "Oslo"}}' in prompt
+
+
+def test_a_named_format_needs_a_template_with_tools(llm: LLM, monkeypatch) -> None:
+    named = detect_tools(llm.tokenizer, "qwen_xml")
+    monkeypatch.setattr(llm._session.builder, "tool_format", named)
     with pytest.raises(TemplateError, match="does not know tools"):
         llm.chat(HI, SHORT, tools=TOOLS)
-    assert llm.chat(HI, SHORT, tools=TOOLS, tool_choice="none").text.startswith("Hello")
 
 
 def test_a_forced_call(knowing: LLM) -> None:

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
@@ -11,12 +12,16 @@ from ..errors import InvalidRequestError, shown
 from ..grammar import GrammarSpec
 from ..grammar.guidance import Guidance
 from ..text import (
+    GENERIC,
     TextStream,
     Tokenizer,
+    ToolFormat,
     ToolUse,
     detect_reasoning,
     detect_tools,
     encode_chat,
+    generic_messages,
+    needs_generic,
     text_messages,
 )
 from .engine_factory import ModelInfo
@@ -71,11 +76,16 @@ class RequestBuilder:
         self.end_ids = frozenset(i for i in ends if 0 <= i < info.vocab_size)  # others never come
         self._vocab_size = info.vocab_size
         self._reasoning = detect_reasoning(tokenizer)
-        self._tool_format = detect_tools(tokenizer, tool_format)
+        self._tool_format_name = tool_format
         self.guidance = Guidance(
             tokenizer, self._reasoning, vocab_size=info.vocab_size, end_ids=self.end_ids
         )
         self._request_ids = itertools.count()
+
+    @cached_property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes tool calls; may be found by rendering conversations."""
+        return detect_tools(self.tokenizer, self._tool_format_name)
 
     def prompt(
         self, prompt: Prompt, params: SamplingParams | None, response_format: ResponseFormat | None
@@ -169,12 +179,15 @@ class RequestBuilder:
         Args:
             messages: as templates read them, see `text.encode_chat`.
             check: called with the prompt's text before it is encoded; raises where it is wrong.
-            tools: that the template shows.
+            tools: that the template shows; where it knows none, they become text.
             variables: of the template.
 
         Raises:
             TemplateError: the model has no template, or the template refuses the messages.
         """
+        template = self.tokenizer.template
+        if template and needs_generic(messages, tools) and self.tool_format is GENERIC:
+            messages, tools = generic_messages(template, messages, tools), None
         return encode_chat(self.tokenizer, messages, check, tools=tools, **variables)
 
     def check_ids(self, ids: Sequence[object], *, param: str) -> list[int]:
@@ -191,7 +204,9 @@ class RequestBuilder:
         parallel: bool,
     ) -> ToolUse | None:
         """How an answer uses tools; arguments and errors as of ToolUse.plan."""
-        return ToolUse.plan(self.tokenizer, self._tool_format, tools, choice, parallel=parallel)
+        if not tools and choice in (None, "auto", "none"):
+            return None
+        return ToolUse.plan(self.tokenizer, self.tool_format, tools, choice, parallel=parallel)
 
     def output(
         self,

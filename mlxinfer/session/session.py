@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidRequestError
-from ..text import Tokenizer, detect_tools
+from ..text import Tokenizer
+from ..text import tool_format as find_tool_format
 from .engine_client import EngineClient
 from .engine_factory import EngineOptions, ModelInfo, open_engine
 from .request_builder import RequestBuilder
@@ -37,7 +38,8 @@ class Session:
         self, name: str, folder: Path, options: EngineOptions, tool_format: str = "auto"
     ) -> None:
         tokenizer = Tokenizer.from_folder(folder)
-        detect_tools(tokenizer, tool_format)  # a wrong name is found before weights are read
+        if tool_format != "auto":
+            find_tool_format(tool_format)  # a wrong name is found before weights are read
         if options.speculation.draft is not None:
             _check_draft(tokenizer, options.speculation.draft)
         self.info: ModelInfo

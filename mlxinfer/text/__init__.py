@@ -7,9 +7,18 @@ from .reasoning import ReasoningFormat, detect_reasoning
 from .stream import StopMatcher, TextStream
 from .template import ChatTemplate
 from .tokenizer import Tokenizer
-from .tools import ToolFormat, ToolUse, detect_tools, tool_format
+from .tools import (
+    GENERIC,
+    ToolFormat,
+    ToolUse,
+    detect_tools,
+    generic_messages,
+    needs_generic,
+    tool_format,
+)
 
 __all__ = [
+    "GENERIC",
     "ChatTemplate",
     "Detokenizer",
     "FimTokens",
@@ -23,6 +32,8 @@ __all__ = [
     "detect_tools",
     "encode_chat",
     "fim_tokens",
+    "generic_messages",
+    "needs_generic",
     "text_messages",
     "tool_format",
 ]

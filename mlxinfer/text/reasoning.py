@@ -18,7 +18,7 @@ from .tokenizer import Tokenizer
 MAX_LEADING_SPACE = 64  # before a start tag; more than that, and the answer has begun
 HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
 HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
-_TAGS = (
+TAGS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
@@ -299,7 +299,7 @@ def detect_reasoning(tokenizer: Tokenizer) -> ReasoningFormat | None:
         return ReasoningFormat("", "", harmony=True)
     sources = tokenizer.template.sources.values() if tokenizer.template else ()
     added = {token.content for token in tokenizer.added_tokens.values()}
-    for start, end in _TAGS:
+    for start, end in TAGS:
         in_tokens = end in added and any(start.startswith(token) for token in added)
         in_template = any(start in source and end in source for source in sources)
         if in_tokens or in_template:

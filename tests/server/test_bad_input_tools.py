@@ -11,7 +11,7 @@ from scripted import ScriptedServer
 
 @pytest.fixture(scope="module", autouse=True)
 def whole(live: LiveServer) -> Iterator[None]:
-    """The demo model's template knows no tools; it is another server that refuses these."""
+    """The demo model's template knows no tools; most of these go to another server."""
     yield from unharmed(live)
 
 
@@ -154,6 +154,6 @@ def test_tools_of_responses(scripted: ScriptedServer, fields: dict[str, Any]) ->
     expect_refusal(scripted, RESPONSES, {"input": "x", **fields})
 
 
-def test_a_template_that_knows_no_tools(live: LiveServer) -> None:
-    error = expect_refusal(live, CHAT, {"messages": HELLO, "tools": [tool("f")]})
-    assert error["code"] == "template_error"
+def test_a_template_without_tools_refuses_the_same(live: LiveServer) -> None:
+    for wrong in ({"tools": [tool("f(")]}, {"tools": [tool("f")], "tool_choice": "always"}):
+        expect_refusal(live, CHAT, {"messages": HELLO, **wrong})

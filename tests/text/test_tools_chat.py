@@ -5,7 +5,15 @@ from text_data import DATA, load_tokenizer
 from tool_samples import TOOLS
 
 from mlxinfer.errors import InvalidRequestError, TemplateError
-from mlxinfer.text import ChatTemplate, Tokenizer, ToolUse, detect_tools, encode_chat, tool_format
+from mlxinfer.text import (
+    GENERIC,
+    ChatTemplate,
+    Tokenizer,
+    ToolUse,
+    detect_tools,
+    encode_chat,
+    tool_format,
+)
 from mlxinfer.text.tokenizer import load_backend
 
 HI = [{"role": "user", "content": "hi"}]
@@ -36,28 +44,34 @@ def tokenizer_with(template):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_detection(name):
-    assert detect_tools(tokenizer_with(TEMPLATES[name])).name == name
+    shown = "{{ tools }}" + TEMPLATES[name]
+    assert detect_tools(tokenizer_with(shown)).name == name
     assert tool_format(name).name == name
     assert detect_tools(tokenizer_with("{{ tools }}"), name).name == name
 
 
 def test_no_format():
-    assert detect_tools(tokenizer_with("{{ messages }}")) is None
+    assert detect_tools(tokenizer_with("{{ messages }}")) is GENERIC
+    assert detect_tools(tokenizer_with("{{ messages }}{{ tools }}")) is GENERIC
+    assert tool_format("generic") is GENERIC
     with pytest.raises(InvalidRequestError, match="hermes"):
         tool_format("unheard-of")
 
 
-def test_tools_need_a_template_that_reads_them():
+def test_a_named_format_needs_a_template_that_reads_tools():
     tokenizer = load_tokenizer("bytelevel", "chatml_plain")
     with pytest.raises(TemplateError, match="does not know tools"):
         ToolUse.plan(tokenizer, tool_format("hermes"), TOOLS)
-    assert ToolUse.plan(tokenizer, None, None) is None
-    assert ToolUse.plan(tokenizer, None, []) is None
+    assert ToolUse.plan(tokenizer, GENERIC, TOOLS).format is GENERIC
+    assert ToolUse.plan(tokenizer, GENERIC, None) is None
+    assert ToolUse.plan(tokenizer, GENERIC, []) is None
 
 
-def test_a_template_that_calls_in_an_unknown_way():
-    with pytest.raises(TemplateError, match="tool_format"):
-        ToolUse.plan(tokenizer_with("{{ tools }}"), None, TOOLS)
+def test_tools_need_a_chat_template():
+    tokenizer = load_tokenizer("bytelevel")
+    assert detect_tools(tokenizer) is GENERIC
+    with pytest.raises(TemplateError, match="no chat template"):
+        ToolUse.plan(tokenizer, GENERIC, TOOLS)
 
 
 def test_a_template_with_a_broken_source_knows_nothing():

@@ -3,7 +3,7 @@
 import json
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from .format import CallWriter, Clues, ToolFormat, require_known
@@ -20,7 +20,12 @@ _ID_CHARS = string.ascii_letters + string.digits
 
 
 def read_call(
-    reader: Reader, calls: CallWriter, check: Callable[[str], object] = str, *, opened: bool = False
+    reader: Reader,
+    calls: CallWriter,
+    check: Callable[[str], object] = str,
+    *,
+    opened: bool = False,
+    keys: tuple[Sequence[str], Sequence[str]] = (NAMES, ARGUMENTS),
 ) -> Parse[None]:
     """Read the object; its arguments are passed on as they arrive if the name stands before them.
 
@@ -32,10 +37,11 @@ def read_call(
         calls: receives the call.
         check: called with the name; raises Malformed for a name that cannot be meant.
         opened: the object's first character has been read.
+        keys: of the name and of the arguments.
     """
     if not opened:
         yield from reader.expect("{")
-    yield from _CallObject(reader, calls, check).read()
+    yield from _CallObject(reader, calls, check, keys).read()
 
 
 def read_arguments(reader: Reader, calls: CallWriter, name: str) -> Parse[None]:
@@ -49,8 +55,15 @@ def read_arguments(reader: Reader, calls: CallWriter, name: str) -> Parse[None]:
 
 
 class _CallObject:
-    def __init__(self, reader: Reader, calls: CallWriter, check: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        calls: CallWriter,
+        check: Callable[[str], object],
+        keys: tuple[Sequence[str], Sequence[str]],
+    ) -> None:
         self._reader, self._calls, self._check = reader, calls, check
+        self._name_keys, self._argument_keys = keys
         self._name = ""
         self._held: str | None = None  # arguments that came before the name
 
@@ -81,10 +94,10 @@ class _CallObject:
         if key == "function" and first == "{" and not self._name:
             self._reader.take()
             yield from self._members()
-        elif key in NAMES and first == '"' and not self._name:
+        elif key in self._name_keys and first == '"' and not self._name:
             self._name = yield from read_string(self._reader)
             self._check(self._name)
-        elif key in ARGUMENTS:
+        elif key in self._argument_keys:
             yield from self._arguments(first)
         else:
             yield from read_value(self._reader)

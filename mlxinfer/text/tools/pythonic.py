@@ -59,7 +59,7 @@ class Pythonic(ToolFormat):
 
     def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
         """A list, between marks if there are any; values are JSON, a near subset of Python."""
-        call = lark.one_of([_call_rule(lark, tool) for tool in tools.alternatives()])
+        call = lark.one_of([call_rule(lark, tool) for tool in tools.alternatives()])
         calls = lark.repeated(call, ", ", parallel=parallel)
         begin, end = next(iter(self._end_of.items()), ("", ""))
         if self.bare:
@@ -112,7 +112,9 @@ def _keyword(reader: Reader, calls: CallWriter, names: set[str]) -> Parse[None]:
     yield from copy_literal(reader, calls.arguments)
 
 
-def _call_rule(lark: Lark, tool: Tool) -> str:
+def call_rule(lark: Lark, tool: Tool) -> str:
+    """Return what matches one call of a tool; values are JSON, a near subset of Python."""
+
     def keyword(name: str) -> str:
         if not _KEY.fullmatch(name):
             raise InvalidRequestError(

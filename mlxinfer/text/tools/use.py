@@ -8,7 +8,7 @@ from typing import Any
 from ...errors import InvalidRequestError, shown
 from ..reasoning import ReasoningFormat, answer_prefix
 from ..tokenizer import Tokenizer
-from .detect import require_tools
+from .detect import require_template
 from .format import ToolFormat, ToolParser
 from .lark import Lark
 from .schema import Toolbox
@@ -21,7 +21,7 @@ class ToolUse:
     """The tools of one request and the choice that the model has.
 
     Attributes:
-        shown: the tools as chat templates get them.
+        shown: the tools in OpenAI's form, as chat templates get them.
         tools: the same, checked.
         format: how the model writes calls.
         must_call: the answer has to be a call, of the tool `only` if that is given.
@@ -39,7 +39,7 @@ class ToolUse:
     def plan(
         cls,
         tokenizer: Tokenizer,
-        format: ToolFormat | None,
+        format: ToolFormat,
         tools: Sequence[Mapping[str, Any]] | None,
         choice: Choice | None = None,
         *,
@@ -48,7 +48,7 @@ class ToolUse:
         """Return how a request uses its tools; None where it has none, or the choice is "none".
 
         Args:
-            tokenizer: of the model; its chat template must read tools.
+            tokenizer: of the model, which needs a chat template.
             format: found by `detect_tools`, or named by the user.
             tools: in OpenAI's form.
             choice: "auto" (also None), "none" (the tools are not even in the prompt), "required",
@@ -57,7 +57,7 @@ class ToolUse:
 
         Raises:
             InvalidRequestError: a tool or the choice is invalid.
-            TemplateError: the model's template does not read tools.
+            TemplateError: the model has no template, or one that cannot ask for this format.
         """
         if not isinstance(tools, (Sequence, NoneType)):  # an iterator could be read only once
             raise InvalidRequestError(
@@ -69,9 +69,9 @@ class ToolUse:
         must_call, only = _read_choice(choice, toolbox)
         if choice == "none" or not tools:
             return None
-        known = require_tools(tokenizer, format)
+        require_template(tokenizer.template, format)
         as_openai = [t if "function" in t else {"type": "function", "function": t} for t in tools]
-        return cls(as_openai, toolbox, known, must_call, only, parallel)
+        return cls(as_openai, toolbox, format, must_call, only, parallel)
 
     @property
     def schemas(self) -> list[tuple[str, Mapping[str, Any]]]:

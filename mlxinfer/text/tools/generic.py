@@ -1,0 +1,124 @@
+"""Tools for models whose chat template knows none: signatures in the system text, calls in tags.
+
+The instructions ask for Hermes's form, the one that models without training in tools have most
+often seen. Calls and results of the history become text, so that any template can write them.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ...errors import TemplateError
+from ..template import ChatTemplate
+from .format import Clues
+from .json_calls import Hermes
+
+Messages = list[dict[str, Any]]
+
+_PROBE = "turnstone"
+_INSTRUCTIONS = """\
+# Tools
+
+You can call these functions. Each line is the signature of one, as JSON:
+{signatures}
+
+To call a function, answer with its name and its arguments as JSON between tags:
+<tool_call>
+{{"name": "NAME", "arguments": {{"PARAMETER": "VALUE"}}}}
+</tool_call>
+For several calls write one after the other. The results come between <tool_response> and \
+</tool_response>. Call a function only if its result is needed; otherwise answer in plain text."""
+
+
+class Generic(Hermes):
+    """Hermes's form, for a template that shows no tools: they stand in the messages."""
+
+    name = "generic"
+
+    def detect(self, clues: Clues) -> bool:
+        """Never: it is for templates in which no format is found."""
+        return False
+
+
+GENERIC = Generic()
+
+
+def generic_messages(
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> Messages:
+    """Return messages in which tools, calls and results are text.
+
+    The tools stand in the system message, or in the first message of the user where the template
+    writes no system message. Results are messages of the user; messages of the user that follow
+    each other become one, since many templates demand that user and assistant take turns.
+
+    Args:
+        template: writes the messages.
+        messages: as text, with "tool_calls" and messages of the role "tool".
+        tools: in OpenAI's form; None: none are shown.
+    """
+    chat: Messages = []
+    merges = False  # the last message is a result, or follows one
+    for message in messages:
+        plain = _plain(message)
+        merges = plain["role"] == "user" and (merges or message.get("role") == "tool")
+        if merges and chat and chat[-1]["role"] == "user":
+            chat[-1] = {**chat[-1], "content": f"{chat[-1]['content']}\n{plain['content']}"}
+        else:
+            chat.append(plain)
+    return _instructed(template, chat, tools) if tools else chat
+
+
+def needs_generic(messages: Sequence[Mapping[str, Any]], tools: object) -> bool:
+    """Whether a conversation has tools, calls or results."""
+    parts = (m for m in messages if isinstance(m, Mapping))
+    return bool(tools) or any(m.get("tool_calls") or m.get("role") == "tool" for m in parts)
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with its calls, or its result, as text."""
+    content = message.get("content") or ""
+    if message.get("role") == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    calls = message.get("tool_calls")
+    if not isinstance(calls, (list, tuple)) or not calls:
+        return dict(message)
+    written = [_call(call.get("function", call)) for call in calls if isinstance(call, Mapping)]
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": "\n".join([*([content] if content else []), *written])}
+
+
+def _call(function: Mapping[str, Any]) -> str:
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    name = json.dumps(function.get("name"), ensure_ascii=False)
+    return f'<tool_call>\n{{"name": {name}, "arguments": {text or "{}"}}}\n</tool_call>'
+
+
+def _instructed(
+    template: ChatTemplate, chat: Messages, tools: Sequence[Mapping[str, Any]]
+) -> Messages:
+    """Return the messages with instructions and signatures in one of them."""
+    signatures = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
+    text = _INSTRUCTIONS.format(signatures="\n".join(signatures))
+    has_system = chat[0]["role"] in ("system", "developer")
+    if has_system:
+        return [{**chat[0], "content": f"{chat[0].get('content') or ''}\n\n{text}"}, *chat[1:]]
+    if _writes_system(template):
+        return [{"role": "system", "content": text}, *chat]
+    place = next((i for i, message in enumerate(chat) if message["role"] == "user"), None)
+    if place is None:
+        return [{"role": "user", "content": text}, *chat]
+    content = f"{text}\n\n{chat[place].get('content') or ''}"
+    return [*chat[:place], {**chat[place], "content": content}, *chat[place + 1 :]]
+
+
+def _writes_system(template: ChatTemplate) -> bool:
+    """Whether the template writes a system message; several refuse it, or leave it out."""
+    chat = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "Begin."}]
+    with suppress(TemplateError):
+        return _PROBE in template.render(chat)
+    return False

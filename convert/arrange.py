@@ -5,6 +5,7 @@ it will be at load time, from arrays of one number each, so that a missing, miss
 tensor is an error before hours of work.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -20,6 +21,7 @@ from .read import MLXFormat, Source, TensorInfo, expert_groups
 
 _INNER = "language_model."  # where mlx-lm looks for the model of a text_config
 _ROWS = 8192  # that are compared at a time
+LAYER = re.compile(r"^(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
 _UNUSED = ("rotary_emb.inv_freq", "masked_bias")
 
 
@@ -41,6 +43,12 @@ class OutputTensor:
     def path(self) -> str:
         """The layer's path, as config.json names it."""
         return self.name.removesuffix(".weight")
+
+    @property
+    def layer(self) -> int | None:
+        """The decoder layer that it belongs to; None: none."""
+        found = LAYER.search(self.path)
+        return int(found[1]) if found else None
 
     @property
     def quantised(self) -> bool:

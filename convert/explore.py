@@ -18,8 +18,9 @@ import mlx.core as mx
 from ..errors import InvalidRequestError
 from .calibration import logits
 from .calibration.allocation import choose_formats
+from .calibration.feedback import Feedbacks
 from .calibration.measure import Measurements
-from .calibration.stream import EMBEDDING, StreamedModel
+from .calibration.stream import EMBEDDING, Moments, StreamedModel
 from .calibration.texts import Texts
 from .plan import ConversionPlan, PlannedTensor, make_plan
 from .quantise import QuantisationMethod, round_trip
@@ -135,7 +136,8 @@ class _Check:
         self._progress = conversion.progress
         self._searched = conversion.options.searched
         self._importance = found.importance
-        self._streamed = StreamedModel(conversion.arranged)
+        self._streamed = StreamedModel(conversion.arranged, Moments())
+        self._feedback = conversion.feedback(texts)
         self._length = len(texts.short[0])
         self._tensors = [{t.output.name: t for t in plan.tensors} for plan in plans]
         ids = [token for sequence in texts.short for token in sequence]
@@ -152,15 +154,21 @@ class _Check:
         reference = streamed.normed(self._plain)
         for states, tensors in zip(self._states, self._tensors, strict=True):
             method = self._method(tensors[streamed.head.name])
+            if method is not None:
+                (feedback,) = self._feedback(streamed.head) or (None,)
+                method = replace(method, feedback=feedback)
             others = streamed.normed(states)[None]
             kl = logits.divergences(self._arranged, streamed, reference, others, method)
             found.append(float(kl[0]))
         return found
 
     def _embedded(self, ids: list[int], tensors: dict[str, PlannedTensor]) -> mx.array:
-        method = self._method(tensors[self._streamed.output(EMBEDDING).name])
+        table = self._streamed.output(EMBEDDING)
+        method = self._method(tensors[table.name])
         rows = self._streamed.embedding_rows(sorted(set(ids)))
-        return self._streamed.embed(ids, rows if method is None else _exact(rows, method))
+        if method is not None:  # a table that is the output projection too has feedback as such
+            rows = _exact(rows, method, self._feedback(table))
+        return self._streamed.embed(ids, rows)
 
     def _layer(self, index: int) -> None:
         plain = self._streamed.read_layer(index)
@@ -168,7 +176,11 @@ class _Check:
         outputs = self._streamed.outputs_of(index)
         for number, tensors in enumerate(self._tensors):
             methods = {name: self._method(tensors[out.name]) for name, out in outputs.items()}
-            changed = {n: _exact(plain[n], m) for n, m in methods.items() if m is not None}
+            changed = {
+                name: _exact(plain[name], method, self._feedback(outputs[name]))
+                for name, method in methods.items()
+                if method is not None
+            }
             layer = self._streamed.layer(index, {**plain, **changed})
             self._states[number] = layer(self._states[number], self._length)
 
@@ -180,6 +192,12 @@ class _Check:
         return QuantisationMethod(tensor.form, tensor.dtype, self._searched, importance)
 
 
-def _exact(matrix: mx.array, method: QuantisationMethod) -> mx.array:
+def _exact(matrix: mx.array, method: QuantisationMethod, feedbacks: Feedbacks = ()) -> mx.array:
     """A matrix quantised and back, in float32: bfloat16 would round what comes back."""
-    return round_trip(matrix.astype(mx.float32), method)
+    wide = matrix.astype(mx.float32)
+    if not feedbacks:
+        return round_trip(wide, method)
+    experts = wide.reshape(len(feedbacks), -1, wide.shape[-1])
+    methods = (replace(method, feedback=feedback) for feedback in feedbacks)
+    parts = [round_trip(*each) for each in zip(experts, methods, strict=True)]
+    return mx.concatenate(parts).reshape(matrix.shape)

@@ -132,16 +132,27 @@ def make_plan(
     *,
     chosen: Mapping[str, MLXFormat | None] | None = None,
     shard_bytes: int = SHARD_BYTES,
+    by_layer: bool = False,
 ) -> ConversionPlan:
     """Formats by `recipe`, or as `chosen` by name.
+
+    Args:
+        arranged: the source.
+        recipe: what the user asks for.
+        chosen: formats of some tensors, instead of the recipe's.
+        shard_bytes: of a file, at most.
+        by_layer: tensors in the order of their layers, then those of none; else as in the source.
 
     Raises:
         InvalidRequestError: an exception that matches no tensor, or a format whose groups do not
             fill a tensor's rows.
     """
     _check_overrides(arranged, recipe)
-    tensors = tuple(_planned(arranged, recipe, chosen or {}))
-    return ConversionPlan(recipe, tensors, shard_bytes)
+    tensors = list(_planned(arranged, recipe, chosen or {}))
+    if by_layer:
+        last = arranged.config.num_layers
+        tensors.sort(key=lambda t: last if t.output.layer is None else t.output.layer)
+    return ConversionPlan(recipe, tuple(tensors), shard_bytes)
 
 
 def dense_dtype(output: OutputTensor, recipe: Recipe, model_dtype: str) -> str:

@@ -2,10 +2,14 @@
 
 `quantise` is numpy only, so that several threads can work at once; rows are processed in tiles that
 stay in a processor's cache. `round_trip` gives the values that come back, without any file.
+
+Numbers are rounded to the nearest code, or in the order of the inputs with error feedback
+(feedback.py): then each group's scale is chosen for what the errors before it have made of it.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -13,6 +17,7 @@ from numpy.typing import NDArray
 
 from . import affine, floats
 from .arrays import Floats, Words, as_numpy, narrow, pack, widen
+from .feedback import ErrorFeedback
 from .read import MLXFormat
 
 TILE = 1 << 17  # numbers
@@ -59,13 +64,14 @@ class QuantisationMethod:
     dtype: str  # of affine scales and biases
     searched: bool = True  # False: as mx.quantize does
     importance: Floats | None = None  # (in_dims,), mean 1: weights of squared errors
+    feedback: ErrorFeedback | None = None  # None: to the nearest code
     sampled: bool = False  # the error of one tile in SAMPLED stands for all
 
 
 def quantise(values: Floats, method: QuantisationMethod) -> tuple[QuantisedRows, ErrorStats]:
     """values (R, in_dims), in_dims a multiple of the group size."""
     rows, in_dims = values.shape
-    step = max(1, TILE // in_dims)
+    step = max(1, TILE // in_dims) if method.feedback is None else ErrorFeedback.ROWS
     importance = None
     if method.importance is not None:
         importance = method.importance.reshape(-1, method.form.group_size)
@@ -99,33 +105,111 @@ def squares_of(values: Floats) -> float:
     return float(np.einsum("rk,rk->r", values, values).sum(dtype=np.float64))
 
 
+class _Rounding(Protocol):
+    """How groups (R, G, group_size) become codes; scales are of shape (R, G, 1)."""
+
+    def scales(self, groups: Floats, importance: Floats | None) -> tuple[NDArray[Any], ...]:
+        """The parameters of each group."""
+        ...
+
+    def codes(self, values: Floats, scales: tuple[NDArray[Any], ...]) -> NDArray[Any]:
+        """The nearest code of each number."""
+        ...
+
+    def decode(self, codes: NDArray[Any], scales: tuple[NDArray[Any], ...]) -> Floats:
+        """What codes stand for."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Affine:
+    """Scale and bias in a 16- or 32-bit dtype."""
+
+    method: QuantisationMethod
+
+    def scales(self, groups: Floats, importance: Floats | None) -> tuple[NDArray[Any], ...]:
+        """Scale and bias."""
+        bits, dtype = self.method.form.bits, self.method.dtype
+        if self.method.searched:
+            return affine.search(groups, bits, dtype, importance)
+        return affine.by_extremes(groups, bits, dtype)
+
+    def codes(self, values: Floats, scales: tuple[NDArray[Any], ...]) -> NDArray[Any]:
+        """As float32."""
+        scale, bias = scales
+        return affine.encode(values, scale, bias, self.method.form.bits)
+
+    def decode(self, codes: NDArray[Any], scales: tuple[NDArray[Any], ...]) -> Floats:
+        """codes * scale + bias."""
+        scale, bias = scales
+        found: Floats = codes * scale
+        found += bias
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _FloatingPoint:
+    """One byte of scale."""
+
+    method: QuantisationMethod
+
+    def scales(self, groups: Floats, importance: Floats | None) -> tuple[NDArray[Any], ...]:
+        """The byte."""
+        usual_only = not self.method.searched
+        return (floats.search(groups, self.method.form, importance, usual_only=usual_only),)
+
+    def codes(self, values: Floats, scales: tuple[NDArray[Any], ...]) -> NDArray[Any]:
+        """Bytes."""
+        return floats.encode(values, scales[0], self.method.form)
+
+    def decode(self, codes: NDArray[Any], scales: tuple[NDArray[Any], ...]) -> Floats:
+        """Elements times scale."""
+        return floats.decode(codes, scales[0], self.method.form)
+
+
 def _tile(
     values: Floats, method: QuantisationMethod, importance: Floats | None, measured: bool
 ) -> tuple[QuantisedRows, ErrorStats]:
     form = method.form
     groups = np.ascontiguousarray(values).reshape(len(values), -1, form.group_size)
-    if form.mode == "affine":
-        choose = affine.search if method.searched else affine.by_extremes
-        extra = (importance,) if method.searched else ()
-        scale, bias = choose(groups, form.bits, method.dtype, *extra)
-        codes = affine.encode(groups, scale, bias, form.bits)
-        packed = pack(affine.as_codes(codes).reshape(values.shape), form.bits)
-        rows = QuantisedRows(
-            packed, narrow(scale[..., 0], method.dtype), narrow(bias[..., 0], method.dtype)
-        )
+    rounding: _Rounding = _Affine(method) if form.mode == "affine" else _FloatingPoint(method)
+    if method.feedback is None:
+        scales = rounding.scales(groups, importance)
+        codes = rounding.codes(groups, scales)
     else:
-        byte = floats.search(groups, form, importance, usual_only=not method.searched)
-        elements = floats.encode(groups, byte, form)
-        packed = pack(elements.reshape(values.shape), form.bits)
-        rows = QuantisedRows(packed, byte[..., 0], None)
+        codes, scales = _fed_back(groups, rounding, method.feedback, importance)
+    packed = pack(affine.as_codes(codes).reshape(values.shape), form.bits)
+    if form.mode == "affine":
+        scale, bias = (narrow(part[..., 0], method.dtype) for part in scales)
+        rows = QuantisedRows(packed, scale, bias)
+    else:
+        rows = QuantisedRows(packed, scales[0][..., 0], None)
     if not measured:
         return rows, ErrorStats()
-    if form.mode == "affine":
-        found = np.multiply(codes, scale, out=codes)
-        found += bias
-    else:
-        found = floats.decode(elements, byte, form)
+    found = rounding.decode(codes, scales)
     return rows, compare(found.reshape(values.shape), values, method.importance)
+
+
+def _fed_back(
+    groups: Floats, rounding: _Rounding, feedback: ErrorFeedback, importance: Floats | None
+) -> tuple[NDArray[Any], tuple[NDArray[Any], ...]]:
+    """Codes (R, G, group_size) and scales (R, G, 1) each, group by group."""
+    rows, count, size = groups.shape
+    codes: list[NDArray[Any]] = []
+    scales: list[tuple[NDArray[Any], ...]] = []
+    left = feedback.begin(groups.reshape(rows, -1))
+    for number in range(count):
+        group = left.group(number * size, (number + 1) * size)
+        own = None if importance is None else importance[number, None]
+        scales.append(rounding.scales(group.values(), own))
+        one = tuple(part[:, 0] for part in scales[-1])  # (R, 1) each
+        for index in range(size):
+            code = rounding.codes(group.column(index), one)
+            group.settle(index, rounding.decode(code, one))
+            codes.append(code)
+        group.spread()
+    joined = np.concatenate(codes, axis=-1).reshape(groups.shape)
+    return joined, tuple(np.concatenate(parts, axis=1) for parts in zip(*scales, strict=True))
 
 
 def _joined(parts: list[QuantisedRows]) -> QuantisedRows:

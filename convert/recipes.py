@@ -163,6 +163,7 @@ class ConversionOptions:
     target_bytes: int | None = None
     searched: bool = True  # scales by squared error; False: as mx.quantize
     calibration: str | None = None  # text; None: squared errors count alike
+    error_feedback: bool = True  # where there is a text for calibration (feedback.py)
     check_text: str | None = None  # text; None: a part of the calibration text
     check_tensors: bool = True
     max_kl: float | None = None  # None: limit_for() the bits
@@ -176,6 +177,11 @@ class ConversionOptions:
             raise InvalidRequestError(
                 f"{what} needs a text for calibration: formats are chosen by what each costs."
             )
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether weights are rounded with error feedback."""
+        return self.error_feedback and self.calibration is not None
 
     @property
     def targeted(self) -> bool:

@@ -16,8 +16,9 @@ from ..models.config import normalise
 from ..models.jsonfields import read_json
 from ..text import Tokenizer
 from . import budget
-from .arrange import ArrangedSource, arrange
+from .arrange import ArrangedSource, OutputTensor, arrange
 from .calibration.allocation import choose_formats, least_bytes
+from .calibration.feedback import FeedbackPass, Feedbacks
 from .calibration.logits import LogitsOf, compare_logits, limit_for
 from .calibration.measure import CalibrationPass, Measurements, load_measurements, save_measurements
 from .calibration.texts import Texts, make_texts
@@ -41,6 +42,10 @@ from .write import (
 
 NO_TOKENIZER = (
     "There is no tokenizer: add the model's tokenizer.json, or convert with --tokenizer FOLDER."
+)
+FEW_TOKENS_SEEN = (
+    "{count} matrices of experts saw too few tokens of the calibration text for error feedback "
+    "and were rounded to the nearest: a longer --calibration text would help them."
 )
 OpenModel = Callable[[Path], AbstractContextManager[LogitsOf]]
 
@@ -80,7 +85,11 @@ class Conversion:
         """The plan as far as it is known: a target's formats follow from measuring."""
         options = self.options
         return make_plan(
-            self.arranged, options.recipe, chosen=formats, shard_bytes=options.shard_bytes
+            self.arranged,
+            options.recipe,
+            chosen=formats,
+            shard_bytes=options.shard_bytes,
+            by_layer=options.feeds_back,
         )
 
     def run(self, *, resume: bool = False, restart: bool = False) -> ConversionReport:
@@ -155,7 +164,11 @@ class Conversion:
     def _run(self, place: Workplace) -> ConversionReport:
         journal = Journal(place.journal)
         journal.begin(
-            {"source": self.source.fingerprint, **identity(self.options, comparing=self._comparing)}
+            {
+                "source": self.source.fingerprint,
+                **identity(self.options, comparing=self._comparing),
+                "rounding": self._rounding(),
+            }
         )
         write_side_files(place.model, self.source)
         unloadable = self._check_side_files(place)
@@ -166,7 +179,7 @@ class Conversion:
             place.model / "config.json", config_json(self.source, self.arranged.config, plan)
         )
         write_json(place.model / "model.safetensors.index.json", index_json(plan))
-        self._write(place, plan, journal, found)
+        self._write(place, plan, journal, found, texts)
         tensors = [entry for name, _ in plan.shards() for entry in journal.shards[name]]
         report = make_report(self.source, plan, tensors, compared=self.options.check_tensors)
         if not has_tokenizer(self.source.side_files()):
@@ -174,6 +187,8 @@ class Conversion:
         if unloadable is not None:
             report.loads = False
             report.notes.append(unloadable)
+        if few := sum(entry.get("nearest", 0) for entry in journal.tensors.values()):
+            report.notes.append(FEW_TOKENS_SEEN.format(count=few))
         if anew := plan.quantised_anew:
             formats = ", ".join(dict.fromkeys(tensor.output.stored for tensor in anew))
             report.notes.append(
@@ -243,6 +258,14 @@ class Conversion:
         finally:
             state.close()
 
+    def feedback(self, texts: Texts) -> Callable[[OutputTensor], Feedbacks]:
+        """Error feedback for each tensor, if the options have it."""
+        options = self.options
+        if not options.feeds_back:
+            return lambda _: ()
+        inputs = budget.FeedbackBudget.of(self.arranged, options.max_memory).inputs
+        return FeedbackPass(self.arranged, texts.feedback, inputs).of
+
     def texts(self, folder: Path) -> Texts:
         """The texts of the options, as ids of the tokenizer in `folder`."""
         encode = Tokenizer.from_folder(folder).encode
@@ -266,20 +289,37 @@ class Conversion:
         assert limit is not None
         return choose_formats(self.arranged, found.units, base, limit)
 
+    def _rounding(self) -> str:
+        """What an interrupted conversion must go on with; memory decides a part of it."""
+        if not self.options.feeds_back:
+            return "nearest"
+        inputs = budget.FeedbackBudget.of(self.arranged, self.options.max_memory).inputs
+        return f"error feedback over {inputs} inputs"
+
     def _write(
-        self, place: Workplace, plan: ConversionPlan, journal: Journal, found: Measurements
+        self,
+        place: Workplace,
+        plan: ConversionPlan,
+        journal: Journal,
+        found: Measurements,
+        texts: Texts | None,
     ) -> None:
-        memory = budget.MemoryBudget.of(self.options.max_memory)
+        options = self.options
+        moments = budget.FeedbackBudget.of(self.arranged, options.max_memory)
+        taken = moments.peak_bytes if options.feeds_back else 0
+        memory = budget.MemoryBudget.of(options.max_memory, taken)
         done = sum(t.output.num_weights for t in plan.tensors if t.output.name in journal.tensors)
         written = WriteProgress(self.progress, plan.num_weights, done)
         writer = TensorWriter(
             self.arranged,
             memory,
-            self.options.searched,
+            options.searched,
             found.importance,
             written.add,
-            sampled=not self.options.check_tensors,
+            sampled=not options.check_tensors,
         )
+        if texts is not None:
+            writer.feedback = self.feedback(texts)
         self.source.forget(self.arranged.dropped)
         with ExitStack() as stack:
             stack.callback(writer.close)

@@ -7,10 +7,11 @@ records what is on the disk, and a finished file is compared with the source.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -20,13 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError
-from .arrange import ArrangedSource
+from .arrange import ArrangedSource, OutputTensor
 from .arrays import Floats, as_numpy, dtype_name, mx_dtype, narrow, widen
 from .budget import CACHED_BYTES, MemoryBudget
+from .calibration.feedback import Feedbacks
+from .feedback import ErrorFeedback
 from .files import ShardFile, damaged
 from .journal import Journal
 from .plan import PlannedTensor
-from .quantise import ErrorStats, QuantisationMethod, compare, quantise, squares_of
+from .quantise import ErrorStats, QuantisationMethod, compare, quantise, squares_of, total
 from .verify import Progress, as_written, check_shard, confirm
 
 Arrays = list[NDArray[Any]]
@@ -42,6 +45,7 @@ class TensorWriter:
     searched: bool
     importance: Mapping[str, Floats]  # by path: (in_dims,), mean 1
     wrote: Wrote = lambda _: None
+    feedback: Callable[[OutputTensor], Feedbacks] = lambda _: ()  # (): to the nearest
     sampled: bool = False  # the report has the errors of a part of the rows
     _pool: ThreadPoolExecutor = field(init=False)
 
@@ -54,22 +58,28 @@ class TensorWriter:
 
     def write(self, tensor: PlannedTensor, file: ShardFile) -> "WrittenTensor":
         """Put one tensor into its file."""
-        target = _Target(tensor, file)
+        target, feedbacks = _Target(tensor, file), Feedbacks()
         if tensor.packed:
             self._copy(tensor, target)
         else:
-            self._spread(tensor, target)
-        return WrittenTensor(target.error, target.checksums)
+            if tensor.form is not None:
+                feedbacks = self.feedback(tensor.output)
+            self._spread(tensor, target, feedbacks)
+        return WrittenTensor(target.error, target.checksums, feedbacks.count(None))
 
-    def _spread(self, tensor: PlannedTensor, target: "_Target") -> None:
+    def _spread(self, tensor: PlannedTensor, target: "_Target", feedbacks: Feedbacks) -> None:
         """Pass blocks to the threads, one to each at a time, and write the results in order."""
         running: deque[Future[tuple[Arrays, ErrorStats]]] = deque()
+        row = 0
         try:
             for block in self.arranged.blocks(tensor.output, self.budget.block):
                 if len(running) >= self.budget.workers:
                     self.wrote(target.take(*running.popleft().result()))
                 raw = as_numpy(block)
-                running.append(self._pool.submit(self._block, tensor, raw, dtype_name(block)))
+                parts = _by_expert(tensor.output, feedbacks, row, len(raw))
+                job = self._pool.submit(self._block, tensor, raw, dtype_name(block), parts)
+                running.append(job)
+                row += len(raw)
             while running:
                 self.wrote(target.take(*running.popleft().result()))
         finally:
@@ -77,17 +87,29 @@ class TensorWriter:
                 job.cancel()
 
     def _block(
-        self, tensor: PlannedTensor, raw: NDArray[np.generic], dtype: str
+        self,
+        tensor: PlannedTensor,
+        raw: NDArray[np.generic],
+        dtype: str,
+        parts: Sequence[tuple[slice, ErrorFeedback | None]],
     ) -> tuple[Arrays, ErrorStats]:
-        """Quantise a block (R, in_dims). Runs in the threads."""
+        """Quantise a block (R, in_dims). Runs in the threads.
+
+        `parts`: its rows by the feedback that they are rounded with.
+        """
         values = widen(raw, dtype)
         _check_finite(values, tensor, "holds NaN or infinity: the checkpoint is damaged")
         if tensor.form is not None:
             importance = self.importance.get(tensor.output.path)
             method = QuantisationMethod(
-                tensor.form, tensor.dtype, self.searched, importance, self.sampled
+                tensor.form, tensor.dtype, self.searched, importance, None, self.sampled
             )
-            return _quantised(values, tensor, method)
+            return _joined(
+                [
+                    _quantised(values[rows], tensor, replace(method, feedback=feedback))
+                    for rows, feedback in parts
+                ]
+            )
         if dtype == tensor.dtype:
             return [raw], ErrorStats(energy=squares_of(values))
         with np.errstate(over="ignore"):
@@ -105,6 +127,29 @@ class TensorWriter:
                 parts = [packed.weight, *_rounded_scales(packed.scales, packed.biases, tensor)]
             target.take([as_numpy(part) for part in parts], ErrorStats())
             self.wrote(tensor.output.num_weights // len(tensor.output.sources))
+
+
+def _by_expert(
+    output: OutputTensor, feedbacks: Feedbacks, first: int, count: int
+) -> list[tuple[slice, ErrorFeedback | None]]:
+    """Rows of a block of `count` rows from `first` on, by the feedback of their expert."""
+    if not feedbacks:
+        return [(slice(0, count), None)]
+    height = prod(output.shape[:-1]) // len(feedbacks)
+    found, row = [], 0
+    while row < count:
+        expert, inside = divmod(first + row, height)
+        end = min(count, row + height - inside)
+        found.append((slice(row, end), feedbacks[expert]))
+        row = end
+    return found
+
+
+def _joined(parts: Sequence[tuple[Arrays, ErrorStats]]) -> tuple[Arrays, ErrorStats]:
+    if len(parts) == 1:
+        return parts[0]
+    columns = zip(*(arrays for arrays, _ in parts), strict=True)
+    return [np.concatenate(column) for column in columns], total(error for _, error in parts)
 
 
 def _quantised(
@@ -155,6 +200,7 @@ class WrittenTensor:
 
     error: ErrorStats
     checksums: list[int]  # CRC-32 of each of its arrays
+    nearest: int = 0  # experts that were rounded without error feedback, for want of tokens
 
 
 class _Target:

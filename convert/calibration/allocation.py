@@ -69,7 +69,6 @@ def _gain(smaller: FormatChoice, larger: FormatChoice) -> float:
 
 
 PROBE = affine(4)
-LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 @dataclass(slots=True)
@@ -102,10 +101,9 @@ def units_of(arranged: ArrangedSource, recipe: Recipe) -> list[MeasuredUnit]:
         groups.setdefault(key, []).append(output)
     found = []
     for outputs in groups.values():
-        layer = LAYER.search(outputs[0].path)
         probe = fitting(PROBE, outputs[0].shape)
         assert probe is not None
-        found.append(MeasuredUnit(tuple(outputs), int(layer[1]) if layer else None, probe))
+        found.append(MeasuredUnit(tuple(outputs), outputs[0].layer, probe))
     return found
 
 

@@ -29,7 +29,7 @@ from ..read import MLXFormat
 from ..recipes import Recipe
 from . import logits
 from .allocation import MeasuredUnit, candidates_of, units_of
-from .stream import EMBEDDING, StreamedModel, normalised
+from .stream import EMBEDDING, Moments, StreamedModel, normalised
 from .texts import MAX_PROBES, PROBE_LENGTH, Texts
 
 SAMPLE = 1 << 18  # numbers of a tensor whose error stands for all
@@ -58,7 +58,8 @@ class CalibrationPass:
         comparing: bool,
     ) -> None:
         self._arranged = arranged
-        self._streamed = StreamedModel(arranged)
+        self._moments = Moments()
+        self._streamed = StreamedModel(arranged, self._moments)
         self._texts = texts
         self._recipe = recipe
         self._length = len(texts.calibration[0])
@@ -124,9 +125,9 @@ class CalibrationPass:
         tensors = streamed.read_layer(index)
         clean = streamed.layer(index, tensors)
         base = self._probe_base()
-        streamed.moments.watching = True
+        self._moments.watching = True
         calibrated = clean(self._states[0], self._length)
-        streamed.moments.watching = False
+        self._moments.watching = False
         pairs = list(zip(self._states, self._sequences, strict=True))
         self._states = [calibrated, *(clean(x, len(texts[0])) for x, texts in pairs[1:])]
         self._take_importance(index)
@@ -194,7 +195,7 @@ class CalibrationPass:
 
     def _take_importance(self, index: int) -> None:
         for name, output in self._streamed.outputs_of(index).items():
-            found = self._streamed.moments.taken(name.removesuffix(".weight"))
+            found = self._moments.taken(name.removesuffix(".weight"))
             if found is not None:
                 self.measured.importance[output.path] = found
 

@@ -10,7 +10,7 @@ when scales are chosen (llama.cpp calls them the importance matrix).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -31,6 +31,20 @@ from .caches import whole_sequences
 LEAST = 1e-4  # of the mean: a channel that the text never used still has some weight
 
 
+class Observer(Protocol):
+    """Is shown what flows into the matrices of a layer."""
+
+    def see(self, paths: Sequence[str], x: mx.array, experts: mx.array | None = None) -> None:
+        """Inputs x (..., in_dims) of these matrices.
+
+        Args:
+            paths: matrices that share them.
+            x: for experts (..., 1, in_dims).
+            experts: which expert each goes to, (...); None: these are no experts.
+        """
+        ...
+
+
 class Moments:
     """Sums of squares by path; counts only while `watching`."""
 
@@ -38,7 +52,7 @@ class Moments:
         self.watching = False
         self._squares: dict[str, Floats] = {}
 
-    def see(self, paths: Sequence[str], x: mx.array) -> None:
+    def see(self, paths: Sequence[str], x: mx.array, experts: mx.array | None = None) -> None:
         """Record inputs x (..., in_dims) of these matrices."""
         if not self.watching:
             return
@@ -55,41 +69,41 @@ class Moments:
 
 
 class ObservedProjection:
-    """A projection that records the moments of its inputs."""
+    """A projection that shows its inputs to an observer."""
 
-    __slots__ = ("moments", "paths", "projection")
+    __slots__ = ("observer", "paths", "projection")
 
-    def __init__(self, projection: Projection, paths: Sequence[str], moments: Moments) -> None:
+    def __init__(self, projection: Projection, paths: Sequence[str], observer: Observer) -> None:
         self.projection = projection
         self.paths = tuple(paths)
-        self.moments = moments
+        self.observer = observer
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x (T, in_dims) -> (T, out_dims), plus the residual."""
-        self.moments.see(self.paths, x)
+        self.observer.see(self.paths, x)
         return self.projection(x, residual)
 
 
 class ObservedExperts:
-    """The same for stacked experts; one set of moments for the whole stack."""
+    """The same for stacked experts."""
 
-    __slots__ = ("experts", "moments", "paths")
+    __slots__ = ("experts", "observer", "paths")
 
-    def __init__(self, experts: ExpertProjection, paths: Sequence[str], moments: Moments) -> None:
+    def __init__(self, experts: ExpertProjection, paths: Sequence[str], observer: Observer) -> None:
         self.experts = experts
         self.paths = tuple(paths)
-        self.moments = moments
+        self.observer = observer
 
     def __call__(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
         """x (..., 1, in_dims), experts (...) -> (..., 1, out_dims)."""
-        self.moments.see(self.paths, x)
+        self.observer.see(self.paths, x, experts)
         return self.experts(x, experts, in_order)
 
 
 class ObservedWeights(Weights):
-    """Weights whose projections record the moments of their inputs."""
+    """Weights whose projections show their inputs to an observer."""
 
-    moments: Moments
+    observer: Observer
 
     def linear(
         self,
@@ -102,7 +116,7 @@ class ObservedWeights(Weights):
     ) -> Projection:
         """As of Weights."""
         made = super().linear(path, out_dims, in_dims, bias=bias, order=order)
-        return ObservedProjection(made, [path], self.moments)
+        return ObservedProjection(made, [path], self.observer)
 
     def fused(
         self,
@@ -115,17 +129,17 @@ class ObservedWeights(Weights):
     ) -> Projection:
         """As of Weights."""
         made = super().fused(paths, out_dims, in_dims, bias=bias, orders=orders)
-        return ObservedProjection(made, paths, self.moments)
+        return ObservedProjection(made, paths, self.observer)
 
 
-def observe_experts(mlp: FeedForward, paths: Sequence[str], moments: Moments) -> None:
+def observe_experts(mlp: FeedForward, paths: Sequence[str], observer: Observer) -> None:
     """Watch the experts of a mixture, whose stacks are at `paths`."""
     if not isinstance(mlp, MoE):
         return
     down = [path for path in paths if path.endswith("down_proj")]
     others = [path for path in paths if not path.endswith("down_proj")]
-    mlp.gate_up_proj = ObservedExperts(mlp.gate_up_proj, others, moments)
-    mlp.down_proj = ObservedExperts(mlp.down_proj, down, moments)
+    mlp.gate_up_proj = ObservedExperts(mlp.gate_up_proj, others, observer)
+    mlp.down_proj = ObservedExperts(mlp.down_proj, down, observer)
 
 
 def normalised(squares: Floats) -> Floats:
@@ -166,7 +180,7 @@ class LayerRun:
 class StreamedModel:
     """The layers of an arranged source, built when they are asked for."""
 
-    def __init__(self, arranged: ArrangedSource) -> None:
+    def __init__(self, arranged: ArrangedSource, observer: Observer) -> None:
         self._arranged = arranged
         self._module = family(arranged.config.model_type)
         if not self._module.runs_by_layer(arranged.config):
@@ -176,7 +190,7 @@ class StreamedModel:
             )
         self._norm = f"{self._module.final_norm}.weight"
         self.config = arranged.config
-        self.moments = Moments()
+        self.observer = observer
         named = {self._module.rename(output.name): output for output in arranged.outputs}
         self._by_name: dict[str, OutputTensor] = named
         self.tied = HEAD not in named
@@ -189,6 +203,11 @@ class StreamedModel:
     def head(self) -> OutputTensor:
         """The output projection; the embedding where they are one."""
         return self._by_name[EMBEDDING if self.tied else HEAD]
+
+    def name_of(self, output: OutputTensor) -> str:
+        """The decoder's name of a tensor."""
+        name: str = self._module.rename(output.name)
+        return name
 
     def outputs_of(self, index: int) -> dict[str, OutputTensor]:
         """The tensors of a layer, by the decoder's names."""
@@ -205,14 +224,14 @@ class StreamedModel:
         config = self._only(range(index, index + 1))
         named = {name.replace(f".{index}.", ".0.", 1): array for name, array in tensors.items()}
         weights = ObservedWeights(named | self._ends(), rename=self._module.rename)
-        weights.moments = _Renamed(self.moments, index)
+        weights.observer = _Renamed(self.observer, index)
         model = self._module.build(config, weights)
         experts = [
             n.removesuffix(".weight").replace(f".{index}.", ".0.", 1)
             for n, out in self.outputs_of(index).items()
             if len(out.shape) == 3
         ]
-        observe_experts(model.layers[0].mlp, experts, weights.moments)
+        observe_experts(model.layers[0].mlp, experts, weights.observer)
         return LayerRun(model)
 
     def embed(self, ids: Sequence[int], table: mx.array | None = None) -> mx.array:
@@ -249,7 +268,7 @@ class StreamedModel:
     def _without_layers(self, vocab: int, tensors: dict[str, mx.array]) -> Model:
         config = replace(self._only(range(0)), vocab_size=vocab)
         weights = ObservedWeights(self._ends() | tensors, rename=self._module.rename)
-        weights.moments = self.moments
+        weights.observer = self.observer
         made: Model = self._module.build(config, weights)
         return made
 
@@ -271,17 +290,17 @@ class StreamedModel:
         return replace(config, **changed, quantization=None)
 
 
-class _Renamed(Moments):
-    """Moments of layer `index`, seen under the name of layer 0."""
+@dataclass(frozen=True, slots=True)
+class _Renamed:
+    """Shows the observer what layer `index` sees, which is built as layer 0."""
 
-    def __init__(self, inner: Moments, index: int) -> None:
-        super().__init__()
-        self._inner = inner
-        self._index = index
+    observer: Observer
+    index: int
 
-    def see(self, paths: Sequence[str], x: mx.array) -> None:
-        """As of Moments."""
-        self._inner.see([path.replace(".0.", f".{self._index}.", 1) for path in paths], x)
+    def see(self, paths: Sequence[str], x: mx.array, experts: mx.array | None = None) -> None:
+        """As of Observer."""
+        named = [path.replace(".0.", f".{self.index}.", 1) for path in paths]
+        self.observer.see(named, x, experts)
 
 
 def _same(x: mx.array) -> mx.array:

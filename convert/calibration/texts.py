@@ -1,7 +1,7 @@
 """Texts for calibration and for checking, cut into sequences of token ids."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 
@@ -11,6 +11,7 @@ Encode = Callable[[str], list[int]]
 
 CALIBRATION_LENGTH, MAX_CALIBRATION = 256, 16  # tokens of a sequence, sequences
 PROBE_LENGTH, MAX_PROBES = 64, 4
+MAX_FEEDBACK = 64  # sequences for error feedback: moments of all pairs of inputs need more
 SHORT, LONG = 64, 512  # tokens: the two context lengths of the check
 NUM_SHORT, NUM_LONG = 8, 1
 MAX_CHECKED = SHORT * NUM_SHORT + LONG * NUM_LONG  # positions
@@ -24,6 +25,7 @@ class Texts:
     calibration: list[list[int]]
     short: list[list[int]]
     long: list[list[int]]
+    feedback: list[list[int]] = field(default_factory=list)  # of the text for calibration
 
     @property
     def checks(self) -> list[list[int]]:
@@ -69,6 +71,7 @@ def make_texts(calibration: str, check: str | None, encode: Encode, *, max_conte
         _sequences(ids, min(CALIBRATION_LENGTH, limit), MAX_CALIBRATION),
         _sequences(rest, min(SHORT, limit), NUM_SHORT),
         long,
+        _sequences(ids, min(CALIBRATION_LENGTH, limit), MAX_FEEDBACK),
     )
 
 

@@ -51,6 +51,9 @@ FORMAT_OPTIONS = (
                  help="The same as bytes, such as 4GB."),
     click.option("--scales", type=click.Choice(["searched", "minmax"]),
                  help="By squared error, or by each group's extremes.  [default: searched]"),
+    click.option("--rounding", type=click.Choice(["gptq", "nearest"]),
+                 help="With error feedback, which needs calibration, or to the nearest code.  "
+                 "[default: gptq]"),
     click.option("--calibration", metavar="FILE", help="Text that shows which weights matter; "
                  "'none': all alike.  [default: one that comes along]"),
 )  # fmt: skip
@@ -128,6 +131,7 @@ def _shape(given: dict[str, Any]) -> "ConversionOptions":
         target_bytes=None if size is None else parse_bytes(size),
         searched=(given["scales"] or ("minmax" if given["fast"] else "searched")) == "searched",
         calibration=text,
+        error_feedback=given["rounding"] != "nearest",
         check_text=check_text,
         check_tensors=checks(given) != "none",
         max_kl=given["max_kl"],
@@ -197,6 +201,10 @@ def check_usage(given: dict[str, Any]) -> None:
     targeted = given["target_bpw"] is not None or given["target_size"] is not None
     if targeted and (given["fast"] or given["calibration"] == "none"):
         raise click.UsageError("A target needs calibration: leave out --fast, --calibration none.")
+    if given["rounding"] == "gptq" and (given["fast"] or given["calibration"] == "none"):
+        raise click.UsageError(
+            "--rounding gptq needs calibration: leave out --fast, --calibration none."
+        )
     for name in ("recipe", "bits", "group_size") if targeted else ():
         if given[name]:
             raise click.UsageError(f"A target chooses the formats: leave out {_flag(name)}.")

@@ -10,7 +10,7 @@ from models.dense_kv import DenseCache
 
 from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.calibration.measure import CalibrationPass, Measurements
-from mlxinfer.convert.calibration.stream import StreamedModel, normalised
+from mlxinfer.convert.calibration.stream import Moments, StreamedModel, normalised
 from mlxinfer.convert.calibration.texts import Texts, make_texts
 from mlxinfer.convert.formats import affine
 from mlxinfer.convert.quantise import QuantisationMethod, round_trip
@@ -56,7 +56,7 @@ def test_moments_are_those_of_what_flows_in(tmp_path: Path) -> None:
     paths = set(found.importance)
     assert {"model.layers.1.mlp.switch_mlp.up_proj", "model.layers.0.self_attn.o_proj"} <= paths
     assert all(v.mean() == pytest.approx(1, rel=1e-4) for v in found.importance.values())
-    streamed = StreamedModel(arrange(open_source(folder)))
+    streamed = StreamedModel(arrange(open_source(folder)), Moments())
     x = streamed.embed([token for ids in IDS for token in ids])
     layer = streamed.layer(0, streamed.read_layer(0)).model.layers[0]
     flowing = np.array(layer.mixer_norm(x))

@@ -109,6 +109,7 @@ class Loop:
             self.model.config.vocab_size,
             kernel=self.kernels.samples,
             mask_kernel=self.kernels.masks,
+            choice=None if self._proposer is None else self._proposer.choice,
         )
         self.runner = Runner(self.model, self.cache, sampler)
         self.grammar_masks = GrammarMasks(self.model.config.vocab_size)

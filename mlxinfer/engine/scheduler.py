@@ -24,7 +24,13 @@ class Proposer(Protocol):
     """Proposes the next tokens of sequences, so that one step verifies several tokens of each.
 
     Proposals change how many steps an answer takes, and never its tokens.
+
+    Attributes:
+        choice: how the model's tokens are chosen (`sampling.sampler.Choice`), where that takes
+            the proposals into account; None: as always, and one that agrees is accepted.
     """
+
+    choice: Any = None
 
     def depth(self, sequences: Seq[Sequence]) -> int:
         """How many tokens to propose for each of these in the next step, at most.

@@ -90,21 +90,29 @@ class PlainChoice:
             rows = rows[plan.order]
         if plan.num_greedy:
             greedy, rows = mx.split(rows, [plan.num_greedy])
-            tokens = [mx.argmax(greedy, axis=-1), self._drawn(plan.drawn, rows, counts)]
+            tokens = [mx.argmax(greedy, axis=-1), self._drawn(plan, plan.drawn, rows, counts)]
             chosen = mx.concatenate(tokens)
         else:
-            chosen = self._drawn(plan.drawn, rows, counts)
+            chosen = self._drawn(plan, plan.drawn, rows, counts)
         if plan.places is not None:
             chosen = mx.take_along_axis(chosen, plan.places, axis=0)
         return chosen.view(mx.int32)
 
-    def _drawn(self, drawn: Drawn, rows: mx.array, counts: NDArray[np.int64]) -> mx.array:
+    def _drawn(
+        self, plan: SamplingPlan, drawn: Drawn, rows: mx.array, counts: NDArray[np.int64]
+    ) -> mx.array:
         """(D,) uint32 tokens of padded rows (D, width); counts (R,) of the whole batch."""
         weights = kept_weights(rows, drawn.by_weight, drawn.by_rank)
-        random = uniforms(drawn.streams, counts[drawn.places])
-        ranks = self._ranks.get(rows.shape)
+        return self._draw(weights, drawn.streams, counts[drawn.places])
+
+    def _draw(
+        self, weights: mx.array, streams: NDArray[np.uint64], counts: NDArray[np.int64]
+    ) -> mx.array:
+        """(D,) uint32 one of each row of weights (D, width), by streams and counts (D,)."""
+        random = uniforms(streams, counts)
+        ranks = self._ranks.get(weights.shape)
         if ranks is None:
-            ranks = self._ranks[rows.shape] = DrawRanks.of(*rows.shape)
+            ranks = self._ranks[weights.shape] = DrawRanks.of(*weights.shape)
         return draw(weights, mx.array(random[:, None, None]), ranks)
 
 
@@ -127,11 +135,24 @@ class Sampler:
 
     A slot is a small integer that stands for a request from `add` to `remove`. Which tokens a
     request gets does not depend on the slots or on the other rows of its batches.
+
+    Args:
+        vocab_size: of the model.
+        kernel, mask_kernel: whether Metal kernels sample, or apply masks.
+        choice: how tokens are chosen, in place of that.
     """
 
-    def __init__(self, vocab_size: int, *, kernel: bool = False, mask_kernel: bool = False) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        kernel: bool = False,
+        mask_kernel: bool = False,
+        choice: Choice | None = None,
+    ) -> None:
         self._vocab_size = vocab_size
-        self._choice: Choice = (KernelChoice if kernel else PlainChoice)(mask_kernel=mask_kernel)
+        usual = (KernelChoice if kernel else PlainChoice)(mask_kernel=mask_kernel)
+        self._choice: Choice = usual if choice is None else choice
         self._table = np.zeros(0, dtype=ROW)
         self._biases: dict[int, SparseBias] = {}
         self._prompts: dict[int, mx.array] = {}

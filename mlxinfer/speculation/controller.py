@@ -104,8 +104,7 @@ def _expected_tokens(outlooks: Seq[Outlook], most: int) -> NDArray[np.float64]:
     for row, outlook in enumerate(outlooks):
         some = outlook.chances[:most]
         chances[row, : len(some)] = some
-    found: NDArray[np.float64] = np.cumprod(chances, axis=1)
-    return found
+    return np.asarray(np.cumprod(chances, axis=1), dtype=np.float64)
 
 
 class Controller:

@@ -16,6 +16,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
 
+import mlx.core as mx
+
 from ..cache.inputs import Move, ints
 from ..cache.pages import OutOfPages
 from ..config import EngineConfig
@@ -27,6 +29,8 @@ from ..engine.runner import Launched
 from ..engine.scheduler import prefill_shares
 from ..errors import UnsupportedModelError
 from ..models.decoder import LanguageModel
+from ..sampling.rejection import DrawnProposals, ProposingChoice
+from ..sampling.sampler import Sampler
 from .acceptance import Key
 
 NAME = "draft"
@@ -52,6 +56,8 @@ class DraftProposer:
         vocab_size: of the model whose tokens are proposed.
         cost: of a proposal, in plain steps of that model, as long as it was not measured.
         kernels: says which Metal kernels may be used.
+        drawn: where drawn proposals go with their weights, for rejection sampling; None: proposals
+            are drawn with the model's random numbers, to be compared with its tokens.
 
     Raises:
         UnsupportedModelError: the draft has recurrent layers, whose states cannot be taken back.
@@ -68,6 +74,7 @@ class DraftProposer:
         vocab_size: int,
         cost: float,
         kernels: Chooser = choose_none,
+        drawn: DrawnProposals | None = None,
     ) -> None:
         if any(isinstance(spec, StateSpec) for spec in model.cache_specs):
             raise UnsupportedModelError(
@@ -79,10 +86,14 @@ class DraftProposer:
         self._max_context = config.max_context
         self._loop = Loop(model, config, _ignore, kernels=kernels)  # its parts; it has no requests
         self._config = config
+        self._drawn = drawn
+        self._choice = ProposingChoice() if drawn is not None else None
+        self._set_choice()
         self._counterparts: OrderedDict[Sequence, Counterpart] = OrderedDict()  # last used last
         self._free_slots = list(range(self._loop.cache.max_batch))
         self._admitted: list[Sequence] = []
         self._num_steps = 0
+        self._slot_of: dict[Sequence, int] = {}  # own sequence -> slot of the model's
 
     @property
     def priors(self) -> dict[Key, float]:
@@ -126,6 +137,8 @@ class DraftProposer:
         for sequence in [s for s in self._counterparts if s.slot < 0]:  # preempted
             self._release(sequence)
         wanted = dict(zip(sequences, depths, strict=True))
+        if self._drawn is not None:
+            self._drawn.clear()
         rows: dict[Sequence, tuple[Counterpart, int]] = {}
         for sequence, depth in wanted.items():
             found = self._follow(sequence, depth, keep=wanted)
@@ -134,6 +147,7 @@ class DraftProposer:
         kv_manager = self._loop.scheduler.kv_manager
         if kv_manager.unsettled:
             kv_manager.settle([counterpart.own for counterpart, _ in rows.values()])
+        self._slot_of = {counterpart.own: s.slot for s, (counterpart, _) in rows.items()}
         self._run([(counterpart.own, depth) for counterpart, depth in rows.values()])
         return [self._proposals(*rows[s]) if s in rows else [] for s in sequences]
 
@@ -239,7 +253,14 @@ class DraftProposer:
         self._counterparts.clear()
         self._admitted.clear()
         self._loop.assemble()
+        self._set_choice()
         self._free_slots = list(range(self._loop.cache.max_batch))
+
+    def _set_choice(self) -> None:
+        """Draw proposals with random numbers of their own, for rejection sampling."""
+        if self._choice is not None:
+            vocab_size = self._model.config.vocab_size
+            self._loop.runner.sampler = Sampler(vocab_size, choice=self._choice)
 
     # -- steps of the draft model ---------------------------------------------------------------
 
@@ -247,6 +268,7 @@ class DraftProposer:
         """Launch steps until each sequence has its proposals, then read them all."""
         previous: Launched | None = None
         launched: list[Launched] = []
+        weights: list[dict[int, mx.array]] = []  # of each step, by row
         left = PREFILL_STEPS
         while (
             batch := self._next_batch(rows, first=not launched, may_prefill=left > 0)
@@ -254,11 +276,15 @@ class DraftProposer:
             left -= bool(batch.long)
             previous = self._loop.runner.launch(batch, previous)
             launched.append(previous)
+            weights.append({} if self._choice is None else self._choice.weights)
         self._num_steps += len(launched)
-        for step in launched:
+        for step, drawn in zip(launched, weights, strict=True):
             tokens = step.token_ids().tolist()
-            for own, token_id in zip(step.batch.sampling.sequences, tokens, strict=True):
-                own.token_ids.append(token_id)
+            for row, own in enumerate(step.batch.sampling.sequences):
+                if row in drawn and self._drawn is not None:
+                    slot = self._slot_of[own]
+                    self._drawn.put(slot, own.num_answered, tokens[row], drawn[row])
+                own.token_ids.append(tokens[row])
                 own.num_pending -= 1
 
     def _next_batch(

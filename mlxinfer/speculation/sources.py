@@ -3,6 +3,8 @@
 from ..config import EngineConfig
 from ..engine.kernels import choose_on_this_machine
 from ..models.decoder import LanguageModel
+from ..sampling.rejection import DrawnProposals, RejectionChoice
+from ..sampling.sampler import Choice
 from .controller import Controller, FixedDepth, Policy
 from .draft import DraftProposer
 from .forced import ForcedProposer
@@ -25,6 +27,12 @@ def make_speculation(
         model, draft, draft_config: with a draft model, these two and the sizes of the latter.
     """
 
+    drawn: DrawnProposals | None = None
+    choice: Choice | None = None
+    if options.acceptance == "rejection" and model is not None:
+        drawn = DrawnProposals()
+        choice = RejectionChoice(drawn, model.config.vocab_size)
+
     def sources(score: Score) -> list[Source]:
         made: list[Source] = [ForcedProposer()]
         if options.method in ("auto", "ngram"):
@@ -37,6 +45,7 @@ def make_speculation(
                     vocab_size=model.config.vocab_size,
                     cost=draft.num_bytes / model.num_bytes,
                     kernels=choose_on_this_machine(),
+                    drawn=drawn,
                 )
             )
         return made
@@ -44,4 +53,6 @@ def make_speculation(
     policy: Policy = Controller(max_depth=options.depth)
     if options.fixed:
         policy = FixedDepth(options.depth)
-    return Speculation(sources, policy, max_depth=options.depth, method=options.method)
+    return Speculation(
+        sources, policy, max_depth=options.depth, method=options.method, choice=choice
+    )

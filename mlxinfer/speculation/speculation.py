@@ -45,6 +45,7 @@ class Speculation(Proposer):
         policy: says how many.
         max_depth: proposals of one sequence, at most.
         method: what was asked for, for `stats`.
+        choice: how the model's tokens are chosen; see `Proposer`.
         clock: seconds.
     """
 
@@ -55,12 +56,14 @@ class Speculation(Proposer):
         *,
         max_depth: int,
         method: str = "auto",
+        choice: Any = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sources = list(make_sources(self._score))
         self._policy = policy
         self._max_depth = max_depth
         self._method = method
+        self.choice = choice
         self._clock = clock
         priors: dict[Key, float] = {}
         for source in self._sources:

@@ -1,0 +1,191 @@
+"""The draft model follows the model's sequences exactly, in little room and after faults."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+from engine.harness import Harness, alone, config, prompt, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxinfer.core import SamplingParams
+from mlxinfer.errors import UnsupportedModelError
+from mlxinfer.models.decoder import LanguageModel
+from mlxinfer.sampling.rejection import DrawnProposals, RejectionChoice
+from mlxinfer.speculation.controller import FixedDepth
+from mlxinfer.speculation.draft import DraftProposer
+from mlxinfer.speculation.speculation import Speculation
+
+MODEL = "qwen3-v4"
+GREEDY = SamplingParams(max_tokens=40)
+DRAWN = SamplingParams(max_tokens=40, temperature=0.9, top_p=0.95, seed=11)
+PENALISED = replace(DRAWN, repetition_penalty=1.3, frequency_penalty=0.3)
+
+
+def model() -> LanguageModel:
+    return tiny_model(MODEL, quantized=True)
+
+
+def with_draft(
+    draft: LanguageModel, depth: int = 4, *, rejection: bool = False, **sizes: object
+) -> Speculation:
+    """A draft that always proposes; the sizes are of its own cache."""
+    vocab_size = model().config.vocab_size
+    drawn = DrawnProposals() if rejection else None
+    return Speculation(
+        lambda _: [
+            DraftProposer(
+                draft,
+                config(**{"num_pages": 400, **sizes}),
+                vocab_size=vocab_size,
+                cost=0.1,
+                drawn=drawn,
+            )
+        ],
+        FixedDepth(depth),
+        max_depth=depth,
+        choice=None if drawn is None else RejectionChoice(drawn, vocab_size),
+    )
+
+
+def counts(speculation: Speculation) -> tuple[int, int]:
+    stats = speculation.stats()
+    return stats["drafted"], stats["accepted"]
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN, PENALISED], ids=["greedy", "drawn", "penalised"])
+@pytest.mark.parametrize("count", [1, 5])
+def test_proposals_of_the_same_model_all_hold(params: SamplingParams, count: int) -> None:
+    """Also where tokens are drawn: both draw with the same random numbers."""
+    speculation = with_draft(model())
+    harness = Harness(model(), proposer=speculation)
+    prompts = [prompt(20 + 7 * i, i) for i in range(count)]
+    for i, ids in enumerate(prompts):
+        harness.add(str(i), ids, params)
+    outcomes = harness.drain()
+    for i, ids in enumerate(prompts):
+        assert outcomes[str(i)].token_ids == alone(model(), ids, params).token_ids
+    drafted, accepted = counts(speculation)
+    if params is PENALISED:  # the draft's penalties lack the proposals of the same step
+        assert accepted > drafted / 2
+    else:
+        assert accepted == drafted
+    assert harness.loop.scheduler.counters.steps <= 1 + 3 + 40 / 5 + count
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 130), st.integers(1, 40)), min_size=1, max_size=6),
+    pages=st.sampled_from([2, 6, 12, 400]),
+    slots=st.integers(1, 4),
+    chunk=st.sampled_from([16, 64]),
+    depth=st.sampled_from([1, 4, 7]),
+    same=st.booleans(),
+)
+@settings(max_examples=12)
+def test_any_room_and_any_mix_gives_the_plain_tokens(
+    rows: list[tuple[int, int]], pages: int, slots: int, chunk: int, depth: int, same: bool
+) -> None:
+    draft = model() if same else tiny_model("gemma3_text-v4", quantized=True)
+    speculation = with_draft(draft, depth, num_pages=pages, max_batch=slots, prefill_chunk=chunk)
+    harness = Harness(model(), proposer=speculation, max_batch=5)
+    for i, (length, tokens) in enumerate(rows):
+        harness.add(str(i), prompt(length, i % 2), SamplingParams(max_tokens=tokens))
+        harness.turn(i % 3)
+    outcomes = harness.drain()
+    for i, (length, tokens) in enumerate(rows):
+        plain = alone(model(), prompt(length, i % 2), SamplingParams(max_tokens=tokens))
+        assert outcomes[str(i)].token_ids == plain.token_ids
+    if same:
+        assert counts(speculation)[0] == counts(speculation)[1]
+
+
+def test_prompts_are_prefix_cached_in_the_draft_too() -> None:
+    speculation = with_draft(model())
+    harness = Harness(model(), proposer=speculation)
+    for name in "ab":
+        harness.add(name, prompt(100), GREEDY)
+        harness.drain()
+    (source,) = speculation._sources
+    tree = source._loop.scheduler.kv_manager.tree  # type: ignore[attr-defined]
+    assert tree.counters.tokens_reused >= 96
+
+
+def test_a_preempted_request_gets_its_proposals_again() -> None:
+    speculation = with_draft(model())
+    harness = Harness(model(), proposer=speculation)
+    harness.add("a", prompt(50), GREEDY)
+    harness.turn(5)
+    harness.loop.scheduler.queues.preempt(harness.loop.scheduler.queues.running[0])
+    outcome = harness.drain()["a"]
+    assert outcome.token_ids == alone(model(), prompt(50), GREEDY).token_ids
+    drafted, accepted = counts(speculation)
+    assert drafted > 20
+    assert accepted >= drafted - 8  # but those of the step that was given up
+
+
+def test_a_draft_that_fails_is_switched_off_for_the_request_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    speculation = with_draft(model())
+    harness = Harness(model(), proposer=speculation)
+    (source,) = speculation._sources
+    runner = source._loop.runner  # type: ignore[attr-defined]
+    launch, left = runner.launch, [7]
+
+    def breaking(*given: object) -> object:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("the draft is broken")
+        return launch(*given)
+
+    runner.launch = breaking
+    with caplog.at_level(logging.ERROR, "mlxinfer.speculation"):
+        harness.add("a", prompt(30), GREEDY)
+        outcome = harness.drain()["a"]
+    assert outcome.token_ids == alone(model(), prompt(30), GREEDY).token_ids
+    assert outcome.error is None
+    assert len(caplog.records) == 1
+    assert "no more proposals by draft for the requests a" in caplog.text
+    before = counts(speculation)[0]
+    harness.add("b", prompt(30, 1), GREEDY)  # a new cache, and all is well again
+    assert harness.drain()["b"].token_ids == alone(model(), prompt(30, 1), GREEDY).token_ids
+    assert counts(speculation)[0] > before
+
+
+def test_a_request_without_speculation_gets_no_proposals() -> None:
+    speculation = with_draft(model())
+    harness = Harness(model(), proposer=speculation)
+    harness.add("a", prompt(30), replace(GREEDY, speculate=False))
+    harness.drain()
+    assert counts(speculation) == (0, 0)
+
+
+def test_a_draft_with_recurrent_layers_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="recurrent layers"):
+        with_draft(tiny_model("qwen3_5_text-v4", quantized=True))
+
+
+def test_beyond_the_drafts_context_nothing_is_proposed() -> None:
+    speculation = with_draft(model(), max_context=40)
+    harness = Harness(model(), proposer=speculation)
+    harness.add("a", prompt(30), GREEDY)
+    assert harness.drain()["a"].token_ids == alone(model(), prompt(30), GREEDY).token_ids
+    assert 0 < counts(speculation)[0] <= 12
+
+
+def test_rejection_sampling_leaves_greedy_answers_as_they_are() -> None:
+    speculation = with_draft(tiny_model("mistral-v4", quantized=True), rejection=True)
+    harness = Harness(model(), proposer=speculation)
+    harness.add("a", prompt(30), GREEDY)
+    assert harness.drain()["a"].token_ids == alone(model(), prompt(30), GREEDY).token_ids
+
+
+def test_rejection_sampling_takes_all_that_the_same_model_draws() -> None:
+    """Their distributions are one, up to what sums in another order change."""
+    speculation = with_draft(model(), rejection=True)
+    harness = Harness(model(), proposer=speculation)
+    for i in range(4):
+        harness.add(str(i), prompt(20, i), replace(DRAWN, seed=i))
+    harness.drain()
+    drafted, accepted = counts(speculation)
+    assert accepted >= drafted - 2

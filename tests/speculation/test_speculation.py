@@ -1,0 +1,192 @@
+"""Sources and controller together: stats, faults, forced tokens, options."""
+
+import logging
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.fake_grammar import FakeGrammar
+from engine.harness import Harness, alone, prompt, tiny_model
+
+from mlxinfer.core import SamplingParams
+from mlxinfer.engine.batch import Sequence
+from mlxinfer.errors import InvalidRequestError
+from mlxinfer.speculation.acceptance import Acceptance, Key
+from mlxinfer.speculation.controller import Controller, FixedDepth
+from mlxinfer.speculation.forced import ForcedProposer
+from mlxinfer.speculation.ngram import NgramProposer
+from mlxinfer.speculation.options import SpeculationOptions
+from mlxinfer.speculation.source import Score, Source
+from mlxinfer.speculation.speculation import Speculation
+
+GREEDY = SamplingParams(max_tokens=120)
+
+
+def ngrams(depth: int = 4) -> Speculation:
+    return Speculation(
+        lambda score: [NgramProposer(score)], FixedDepth(depth), max_depth=depth, method="ngram"
+    )
+
+
+class Breaking(NgramProposer):
+    """Raises an error where it is asked."""
+
+    def __init__(self, score: Score, where: str) -> None:
+        super().__init__(score)
+        self._where = where
+
+    def outlook(self, sequence: Sequence, depth: int) -> list[Key]:
+        if self._where == "outlook":
+            raise ValueError("broken")
+        return super().outlook(sequence, depth)
+
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[list[int]]:
+        raise ValueError("broken")
+
+
+def test_repetitive_answers_take_fewer_steps_and_are_the_same() -> None:
+    model = tiny_model("qwen3-v4", quantized=True)
+    speculation = ngrams()
+    harness = Harness(model, proposer=speculation)
+    harness.add("a", prompt(20), GREEDY)
+    assert harness.drain()["a"].token_ids == alone(model, prompt(20), GREEDY).token_ids
+    assert harness.loop.scheduler.counters.steps < 80
+
+
+def test_stats_count_by_source_and_by_position() -> None:
+    speculation = ngrams()
+    harness = Harness(tiny_model("qwen3-v4", quantized=True), proposer=speculation)
+    harness.add("a", prompt(20), GREEDY)
+    harness.drain()
+    stats, counters = harness.loop.stats()["speculation"], harness.loop.scheduler.counters
+    assert stats["method"] == "ngram"
+    assert stats["drafted"] == counters.tokens_proposed > 0
+    assert stats["accepted"] == counters.tokens_accepted == sum(stats["accepted_at"]) > 0
+    assert stats["sources"]["ngram"]["drafts"] == stats["drafts"]
+    assert sorted(stats["accepted_at"], reverse=True) == stats["accepted_at"]
+
+
+def test_what_a_request_drafted_and_had_accepted_is_counted() -> None:
+    harness = Harness(tiny_model("qwen3-v4", quantized=True), proposer=ngrams())
+    harness.add("a", prompt(20), GREEDY)
+    harness.turn()
+    request = harness.loop.scheduler.queues.running[0].request
+    harness.drain()
+    counters = harness.loop.scheduler.counters
+    assert request.num_drafted == counters.tokens_proposed
+    assert request.num_accepted == counters.tokens_accepted
+
+
+@pytest.mark.parametrize("where", ["outlook", "propose"])
+def test_a_source_that_fails_is_switched_off_for_the_request(
+    where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("qwen3-v4", quantized=True)
+    speculation = Speculation(
+        lambda score: [Breaking(score, where)], FixedDepth(4), max_depth=4, method="ngram"
+    )
+    harness = Harness(model, proposer=speculation)
+    with caplog.at_level(logging.ERROR, "mlxinfer.speculation"):
+        harness.add("a", prompt(20), GREEDY)
+        assert harness.drain()["a"].token_ids == alone(model, prompt(20), GREEDY).token_ids
+    assert len(caplog.records) == 1
+
+
+def test_nothing_is_remembered_of_requests_that_have_ended() -> None:
+    speculation = ngrams()
+    harness = Harness(tiny_model("qwen3-v4", quantized=True), proposer=speculation, max_batch=3)
+    for i in range(8):
+        harness.add(str(i), prompt(20, i), SamplingParams(max_tokens=30))
+        if i % 3 == 0:
+            harness.turn(3)
+            harness.loop.abort(str(i))
+    harness.drain()
+    harness.add("last", prompt(9), SamplingParams(max_tokens=4))
+    harness.drain()
+    (source,) = speculation._sources
+    assert not speculation._known
+    assert not speculation._acceptance._by_sequence
+    assert not source._followed  # type: ignore[attr-defined]
+
+
+def test_steps_launch_ahead_where_nothing_repeats() -> None:
+    """N-grams are looked up beside the step in flight, and only a likely one makes it wait."""
+    speculation = Speculation(
+        lambda score: [NgramProposer(score)], Controller(max_depth=7), max_depth=7
+    )
+    harness = Harness(tiny_model("qwen3-v4", quantized=True), proposer=speculation)
+    harness.add("a", prompt(20), SamplingParams(max_tokens=40, temperature=3.0, seed=1))
+    harness.turn(10)
+    assert harness.loop.scheduler.queues.running[0].num_pending == 1
+    harness.drain()
+    assert speculation.stats()["drafted"] <= 4
+
+
+class Forcing(FakeGrammar):
+    """Forces what it allows first, and allows nothing else."""
+
+    def allowed(self, vocab: int = 96) -> list[int]:
+        return super().allowed(vocab)[:1]
+
+    def forced(self) -> list[int]:
+        state, found = self.fork(), []
+        while not state.finished and len(found) < 5:
+            found += state.allowed()
+            state.accept(found[-1])
+        return found
+
+
+def test_forced_tokens_of_a_grammar_are_proposed_and_all_hold() -> None:
+    model = tiny_model("qwen3-v4", quantized=True)
+    sources: list[Source] = [ForcedProposer()]
+    speculation = Speculation(lambda _: sources, FixedDepth(7), max_depth=7)
+    harness = Harness(model, proposer=speculation)
+    harness.add("a", prompt(20), GREEDY, grammar=Forcing(3, length=60))
+    outcome = harness.drain()["a"]
+    assert (
+        outcome.token_ids
+        == alone(model, prompt(20), GREEDY, grammar=Forcing(3, length=60)).token_ids
+    )
+    stats = speculation.stats()
+    assert stats["accepted"] == stats["drafted"] > 40
+    assert harness.loop.scheduler.counters.steps < 20
+
+
+def test_acceptance_is_learned_by_key_and_by_sequence() -> None:
+    acceptance = Acceptance({("s", 0): 0.5})
+    good, bad = object(), object()
+    for _ in range(30):
+        acceptance.observe(good, ("s", 0), True)  # type: ignore[arg-type]
+        acceptance.observe(bad, ("s", 0), False)  # type: ignore[arg-type]
+    assert acceptance.chance(good, ("s", 0)) > 0.75  # type: ignore[arg-type]
+    assert acceptance.chance(bad, ("s", 0)) < 0.25  # type: ignore[arg-type]
+    assert 0.35 < acceptance.chance(object(), ("s", 0)) < 0.65  # type: ignore[arg-type]
+    acceptance.renew("s")
+    assert acceptance.chance(bad, ("s", 0)) == 0.5  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"method": "mtp"}, "'mtp', which is not supported"),
+        ({"method": "eagle"}, "'eagle', which is not supported"),
+        ({"method": "dflash"}, "'dflash', which is not supported"),
+        ({"method": "on"}, "expected 'auto', 'off', 'ngram', 'draft'"),
+        ({"method": "draft"}, "needs a draft model"),
+        ({"method": "off", "draft": Path("x")}, "leave one of them out"),
+        ({"method": "ngram", "draft": Path("x")}, "leave one of them out"),
+        ({"max_draft": 9}, "8 tokens of a request at most"),
+        ({"max_draft": -1}, "max_draft"),
+        ({"acceptance": "greedy"}, "expected 'exact', 'rejection'"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequestError, match=named):
+        SpeculationOptions(**given)
+
+
+def test_no_proposals_at_all_is_off() -> None:
+    assert SpeculationOptions(max_draft=0).is_off
+    assert SpeculationOptions(method="off").is_off
+    assert SpeculationOptions().depth == 7

@@ -22,6 +22,8 @@ from .read import MLXFormat, Source, TensorInfo, expert_groups
 _INNER = "language_model."  # where mlx-lm looks for the model of a text_config
 _ROWS = 8192  # that are compared at a time
 LAYER = re.compile(r"^(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
+_AHEAD = re.compile(r"(?:^|\.)(mtp\..+)$")  # a module that predicts tokens further ahead
+_PACKED = (".experts.gate_up_proj", ".experts.down_proj")  # stacks without ".weight"
 _UNUSED = ("rotary_emb.inv_freq", "masked_bias")
 
 
@@ -38,6 +40,7 @@ class OutputTensor:
     lossless: MLXFormat | None = None
     scales_dtype: str = "float16"  # where codes are copied; float32: they are rounded
     dense: bool = False  # never stored quantised
+    ahead: bool = False  # of what predicts tokens further ahead, which a forward pass leaves out
 
     @property
     def path(self) -> str:
@@ -121,19 +124,24 @@ def arrange(source: Source) -> ArrangedSource:
     for name in source.tensors:
         target = stacked_as.get(name, name)
         ours = rename(target)
+        ahead = _ahead(target) if ours is None else None
+        ours = ahead or ours
         if ours is None or _unused(ours, config):
             dropped.append(name)
             continue
         if name in stacked_as and groups[target][0] != name:
             continue
         experts = groups.get(target, [name])
-        made = _output(prefix + ours, [source.tensors[expert] for expert in experts], target)
+        front = "" if ahead else prefix
+        made = _output(front + ours, [source.tensors[expert] for expert in experts], target)
+        if ahead or (made.layer is not None and made.layer >= config.num_layers):
+            made = replace(made, ahead=True)
         if made.path.endswith(builder.dense_matrices):
             made = replace(made, dense=True, lossless=None)
         if made.name in outputs:
             raise CheckpointError(f"Two tensors of {source.label} become {made.name!r}.")
         outputs[made.name] = made
-    if not outputs:
+    if all(output.ahead for output in outputs.values()):
         raise CheckpointError(f"{source.label} has no tensors of a language model.")
     check_complete(config, {name: out.shape for name, out in outputs.items()}, source.label)
     return ArrangedSource(source, config, tuple(outputs.values()), tuple(dropped))
@@ -159,6 +167,14 @@ def _is_tied(source: Source, rename: Rename) -> bool:
         if not mx.array_equal(source.read(head, rows), source.read(table, rows)):
             return False
     return True
+
+
+def _ahead(name: str) -> str | None:
+    """The output's name of a tensor of an `mtp` module, wherever the source keeps it; else None."""
+    found = _AHEAD.search(name)
+    if found is None:
+        return None
+    return found[1] + (".weight" if name.endswith(_PACKED) else "")
 
 
 def _unused(name: str, config: ModelConfig) -> bool:

@@ -47,6 +47,10 @@ FEW_TOKENS_SEEN = (
     "{count} matrices of experts saw too few tokens of the calibration text for error feedback "
     "and were rounded to the nearest: a longer --calibration text would help them."
 )
+AHEAD = (
+    "{count} tensors ({first} …) predict tokens further ahead: they are kept for speculation; "
+    "a forward pass leaves them out."
+)
 OpenModel = Callable[[Path], AbstractContextManager[LogitsOf]]
 
 
@@ -187,6 +191,8 @@ class Conversion:
         if unloadable is not None:
             report.loads = False
             report.notes.append(unloadable)
+        if ahead := [tensor.output.name for tensor in plan.tensors if tensor.output.ahead]:
+            report.notes.append(AHEAD.format(count=len(ahead), first=min(ahead)))
         if few := sum(entry.get("nearest", 0) for entry in journal.tensors.values()):
             report.notes.append(FEW_TOKENS_SEEN.format(count=few))
         if anew := plan.quantised_anew:

@@ -95,7 +95,7 @@ def units_of(arranged: ArrangedSource, recipe: Recipe) -> list[MeasuredUnit]:
     """
     groups: dict[str, list[OutputTensor]] = {}
     for output in arranged.outputs:
-        if recipe.fixes(output) or not quantisable(output) or ROUTERS.search(output.path):
+        if recipe.fixes(output) or not quantisable(output) or not _free(output):
             continue
         key = re.sub(r"\b(gate|up)_proj$", "gate_up_proj", output.path)
         groups.setdefault(key, []).append(output)
@@ -105,6 +105,11 @@ def units_of(arranged: ArrangedSource, recipe: Recipe) -> list[MeasuredUnit]:
         assert probe is not None
         found.append(MeasuredUnit(tuple(outputs), outputs[0].layer, probe))
     return found
+
+
+def _free(output: OutputTensor) -> bool:
+    """Routers decide too much, and what predicts further ahead has no share in the logits."""
+    return not (output.ahead or ROUTERS.search(output.path))
 
 
 def candidates_of(output: OutputTensor, unit: MeasuredUnit) -> list[MLXFormat]:

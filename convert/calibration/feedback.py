@@ -95,7 +95,7 @@ class FeedbackPass:
         """
         is_head = output.name == self._streamed.head.name
         index = self._num_layers if is_head else output.layer
-        if index is None or index > self._num_layers:
+        if index is None or output.ahead:
             return ()
         if self._observed != index:
             self._observe(index)

@@ -191,9 +191,12 @@ class StreamedModel:
         self._norm = f"{self._module.final_norm}.weight"
         self.config = arranged.config
         self.observer = observer
-        named = {self._module.rename(output.name): output for output in arranged.outputs}
-        self._by_name: dict[str, OutputTensor] = named
-        self.tied = HEAD not in named
+        self._by_name: dict[str, OutputTensor] = {
+            self._module.rename(output.name): output
+            for output in arranged.outputs
+            if not output.ahead
+        }
+        self.tied = HEAD not in self._by_name
 
     def output(self, name: str) -> OutputTensor:
         """The tensor of this name, as the decoder knows it."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from convert_cases import convert, write_source
+from convert_cases import TEXT, convert, write_source
 from models.test_hybrid_layouts import nested, packed, prefixed, tensors_of
 from test_convert_run import by_mlxinfer
 
@@ -49,3 +49,59 @@ def test_a_multimodal_source_becomes_its_language_model(case: str, tmp_path: Pat
     source = multimodal(tmp_path / "source", case)
     convert(source, tmp_path / "out", "bf16")
     np.testing.assert_array_equal(by_mlxinfer(tmp_path / "out"), by_mlxinfer(source))
+
+
+def ahead(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+    """A module that predicts further ahead, made of one attention layer of the model."""
+    layer = {n: a for n, a in tensors.items() if n.startswith("model.layers.3.")}
+    assert any("self_attn" in name for name in layer)
+    renamed = {n.replace("model.layers.3.", "mtp.layers.0."): a for n, a in layer.items()}
+    return renamed | {"mtp.fc.weight": mx.ones((64, 128)), "mtp.norm.weight": mx.ones((64,))}
+
+
+@pytest.mark.parametrize("case", ["qwen3_5_text-v4", "qwen3_5_moe_text-v4"])
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_what_predicts_further_ahead_is_kept_and_named(
+    case: str, prefix: str, tmp_path: Path
+) -> None:
+    whole = ahead(tensors_of(case))
+    more = {prefix + name: array for name, array in whole.items()}
+    source = write_source(tmp_path / "source", case, more=more)
+    convert(write_source(tmp_path / "plain", case), tmp_path / "plain-out", "bf16")
+    report = convert(source, tmp_path / "out", "bf16")
+    np.testing.assert_array_equal(
+        by_mlxinfer(tmp_path / "out"), by_mlxinfer(tmp_path / "plain-out")
+    )
+    kept = mx.load(str(tmp_path / "out" / "model.safetensors"))
+    assert {name for name in kept if "mtp." in name} >= {"mtp.fc.weight", "mtp.norm.weight"}
+    count = sum(name.startswith("mtp.") for name in kept)
+    assert any(note.startswith(f"{count} tensors (mtp.fc.weight") for note in report.notes)
+
+
+def test_what_predicts_further_ahead_has_a_format_of_its_own(tmp_path: Path) -> None:
+    """A target counts it, and measures the decoder alone."""
+    case = "qwen3_5_text-v4"
+    source = write_source(tmp_path / "source", case, more=ahead(tensors_of(case)))
+    report = convert(source, tmp_path / "out", calibration=TEXT, target_bpw=6.5)
+    assert report.bits_per_weight <= 6.5
+    formats = {t["name"]: t["format"] for t in report.tensors if t["name"].startswith("mtp.")}
+    assert formats["mtp.fc.weight"] == "8bit-g64"
+    assert formats["mtp.norm.weight"] == "bfloat16"
+    assert formats["mtp.layers.0.self_attn.q_proj.weight"].startswith("4bit")
+    assert np.isfinite(by_mlxinfer(tmp_path / "out")).all()
+
+
+def test_layers_behind_the_last_one_are_kept_and_named(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source", "deepseek_v3-v4", changes={"num_hidden_layers": 2})
+    config = json.loads((source / "config.json").read_text())
+    assert config["num_hidden_layers"] == 2
+    whole = write_source(tmp_path / "whole", "deepseek_v3-v4", changes={"num_hidden_layers": 3})
+    config["num_nextn_predict_layers"] = 1
+    (whole / "config.json").write_text(json.dumps(config))
+    for target in (None, 8.5):
+        out = tmp_path / f"out-{target}"
+        report = convert(whole, out, calibration=TEXT, target_bpw=target)
+        kept = mx.load(str(out / "model.safetensors"))
+        assert any(name.startswith("model.layers.2.") for name in kept)
+        assert any("tensors (model.layers.2." in note for note in report.notes)
+        assert np.isfinite(by_mlxinfer(out)).all()

@@ -192,7 +192,7 @@ class StreamedModel:
         self.config = arranged.config
         self.observer = observer
         self._by_name: dict[str, OutputTensor] = {
-            self._module.rename(output.name): output
+            self._module.tensor_name(output.name): output
             for output in arranged.outputs
             if not output.ahead
         }
@@ -209,7 +209,7 @@ class StreamedModel:
 
     def name_of(self, output: OutputTensor) -> str:
         """The decoder's name of a tensor."""
-        name: str = self._module.rename(output.name)
+        name: str = self._module.tensor_name(output.name)
         return name
 
     def outputs_of(self, index: int) -> dict[str, OutputTensor]:
@@ -226,7 +226,7 @@ class StreamedModel:
         """A layer of these tensors."""
         config = self._only(range(index, index + 1))
         named = {name.replace(f".{index}.", ".0.", 1): array for name, array in tensors.items()}
-        weights = ObservedWeights(named | self._ends(), rename=self._module.rename)
+        weights = ObservedWeights(named | self._ends(), rename=self._module.tensor_name)
         weights.observer = _Renamed(self.observer, index)
         model = self._module.build(config, weights)
         experts = [
@@ -270,7 +270,7 @@ class StreamedModel:
 
     def _without_layers(self, vocab: int, tensors: dict[str, mx.array]) -> Model:
         config = replace(self._only(range(0)), vocab_size=vocab)
-        weights = ObservedWeights(self._ends() | tensors, rename=self._module.rename)
+        weights = ObservedWeights(self._ends() | tensors, rename=self._module.tensor_name)
         weights.observer = self.observer
         made: Model = self._module.build(config, weights)
         return made

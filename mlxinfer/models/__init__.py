@@ -64,7 +64,7 @@ def load(folder: Path, *, dtype: str = "auto") -> "Model":
         quantization=config.quantization,
         dtype=dtype,
         fits_float16=builder.fits_float16,
-        rename=builder.rename,
+        rename=builder.tensor_name,
     )
     model: Model = builder.build(config, weights)
     return model

@@ -13,6 +13,7 @@ from ..errors import CheckpointError, UnsupportedModelError
 from ..layers.rope import RopeSpec
 from . import registry
 from .jsonfields import Fields, read_json
+from .multimodal import text_config
 from .quantization import Quantization, read_quantization
 from .rope_config import SLIDING
 
@@ -102,8 +103,9 @@ def normalise(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = Non
         UnsupportedModelError: the architecture or a feature of it is not supported.
     """
     top = Fields(raw, "config.json")
-    family = registry.family(top.text("model_type"))
-    fields = _completed(family.language_model(top), family.defaults)
+    text = text_config(top)
+    family = registry.family(text.text("model_type"))
+    fields = _completed(family.language_model(text), family.defaults)
     model_type = fields.text("model_type")
     _check_features(fields, family)
     vocab_size = fields.integer("vocab_size", high=2**24)

@@ -26,6 +26,7 @@ from ..metal_kernels.heads import Heads
 from .config import ModelConfig
 from .decoder import Entry, Layer, Model, PreNormLayer, arrays
 from .jsonfields import Fields
+from .multimodal import language_name
 from .rope_config import read_layer_types, read_rope
 from .weights import StoredMatrix, Weights, fused_experts
 
@@ -119,6 +120,12 @@ class Family:
         return config
 
     # -- the checkpoint -------------------------------------------------------------------------
+
+    @classmethod
+    def tensor_name(cls, name: str) -> str | None:
+        """`rename` of a text model's tensor, alone or inside of a larger model; None: it is not."""
+        inner = language_name(name)
+        return None if inner is None else cls.rename(inner)
 
     @classmethod
     def rename(cls, name: str) -> str | None:

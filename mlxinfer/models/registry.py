@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from ..errors import UnsupportedModelError
+from .multimodal import WRAPPERS
 
 _FAMILIES = {  # model_type -> module in families/, class
     "llama": ("llama", "Llama"),
@@ -51,7 +52,7 @@ _FAMILIES = {  # model_type -> module in families/, class
     "qwen3_5_moe_text": ("qwen_hybrid", "Qwen3_5MoE"),
 }
 
-SUPPORTED = tuple(_FAMILIES)
+SUPPORTED = (*_FAMILIES, *WRAPPERS)
 
 
 def family(model_type: str) -> Any:

@@ -36,7 +36,7 @@ def logits(model, ids=IDS) -> np.ndarray:
 def test_every_tensor_must_be_there(tmp_path, case):
     """The message has the decoder's name: of Mixtral's w1, gate_proj."""
     config, tensors = tiny_config(case), tiny_tensors(tiny_config(case))
-    rename = family(config["model_type"]).rename
+    rename = family(config["model_type"]).tensor_name
     for name in [name for name in tensors if not name.startswith("model.layers.1.mlp.experts.3")][
         ::7
     ]:
@@ -119,6 +119,53 @@ def test_gemma_inside_a_multimodal_checkpoint(tmp_path, prefixes):
         wrapped[extra] = np.zeros(3, np.float32)
     config = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 8}}
     assert (logits(load(write(tmp_path, config, wrapped))) == plain).all()
+
+
+@pytest.mark.parametrize(
+    ("outer", "case", "inner"),
+    [
+        ("mistral3", "ministral3", "ministral3"),
+        ("mistral3", "mistral", "mistral"),
+        ("mistral3", "mistral4", "mistral4"),
+        ("kimi_k25", "deepseek_v3", "kimi_k2"),
+        ("lfm2_vl", "lfm2_moe", "lfm2_moe"),
+        ("lfm2-vl", "lfm2", "lfm2"),
+        ("qwen2_5_vl", "qwen2", "qwen2_5_vl_text"),
+        ("qwen3_vl", "qwen3", "qwen3_vl_text"),
+        ("gemma3n", "gemma3n_text", "gemma3n_text"),
+        ("gemma4", "gemma4_e-v4", "gemma4_text"),
+        ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_text"),
+    ],
+)
+def test_a_text_model_inside_a_multimodal_checkpoint(tmp_path, outer, case, inner):
+    """In the layouts of the hub, old and new, and of MLX."""
+    text, tensors = tiny_config(case), tiny_tensors(tiny_config(case))
+    plain = logits(load(write(tmp_path, text, tensors)))
+    config = {
+        "model_type": outer,
+        "text_config": {**text, "model_type": inner},
+        "vision_config": {"hidden_size": 8},
+        "tie_word_embeddings": text.get("tie_word_embeddings", text.get("tie_embedding")),
+    }
+    sight = ("vision_tower.x", "model.visual.x", "multi_modal_projector.y.weight")
+    for body, head in (
+        ("language_model.model.", "language_model.lm_head."),
+        ("model.language_model.", "lm_head."),
+        ("model.language_model.", "model.language_model.lm_head."),
+    ):
+        wrapped = {name: np.zeros(3, np.float32) for name in sight}
+        for name, value in tensors.items():
+            name = name.replace("model.", body, 1) if name.startswith("model.") else name
+            wrapped[name.replace("lm_head.", head, 1) if name.startswith("lm_head.") else name] = (
+                value
+            )
+        assert (logits(load(write(tmp_path, config, wrapped))) == plain).all()
+
+
+def test_a_text_model_that_is_not_known_inside_another_is_refused(tmp_path):
+    config = {"model_type": "mistral3", "text_config": {"model_type": "bert"}}
+    with pytest.raises(UnsupportedModelError, match=r"\(mistral3\) is 'bert'; supported are"):
+        load(write(tmp_path, config, {"x": np.zeros(3, np.float32)}))
 
 
 def test_one_tensor_under_two_names(tmp_path):

@@ -6,15 +6,6 @@ from ..decoder import Layer, SandwichLayer
 from ..family import Family
 from ..jsonfields import Fields
 
-_LANGUAGE = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-}
-_SENSES = (
-    *("vision_tower.", "multi_modal_projector.", "embed_vision."),
-    *("audio_tower.", "embed_audio."),
-)
 _NORMS = (
     "input_layernorm",
     "post_attention_layernorm",
@@ -28,16 +19,6 @@ def language_fields(config: Fields, model_type: str) -> Fields:
     text = config.fields("text_config")
     own = config if text is None or config.get("model_type") != model_type else text
     return Fields({**own.values, "model_type": f"{model_type}_text"}, own.where)
-
-
-def language_name(name: str) -> str | None:
-    """A name of the language model without its prefix; None: of what sees or hears."""
-    if name.removeprefix("model.").startswith(_SENSES):
-        return None
-    for prefix, ours in _LANGUAGE.items():
-        if name.startswith(prefix):
-            return ours + name[len(prefix) :]
-    return name
 
 
 class Gemma3(Family):
@@ -71,11 +52,6 @@ class Gemma3(Family):
     def biases(cls, fields: Fields) -> tuple[bool, bool]:
         """None."""
         return False, False
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        """The language model's names without their prefix; what sees images is left out."""
-        return language_name(name)
 
     @property
     def embed_scale(self) -> float:

@@ -23,7 +23,7 @@ from ..config import ModelConfig
 from ..decoder import Entry, Layer
 from ..family import Family
 from ..jsonfields import Fields
-from .gemma import language_fields, language_name
+from .gemma import language_fields
 from .gemma_e import per_layer_gate, per_layer_inputs, shared_or_own, sources
 
 _LEAST = 1e-5  # of a mean square that is divided by
@@ -257,11 +257,6 @@ class Gemma3n(Family):
     def runs_by_layer(cls, config: ModelConfig) -> bool:
         """It does not: inputs and keys come from elsewhere."""
         return False
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        """The language model's names without their prefix; what sees or hears is left out."""
-        return language_name(name)
 
     @property
     def embed_scale(self) -> float:

@@ -26,7 +26,7 @@ from ..family import Family
 from ..jsonfields import Fields
 from ..rope_config import FULL, SLIDING
 from ..weights import StoredMatrix, fused, fused_experts
-from .gemma import language_fields, language_name
+from .gemma import language_fields
 from .gemma_e import per_layer_gate, per_layer_inputs, shared_or_own, sources
 
 _ROPES = {
@@ -210,11 +210,6 @@ class Gemma4(Family):
         """Not in the E models: inputs and keys come from elsewhere."""
         keys = ("hidden_size_per_layer_input", "num_kv_shared_layers")
         return not any(config.fields.integer(key, low=0) for key in keys)
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        """The language model's names without their prefix; what sees or hears is left out."""
-        return language_name(name)
 
     @property
     def embed_scale(self) -> float:

@@ -20,7 +20,6 @@ from ..rope_config import FULL
 from ..weights import StoredMatrix, Weights, fused
 
 _RECURRENT = "linear_attention"
-_VISION = ("visual.", "vision_tower.")
 _PREDICTION = "mtp."  # a head that predicts tokens further ahead; a forward pass has no use for it
 
 
@@ -65,13 +64,12 @@ class Qwen3Next(Family):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """The language model's names without their prefix, in any of the layouts that are seen."""
-        inner = name.removeprefix("model.").removeprefix("language_model.").removeprefix("model.")
-        if inner.startswith((*_VISION, _PREDICTION)):
+        """Stacks of experts as other matrices are called, in any of the layouts that are seen."""
+        if name.removeprefix("model.").startswith(_PREDICTION):
             return None
-        if inner.endswith(PACKED):
-            inner += ".weight"
-        return inner if inner.startswith("lm_head.") else f"model.{inner}"
+        if name.endswith(PACKED):
+            name += ".weight"
+        return name if name.startswith(("lm_head.", "model.")) else f"model.{name}"
 
     def mixer(self, index: int) -> LayerMixer:
         """Gated DeltaNet or attention."""

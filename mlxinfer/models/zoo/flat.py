@@ -167,10 +167,7 @@ def trace(definition: Definition) -> Trace:
     except NotFlatError:
         raise
     except Exception as error:  # the fault boundary of foreign code
-        if CausalMask.__name__ in str(error):
-            raise NotFlatError("attention makes a mask of its own") from error
-        what = f"{type(error).__name__}: {error}"
-        raise NotFlatError(f"it does not take tokens one by one ({one_line(what, 90)})") from error
+        raise NotFlatError(_explained(error)) from error
     if any(cache.num_attended != cache._stored for cache in caches):
         raise NotFlatError("a layer does not attend through the shared function, once")
     if logits.ndim != 3 or logits.shape[:2] != (NUM_TRACED, 1):
@@ -190,6 +187,20 @@ def trace(definition: Definition) -> Trace:
         dtype=dtypes.pop(),
         vocab_size=logits.shape[-1],
     )
+
+
+_SIGNS = {  # part of a message of foreign code -> what it means here
+    CausalMask.__name__: "attention makes a mask of its own",
+    "keys_and_values": "later layers read another layer's keys and values",
+    "Only length-1 arrays": "positions are computed from one offset for all tokens",
+}
+
+
+def _explained(error: Exception) -> str:
+    """Why a definition could not be built on flat caches."""
+    found = next((why for sign, why in _SIGNS.items() if sign in str(error)), None)
+    what = one_line(f"{type(error).__name__}: {error}", 90)
+    return found or f"it does not take tokens one by one ({what})"
 
 
 def _flat(cache: Any) -> FlatCache:

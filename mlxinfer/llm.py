@@ -15,7 +15,6 @@ from .errors import InvalidRequestError
 from .outputs import Delta, Result
 from .session.engine_client import last
 from .session.engine_factory import EngineOptions
-from .session.output_processor import OutputProcessor
 from .session.request_builder import (
     BuiltRequest,
     ChatOptions,
@@ -319,11 +318,8 @@ class LLM:
 
     def _stream(self, built: BuiltRequest) -> Iterator[Delta]:
         """Compile the grammar, if there is one, and return the deltas."""
-        return self._deltas(self._session.builder.compile_grammar(built))
-
-    def _deltas(self, output: OutputProcessor) -> Iterator[Delta]:
-        """A generator of this object: the model stays as long as one of its streams."""
-        yield from self._session.client.stream(output)
+        output = self._session.builder.compile_grammar(built)
+        return self._session.client.stream(output, owner=self)
 
     async def _astream(self, built: BuiltRequest) -> AsyncIterator[Delta]:
         """Compile the grammar beside the event loop, not on it, and yield the deltas."""

@@ -151,8 +151,13 @@ class EngineClient:
             results[step.index] = step.delta.result
         return [finished(result) for result in results]
 
-    def stream(self, output: OutputProcessor) -> Iterator[Delta]:
-        """The deltas of one request; the last one has its result."""
+    def stream(self, output: OutputProcessor, *, owner: object = None) -> Iterator[Delta]:
+        """The deltas of one request; the last one has its result.
+
+        Args:
+            output: of the request.
+            owner: is referred to until the stream ends, so that its model stays as long.
+        """
         for step in self._steps([output]):
             yield step.delta
 

@@ -183,6 +183,8 @@ class Tokenizer:
         bos_token_id: the token that begins a text, None without one.
         special_ids: control tokens, which `decode` leaves out.
         template: the chat template, None without one.
+        id_to_piece: gives the token of an id as the vocabulary spells it (`Ġthe`, `▁the`,
+            `<0x0A>`), or None. The library's own function, as it is called for every token.
     """
 
     vocab_size: int
@@ -190,10 +192,12 @@ class Tokenizer:
     bos_token_id: int | None
     special_ids: frozenset[int]
     template: ChatTemplate | None
+    id_to_piece: Callable[[int], str | None]
 
     def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles | None = None) -> None:
         files = files or TokenizerFiles()
         self._backend = backend
+        self.id_to_piece = backend.id_to_token
         self._literal: tokenizers.Tokenizer | None = (
             None  # matches no special tokens; made on demand
         )
@@ -288,11 +292,6 @@ class Tokenizer:
             raise InvalidRequestError(f"These are not token ids: {error}") from None
         except TokenizerPanicError as error:
             raise InvalidRequestError(f"The tokenizer cannot decode these ids: {error}") from None
-
-    def id_to_piece(self, token_id: int) -> str | None:
-        """Return the token as the vocabulary spells it (`Ġthe`, `▁the`, `<0x0A>`), or None."""
-        piece: str | None = self._backend.id_to_token(token_id)
-        return piece
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token stands for within a text, b"" for an id without a token.

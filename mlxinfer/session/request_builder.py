@@ -21,7 +21,7 @@ from ..text import (
     detect_tools,
     encode_chat,
     generic_messages,
-    needs_generic,
+    has_calls,
     text_messages,
 )
 from .engine_factory import ModelInfo
@@ -186,7 +186,7 @@ class RequestBuilder:
             TemplateError: the model has no template, or the template refuses the messages.
         """
         template = self.tokenizer.template
-        if template and needs_generic(messages, tools) and self.tool_format is GENERIC:
+        if template and (tools or has_calls(messages)) and self.tool_format is GENERIC:
             messages, tools = generic_messages(template, messages, tools), None
         return encode_chat(self.tokenizer, messages, check, tools=tools, **variables)
 
@@ -283,6 +283,8 @@ class RequestBuilder:
     def _bounded(self, request: Request, grammar: Grammar | None) -> Grammar | None:
         """The grammar with the request's bound on reasoning."""
         limit = request.params.max_reasoning_tokens
+        if limit is None:
+            return grammar
         return self.guidance.bounded(grammar, limit, request.prompt_ids)
 
     def _request(self, ids: list[int], params: SamplingParams | None) -> Request:

@@ -1,6 +1,6 @@
 """Strings to token ids and back: tokenizer, chat template, detokenizer, streams. No mlx."""
 
-from .chat import encode_chat, text_messages
+from .chat import encode_chat, has_calls, text_messages
 from .detokenizer import Detokenizer
 from .fim import FimTokens, fim_tokens
 from .reasoning import ReasoningFormat, detect_reasoning
@@ -13,7 +13,6 @@ from .tools import (
     ToolUse,
     detect_tools,
     generic_messages,
-    needs_generic,
     tool_format,
 )
 
@@ -33,7 +32,7 @@ __all__ = [
     "encode_chat",
     "fim_tokens",
     "generic_messages",
-    "needs_generic",
+    "has_calls",
     "text_messages",
     "tool_format",
 ]

@@ -247,8 +247,8 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def has_calls(messages: object) -> bool:
-    """Whether any message holds tool calls."""
-    return any(_calls(message) for message in _dicts(messages))
+    """Whether any message holds tool calls, or the result of one."""
+    return any(m.get("tool_calls") or m.get("role") == "tool" for m in _dicts(messages))
 
 
 def with_parsed_arguments(messages: Any) -> Any:

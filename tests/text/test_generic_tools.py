@@ -7,7 +7,7 @@ from test_tools_chat import HI, TOOLS, conversation, tokenizer_with
 from tool_samples import TOOLS as MORE
 
 from mlxinfer.outputs import joined_calls
-from mlxinfer.text import ChatTemplate, generic_messages, needs_generic
+from mlxinfer.text import ChatTemplate, generic_messages, has_calls
 from mlxinfer.text.tools import GENERIC, Toolbox, ToolParser
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -48,9 +48,8 @@ def test_what_has_no_tools_stays_as_it_is():
     template = ChatTemplate(TURNS)
     chat = [*HI, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
     assert generic_messages(template, chat, None) == chat
-    assert not needs_generic(chat, None)
-    assert needs_generic(chat, TOOLS)
-    assert needs_generic(LONG, None)
+    assert not has_calls(chat)
+    assert has_calls(LONG)
 
 
 def test_calls_in_the_generic_form_are_found():

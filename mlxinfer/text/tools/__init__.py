@@ -7,7 +7,7 @@ read off the model's chat template (`probe`, `template_format`), and a template 
 
 from .detect import FORMATS, detect_tools, tool_format
 from .format import ToolFormat, ToolParser
-from .generic import GENERIC, generic_messages, needs_generic
+from .generic import GENERIC, generic_messages
 from .schema import Tool, Toolbox
 from .use import ToolUse, forced_grammar
 
@@ -22,6 +22,5 @@ __all__ = [
     "detect_tools",
     "forced_grammar",
     "generic_messages",
-    "needs_generic",
     "tool_format",
 ]

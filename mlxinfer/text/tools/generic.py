@@ -72,12 +72,6 @@ def generic_messages(
     return _instructed(template, chat, tools) if tools else chat
 
 
-def needs_generic(messages: Sequence[Mapping[str, Any]], tools: object) -> bool:
-    """Whether a conversation has tools, calls or results."""
-    parts = (m for m in messages if isinstance(m, Mapping))
-    return bool(tools) or any(m.get("tool_calls") or m.get("role") == "tool" for m in parts)
-
-
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message with its calls, or its result, as text."""
     content = message.get("content") or ""

@@ -31,7 +31,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "engine": LEAVES
     | {"cache", "layers", "memory", "metal_kernels", "models", "sampling", "threads"},
     "speculation": LEAVES | {"cache", "engine", "grammar", "metal_kernels", "models", "sampling"},
-    "hub": LEAVES | {"backend", "memory"},
+    "hub": LEAVES | {"backend", "memory", "threads"},
     "history": {"errors"},
     "fit": LEAVES | {"hub", "memory", "models"},
     "launchd": set(),

@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import DownloadError
 from ..memory import human_bytes
 from .cache import INDEX, WHOLE, RepoName, cache_folder
-from .fetch import Source, fetch, hub_failures, partial_path
+from .fetch import Source, Stop, fetch, hub_failures, partial_path, run_until_stopped
 from .remote import Listing, RemoteFile, endpoint, list_files
 
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "tokenizer*", "*.tiktoken")
@@ -197,27 +197,28 @@ def _fetch_weights(plan: DownloadPlan, tally: _Tally) -> None:
     from huggingface_hub import hf_hub_url
     from huggingface_hub.constants import MAX_HTTP_DOWNLOAD_SIZE
 
-    stop = threading.Event()
+    stop, wanted = Stop(), []
     blobs = plan.repo.folder / "blobs"
     blobs.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(WORKERS) as pool:
-        jobs = []
-        for file in plan.files:
-            is_weights = file.path.endswith(".safetensors")
-            if file.sha256 is None or not is_weights or file.size > MAX_HTTP_DOWNLOAD_SIZE:
-                continue  # left to huggingface_hub
-            if (blobs / file.sha256).is_file() or file.present_bytes == file.size == 0:
-                continue
-            url = hf_hub_url(
-                plan.repo.repo_id, file.path, revision=plan.commit, endpoint=endpoint()
-            )
-            source = Source(url, file.size, file.sha256, file.path)
-            jobs.append(pool.submit(fetch, source, blobs / file.sha256, tally.add, stop))
-        try:
-            for job in as_completed(jobs):
-                job.result()
-        finally:
-            stop.set()
+    for file in plan.files:
+        is_weights = file.path.endswith(".safetensors")
+        if file.sha256 is None or not is_weights or file.size > MAX_HTTP_DOWNLOAD_SIZE:
+            continue  # left to huggingface_hub
+        if (blobs / file.sha256).is_file() or file.present_bytes == file.size == 0:
+            continue
+        url = hf_hub_url(plan.repo.repo_id, file.path, revision=plan.commit, endpoint=endpoint())
+        wanted.append((Source(url, file.size, file.sha256, file.path), blobs / file.sha256))
+
+    def fetch_all() -> None:
+        with ThreadPoolExecutor(WORKERS) as pool:
+            jobs = [pool.submit(fetch, *each, tally.add, stop) for each in wanted]
+            try:
+                for job in as_completed(jobs):
+                    job.result()
+            finally:
+                stop.set()
+
+    run_until_stopped(fetch_all, stop)
 
 
 def _complete_snapshot(plan: DownloadPlan, revision: str) -> Path:

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from ..errors import DownloadError, MlxinferError, ModelNotFoundError
+from ..threads import Reply, start
 from .cache import RepoName, cache_folder
 
 LOGIN = "hf auth login (or set HF_TOKEN)"
@@ -29,6 +31,61 @@ RETRY_WAIT_S = 1.0  # doubled with each failure
 MAX_WAIT_S = 60.0
 TRANSIENT = (408, 429, 500, 502, 503, 504)
 Found = TypeVar("Found")
+
+
+class Stop:
+    """A flag that ends downloads. Setting it takes no lock that an interrupt could leave taken."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def set(self) -> None:
+        """Set it and wake what waits."""
+        self._is_set = True
+        self._woken.put(None)
+
+    def is_set(self) -> bool:
+        """Whether it is set."""
+        return self._is_set
+
+    def wait(self, seconds: float) -> None:
+        """Return when it is set, or after so many seconds."""
+        try:
+            self._woken.get(timeout=seconds)
+        except queue.Empty:
+            return
+        self._woken.put(None)  # for others that wait
+
+
+def run_until_stopped(function: Callable[[], None], stop: Stop) -> None:
+    """Call a function on a thread of its own; an interrupt sets `stop` and waits for its end.
+
+    The function may then use whatever takes locks in Python (`threads.py`).
+    """
+    reply: Reply[None] = Reply()
+    ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def work() -> None:
+        reply.of(function)
+        ended.put(None)
+
+    def failed(error: BaseException) -> None:
+        reply.fail(error)
+        ended.put(None)
+
+    thread = threading.Thread(target=work, name="mlxinfer-download", daemon=True)
+    is_started = False  # as far as is known: where `start` is interrupted, there may be no end
+    try:
+        start(thread, failed)
+        is_started = True
+        reply.wait()
+    except KeyboardInterrupt:
+        stop.set()
+        raise
+    finally:
+        if is_started:
+            ended.get()
 
 
 @contextmanager
@@ -147,9 +204,7 @@ def partial_path(target: Path) -> Path:
     return target.with_name(target.name + ".incomplete")
 
 
-def fetch(
-    source: Source, target: Path, report: Callable[[int], None], stop: threading.Event
-) -> None:
+def fetch(source: Source, target: Path, report: Callable[[int], None], stop: Stop) -> None:
     """Bring `source` to `target`, continuing where an earlier call was interrupted.
 
     Args:
@@ -197,7 +252,7 @@ def _receive(
     file: BinaryIO,
     partial: Path,
     report: Callable[[int], None],
-    stop: threading.Event,
+    stop: Stop,
 ) -> str:
     """Append until `source.size` bytes are there. Returns the SHA-256 of all of them."""
     from huggingface_hub.errors import HTTPError

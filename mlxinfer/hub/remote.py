@@ -5,14 +5,13 @@ large files go where the caller wants them.
 """
 
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import DownloadError
 from .cache import RepoName, cache_folder, find_snapshot, offline
-from .fetch import Source, fetch, hub_failures, patiently
+from .fetch import Source, Stop, fetch, hub_failures, patiently
 
 METADATA_TIMEOUT_S = 15.0
 
@@ -114,7 +113,7 @@ def fetch_file(
     target.parent.mkdir(parents=True, exist_ok=True)
     source = Source(_url(listing, file.path), file.size, file.sha256, file.path)
     with hub_failures(listing.repo):
-        fetch(source, target, report, threading.Event())
+        fetch(source, target, report, Stop())
 
 
 def fetch_small(listing: Listing, path: str) -> Path:

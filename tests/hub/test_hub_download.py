@@ -3,10 +3,12 @@
 import hashlib
 import shutil
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from interrupting import interrupted_at
 from standin import ENDLESS_BYTES, Repo, StandIn
 from standin_fixtures import MODEL, WEIGHTS, safetensors
 
@@ -330,7 +332,7 @@ def test_two_processes_do_not_write_one_file(standin: StandIn, cache: Path) -> N
 
 
 def test_stopping_keeps_what_has_arrived(standin: StandIn, tmp_path: Path) -> None:
-    stop = threading.Event()
+    stop = hub_fetch.Stop()
     target = tmp_path / "weights"
     source = hub_fetch.Source(standin.url + CDN, len(WEIGHTS), SHA256, "weights")
     received = []
@@ -344,9 +346,46 @@ def test_stopping_keeps_what_has_arrived(standin: StandIn, tmp_path: Path) -> No
         hub_fetch.fetch(source, target, report, stop)
     kept = hub_fetch.partial_path(target).read_bytes()
     assert kept == WEIGHTS[: sum(received)]
-    stop.clear()
-    hub_fetch.fetch(source, target, lambda _: None, stop)
+    hub_fetch.fetch(source, target, lambda _: None, hub_fetch.Stop())
     assert target.read_bytes() == WEIGHTS
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a callback
+def test_an_interrupt_at_any_point_stops_and_waits_for_the_end() -> None:
+    """What fetches waits as `fetch` does between two attempts; nothing hangs, nothing goes on."""
+    running: list[int] = []
+
+    def download() -> None:
+        stop = hub_fetch.Stop()
+
+        def work() -> None:
+            running.append(1)
+            stop.wait(0.01)
+            running.pop()
+
+        hub_fetch.run_until_stopped(work, stop)
+
+    count = interrupted_at(download, 0)
+    assert count > 5
+    for point in range(1, count + 1):
+        interrupted_at(download, point)
+        until_s = time.monotonic() + 10
+        while any(thread.name == "mlxinfer-download" for thread in threading.enumerate()):
+            assert time.monotonic() < until_s
+            time.sleep(0.001)
+        assert not running
+
+
+def test_a_stop_wakes_all_that_wait() -> None:
+    stop = hub_fetch.Stop()
+    waiting = [threading.Thread(target=stop.wait, args=(60,)) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    stop.set()
+    for thread in waiting:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert stop.is_set()
 
 
 def test_the_plan_has_sizes_and_needs_one_request(standin: StandIn) -> None:

@@ -12,7 +12,8 @@ SUFFIXES = {".py", ".md", ".toml", ".txt", ".metal", ".h", ".yml"}
 def texts() -> Iterator[Path]:
     """Every text of the checkout or of an unpacked sdist, but for what tools leave there."""
     for path in sorted(ROOT.rglob("*")):
-        hidden = any(part.startswith(".") for part in path.relative_to(ROOT).parts[:1])
+        parts = path.relative_to(ROOT).parts
+        hidden = parts[0].startswith(".") or "node_modules" in parts
         if path.suffix in SUFFIXES and path.is_file() and not hidden:
             yield path
 

@@ -1,13 +1,13 @@
 """Search of the hub for models that can run here. Asks the network; downloads nothing."""
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 from ..errors import DownloadError
 from .cache import offline
 from .fetch import patiently
-from .remote import endpoint
+from .remote import METADATA_TIMEOUT_S, endpoint
 
 MAX_FOUND = 30
 EXPANDED = ["downloads", "likes", "lastModified", "safetensors", "gated", "pipeline_tag"]
@@ -37,39 +37,49 @@ def search_models(words: str, *, mlx_only: bool = True) -> list[FoundModel]:
     """
     if offline():
         raise DownloadError("HF_HUB_OFFLINE forbids to search the hub.")
-    from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError
 
-    api = HfApi(endpoint=endpoint(), library_name="mlxinfer")
-
-    def ask() -> list[Any]:
-        return list(
-            api.list_models(
-                search=words or None,
-                filter=["safetensors", *(["mlx"] if mlx_only else [])],
-                sort="downloads",
-                limit=MAX_FOUND,
-                expand=EXPANDED,
-            )
-        )
-
     try:
-        found = patiently(ask)
-    except (HTTPError, OSError) as error:
+        found = patiently(lambda: _ask(words, mlx_only))
+    except (HTTPError, OSError, ValueError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DownloadError(f"The hub cannot be searched ({reason}). Check the network.") from error
     return [_found(info) for info in found]
 
 
-def _found(info: Any) -> FoundModel:
-    updated = info.last_modified
-    if isinstance(updated, datetime):
-        updated = updated.replace(tzinfo=updated.tzinfo or UTC).timestamp()
+def _ask(words: str, mlx_only: bool) -> list[dict[str, Any]]:
+    """One request. HfApi.list_models would try again for half a minute while people wait."""
+    from huggingface_hub import get_session
+    from huggingface_hub.constants import ENDPOINT
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+    query: dict[str, Any] = {
+        "filter": ["safetensors", *(["mlx"] if mlx_only else [])],
+        "sort": "downloads",
+        "direction": "-1",
+        "limit": MAX_FOUND,
+        "expand": EXPANDED,
+    }
+    if words:
+        query["search"] = words
+    answer = get_session().get(
+        f"{endpoint() or ENDPOINT}/api/models",
+        params=query,
+        headers=build_hf_headers(library_name="mlxinfer"),
+        timeout=METADATA_TIMEOUT_S,
+    )
+    hf_raise_for_status(answer)
+    found: list[dict[str, Any]] = answer.json()
+    return found
+
+
+def _found(said: dict[str, Any]) -> FoundModel:
+    updated = said.get("lastModified")
     return FoundModel(
-        name=info.id,
-        downloads=info.downloads or 0,
-        likes=info.likes or 0,
-        updated_s=updated,
-        parameters=info.safetensors.total if info.safetensors else None,
-        gated=bool(info.gated),
+        name=str(said["id"]),
+        downloads=said.get("downloads") or 0,
+        likes=said.get("likes") or 0,
+        updated_s=datetime.fromisoformat(updated).timestamp() if updated else None,
+        parameters=(said.get("safetensors") or {}).get("total"),
+        gated=bool(said.get("gated")),
     )

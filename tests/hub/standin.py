@@ -1,8 +1,9 @@
 """A stand-in for the hub on 127.0.0.1: what huggingface_hub asks for, and faults to order.
 
-It answers GET /api/models/<repo>[/revision/<rev>], GET /api/models/<repo>/tree/<rev>, and HEAD and
-GET /<repo>/resolve/<rev>/<file> with ETag, X-Repo-Commit, Range and, for weights, the headers of
-large files and a redirect to another host, where /cdn/<sha256> is, as the real one does.
+It answers GET /api/models?search=…&filter=…, GET /api/models/<repo>[/revision/<rev>], GET
+/api/models/<repo>/tree/<rev>, and HEAD and GET /<repo>/resolve/<rev>/<file> with ETag,
+X-Repo-Commit, Range and, for weights, the headers of large files and a redirect to another host,
+where /cdn/<sha256> is, as the real one does.
 """
 
 import hashlib
@@ -26,6 +27,8 @@ class Repo:
     files: dict[str, bytes]
     commit: str = COMMIT
     revisions: tuple[str, ...] = ("main",)
+    tags: tuple[str, ...] = ("mlx", "safetensors")
+    downloads: int = 0
 
     def knows(self, revision: str) -> bool:
         return revision in {self.commit, *self.revisions}
@@ -119,6 +122,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if path.startswith("/cdn/"):
             return self._large(path.removeprefix("/cdn/"), body=body)
+        if path == "/api/models":
+            return self._search(urllib.parse.parse_qs(self.path.partition("?")[2]))
         if path.startswith("/api/models/"):
             return self._api(path.removeprefix("/api/models/"))
         repo_id, _, rest = path.lstrip("/").partition("/resolve/")
@@ -151,6 +156,21 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json([_entry(name, body) for name, body in repo.files.items()])
         siblings = [{"rfilename": name, **_sizes(name, body)} for name, body in repo.files.items()]
         return self._json({"id": repo_id, "sha": repo.commit, "siblings": siblings})
+
+    def _search(self, query: dict[str, list[str]]) -> None:
+        words = query.get("search", [""])[0].lower().split()
+        tags = {tag for given in query.get("filter", []) for tag in given.split(",")}
+        found = [
+            {
+                **{"_id": "0" * 24, "id": repo_id, "modelId": repo_id, "likes": 3, "gated": False},
+                **{"downloads": repo.downloads, "tags": list(repo.tags)},
+                **{"lastModified": "2026-10-01T12:00:00.000Z", "pipeline_tag": "text-generation"},
+                "safetensors": {"parameters": {"BF16": 1000}, "total": 1000},
+            }
+            for repo_id, repo in self.hub.repos.items()
+            if all(word in repo_id.lower() for word in words) and tags <= set(repo.tags)
+        ]
+        self._json(sorted(found, key=lambda each: -int(str(each["downloads"]))))
 
     def _resolve(self, repo_id: str, revision: str, name: str, *, body: bool) -> None:
         repo = self.hub.repos.get(repo_id)

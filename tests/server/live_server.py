@@ -12,6 +12,8 @@ import httpx2 as httpx
 
 from mlxinfer import hub
 from mlxinfer.core import TokenEvent
+from mlxinfer.server.app import ENDPOINTS
+from mlxinfer.server.calls.endpoint import Endpoint
 from mlxinfer.server.calls.service import Service
 from mlxinfer.server.registry.models import Models
 from mlxinfer.server.registry.served import ServedModel
@@ -53,7 +55,7 @@ def in_no_hurry(model: ServedModel) -> ServedModel:
 
 
 class LiveServer:
-    """The demo model behind a real socket.
+    """The demo model behind a real socket, with `endpoints`.
 
     Args:
         engine: arguments of EngineOptions.
@@ -61,6 +63,8 @@ class LiveServer:
         store: of responses.
         config: of ServerConfig.
     """
+
+    endpoints: tuple[Endpoint, ...] = ENDPOINTS
 
     def __init__(
         self,
@@ -89,7 +93,7 @@ class LiveServer:
             listeners[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.url = url_of(listeners[0])
         self.port: int = listeners[0].getsockname()[1]
-        self.server = Server(self.service, listeners)
+        self.server = Server(self.service, listeners, endpoints=self.endpoints)
         self._thread = threading.Thread(target=self.server.serve_forever, daemon=True)
         self._ahead_s = 0.0  # of the event loop's clock
 

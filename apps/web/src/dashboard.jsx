@@ -36,7 +36,7 @@ export function Dashboard() {
 
 function Shell({ children }) {
   return (
-    <section class="place" aria-label="Dashboard">
+    <section class="place">
       <header class="head">
         <IconButton icon="menu" label="Conversations" class="quiet narrow" onClick={() => (sidebarOpen.value = true)} />
         <h1 class="title">Dashboard</h1>
@@ -83,6 +83,10 @@ function Machine({ state, rates }) {
   const prompts = sum("prompt_tokens");
   const cached = sum("cached_tokens");
   const rate = rates.total.at(-1) ?? 0;
+  const loaded = state.models.filter((each) => each.engine);
+  const weights = loaded.reduce((total, each) => total + each.state.weights_bytes, 0);
+  const used = loaded.reduce((total, each) => total + each.engine.kv_used_bytes, 0);
+  const kept = loaded.reduce((total, each) => total + each.engine.kv_cached_bytes, 0);
   return (
     <>
       <ul class="figures">
@@ -97,10 +101,14 @@ function Machine({ state, rates }) {
       </ul>
       <Spark samples={rates.total} />
       <Meter
-        label="Memory given to models"
-        text={`${bytes(state.memory_reserved_bytes)} of ${bytes(state.memory_limit_bytes)}`}
-        value={state.memory_reserved_bytes}
+        label="Memory of models"
+        text={`${bytes(weights)} weights, ${bytes(used)} KV cache in use, ${bytes(kept)} kept as prefixes, of ${bytes(state.memory_limit_bytes)}`}
         of={state.memory_limit_bytes}
+        parts={[
+          { kind: "weights", value: weights },
+          { kind: "used", value: used },
+          { kind: "cached", value: kept },
+        ]}
       />
       <Meter
         label="Arrays in use by MLX"
@@ -217,7 +225,6 @@ function ModelCard({ model, rate, again }) {
       )}
       <dl class="rows">
         <Row name="Weights" value={bytes(state.weights_bytes)} />
-        <Row name="KV budget" value={bytes(state.kv_bytes)} />
         {engine?.disk_bytes != null && <Row name="Prefixes on disk" value={bytes(engine.disk_bytes)} />}
         <Row name="In the batch" value={`${state.requests_running} running, ${state.requests_waiting} waiting`} />
         {rate && loaded && (

@@ -153,12 +153,12 @@ function App() {
   const here = place.value;
   return (
     <div class={`app${compact ? " compact" : ""}${sidebarOpen.value ? " open" : ""}`}>
-      <a class="skip" href="#question" onClick={skip}>
-        Skip to the message field
+      <a class="skip" href="#main" onClick={skip}>
+        Skip to the content
       </a>
       <Sidebar place={here} theme={<ThemeButton />} help={() => (helping.value = true)} />
       <div class="scrim" onClick={() => (sidebarOpen.value = false)} />
-      <main>
+      <main id="main" tabindex="-1">
         {!online.value && <p class="offline">The server does not answer.</p>}
         {notice.value && <Notice />}
         {here === "chat" && <Chat compact={compact} />}
@@ -176,7 +176,7 @@ function App() {
 
 function skip(event) {
   event.preventDefault();
-  document.getElementById("question")?.focus();
+  (document.getElementById("question") ?? document.getElementById("main")).focus();
 }
 
 applyTheme(theme.value);

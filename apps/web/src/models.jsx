@@ -37,7 +37,7 @@ export function Models() {
   }
 
   return (
-    <section class="place" aria-label="Models">
+    <section class="place">
       <header class="head">
         <IconButton icon="menu" label="Conversations" class="quiet narrow" onClick={() => (sidebarOpen.value = true)} />
         <h1 class="title">Models</h1>
@@ -100,7 +100,7 @@ function Jobs({ jobs, act }) {
                   Resume
                 </button>
               )}
-              {["running", "paused"].includes(job.state) && (
+              {["running", "paused", "stopping"].includes(job.state) && (
                 <button type="button" class="danger" onClick={() => act(`/hub/jobs/${job.id}`, { body: { action: "cancel" } })}>
                   Cancel
                 </button>
@@ -199,16 +199,18 @@ function Local({ models, refresh, convert }) {
                 </span>
               </td>
               <td>{when(model.modified_s)}</td>
-              <td class="row-actions">
-                {model.complete && <Use name={model.name} />}
-                {model.complete && (
-                  <button type="button" aria-label={`Convert ${model.name}`} onClick={() => convert(model.name)}>
-                    Convert
-                  </button>
-                )}
-                {!model.served && model.source !== "bundled" && (
-                  <IconButton icon="bin" label={`Delete ${model.name}`} onClick={() => setAsked(model)} />
-                )}
+              <td>
+                <div class="row-actions">
+                  {model.complete && <Use name={model.name} />}
+                  {model.complete && (
+                    <button type="button" aria-label={`Convert ${model.name}`} onClick={() => convert(model.name)}>
+                      Convert
+                    </button>
+                  )}
+                  {!model.served && model.source !== "bundled" && (
+                    <IconButton icon="bin" label={`Delete ${model.name}`} onClick={() => setAsked(model)} />
+                  )}
+                </div>
               </td>
             </tr>
           ))}

@@ -22,7 +22,7 @@ from ..errors import NoSuchPathError
 PROGRESS = {"MLXINFER_PROGRESS": "json"}  # of the environment of a job's process
 MAX_RUNNING = 4
 MAX_KEPT = 50  # jobs that have ended
-KILL_S = 10.0  # after an interrupt
+KILL_S = 3.0  # after an interrupt: a thread may wait for a network that is silent
 MAX_LINE = 4096  # characters of an error
 
 
@@ -75,7 +75,9 @@ class Job:
     def as_dict(self) -> dict[str, Any]:
         """For the page."""
         names = ("id", "kind", "name", "step", "done", "total", "rate", "error", "result")
-        return {"state": str(self.state), **{name: getattr(self, name) for name in names}}
+        stopping = self.state is JobState.RUNNING and self.wanted is not JobState.RUNNING
+        shown = "stopping" if stopping else str(self.state)
+        return {"state": shown, **{name: getattr(self, name) for name in names}}
 
 
 class Jobs:

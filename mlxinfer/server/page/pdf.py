@@ -2,7 +2,6 @@
 
 import base64
 import binascii
-import resource
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -18,10 +17,13 @@ from ..http.replies import Reply, json_body
 LIMIT_S = 30.0
 MEMORY_BYTES = 2 << 30
 MAX_CHARS = 4_000_000
-_READ = """
-import sys
+_READ = f"""
+import io, resource, sys
+if sys.platform == "linux":  # macOS does not limit address space
+    resource.setrlimit(resource.RLIMIT_AS, ({MEMORY_BYTES}, {MEMORY_BYTES}))
 from pypdf import PdfReader
-pages = (page.extract_text() for page in PdfReader(sys.stdin.buffer).pages)
+reader = PdfReader(io.BytesIO(sys.stdin.buffer.read()))
+pages = (page.extract_text() for page in reader.pages)
 sys.stdout.buffer.write("\\n\\n".join(pages).encode(errors="replace"))
 """
 
@@ -57,7 +59,6 @@ def pdf_text(name: str, data: bytes) -> str:
             input=data,
             capture_output=True,
             timeout=LIMIT_S,
-            preexec_fn=_limit_memory,
         )
     except subprocess.TimeoutExpired:
         raise InvalidRequestError(f"{name} takes too long to read.", param="data") from None
@@ -67,11 +68,6 @@ def pdf_text(name: str, data: bytes) -> str:
     if not text:
         raise InvalidRequestError(f"{name} has no text: its pages are images.", param="data")
     return text
-
-
-def _limit_memory() -> None:
-    if sys.platform == "linux":  # macOS does not limit address space
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
 
 
 def pdf_endpoint(workers: Workers) -> Endpoint:

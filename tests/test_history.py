@@ -1,0 +1,276 @@
+"""Stored conversations: trees of messages, kept by owner, found by words, whole after a kill."""
+
+import random
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mlxinfer.errors import ConversationNotFoundError, HistoryError, InvalidRequestError
+from mlxinfer.history import (
+    History,
+    StoredMessage,
+    default_place,
+    excerpt,
+    new_id,
+    owner_of_key,
+    text_sent,
+    title_of,
+)
+
+TALK = "conversation"
+
+
+def message(id: str, text: str, parent: str | None = None, role: str = "user") -> StoredMessage:
+    return StoredMessage(id=f"{id:-<8}", parent=parent and f"{parent:-<8}", role=role, content=text)
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> History:
+    return History(tmp_path / "folder" / "history.db")
+
+
+def test_random_trees_come_back_as_they_were_saved(tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    history = History(tmp_path / "h.db")
+    expected: dict[str, StoredMessage] = {}
+    for _ in range(120):
+        if expected and rng.random() < 0.2:
+            old = rng.choice(list(expected.values()))
+            saved = StoredMessage(
+                id=old.id, parent=old.parent, role=old.role, content=new_id(), created_s=1.0
+            )
+        else:
+            parent = rng.choice([None, *expected])
+            role = rng.choice(["user", "assistant", "tool"])
+            saved = StoredMessage(
+                id=new_id(), parent=parent, role=role, content=new_id(),
+                reasoning=rng.choice(["", "hm"]), details={"n": rng.random()}, created_s=1.0,
+            )  # fmt: skip
+        history.save_message("", TALK, saved)
+        expected[saved.id] = saved
+        if rng.random() < 0.1:
+            history.close()
+            history = History(tmp_path / "h.db")
+    assert {each.id: each for each in history.messages("", TALK)} == expected
+    head = history.conversation("", TALK).head
+    assert head == saved.id
+    chain = [saved]
+    while chain[-1].parent is not None:
+        chain.append(expected[chain[-1].parent])
+    assert history.branch("", TALK) == chain[::-1]
+    for each in rng.sample(list(expected.values()), 10):
+        assert [m.message for m in history.search("", each.content)] == [each.id]
+
+
+def test_a_replaced_text_is_no_longer_found(history: History) -> None:
+    history.save_message("", TALK, message("a", "first words"))
+    history.save_message("", TALK, message("a", "other words"))
+    assert history.search("", "first") == []
+    assert [m.message for m in history.search("", "other")] == ["a-------"]
+
+
+def test_no_owner_sees_what_is_anothers(history: History) -> None:
+    ann, bob = owner_of_key("ann"), owner_of_key("bob")
+    assert len({ann, bob, owner_of_key(None)}) == 3
+    history.save_message(ann, TALK, message("a", "secret words"))
+    assert history.conversations(bob) == []
+    assert history.search(bob, "secret") == []
+    for action in (
+        lambda: history.conversation(bob, TALK),
+        lambda: history.messages(bob, TALK),
+        lambda: history.delete(bob, TALK),
+    ):
+        with pytest.raises(ConversationNotFoundError):
+            action()
+    with pytest.raises(InvalidRequestError, match="taken"):
+        history.save_message(bob, TALK, message("b", "mine"))
+    with pytest.raises(InvalidRequestError, match="taken"):
+        history.save_conversation(bob, TALK, title="mine")
+    history.save_message(bob, "bobs-talk", message("b", "mine"))
+    with pytest.raises(InvalidRequestError):
+        history.save_message(bob, "bobs-talk", message("a", "overwritten"))
+    assert [m.content for m in history.messages(ann, TALK)] == ["secret words"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "param"),
+    [
+        (message("a", "x", parent="none"), "parent"),
+        (message("a", "x", role="robot"), "role"),
+        (StoredMessage(id="../../x", parent=None, role="user", content="x"), "id"),
+    ],
+)
+def test_what_makes_no_sense_changes_nothing(
+    history: History, bad: StoredMessage, param: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as raised:
+        history.save_message("", TALK, bad)
+    assert raised.value.param == param
+    assert history.conversations("") == []
+
+
+def test_the_first_question_is_the_title_until_another_is_given(history: History) -> None:
+    history.save_message("", TALK, message("a", "  What\nis   it? "))
+    assert history.conversation("", TALK).title == "What is it?"
+    history.save_conversation("", TALK, title="Mine", model="m", settings={"system": "s"})
+    history.save_message("", TALK, message("b", "More", parent="a"))
+    found = history.conversation("", TALK)
+    assert (found.title, found.model, found.settings) == ("Mine", "m", {"system": "s"})
+    assert len(title_of("word " * 100)) <= 60
+
+
+def test_conversations_are_listed_by_their_last_change(history: History) -> None:
+    for name in ("one", "two", "three"):
+        history.save_message("", f"{name:-<8}", message(name, name))
+        time.sleep(0.002)
+    history.save_message("", "one-----", message("again", "more", parent="one"))
+    listed = history.conversations("")
+    assert [each.title for each in listed] == ["one", "three", "two"]
+    older = history.conversations("", limit=1, before_s=listed[0].changed_s)
+    assert [each.title for each in older] == ["three"]
+
+
+def test_the_head_moves_between_branches(history: History) -> None:
+    history.save_message("", TALK, message("q", "q"))
+    history.save_message("", TALK, message("a", "first", "q", "assistant"))
+    history.save_message("", TALK, message("b", "second", "q", "assistant"))
+    history.save_conversation("", TALK, head="a-------")
+    assert [m.content for m in history.branch("", TALK)] == ["q", "first"]
+    with pytest.raises(InvalidRequestError, match="head"):
+        history.save_conversation("", TALK, head="nothing--")
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("köln", True),
+        ("KÖLN dom", True),
+        ("本語", True),  # shorter than the index's three characters
+        ("日本語テ", True),
+        ('"quoted" 100%', True),
+        ("100_", False),
+        ("nothing", False),
+        ("", False),
+        ('" OR "', False),
+        ("AND NOT *", False),
+    ],
+)
+def test_search_is_for_parts_of_words_in_any_script(
+    history: History, words: str, found: bool
+) -> None:
+    history.save_message("", TALK, message("a", 'Der Kölner Dom, köln. 日本語テスト "quoted" 100%'))
+    assert bool(history.search("", words)) is found
+
+
+def test_excerpts_show_the_words() -> None:
+    text = "a " * 200 + "NEEDLE" + " b" * 200
+    assert "NEEDLE" in excerpt(text, ["needle"])
+    assert len(excerpt(text, ["needle"])) < 200
+
+
+def test_deleted_text_is_gone_from_the_file(history: History) -> None:
+    history.save_message("", TALK, message("a", "a very secret sentence"))
+    history.delete("", TALK)
+    history.close()
+    data = b"".join(file.read_bytes() for file in history.path.parent.iterdir())
+    assert b"very secret" not in data
+    assert History(history.path).search("", "secret") == []
+
+
+def test_the_file_is_readable_by_its_user_alone(history: History) -> None:
+    history.save_message("", TALK, message("a", "x"))
+    for file in history.path.parent.iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) & 0o077 == 0, file
+
+
+def test_files_of_attachments_come_before_the_text() -> None:
+    files = [{"name": 'a"b.txt', "text": "inside"}]
+    said = StoredMessage(
+        id="12345678", parent=None, role="user", content="Sum up", details={"attachments": files}
+    )
+    assert text_sent(said) == '<file name="a\'b.txt">\ninside\n</file>\n\nSum up'
+
+
+def test_threads_and_processes_share_the_file(history: History) -> None:
+    other = History(history.path)
+
+    def write(store: History, name: str) -> None:
+        for number in range(20):
+            store.save_message("", f"{name}-talk-{name}", message(f"{name}{number}", "x"))
+
+    threads = [
+        threading.Thread(target=write, args=(s, n)) for s, n in [(history, "a"), (other, "b")]
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(len(other.messages("", each.id)) for each in history.conversations("")) == 40
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from mlxinfer.history import History, StoredMessage
+history, parent = History(Path(sys.argv[1])), None
+for number in range(10**9):
+    id = f"message-{number:06}"
+    text = f"{number} " * 50
+    message = StoredMessage(id=id, parent=parent, role="user", content=text)
+    history.save_message("", "conversation", message)
+    print(number, flush=True)
+    parent = id
+"""
+
+
+@pytest.mark.parametrize("after", [1, 7, 40])
+def test_what_was_saved_survives_a_kill_at_any_moment(tmp_path: Path, after: int) -> None:
+    path = tmp_path / "h.db"
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
+    ) as writer:
+        assert writer.stdout is not None
+        last = 0
+        for _ in range(after):
+            last = int(writer.stdout.readline())
+        writer.send_signal(signal.SIGKILL)
+    history = History(path)
+    found = history.branch("", TALK)
+    assert len(found) >= last + 1
+    for number, each in enumerate(found):
+        assert each.content == f"{number} " * 50
+    assert history._db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+    assert len(history.search("", f"{last} {last}", limit=1000)) >= 1
+    history.save_message("", TALK, message("after", "goes on", parent=None))
+
+
+def test_a_file_that_is_no_history_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "h.db"
+    path.write_bytes(b"not a database at all" * 100)
+    with pytest.raises(HistoryError, match="cannot be used"):
+        History(path)
+    assert path.read_bytes() == b"not a database at all" * 100
+    newer = tmp_path / "newer.db"
+    with sqlite3.connect(newer) as db:
+        db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(HistoryError, match="newer mlxinfer"):
+        History(newer)
+
+
+def test_the_place_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert default_place() is None, "tests never touch the user's own"
+    monkeypatch.setenv("MLXINFER_HISTORY", str(tmp_path / "x.db"))
+    assert default_place() == tmp_path / "x.db"
+    monkeypatch.delenv("MLXINFER_HISTORY")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert default_place() == tmp_path / "mlxinfer" / "history.db"

@@ -1,0 +1,69 @@
+"""A headless browser, and servers with the page whose models say what a test tells them to."""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "server"))
+sys.path.append(str(Path(__file__).parents[1] / "hub"))
+
+from page_driver import PageDriver
+from page_server import PageServer
+from standin_fixtures import cache, standin
+
+__all__ = ["cache", "standin"]
+
+REQUIRED = "MLXINFER_REQUIRE_WEB"  # environment variable: tests of the page may not be skipped
+INSTALL = 'apt-get install chromium, and pip install "mlxinfer[test]"'
+ARGUMENTS = (
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
+)
+
+
+def missing(what: str, install: str) -> None:
+    """Skip, or fail where nothing may be skipped."""
+    message = f"there is no {what}; {install}"
+    if os.environ.get(REQUIRED):
+        pytest.fail(message)
+    pytest.skip(message)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """One browser a file: playwright's loop would be in the way of other tests of the process."""
+    program = (
+        os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    )
+    if program is None:
+        missing("browser", INSTALL)
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        missing("playwright", INSTALL)
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=program, args=[*ARGUMENTS])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
+    """A server with a history, whose model follows a script."""
+    with PageServer(tmp_path_factory.mktemp("page")) as running:
+        yield running
+
+
+@pytest.fixture
+def page(browser: Any, server: PageServer) -> Iterator[PageDriver]:
+    """A new browser profile at the page, with a model that answers at once."""
+    server.script.reset()
+    with PageDriver(browser, server) as driver:
+        driver.open()
+        yield driver
+    server.script.reset()

@@ -1,0 +1,90 @@
+"""The page as a person uses it: what is typed, what is seen. Any error in its console is one."""
+
+from types import TracebackType
+from typing import Any, Self
+
+from live_server import LiveServer
+
+LIMIT_MS = 10_000  # of every wait
+
+
+class PageDriver:
+    """One browser profile at one server.
+
+    Attributes:
+        page: playwright's page.
+        errors: of the console and of scripts; a test that expects some clears it.
+        asked: addresses that were fetched.
+    """
+
+    def __init__(self, browser: Any, server: LiveServer, **options: Any) -> None:
+        self.server = server
+        self._context = browser.new_context(
+            **{"viewport": {"width": 1100, "height": 760}, "locale": "en-GB", **options}
+        )
+        self._context.grant_permissions(["clipboard-read", "clipboard-write"], origin=server.url)
+        self._context.set_default_timeout(LIMIT_MS)
+        self.errors: list[str] = []
+        self.asked: list[str] = []
+        self.page = self.new_tab()
+
+    def new_tab(self) -> Any:
+        page = self._context.new_page()
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("console", lambda m: m.type == "error" and self.errors.append(m.text))
+        page.on("request", lambda request: self.asked.append(request.url))
+        return page
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._context.close()
+        if kind is None:
+            assert self.errors == []
+            foreign = [url for url in self.asked if not url.startswith(self.server.url)]
+            assert foreign == [], "the page asked another host"
+
+    def open(self, place: str = "/", *, tab: Any = None) -> None:
+        """Go to the page and wait until it knows its models."""
+        tab = tab or self.page
+        tab.goto(self.server.url + place)
+        if "#" not in place:
+            tab.wait_for_selector('textarea[placeholder^="Ask "]')
+
+    def ask(self, text: str, *, tab: Any = None) -> None:
+        """Send a message; does not wait for the answer."""
+        tab = tab or self.page
+        tab.fill("#question", text)
+        tab.press("#question", "Enter")
+
+    def answered(self, text: str, *, tab: Any = None) -> Any:
+        """Send a message and wait until its answer is complete; returns the answer's element."""
+        tab = tab or self.page
+        before = tab.locator("article.assistant").count()
+        self.ask(text, tab=tab)
+        tab.wait_for_function(
+            "n => document.querySelectorAll('article.assistant').length > n", arg=before
+        )
+        self.wait_idle(tab=tab)
+        return tab.locator("article.assistant").last
+
+    def wait_idle(self, *, tab: Any = None) -> None:
+        """Wait until no answer arrives."""
+        (tab or self.page).wait_for_selector('button[aria-label="Send"]')
+
+    def texts(self, selector: str) -> list[str]:
+        return [text.strip() for text in self.page.locator(selector).all_inner_texts()]
+
+    def click(self, label: str, *, at: int = -1) -> None:
+        """Click the last button of that label, or the one at `at`."""
+        found = self.page.get_by_role("button", name=label, exact=True)
+        (found.last if at == -1 else found.nth(at)).click()
+
+    def clipboard(self) -> str:
+        return str(self.page.evaluate("navigator.clipboard.readText()"))

@@ -1,0 +1,115 @@
+"""The page for everybody: axe finds nothing, 360 pixels are enough, both themes are readable."""
+
+from typing import Any
+
+import pytest
+from page_driver import PageDriver
+from page_server import PageServer
+
+MARKDOWN = """# T
+
+Text with [a link](https://a.example), `code` and $x$.
+
+```python
+x = 1  # c
+```
+
+> q
+
+| a |
+|---|
+| 1 |
+"""
+NARROW = {"viewport": {"width": 360, "height": 640}}
+
+
+def violations(page: Any) -> list[str]:
+    """What axe finds, as `rule: element`."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page).response["violations"]
+    return [f"{each['id']}: {node['html'][:120]}" for each in found for node in each["nodes"]]
+
+
+def overflow(page: Any) -> list[str]:
+    """Elements that stick out of the window, but for what scrolls by itself."""
+    script = """() => [...document.querySelectorAll('main *')].filter(e =>
+        e.getBoundingClientRect().right > innerWidth + 1 &&
+        !e.closest('pre, .table, .math, svg, .off-screen')).map(e => e.outerHTML.slice(0, 90))"""
+    return list(page.evaluate(script))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "size"), [("light", {}), ("dark", NARROW)], ids=["wide", "narrow"]
+)
+def test_every_place_is_accessible_and_fits(
+    browser: Any, server: PageServer, scheme: str, size: dict[str, Any]
+) -> None:
+    server.script.reset()
+    server.script.says(f"<think>Hm.</think>{MARKDOWN}", pause_s=0.002)
+    with PageDriver(browser, server, color_scheme=scheme, reduced_motion="reduce", **size) as page:
+        page.open()
+        assert violations(page.page) == []
+        answer = page.answered("Show everything")
+        answer.locator(".thoughts summary").click()
+        assert violations(page.page) == []
+        assert overflow(page.page) == []
+        page.click("Settings of this conversation")
+        assert violations(page.page) == []
+        assert overflow(page.page) == []
+        page.click("Close the settings")
+        for place in ("dashboard", "models"):
+            page.page.evaluate(f"location.hash = '{place}'")
+            page.page.wait_for_selector(".cards, td.name")
+            assert violations(page.page) == []
+            assert overflow(page.page) == []
+        page.page.keyboard.press("?")
+        assert violations(page.page) == []
+
+
+def test_narrow_screens_reach_everything_through_the_menu(browser: Any, server: PageServer) -> None:
+    server.script.reset()
+    with PageDriver(browser, server, **NARROW) as page:
+        page.open()
+        page.answered("Narrow")
+        assert not page.page.locator("#search").is_visible()
+        page.click("Conversations")
+        page.page.locator("#search").wait_for()
+        page.page.get_by_role("link", name="Dashboard").click()
+        page.page.wait_for_selector("h1:has-text('Dashboard')")
+
+
+def test_the_small_window_has_the_conversation_alone(browser: Any, server: PageServer) -> None:
+    server.script.reset()
+    size = {"viewport": {"width": 380, "height": 480}}
+    with PageDriver(browser, server, **size) as page:
+        page.open("/?compact=1")
+        assert not page.page.locator("aside").is_visible()
+        assert page.answered("Quick").inner_text().startswith("ok")
+        assert violations(page.page) == []
+        assert overflow(page.page) == []
+        page.click("New chat")
+        page.page.wait_for_selector(".welcome")
+
+
+def test_a_screen_reader_hears_the_answer_once(browser: Any, server: PageServer) -> None:
+    server.script.reset()
+    server.script.says("Spoken words")
+    with PageDriver(browser, server) as page:
+        page.open()
+        page.answered("Say")
+        assert page.page.get_by_role("status").inner_text() == "Answer: Spoken words"
+        roles = page.page.get_by_role("article").all()
+        assert [each.get_attribute("aria-label") for each in roles] == ["You", "Assistant"]
+
+
+def test_the_theme_is_kept(browser: Any, server: PageServer) -> None:
+    server.script.reset()
+    with PageDriver(browser, server, color_scheme="light") as page:
+        page.open()
+        for expected in ("light", "dark"):
+            page.page.locator("button[aria-label^='Theme']").click()
+            assert page.page.evaluate("document.documentElement.dataset.theme") == expected
+        page.open()
+        back = "getComputedStyle(document.body).backgroundColor"
+        assert page.page.evaluate(back) == "rgb(23, 26, 24)"

@@ -1,0 +1,333 @@
+"""A conversation on the page: asking, answers as they arrive, stopping, branches, settings."""
+
+import base64
+import json
+from typing import Any
+
+import pytest
+from live_server import wait_until
+from page_driver import PageDriver
+from page_server import PageServer
+
+MARKDOWN = """# Title
+
+Some **bold** text, `code`, and $x^2 + 1$; it costs $5 and $6.
+
+$$
+\\int_0^1 x \\, dx
+$$
+
+```python
+def f(x):  # why
+    return "a" + str(x)
+```
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+- one
+- two
+"""
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+
+
+def set_up(page: PageDriver, **fields: str) -> None:
+    """Change settings of the conversation by the labels of their fields."""
+    page.click("Settings of this conversation")
+    form = page.page.get_by_role("form", name="Settings of this conversation")
+    form.locator("summary").click()  # tools
+    for label, value in fields.items():
+        field = form.get_by_label(label.replace("_", " "))
+        if field.evaluate("e => e.tagName") == "SELECT":
+            field.select_option(value)
+        else:
+            field.fill(value)
+    form.get_by_role("button", name="Save").click()
+
+
+def test_an_answer_is_drawn_as_markdown_with_code_and_formulas(page: PageDriver) -> None:
+    page.server.script.says(MARKDOWN)
+    answer = page.answered("Go")
+    assert answer.locator("h1").inner_text() == "Title"
+    assert answer.locator("strong").inner_text() == "bold"
+    assert answer.locator(".math .katex").count() == 2
+    assert answer.locator(".math[data-display] .katex-display").count() == 1
+    assert "it costs $5 and $6" in answer.inner_text()
+    assert answer.locator("pre .hljs-keyword").first.inner_text() == "def"
+    assert answer.locator("td.right").inner_text() == "2"
+    assert answer.locator("li").filter(has_text="one").count() == 1
+    answer.get_by_role("button", name="Copy", exact=True).click()
+    assert page.clipboard().startswith("def f(x):")
+
+
+def test_text_shows_before_the_answer_is_complete(page: PageDriver) -> None:
+    page.server.script.says("The first half", " and the second half.")
+    page.ask("Go")
+    page.page.wait_for_selector("article.assistant:has-text('The first half')")
+    assert "second half." not in page.page.locator("article.assistant").inner_text()
+    page.server.script.go_on.set()
+    page.wait_idle()
+    assert "and the second half." in page.page.locator("article.assistant").inner_text()
+
+
+def test_thoughts_are_folded_and_timed(page: PageDriver) -> None:
+    page.server.script.says("<think>Let me **see**.</think>It is 4.", pause_s=0.01)
+    answer = page.answered("2+2?")
+    summary = answer.locator(".thoughts summary")
+    assert summary.inner_text().startswith("Thought for 0.")
+    assert answer.locator(".thoughts strong").count() == 0
+    summary.click()
+    assert answer.locator(".thoughts strong").inner_text() == "see"
+    assert "It is 4." in answer.locator("> .markdown").inner_text()
+
+
+def test_stop_ends_the_request_and_keeps_the_text(page: PageDriver) -> None:
+    script = page.server.script
+    script.says("One two three", " four five six")
+    page.ask("Count")
+    page.page.wait_for_selector("article.assistant:has-text('One')")
+    page.click("Stop the answer")
+    assert script.aborted.wait(5)
+    page.wait_idle()
+    wait_until(lambda: not page.server.service.calls)
+    answer = page.page.locator("article.assistant")
+    assert answer.inner_text().startswith("One")
+    assert "stopped" in answer.locator(".facts").inner_text()
+
+
+def test_escape_stops(page: PageDriver) -> None:
+    page.server.script.says("One two", " three")
+    page.ask("Count")
+    page.page.wait_for_selector("article.assistant:has-text('One')")
+    page.page.keyboard.press("Escape")
+    assert page.server.script.aborted.wait(5)
+    page.wait_idle()
+
+
+def test_an_edited_question_makes_a_branch_and_both_stay(page: PageDriver) -> None:
+    script = page.server.script
+    script.says("first answer")
+    page.answered("first question")
+    script.says("second answer")
+    page.click("Edit this question")
+    page.page.fill("textarea[aria-label='Edit the question']", "second question")
+    page.page.keyboard.press("Enter")
+    page.page.wait_for_selector("article.assistant:has-text('second answer')")
+    page.wait_idle()
+    assert "first question" not in page.server.prompt
+    assert page.texts(".versions span") == ["2/2"]
+    page.click("Previous version")
+    page.page.wait_for_selector("article.assistant:has-text('first answer')")
+    assert page.texts(".bubble") == ["first question"]
+    script.says("third answer")
+    page.click("Another answer")
+    page.page.wait_for_selector("article.assistant:has-text('third answer')")
+    page.wait_idle()
+    assert page.texts(".versions span") == ["1/2", "2/2"]
+
+
+def test_follow_ups_send_the_branch_that_is_shown(page: PageDriver) -> None:
+    page.server.script.says("alpha")
+    page.answered("one")
+    page.server.script.says("beta")
+    page.answered("two")
+    prompt = page.server.prompt
+    assert [prompt.index(text) for text in ("one", "alpha", "two")] == sorted(
+        prompt.index(text) for text in ("one", "alpha", "two")
+    )
+
+
+def test_tool_calls_are_shown_and_their_results_sent(page: PageDriver) -> None:
+    set_up(page, **{"A JSON list": json.dumps(TOOLS)})
+    page.server.script.says(CALL)
+    answer = page.answered("Weather?")
+    assert "weather" in answer.locator(".call summary").inner_text()
+    assert '"city": "Oslo"' in answer.locator(".call pre").inner_text()
+    page.server.script.says("Rain.")
+    answer.get_by_label("Result of weather").fill("rainy")
+    answer.get_by_role("button", name="Send results").click()
+    page.page.wait_for_selector("article.assistant:has-text('Rain.')")
+    page.wait_idle()
+    assert "rainy" in page.server.prompt
+    assert CALL.split(",")[0] in page.server.prompt
+
+
+def test_settings_reach_the_request(page: PageDriver) -> None:
+    set_up(page, System_message="Be brief.", Temperature="0.3", Seed="7", Stop_at="END")
+    page.answered("Hi")
+    request = page.server.script.requests[-1]
+    assert (request.params.temperature, request.params.seed) == (0.3, 7)
+    assert request.params.stop == ("END",)
+    assert "Be brief." in page.server.prompt
+
+
+def test_a_schema_that_is_no_json_is_refused_by_the_form(page: PageDriver) -> None:
+    page.click("Settings of this conversation")
+    form = page.page.get_by_role("form", name="Settings of this conversation")
+    form.get_by_label("Answers are").select_option("schema")
+    form.get_by_label("Schema", exact=True).fill("{oops")
+    form.get_by_role("button", name="Save").click()
+    assert "The schema is not valid JSON" in form.get_by_role("alert").inner_text()
+
+
+def test_a_conversation_is_copied_as_markdown_text_and_curl(page: PageDriver) -> None:
+    set_up(page, System_message="It's brief.")
+    page.server.script.says("**Hello**")
+    page.answered("Say 'hello'")
+    choose = page.page.get_by_label("Copy the conversation")
+    choose.select_option("markdown")
+    wait_until(lambda: "## Assistant\n\n**Hello**" in page.clipboard())
+    choose.select_option("text")
+    wait_until(lambda: page.clipboard() == "You: Say 'hello'\n\nAssistant: **Hello**")
+    choose.select_option("curl")
+    wait_until(lambda: page.clipboard().startswith("curl "))
+    said = page.clipboard()
+    body = json.loads(said.partition("-d '")[2].removesuffix("'").replace("'\\''", "'"))
+    assert [message["content"] for message in body["messages"]] == ["It's brief.", "Say 'hello'"]
+    assert f"{page.server.url}/v1/chat/completions" in said
+    page.click("Copy this answer")
+    wait_until(lambda: page.clipboard() == "**Hello**")
+
+
+def pdf(text: str) -> bytes:
+    """A PDF of one page with one line."""
+    content = f"BT /F1 24 Tf 72 700 Td ({text}) Tj ET".encode()
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R "
+        b"/Resources << /Font << /F1 5 0 R >> >> >>",
+        b"<< /Length %d >>\nstream\n%s\nendstream" % (len(content), content),
+        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    ]
+    out, places = b"%PDF-1.4\n", []
+    for number, body in enumerate(objects, 1):
+        places.append(len(out))
+        out += b"%d 0 obj\n%s\nendobj\n" % (number, body)
+    table = b"".join(b"%010d 00000 n \n" % place for place in places)
+    start = len(out)
+    out += b"xref\n0 6\n0000000000 65535 f \n" + table
+    return out + b"trailer << /Size 6 /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF" % start
+
+
+def test_text_files_and_pdfs_go_along_as_text(page: PageDriver) -> None:
+    files = page.page.locator("input[type=file]")
+    files.set_input_files(
+        [
+            {"name": "notes.txt", "mimeType": "text/plain", "buffer": "naïve notes".encode()},
+            {"name": "a.pdf", "mimeType": "application/pdf", "buffer": pdf("Pages of text")},
+        ]
+    )
+    page.page.wait_for_selector(".attached:has-text('a.pdf'):has-text('13 characters')")
+    page.answered("Sum up")
+    assert '<file name="notes.txt">\nnaïve notes\n</file>' in page.server.prompt
+    assert "Pages of text" in page.server.prompt
+    assert "notes.txt" in page.texts(".bubble")[0]
+
+
+def test_a_file_that_is_no_text_is_refused_by_name(page: PageDriver) -> None:
+    for name, data in (("a.png", b"\x89PNG\0\0"), ("b.pdf", b"%PDF-1.4 broken")):
+        page.page.locator("input[type=file]").set_input_files(
+            {"name": name, "mimeType": "application/octet-stream", "buffer": data}
+        )
+        page.page.wait_for_selector(f".notice:has-text('{name}')")
+    assert page.page.locator(".attached").count() == 0
+    page.errors.clear()  # the console notes the server's 400
+
+
+def test_pdf_route_refuses_what_is_no_base64(server: PageServer) -> None:
+    answer = server.post("/page/pdf", {"name": "x.pdf", "data": "%%%"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "data")
+    data = base64.b64encode(pdf("Some text")).decode()
+    answer = server.post("/page/pdf", {"name": "x.pdf", "data": data})
+    assert answer.json() == {"name": "x.pdf", "text": "Some text"}
+
+
+def test_cached_prompt_tokens_show_at_their_answer(page: PageDriver) -> None:
+    page.server.script.cached_tokens = 5
+    answer = page.answered("Again and again and again")
+    facts = answer.locator(".facts").inner_text()
+    assert "5 of " in facts
+    assert "prompt tokens from the cache" in facts
+
+
+def test_a_lost_connection_keeps_what_came_and_can_be_tried_again(page: PageDriver) -> None:
+    script = page.server.script
+    script.says("One two three", " four five")
+    page.ask("Count")
+    page.page.wait_for_selector("article.assistant:has-text('One')")
+    loop, state = page.server.server._loop, page.server.server.server_state
+    assert loop is not None
+    loop.call_soon_threadsafe(lambda: [c.transport.abort() for c in list(state.connections)])
+    page.page.wait_for_selector("article.assistant .error")
+    page.wait_idle()
+    answer = page.page.locator("article.assistant")
+    assert "The connection was lost" in answer.inner_text()
+    assert answer.inner_text().startswith("One")
+    page.errors.clear()
+    script.reset()
+    script.says("All five.")
+    answer.get_by_role("button", name="Try again").click()
+    page.page.wait_for_selector("article.assistant:has-text('All five.')")
+    page.wait_idle()
+
+
+def test_the_keyboard_is_enough(page: PageDriver) -> None:
+    keyboard, at = page.page.keyboard, page.page
+    keyboard.type("Hello")
+    keyboard.press("Shift+Enter")
+    keyboard.type("there")
+    keyboard.press("Enter")
+    at.wait_for_selector("article.assistant .facts")
+    assert page.texts(".bubble") == ["Hello\nthere"]
+    keyboard.press("ArrowUp")
+    assert at.evaluate("document.activeElement.ariaLabel") == "Edit the question"
+    keyboard.press("Escape")
+    keyboard.press("Control+k")
+    at.wait_for_function("document.activeElement.id === 'search'")
+    keyboard.press("Escape")
+    keyboard.press("Alt+3")
+    at.wait_for_selector("h1:has-text('Dashboard')")
+    keyboard.press("Alt+1")
+    at.wait_for_selector("article.assistant")
+    at.locator("article.assistant").click()
+    keyboard.press("?")
+    at.wait_for_selector("dialog:has-text('new line')")
+    keyboard.press("Escape")
+    at.wait_for_selector("dialog", state="detached")
+    keyboard.press("Control+Shift+o")
+    at.wait_for_selector(".welcome")
+
+
+def test_a_key_is_asked_for_and_kept(browser: Any, tmp_path: Any) -> None:
+    from mlxinfer.server.keys import ApiKeys
+
+    with (
+        PageServer(tmp_path, keys=ApiKeys.from_plain(["a-secret"])) as locked,
+        PageDriver(browser, locked) as page,
+    ):
+        page.page.goto(locked.url)
+        page.page.get_by_label("This server answers only with a key").fill("a-secret")
+        page.click("Use this key")
+        page.page.wait_for_selector('textarea[placeholder="Ask demo"]')
+        page.errors.clear()  # the console notes the 401
+        page.answered("Hi")
+        page.page.reload()
+        page.page.wait_for_selector('textarea[placeholder="Ask demo"]')
+        owners = {c.title for c in locked.routes._history.conversations("")}  # type: ignore[union-attr]
+        assert owners == set(), "a key's conversations are not those of requests without a key"
+
+
+@pytest.mark.parametrize("form", ["schema", "choice"])
+def test_form_settings_become_grammars(page: PageDriver, form: str) -> None:
+    fields = {"schema": {"Schema": '{"type": "object"}'}, "choice": {"Texts": "yes\nno"}}[form]
+    page.click("Settings of this conversation")
+    settings = page.page.get_by_role("form", name="Settings of this conversation")
+    settings.get_by_label("Answers are").select_option(form)
+    for label, value in fields.items():
+        settings.locator(f"label:has-text('{label}') textarea").fill(value)
+    settings.get_by_role("button", name="Save").click()
+    page.answered("Hi")
+    assert page.server.script.requests[-1].grammar is not None

@@ -1,0 +1,74 @@
+"""The dashboard shows what the server does, and changes what it may."""
+
+from pathlib import Path
+from typing import Any
+
+from lazy_server import MB, LazyServer
+from page_driver import PageDriver
+from page_server import PageServer, routes_of
+
+from mlxinfer.server.app import ENDPOINTS
+
+
+class LazyPage(LazyServer):
+    """Two models that load when they are asked for, with the page."""
+
+    def __init__(self, folder: Path) -> None:
+        self.routes = routes_of(folder)
+        self.endpoints = (*ENDPOINTS, *self.routes.endpoints())
+        super().__init__(200 * MB, {"small": {"ttl_s": 900.0, "kv_bits": (8, 4)}})
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.routes.close()
+
+
+def test_memory_batch_and_settings_are_shown(page: PageDriver) -> None:
+    server = page.server
+    assert isinstance(server, PageServer)
+    server.script.says("Working", " on it")
+    page.ask("A question that runs")
+    page.page.wait_for_selector("article.assistant:has-text('Working')")
+    page.page.keyboard.press("Alt+3")
+    row = page.page.locator("[aria-label='Running requests'] tbody tr")
+    row.locator("text=answers").wait_for()
+    assert "demo" in row.inner_text()
+    assert "A question" not in page.page.locator("main").inner_text()
+    card = page.page.locator("article.card")
+    text = card.inner_text()
+    assert "300 kB used, 500 kB kept as prefixes, of 1.0 MB" in text
+    assert "Prefixes on disk\n12.0 MB" in text
+    assert "1 running, 0 waiting" in text
+    page.page.locator("summary", has_text="2 of 3 differ from the defaults").click()
+    settings = page.page.locator("[aria-label='Settings of the server']").inner_text()
+    assert "30m\tconfig file" in settings
+    assert "1 set\tenvironment" in settings
+    server.script.go_on.set()
+    page.page.wait_for_selector("text=Nothing runs.")
+
+
+def test_errors_of_the_log_are_shown_without_prompts(page: PageDriver) -> None:
+    import logging
+
+    log = logging.getLogger("mlxinfer.server")
+    log.error("model not loaded: %s", "a file is missing", extra={"model": "big"})
+    page.open("/#dashboard")
+    page.page.wait_for_selector(".problems:has-text('big: model not loaded: a file is missing')")
+
+
+def test_models_are_loaded_pinned_and_unloaded(browser: Any, tmp_path: Path) -> None:
+    with LazyPage(tmp_path) as server, PageDriver(browser, server) as page:
+        page.open("/#dashboard")
+        small = page.page.locator("article.card", has_text="small")
+        small.get_by_role("button", name="Load", exact=True).click()
+        small.locator(".badge:has-text('loaded')").wait_for()
+        assert "KV cache 8/4 bit" in small.inner_text()
+        assert "15 min 0 s" in small.inner_text()
+        small.get_by_role("button", name="Pin", exact=True).click()
+        small.get_by_text("never: pinned").wait_for()
+        assert small.get_by_role("button", name="Unload").is_disabled()
+        assert server.post("/admin/models/unload", {"model": "small"}).status_code == 400
+        small.get_by_role("button", name="Unpin").click()
+        small.get_by_role("button", name="Unload").click()
+        small.locator(".badge:has-text('unloaded')").wait_for()
+        assert server.states() == {"big": "unloaded", "small": "unloaded"}

@@ -1,0 +1,181 @@
+"""Stored conversations on the page: opened, found, renamed, deleted, shared by tabs."""
+
+import time
+from typing import Any
+
+from live_server import wait_until
+from page_driver import PageDriver
+from page_server import PageServer
+
+from mlxinfer.history import History, StoredMessage
+
+
+def history_of(server: PageServer) -> History:
+    found = server.routes._history
+    assert found is not None
+    return found
+
+
+def entry(page: PageDriver, title: str) -> Any:
+    return page.page.locator(".entries li", has_text=title)
+
+
+def test_a_conversation_is_there_after_a_reload_with_its_settings_and_branch(
+    page: PageDriver,
+) -> None:
+    page.click("Settings of this conversation")
+    page.page.get_by_label("System message").fill("Be kind.")
+    page.click("Save")
+    page.server.script.says("The first.")
+    page.answered("Reload me")
+    page.server.script.says("The second.")
+    page.click("Another answer")
+    page.page.wait_for_selector("article.assistant:has-text('The second.')")
+    page.wait_idle()
+    page.click("Previous version")
+    page.page.wait_for_selector("article.assistant:has-text('The first.')")
+    wait_until(lambda: page.page.evaluate("true"))
+    page.page.wait_for_timeout(150)
+    page.open()
+    entry(page, "Reload me").locator(".entry").click()
+    page.page.wait_for_selector("article.assistant:has-text('The first.')")
+    assert page.texts(".versions span") == ["1/2"]
+    page.click("Settings of this conversation")
+    assert page.page.get_by_label("System message").input_value() == "Be kind."
+
+
+def test_search_finds_a_message_in_another_branch_and_opens_it(page: PageDriver) -> None:
+    page.server.script.says("The zebra is striped.")
+    page.answered("Animals")
+    page.server.script.says("The giraffe is tall.")
+    page.click("Another answer")
+    page.page.wait_for_selector("article.assistant:has-text('giraffe')")
+    page.wait_idle()
+    page.click("New chat", at=0)
+    page.page.fill("#search", "zebra")
+    page.page.locator(".excerpt", has_text="zebra").click()
+    page.page.wait_for_selector("article.assistant:has-text('The zebra')")
+    page.page.fill("#search", "no such words anywhere")
+    page.page.wait_for_selector("text=Nothing has all of these words.")
+
+
+def test_a_conversation_is_renamed_and_deleted_for_good(page: PageDriver) -> None:
+    page.answered("Name me")
+    entry(page, "Name me").get_by_role("button", name="Rename or delete").click()
+    page.page.get_by_label("Title").fill("Renamed")
+    page.click("Save")
+    entry(page, "Renamed").get_by_role("button", name="Rename or delete").click()
+    page.click("Delete for good")
+    entry(page, "Renamed").wait_for(state="detached")
+    page.page.wait_for_selector(".welcome")
+    assert "Renamed" not in [c.title for c in history_of(page.server).conversations("")]
+
+
+def test_two_tabs_see_each_others_messages(page: PageDriver) -> None:
+    page.answered("From the first tab")
+    other = page.new_tab()
+    page.open(tab=other)
+    other.locator(".entry", has_text="From the first tab").click()
+    other.wait_for_selector("article.assistant")
+    page.server.script.says("Seen by both.")
+    page.answered("Second question", tab=other)
+    page.page.wait_for_selector("article.assistant:has-text('Seen by both.')")
+    assert page.texts(".bubble") == ["From the first tab", "Second question"]
+
+
+def test_an_answer_goes_on_while_another_conversation_is_shown(page: PageDriver) -> None:
+    page.server.script.says("Slowly", " it comes.")
+    page.ask("Background")
+    page.page.wait_for_selector("article.assistant:has-text('Slowly')")
+    page.click("New chat", at=0)
+    page.page.wait_for_selector(".welcome")
+    page.server.script.go_on.set()
+    entry(page, "Background").locator(".entry").click()
+    page.page.wait_for_selector("article.assistant:has-text('Slowly it comes.')")
+    page.wait_idle()
+
+
+def test_what_came_of_an_answer_is_kept_when_its_tab_is_closed(page: PageDriver) -> None:
+    tab = page.new_tab()
+    page.open(tab=tab)
+    page.server.script.says("Half an answer", " and the rest")
+    page.ask("Close me", tab=tab)
+    tab.wait_for_selector("article.assistant:has-text('Half')")
+    tab.close(run_before_unload=False)
+    tab = page.new_tab()
+    page.open(tab=tab)
+
+    def stored() -> bool:
+        history = history_of(page.server)
+        [found] = [c for c in history.conversations("") if c.title == "Close me"]
+        return any("Half an answer" in m.content for m in history.messages("", found.id))
+
+    wait_until(stored)
+    assert page.server.script.aborted.wait(5)
+
+
+def test_ten_thousand_messages_open_at_their_end(page: PageDriver) -> None:
+    history, parent = history_of(page.server), None
+    now_s = time.time()
+    rows = []
+    for number in range(10_000):
+        role, id = ("user", "assistant")[number % 2], f"long{number:08}"
+        rows.append((id, "longlonglong", parent, role, f"Message {number}", "", "{}", now_s))
+        parent = id
+    first = StoredMessage(id="longfirst0", parent=None, role="user", content="Long one")
+    history.save_message("", "longlonglong", first)
+    with history._transaction():
+        history._db.executemany(
+            "INSERT INTO messages (id, conversation, parent, role, content, reasoning, details, "
+            "created_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            rows,
+        )
+    history.save_conversation("", "longlonglong", head=parent)
+    page.open()
+    page.page.locator(".entry", has_text="Long one").first.click()
+    page.page.wait_for_selector("article:has-text('Message 9999')")
+    assert page.page.locator("article").count() == 40
+    page.page.get_by_role("button", name="Show 160 of 9960 earlier messages").click()
+    page.page.wait_for_selector("article:has-text('Message 9800')")
+    page.page.fill("#search", "message 4321")
+    page.page.locator(".excerpt", has_text="Message 4321").click()
+    page.page.wait_for_selector("article:has-text('Message 9999')")
+
+
+def test_many_conversations_come_in_pages(page: PageDriver) -> None:
+    history = history_of(page.server)
+    for number in range(60):
+        message = StoredMessage(
+            id=f"many{number:04}", parent=None, role="user", content=f"Many {number}"
+        )
+        history.save_message("", f"manymany{number:04}", message)
+    page.open()
+    page.page.wait_for_selector(".entry")
+    before = page.page.locator(".entry").count()
+    assert before == 50
+    page.click("Older conversations")
+    page.page.wait_for_function("n => document.querySelectorAll('.entry').length > n", arg=before)
+
+
+def test_a_history_that_cannot_be_written_is_said_and_the_chat_goes_on(page: PageDriver) -> None:
+    history = history_of(page.server)
+    held = history._db.execute("PRAGMA query_only = ON")
+    held.close()
+    try:
+        page.ask("Not kept")
+        page.page.wait_for_selector(".notice:has-text('Not saved')")
+        page.page.wait_for_selector("article.assistant:has-text('ok')")
+        page.wait_idle()
+    finally:
+        history._db.execute("PRAGMA query_only = OFF")
+    page.errors.clear()
+
+
+def test_without_history_the_page_says_so_and_keeps_nothing(browser: Any, tmp_path: Any) -> None:
+    with PageServer(tmp_path, history=False) as server, PageDriver(browser, server) as page:
+        page.open()
+        page.page.wait_for_selector("text=This server keeps no history")
+        page.answered("Once")
+        assert page.answered("Twice").inner_text().startswith("ok")
+        assert server.get("/history/conversations").status_code == 404
+        assert [file.name for file in tmp_path.iterdir()] == []

@@ -1,0 +1,149 @@
+"""Models on the page: what is here, what fits of the hub, downloads, conversions."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_server import wait_until
+from page_driver import PageDriver
+from standin import Repo, StandIn
+
+from mlxinfer import hub
+
+DEMO = {file.name: file.read_bytes() for file in hub.resolve("demo").iterdir() if file.is_file()}
+HUGE = {
+    **{"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 2**26},
+    **{"model_type": "llama", "eos_token_id": 2, "rms_norm_eps": 1e-6},
+}
+
+
+@pytest.fixture
+def models(standin: StandIn, page: PageDriver) -> PageDriver:
+    """The page's place of models, with a hub of three repositories."""
+    huge = DEMO | {"config.json": json.dumps(HUGE).encode()}
+    odd = DEMO | {"config.json": b'{"model_type": "nonsense"}'}
+    standin.repos |= {
+        "org/small-chat": Repo(dict(DEMO), downloads=900),
+        "org/long-chat": Repo(huge, downloads=50),
+        "org/odd-chat": Repo(odd, downloads=7, tags=("safetensors",)),
+    }
+    page.open("/#models")
+    page.page.reload()
+    page.page.wait_for_selector("td:has-text('demo-draft')")
+    return page
+
+
+def search(page: PageDriver, words: str, *, everything: bool = False) -> None:
+    page.page.get_by_label("Search the hub").fill(words)
+    page.page.get_by_label("also those that are not for MLX").set_checked(everything)
+    page.click("Search")
+
+
+def card(page: PageDriver, name: str) -> Any:
+    return page.page.locator("ul[aria-label='Models of the hub'] .card", has_text=name)
+
+
+def job(page: PageDriver, name: str) -> Any:
+    return page.page.locator("ul[aria-label='Downloads and conversions'] .card", has_text=name)
+
+
+def test_search_says_what_fits_before_a_download(models: PageDriver) -> None:
+    search(models, "chat")
+    card(models, "org/small-chat").locator(".badge.good:has-text('fits')").wait_for()
+    assert "whole 2,048 tokens of context" in card(models, "org/small-chat").inner_text()
+    card(models, "org/long-chat").locator(".badge:has-text('fits, shorter')").wait_for()
+    assert "with an 8-bit KV cache" in card(models, "org/long-chat").inner_text()
+    assert card(models, "org/odd-chat").count() == 0
+    search(models, "chat", everything=True)
+    card(models, "org/odd-chat").locator(".badge:has-text('unsupported')").wait_for()
+    assert "nonsense" in card(models, "org/odd-chat").inner_text()
+    search(models, "no such thing")
+    models.page.wait_for_selector("text=The hub has no such model")
+
+
+def test_a_hub_that_cannot_be_reached_is_said(models: PageDriver, standin: StandIn) -> None:
+    standin.faults.status = 500
+    search(models, "chat")
+    models.page.wait_for_selector(".error:has-text('The hub cannot be searched')")
+    models.errors.clear()
+
+
+def test_a_download_is_paused_resumed_and_chatted_with(
+    models: PageDriver, standin: StandIn, cache: Path
+) -> None:
+    go_on, chunks = threading.Event(), iter(range(10**9))
+    standin.faults.on_chunk = lambda: next(chunks) < 1200 or go_on.wait(20)
+    search(models, "small")
+    card(models, "org/small-chat").get_by_role("button", name="Download").click()
+    found = job(models, "org/small-chat")
+    found.get_by_text("of 2.").wait_for()  # 1.2 MB of 2.…
+    found.get_by_role("button", name="Pause").click()
+    found.locator(".badge:has-text('paused')").wait_for()
+    go_on.set()
+    before = len(standin.log)
+    found.get_by_role("button", name="Resume").click()
+    found.locator(".badge:has-text('done')").wait_for()
+    assert [line for line in standin.log[before:] if "bytes=" in line and "bytes=0-" not in line]
+    models.page.wait_for_selector("td.name:has-text('org/small-chat')")
+    found.get_by_role("button", name="Chat with it").click()
+    models.page.wait_for_selector('textarea[placeholder="Ask org/small-chat"]')
+    answer = models.answered("What is a KV cache?")
+    assert answer.inner_text().startswith("A KV cache keeps the keys and values")
+    facts = answer.locator(".facts").inner_text()
+    assert "org/small-chat" in facts
+
+
+def test_a_cancelled_download_leaves_nothing(
+    models: PageDriver, standin: StandIn, cache: Path
+) -> None:
+    go_on, chunks = threading.Event(), iter(range(10**9))
+    standin.faults.on_chunk = lambda: next(chunks) < 300 or go_on.wait(20)
+    search(models, "long")
+    card(models, "org/long-chat").get_by_role("button", name="Download").click()
+    found = job(models, "org/long-chat")
+    found.get_by_text("kB of").wait_for()
+    found.get_by_role("button", name="Cancel").click()
+    found.wait_for(state="detached")
+    go_on.set()
+    wait_until(lambda: not list(cache.glob("models--org--long-chat/blobs/*")))
+
+
+def test_a_failed_download_says_why(models: PageDriver, standin: StandIn) -> None:
+    search(models, "long")
+    card(models, "org/long-chat").locator(".badge").wait_for()
+    standin.faults.gate_files = True
+    card(models, "org/long-chat").get_by_role("button", name="Download").click()
+    found = job(models, "org/long-chat").first
+    found.locator(".error").wait_for()
+    assert "gated" in found.locator(".error").inner_text()
+
+
+def test_a_model_is_converted_and_its_report_shown(models: PageDriver) -> None:
+    models.page.get_by_role("button", name="Convert demo-draft").click()
+    models.page.get_by_label("Recipe").select_option("8bit")
+    models.page.get_by_label("Compare its logits").uncheck()
+    models.page.get_by_role("dialog").get_by_role("button", name="Convert").click()
+    found = job(models, "demo-draft-8bit")
+    found.locator(".badge:has-text('done')").wait_for(timeout=40_000)
+    assert "bits per weight, recipe 8bit" in found.locator(".report").inner_text()
+    row = models.page.locator("tr", has_text="demo-draft-8bit")
+    row.locator(".badge:has-text('converted')").wait_for()
+    row.get_by_role("button", name="Delete").click()
+    models.click("Delete it")
+    row.wait_for(state="detached")
+    assert list((models.server.folder / "models").iterdir()) == []  # type: ignore[attr-defined]
+
+
+def test_names_are_never_paths(models: PageDriver) -> None:
+    post = models.server.post
+    for name in ("/etc", "../..", "~", str(models.server.folder)):  # type: ignore[attr-defined]
+        assert post("/hub/serve", {"model": name}).status_code == 404
+        assert post("/hub/downloads", {"model": name}).status_code == 404
+        for given in ({"model": name, "name": "x"}, {"model": "demo", "name": name}):
+            answer = post("/hub/conversions", {**given, "recipe": "4bit"})
+            assert answer.status_code in (400, 404), name
+    assert models.server.client.delete("/hub/models/demo").status_code == 400
+    assert post("/hub/jobs/nothing", {"action": "pause"}).status_code == 404

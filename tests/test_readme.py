@@ -150,7 +150,11 @@ def test_every_architecture_has_its_row() -> None:
 
 def commands(command: click.Command, *path: str) -> Iterator[tuple[tuple[str, ...], set[str]]]:
     """((name, ...), options) of a command and all below it."""
-    yield path, {option for each in command.params for option in each.opts} | {"--help"}
+    yield (
+        path,
+        {option for each in command.params for option in (*each.opts, *each.secondary_opts)}
+        | {"--help"},
+    )
     if isinstance(command, click.Group):
         context = click.Context(command)
         for name in command.list_commands(context):

@@ -59,12 +59,13 @@ def family(model_type: str) -> Any:
     """The `Family` subclass of an architecture.
 
     Raises:
-        UnsupportedModelError: no family builds this architecture.
+        UnsupportedModelError: no family builds this architecture. Loading asks first.
     """
     if model_type not in _FAMILIES:
         raise UnsupportedModelError(
-            f"The architecture {model_type[:60]!r} is not supported; supported are "
-            f"{', '.join(SUPPORTED)}."
+            f"The architecture {model_type[:60]!r} has no native family here, which conversion "
+            "needs; `mlx_lm.convert` converts what mlx-lm defines, and the result runs here. "
+            f"Native families: {', '.join(SUPPORTED)}."
         )
     module, name = _FAMILIES[model_type]
     return getattr(import_module(f".families.{module}", __package__), name)

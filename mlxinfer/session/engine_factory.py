@@ -141,12 +141,14 @@ class ModelInfo:
     kv_bytes_per_token: int  # of all layers; windows hold no more than their length
     quantization: str | None  # "4-bit affine, group 64"
     eos_token_ids: tuple[int, ...]
+    alone_because: str | None = None  # why it runs one sequence after another; None: batched
 
     @property
     def summary(self) -> str:
         """One short line."""
         bits = f", {self.quantization}" if self.quantization else ""
-        return f"{self.architecture}, {human_bytes(self.weights_bytes)}{bits}"
+        alone = ", one sequence after another" if self.alone_because else ""
+        return f"{self.architecture}, {human_bytes(self.weights_bytes)}{bits}{alone}"
 
 
 def describe(name: str, path: Path, model: "LanguageModel") -> ModelInfo:
@@ -168,6 +170,7 @@ def describe(name: str, path: Path, model: "LanguageModel") -> ModelInfo:
             f"{default.bits}-bit {default.mode}, group {default.group_size}" if default else None
         ),
         eos_token_ids=config.eos_token_ids,
+        alone_because=config.alone_because,
     )
 
 

@@ -159,6 +159,7 @@ def test_a_definition_that_chunks_change_is_refused(monkeypatch: pytest.MonkeyPa
     ("name", "says"),
     [
         ("no_such_thing", "is defined neither here nor by mlx-lm"),
+        ("qwen3_mo", "Alike, and defined: qwen3_moe"),
         ("switch_layers", "is defined neither here nor by mlx-lm"),
         ("olmo", "pip install ai2-olmo"),
         ("phi3small", "tokens see later ones"),

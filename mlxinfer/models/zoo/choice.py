@@ -8,6 +8,7 @@ would be a fault of the definition's caches, is refused.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 import mlx.core as mx
@@ -15,13 +16,14 @@ from mlx.utils import tree_flatten
 
 from ...core import CacheSpec
 from ...errors import UnsupportedModelError
+from ..registry import SUPPORTED
 from .alone import AloneModel, kept_by
 from .check import find_cut, narrow_twin, problem_alone, problem_batched, weights_dtype
 from .config import ZooConfig, read_config
 from .definitions import Definition
 from .flat import FlatModel, NotFlatError, trace
 from .loading import Formats
-from .private_copy import installed, module_of, one_line
+from .private_copy import architectures, installed, module_of, one_line
 
 
 def choose(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[ZooConfig, Definition]:
@@ -38,10 +40,7 @@ def choose(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[ZooCo
     model_type = str(raw.get("model_type"))
     module = module_of(model_type)
     if module is None:
-        raise UnsupportedModelError(
-            f"The architecture {model_type[:60]!r} is defined neither here nor by mlx-lm "
-            f"{installed()}; a newer mlx-lm may have it."
-        )
+        raise _unknown(model_type)
     definition = Definition.of(module, raw)
     specs: Sequence[CacheSpec]
     because = None
@@ -60,6 +59,16 @@ def choose(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[ZooCo
         alone_because=because,
     )
     return config, definition
+
+
+def _unknown(model_type: str) -> UnsupportedModelError:
+    """Nothing defines it; names that are spelled alike may be what was meant."""
+    alike = get_close_matches(model_type, sorted({*SUPPORTED, *architectures()}), n=3)
+    runs = f" Alike, and defined: {', '.join(alike)}." if alike else ""
+    return UnsupportedModelError(
+        f"The architecture {model_type[:60]!r} is defined neither here nor by mlx-lm "
+        f"{installed()}; a newer mlx-lm may have it.{runs}"
+    )
 
 
 def _kept_alone(definition: Definition) -> tuple[list[CacheSpec], int]:

@@ -202,6 +202,29 @@ def serve(as_json: bool, as_markdown: bool, **options: Any) -> None:
         raise click.exceptions.Exit(1)
 
 
+@command.command()
+@model_option
+@click.option("--draft", metavar="MODEL", help="Draft model.  [default: n-grams alone]")
+@click.option("--depths", type=Counts(), default="1,2,4,7", show_default=True, help="Proposals.")
+@click.option(
+    "--batches", type=Counts(), default="1,8", show_default=True, help="Requests at once."
+)
+@click.option(
+    "--tokens", type=click.IntRange(min=2), default=128, show_default=True, help="Longest answer."
+)
+@markdown_option
+@json_option
+def speculate(as_json: bool, as_markdown: bool, **options: Any) -> None:
+    """Measure what proposals are worth.
+
+    The same greedy prompts without proposals, with a fixed number of them in each step, and with as
+    many as are chosen by measured times. Compares every answer with the one without proposals.
+    """
+    from ..bench.speculate import run
+
+    _show(run(**options), as_json, as_markdown)
+
+
 def _show(report: "Report", as_json: bool, as_markdown: bool) -> None:
     from ..bench.report import describe_machine, show
 

@@ -35,6 +35,7 @@ Message = Mapping[str, Any]
 ResponseFormat = Mapping[str, Any]  # {"type": ...}, see LLM.generate
 T = TypeVar("T")
 
+LAST_TURNS = 4  # of a prompt at whose ends the states of recurrent layers are kept
 _ENDS = ("add_generation_prompt", "continue_final_message")  # of every template, see encode_chat
 
 
@@ -295,7 +296,8 @@ class RequestBuilder:
             )
         ends: frozenset[int] = frozenset() if params.ignore_eos else self.end_ids
         request_id = str(next(self._request_ids))
-        return Request(request_id, ids, params, ends.union(params.stop_token_ids))
+        stops = ends.union(params.stop_token_ids)
+        return Request(request_id, ids, params, stops, boundaries=turn_ends(ids, self.end_ids))
 
     def _check_variables(self, names: Iterable[str]) -> None:
         """Raise InvalidRequestError for a variable that the template never reads."""
@@ -308,6 +310,19 @@ class RequestBuilder:
                     "chat_template_kwargs.",
                     param="chat_template_kwargs",
                 )
+
+
+def turn_ends(ids: Sequence[int], end_ids: frozenset[int]) -> tuple[int, ...]:
+    """Positions behind the first turn of a prompt and behind its last few, as end tokens mark them.
+
+    There other prompts part from this one: those with the same system prompt and tools, and this
+    conversation with its last messages changed. They are few: each costs a snapshot of the states.
+    """
+    first = next((i + 1 for i, token in enumerate(ids) if token in end_ids), None)
+    if first is None:
+        return ()
+    backwards = (i + 1 for i in range(len(ids) - 1, first, -1) if ids[i] in end_ids)
+    return (first, *reversed(list(itertools.islice(backwards, LAST_TURNS))))
 
 
 def _checked(variables: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from models.zoo_configs import small_config
+from models.zoo_configs import OVERRIDES, SLIDING, small_config
 from models.zoo_table import randomise, row
 
 from mlxinfer.core import KVSpec, OwnCacheSpec
@@ -20,7 +20,7 @@ from mlxinfer.models import load_any, load_any_config
 from mlxinfer.models.zoo import check, private_copy
 from mlxinfer.models.zoo.alone import AloneModel
 from mlxinfer.models.zoo.choice import choose
-from mlxinfer.models.zoo.definitions import Definition, respelled
+from mlxinfer.models.zoo.definitions import Definition, respelled, with_narrow_windows
 from mlxinfer.models.zoo.flat import FlatCache, FlatModel
 from mlxinfer.models.zoo.loading import quantise
 from mlxinfer.models.zoo.private_copy import module_of
@@ -201,6 +201,28 @@ print(before == resource.getrlimit(resource.RLIMIT_NOFILE))
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert done.stdout.strip() == "True", done.stderr
+
+
+def test_windows_are_narrow_in_the_check_wherever_they_are_stated() -> None:
+    for name, place in [("step3p5", "sliding_window"), ("plamo3", "window_size")]:
+        narrow = with_narrow_windows(definition_of(name)[1], 6)
+        assert narrow is not None
+        assert getattr(narrow.args, place) == 6
+    inner = {"model_type": "llama", "sliding_window": 50, "layer_types": SLIDING}
+    text = {**OVERRIDES["mistral3"]["text_config"], **inner}
+    narrow = with_narrow_windows(definition_of("mistral3", text_config=text)[1], 6)
+    assert narrow is not None
+    assert narrow.args.text_config["sliding_window"] == 6
+    assert with_narrow_windows(definition_of("starcoder2")[1], 6) is None
+
+
+def test_a_native_model_loads_without_any_of_this() -> None:
+    code = (
+        "import sys; from mlxinfer.hub import resolve; from mlxinfer.models import load_any\n"
+        "load_any(resolve('demo')); print('mlxinfer.models.zoo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr
 
 
 @pytest.mark.slow

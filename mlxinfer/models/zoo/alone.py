@@ -20,7 +20,7 @@ from .definitions import Definition
 LACKING = ("prefix_cache", "disk_cache", "speculation")  # bits and windows: see cache/formats.py
 WHY = "it runs on caches of its own, one sequence after another"
 ATTENTION_CACHES = ("KVCache", "RotatingKVCache")  # every output depends on what these keep
-STEP = 256  # tokens by which mlx-lm's caches grow
+STEP = 256  # tokens for which mlx-lm's caches of attention make room at a time
 
 
 class Kept:
@@ -100,12 +100,18 @@ class AloneModel:
 
 
 def kept_by(definition: Definition, dtype: mx.Dtype) -> OwnCacheSpec:
-    """What a sequence keeps, learnt from shapes alone: nothing is computed."""
-    sizes = []
-    for length in (STEP, 2 * STEP):
-        caches = definition.own_caches()
-        definition(mx.zeros((1, length), mx.int32), caches)
-        sizes.append(Kept(caches).num_bytes)
-    grown = max(sizes[1] - sizes[0], 0)  # in one step, which is there before it is filled
-    numbers = -(-grown // (STEP * dtype.size))
-    return OwnCacheSpec(numbers=numbers, num_bytes=max(sizes[0], 1))
+    """What a sequence keeps, learnt from the shapes of a short one: nothing is computed."""
+    caches = definition.own_caches()
+    definition(mx.zeros((1, 2), mx.int32), caches)
+    step_bytes = sum(_step_bytes(cache) for cache in caches)
+    numbers = -(-step_bytes // (STEP * dtype.size))
+    return OwnCacheSpec(numbers=numbers, num_bytes=max(Kept(caches).num_bytes, 1))
+
+
+def _step_bytes(cache: Any) -> int:
+    """By how much a cache that has its first tokens grows with the next `STEP` ones."""
+    kind = type(cache).__name__
+    if kind == "CacheList":
+        return sum(_step_bytes(inner) for inner in cache.caches)
+    size: int = 0 if cache is None or kind == "ArraysCache" else cache.nbytes
+    return size

@@ -210,24 +210,29 @@ def with_narrow_windows(definition: Definition, window: int) -> Definition | Non
 
     Its weights are hollow. Where the narrow sizes do not fit together there is no such model.
     """
-    args = definition.args
-    narrow = {
-        field.name: window
-        for field in dataclasses.fields(args)
-        if _is_window(field.name, getattr(args, field.name), window)
-    }
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        if isinstance(value, dict):
-            inner = {k: window for k, v in value.items() if _is_window(k, v, window)}
-            if inner:
-                narrow[field.name] = {**value, **inner}  # type: ignore[assignment]
-    if not narrow:
-        return None
     try:
-        return Definition(definition.module, dataclasses.replace(args, **narrow))
+        args = _narrowed(definition.args, window)
+        return None if args is definition.args else Definition(definition.module, args)
     except (CheckpointError, TypeError, ValueError):
         return None
+
+
+def _narrowed(args: Any, window: int) -> Any:
+    """A ModelArgs, or a config inside it, with cut windows; itself where there are none."""
+    if isinstance(args, dict):
+        items = args
+    elif dataclasses.is_dataclass(args):
+        items = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
+    else:
+        return args
+    changed = {
+        name: window if _is_window(name, value, window) else _narrowed(value, window)
+        for name, value in items.items()
+    }
+    changed = {name: value for name, value in changed.items() if value is not items[name]}
+    if not changed:
+        return args
+    return {**args, **changed} if isinstance(args, dict) else dataclasses.replace(args, **changed)
 
 
 def _is_window(name: str, value: object, narrow: int) -> bool:

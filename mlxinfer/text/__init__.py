@@ -3,7 +3,8 @@
 from .chat import encode_chat, has_calls, text_messages
 from .detokenizer import Detokenizer
 from .fim import FimTokens, fim_tokens
-from .reasoning import ReasoningFormat, detect_reasoning
+from .reasoning import ReasoningFormat
+from .reasoning_marks import detect_reasoning
 from .stream import StopMatcher, TextStream
 from .template import ChatTemplate
 from .tokenizer import Tokenizer

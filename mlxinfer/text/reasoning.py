@@ -18,15 +18,6 @@ from .tokenizer import Tokenizer
 MAX_LEADING_SPACE = 64  # before a start tag; more than that, and the answer has begun
 HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
 HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
-TAGS = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("<longcat_think>", "</longcat_think>"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<|think:start|>", "<|think:end|>"),
-    ("<|channel>thought", "<channel|>"),
-)
 _TAIL = 64  # tokens at the end of a prompt among which a start tag ends it
 _ASSISTANT = "<|start|>assistant"
 
@@ -245,6 +236,55 @@ class HarmonySplitter:
         return f"<|start|>{header}<|message|>" if self._channel == "tool" else ""
 
 
+class UnwrappedAnswer:
+    """A splitter without the marks around the answer, such as `<response>` and `</response>`.
+
+    They are dropped where the answer begins with the first of them, with the white space at them.
+
+    Args:
+        splitter: divides reasoning and answer.
+        begin: the mark before the answer.
+        end: the mark after it.
+    """
+
+    def __init__(self, splitter: Splitter, begin: str, end: str) -> None:
+        self._splitter, self._begin = splitter, begin
+        self._scanner = MarkScanner((end, f"\n{end}"))
+        self._head: str | None = ""  # the answer's beginning, None once it is decided
+        self._is_wrapped = self._bare = False  # after `begin`; nothing but space after a mark
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Return the (reasoning, visible text) that is certain now."""
+        reasoning, shown = self._splitter.push(text)
+        return reasoning, self._unwrapped(shown)
+
+    def finish(self) -> tuple[str, str]:
+        """Return what was held back."""
+        reasoning, shown = self._splitter.finish()
+        shown = self._unwrapped(shown) + (self._head or "")
+        return reasoning, shown + self._inner([(self._scanner.finish(), False)])
+
+    def _unwrapped(self, text: str) -> str:
+        if self._head is not None:
+            text = self._head + text
+            body = text.lstrip()
+            if len(body) < len(self._begin) and self._begin.startswith(body):
+                self._head = text
+                return ""
+            self._head = None
+            self._is_wrapped = self._bare = body.startswith(self._begin)
+            text = body.removeprefix(self._begin) if self._is_wrapped else text
+        return self._inner(self._scanner.push(text)) if self._is_wrapped else text
+
+    def _inner(self, parts: list[tuple[str, bool]]) -> str:
+        shown = ""
+        for part, is_mark in parts:
+            text = part.lstrip() if self._bare else part
+            self._bare = is_mark or (self._bare and not text)
+            shown += "" if is_mark else text
+        return shown
+
+
 def channel_of(header: str) -> str:
     """Return "analysis", "tool" or "final" for a message with this header."""
     if " to=" in f" {header}":
@@ -255,23 +295,30 @@ def channel_of(header: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a model marks its reasoning: between two tags, or by channels (`harmony`)."""
+    """How a model marks its reasoning: between two tags, or by channels (`harmony`).
+
+    With `answer`, the answer after the reasoning stands between two tags of its own.
+    """
 
     start: str = "<think>"
     end: str = "</think>"
     harmony: bool = False
+    answer: tuple[str, str] = ("", "")
 
     @property
     def marks(self) -> tuple[str, ...]:
         """The texts that this format looks for, special tokens or not."""
-        return (*HARMONY, *HARMONY_ENDS) if self.harmony else (self.start, self.end)
+        if self.harmony:
+            return (*HARMONY, *HARMONY_ENDS)
+        return (self.start, self.end, *filter(None, self.answer))
 
     def splitter(self, prefix: str = "") -> Splitter:
         """Return a splitter for an answer with this prefix (see `answer_prefix`)."""
         if not self.harmony:
             opened, thought = self.is_open(prefix), prefix.partition(self.start)[2]
             continued = opened and bool(thought.strip())
-            return TagSplitter(self.start, self.end, opened=opened, continued=continued)
+            tags = TagSplitter(self.start, self.end, opened=opened, continued=continued)
+            return UnwrappedAnswer(tags, *self.answer) if self.answer[0] else tags
         harmony = HarmonySplitter()
         if prefix.startswith(_ASSISTANT):
             harmony.push(prefix.removeprefix(_ASSISTANT))
@@ -291,20 +338,6 @@ class ReasoningFormat:
     def is_over(self, prefix: str) -> bool:
         """Whether it is past its reasoning, because the prompt names another channel."""
         return self.harmony and prefix.endswith("<|message|>") and not self.is_open(prefix)
-
-
-def detect_reasoning(tokenizer: Tokenizer) -> ReasoningFormat | None:
-    """Return the format that the tokenizer's tokens or chat template show, None for none."""
-    if all(tokenizer.piece_to_id(mark) is not None for mark in HARMONY if "con" not in mark):
-        return ReasoningFormat("", "", harmony=True)
-    sources = tokenizer.template.sources.values() if tokenizer.template else ()
-    added = {token.content for token in tokenizer.added_tokens.values()}
-    for start, end in TAGS:
-        in_tokens = end in added and any(start.startswith(token) for token in added)
-        in_template = any(start in source and end in source for source in sources)
-        if in_tokens or in_template:
-            return ReasoningFormat(start, end)
-    return None
 
 
 def answer_prefix(

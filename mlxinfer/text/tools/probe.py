@@ -1,6 +1,6 @@
 """Reads the tool-call format off a chat template: renders conversations with calls, and compares.
 
-The conversations have one call, two, and one without arguments; another has a plain answer instead.
+The conversations have one call, or two, or a plain answer instead.
 What differs between their renderings is how the model writes its calls. Names, keys and values of
 the probes occur nowhere else, so their places show the marks around them. A format that was read
 off counts only if it reads the rendered calls back, names and arguments alike.
@@ -16,7 +16,9 @@ from typing import Any
 from ...errors import TemplateError
 from ...outputs import TextPart, ToolCallDelta, joined_calls
 from ..chat import with_text_arguments
-from ..reasoning import TAGS, ReasoningFormat, detect_reasoning
+from ..reasoning import ReasoningFormat
+from ..reasoning_marks import TAGS, detect_reasoning
+from ..template import ChatTemplate
 from ..tokenizer import Tokenizer
 from .format import ToolFormat, ToolParser
 from .schema import Toolbox
@@ -38,26 +40,26 @@ from .template_format import (
 
 KEYS = ("akey", "bkey")  # in the order of the alphabet: some templates sort them
 _PROPERTIES = {KEYS[0]: {"type": "string"}, KEYS[1]: {"type": "integer"}}
-_NAMES = ("probe_alpha", "probe_beta", "probe_gamma")
+_NAMES = ("probe_alpha", "probe_beta")
 Call = tuple[str, dict[str, Any]]
 ONE: list[Call] = [(_NAMES[0], {KEYS[0]: "kestrel", KEYS[1]: 7411})]
 TWO: list[Call] = [*ONE, (_NAMES[1], {KEYS[0]: "plover", KEYS[1]: 7523})]
-EMPTY: list[Call] = [(_NAMES[2], {})]
 TOOLS = [
     {
         "type": "function",
         "function": {
             "name": name,
             "description": "A probe.",
-            "parameters": {"type": "object", "properties": properties, "required": []},
+            "parameters": {"type": "object", "properties": _PROPERTIES, "required": []},
         },
     }
-    for name, properties in zip(_NAMES, (_PROPERTIES, _PROPERTIES, {}), strict=True)
+    for name in _NAMES
 ]
 _PLAIN = "turnstone"  # the plain answer
 _RESULT = "sandpiper"  # of a tool
 _USER = {"role": "user", "content": "Begin."}
 _UNIT = re.compile(r"<[^<>\s]{1,60}>|\[[A-Z_/]{2,40}\]|.", re.DOTALL)
+_DEADLINE_S = 1.0  # of one rendering: templates may be hostile
 _ID_STYLES: tuple[Callable[[str, int], str], ...] = (  # several templates check them
     lambda name, index: f"probe000{index}",
     lambda name, index: f"functions.{name}:{index}",
@@ -71,13 +73,11 @@ class WrittenCalls:
     Attributes:
         one: the text of ONE.
         two: the text of TWO; None: the template writes no two calls in one message.
-        empty: the text of EMPTY; None: it fails.
         ids: the ids of the calls.
     """
 
     one: str
     two: str | None
-    empty: str | None
     ids: tuple[str, ...]
 
 
@@ -86,23 +86,25 @@ def written_calls(tokenizer: Tokenizer) -> WrittenCalls | None:
 
     None too where it does not write the result of a call.
     """
-    plain = _rendered(tokenizer, {"role": "assistant", "content": _PLAIN})
+    own = tokenizer.template
+    assert own is not None
+    template = ChatTemplate(own.sources, variables=own.variables, deadline_s=_DEADLINE_S)
+    plain = _rendered(template, {"role": "assistant", "content": _PLAIN})
     if plain is None or _PLAIN not in plain:
         return None
     reasoning = detect_reasoning(tokenizer)
     for style in _ID_STYLES:
-        texts = [_call_text(tokenizer, reasoning, plain, c, style) for c in (ONE, TWO, EMPTY)]
-        one, two, empty = texts
+        one, two = (_call_text(template, tokenizer, reasoning, plain, c, style) for c in (ONE, TWO))
         if one is None or not _has(one, ONE):
             continue
         result = {"role": "tool", "tool_call_id": style(_NAMES[0], 0), "name": _NAMES[0]}
-        whole = _rendered(tokenizer, _message(ONE, style), {**result, "content": _RESULT})
+        whole = _rendered(template, _message(ONE, style), {**result, "content": _RESULT})
         if whole is None or _RESULT not in whole:
             return None
         if two is not None and not _has(two, TWO):
             two = None
         ids = tuple(style(name, index) for index, (name, _) in enumerate(TWO))
-        return WrittenCalls(one, two, empty, ids)
+        return WrittenCalls(one, two, ids)
     return None
 
 
@@ -136,17 +138,17 @@ def _message(calls: Sequence[Call], style: Callable[[str, int], str]) -> dict[st
     return {"role": "assistant", "content": "", "tool_calls": made}
 
 
-def _rendered(tokenizer: Tokenizer, *messages: Mapping[str, Any]) -> str | None:
+def _rendered(template: ChatTemplate, *messages: Mapping[str, Any]) -> str | None:
     """Return the rendering of a conversation, None where the template refuses it."""
-    assert tokenizer.template is not None
     chat = [_USER, *messages]
     for given in (chat, with_text_arguments([dict(message) for message in chat])):
         with suppress(TemplateError):
-            return tokenizer.template.render(given, tools=TOOLS, add_generation_prompt=False)
+            return template.render(given, tools=TOOLS, add_generation_prompt=False)
     return None
 
 
 def _call_text(
+    template: ChatTemplate,
     tokenizer: Tokenizer,
     reasoning: ReasoningFormat | None,
     plain: str,
@@ -154,7 +156,7 @@ def _call_text(
     style: Callable[[str, int], str],
 ) -> str | None:
     """Return what a rendering with calls has in the place of the plain answer."""
-    whole = _rendered(tokenizer, _message(calls, style))
+    whole = _rendered(template, _message(calls, style))
     if whole is None:
         return None
     text = _difference(plain, whole).strip()

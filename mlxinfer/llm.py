@@ -47,8 +47,10 @@ class LLM:
         disk_cache_dir: its folder; None: ~/.cache/mlxinfer/kv.
         max_batch: requests that run at once; others wait.
         max_context: tokens of prompt and answer; None: the model's own limit.
-        prefill_chunk: prompt tokens a step; small ones let other requests answer sooner, large ones
-            are faster.
+        prefill_chunk: prompt tokens a step, whatever they take: answers in 16 bits are the same
+            in each run. None: steps are sized by time, up to 2,048 tokens.
+        prefill_slice: milliseconds that answers may wait for a step with prompts of others; None:
+            250. Short ones keep answers steady, long ones compute prompts faster.
         dtype: of activations and KV cache: "auto", "float32", "bfloat16" or "float16".
         num_pages: KV pages, instead of max_memory: for tests of tight memory.
         launch_ahead: launch a step before the one before it is read. Off: for debugging.
@@ -84,7 +86,8 @@ class LLM:
         disk_cache_dir: str | Path | None = None,
         max_batch: int = 64,
         max_context: int | None = None,
-        prefill_chunk: int = 256,
+        prefill_chunk: int | None = None,
+        prefill_slice: int | None = None,
         dtype: str = "auto",
         num_pages: int | None = None,
         launch_ahead: bool = True,
@@ -109,6 +112,7 @@ class LLM:
             max_batch=max_batch,
             max_context=max_context,
             prefill_chunk=prefill_chunk,
+            prefill_slice=prefill_slice,
             dtype=dtype,
             num_pages=num_pages,
             launch_ahead=launch_ahead,

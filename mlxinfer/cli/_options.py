@@ -72,6 +72,12 @@ _ENGINE = (
         help="Keep prompts on disk, up to SIZE; see cache.",
     ),
     click.option(
+        "--prefill-slice",
+        type=int,
+        metavar="MS",
+        help="Answers wait so long at most for others' prompts.  [default: 250]",
+    ),
+    click.option(
         "--speculate",
         metavar="|".join(METHODS),
         help="What proposes tokens that a step verifies, where that is faster.  [default: auto]",
@@ -87,7 +93,7 @@ _ENGINE = (
 SAMPLING_NAMES = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
 SPECULATION_NAMES = ("speculate", "draft", "max_draft", "acceptance")
 ENGINE_NAMES = (
-    *("kv_bits", "kv_window", "kv_sinks", "max_memory", "disk_cache"),
+    *("kv_bits", "kv_window", "kv_sinks", "max_memory", "disk_cache", "prefill_slice"),
     *SPECULATION_NAMES,
 )
 

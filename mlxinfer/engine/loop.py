@@ -68,6 +68,7 @@ class Loop:
         self.kernels.put_into(model)
         self._emit = emit
         self._in_flight: Launched | None = None
+        self._read_s = 0.0  # when the last step was read
         self.store: PageStore | None = None
         self._proposer = proposer
         self._adapters = tuple(adapters)
@@ -102,6 +103,7 @@ class Loop:
             ),
             max_batch=self.cache.max_batch,
             prefill_chunk=config.prefill_chunk,
+            prefill_slice_s=config.prefill_slice_s,
             proposer=self._proposer,
             counters=self._counters,
         )
@@ -232,6 +234,10 @@ class Loop:
         except BaseException as error:  # evaluation failed: the fault boundary of a step
             self._fail_step(launched.batch, error)
             return False
+        now_s = time.monotonic()
+        seconds = now_s - max(launched.began_s, self._read_s)  # steps run one after the other
+        self._read_s = now_s
+        self.scheduler.prefill.observe(launched.batch, seconds)
         if self.store is not None:
             self._store_spilled(self.store, launched)
         for sequence, start, logits in prompt_logits:

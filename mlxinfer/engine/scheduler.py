@@ -1,6 +1,6 @@
 """What runs next and with how many tokens. Pure Python: knows pages, slots and counts, no arrays.
 
-Decode comes first, then prefill chunks within a token budget, which is halved while others run.
+Decode comes first, then prefill chunks, as many tokens as `PrefillSizer` has room for.
 
 A step may be in flight while the next one is planned. Pages given up meanwhile are safe: the pool
 is written only behind a barrier (`Batch.writes_pages`).
@@ -17,6 +17,7 @@ from ..core import FinishReason
 from .batch import MAX_SHORT, Batch, CommitResult, DecodeBatch, Segment, Sequence, sampling_rows
 from .grammar_masks import num_allowed
 from .kv_manager import KVManager
+from .prefill import PrefillSizer
 from .queues import Counters, RequestQueues
 
 
@@ -57,7 +58,8 @@ class Scheduler:
     Args:
         kv_manager: gives pages to sequences.
         max_batch: sequences that may run at once.
-        prefill_chunk: prompt tokens a step, all sequences together.
+        prefill_chunk: prompt tokens a step at most, all sequences together.
+        prefill_slice_s: see `PrefillSizer`.
         proposer: of tokens to verify; None: every row brings one token.
         counters: to go on counting in.
     """
@@ -68,13 +70,15 @@ class Scheduler:
         *,
         max_batch: int,
         prefill_chunk: int,
+        prefill_slice_s: float | None = None,
         proposer: Proposer | None = None,
         counters: Counters | None = None,
     ) -> None:
-        assert prefill_chunk % kv_manager.page_size == 0
         self.kv_manager = kv_manager
         self.page_size = kv_manager.page_size
-        self.prefill_chunk = prefill_chunk
+        self.prefill = PrefillSizer(
+            page_size=self.page_size, most=prefill_chunk, slice_s=prefill_slice_s
+        )
         self.counters = counters or Counters()
         self.queues = RequestQueues(self.kv_manager, self.counters, max_batch=max_batch)
         self._max_short = min(MAX_SHORT, self.page_size)  # fits in a tail beside a page begun
@@ -158,15 +162,12 @@ class Scheduler:
         prefilling = []
         if not all_decode:
             prefilling = [s for s in queues.running if s.num_left > 0 and not s.decoding]
-        max_prefilling = self.prefill_chunk // self.page_size  # each gets a page at least
+        max_prefilling = self.prefill.most // self.page_size  # each gets a page at least
         while len(prefilling) < max_prefilling and (admitted := queues.admit(prefilling)):
             prefilling.append(admitted)
-        budget = self.prefill_chunk
-        if len(queues.running) > 1:  # the budget is what the others wait for
-            budget = max(budget // 2, self.page_size)
         shares = [
             (sequence, count)
-            for sequence, share in prefill_shares(prefilling, budget, self.page_size)
+            for sequence, share in self.prefill.shares(prefilling, len(queues.running))
             if sequence.slot >= 0
             and (count := self._up_to_boundary(sequence, share))
             and queues.hold(sequence, sequence.num_computed + count)
@@ -343,40 +344,6 @@ class Scheduler:
         if reason is not None:
             result.finished[row] = reason
             self.queues.finish(sequence)
-
-
-def prefill_shares(
-    prefilling: Seq[Sequence], budget: int, page_size: int
-) -> list[tuple[Sequence, int]]:
-    """Tokens of the next step for each prompt that gets any.
-
-    A chunk ends at a page boundary unless it ends the prompt. A quarter of the budget is for the
-    oldest prompt, so that it is never starved; the rest goes to the shortest first, so that a short
-    question does not wait behind a long document.
-
-    Args:
-        prefilling: oldest first.
-        budget: tokens, all prompts together; at least a page.
-        page_size: tokens a page.
-    """
-    if not prefilling:
-        return []
-    oldest = prefilling[0]
-    shares = {oldest: _chunk(oldest, max(budget // 4, page_size), page_size)}
-    budget -= shares[oldest]
-    for sequence in sorted(prefilling[1:], key=lambda s: s.num_left):
-        shares[sequence] = _chunk(sequence, budget, page_size)
-        budget -= shares[sequence]
-    shares[oldest] = _chunk(oldest, shares[oldest] + budget, page_size)
-    return [(sequence, count) for sequence, count in shares.items() if count]
-
-
-def _chunk(sequence: Sequence, limit: int, page_size: int) -> int:
-    """Tokens of the next chunk: all that is left, or as many as end at a page boundary."""
-    if sequence.num_left <= limit:
-        return sequence.num_left
-    stop = sequence.num_computed + limit
-    return max(limit - stop % page_size, 0)
 
 
 def _without_preempted(

@@ -1,6 +1,7 @@
 """Options to a running engine: arguments checked, memory found, model loaded."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from ..config import (
     KVOptions,
     default_disk_folder,
 )
-from ..core import check_count, check_switch
+from ..core import CacheSpec, KVSpec, check_count, check_switch
 from ..errors import InsufficientMemoryError, InvalidRequestError
 from ..memory import default_kv_bytes, human_bytes, parse_bytes, total_memory_bytes
 from ..speculation.options import SpeculationOptions
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from ..models.decoder import LanguageModel
 
 PAGE_SIZE = 16  # tokens of KV cache that are handed out together
+PREFILL_SLICE_MS = 250
+MOST_PREFILL, LEAST_PREFILL = 2048, 256  # tokens of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +45,8 @@ class EngineOptions:
     disk_cache_dir: str | Path | None = None
     max_batch: int = 64
     max_context: int | None = None
-    prefill_chunk: int = 256
+    prefill_chunk: int | None = None
+    prefill_slice: int | None = None
     dtype: str = "auto"
     num_pages: int | None = None
     launch_ahead: bool = True
@@ -50,13 +54,18 @@ class EngineOptions:
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "prefill_chunk"):
-            check_count(name, getattr(self, name), 1)
-        for name in ("max_context", "num_pages"):
+        check_count("max_batch", self.max_batch, 1)
+        for name in ("max_context", "num_pages", "prefill_chunk", "prefill_slice"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), 1)
         for name in ("prefix_cache", "launch_ahead"):
             check_switch(name, getattr(self, name))
+        if self.prefill_chunk is not None and self.prefill_slice is not None:
+            raise InvalidRequestError(
+                "prefill_chunk fixes the tokens of a step, and prefill_slice says how long it may "
+                "take; leave one of them out.",
+                param="prefill_slice",
+            )
         if self.max_memory is not None:
             parse_bytes(self.max_memory)
         if self.disk_cache is not None:
@@ -85,18 +94,36 @@ class EngineOptions:
                 param="disk_cache",
             )
         limit = model.config.max_context
+        kv_bytes = self.kv_bytes(model.num_bytes)
+        chunk = self.prefill_chunk or self._most_prefill(model.cache_specs, kv_bytes)
+        slice_s = (self.prefill_slice or PREFILL_SLICE_MS) / 1000
         return EngineConfig(
             page_size=PAGE_SIZE,
             max_batch=self.max_batch,
-            prefill_chunk=-(-self.prefill_chunk // PAGE_SIZE) * PAGE_SIZE,
+            prefill_chunk=-(-chunk // PAGE_SIZE) * PAGE_SIZE,
+            prefill_slice_s=slice_s if self.prefill_chunk is None else None,
             max_context=min(self.max_context or limit, limit),
-            kv_budget_bytes=self.kv_bytes(model.num_bytes),
+            kv_budget_bytes=kv_bytes,
             num_pages=self.num_pages,
             kv=self.kv,
             prefix_cache=self.prefix_cache and "prefix_cache" not in model.lacks,
             disk=disk,
             launch_ahead=self.launch_ahead,
         )
+
+    def _most_prefill(self, specs: Sequence[CacheSpec], kv_bytes: int) -> int:
+        """Prompt tokens a step at most, where steps are sized by time.
+
+        Windows hold all of them for a moment: that may take little of the KV cache.
+        """
+        if self.num_pages is not None:
+            return LEAST_PREFILL
+        windowed = [s for s in specs if isinstance(s, KVSpec) and (s.window or self.kv.window)]
+        token_bytes = sum(4 * s.num_kv_heads * (s.key_dim + s.value_dim) for s in windowed)
+        most = MOST_PREFILL
+        while most > LEAST_PREFILL and most * token_bytes > kv_bytes / 16:
+            most //= 2
+        return most
 
     def kv_bytes(self, weights_bytes: int) -> int:
         """Budget of the KV cache; raises InsufficientMemoryError where the weights leave none."""

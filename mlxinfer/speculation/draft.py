@@ -25,8 +25,8 @@ from ..core import Request, SamplingParams, StateSpec, TokenEvent
 from ..engine.batch import MAX_SHORT, Batch, DecodeBatch, Segment, Sequence, sampling_rows
 from ..engine.kernels import Chooser, choose_none
 from ..engine.loop import Loop
+from ..engine.prefill import prefill_shares
 from ..engine.runner import Launched
-from ..engine.scheduler import prefill_shares
 from ..errors import UnsupportedModelError
 from ..models.decoder import LanguageModel
 from ..sampling.rejection import DrawnProposals, ProposingChoice
@@ -37,6 +37,7 @@ NAME = "draft"
 PRIOR = 0.7  # chance that a proposal holds
 MAX_DEPTH = 8
 PREFILL_STEPS = 2  # of long segments for one round of proposals; the rest has its turn later
+PREFILL_TOKENS = 256  # of such a step: answers wait for it
 
 
 @dataclass(slots=True)
@@ -297,7 +298,8 @@ class DraftProposer:
         if not (short or long or singles):
             return None
         moves = self._seal([own for own, _ in rows if own.num_left <= MAX_SHORT] if first else [])
-        shares = prefill_shares(long, self._config.prefill_chunk, self._config.page_size)
+        most = min(self._config.prefill_chunk, PREFILL_TOKENS)
+        shares = prefill_shares(long, most, self._config.page_size)
         batch = Batch(
             DecodeBatch.of(singles),
             short=[_segment(own, own.num_left) for own in short]

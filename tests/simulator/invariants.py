@@ -18,7 +18,7 @@ def check_batch(scheduler: Scheduler, batch: Batch) -> None:
     assert segments
     prefill = [s for s in segments if s.num_tokens > 1 or s.start < s.sequence.num_prompt]
     prompts = [s for s in prefill if not s.proposals]
-    assert sum(s.num_tokens for s in prompts) <= scheduler.prefill_chunk
+    assert sum(s.num_tokens for s in prompts) <= scheduler.prefill.most
     assert len({s.slot for s in segments}) == len(segments)
     assert all(s.started for s in scheduler.queues.running)
     assert all(s.slot == s.sequence.slot >= 0 for s in segments)

@@ -1,0 +1,175 @@
+"""How many prompt tokens the next step computes, and of which prompts. Pure Python.
+
+Steps are sized by time. Sequences that decode wait for the prompts of a step, so beside them its
+prompts get a slice of time, worth as many tokens as earlier steps say. While none decodes, steps
+are as small as costs next to nothing: a large step reads weights and context less often, a small
+one lets the next request begin sooner. A fixed number of tokens makes steps, and with them the
+rounding of 16-bit numbers, independent of the machine's speed.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from math import inf, log2
+
+from .batch import Batch, Sequence
+
+FIRST = 256  # tokens a step of the first prompt
+UNTIMED = 64  # tokens beside sequences that decode, before any step was timed
+GAIN = 0.99  # larger steps are tried while twice the tokens cut the time of each to this
+CLOSE = 1.015  # sizes whose tokens take so much longer than the quickest ones' are as good
+LATEST = 0.5  # weight of the latest measurement
+LONGER = 4096  # tokens of context up to which a size is good as measured, then until it has doubled
+
+
+class PrefillSizer:
+    """Sizes the prefill part of steps.
+
+    Args:
+        page_size: tokens a page.
+        most: tokens of all prompts in one step; whole pages.
+        slice_s: seconds for the prompts of a step beside sequences that decode. None: every step
+            takes `most` tokens, half of that while others run.
+    """
+
+    def __init__(self, *, page_size: int, most: int, slice_s: float | None = None) -> None:
+        assert most % page_size == 0
+        self.most = most
+        self._page_size = page_size
+        self._slice_s = slice_s
+        self._decode_s: float | None = None  # of a step without prompts
+        # Half-octave of the context -> context, and seconds that one more token takes there.
+        self._beside: dict[int, tuple[float, float]] = {}
+        self._size = min(FIRST, most)  # of steps while none decodes
+        self._times: dict[int, float] = {}  # such a size -> seconds a token
+        self._context = LONGER  # up to which these hold
+
+    def shares(self, prefilling: Seq[Sequence], num_running: int) -> list[tuple[Sequence, int]]:
+        """Tokens of the next step for each prompt that gets any.
+
+        Args:
+            prefilling: running sequences with prompts to compute, oldest first.
+            num_running: of all that run.
+        """
+        page_size = self._page_size
+        if not prefilling:
+            return []
+        if self._slice_s is None:  # the budget is what the others wait for
+            room = max(self.most // 2, page_size) if num_running > 1 else self.most
+            return prefill_shares(prefilling, room, page_size)
+        if num_running == len(prefilling):
+            self._size = self._next_size()
+            return prefill_shares(prefilling, self._size, page_size)
+        if not self._beside:
+            return prefill_shares(prefilling, min(UNTIMED, self.most), page_size)
+        left_s = self._slice_s - (self._decode_s or 0.0)
+        costs = {sequence: self._cost(sequence, left_s) for sequence in prefilling}
+        if len(costs) > 1:  # a page for the oldest, and one for the shortest
+            left_s = max(left_s, 2 * page_size * max(costs.values()))
+        left_s = min(left_s, self.most * min(costs.values()))
+        return prefill_shares(prefilling, left_s, page_size, cost=costs.__getitem__)
+
+    def observe(self, batch: Batch, seconds: float) -> None:
+        """Take in how long a step took."""
+        prompts = [segment for segment in batch.ragged if not segment.proposals]
+        num_tokens = sum([segment.num_tokens for segment in prompts])
+        beside = num_tokens < batch.num_tokens
+        if self._slice_s is None or not batch.num_tokens:
+            return
+        if not num_tokens:
+            self._decode_s = _blended(self._decode_s, seconds)
+            return
+        context = max([segment.stop for segment in prompts])
+        if not beside:
+            self._time_size(num_tokens, context, seconds / num_tokens)
+        spent_s = seconds - (self._decode_s or 0.0) if beside else seconds
+        cost = max(spent_s, seconds / 8) / num_tokens
+        place = _half_octave(context)
+        at, before = self._beside.get(place, (None, None))
+        self._beside[place] = _blended(at, context), _blended(before, cost)
+
+    # -- beside sequences that decode -----------------------------------------------------------
+
+    def _cost(self, sequence: Sequence, left_s: float) -> float:
+        """Seconds of each of a sequence's next tokens."""
+        start = sequence.num_computed
+        first = self._seconds_at(start + self._page_size)
+        return self._seconds_at(start + min(max(left_s, 0) / first, sequence.num_left, self.most))
+
+    def _seconds_at(self, context: float) -> float:
+        """Seconds of a token after so many others; not too few, where other contexts were timed.
+
+        A token costs more the more there are before it, and at most in proportion.
+        """
+        known = self._beside.get(_half_octave(context))
+        near = [known] if known is not None else self._beside.values()
+        return min([s * max(1.0, context / at) for at, s in near])
+
+    # -- while none decodes ---------------------------------------------------------------------
+
+    def _next_size(self) -> int:
+        """Twice the last size while that pays, then the smallest of those that are as quick."""
+        size, times = self._size, self._times
+        if size not in times:
+            return size
+        larger, pays = 2 * size, times[size] < GAIN * times.get(size // 2, inf)
+        if pays and larger <= self.most and larger not in times:
+            return larger
+        quickest = min(times.values())
+        return min([some for some, seconds in times.items() if seconds <= CLOSE * quickest])
+
+    def _time_size(self, num_tokens: int, context: int, seconds: float) -> None:
+        """A step of about the last size took so long for each token."""
+        if context > self._context:  # reading the context has become dearer: try again
+            self._times.clear()
+            self._context = 2 * context
+            self._size = max(self._size // 2, min(FIRST, self.most))
+        elif num_tokens > self._size - self._page_size:
+            self._times[self._size] = _blended(self._times.get(self._size), seconds)
+
+
+def prefill_shares(
+    prefilling: Seq[Sequence],
+    room: float,
+    page_size: int,
+    *,
+    cost: Callable[[Sequence], float] = lambda sequence: 1,
+) -> list[tuple[Sequence, int]]:
+    """Tokens of the next step for each prompt that gets any.
+
+    A chunk ends at a page boundary unless it ends the prompt. A quarter of the room is for the
+    oldest prompt, so that it is never starved; the rest goes to the shortest first, so that a short
+    question does not wait behind a long document.
+
+    Args:
+        prefilling: oldest first.
+        room: for all prompts together; a page at least is computed whatever it costs.
+        page_size: tokens a page.
+        cost: of each token of a sequence.
+    """
+    if not prefilling:
+        return []
+    oldest = prefilling[0]
+    quarter = int(room / 4 / cost(oldest))
+    shares = {oldest: _chunk(oldest, max(quarter, page_size), page_size)}
+    room = max(room - shares[oldest] * cost(oldest), 0)
+    for sequence in sorted(prefilling[1:], key=lambda s: s.num_left):
+        shares[sequence] = _chunk(sequence, int(room / cost(sequence)), page_size)
+        room -= shares[sequence] * cost(sequence)
+    shares[oldest] = _chunk(oldest, shares[oldest] + int(room / cost(oldest)), page_size)
+    return [(sequence, count) for sequence, count in shares.items() if count]
+
+
+def _chunk(sequence: Sequence, limit: int, page_size: int) -> int:
+    """Tokens of the next chunk: all that is left, or as many as end at a page boundary."""
+    if sequence.num_left <= limit:
+        return sequence.num_left
+    stop = sequence.num_computed + limit
+    return max(limit - stop % page_size, 0)
+
+
+def _half_octave(context: float) -> int:
+    return int(2 * log2(max(context, 1.0)))
+
+
+def _blended(before: float | None, latest: float) -> float:
+    return latest if before is None else before + LATEST * (latest - before)

@@ -1,0 +1,198 @@
+"""Steps sized by time, in simulated time: costs follow from published figures of chips and models.
+
+A step reads its weights and the KV of its sequences, computes its tokens, and launches its layers,
+one after the other. No figure here is a measurement of mlxinfer.
+"""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+
+from mlxinfer.cache.groups import AttentionWindow, PageGroup
+from mlxinfer.cache.pages import PageAllocator
+from mlxinfer.core import Request, SamplingParams
+from mlxinfer.engine.batch import Batch
+from mlxinfer.engine.kv_manager import KVManager
+from mlxinfer.engine.prefill import PrefillSizer
+from mlxinfer.engine.scheduler import Scheduler
+
+PAGE, MOST, SLICE_S = 16, 2048, 0.25
+CHIPS = {  # (float operations, bytes) a second
+    "M1 Max": (10.4e12, 400e9),
+    "M4 Max": (18.4e12, 546e9),
+    "M3 Ultra": (28.4e12, 819e9),
+    "M5": (15e12, 153e9),
+}
+BUSY = 0.75  # share of both that is reached
+LAUNCH_S = 65e-6  # a layer
+
+
+@dataclass(frozen=True)
+class SimulatedModel:
+    params: float  # that a token is multiplied with
+    weight_bytes: float  # that a step of one token reads
+    all_bytes: float  # that a step of many tokens reads
+    layers: int
+    token_bytes: float  # of keys and values, all layers
+    attention_flops: float  # of a token for each one that it sees
+    tokens_for_all: float = 1.0  # from about so many tokens on, all experts are read
+
+
+MODELS = {
+    "4B": SimulatedModel(4.0e9, 2.3e9, 2.3e9, 36, 147e3, 0.6e6),
+    "27B": SimulatedModel(27e9, 15e9, 15e9, 64, 262e3, 1.3e6),
+    "35B-A3B": SimulatedModel(3e9, 1.8e9, 19.5e9, 40, 82e3, 0.7e6, tokens_for_all=64),
+}
+CASES = [(chip, model) for chip in CHIPS for model in MODELS]
+
+
+@dataclass
+class Bench:
+    """A scheduler whose steps take simulated time."""
+
+    chip: str
+    model: str
+    slice_s: float | None = SLICE_S
+    chunk: int = MOST
+    now_s: float = 0.0
+    token_s: dict[str, list[float]] = field(default_factory=dict)  # when each token came
+    sizes: list[int] = field(default_factory=list)  # prompt tokens of each step
+
+    def __post_init__(self) -> None:
+        group = PageGroup(AttentionWindow(), PageAllocator(1 << 14), PAGE, self.chunk, page_bytes=1)
+        self.scheduler = Scheduler(
+            KVManager([group], reuse=False),
+            max_batch=16,
+            prefill_chunk=self.chunk,
+            prefill_slice_s=self.slice_s,
+        )
+
+    def add(self, name: str, num_prompt: int, max_tokens: int = 1) -> None:
+        first = 1000 * len(self.token_s)
+        ids = [first + i % 997 for i in range(num_prompt)]
+        request = Request(name, ids, SamplingParams(max_tokens=max_tokens))
+        self.scheduler.queues.add(request, max_output=max_tokens)
+        self.token_s[name] = []
+
+    def seconds(self, batch: Batch) -> float:
+        flops, bandwidth = (BUSY * rate for rate in CHIPS[self.chip])
+        model, rows = MODELS[self.model], batch.num_tokens
+        share = min(1.0, (rows - 1) / model.tokens_for_all)
+        read = model.weight_bytes + share * (model.all_bytes - model.weight_bytes)
+        computed = 2 * model.params * rows
+        starts = batch.decodes.segments.starts
+        spans = [(int(start), 1) for start in starts] + [
+            (s.start, s.num_tokens) for s in batch.ragged
+        ]
+        for start, count in spans:
+            read += (start + count) * model.token_bytes
+            computed += count * (start + count / 2) * model.attention_flops
+        return read / bandwidth + computed / flops + LAUNCH_S * model.layers
+
+    def step(self) -> None:
+        batch = self.scheduler.next_batch()
+        assert batch is not None
+        took_s = self.seconds(batch)
+        self.now_s += took_s
+        self.sizes.append(sum(s.num_tokens for s in batch.ragged))
+        self.scheduler.prefill.observe(batch, took_s)
+        for sequence in batch.sampling.sequences:
+            self.token_s[sequence.request.id].append(self.now_s)
+        self.scheduler.commit(batch, [7] * len(batch.sampling))
+
+    def until(self, name: str) -> float:
+        """Run until a request has its first token; when that is."""
+        while not self.token_s[name]:
+            self.step()
+        return self.token_s[name][0]
+
+    def longest_gap(self, name: str) -> float:
+        times = self.token_s[name]
+        return max(after - before for before, after in pairwise(times))
+
+
+@pytest.mark.parametrize(("chip", "model"), CASES)
+def test_a_stream_waits_for_a_slice_at_most_while_a_long_prompt_is_computed(
+    chip: str, model: str
+) -> None:
+    bench = Bench(chip, model)
+    bench.add("stream", 600, max_tokens=10_000)
+    bench.until("stream")
+    for _ in range(5):
+        bench.step()
+    decode_s = bench.longest_gap("stream")
+    bench.add("long", 12_000)
+    bench.until("long")
+    assert bench.longest_gap("stream") <= 1.2 * max(SLICE_S, decode_s)
+
+
+@pytest.mark.parametrize(("chip", "model"), CASES)
+def test_a_long_prompt_alone_is_as_quick_as_with_its_best_chunk(chip: str, model: str) -> None:
+    def alone(bench: Bench) -> float:
+        bench.add("long", 24_000)
+        return bench.until("long")
+
+    best = min(alone(Bench(chip, model, None, chunk)) for chunk in (256, 512, 1024, 2048))
+    warm = Bench(chip, model)
+    warm.add("first", 4_000)
+    began_s = warm.until("first")
+    assert alone(warm) - began_s <= 1.03 * best
+
+
+def test_slices_are_used_to_most_of_their_length() -> None:
+    bench = Bench("M4 Max", "4B")
+    bench.add("stream", 600, max_tokens=10_000)
+    bench.until("stream")
+    bench.step()
+    bench.add("long", 12_000)
+    bench.until("long")
+    times = bench.token_s["stream"]
+    gaps = sorted(after - before for before, after in pairwise(times))
+    assert gaps[len(gaps) // 2] > 0.7 * SLICE_S
+
+
+def test_a_short_question_passes_a_long_prompt_and_the_long_one_goes_on() -> None:
+    bench = Bench("M1 Max", "27B")
+    bench.add("stream", 100, max_tokens=10_000)
+    bench.until("stream")
+    bench.add("long", 3_000)
+    for _ in range(4):
+        bench.step()
+    bench.add("short", 40)
+    asked_s = bench.now_s
+    assert bench.until("short") - asked_s < 4 * SLICE_S
+    for i in range(60):  # new ones come all the time
+        bench.add(f"short {i}", 200)
+        bench.step()
+    done = bench.sizes[-60:]
+    (long,) = [s for s in bench.scheduler.queues.running if s.request.id == "long"]
+    before = long.num_computed
+    for i in range(20):
+        bench.add(f"late {i}", 200)
+        bench.step()
+    assert long.num_computed - before >= 20 * PAGE
+    assert all(done)
+
+
+def test_a_fixed_chunk_ignores_time() -> None:
+    sizes = []
+    for chip in ("M5", "M3 Ultra"):
+        bench = Bench(chip, "27B", slice_s=None, chunk=256)
+        bench.add("stream", 300, max_tokens=50)
+        bench.until("stream")
+        bench.add("long", 1000)
+        bench.until("long")
+        sizes.append(bench.sizes)
+    assert sizes[0] == sizes[1]
+    assert set(sizes[0]) <= {256, 128, 44, 104, 0}
+
+
+def test_nothing_timed_begins_small_beside_a_stream() -> None:
+    bench = Bench("M1 Max", "27B")
+    bench.add("stream", 100, max_tokens=100)
+    bench.until("stream")
+    bench.scheduler.prefill = PrefillSizer(page_size=PAGE, most=MOST, slice_s=SLICE_S)
+    bench.add("long", 1000)
+    bench.step()
+    assert bench.sizes[-1] == 64

@@ -227,8 +227,7 @@ class LLM:
                 {"enable_thinking": False}.
 
         Raises:
-            TemplateError: the model has no chat template, it refused these messages, or it knows
-                no tools.
+            TemplateError: the model has no chat template, or it refused these messages.
             InvalidRequestError: a tool or the choice is wrong, a grammar cannot be compiled, or
                 the template has no such variable.
         """

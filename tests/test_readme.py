@@ -48,6 +48,13 @@ def test_the_programs_of_the_readme_run_as_cells_of_one_interpreter() -> None:
     assert '"name": ' in form
 
 
+def test_the_program_of_the_tools_page_runs() -> None:
+    [code] = blocks(DOCS["tools.md"], "python")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(("get_weather Oslo\n", "get_weather Rome\n"))
+
+
 def test_the_client_of_the_server_page_gets_an_answer() -> None:
     [code] = blocks(DOCS["server.md"], "python")
     with LLM("demo") as llm:

@@ -49,8 +49,9 @@ def check_all(harness: Harness, name: str) -> None:
         assert outcome.token_ids == own_tokens(name, int(asked.rstrip("'"))), asked
 
 
-@pytest.mark.parametrize("name", BATCHED + ALONE)
-@pytest.mark.parametrize("chunk", [16, 64])
+@pytest.mark.parametrize(
+    ("name", "chunk"), [*zip(BATCHED + ALONE, (16, 64, 32, 64, 16), strict=True)]
+)
 def test_ragged_batches_in_chunks_equal_mlx_lm(name: str, chunk: int) -> None:
     harness = Harness(model_of(name), prefill_chunk=chunk)
     add_all(harness)
@@ -80,8 +81,7 @@ def test_proposals_that_steps_verify_change_no_token(name: str) -> None:
     check_all(harness, name)
 
 
-@pytest.mark.parametrize("bits", [(8, 8), (8, 4)])
-@pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.parametrize(("name", "bits"), [*zip(BATCHED, ((8, 8), (8, 4), (4, 4)), strict=True)])
 def test_quantised_keys_and_values_give_the_same_tokens_batched_and_alone(
     name: str, bits: tuple[int, int]
 ) -> None:

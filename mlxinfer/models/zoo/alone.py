@@ -38,16 +38,15 @@ class Kept:
 
     def unread(self) -> list[mx.array]:
         """States: the outputs of the step that made them do not depend on them."""
-        return [
-            array
-            for cache in self.caches
-            if type(cache).__name__ not in ATTENTION_CACHES
-            for array in _arrays(cache)
-        ]
+        return [array for cache in self.caches for array in _states(cache)]
 
 
-def _arrays(cache: Any) -> list[mx.array]:
-    if cache is None or cache.empty():
+def _states(cache: Any) -> list[mx.array]:
+    """The arrays of a cache that does not belong to attention."""
+    kind = type(cache).__name__
+    if kind == "CacheList":
+        return [array for inner in cache.caches for array in _states(inner)]
+    if cache is None or kind in ATTENTION_CACHES or cache.empty():
         return []
     return [array for _, array in tree_flatten(cache.state) if isinstance(array, mx.array)]
 

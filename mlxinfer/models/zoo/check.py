@@ -40,7 +40,10 @@ def weights_dtype(definition: Definition) -> mx.Dtype:
 
 
 def narrow_twin(definition: Definition, formats: Formats) -> Definition:
-    """The same weights behind windows so narrow that a short check goes past them."""
+    """The same weights behind windows so narrow that a short check goes past them.
+
+    The definition itself where it has no windows, or cannot have narrow ones.
+    """
     twin = with_narrow_windows(definition, NARROW)
     if twin is None:
         return definition
@@ -116,7 +119,7 @@ def _ids(vocab_size: int) -> list[mx.array]:
 def problem_batched(config: ZooConfig, definition: Definition) -> str | None:
     """How ragged steps of all sequences differ from mlx-lm's own run; None: not."""
     try:
-        traced = trace(definition)
+        traced = trace(definition)  # anew: the dtypes of keys follow from the weights
         model = FlatModel(config, definition, traced)
         layers = [DenseLayer(spec) for spec in traced.specs]
         ids = _ids(traced.vocab_size)

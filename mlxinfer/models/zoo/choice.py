@@ -104,10 +104,9 @@ def build(config: ZooConfig, definition: Definition, formats: Formats) -> FlatMo
         raise _fails(definition, error) from error
     because = config.alone_because
     if because is None:
-        traced = trace(definition)
         because = problem_batched(config, narrow_twin(definition, formats))
         if because is None:
-            return FlatModel(config, definition, traced)
+            return FlatModel(config, definition, trace(definition))
     dtype = weights_dtype(definition)
     model = AloneModel(replace(config, alone_because=because), definition, dtype)
     problem = problem_alone(model)

@@ -202,7 +202,8 @@ def _with_old_rope(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, An
     }
     if kind != "default":
         old["rope_scaling"] = {**rope, "rope_type": kind, "type": kind}
-    return {**old, **{key: value for key, value in config.items() if value is not None}}
+    silent = {key: value for key, value in old.items() if config.get(key) is None}
+    return {**config, **silent}
 
 
 def with_narrow_windows(definition: Definition, window: int) -> Definition | None:

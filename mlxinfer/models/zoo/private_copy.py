@@ -10,6 +10,7 @@ import ast
 import contextlib
 import io
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
@@ -30,6 +31,7 @@ BROKEN = {  # definitions that must not even be tried, with what was found
     "phi3small": "it adds a mask of true and false to its scores, so that tokens see later ones, "
     "and corrupts memory on MLX's CPU backend",
 }
+_IMPORTING = threading.Lock()  # engines load on threads of their own
 NEEDED = ("Model", "ModelArgs")  # what a module that defines an architecture has
 
 
@@ -154,7 +156,7 @@ def module_of(model_type: str) -> ModuleType | None:
         raise UnsupportedModelError(f"mlx-lm's definition of {name!r} is not used: {BROKEN[name]}.")
     said = io.StringIO()
     try:
-        with _absolute_names(), contextlib.redirect_stdout(said):
+        with _IMPORTING, _absolute_names(), contextlib.redirect_stdout(said):
             module = import_module(f"{copied()}.{name}")
     except (Exception, SystemExit) as error:  # the fault boundary of foreign code
         what = said.getvalue().strip() or f"{type(error).__name__}: {error}"
@@ -171,15 +173,15 @@ def _absolute_names() -> Iterator[None]:
     models = copied()
     ours = {
         name.replace(COPY, "mlx_lm", 1): module
-        for name, module in sys.modules.items()
+        for name, module in list(sys.modules.items())
         if name == COPY or name.startswith(models)
     }
-    theirs = {name: module for name, module in sys.modules.items() if _is_mlx_lm(name)}
+    theirs = {name: module for name, module in list(sys.modules.items()) if _is_mlx_lm(name)}
     sys.modules.update(ours)
     try:
         yield
     finally:
-        for name in [name for name in sys.modules if _is_mlx_lm(name)]:
+        for name in [name for name in list(sys.modules) if _is_mlx_lm(name)]:
             del sys.modules[name]
         sys.modules.update(theirs)
 

@@ -42,10 +42,11 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "convert": LEAVES | {"backend", "hub", "layers", "memory", "models", "text"},
     "server": LEAVES | {"backend", "grammar", "history", "hub", "memory", "session", "text"},
 }
-SERVER_LEAVES = {"errors", "keys", "settings", "background"}
+SERVER_LEAVES = {"errors", "keys", "settings", "background", "store"}
 SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "errors": set(),
     "background": set(),
+    "store": set(),
     "keys": {"errors"},
     "settings": {"keys"},
     "http": SERVER_LEAVES,

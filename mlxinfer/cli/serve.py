@@ -3,6 +3,7 @@
 import os
 import sqlite3
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -37,6 +38,18 @@ if TYPE_CHECKING:
     show_default=True,
     metavar="MODEL",
     help="Bundled model, folder, or org/name; repeatable. NAME=MODEL serves it as NAME.",
+)
+@click.option(
+    "--default-model",
+    metavar="NAME",
+    help="Answers requests that name a model that is not here.  [default: they are refused]",
+)
+@click.option(
+    "--alias",
+    "aliases",
+    multiple=True,
+    metavar="PATTERN=NAME",
+    help="Another name of a model, such as 'claude-*=chat'; repeatable.",
 )
 @click.option(
     "--host",
@@ -247,6 +260,24 @@ def ttl_of(options: dict[str, Any]) -> float | None:
     return None if options["ttl"] is None else parse_duration(options["ttl"])
 
 
+def with_aliases(
+    requested: Sequence[RequestedModel], aliases: Sequence[str]
+) -> list[RequestedModel]:
+    """Return the models with the names of --alias, `PATTERN=NAME`, beside those they have."""
+    more: dict[str, tuple[str, ...]] = {each.name: () for each in requested}
+    for text in aliases:
+        pattern, _, name = text.rpartition("=")
+        if not pattern or name not in more:
+            raise click.UsageError(
+                f"--alias is {text!r}; expected PATTERN=NAME with one of {', '.join(more)}."
+            )
+        more[name] += (pattern,)
+    return [
+        replace(each, entry=replace(each.entry, aliases=each.entry.aliases + more[each.name]))
+        for each in requested
+    ]
+
+
 def registry(requested: Sequence[RequestedModel], options: dict[str, Any]) -> "Models":
     """Return the models, none of them loaded yet; options that do not fit are wrong usage."""
     from ..memory import MODELS_SHARE, parse_bytes, total_memory_bytes
@@ -258,7 +289,9 @@ def registry(requested: Sequence[RequestedModel], options: dict[str, Any]) -> "M
         limit_bytes = int(MODELS_SHARE * total_memory_bytes())
         if limit is not None:
             limit_bytes = parse_bytes(limit)
+        default, aliases = options.pop("default_model"), options.pop("aliases")
+        requested = with_aliases(requested, aliases)
         entries = [entry_of(each, options, ttl_s) for each in requested]
-        return Models(entries, limit_bytes=limit_bytes)
+        return Models(entries, limit_bytes=limit_bytes, default=default)
     except InvalidRequestError as error:
         raise click.UsageError(str(error)) from error

@@ -11,7 +11,7 @@ from .calls.endpoint import Endpoint, Served
 from .calls.service import Service
 from .errors import NoSuchPathError
 from .http.guard import Guard
-from .openai import chat, completions, models, responses, stored_responses, tokens
+from .openai import chat, completions, infill, models, responses, stored_responses, tokens
 from .ops import admin, health, metrics
 from .ops.openapi import documentation
 from .page import files, state
@@ -19,6 +19,7 @@ from .page import files, state
 ENDPOINTS: tuple[Endpoint, ...] = (
     *chat.ENDPOINTS,
     *completions.ENDPOINTS,
+    *infill.ENDPOINTS,
     *models.ENDPOINTS,
     *responses.ENDPOINTS,
     *stored_responses.ENDPOINTS,

@@ -69,6 +69,7 @@ class RequestBuilder:
         tokenizer: as given.
         end_ids: tokens that end an answer.
         guidance: makes the grammars.
+        reasoning: how the model marks its reasoning; None: it does not reason.
     """
 
     def __init__(self, tokenizer: Tokenizer, info: ModelInfo, tool_format: str) -> None:
@@ -76,10 +77,10 @@ class RequestBuilder:
         ends = tokenizer.eos_token_ids.union(info.eos_token_ids)
         self.end_ids = frozenset(i for i in ends if 0 <= i < info.vocab_size)  # others never come
         self._vocab_size = info.vocab_size
-        self._reasoning = detect_reasoning(tokenizer)
+        self.reasoning = detect_reasoning(tokenizer)
         self._tool_format_name = tool_format
         self.guidance = Guidance(
-            tokenizer, self._reasoning, vocab_size=info.vocab_size, end_ids=self.end_ids
+            tokenizer, self.reasoning, vocab_size=info.vocab_size, end_ids=self.end_ids
         )
         self._request_ids = itertools.count()
 
@@ -246,7 +247,7 @@ class RequestBuilder:
                 self.tokenizer,
                 stop=request.params.stop,
                 min_tokens=request.params.min_tokens,
-                reasoning=self._reasoning if reasons else None,
+                reasoning=self.reasoning if reasons else None,
                 tools=None if use is None else use.parser(),
                 single_call=use is not None and not use.parallel,
                 prompt_ids=ids,

@@ -23,6 +23,7 @@ class FakeModel:
     machine: "Machine"
     closed: bool = False
     max_context: int = 2048
+    capabilities: dict[str, bool] = field(default_factory=dict)
     created_s: int = 1
 
     @property

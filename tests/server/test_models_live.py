@@ -48,7 +48,11 @@ def test_a_request_loads_its_model_and_unloads_an_idle_one_for_room(two: LazySer
     assert [answer["model"] for answer in answers] == ["small", "big"]
     assert two.loads == ["small", "big"]
     assert two.states() == {"big": "loaded", "small": "unloaded"}
-    assert two.get("/v1/models/big").json()["max_model_len"] == 2048
+    card = two.get("/v1/models/big").json()
+    assert (card["max_model_len"], card["context_length"]) == (2048, 2048)
+    able = {name for name, can in card["capabilities"].items() if can}
+    assert able == {"chat", "completion", "tools"}
+    assert two.get("/v1/models/small").json()["capabilities"] is not None  # as it was when loaded
 
 
 def test_concurrent_requests_load_a_model_once(two: LazyServer) -> None:

@@ -24,13 +24,15 @@ def test_the_models_of_a_config_file(tmp_path: Path) -> None:
         '[models.big]\nsource = "demo"\nkv-bits = 8\n'
         '[models.small]\nsource = "demo-draft"\naliases = ["gpt"]\npin = true\n'
     )
-    process = start("--config", str(config), "--log-format", "json")
+    names = ("--default-model", "small", "--alias", "claude-*=big")
+    process = start("--config", str(config), "--log-format", "json", *names)
     try:
         url = url_in(process)
         assert states(url) == {"big": "unloaded", "small": "loaded"}
         body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-        models = [json.load(post(url, {**body, "model": m}))["model"] for m in ("gpt", "big")]
-        assert models == ["small", "big"]
+        asked = ("gpt", "claude-sonnet", "what-else")
+        models = [json.load(post(url, {**body, "model": m}))["model"] for m in asked]
+        assert models == ["small", "big", "small"]
         assert states(url) == {"big": "loaded", "small": "loaded"}
         process.terminate()
         _, log = process.communicate(timeout=20)

@@ -374,3 +374,22 @@ def test_two_models_of_one_name_are_refused(machine: Machine, other: dict[str, A
     name = other.pop("name")
     with pytest.raises(InvalidRequestError, match="Two models are called a"):
         machine.registry([machine.entry("a", MB), machine.entry(name, MB, **other)])
+
+
+def test_patterns_and_a_default_answer_to_other_names(machine: Machine) -> None:
+    entries = [
+        machine.entry("a", 10 * MB, aliases=("claude-*", "gpt-4*")),
+        machine.entry("b", 10 * MB, aliases=("claude-3-haiku", "*-mini")),
+    ]
+    models = Models(entries, limit_bytes=machine.limit_bytes)
+    expected = {"claude-opus-5": "a", "claude-3-haiku": "b", "gpt-4o-mini": "a", "o3-mini": "b"}
+    for name, found in expected.items():
+        assert models.find(name).entry.name == found
+    with pytest.raises(ModelNotFoundError):
+        models.find("other")
+    with pytest.raises(InvalidRequestError, match="default model"):
+        Models(entries, limit_bytes=machine.limit_bytes, default="c")
+    falling_back = Models(entries, limit_bytes=machine.limit_bytes, default="b")
+    assert falling_back.find("other").entry.name == "b"
+    assert falling_back.find("claude-x").entry.name == "a"
+    assert falling_back.find(None).entry.name == "a"

@@ -9,7 +9,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from ...core import MAX_LOGPROBS
 from ...errors import InvalidRequestError
-from ...text import Detokenizer
+from ...text import Detokenizer, Tokenizer, fim_tokens
+from ..errors import UnsupportedFieldError
 from ..fields.checks import refuse
 from ..fields.grammar import ConstraintFields
 from ..fields.prompt import check_texts, room_for_answer
@@ -24,7 +25,7 @@ class CompletionRequest(ConstraintFields, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-    suffix: Any = None
+    suffix: str | None = None  # the text after the gap that the model fills
     reasoning_budget: Any = None
     thinking_budget_tokens: Any = None
     thinking_token_budget: Any = None
@@ -71,14 +72,25 @@ class Prompt:
     ids: list[int]
     text: str
     half: str = ""  # U+FFFD for half a character at the end, which the answer may complete
+    end_ids: frozenset[int] = frozenset()  # tokens that end the answer to this prompt
 
 
-def read_prompts(model: ServedModel, given: Given) -> list[Prompt]:
+def read_prompts(model: ServedModel, given: Given, suffix: str | None = None) -> list[Prompt]:
     """The prompts of a text, a list of texts, a list of token ids, or a list of such lists.
+
+    With a suffix the model fills the gap between each text and the suffix.
 
     Raises:
         InvalidRequestError: a mixture, an empty prompt, too many, or invalid token ids.
+        UnsupportedFieldError: a suffix, and the model has no tokens for it.
     """
+    if suffix:
+        texts = [given] if isinstance(given, str) else given
+        if not texts or len(texts) > MAX_PROMPTS or not all(isinstance(t, str) for t in texts):
+            raise InvalidRequestError(
+                f"suffix goes with a prompt of 1 to {MAX_PROMPTS} texts.", param="suffix"
+            )
+        return [infill_prompt(model, str(text), suffix) for text in texts]
     if isinstance(given, str):
         return [_of_text(model, given, "prompt")]
     if given and all(type(item) is int for item in given):
@@ -88,6 +100,39 @@ def read_prompts(model: ServedModel, given: Given) -> list[Prompt]:
             f"prompt holds {len(given)} prompts; expected 1 to {MAX_PROMPTS}.", param="prompt"
         )
     return [_one(model, item, f"prompt[{index}]") for index, item in enumerate(given)]
+
+
+def infill_prompt(
+    model: ServedModel, prefix: str, suffix: str, *, files: Sequence[tuple[str, str]] = ()
+) -> Prompt:
+    """The prompt for the text between `prefix` and `suffix`, after other files (name, text).
+
+    Raises:
+        UnsupportedFieldError: the model has no tokens for this.
+        PromptTooLongError: it does not fit.
+    """
+    tokens = fim_tokens(model.tokenizer)
+    if tokens is None:
+        raise UnsupportedFieldError(
+            f"The model {model.name!r} has no tokens for filling in the middle; code models have.",
+            param="suffix",
+        )
+    check_texts(model, [prefix, suffix, *(text for _, text in files)], param="prompt")
+    before = [i for name, text in files for i in _file_ids(model.tokenizer, name, text)]
+    ids = tokens.prompt_ids(model.tokenizer, prefix, suffix, before=before)
+    room_for_answer(model, len(ids), param="prompt")
+    return Prompt(ids, prefix, end_ids=tokens.end_ids)
+
+
+def _file_ids(tokenizer: Tokenizer, name: str, text: str) -> list[int]:
+    """One of the other files, behind the token that separates files if the model has one."""
+    found = (tokenizer.piece_to_id(mark) for mark in _FILE_MARKS)
+    mark = next((i for i in found if i is not None), None)
+    head = [] if mark is None else [mark]
+    return head + tokenizer.encode_plain(f"{name}\n{text}\n")
+
+
+_FILE_MARKS = ("<|file_sep|>", "<file_sep>", "<|file_separator|>", "<filename>")
 
 
 def _one(model: ServedModel, item: str | int | list[int], path: str) -> Prompt:

@@ -34,9 +34,10 @@ MAX_ANSWERS = 1024  # prompts times n
 async def complete(call: Call, body: CompletionRequest) -> Reply:
     """Continue each prompt."""
     body.prepare()
-    refuse("suffix", body.suffix, ("",))
+    if body.suffix:
+        refuse("echo", body.echo, (False,))
     model = await call.model(body.model)
-    prompts = await call.in_worker(read_prompts, model, body.prompt)
+    prompts = await call.in_worker(read_prompts, model, body.prompt, body.suffix)
     params = _params(model, body)
     if len(prompts) * len(params) > MAX_ANSWERS:
         raise InvalidRequestError(
@@ -60,8 +61,9 @@ async def complete(call: Call, body: CompletionRequest) -> Reply:
         )
         for (prompt, choice), grammar in zip(pairs, grammars, strict=True)
     ]
-    for answer in answers:
+    for answer, (prompt, _) in zip(answers, pairs, strict=True):
         answer.request.cache_salt = body.cache_salt
+        answer.request.stop_ids |= prompt.end_ids
     writers = [
         ChoiceWriter(model, answer, body, prompt)
         for answer, (prompt, _) in zip(answers, pairs, strict=True)

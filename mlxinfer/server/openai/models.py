@@ -18,6 +18,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "mlxinfer"
     max_model_len: int | None  # tokens of prompt and answer; null before its first load
+    context_length: int | None  # the same
+    capabilities: dict[str, bool] | None  # null before its first load
     state: str  # unloaded, loading, loaded or unloading; a request loads its model
     aliases: list[str]  # other names that requests may use
 
@@ -62,6 +64,8 @@ def _card(slot: Slot) -> ModelCard:
         id=slot.entry.name,
         created=slot.entry.created_s,
         max_model_len=slot.max_context,
+        context_length=slot.max_context,
+        capabilities=slot.capabilities,
         state=slot.state,
         aliases=list(slot.entry.aliases),
     )

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from typing import Any, Literal
-from urllib.parse import parse_qs
 
 import msgspec
+from starlette.datastructures import QueryParams
 
 from ...errors import InvalidRequestError
 from ..calls.call import Call
@@ -156,8 +156,7 @@ def _id(call: Call) -> str:
 
 def _query(call: Call) -> dict[str, str]:
     """The query's fields; of a repeated one the last value."""
-    found = parse_qs(call.scope["query_string"].decode("latin-1"))
-    return {name: values[-1] for name, values in found.items()}
+    return dict(QueryParams(call.scope["query_string"]))
 
 
 ENDPOINTS = (

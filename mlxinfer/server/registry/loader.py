@@ -108,7 +108,7 @@ class Loader:
     def take_in(self, slot: Slot, served: ServedModel) -> None:
         """Record that the model of a slot is loaded."""
         slot.weights_bytes = served.info.weights_bytes
-        slot.max_context = served.max_context
+        slot.max_context, slot.capabilities = served.max_context, served.capabilities
         slot.served = served
         slot.state = State.LOADED
         slot.used_s = self._clock()

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import asynccontextmanager, contextmanager
+from fnmatch import fnmatchcase
 from functools import partial
 
 from ...errors import InvalidRequestError, ModelNotFoundError, OverloadedError
@@ -32,9 +33,10 @@ class Models:
         entries: at least one.
         limit_bytes: of weights and KV caches of all loaded models together.
         clock: monotonic seconds.
+        default: answers requests that name a model that is not here; None: they are a 404.
 
     Raises:
-        InvalidRequestError: two have one name, or one does not fit.
+        InvalidRequestError: two have one name, one does not fit, or the default is not here.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Models:
         *,
         limit_bytes: int,
         clock: Callable[[], float] = time.monotonic,
+        default: str | None = None,
     ) -> None:
         assert entries
         self.started = False  # what is to be there from the start is there
@@ -55,6 +58,14 @@ class Models:
         for slot in self._slots:
             self._check_free(slot.entry)
             self._by_name |= dict.fromkeys((slot.entry.name, *slot.entry.aliases), slot)
+        self._default: Slot | None = None
+        if default is not None:
+            if default not in self._by_name:
+                raise InvalidRequestError(
+                    f"The default model {default!r} is none of {', '.join(self.names())}.",
+                    param="default_model",
+                )
+            self._default = self._by_name[default]
 
     @classmethod
     def of(cls, served: Sequence[ServedModel]) -> "Models":
@@ -100,17 +111,25 @@ class Models:
         return self._loader.held_bytes
 
     def find(self, name: str | None) -> Slot:
-        """The model of a name or alias, the first one where there is none.
+        """The model of a name, an alias or a pattern such as `claude-*`, or the default one.
+
+        Without a name it is the first one.
 
         Raises:
             ModelNotFoundError: no model is called so. Requests never load by path.
         """
         if name is None:
             return self._slots[0]
-        if name not in self._by_name:
+        slot = self._by_name.get(name) or self._like(name) or self._default
+        if slot is None:
             names = ", ".join(self.names())
             raise ModelNotFoundError(f"There is no model {name[:100]!r} here; there is: {names}.")
-        return self._by_name[name]
+        return slot
+
+    def _like(self, name: str) -> Slot | None:
+        """The model of the first alias with a `*` that matches."""
+        patterns = (alias for alias in self._by_name if "*" in alias)
+        return next((self._by_name[a] for a in patterns if fnmatchcase(name, a)), None)
 
     def ttl_left_s(self, slot: Slot) -> float | None:
         """Seconds until a model may be unloaded for idleness; None: that does not happen."""

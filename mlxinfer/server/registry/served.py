@@ -9,7 +9,7 @@ from ...session.engine_client import EngineClient
 from ...session.engine_factory import EngineOptions, ModelInfo
 from ...session.request_builder import RequestBuilder
 from ...session.session import Session
-from ...text import Tokenizer
+from ...text import Tokenizer, fim_tokens
 from ...text.tokenizer_files import read_json
 
 
@@ -76,6 +76,20 @@ class ServedModel:
     def max_context(self) -> int:
         """Tokens of prompt and answer."""
         return self.session.limits.max_context
+
+    @property
+    def capabilities(self) -> dict[str, bool]:
+        """What requests may use of it; images and embeddings are not there yet."""
+        chat = self.tokenizer.template is not None
+        return {
+            "chat": chat,
+            "completion": True,
+            "tools": chat,
+            "reasoning": self.builder.reasoning is not None,
+            "infill": fim_tokens(self.tokenizer) is not None,
+            "images": False,
+            "embeddings": False,
+        }
 
     @property
     def closed(self) -> bool:

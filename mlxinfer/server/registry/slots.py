@@ -22,7 +22,7 @@ class Entry:
         load: makes it run within so many bytes, weights and KV cache together (the cache alone
             has `kv_bytes`, where that is given); called off the event loop.
         weights_bytes: as its files say; what it takes is known once it was loaded.
-        aliases: further names that requests may use.
+        aliases: further names that requests may use; `*` in one stands for anything.
         kv_bytes: a KV budget of its own; None: a share of the server's.
         pinned: loaded at the start, and never unloaded.
         preload: loaded at the start, as far as there is room.
@@ -116,6 +116,7 @@ class Slot:
     failure: Exception | None = None  # why the last try to load it failed
     brake: Brake = field(default_factory=Brake)
     max_context: int | None = None  # known once it was loaded
+    capabilities: dict[str, bool] | None = None  # the same
     num_loads: int = 0
     num_failures: int = 0  # loads that failed
     unloads: dict[str, int] = field(default_factory=dict)  # by reason: idle, memory, asked, fault

@@ -1,0 +1,141 @@
+"""POST /infill: llama.cpp's path for editors that complete code at the cursor.
+
+Source: tools/server/README.md of llama.cpp.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from ...core import FinishReason
+from ...outputs import Result
+from ..calls.call import Call
+from ..calls.endpoint import Endpoint
+from ..calls.generation import Generation
+from ..fields.checks import refuse
+from ..fields.prompt import fitted
+from ..fields.sampling import UNLIMITED, SamplingFields, sampling_params
+from ..http import sse
+from ..http.replies import Events, Reply, json_body
+from .completion_types import infill_prompt
+from .types import usage_log, usage_of
+
+DEFAULT_MAX_TOKENS = 128
+MAX_FILES = 256
+SAMPLERS = frozenset(  # of the usual order, which is that of this server
+    ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
+) | {"infill"}
+
+
+class ExtraFile(msgspec.Struct, kw_only=True):
+    """Another file of the project."""
+
+    filename: str = "file"
+    text: str = ""
+
+
+class InfillRequest(SamplingFields, kw_only=True):
+    """Code before and after the cursor; `prompt` is what was typed last, after the prefix."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: Annotated[list[ExtraFile], Meta(max_length=MAX_FILES)] | None = None
+    prompt: str | None = None
+    samplers: list[str] | None = None
+
+    def refuse(self) -> None:
+        """Raise UnsupportedFieldError for fields that would change the answer."""
+        samplers, self.samplers = self.samplers, None
+        super().refuse()
+        if not SAMPLERS.issuperset(samplers or ()):
+            refuse("samplers", samplers)
+        refuse("n", self.n, (1,))
+
+
+class InfillAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The code at the cursor, or a piece of it; the last piece has what follows `stop`."""
+
+    content: str
+    stop: bool
+    model: str = ""
+    stop_type: str = ""  # eos, limit or word
+    stopping_word: str | None = None
+    tokens_predicted: int = 0
+    tokens_evaluated: int = 0
+    tokens_cached: int = 0
+    timings: dict[str, Any] = {}
+
+
+async def infill(call: Call, body: InfillRequest) -> Reply:
+    """Fill the gap between two texts."""
+    body.prepare()
+    model = await call.model(body.model)
+    files = [(file.filename, file.text) for file in body.input_extra or ()]
+    prefix = body.input_prefix + (body.prompt or "")
+    prompt = await call.in_worker(infill_prompt, model, prefix, body.input_suffix, files=files)
+    limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = None if limit == UNLIMITED else max(limit, 1)  # 0 fills the cache alone
+    params = sampling_params(body, model.defaults, max_tokens=max_tokens, logprobs=None)
+    (choice,) = fitted(model, params, len(prompt.ids), param="prompt")
+    answer = model.builder.output(prompt.ids, choice, continues=True, reasons=False)
+    answer.request.cache_salt = body.cache_salt
+    answer.request.stop_ids |= prompt.end_ids
+    generation = call.generate(model, [answer])
+    if body.stream:
+        return Events(_events(call, generation))
+    (result,) = await generation.results()
+    text = "" if limit == 0 else result.text
+    return json_body(_last(call, generation, result, text))
+
+
+async def _events(call: Call, generation: Generation) -> AsyncIterator[bytes]:
+    call.log["stream"] = True
+    async for steps in generation.steps():
+        frames = []
+        for step in steps:
+            if step.delta.result is not None:
+                frames.append(_last(call, generation, step.delta.result, step.delta.text))
+            elif step.delta.text:
+                frames.append(InfillAnswer(content=step.delta.text, stop=False))
+        if frames or not steps:
+            yield b"".join(map(sse.data, frames)) or sse.KEEP_ALIVE
+
+
+def _last(call: Call, generation: Generation, result: Result, text: str) -> InfillAnswer:
+    (answer,) = generation.answers
+    word = answer.stop_match
+    limit = result.finish_reason is FinishReason.LENGTH
+    call.log.update(usage_log(usage_of(generation), [str(result.finish_reason)]))
+    timing = result.timing
+    return InfillAnswer(
+        content=text,
+        stop=True,
+        model=generation.model.name,
+        stop_type="limit" if limit else "eos" if word is None else "word",
+        stopping_word=word or "",
+        tokens_predicted=len(result.token_ids),
+        tokens_evaluated=result.prompt_tokens,
+        tokens_cached=result.cached_tokens,
+        timings={
+            "prompt_n": result.prompt_tokens - result.cached_tokens,
+            "prompt_ms": 1e3 * timing.prefill_s,
+            "prompt_per_second": timing.prompt_tokens_per_s,
+            "predicted_n": len(result.token_ids),
+            "predicted_ms": 1e3 * timing.decode_s,
+            "predicted_per_second": timing.tokens_per_s,
+        },
+    )
+
+
+ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/infill",
+        handler=infill,
+        summary="Complete code at the cursor (llama.cpp's form).",
+        body=InfillRequest,
+        answer=InfillAnswer,
+    ),
+)

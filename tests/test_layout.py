@@ -56,6 +56,7 @@ SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "calls": SERVER_LEAVES | {"http", "registry", "watch"},
     "openai": SERVER_LEAVES | {"calls", "fields", "http", "registry"},
     "anthropic": SERVER_LEAVES | {"calls", "fields", "http", "registry"},
+    "ollama": SERVER_LEAVES | {"calls", "fields", "http", "registry"},
     "ops": SERVER_LEAVES | {"calls", "http", "registry", "watch"},
     "page": SERVER_LEAVES | {"calls", "http", "ops", "registry", "watch"},
 }

@@ -2,14 +2,14 @@
 
 import os
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from ..configfile import parse_duration
+from ..configfile import ModelEntry, parse_duration
 from ..errors import InvalidRequestError
 from ._configuration import (
     PREFIX,
@@ -23,7 +23,9 @@ from ._options import API_KEY, Size, engine_options_without
 from ._page import page_routes
 
 if TYPE_CHECKING:
+    from ..server.calls.service import Fetch
     from ..server.registry.models import Models
+    from ..server.registry.slots import Entry
     from ..server.store import ResponseStore
 
 
@@ -157,6 +159,9 @@ if TYPE_CHECKING:
     help="Keep conversations of the page on this disk.",
 )
 @click.option(
+    "--allow-pull", is_flag=True, help="Let clients of Ollama's API download models from the hub."
+)
+@click.option(
     "--store/--no-store",
     default=True,
     show_default=True,
@@ -201,7 +206,8 @@ def command(
         set_up_logging(log_format, log_level)
         raise_file_limit(config.max_connections)
         store = response_store(options)
-        service = Service(registry(requested, options), config, store)
+        fetch = fetching(options) if options.pop("allow_pull") else None
+        service = Service(registry(requested, options), config, store, fetch)
         routes = page_routes(
             ctx, options, ttl_of(options), service.models.limit_bytes, history=keep_history
         )
@@ -233,6 +239,21 @@ def server_config(options: dict[str, Any]) -> Any:
         )
     except InvalidRequestError as error:
         raise click.UsageError(str(error)) from error
+
+
+def fetching(options: dict[str, Any]) -> "Fetch":
+    """Return what downloads a model of the hub for a request, with the server's engine options."""
+    from .. import hub
+
+    ttl_s = ttl_of(options)
+
+    def fetch(name: str, report: Callable[[tuple[int, int]], None]) -> "Entry":
+        hub.pull(name, progress=lambda seen: report((seen.done_bytes, seen.total_bytes)))
+        entry = ModelEntry(source=name)
+        requested = RequestedModel(name=name, place=name, entry=entry, preload=False)
+        return entry_of(requested, options, ttl_s)
+
+    return fetch
 
 
 def response_store(options: dict[str, Any]) -> "ResponseStore | None":

@@ -11,6 +11,8 @@ from .calls.endpoint import Endpoint, Served
 from .calls.service import Service
 from .errors import NoSuchPathError
 from .http.guard import Guard
+from .ollama import chat as ollama_chat
+from .ollama import models as ollama_models
 from .openai import chat, completions, infill, models, responses, stored_responses, tokens
 from .ops import admin, health, metrics
 from .ops.openapi import documentation
@@ -26,6 +28,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *messages.ENDPOINTS,
     *anthropic_models.ENDPOINTS,
     *tokens.ENDPOINTS,
+    *ollama_chat.ENDPOINTS,
+    *ollama_models.ENDPOINTS,
     *health.ENDPOINTS,
     *metrics.ENDPOINTS,
     *admin.ENDPOINTS,

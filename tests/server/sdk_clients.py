@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import anthropic
+import ollama
 import openai
 from live_server import LiveServer
 from pydantic import TypeAdapter
@@ -31,6 +32,10 @@ def openai_client(server: LiveServer) -> openai.OpenAI:
 
 def anthropic_client(server: LiveServer) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=server.url, **_STRICT)
+
+
+def ollama_client(server: LiveServer) -> ollama.Client:
+    return ollama.Client(host=server.url, timeout=30)
 
 
 def strictly(kind: Any, value: Any) -> None:

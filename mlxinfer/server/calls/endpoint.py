@@ -94,7 +94,7 @@ class Served:
             await self._stream(call, reply, send)
 
     async def _stream(self, call: Call, reply: Events, send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), NO_STORE]
+        headers = [(b"content-type", reply.media_type), NO_STORE]
         headers += [(b"x-accel-buffering", b"no"), *reply.headers]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         limit_s = self.service.config.send_timeout_s

@@ -27,6 +27,8 @@ ENDING_S = 2.0  # that interrupted calls get to say so
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 SMOOTHING = 0.2  # weight of the newest interval between two first tokens
 
+# a name -> its entry in the registry, downloaded; reports (bytes done, bytes in all)
+Fetch = Callable[[str, Callable[[tuple[int, int]], None]], Entry]
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -155,6 +157,7 @@ class Service:
     models: Models
     config: ServerConfig
     store: ResponseStore | None = None  # None: responses are not stored
+    fetch: Fetch | None = None  # None: requests download no models
     draining: bool = False
     hurried: bool = False
     calls: set[Running] = field(default_factory=set)  # that generate, or are about to

@@ -79,7 +79,7 @@ def _schema(value: Any, *, place: str) -> GrammarSpec:
     return spec.json_schema(value, place=place)
 
 
-def _ollama_format(value: Any, *, place: str) -> GrammarSpec | None:
+def ollama_format(value: Any, *, place: str) -> GrammarSpec | None:
     """Ollama's format: "json" or a schema; "" is none."""
     if value == "":
         return None
@@ -121,7 +121,7 @@ _READERS: dict[str, Callable[..., GrammarSpec | None]] = {
     "guided_grammar": spec.lark,
     "json_schema": _schema,
     "regex": spec.regex,
-    "format": _ollama_format,
+    "format": ollama_format,
 }
 
 

@@ -33,9 +33,10 @@ class Body:
 
 @dataclass(slots=True)
 class Events:
-    """A stream of server-sent events; an item of `frames` holds one frame or several."""
+    """A stream of events; an item of `frames` holds one frame or several."""
 
     frames: AsyncIterator[bytes]
+    media_type: bytes = b"text/event-stream; charset=utf-8"
     headers: Headers = field(default_factory=list)
 
 

@@ -15,12 +15,13 @@ from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
 from ..fields.checks import refuse
 from ..fields.grammar import constraint, start_grammars
+from ..fields.infill import Prompt
 from ..fields.prompt import fitted
 from ..fields.sampling import UNLIMITED, sampling_params
 from ..http import sse
 from ..http.replies import Events, Reply, json_body
 from ..registry.served import ServedModel
-from .completion_types import Completion, CompletionChoice, CompletionRequest, Prompt, read_prompts
+from .completion_types import Completion, CompletionChoice, CompletionRequest, read_prompts
 from .logprobs import CompletionLogprobs, LogprobsWriter
 from .types import Usage, finish_reason, usage_log, usage_of
 

@@ -15,11 +15,11 @@ from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
 from ..fields.checks import refuse
+from ..fields.infill import infill_prompt
 from ..fields.prompt import fitted
 from ..fields.sampling import UNLIMITED, SamplingFields, sampling_params
 from ..http import sse
 from ..http.replies import Events, Reply, json_body
-from .completion_types import infill_prompt
 from .types import usage_log, usage_of
 
 DEFAULT_MAX_TOKENS = 128

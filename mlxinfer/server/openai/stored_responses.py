@@ -93,7 +93,7 @@ def _listed(item: InputItem, place: str) -> dict[str, Any]:
     return plain
 
 
-async def show(call: Call, _: None) -> Reply:
+async def show_response(call: Call, _: None) -> Reply:
     """A stored response."""
     query = _query(call)
     if query.get("stream") == "true":
@@ -104,14 +104,14 @@ async def show(call: Call, _: None) -> Reply:
     return Body((await call.in_worker(chain_of, call, _id(call)))[-1].response)
 
 
-async def delete(call: Call, _: None) -> Reply:
+async def delete_response(call: Call, _: None) -> Reply:
     """Forget a stored response."""
     if not await call.in_worker(store_of(call).delete, owner_of(call), _id(call)):
         raise NotStoredError(f"There is no stored response {_id(call)[:100]!r}.")
     return json_body(DeletedResponse(id=_id(call)))
 
 
-async def cancel(call: Call, _: None) -> Reply:
+async def cancel_response(call: Call, _: None) -> Reply:
     """Refuse: only responses in the background can be cancelled, and there are none."""
     await call.in_worker(chain_of, call, _id(call))
     raise InvalidRequestError(
@@ -163,14 +163,14 @@ ENDPOINTS = (
     Endpoint(
         method="GET",
         path="/v1/responses/{id}",
-        handler=show,
+        handler=show_response,
         summary="A stored response.",
         answer=Response,
     ),
     Endpoint(
         method="DELETE",
         path="/v1/responses/{id}",
-        handler=delete,
+        handler=delete_response,
         summary="Forget a stored response.",
         answer=DeletedResponse,
     ),
@@ -184,7 +184,7 @@ ENDPOINTS = (
     Endpoint(
         method="POST",
         path="/v1/responses/{id}/cancel",
-        handler=cancel,
+        handler=cancel_response,
         summary="Refused: nothing is generated in the background.",
     ),
 )

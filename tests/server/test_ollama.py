@@ -1,0 +1,177 @@
+"""Ollama's API, as its own client library sees it."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ollama
+import pytest
+from lazy_server import MB, LazyServer
+from live_server import LiveServer, wait_until
+from scripted import ScriptedServer
+from sdk_clients import CALLS, NOW, WEATHER, ollama_client
+
+from mlxinfer.errors import ModelNotFoundError
+
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+GREEDY: Any = {"temperature": 0, "num_predict": 4}
+
+
+@pytest.fixture
+def demo(server: LiveServer) -> Iterator[ollama.Client]:
+    with ollama_client(server) as client:
+        yield client
+
+
+@pytest.fixture
+def client(scripted: ScriptedServer) -> Iterator[ollama.Client]:
+    with ollama_client(scripted) as client:
+        yield client
+    scripted.check_idle()
+
+
+@pytest.mark.parametrize("name", ["demo", "demo:latest"])
+def test_a_chat_whole_and_streamed(demo: ollama.Client, name: str) -> None:
+    whole = demo.chat(name, HELLO, options=GREEDY)
+    assert whole.message.content == "Hello! I am"
+    assert (whole.model, whole.done, whole.done_reason) == (name, True, "length")
+    assert (whole.eval_count, whole.prompt_eval_count) == (4, 12)
+    assert whole.total_duration >= whole.eval_duration > 0
+    parts = list(demo.chat(name, HELLO, options=GREEDY, stream=True))
+    assert "".join(part.message.content for part in parts) == whole.message.content
+    assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert parts[-1].eval_count == 4
+
+
+def test_a_text_is_answered_or_continued(demo: ollama.Client) -> None:
+    answered = demo.generate("demo", "Hello", options=GREEDY)
+    assert answered.response == "Hello! I am"
+    raw = demo.generate("demo", "Hello", raw=True, options=GREEDY)
+    assert raw.prompt_eval_count < answered.prompt_eval_count
+    parts = list(demo.generate("demo", "Hello", stream=True, options=GREEDY))
+    assert "".join(part.response for part in parts) == answered.response
+
+
+def test_calls_and_thoughts(client: ollama.Client, scripted: ScriptedServer) -> None:
+    earlier: Any = [
+        *HELLO,
+        {
+            "role": "assistant",
+            "thinking": "so",
+            "tool_calls": [{"function": {"name": "get_weather", "arguments": {"city": "Ulm"}}}],
+        },
+        {"role": "tool", "tool_name": "get_weather", "content": "rain"},
+    ]
+    with scripted.says(f"<think>hm</think>I look.{WEATHER}{NOW}"):
+        whole = client.chat("demo", earlier, tools=[TOOL])
+        for text in ("<think>so</think>", "Ulm", "rain"):
+            assert text in scripted.prompt
+        parts = list(client.chat("demo", earlier, tools=[TOOL], stream=True))
+    calls = whole.message.tool_calls
+    assert [(c.function.name, c.function.arguments) for c in calls] == CALLS
+    assert (whole.message.thinking, whole.message.content) == ("hm", "I look.")
+    streamed = [call for part in parts for call in part.message.tool_calls or ()]
+    assert [(c.function.name, c.function.arguments) for c in streamed] == CALLS
+    assert "".join(part.message.thinking or "" for part in parts) == "hm"
+
+
+def test_a_form(demo: ollama.Client) -> None:
+    schema: Any = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+    said = demo.chat("demo", HELLO, format=schema, options={"temperature": 0})
+    assert json.loads(said.message.content)["n"] in (1, 2)
+    said = demo.chat("demo", HELLO, format="json", options=GREEDY)
+    assert said.message.content.startswith("{")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda c: c.chat("demo", [{"role": "user", "content": "x", "images": [b"x"]}]),
+        lambda c: c.generate("demo", "x", images=[b"x"]),
+        lambda c: c.generate("demo", "x", context=[1]),
+        lambda c: c.generate("demo", "x", template="{{ .Prompt }}"),
+        lambda c: c.generate("demo", "x", suffix="y"),
+        lambda c: c.chat("demo", HELLO, options={"mirostat": 2}),
+        lambda c: c.chat("demo", HELLO, options={"temperature": -1}),
+        lambda c: c.chat("demo", HELLO, format={"type": "strng"}),
+        lambda c: c.chat("demo", HELLO, logprobs=True),
+    ],
+)
+def test_what_cannot_be_is_refused(demo: ollama.Client, ask: Callable[[Any], Any]) -> None:
+    with pytest.raises(ollama.ResponseError) as caught:
+        ask(demo)
+    assert caught.value.status_code == 400
+    assert caught.value.error
+
+
+def test_models_that_are_not_here_and_embeddings_are_404(demo: ollama.Client) -> None:
+    for ask in (
+        lambda: demo.chat("other", HELLO),
+        lambda: demo.show("other"),
+        lambda: demo.embed("demo", "x"),
+        lambda: list(demo.chat("other", HELLO, stream=True)),
+    ):
+        with pytest.raises(ollama.ResponseError) as caught:
+            ask()
+        assert caught.value.status_code == 404
+
+
+def test_models_are_listed_shown_loaded_and_unloaded() -> None:
+    kv = {"kv_bytes": 8 * MB}
+    with LazyServer(fields={"big": kv, "small": kv}) as server, ollama_client(server) as client:
+        assert [each.model for each in client.list().models] == ["big:latest", "small:latest"]
+        assert client.ps().models == []
+        assert client.chat("small", []).done_reason == "load"
+        (running,) = client.ps().models
+        assert (running.name, running.context_length) == ("small:latest", 2048)
+        assert running.size_vram > running.size > 0
+        shown = client.show("small:latest")
+        assert set(shown.capabilities) == {"completion", "tools"}
+        architecture = shown.modelinfo["general.architecture"]
+        assert shown.modelinfo[f"{architecture}.context_length"] == 2048
+        assert client.generate("small", "", keep_alive=0).done_reason == "unload"
+        assert client.ps().models == []
+        assert server.get("/api/version").json()["version"].count(".") == 2
+
+
+def test_a_pull_is_refused_unless_it_is_allowed(demo: ollama.Client) -> None:
+    with pytest.raises(ollama.ResponseError, match="allow-pull") as caught:
+        demo.pull("org/tiny")
+    assert caught.value.status_code == 403
+
+
+def test_an_allowed_pull_reports_progress_and_serves_the_model() -> None:
+    kv = {"kv_bytes": 8 * MB}
+    with LazyServer(fields={"big": kv, "small": kv}) as server, ollama_client(server) as client:
+        go_on = threading.Event()
+
+        def fetch(name: str, report: Callable[[tuple[int, int]], None]) -> Any:
+            if name != "org/tiny":
+                raise ModelNotFoundError(f"{name} is not on the hub")
+            report((10, 100))
+            assert go_on.wait(10)
+            return server.entry(name, "demo-draft", {"kv_bytes": 8 * MB})
+
+        server.service.fetch = fetch
+        lines = []
+        for progress in client.pull("org/tiny", stream=True):
+            lines.append(progress)
+            if progress.completed == 10:
+                go_on.set()
+        assert lines[0].status == "pulling manifest"
+        assert lines[-1].status == "success"
+        assert (10, 100) in {(each.completed, each.total) for each in lines}
+        assert client.chat("org/tiny", HELLO, options=GREEDY).done
+        assert client.pull("org/tiny").status == "success", "it is here already"
+        with pytest.raises(ollama.ResponseError, match="not on the hub"):
+            list(client.pull("org/other", stream=True))
+        wait_until(lambda: not server.service.calls)

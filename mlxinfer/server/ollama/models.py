@@ -222,5 +222,7 @@ ENDPOINTS = (
     _endpoint("POST", "/api/show", show_details, "What a model is", NamedModel),
     _endpoint("POST", "/api/pull", pull, "Download a model, if that is allowed", NamedModel),
     _endpoint("POST", "/api/embed", embed, "Refused: there are no embeddings", NamedModel),
-    _endpoint("POST", "/api/embeddings", embeddings, "Refused: there are no embeddings", NamedModel),
+    _endpoint(
+        "POST", "/api/embeddings", embeddings, "Refused: there are no embeddings", NamedModel
+    ),
 )

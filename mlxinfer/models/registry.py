@@ -6,7 +6,7 @@ from typing import Any
 from ..errors import UnsupportedModelError
 from .multimodal import WRAPPERS
 
-_FAMILIES = {  # model_type -> module in families/, class
+FAMILIES = {  # model_type -> module in families/, class
     "llama": ("llama", "Llama"),
     "mistral": ("llama", "Mistral"),
     "qwen2": ("qwen", "Qwen2"),
@@ -52,7 +52,7 @@ _FAMILIES = {  # model_type -> module in families/, class
     "qwen3_5_moe_text": ("qwen_hybrid", "Qwen3_5MoE"),
 }
 
-SUPPORTED = (*_FAMILIES, *WRAPPERS)
+SUPPORTED = (*FAMILIES, *WRAPPERS)
 
 
 def family(model_type: str) -> Any:
@@ -61,11 +61,11 @@ def family(model_type: str) -> Any:
     Raises:
         UnsupportedModelError: no family builds this architecture. Loading asks first.
     """
-    if model_type not in _FAMILIES:
+    if model_type not in FAMILIES:
         raise UnsupportedModelError(
             f"The architecture {model_type[:60]!r} has no native family here, which conversion "
             "needs; `mlx_lm.convert` converts what mlx-lm defines, and the result runs here. "
             f"Native families: {', '.join(SUPPORTED)}."
         )
-    module, name = _FAMILIES[model_type]
+    module, name = FAMILIES[model_type]
     return getattr(import_module(f".families.{module}", __package__), name)

@@ -1,0 +1,58 @@
+"""Write the tensors of published models: names and shapes as transformers saves them.
+
+Needs torch and transformers, which nothing else here does:
+
+    python tests/data/published/generate.py
+
+No weights are made or read: the models of `tests/models/published.py` stand on torch's "meta"
+device, and go through the renaming that transformers does when it saves.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from transformers.core_model_loading import revert_weight_conversion
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from models.names import shortened  # noqa: E402
+from models.published import PUBLISHED  # noqa: E402
+
+BY_NAME = {"mistral4": transformers.Mistral4ForCausalLM}
+AS_NAMED = {"kimi_k2": "deepseek_v3"}  # model_type of the hub -> of transformers
+
+
+def tensors(config: dict) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of each tensor that a checkpoint of this config has."""
+    kind = AS_NAMED.get(config["model_type"], config["model_type"])
+    read = transformers.AutoConfig.for_model(
+        kind, **{k: v for k, v in config.items() if k != "model_type"}
+    )
+    with torch.device("meta"):
+        model = BY_NAME.get(kind, transformers.AutoModelForCausalLM)
+        made = model._from_config(read) if kind in BY_NAME else model.from_config(read)
+    state = made.state_dict()
+    tied = set(made.all_tied_weights_keys) if hasattr(made, "all_tied_weights_keys") else set()
+    state = {name: value for name, value in state.items() if name not in tied}
+    saved = revert_weight_conversion(made, state)
+    return {name: tuple(value.shape) for name, value in saved.items()}
+
+
+def main() -> None:
+    path = HERE / "tensors.json"
+    tables = json.loads(path.read_text()) if path.exists() else {}
+    for name in sys.argv[1:] or PUBLISHED:
+        found = tensors(PUBLISHED[name].config)
+        tables[name] = shortened(found)
+        count = sum(torch.Size(shape).numel() for shape in found.values())
+        print(f"{name:28} {count / 1e9:9.3f} B parameters, {len(found)} tensors")
+    lines = [f"{json.dumps(key)}: {json.dumps(tables[key])}" for key in sorted(tables)]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()

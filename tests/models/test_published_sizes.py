@@ -1,0 +1,93 @@
+"""Published models at full size, weights as shapes only: all tensors have places, sums agree.
+
+The tensors are those that transformers saves for these configs, see `tests/data/published`.
+"""
+
+import json
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from models.names import Shape, expanded
+from models.published import PUBLISHED
+
+from mlxinfer.core import StateSpec
+from mlxinfer.layers.factory import LayerFactory
+from mlxinfer.models.config import normalise
+from mlxinfer.models.decoder import Model
+from mlxinfer.models.registry import family
+from mlxinfer.models.weights import Weights
+
+TENSORS = json.loads(
+    (Path(__file__).parents[1] / "data" / "published" / "tensors.json").read_text()
+)
+GROUP = 64  # of 4 bits: 4.5 a number with scales and biases of 16
+
+
+class Shapes(Weights):
+    """Weights that are never computed."""
+
+    def __init__(self, shapes: dict[str, Shape], rename) -> None:
+        zeros = {shape: mx.zeros(shape, mx.bfloat16) for shape in set(shapes.values())}
+        named = {name: zeros[shape] for name, shape in shapes.items()}
+        super().__init__(named, dtype="bfloat16", rename=rename)
+        self.make = LayerFactory()  # which lays out nothing anew
+
+    def evaluate(self, arrays: Sequence[mx.array]) -> None:
+        """Not."""
+
+
+def built(name: str, shapes: dict[str, Shape]) -> Model:
+    config = normalise(PUBLISHED[name].config)
+    builder = family(config.model_type)
+    return builder.build(config, Shapes(shapes, builder.tensor_name))
+
+
+def bytes_at_4_bits(shapes: dict[str, Shape]) -> float:
+    """Matrices at 4 bits where groups divide them, all else at 16."""
+    packed = [prod(s) for s in shapes.values() if len(s) > 1 and s[-1] % GROUP == 0]
+    return sum(packed) * 4.5 / 8 + (sum(map(prod, shapes.values())) - sum(packed)) * 2
+
+
+LARGE = {  # tens of thousands of tensors each: seconds
+    *("Qwen3-Next-80B-A3B", "Kimi-K2", "DeepSeek-V3", "Qwen3.5-35B-A3B", "MiniMax-M2"),
+    *("Qwen3-30B-A3B", "GLM-4.5-Air"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in LARGE else []) for n in PUBLISHED],
+)
+def test_a_published_model_at_full_size(name):
+    """Builds, takes every tensor, and has the published parameters, KV and state."""
+    published, shapes = PUBLISHED[name], expanded(TENSORS[name])
+    model = built(name, shapes)
+    count = sum(map(prod, shapes.values()))
+    assert count == pytest.approx(published.billions * 1e9, rel=0.01)
+    paged = [spec for spec in model.cache_specs if not isinstance(spec, StateSpec)]
+    states = [spec for spec in model.cache_specs if isinstance(spec, StateSpec)]
+    assert sum(spec.numbers * 2 for spec in paged) == published.kv
+    assert sum(prod(shape) * 4 for spec in states for shape, _ in spec.shapes) == published.state
+    if published.gb_at_4_bits is not None:
+        assert bytes_at_4_bits(shapes) == pytest.approx(published.gb_at_4_bits * 1e9, rel=0.01)
+
+
+def test_every_family_has_a_published_model():
+    """But for those that are another's under a second name."""
+    from mlxinfer.models.registry import FAMILIES
+
+    built_by = {FAMILIES[p.config["model_type"]] for p in PUBLISHED.values()}
+    assert set(FAMILIES.values()) == built_by
+
+
+if __name__ == "__main__":  # the figures, for people
+    for name, published in PUBLISHED.items():
+        shapes = expanded(TENSORS[name])
+        count, size = sum(map(prod, shapes.values())), bytes_at_4_bits(shapes)
+        print(
+            f"{name:26} {count / 1e9:8.2f} B  {size / 1e9:7.2f} GB at 4 bits  "
+            f"{published.kv / 1024:6.1f} KiB a token  {published.state / 2**20:6.1f} MiB of state"
+        )

@@ -52,7 +52,7 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
     """A server with a history, whose model follows a script."""
     with PageServer(tmp_path_factory.mktemp("page")) as running:

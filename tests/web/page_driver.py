@@ -5,7 +5,7 @@ from typing import Any, Self
 
 from live_server import LiveServer
 
-LIMIT_MS = 10_000  # of every wait
+LIMIT_MS = 30_000  # of every wait
 
 
 class PageDriver:

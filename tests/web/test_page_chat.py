@@ -67,6 +67,7 @@ def test_text_shows_before_the_answer_is_complete(page: PageDriver) -> None:
     page.ask("Go")
     page.page.wait_for_selector("article.assistant:has-text('The first half')")
     assert "second half." not in page.page.locator("article.assistant").inner_text()
+    page.page.wait_for_selector(".live:has-text('alone in the batch')")
     page.server.script.go_on.set()
     page.wait_idle()
     assert "and the second half." in page.page.locator("article.assistant").inner_text()
@@ -276,6 +277,7 @@ def test_a_lost_connection_keeps_what_came_and_can_be_tried_again(page: PageDriv
 
 def test_the_keyboard_is_enough(page: PageDriver) -> None:
     keyboard, at = page.page.keyboard, page.page
+    at.wait_for_function("document.activeElement.id === 'question'")
     keyboard.type("Hello")
     keyboard.press("Shift+Enter")
     keyboard.type("there")
@@ -283,7 +285,7 @@ def test_the_keyboard_is_enough(page: PageDriver) -> None:
     at.wait_for_selector("article.assistant .facts")
     assert page.texts(".bubble") == ["Hello\nthere"]
     keyboard.press("ArrowUp")
-    assert at.evaluate("document.activeElement.ariaLabel") == "Edit the question"
+    at.wait_for_function("document.activeElement.ariaLabel === 'Edit the question'")
     keyboard.press("Escape")
     keyboard.press("Control+k")
     at.wait_for_function("document.activeElement.id === 'search'")

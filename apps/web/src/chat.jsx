@@ -160,7 +160,7 @@ function Welcome() {
     <div class="welcome">
       <h2>What would you like to know?</h2>
       <p>
-        Answers are computed on this machine{model.value ? <> by <b>{model.value}</b></> : null}; nothing leaves it.
+        {model.value ? <b>{model.value}</b> : "A model"} answers on this server; nothing is sent elsewhere.
       </p>
     </div>
   );

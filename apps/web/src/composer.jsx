@@ -1,5 +1,5 @@
 // The field for the next message, and files that go with it as text.
-import { useLayoutEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { request } from "./api.js";
 import { number } from "./format.js";
 import { ask, branch, busy, conversation, features, model, notice, stop } from "./store.js";
@@ -44,6 +44,11 @@ export function Composer({ edit }) {
     const { current } = field;
     current.rows = Math.min(Math.max(current.value.split("\n").length, 1), 12);
   }, [text]);
+
+  useEffect(() => {
+    // a keyboard that covers half of the screen comes only when it is asked for
+    if (matchMedia("(hover: hover)").matches) field.current.focus();
+  }, [conversation.value.id]);
 
   async function attach(list) {
     for (const file of list) {
@@ -141,7 +146,6 @@ export function Composer({ edit }) {
           value={text}
           placeholder={model.value ? `Ask ${model.value}` : "No model is here yet: see Models"}
           aria-label="Message"
-          autofocus
           onInput={(event) => setText(event.target.value)}
           onKeyDown={onKeyDown}
           onPaste={onPaste}

@@ -130,7 +130,7 @@ function Figure({ value, unit, label }) {
 }
 
 function Spark({ samples }) {
-  if (samples.length < 2) return null;
+  if (!samples.some((value) => value > 0)) return null;
   const most = Math.max(...samples, 1);
   const points = samples.map((value, at) => `${(at * 100) / (KEPT - 1)},${(24 - (22 * value) / most).toFixed(1)}`);
   return (

@@ -3,6 +3,7 @@ import { memo } from "preact/compat";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { asCurl, copy, number, rateOf, seconds } from "./format.js";
 import { blocksOf, drawFormulas, MAX_CHARS } from "./markdown.js";
+import { usePolled } from "./poll.js";
 import { ask, branch, busy, children, conversation, notice, sendResults, show } from "./store.js";
 import { branchOf, requestOf } from "./tree.js";
 import { Icon, IconButton } from "./widgets.jsx";
@@ -93,6 +94,7 @@ function Answer({ message, version, arriving, again }) {
         <Results message={message} calls={calls} />
       )}
       {arriving && !content && !reasoning && !calls.length && <p class="waiting">reading the prompt…</p>}
+      {arriving && <LiveBatch />}
       {details.error && (
         <p class="error" role="alert">
           {details.error}{" "}
@@ -112,6 +114,15 @@ function Answer({ message, version, arriving, again }) {
       )}
     </>
   );
+}
+
+// With whom an answer that arrives shares the steps of the server.
+function LiveBatch() {
+  const { data } = usePolled("/admin/state", 1000);
+  if (!data) return null;
+  const others = data.requests.length - 1;
+  const text = others > 0 ? `in one batch with ${others} other ${others === 1 ? "request" : "requests"}` : "alone in the batch";
+  return <p class="live">{text}</p>;
 }
 
 function Thoughts({ message, arriving }) {

@@ -175,7 +175,7 @@ function Local({ models, refresh, convert }) {
     refresh();
   }
   return (
-    <div class="table" tabindex="0" role="region" aria-label="Models on this machine">
+    <div class="table models" tabindex="0" role="region" aria-label="Models on this machine">
       <table>
         <thead>
           <tr>
@@ -198,7 +198,7 @@ function Local({ models, refresh, convert }) {
                   {model.served ? "served" : model.complete ? model.source : "incomplete"}
                 </span>
               </td>
-              <td>{when(model.modified_s)}</td>
+              <td class="changed">{when(model.modified_s)}</td>
               <td>
                 <div class="row-actions">
                   {model.complete && <Use name={model.name} />}

@@ -70,7 +70,8 @@ class Guard:
         self._app = app
         self._config = config
         self._public = frozenset(e.path for e in endpoints if not e.needs_key and "{" not in e.path)
-        self._paths = tuple(e.path.partition("{")[0] for e in endpoints)
+        self._exact = frozenset(e.path for e in endpoints if "{" not in e.path)
+        self._begins = tuple(e.path.partition("{")[0] for e in endpoints if "{" in e.path)
         self._styles = [(e.path.partition("{")[0], e.if_header, e.style) for e in endpoints]
         self._hosts = HostRules(config)
 
@@ -108,9 +109,7 @@ class Guard:
         return path
 
     def _serves(self, path: str) -> bool:
-        return any(
-            path.startswith(each) if each.endswith("/") else path == each for each in self._paths
-        )
+        return path in self._exact or path.startswith(self._begins)
 
     def _style_of(self, scope: Scope) -> ErrorStyle:
         """The style of the endpoint with the longest matching path, one with a header first."""

@@ -61,6 +61,6 @@ def test_other_methods_are_left_alone():
 @pytest.mark.parametrize(("name", "args"), CALLS)
 def test_many_marks_take_no_longer_than_other_text(name, args):
     began = time.process_time()
-    for text in (MARKS * 200_000 + "a", "a\n" + MARKS * 200_000, f"{MARKS}a\n" * 100_000):
+    for text in (MARKS * 40_000 + "a", "a\n" + MARKS * 40_000, f"{MARKS}a\n" * 20_000):
         call_ignoring_marks(MARKS, text, name, args)
-    assert time.process_time() - began < 20  # seconds, where squares would take hours
+    assert time.process_time() - began < 20  # seconds, where squares would take many minutes

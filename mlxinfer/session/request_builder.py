@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
@@ -241,21 +241,24 @@ class RequestBuilder:
         request.grammar = self._bounded(request, grammar) if reasons else grammar
         unenforced = () if grammar is None else grammar.unenforced
         request.prompt_logits = prompt_logprobs is not None
-
-        def new_stream() -> TextStream:
-            return TextStream(
-                self.tokenizer,
-                stop=request.params.stop,
-                min_tokens=request.params.min_tokens,
-                reasoning=self.reasoning if reasons else None,
-                tools=None if use is None else use.parser(),
-                single_call=use is not None and not use.parallel,
-                prompt_ids=ids,
-                continues=continues,
-            )
-
+        new_stream = partial(self._text_stream, request, continues, reasons, use)
         scores = None if prompt_logprobs is None else PromptScores(ids, prompt_logprobs)
         return OutputProcessor(request, new_stream, unenforced=unenforced, prompt_scores=scores)
+
+    def _text_stream(
+        self, request: Request, continues: bool, reasons: bool, use: ToolUse | None
+    ) -> TextStream:
+        """The text of one answer; arguments as of `output`."""
+        return TextStream(
+            self.tokenizer,
+            stop=request.params.stop,
+            min_tokens=request.params.min_tokens,
+            reasoning=self.reasoning if reasons else None,
+            tools=None if use is None else use.parser(),
+            single_call=use is not None and not use.parallel,
+            prompt_ids=request.prompt_ids,
+            continues=continues,
+        )
 
     def compile_grammar(self, built: BuiltRequest) -> OutputProcessor:
         """The output of a request whose grammar has been compiled, which may take seconds.

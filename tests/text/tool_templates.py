@@ -157,6 +157,17 @@ OTHERS = {  # families whose format is read off their template
         "\n</tool_calls>",
         "\n",
     ),
+    "hy3": each(
+        items(
+            "<tool_call>NAME<tool_sep>\n",
+            "<arg_key>",
+            "</arg_key>\n<arg_value>",
+            "</arg_value>\n",
+            "</tool_call>\n",
+        ),
+        "<tool_calls>\n",
+        "</tool_calls>",
+    ),
     "kimi_k3": each(XTML_CALL, "<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
     "bare_objects": each(OBJECT, between="\n"),
     "text_arguments": each(

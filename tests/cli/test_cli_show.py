@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from models.zoo_configs import small_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from mlxinfer.cli._inspect import summarise
 from mlxinfer.fit import kv_bytes
+from mlxinfer.models.zoo.private_copy import module_of
 
 CONFIG = {
     "model_type": "llama",
@@ -70,6 +72,31 @@ def test_windows_bound_the_kv_cache(tmp_path: Path) -> None:
     config = summarise(write_model(tmp_path / "m", windowed)).config
     assert config is not None
     assert kv_bytes(config, 10_000) == kv_bytes(config, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "definition", "says"),
+    [
+        ("starcoder2", "mlx-lm", "by mlx-lm's definition, checked when it is loaded, batched"),
+        ("mamba", "mlx-lm", "one sequence after another: a layer keeps the state of a recurrence"),
+        ("llama", "native", "natively, batched"),
+        ("no_such", None, "is defined neither here nor by mlx-lm"),
+    ],
+)
+def test_what_will_run_a_model_is_said_before_it_is_loaded(
+    tmp_path: Path, outcome: Any, name: str, definition: str | None, says: str
+) -> None:
+    config = CONFIG if name == "llama" else {"model_type": name}
+    if definition == "mlx-lm":
+        module = module_of(name)
+        assert module is not None
+        config = small_config(name, module)
+    folder = write_model(tmp_path / "m", config)
+    assert says in " ".join(outcome("show", str(folder)).out.split())
+    facts = json.loads(outcome("show", "--json", str(folder)).out)
+    assert facts["definition"] == definition
+    assert facts["supported"] == (definition is not None)
+    assert bool(facts["alone_because"]) == (name == "mamba")
 
 
 def test_json_keys_are_stable(tmp_path: Path, outcome: Any) -> None:

@@ -12,26 +12,17 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "server"))
 sys.path.append(str(Path(__file__).parents[1] / "hub"))
 
-from page_driver import PageDriver
+from page_driver import PageDriver, missing
 from page_server import PageServer
 from standin_fixtures import cache, standin
 
 __all__ = ["cache", "standin"]
 
-REQUIRED = "MLXINFER_REQUIRE_WEB"  # environment variable: tests of the page may not be skipped
 INSTALL = 'apt-get install chromium, and pip install "mlxinfer[test]"'
 ARGUMENTS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),
 )
-
-
-def missing(what: str, install: str) -> None:
-    """Skip, or fail where nothing may be skipped."""
-    message = f"there is no {what}; {install}"
-    if os.environ.get(REQUIRED):
-        pytest.fail(message)
-    pytest.skip(message)
 
 
 @pytest.fixture(scope="module")

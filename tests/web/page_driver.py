@@ -1,11 +1,22 @@
 """The page as a person uses it: what is typed, what is seen. Any error in its console is one."""
 
+import os
 from types import TracebackType
 from typing import Any, Self
 
+import pytest
 from live_server import LiveServer
 
 LIMIT_MS = 30_000  # of every wait
+REQUIRED = "MLXINFER_REQUIRE_WEB"  # environment variable: tests of the page may not be skipped
+
+
+def missing(what: str, install: str) -> None:
+    """Skip, or fail where nothing may be skipped."""
+    message = f"there is no {what}; {install}"
+    if os.environ.get(REQUIRED):
+        pytest.fail(message)
+    pytest.skip(message)
 
 
 class PageDriver:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
-from conftest import missing
+from page_driver import missing
 from page_server import PageServer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -288,6 +288,20 @@ def serve(**options: Any) -> Report:
 
 
 @reports(
+    small_option,
+    peer_option,
+)
+def speculate(**options: Any) -> Report:
+    """What proposals give, and whether answers stay the same.
+
+    Tokens a step with the bundled draft, rates of a larger model, answers past a window.
+    """
+    from tests.bench.speculate import run
+
+    return run(**options)
+
+
+@reports(
     number_option("--repeats", 5, "Rounds of masks."),
     number_option("--blocks", 9, "Blocks of steps; the median counts."),
     small_option,

@@ -23,6 +23,8 @@ vllm:request_prompt_tokens_bucket vllm:request_generation_tokens_bucket
 vllm:request_max_num_generation_tokens_sum vllm:request_success_total
 vllm:iteration_tokens_total_count vllm:prefix_cache_queries_total vllm:prefix_cache_hits_total
 vllm:num_preemptions_total vllm:prompt_tokens_cached_total vllm:admission_rejections_total
+vllm:spec_decode_num_drafts_total vllm:spec_decode_num_draft_tokens_total
+vllm:spec_decode_num_accepted_tokens_total vllm:spec_decode_num_accepted_tokens_per_pos_total
 mlxinfer:models_loaded mlxinfer:memory_reserved_bytes mlxinfer:memory_active_bytes
 """
 
@@ -102,6 +104,15 @@ def test_an_answer_is_counted_once(server: LiveServer, numbers: Numbers, stream:
     )
     assert whole == pytest.approx(queue + prefill + decode, abs=1e-6)
     assert min(prefill, decode) > 0
+
+
+def test_proposals_are_counted_by_position(server: LiveServer) -> None:
+    numbers = read(server)
+    stats = server.model.client.engine.stats()["speculation"]
+    assert numbers["vllm:spec_decode_num_draft_tokens_total"] == stats["drafted"]
+    assert numbers["vllm:spec_decode_num_accepted_tokens_total"] == stats["accepted"]
+    for place, count in enumerate(stats["accepted_at"]):
+        assert numbers[f"vllm:spec_decode_num_accepted_tokens_per_pos_total.{place}"] == count
 
 
 def test_cached_prompts_are_hits(server: LiveServer, numbers: Numbers) -> None:

@@ -1,0 +1,253 @@
+"""`bench speculate`: what proposals give, counted and timed, and where mlx-lm's go wrong.
+
+Three questions. How many tokens does a step give with the bundled draft? How much faster is a model
+whose draft is far smaller? And does an answer with proposals equal the one without, also past a
+sliding window? The timed pair is the demo in float32, where MLX on a CPU reads weights once for
+all rows of a step, as a GPU does, with layers added that change nothing (their outputs are zero)
+and take time: the answers are the demo's, and the acceptance is that of its draft.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import mlx.core as mx
+
+from mlxinfer import hub
+from mlxinfer.bench.peer import load_peer_model, peer_module
+from mlxinfer.bench.report import Report, Table, ratio
+from mlxinfer.bench.speculate import PROMPTS, answers_of
+from mlxinfer.bench.speculate import run as run_own
+from mlxinfer.core import SamplingParams
+from mlxinfer.session.engine_factory import EngineOptions
+from mlxinfer.session.session import Session
+from mlxinfer.speculation.options import SpeculationOptions
+from tests.bench.checkpoints import TINY_WINDOWED, random_prompt, write_checkpoint
+
+LAYERS = 60  # that are added: the model is some 150 times as large as its draft
+ADVERSARIAL = 200  # tokens
+WINDOW_TOKENS = 60
+RUNS = 10
+SLIDING = replace(TINY_WINDOWED, vocab=2048, window=16)
+
+
+def run(*, small: bool = False, peer: bool = True) -> Report:
+    """All of it; without the longer measurements where it is to be `small`."""
+    tokens = 16 if small else 96
+    counted = run_own("demo", draft="demo-draft", depths=(4,), tokens=tokens, batches=(1, 8))
+    with TemporaryDirectory() as folder:
+        pair = write_pair(Path(folder), LAYERS // 10 if small else LAYERS)
+        timed = measure_pair(pair, tokens=tokens, batches=(1,) if small else (1, 4))
+        adversarial = measure_adversarial(pair, tokens=20 if small else ADVERSARIAL)
+        windows = measure_windows(Path(folder), runs=2 if small else RUNS, peer=peer)
+    tables = [*counted.tables, *_pair_tables(timed, adversarial), _window_table(windows)]
+    data = {"counted": counted.data, "pair": timed, "adversarial": adversarial, "windows": windows}
+    return Report("speculate", tables, data)
+
+
+# -- a model and its draft ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Folders of a model, its draft, and a draft that is always wrong."""
+
+    model: Path
+    draft: Path
+    wrong: Path
+
+
+def write_pair(folder: Path, layers: int) -> Pair:
+    """The demo in float32 with layers that change nothing, its draft, and a draft of noise."""
+    demo, draft = hub.resolve("demo"), hub.resolve("demo-draft")
+    tensors, small = _plain_tensors(demo), _plain_tensors(draft)
+    first = _config(demo)["num_hidden_layers"]
+    for added in range(layers):
+        for name in [name for name in tensors if name.startswith("model.layers.0.")]:
+            silent = name.endswith(("o_proj.weight", "down_proj.weight"))
+            layer = name.replace("layers.0.", f"layers.{first + added}.")
+            tensors[layer] = mx.zeros_like(tensors[name]) if silent else tensors[name]
+    key = mx.random.key(0)
+    noise = {n: mx.random.normal(a.shape, key=key) * 0.1 for n, a in small.items()}
+    return Pair(
+        _write(folder / "model", demo, tensors, first + layers),
+        _write(folder / "draft", draft, small, None),
+        _write(folder / "wrong", draft, noise, None),
+    )
+
+
+def _plain_tensors(folder: Path) -> dict[str, mx.array]:
+    """The weights of a quantised checkpoint in float32."""
+    stored: Any = mx.load(str(folder / "model.safetensors"))
+    how = _config(folder)["quantization"]
+    plain: dict[str, mx.array] = {}
+    for name, array in stored.items():
+        base = name.removesuffix(".weight")
+        if f"{base}.scales" in stored and name.endswith(".weight"):
+            scales, biases = stored[f"{base}.scales"], stored[f"{base}.biases"]
+            array = mx.dequantize(array, scales, biases, how["group_size"], how["bits"])
+        if not name.endswith((".scales", ".biases")):
+            plain[name] = array.astype(mx.float32)
+    return plain
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found
+
+
+def _write(folder: Path, source: Path, tensors: dict[str, mx.array], layers: int | None) -> Path:
+    shutil.copytree(source, folder)
+    config = {**_config(source), "torch_dtype": "float32"}
+    del config["quantization"]
+    if layers is not None:
+        config["num_hidden_layers"] = layers
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "mlx"})
+    return folder
+
+
+# -- how fast -----------------------------------------------------------------------------------
+
+
+def measure_pair(pair: Pair, *, tokens: int, batches: Sequence[int]) -> list[dict[str, Any]]:
+    """Rates without proposals, with four always, and with as many as are chosen."""
+    ways = {
+        "off": SpeculationOptions(method="off"),
+        "draft 4": SpeculationOptions(method="draft", draft=pair.draft, max_draft=4, fixed=True),
+        "draft chosen": SpeculationOptions(method="draft", draft=pair.draft),
+    }
+    found = []
+    for batch in batches:
+        plain: list[tuple[int, ...]] = []
+        for way, options in ways.items():
+            answers = answers_of(pair.model, EngineOptions(), options, PROMPTS, batch, tokens)
+            plain = plain or answers.token_ids
+            found.append(
+                {
+                    "way": way,
+                    "batch": batch,
+                    "tokens_per_step": answers.num_tokens / answers.num_steps,
+                    "tokens_per_s": answers.num_tokens / answers.decode_s,
+                    "same": sum(a == b for a, b in zip(answers.token_ids, plain, strict=True)),
+                    "answers": len(plain),
+                }
+            )
+    return found
+
+
+def measure_adversarial(pair: Pair, *, tokens: int) -> dict[str, float]:
+    """Seconds of one answer without proposals and with a draft that is always wrong, in turns."""
+    seconds: dict[str, list[float]] = {"off": [], "wrong draft": []}
+    wrong = SpeculationOptions(method="draft", draft=pair.wrong)
+    ways = {"off": SpeculationOptions(method="off"), "wrong draft": wrong}
+    accepted = 0
+    for order in (("off", "wrong draft"), ("wrong draft", "off")):
+        for way in order:
+            with _session(pair.model, ways[way]) as session:
+                params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+                built = session.builder.prompt(PROMPTS[0], params, None)
+                (result,) = session.client.run([built.output])
+                seconds[way].append(result.timing.decode_s)
+                accepted += result.timing.accepted
+    return {
+        "off_s": min(seconds["off"]),
+        "wrong_draft_s": min(seconds["wrong draft"]),
+        "accepted": accepted,
+        "tokens": tokens,
+    }
+
+
+@contextmanager
+def _session(folder: Path, speculation: SpeculationOptions) -> Iterator[Session]:
+    options = EngineOptions(prefix_cache=False, speculation=speculation)
+    session = Session("bench", folder, options)
+    try:
+        yield session
+    finally:
+        session.close()
+
+
+# -- windows, beside mlx-lm ---------------------------------------------------------------------
+
+
+def measure_windows(folder: Path, *, runs: int, peer: bool) -> dict[str, int]:
+    """Greedy answers that differ from the plain ones, past a sliding window, of so many.
+
+    The draft has other weights, so that proposals are taken back.
+    """
+    model = write_checkpoint(folder / "windowed", SLIDING)
+    draft = write_checkpoint(folder / "other", SLIDING, seed=1)
+    for file in hub.resolve("demo").glob("tokenizer*.json"):
+        shutil.copy(file, model)
+        shutil.copy(file, draft)
+    prompts = [random_prompt(12, SLIDING.vocab, seed) for seed in range(runs)]
+    found = {"runs": runs, "mlxinfer": _own_mismatches(model, draft, prompts)}
+    if peer:
+        found["mlx-lm"] = _peer_mismatches(model, draft, prompts)
+    return found
+
+
+def _own_mismatches(folder: Path, draft: Path, prompts: list[list[int]]) -> int:
+    params = SamplingParams(max_tokens=WINDOW_TOKENS, ignore_eos=True)
+    answers = []
+    fixed = SpeculationOptions(method="draft", draft=draft, max_draft=4, fixed=True)
+    for options in (SpeculationOptions(method="off"), fixed):
+        with _session(folder, options) as session:
+            built = [session.builder.prompt(ids, params, None).output for ids in prompts]
+            answers.append([tuple(result.token_ids) for result in session.client.run(built)])
+    return sum(a != b for a, b in zip(*answers, strict=True))
+
+
+def _peer_mismatches(folder: Path, draft_folder: Path, prompts: list[list[int]]) -> int:
+    generate = peer_module("mlx_lm.generate")
+    model, draft = load_peer_model(folder), load_peer_model(draft_folder)
+    differing = 0
+    for ids in prompts:
+        prompt = mx.array(ids)
+        plain = [
+            int(token)
+            for token, _ in generate.generate_step(prompt, model, max_tokens=WINDOW_TOKENS)
+        ]
+        steps = generate.speculative_generate_step(
+            prompt, model, draft, num_draft_tokens=4, max_tokens=WINDOW_TOKENS
+        )
+        differing += [int(token) for token, *_ in steps] != plain
+    return differing
+
+
+# -- what is shown ------------------------------------------------------------------------------
+
+
+def _pair_tables(timed: Sequence[dict[str, Any]], adversarial: dict[str, float]) -> list[Table]:
+    off = {cell["batch"]: cell["tokens_per_s"] for cell in timed if cell["way"] == "off"}
+    rows = [
+        [
+            cell["way"],
+            str(cell["batch"]),
+            f"{cell['tokens_per_step']:.2f}",
+            f"{cell['tokens_per_s']:.1f}",
+            ratio(cell["tokens_per_s"], off[cell["batch"]]),
+            f"{cell['same']} of {cell['answers']}",
+        ]
+        for cell in timed
+    ]
+    columns = ["proposals", "at once", "tokens/step", "tokens/s", "x off", "same"]
+    wrong = ratio(adversarial["off_s"], adversarial["wrong_draft_s"])
+    note = f"{adversarial['tokens']} tokens with a draft that is always wrong: {wrong} of off."
+    return [Table("A float32 model with a draft far smaller", columns, rows, note)]
+
+
+def _window_table(found: dict[str, int]) -> Table:
+    rows = [[side, f"{found[side]} of {found['runs']}"] for side in found if side != "runs"]
+    return Table(
+        f"Greedy answers of {WINDOW_TOKENS} tokens past a window of {SLIDING.window} that differ "
+        "from those without a draft",
+        ["engine", "differ"],
+        rows,
+    )

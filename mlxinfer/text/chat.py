@@ -248,7 +248,11 @@ def _strings(value: Any) -> Iterator[str]:
 
 def has_calls(messages: object) -> bool:
     """Whether any message holds tool calls, or the result of one."""
-    return any(m.get("tool_calls") or m.get("role") == "tool" for m in _dicts(messages))
+    every = messages if isinstance(messages, (list, tuple)) else ()
+    return any(
+        isinstance(message, dict) and (message.get("tool_calls") or message.get("role") == "tool")
+        for message in every
+    )
 
 
 def with_parsed_arguments(messages: Any) -> Any:

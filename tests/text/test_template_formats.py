@@ -1,6 +1,7 @@
 """Tool-call formats that are read off chat templates, known ones and others."""
 
 import json
+import os
 from functools import cache
 
 import llguidance
@@ -10,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from text_data import load_tokenizer, pieces, read_template
 from tool_samples import TOOLS, js
-from tool_templates import KNOWN, OTHERS, template_of
+from tool_templates import FRAME, KNOWN, OTHERS, template_of
 
 from mlxinfer.outputs import CallStatus, TextPart, ToolCallDelta, joined_calls, merged
-from mlxinfer.text import ChatTemplate, Tokenizer, detect_tools, tool_format
+from mlxinfer.text import GENERIC, ChatTemplate, Tokenizer, detect_tools, tool_format
 from mlxinfer.text.tools import FORMATS, Toolbox, ToolParser, forced_grammar
 from mlxinfer.text.tools.detect import read_format
 from mlxinfer.text.tools.probe import reads_back, template_format, written_calls
@@ -143,6 +144,43 @@ def test_a_call_that_is_cut_off_is_no_text(name):
     if name != "text_arguments":  # whose arguments are known when they are complete
         assert pieces[-1].status is CallStatus.CUT
         assert not text_of(parts).strip().removeprefix("<|START_THINKING|><|END_THINKING|>")
+
+
+MARKS = st.sampled_from(
+    ["<call>", "</call>", "[", "]", '{"', '"', ": ", "\n", " ", "(", "=", "<b c="]
+)
+VALUES = st.sampled_from(
+    [
+        *("{{- f.name }}", "{{- f.arguments | tojson }}", "{{- f.arguments }}", "{{- c.id }}"),
+        *(
+            "{{- c | tojson }}",
+            "{{- f | tojson }}",
+            "{{- loop.index }}",
+            "{{- '{' }}",
+            "{{- '}' }}",
+        ),
+    ]
+)
+PAIRS = st.tuples(MARKS, MARKS, MARKS).map(
+    lambda m: (
+        f"{{%- for k, v in f.arguments.items() %}}{m[0]}{{{{- k }}}}{m[1]}{{{{- v }}}}{m[2]}"
+        "{%- endfor %}"
+    )
+)
+FRAGMENTS = st.lists(MARKS | VALUES | PAIRS, max_size=8).map("".join)
+LITERALS = st.lists(MARKS, max_size=3).map("".join)
+
+
+@settings(max_examples=int(os.environ.get("MLXINFER_TEMPLATES", "60")))
+@given(before=LITERALS, calls=FRAGMENTS, after=LITERALS)
+def test_every_template_has_a_format(before, calls, after):
+    """However calls are written: the format found reads them, or it is one for any template."""
+    loop = f"{{%- for c in m.tool_calls %}}{{%- set f = c.function %}}{calls}{{%- endfor %}}"
+    tokenizer = tokenizer_of.__wrapped__("hermes")
+    tokenizer.template = ChatTemplate(FRAME.replace("CALLS", before + loop + after))
+    found = detect_tools(tokenizer)
+    written = written_calls(tokenizer)
+    assert found is GENERIC or (written is not None and reads_back(found, written))
 
 
 GUIDE = llguidance.LLTokenizer(load_tokenizer("bytelevel").to_json())

@@ -2,8 +2,10 @@
 
 import os
 import sqlite3
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -76,6 +78,18 @@ if TYPE_CHECKING:
     metavar="KEY",
     help=f"Answer only who sends KEY; repeatable. Better: {API_KEY}, which `ps` does not show.",
 )
+@click.option(
+    "--keys-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="TOML with a table for each key: its name, key or sha256, and limits.",
+)
+@click.option(
+    "--share-prefixes",
+    is_flag=True,
+    help="Let one key's requests find in the cache what another's have computed.",
+)
+@click.option("--tls-cert", metavar="FILE", help="Serve HTTPS with this certificate chain (PEM).")
+@click.option("--tls-key", metavar="FILE", help="The private key of --tls-cert (PEM).")
 @click.option("--insecure", is_flag=True, help="Let other machines in without a key.")
 @click.option(
     "--allowed-host",
@@ -90,6 +104,13 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="URL",
     help="Let web pages from here ask, such as https://chat.example; repeatable.",
+)
+@click.option(
+    "--allowed-app",
+    "allowed_apps",
+    multiple=True,
+    metavar="NAME",
+    help="Let an app or browser extensions ask: obsidian, vscode, chrome-extensions …; repeatable.",
 )
 @click.option(
     "--deadline", "deadline_s", type=click.FloatRange(min=0.001), help="Seconds a request may take."
@@ -215,8 +236,9 @@ def command(
         for listener in listeners:
             listener.close()
         raise
-    names, page = ", ".join(service.models.names()), url_of(listeners[0])
-    places = " and ".join(f"{url_of(listener)}/v1" for listener in listeners)
+    urls = [url_of(listener, tls=config.tls_cert is not None) for listener in listeners]
+    names, page = ", ".join(service.models.names()), urls[0]
+    places = " and ".join(f"{url}/v1" for url in urls)
     ready = f"mlxinfer serves {names} at {places} (Ctrl-C ends it)\nchat at {page}"
     served = (*ENDPOINTS, *routes.endpoints())
     try:
@@ -228,15 +250,22 @@ def command(
 def server_config(options: dict[str, Any]) -> Any:
     """Return the ServerConfig of the command line; a value out of range is wrong usage."""
     from ..server.keys import ApiKeys
+    from ..server.running import check_tls
     from ..server.settings import ServerConfig
 
     keys = [*options["api_keys"], *filter(None, [os.environ.get(API_KEY)])]
-    names = ("host", "port", "insecure", "allowed_hosts", "allowed_origins", "open_metrics")
+    names = (
+        *("host", "port", "insecure", "allowed_hosts", "allowed_origins", "allowed_apps"),
+        *("open_metrics", "share_prefixes", "tls_cert", "tls_key"),
+    )
     limits = ("deadline_s", "drain_s", "max_waiting", "ready_deadline_s")
     try:
-        return ServerConfig(
-            keys=ApiKeys.from_plain(keys), **{name: options[name] for name in names + limits}
-        )
+        named = ApiKeys.from_plain(keys)
+        if options["keys_file"] is not None:
+            named = named.with_named(read_toml(options["keys_file"]), str(options["keys_file"]))
+        config = ServerConfig(keys=named, **{name: options[name] for name in names + limits})
+        check_tls(config)
+        return config
     except InvalidRequestError as error:
         raise click.UsageError(str(error)) from error
 
@@ -274,6 +303,14 @@ def response_store(options: dict[str, Any]) -> "ResponseStore | None":
         raise click.UsageError(
             f"Responses cannot be stored in {path}: {error}. Say --no-store, or set XDG_DATA_HOME."
         ) from error
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the tables of a file; raises InvalidRequestError."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError(f"{path} is no TOML: {error}") from None
 
 
 def ttl_of(options: dict[str, Any]) -> float | None:

@@ -2,8 +2,9 @@
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 
 from ..errors import InvalidRequestError
 from .errors import UnauthorizedError
@@ -11,11 +12,21 @@ from .errors import UnauthorizedError
 Headers = Sequence[tuple[bytes, bytes]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyLimits:
+    """What one key may use; None: no limit."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None  # of prompts and answers
+    max_running: int | None = None  # requests at once, waiting ones included
+
+
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
     """Named keys, of which only SHA-256 digests are kept. Without keys every request is served."""
 
     digests: tuple[tuple[str, bytes], ...] = ()  # (name, SHA-256)
+    limits: tuple[tuple[str, KeyLimits], ...] = ()  # (name, limits), of keys that have some
 
     @classmethod
     def from_plain(cls, keys: Iterable[str]) -> "ApiKeys":
@@ -33,6 +44,25 @@ class ApiKeys:
                 )
             digests.append((f"key{number}", _digest(key.encode())))
         return cls(tuple(digests))
+
+    def with_named(self, tables: Mapping[str, object], place: str) -> "ApiKeys":
+        """The same keys and those of a file: {name: {"key" or "sha256": …, limits}}.
+
+        Args:
+            tables: of the file.
+            place: of the file, for messages.
+
+        Raises:
+            InvalidRequestError: a table is wrong, or two keys have one name or are equal.
+        """
+        digests, limits = list(self.digests), list(self.limits)
+        for name, table in tables.items():
+            digest, own = _read_table(table, f"{place}, {name}")
+            if name in dict(digests) or digest in (known for _, known in digests):
+                raise InvalidRequestError(f"{place}, {name}: this name or key is there twice.")
+            digests.append((name, digest))
+            limits += [(name, own)] if own != KeyLimits() else []
+        return ApiKeys(tuple(digests), tuple(limits))
 
     def __bool__(self) -> bool:
         return bool(self.digests)
@@ -66,6 +96,28 @@ class ApiKeys:
             if hmac.compare_digest(digest, known):
                 found = name
         return found
+
+
+def _read_table(table: object, place: str) -> tuple[bytes, KeyLimits]:
+    """The digest and the limits of a key's table."""
+    if not isinstance(table, dict):
+        raise InvalidRequestError(f"{place}: expected a table with key or sha256.")
+    given = {name.replace("-", "_"): value for name, value in table.items()}
+    key, digest = given.pop("key", None), given.pop("sha256", None)
+    if isinstance(key, str) and digest is None:
+        (found,) = ApiKeys.from_plain([key]).digests
+        hashed = found[1]
+    elif key is None and isinstance(digest, str) and re.fullmatch("[0-9a-fA-F]{64}", digest):
+        hashed = bytes.fromhex(digest)
+    else:
+        raise InvalidRequestError(f"{place}: expected key, or sha256 with 64 hexadecimal digits.")
+    known = {field.name for field in fields(KeyLimits)}
+    for name, value in given.items():
+        if name not in known:
+            raise InvalidRequestError(f"{place}: {name} is none of {', '.join(sorted(known))}.")
+        if type(value) is not int or value < 1:
+            raise InvalidRequestError(f"{place}: {name} is {value!r}; expected 1 or more.")
+    return hashed, KeyLimits(**given)
 
 
 def _digest(key: bytes) -> bytes:

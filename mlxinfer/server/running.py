@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from types import FrameType
@@ -62,6 +63,8 @@ class Server(uvicorn.Server):
                 timeout_keep_alive=15,
                 timeout_graceful_shutdown=3,
                 h11_max_incomplete_event_size=config.max_header_bytes,
+                ssl_certfile=config.tls_cert,
+                ssl_keyfile=config.tls_key,
             )
         )
         self.service = service
@@ -209,7 +212,29 @@ def raise_file_limit(num_connections: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, *, tls: bool = False) -> str:
     """The URL of a bound socket."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def check_tls(config: ServerConfig) -> None:
+    """Raise InvalidRequestError for a certificate or a key that cannot be used."""
+    if config.tls_cert is None or config.tls_key is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            config.tls_cert, config.tls_key, password=_no_password
+        )
+    except OSError as error:  # SSLError is one
+        raise InvalidRequestError(
+            f"--tls-cert {config.tls_cert} with --tls-key {config.tls_key}: {error}. Expected a "
+            "certificate chain and its key, without a password, both PEM.",
+            param="tls_cert",
+        ) from None
+
+
+def _no_password() -> str:
+    """OpenSSL would ask for one on the terminal."""
+    return ""

@@ -11,6 +11,19 @@ TEMPLATE_KWARGS = frozenset(
     {"enable_thinking", "thinking", "reasoning_effort", "preserve_thinking", "thinking_budget"}
 )
 HOST_NAME = r"(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)"  # of a Host header in lower case, without its port
+# Origins of apps that are web pages inside, and of browser extensions, whose host is an id of each
+# installation. `scheme://*` stands for any host.
+APP_ORIGINS = {
+    "obsidian": ("app://obsidian.md", "capacitor://localhost"),
+    "tauri": ("tauri://localhost", "http://tauri.localhost", "https://tauri.localhost"),
+    "capacitor": ("capacitor://localhost", "ionic://localhost"),
+    "electron": ("app://*", "file://*"),
+    "vscode": ("vscode-webview://*", "vscode-file://*"),
+    "raycast": ("raycast://*",),
+    "chrome-extensions": ("chrome-extension://*",),
+    "firefox-extensions": ("moz-extension://*",),
+    "safari-extensions": ("safari-web-extension://*",),
+}
 _NAME = re.compile(HOST_NAME)
 _ORIGIN = re.compile(rf"[a-z][a-z0-9+.-]*://{HOST_NAME}(?::\d{{1,5}})?/?")
 
@@ -30,6 +43,10 @@ class ServerConfig:
     insecure: bool = False  # other machines may connect without a key
     allowed_hosts: tuple[str, ...] = ()  # Host headers, beside what `host` implies
     allowed_origins: tuple[str, ...] = ()  # of pages: "https://chat.example"
+    allowed_apps: tuple[str, ...] = ()  # names of APP_ORIGINS
+    share_prefixes: bool = False  # of several keys: one finds what another has asked in the cache
+    tls_cert: str | None = None  # file with the certificate chain, PEM; None: no TLS
+    tls_key: str | None = None  # file with its private key, PEM
     max_body_bytes: int = 32 << 20
     max_headers: int = 100
     max_header_bytes: int = 64 << 10
@@ -68,6 +85,14 @@ class ServerConfig:
                     "one, such as 'https://chat.example'.",
                     param="allowed_origins",
                 )
+        for app in self.allowed_apps:
+            if app not in APP_ORIGINS:
+                raise InvalidRequestError(
+                    f"--allowed-app is {app!r}; expected one of {', '.join(APP_ORIGINS)}.",
+                    param="allowed_apps",
+                )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InvalidRequestError("--tls-cert and --tls-key go together.", param="tls_cert")
         if not (self.loopback or self.keys or self.insecure):
             open_host = next(host for host in self.hosts if not is_loopback(host))
             raise InvalidRequestError(
@@ -81,6 +106,12 @@ class ServerConfig:
     def hosts(self) -> tuple[str, ...]:
         """The addresses to listen on, each once."""
         return (self.host,) if isinstance(self.host, str) else tuple(dict.fromkeys(self.host))
+
+    @property
+    def origins(self) -> frozenset[str]:
+        """Allowed origins in lower case, those of named apps included; `scheme://*` is any host."""
+        apps = [origin for app in self.allowed_apps for origin in APP_ORIGINS[app]]
+        return frozenset(origin.lower().rstrip("/") for origin in (*self.allowed_origins, *apps))
 
     @property
     def loopback(self) -> bool:

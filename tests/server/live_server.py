@@ -2,6 +2,7 @@
 
 import json
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -91,7 +92,7 @@ class LiveServer:
         listeners = bind(self.config)
         if send_buffer is not None:  # connections inherit it
             listeners[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        self.url = url_of(listeners[0])
+        self.url = url_of(listeners[0], tls=self.config.tls_cert is not None)
         self.port: int = listeners[0].getsockname()[1]
         self.server = Server(self.service, listeners, endpoints=self.endpoints)
         self._thread = threading.Thread(target=self.server.serve_forever, daemon=True)
@@ -100,7 +101,10 @@ class LiveServer:
     def __enter__(self) -> Self:
         self._thread.start()
         wait_until(lambda: self.server.started)
-        self.client = httpx.Client(base_url=self.url, timeout=30)
+        verify = self.config.tls_cert is None or ssl.create_default_context(
+            cafile=self.config.tls_cert
+        )
+        self.client = httpx.Client(base_url=self.url, timeout=30, verify=verify)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -88,8 +88,13 @@ class Call:
         """Start these answers; they end with the call at the latest. Raises as Generation.start."""
         if self._error is not None:
             raise self._error
+        key: str | None = self.log.get("key")
         for answer in answers:
-            answer.request.owner = self.log.get("key")
+            answer.request.owner = key
+            answer.request.cache_salt = self._namespace(key, answer.request.cache_salt)
+        num_tokens = sum(len(answer.request.prompt_ids) for answer in answers)
+        self.service.key_limiter.enter(key, len(answers), num_tokens)
+        self._kept.callback(self._count_out, key, answers)
         generation = Generation(
             model,
             answers,
@@ -100,6 +105,21 @@ class Call:
         generation.start()
         self.generations.append(generation)
         return generation
+
+    def _namespace(self, key: str | None, salt: str | None) -> str | None:
+        """Of the prefix cache: with several keys, no key's prompts are found by another's.
+
+        Otherwise the time to a first token would tell one client what others have asked.
+        """
+        config = self.service.config
+        if key is None or len(config.keys.digests) < 2 or config.share_prefixes:
+            return salt
+        return f"key {key}" if salt is None else f"key {key} {salt}"
+
+    def _count_out(self, key: str | None, answers: Sequence[OutputProcessor]) -> None:
+        results = [answer.result for answer in answers if answer.result is not None]
+        num_tokens = sum(len(result.token_ids) for result in results)
+        self.service.key_limiter.leave(key, len(answers), num_tokens)
 
     @property
     def num_attempts(self) -> int:

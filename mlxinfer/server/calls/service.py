@@ -19,6 +19,7 @@ from ..store import ResponseStore
 from ..watch.readiness import EngineStats, Readiness
 from ..watch.recent import RecentProblems
 from ..watch.request_metrics import RequestMetrics
+from .key_limits import KeyLimiter
 
 POLL_S = 0.02
 BODY_BYTES = "mlxinfer.body_bytes"  # in the scope of a request whose body was read
@@ -167,10 +168,12 @@ class Service:
     request_metrics: dict[str, RequestMetrics] = field(init=False)  # by model name
     engine_stats: EngineStats = field(default_factory=EngineStats)
     readiness: Readiness = field(init=False)
+    key_limiter: KeyLimiter = field(init=False)
     problems: RecentProblems = field(default_factory=RecentProblems)
 
     def __post_init__(self) -> None:
         self.admission = Admission(self.config.max_waiting, self.config.max_waiting_tokens)
+        self.key_limiter = KeyLimiter(dict(self.config.keys.limits))
         self.workers = Workers(self.config.text_workers)
         self.long_workers = Workers(self.config.long_text_workers)
         self.request_metrics = {name: RequestMetrics() for name in self.models.names()}

@@ -37,7 +37,7 @@ class HostRules:
         # a page cannot know a key, so with keys any name is safe; addresses cannot be rebound
         self._any_name = bool(config.keys) and not config.loopback and not config.allowed_hosts
         self._any_address = not config.loopback
-        self._origins = frozenset(o.lower().rstrip("/") for o in config.allowed_origins)
+        self._origins = config.origins
 
     def check(self, scope: Scope) -> None:
         """Raise ForbiddenError for a foreign or malformed Host, or a foreign Origin."""
@@ -50,7 +50,8 @@ class HostRules:
         origin = _only(scope, b"origin")
         if origin is not None and not self._may_ask(origin, host or ""):
             raise ForbiddenError(
-                "Pages of this origin may not use this server; --allowed-origin adds one."
+                "Pages of this origin may not use this server; --allowed-origin adds one, and "
+                "--allowed-app an app's or an extension's."
             )
 
     async def answer_preflight(self, scope: Scope, send: Send) -> bool:
@@ -67,7 +68,7 @@ class HostRules:
     def response_headers(self, scope: Scope) -> Headers:
         """CORS headers of an answer to a page of an allowed origin."""
         origin = _only(scope, b"origin")
-        if origin is None or origin.lower() not in self._origins:
+        if origin is None or not self._is_allowed(origin):
             return []
         return [
             (b"access-control-allow-origin", origin.encode("latin-1")),
@@ -81,9 +82,13 @@ class HostRules:
         return self._any_address and _is_address(name)
 
     def _may_ask(self, origin: str, host: str) -> bool:
+        same = origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
+        return same or self._is_allowed(origin)
+
+    def _is_allowed(self, origin: str) -> bool:
         lowered = origin.lower()
-        same = lowered in (f"http://{host.lower()}", f"https://{host.lower()}")
-        return same or lowered in self._origins
+        scheme, _, _ = lowered.partition("://")
+        return lowered in self._origins or f"{scheme}://*" in self._origins
 
 
 def _only(scope: Scope, name: bytes) -> str | None:

@@ -15,7 +15,12 @@ HIDDEN = "The server failed to answer this request. Its log says why, under the 
 MAX_LOGGED_CHARS = 60  # of a field's name, which a schema may choose
 MAX_MESSAGE_CHARS = 2000
 NO_STORE = (b"cache-control", b"no-store")
-_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 _encoder = msgspec.json.Encoder()
 
 Headers = list[tuple[bytes, bytes]]

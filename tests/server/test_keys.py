@@ -1,0 +1,166 @@
+"""Several keys: their names, limits and namespaces; TLS; origins of apps."""
+
+import shutil
+import ssl
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from live_server import CHAT, LiveServer, chat
+from scripted import ScriptedServer
+
+from mlxinfer.errors import InvalidRequestError
+from mlxinfer.server.calls.key_limits import KeyLimiter
+from mlxinfer.server.errors import RateLimitedError
+from mlxinfer.server.keys import ApiKeys, KeyLimits
+from mlxinfer.server.running import check_tls
+from mlxinfer.server.settings import ServerConfig
+
+TLS = Path(__file__).parent / "tls"
+TABLES: dict[str, Any] = {
+    "anna": {"key": "key-of-anna", "requests-per-minute": 3},
+    "ben": {"sha256": "0" * 64, "max-running": 2},
+}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_keys_of_a_file_have_names_and_limits() -> None:
+    keys = ApiKeys.from_plain(["plain"]).with_named(TABLES, "keys.toml")
+    assert [name for name, _ in keys.digests] == ["key1", "anna", "ben"]
+    assert dict(keys.limits)["anna"] == KeyLimits(requests_per_minute=3)
+    assert keys.name_of([(b"authorization", b"Bearer key-of-anna")]) == "anna"
+    assert "key-of-anna" not in repr(keys)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"a": 3},
+        {"a": {}},
+        {"a": {"key": "x", "sha256": "0" * 64}},
+        {"a": {"sha256": "xyz"}},
+        {"a": {"key": "x y"}},
+        {"a": {"key": "x", "tokens": 3}},
+        {"a": {"key": "x", "max-running": 0}},
+        {"a": {"key": "x", "max-running": True}},
+        {"a": {"key": "x"}, "b": {"key": "x"}},
+        {"key1": {"key": "y"}},
+    ],
+)
+def test_mistakes_in_the_file_are_named(tables: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError):
+        ApiKeys.from_plain(["plain"]).with_named(tables, "keys.toml")
+
+
+def test_limits_refill_in_a_minute() -> None:
+    now = [0.0]
+    limits = {"a": KeyLimits(requests_per_minute=2, tokens_per_minute=100, max_running=3)}
+    limiter = KeyLimiter(limits, clock=lambda: now[0])
+
+    def wait_for() -> float:
+        with pytest.raises(RateLimitedError) as caught:
+            limiter.enter("a", 1, 1)
+        return caught.value.retry_after_s
+
+    limiter.enter(None, 100, 10**6)
+    limiter.enter("other", 100, 10**6)
+    limiter.enter("a", 2, 10)
+    assert wait_for() == pytest.approx(30)
+    now[0] += 30
+    limiter.enter("a", 1, 100)  # all that came back
+    limiter.leave("a", 3, 150)  # tokens of answers count, and are owed
+    now[0] += 60
+    assert wait_for() == pytest.approx(51 * 60 / 100)
+    now[0] += 120
+    limiter.enter("a", 1, 10**6)  # larger than the limit: let in when nothing is owed
+    assert wait_for() > 60
+
+
+def test_at_once() -> None:
+    limiter = KeyLimiter({"a": KeyLimits(max_running=2)})
+    limiter.enter("a", 2, 5)
+    with pytest.raises(RateLimitedError):
+        limiter.enter("a", 1, 5)
+    limiter.leave("a", 1, 5)
+    limiter.enter("a", 1, 5)
+
+
+def test_one_key_at_its_limit_holds_up_no_other() -> None:
+    keys = ApiKeys.from_plain(["plain"]).with_named(TABLES, "keys.toml")
+    with ScriptedServer(keys=keys) as server, server.says("Yes."):
+        statuses = [
+            server.post(CHAT, chat(), headers=bearer("key-of-anna")).status_code for _ in range(5)
+        ]
+        assert statuses == [200, 200, 200, 429, 429]
+        last = server.post("/v1/messages", {**chat()}, headers=bearer("key-of-anna"))
+        assert (last.status_code, last.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert 1 <= int(last.headers["retry-after"]) <= 20
+        assert server.post(CHAT, chat(), headers=bearer("plain")).status_code == 200
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_no_key_finds_the_prompts_of_another(shared: bool) -> None:
+    keys = ApiKeys.from_plain(["a", "b"])
+    long = chat("A prompt that is long enough to fill a page or two of the cache. " * 3)
+    with LiveServer(keys=keys, share_prefixes=shared) as server:
+
+        def cached(key: str) -> int:
+            usage = server.post(CHAT, long, headers=bearer(key)).json()["usage"]
+            found: int = usage["prompt_tokens_details"]["cached_tokens"]
+            return found
+
+        assert cached("a") == 0
+        assert cached("a") > 0
+        assert (cached("b") > 0) is shared
+        assert cached("b") > 0
+
+
+def test_https(tmp_path: Path) -> None:
+    files = {"tls_cert": str(TLS / "cert.pem"), "tls_key": str(TLS / "key.pem")}
+    with LiveServer(**files) as server:
+        assert server.url.startswith("https://")
+        answer = server.post(CHAT, chat(max_tokens=4))
+        assert answer.json()["choices"][0]["message"]["content"] == "Hello! I am"
+        assert server.events(CHAT, chat(max_tokens=4))[-1] == "[DONE]"
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/health")  # the certificate is of no known authority
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://127.0.0.1:{server.port}/health")
+    with pytest.raises(InvalidRequestError, match="go together"):
+        ServerConfig(tls_cert="x")
+    shutil.copy(TLS / "cert.pem", tmp_path / "both.pem")
+    for cert, key in ((files["tls_cert"], str(tmp_path / "both.pem")), ("none.pem", "none.pem")):
+        with pytest.raises(InvalidRequestError, match="--tls-cert"):
+            check_tls(ServerConfig(tls_cert=cert, tls_key=key))
+    check_tls(ServerConfig(**files))
+    assert ssl.OPENSSL_VERSION_INFO >= (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("app", "origin", "allowed"),
+    [
+        ("obsidian", "app://obsidian.md", True),
+        ("obsidian", "capacitor://localhost", True),
+        ("obsidian", "app://other.md", False),
+        ("chrome-extensions", "chrome-extension://abcdefghijklmnop", True),
+        ("chrome-extensions", "moz-extension://abcdef", False),
+        ("vscode", "vscode-webview://1a2b3c", True),
+        ("vscode", "https://evil.example", False),
+        ("vscode", "https://evil.example/vscode-webview://x", False),
+        ("safari-extensions", "null", False),
+    ],
+)
+def test_apps_and_extensions_may_ask_by_name(app: str, origin: str, allowed: bool) -> None:
+    with ScriptedServer(allowed_apps=(app,)) as server, server.says("Yes."):
+        answer = server.post(CHAT, chat(), headers={"origin": origin})
+        assert answer.status_code == (200 if allowed else 403)
+        assert (answer.headers.get("access-control-allow-origin") == origin) is allowed
+
+
+def test_an_unknown_app_is_named() -> None:
+    with pytest.raises(InvalidRequestError, match="obsidian"):
+        ServerConfig(allowed_apps=("nosuch",))

@@ -84,10 +84,10 @@ class TimedProtocol(H11Protocol, asyncio.BufferedProtocol):
         self._opened_s = self.loop.time()
         self._make_room()
 
-    def get_buffer(self, sizehint: int) -> bytearray:
-        """The buffer that the next bytes are read into."""
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """The buffer that the next bytes are read into: a view, since asyncio's TLS slices it."""
         self._buffer = bytearray(READ_BYTES)
-        return self._buffer
+        return memoryview(self._buffer)
 
     def buffer_updated(self, nbytes: int) -> None:
         """Handle bytes that were read into the buffer."""

@@ -15,6 +15,7 @@ from .recipes import ConversionOptions
 
 MAX_WORKERS = 8
 BYTES_PER_WEIGHT = 14  # of a block in flight: as read, in float32, codes, and what is written
+LEARNING_COPIES = 6  # of a layer while it learns: source, codes, values, joined, gradients twice
 MIN_BLOCK, MAX_BLOCK = 1 << 16, 1 << 20  # numbers
 BASE_BYTES = 100 << 20  # Python, MLX and numpy, before anything is read
 CACHED_BYTES = 32 << 20  # that MLX may keep of what was freed
@@ -58,6 +59,8 @@ def peak_bytes(
     parts = [moments + blocks.peak_bytes + largest_piece(arranged, plan)]
     if comparing or options.calibration is not None:
         parts.append(BASE_BYTES + LAYER_COPIES * largest_layer(arranged) * 4)
+    if options.learn_minutes is not None:
+        parts.append(BASE_BYTES + LEARNING_COPIES * largest_layer(arranged) * 4)
     if comparing:
         parts.append(BASE_BYTES + plan.num_bytes)
     return max(parts)

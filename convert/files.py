@@ -114,6 +114,19 @@ def write_file(path: Path, data: bytes) -> None:
     os.replace(partial, path)
 
 
+def write_at(path: Path, position: int, data: NDArray[np.generic]) -> None:
+    """Put `data` into a file that is there, and return when it is on the disk."""
+    view = memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
+    handle = os.open(path, os.O_WRONLY)
+    try:
+        while view:
+            count = os.pwrite(handle, view, position)
+            view, position = view[count:], position + count
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def allocate(handle: int, start: int, count: int) -> None:
     """Make a file `count` bytes longer than `start`, zeros, and have the disk's room for them.
 

@@ -164,6 +164,7 @@ class ConversionOptions:
     searched: bool = True  # scales by squared error; False: as mx.quantize
     calibration: str | None = None  # text; None: squared errors count alike
     error_feedback: bool = True  # where there is a text for calibration (feedback.py)
+    learn_minutes: float | None = None  # for scales and biases (learn.py); None: they stay
     check_text: str | None = None  # text; None: a part of the calibration text
     check_tensors: bool = True
     max_kl: float | None = None  # None: limit_for() the bits
@@ -177,6 +178,9 @@ class ConversionOptions:
             raise InvalidRequestError(
                 f"{what} needs a text for calibration: formats are chosen by what each costs."
             )
+
+        if self.learn_minutes is not None and self.calibration is None:
+            raise InvalidRequestError("Learning needs a text for calibration.", param="learn")
 
     @property
     def feeds_back(self) -> bool:
@@ -214,6 +218,7 @@ def identity(options: ConversionOptions, *, comparing: bool) -> dict[str, Any]:
         "target": [options.goal_bpw, options.target_bytes],
         "scales": "searched" if options.searched else "extremes",
         "texts": [_digest(options.calibration), _digest(options.check_text)],
+        "learning": options.learn_minutes,
         "shards": options.shard_bytes,
         "figures": options.figures,
         "check": [options.check_tensors, comparing],

@@ -24,6 +24,7 @@ from .calibration.measure import CalibrationPass, Measurements, load_measurement
 from .calibration.texts import Texts, make_texts
 from .files import partial_path, write_file
 from .journal import Journal
+from .learn import LearnedLayer, LearningPass, put_into_file, summary
 from .plan import ConversionPlan, PlannedTensor, dumped, make_plan
 from .read import MLXFormat, Source
 from .recipes import ConversionOptions, identity
@@ -65,6 +66,7 @@ class Conversion:
     progress: Progress = lambda *_: None
     look_again: Callable[[], str] | None = None  # the source's fingerprint as it is now
     arranged: ArrangedSource = field(init=False)
+    _learned: list[LearnedLayer] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         """Raise InvalidRequestError for a target that no formats meet."""
@@ -193,6 +195,8 @@ class Conversion:
             report.notes.append(unloadable)
         if ahead := [tensor.output.name for tensor in plan.tensors if tensor.output.ahead]:
             report.notes.append(AHEAD.format(count=len(ahead), first=min(ahead)))
+        if self._learned:
+            report.notes.append(summary(self._learned))
         if few := sum(entry.get("nearest", 0) for entry in journal.tensors.values()):
             report.notes.append(FEW_TOKENS_SEEN.format(count=few))
         if anew := plan.quantised_anew:
@@ -310,7 +314,7 @@ class Conversion:
         found: Measurements,
         texts: Texts | None,
     ) -> None:
-        options = self.options
+        options, learns = self.options, self.options.learn_minutes is not None
         moments = budget.FeedbackBudget.of(self.arranged, options.max_memory)
         taken = moments.peak_bytes if options.feeds_back else 0
         memory = budget.MemoryBudget.of(options.max_memory, taken)
@@ -333,11 +337,31 @@ class Conversion:
                 path = place.model / name
                 if not (path.exists() or partial_path(path).exists()):
                     journal.forget(name, [tensor.output.name for tensor in tensors])
+                if name not in journal.shards and not path.exists():
+                    write_shard(path, tensors, writer, journal)
+                if not learns:
+                    self._complete(path, tensors, journal, memory.block)
+        if learns and texts is not None:
+            self._learn(place, plan, texts)
+            for name, tensors in plan.shards():
                 if name not in journal.shards:
-                    if not path.exists():
-                        write_shard(path, tensors, writer, journal)
-                    journal.add_shard(name, self._entries(path, tensors, journal, memory.block))
-                self.source.forget(s for t in tensors for s in t.output.sources)
+                    put_into_file(place.model / name, tensors, place.learned, journal)
+                self._complete(place.model / name, tensors, journal, memory.block)
+
+    def _complete(
+        self, path: Path, tensors: list[PlannedTensor], journal: Journal, block: int
+    ) -> None:
+        """Check a file, and let go of what it was made of."""
+        if path.name not in journal.shards:
+            journal.add_shard(path.name, self._entries(path, tensors, journal, block))
+        self.source.forget(s for t in tensors for s in t.output.sources)
+
+    def _learn(self, place: Workplace, plan: ConversionPlan, texts: Texts) -> None:
+        seconds = (self.options.learn_minutes or 0) * 60
+        learning = LearningPass(
+            self.arranged, plan, place.model, place.learned, texts.feedback, seconds
+        )
+        self._learned = learning.run(self.progress)
 
     def _entries(
         self, path: Path, tensors: list[PlannedTensor], journal: Journal, block: int

@@ -84,6 +84,10 @@ class ShardReader:
         plain = dequantised(weight, scales, biases[0] if biases else None, form)
         return np.asarray(as_numpy(plain), dtype=np.float32)
 
+    def offset(self, name: str) -> int:
+        """Where a tensor begins in the file, in bytes."""
+        return self._start + self._info(name).start
+
     def checksums(self, tensor: PlannedTensor, block: int) -> list[int]:
         """CRC-32 of each array of a tensor, read `block` numbers at a time."""
         return [self._checksum(array.name, block) for array in tensor.arrays]

@@ -23,7 +23,7 @@ from .files import sync_folder
 SPARE_BYTES = 64 << 20  # left free on the disk
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 _DOWNLOADS = "hub-downloads"
-_MADE = ("model", _DOWNLOADS, "measured.npz", "plan.json", "short.npy", "long.npy")
+_MADE = ("model", _DOWNLOADS, "measured.npz", "learned", "plan.json", "short.npy", "long.npy")
 _OURS = (*_MADE, *(f"{name}.partial" for name in _MADE), "journal.jsonl", "lock")  # lock goes last
 _MARKS = tuple(
     name for name in _OURS if not name.startswith("model")
@@ -69,6 +69,11 @@ class Workplace:
     def measured(self) -> Path:
         """What calibration found."""
         return self.root / "measured.npz"
+
+    @property
+    def learned(self) -> Path:
+        """A file for each layer whose scales were learned."""
+        return self.root / "learned"
 
     @property
     def references(self) -> tuple[Path, Path]:

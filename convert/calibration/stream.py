@@ -140,6 +140,14 @@ def observe_experts(mlp: FeedForward, paths: Sequence[str], observer: Observer) 
     others = [path for path in paths if not path.endswith("down_proj")]
     mlp.gate_up_proj = ObservedExperts(mlp.gate_up_proj, others, observer)
     mlp.down_proj = ObservedExperts(mlp.down_proj, down, observer)
+    choose = mlp.choose
+
+    def chosen(logits: mx.array) -> tuple[mx.array, mx.array]:
+        """The same without gradients, which indices have none of."""
+        weights, experts = choose(logits)
+        return mx.stop_gradient(weights), mx.stop_gradient(experts)
+
+    mlp.choose = chosen
 
 
 def normalised(squares: Floats) -> Floats:
@@ -165,16 +173,19 @@ class LayerRun:
     def __call__(self, x: mx.array, length: int) -> mx.array:
         """x (N * length, hidden): N sequences -> the same after the layer, evaluated."""
         sequences = max(1, MAX_ROWS // length) * length
-        layer = self.model.layers[0]
-        caches = {mixer: whole_sequences(mixer.spec, length) for mixer in self.model.mixers}
         parts = []
         for start in range(0, x.shape[0], sequences):
-            part = x[start : start + sequences]
-            positions = mx.arange(part.shape[0]) % length
-            y = layer(part, Step(positions.astype(mx.int32), caches))
+            y = self.part(x[start : start + sequences], length)
             mx.eval(y)
             parts.append(y)
         return mx.concatenate(parts)
+
+    def part(self, x: mx.array, length: int) -> mx.array:
+        """The same at once, not evaluated."""
+        caches = {mixer: whole_sequences(mixer.spec, length) for mixer in self.model.mixers}
+        positions = mx.arange(x.shape[0]) % length
+        y: mx.array = self.model.layers[0](x, Step(positions.astype(mx.int32), caches))
+        return y
 
 
 class StreamedModel:

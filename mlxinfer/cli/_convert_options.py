@@ -54,6 +54,8 @@ FORMAT_OPTIONS = (
     click.option("--rounding", type=click.Choice(["gptq", "nearest"]),
                  help="With error feedback, which needs calibration, or to the nearest code.  "
                  "[default: gptq]"),
+    click.option("--learn", type=Above(0), metavar="MINUTES",
+                 help="Then fit scales and biases, layer by layer, for so long."),
     click.option("--calibration", metavar="FILE", help="Text that shows which weights matter; "
                  "'none': all alike.  [default: one that comes along]"),
 )  # fmt: skip
@@ -132,6 +134,7 @@ def _shape(given: dict[str, Any]) -> "ConversionOptions":
         searched=(given["scales"] or ("minmax" if given["fast"] else "searched")) == "searched",
         calibration=text,
         error_feedback=given["rounding"] != "nearest",
+        learn_minutes=given["learn"],
         check_text=check_text,
         check_tensors=checks(given) != "none",
         max_kl=given["max_kl"],
@@ -201,7 +204,10 @@ def check_usage(given: dict[str, Any]) -> None:
     targeted = given["target_bpw"] is not None or given["target_size"] is not None
     if targeted and (given["fast"] or given["calibration"] == "none"):
         raise click.UsageError("A target needs calibration: leave out --fast, --calibration none.")
-    if given["rounding"] == "gptq" and (given["fast"] or given["calibration"] == "none"):
+    uncalibrated = given["fast"] or given["calibration"] == "none"
+    if given["learn"] and uncalibrated:
+        raise click.UsageError("--learn needs calibration: leave out --fast, --calibration none.")
+    if given["rounding"] == "gptq" and uncalibrated:
         raise click.UsageError(
             "--rounding gptq needs calibration: leave out --fast, --calibration none."
         )

@@ -113,7 +113,7 @@ def arrange(source: Source) -> ArrangedSource:
     """
     config = normalise(source.config)
     builder = family(config.model_type)
-    rename = builder.rename
+    rename = builder.tensor_name
     if config.tie_word_embeddings and not _is_tied(source, rename):
         config = replace(config, tie_word_embeddings=False)
     prefix = "" if language_config(source.config) is None else _INNER
@@ -209,7 +209,7 @@ def check_complete(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], l
     module = family(config.model_type)
     zero = mx.zeros(())
     named = {name: mx.broadcast_to(zero, shape) for name, shape in shapes.items()}
-    weights = _Shapes(named, dtype="float32", rename=module.rename)
+    weights = _Shapes(named, dtype="float32", rename=module.tensor_name)
     weights.label = label
     module.build(replace(config, quantization=None), weights)
 

@@ -5,6 +5,8 @@ heads (a multiple of Hk: each key head serves Hv / Hk neighbours), Dk and Dv = n
 of a value.
 """
 
+from typing import Any
+
 import mlx.core as mx
 
 from ..core import StateSpec
@@ -82,15 +84,18 @@ class GatedDeltaNet:
         times = times.astype(mx.float32) + self.step_bias
         decay = mx.exp(-self.rate * mx.logaddexp(times, 0.0))  # (T, Hv)
         strength = mx.sigmoid(strengths.astype(mx.float32))
+        return self.recur([qkv, decay, strength], step) * (gate * mx.sigmoid(gate))
+
+    def recur(self, inputs: Arrays, step: Step) -> mx.array:
+        """What the recurrence makes of flat inputs (T, ...), normalised, (T, Hv * Dv)."""
         outputs = []
         for part in step.caches[self].parts:
-            inputs = [part.take(one) for one in (qkv, decay, strength)]
-            y, states = self.forward(inputs, part.read(), part.lengths)
-            part.write(states, inputs, self.replay)
+            own = [part.take(one) for one in inputs]
+            y, states = self.forward(own, part.read(), part.lengths)
+            part.write(states, own, self.replay)
             outputs.append(y)
-        y = step.caches[self].join(outputs)  # (T, Hv * Dv)
-        normed = self.norm(mx.unflatten(y, -1, self.value_heads)).flatten(-2)
-        return normed * (gate * mx.sigmoid(gate))
+        y = step.caches[self].join(outputs)
+        return self.norm(mx.unflatten(y, -1, self.value_heads)).flatten(-2)
 
     def forward(
         self, inputs: Arrays, states: Arrays, lengths: mx.array | None
@@ -98,7 +103,8 @@ class GatedDeltaNet:
         """Outputs of the heads (B, L, Hv * Dv), and the states after `lengths` (B,) tokens.
 
         Args:
-            inputs: queries, keys and values (B, L, C); decay and strength (B, L, Hv) float32.
+            inputs: queries, keys and values (B, L, C); decay (B, L, Hv), or (B, L, Hv * Dk) where
+                each number of a key has its own, and strength (B, L, Hv), float32.
             states: before the tokens.
             lengths: tokens that count; None: all.
         """
@@ -109,6 +115,9 @@ class GatedDeltaNet:
         queries, keys = mx.split(self._normed(mx.unflatten(qk, -1, self.qk_heads)), 2, axis=-2)
         values = mx.unflatten(values, -1, self.value_heads)
         mask = None if lengths is None else mx.arange(qkv.shape[1]) < lengths[:, None]
+        heads, _ = self.value_heads
+        if decay.shape[-1] > heads:
+            decay = mx.unflatten(decay, -1, (heads, -1))
         y, state = mx.fast.gated_delta_update(
             queries, keys, values, decay, strength, states[1], mask
         )
@@ -129,3 +138,42 @@ class GatedDeltaNet:
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""
         return self.out_proj(self.mix(x, step), residual)
+
+
+class KimiDelta(GatedDeltaNet):
+    """Kimi Delta Attention (arXiv 2510.26692): each number of a key decays by itself.
+
+    Args:
+        in_proj: (T, hidden) -> queries, keys and values (3 H D), and strengths (H), side by side.
+        decay_projs: (T, hidden) -> time steps (T, H * D), through few numbers.
+        gate_projs: (T, hidden) -> output gates (T, H * D), in the same way.
+        log_rate: (H,) float32.
+        step_bias: (H * D,) float32.
+        others: as of `GatedDeltaNet`.
+    """
+
+    __slots__ = ("decay_projs", "gate_projs")
+
+    def __init__(
+        self,
+        *,
+        decay_projs: tuple[Projection, Projection],
+        gate_projs: tuple[Projection, Projection],
+        log_rate: mx.array,
+        step_bias: mx.array,
+        spec: StateSpec,
+        **others: Any,
+    ) -> None:
+        each = mx.repeat(log_rate, spec.shapes[1][0][2])  # (H * D,)
+        super().__init__(log_rate=each, step_bias=step_bias, spec=spec, **others)
+        self.decay_projs = decay_projs
+        self.gate_projs = gate_projs
+
+    def mix(self, x: mx.array, step: Step) -> mx.array:
+        """x (T, hidden) -> what is projected out, (T, H * D)."""
+        qkv, strengths = mx.split(self.in_proj(x), self.cuts[:1], axis=-1)
+        times, gate = (up(down(x)) for down, up in (self.decay_projs, self.gate_projs))
+        times = times.astype(mx.float32) + self.step_bias
+        decay = mx.exp(-self.rate * mx.logaddexp(times, 0.0))  # (T, H * D)
+        strength = mx.sigmoid(strengths.astype(mx.float32))
+        return self.recur([qkv, decay, strength], step) * mx.sigmoid(gate)

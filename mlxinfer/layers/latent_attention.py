@@ -63,7 +63,7 @@ class LatentAttention:
         num_heads: H.
         spec: what the cache keeps for this layer: r and dr.
         scale: multiplies the scores.
-        rope: over dr numbers.
+        rope: over dr numbers; None: positions are not encoded.
         rope_scale: multiplies the rotary part of queries; None: 1.
         query_scale: factors of queries by their positions; None: 1.
     """
@@ -93,7 +93,7 @@ class LatentAttention:
         num_heads: int,
         spec: LatentSpec,
         scale: float,
-        rope: Rope,
+        rope: Rope | None,
         rope_scale: float | None = None,
         query_scale: QueryScale | None = None,
     ) -> None:
@@ -119,9 +119,11 @@ class LatentAttention:
             queries = self.query_scale(queries, step.prepared(self.query_scale))
         q_nope, q_rope = mx.split(queries, [queries.shape[-1] - self.spec.rope_dim], axis=-1)
         latent, k_rope = mx.split(self.kv_a_proj(x), [self.spec.latent_dim], axis=-1)
-        prepared = step.prepared(self.rope)
-        turned = self.rope(mx.concatenate([q_rope, k_rope[:, None]], axis=1), prepared)
-        q_rope, k_rope = mx.split(turned, [self.num_heads], axis=1)
+        k_rope = k_rope[:, None]
+        if self.rope is not None:
+            both = mx.concatenate([q_rope, k_rope], axis=1)
+            turned = self.rope(both, step.prepared(self.rope))
+            q_rope, k_rope = mx.split(turned, [self.num_heads], axis=1)
         if self.rope_scale is not None:
             q_rope = q_rope * self.rope_scale
         outputs: mx.array = step.caches[self].attend(

@@ -28,6 +28,7 @@ FAMILIES = {  # model_type -> module in families/, class
     "deepseek_v2": ("deepseek", "DeepseekV2"),
     "deepseek_v3": ("deepseek", "DeepseekV3"),
     "kimi_k2": ("deepseek", "DeepseekV3"),
+    "kimi_linear": ("kimi_linear", "KimiLinear"),
     "mixtral": ("mixtral", "Mixtral"),
     "glm4": ("glm", "Glm4"),
     "glm4_moe": ("glm", "Glm4MoE"),

@@ -151,6 +151,18 @@ def streams(**options: Any) -> Report:
 
 
 @reports(
+    number_option("--runs", 3, "Measurements of each; the median counts."),
+    small_option,
+    peer_option,
+)
+def hybrid(**options: Any) -> Report:
+    """Recurrent layers: one request, eight ragged ones, a long prompt."""
+    from tests.bench.hybrid import run
+
+    return run(**options)
+
+
+@reports(
     model_option,
     number_option("--runs", 7, "Processes of each; the median counts."),
     peer_option,

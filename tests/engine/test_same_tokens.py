@@ -29,7 +29,14 @@ CASES = (
     *("qwen3-v4", "mistral-v4", "gemma3_text-v4", "gpt_oss-v4", "qwen3_moe-v4", "qwen3-v5"),
     *("deepseek_v3-v4", "phi3-v4", "olmo2-v4", "lfm2-v4", "qwen3_next-v4", "qwen3_5_text-v4"),
     *("qwen3_5_moe_text-v4", "granitemoehybrid-v4", "gemma2-v4", "gemma4_text-v4"),
-    *("lfm2_moe-v5", "nemotron_h-v5", "falcon_h1-v5", "gemma4_e-v5", "gemma3n_text-v5"),
+    *(
+        "kimi_linear-v4",
+        "lfm2_moe-v5",
+        "nemotron_h-v5",
+        "falcon_h1-v5",
+        "gemma4_e-v5",
+        "gemma3n_text-v5",
+    ),
     *("hunyuan_v1_dense-v4", "ministral3-v5", "mistral4-v5"),
 )
 HYBRIDS = {  # places of recurrent layers among those of attention

@@ -406,6 +406,27 @@ PUBLISHED: dict[str, Published] = {
         1026.4,
         70_272,
     ),
+    "Kimi-Linear-48B-A3B": Published(
+        {
+            "model_type": "kimi_linear",
+            **_sizes(27, 2304, 9216, 32, 32, 163_840),
+            "num_experts": 256,
+            "num_experts_per_token": 8,
+            "moe_intermediate_size": 1024,
+            "moe_renormalize": True,
+            "first_k_dense_replace": 1,
+            "linear_attn_config": {
+                "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+                "kda_layers": [i for i in range(1, 27) if i % 4],
+                "num_heads": 32,
+                "head_dim": 128,
+                "short_conv_kernel_size": 4,
+            },
+        },
+        49.12,
+        7 * 576 * 2,
+        20 * (3 * 12_288 + 32 * 128 * 128) * 4,
+    ),
     "GLM-4-9B-0414": Published(
         {
             "model_type": "glm4",

@@ -106,6 +106,21 @@ _GEMMA3N = {
     "altup_num_inputs": 4,
 }
 
+_KIMI = {
+    **{key: value for key, value in _SMALL.items() if key != "max_position_embeddings"},
+    "model_type": "kimi_linear",
+    "model_max_length": 128,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "kv_lora_rank": 20,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "moe_intermediate_size": 24,
+}
+
 RECORDED_CASES: dict[str, dict[str, Any]] = {
     "lfm2_moe-v4": {
         **_SMALL,
@@ -345,6 +360,41 @@ RECORDED_CASES: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 2000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
+        "tie_word_embeddings": False,
+    },
+    "kimi_linear-v4": {
+        **_KIMI,
+        "num_experts": 12,
+        "num_experts_per_token": 3,
+        "moe_renormalize": True,
+        "num_expert_group": 3,
+        "topk_group": 2,
+        "num_shared_experts": 1,
+        "routed_scaling_factor": 2.446,
+        "first_k_dense_replace": 1,
+        "linear_attn_config": {
+            "full_attn_layers": [2, 4],
+            "kda_layers": [1, 3],
+            "num_heads": 3,
+            "head_dim": 10,
+            "short_conv_kernel_size": 4,
+        },
+        "tie_word_embeddings": False,
+    },
+    "kimi_linear-v5": {
+        **_KIMI,
+        "num_experts": 6,
+        "num_experts_per_token": 2,
+        "moe_renormalize": False,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "num_shared_experts": 2,
+        "routed_scaling_factor": 1.5,
+        "layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"],
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 12,
+        "linear_conv_kernel_dim": 3,
         "tie_word_embeddings": False,
     },
 }

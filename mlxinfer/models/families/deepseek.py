@@ -95,8 +95,7 @@ class DeepseekV3(Family):
         path, spec = f"model.layers.{index}.self_attn", config.ropes[index]
         latent = config.latent
         assert latent is not None
-        assert spec is not None
-        factor = spec.attention_factor**2  # of the rotary part alone; the rope leaves it to us
+        factor = 1.0 if spec is None else spec.attention_factor**2  # which the rope leaves to us
         return LatentAttention(
             q_projs=self._query_projections(path, dims),
             kv_a_proj=weights.linear(
@@ -117,7 +116,7 @@ class DeepseekV3(Family):
             num_heads=config.num_heads,
             spec=latent,
             scale=config.attention_scale,
-            rope=self.rope(spec, dims.rope),
+            rope=None if spec is None else self.rope(spec, dims.rope),
             rope_scale=None if factor == 1.0 else factor,
             query_scale=self.query_scale(index),
         )

@@ -115,7 +115,13 @@ def router_gap(
         return grouped_gap(config, logits.sigmoid() + (0 if inputs[1] is None else inputs[1]), 1)
     if config["model_type"] == "mistral4":
         return grouped_gap(config, logits.softmax(-1), 2)
-    if config["model_type"] in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "nemotron_h"):
+    if config["model_type"] in (
+        "deepseek_v3",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "nemotron_h",
+        "kimi_linear",
+    ):
         return grouped_gap(config, logits.sigmoid() + module.e_score_correction_bias, 2)
     if config["model_type"] == "minimax_m2":
         return grouped_gap(config, logits.sigmoid() + inputs[1], 2)
@@ -135,7 +141,8 @@ def grouped_gap(config: dict, ranks: torch.Tensor, counted: int) -> float:
 
     A group is worth its `counted` best experts.
     """
-    groups, best = config.get("n_group") or 1, config.get("topk_group") or 1
+    groups = config.get("n_group") or config.get("num_expert_group") or 1
+    best, taken = config.get("topk_group") or 1, config.get("num_experts_per_tok")
     found = 1.0
     if best < groups:
         grouped = ranks.unflatten(-1, (groups, -1))
@@ -143,7 +150,7 @@ def grouped_gap(config: dict, ranks: torch.Tensor, counted: int) -> float:
         found = gap(worth, best)
         chosen = torch.zeros_like(worth).scatter(1, worth.topk(best).indices, 1)
         ranks = grouped.masked_fill(chosen[..., None] == 0, -9.0).flatten(1)
-    return 10 * min(found, gap(ranks, config["num_experts_per_tok"]))
+    return 10 * min(found, gap(ranks, taken or config["num_experts_per_token"]))
 
 
 def main() -> None:

@@ -1,0 +1,180 @@
+"""Kimi Linear: delta attention, and every few layers latent attention without positions."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import mlx.core as mx
+
+from ...core import StateSpec
+from ...errors import CheckpointError
+from ...layers.attention import LayerMixer
+from ...layers.causal_conv import CausalConv
+from ...layers.gated_delta import KimiDelta
+from ...layers.linear import Projection
+from ...layers.rope import RopeSpec
+from ..config import ModelConfig
+from ..jsonfields import Fields
+from ..rope_config import FULL
+from .deepseek import DeepseekV3
+from .mixtral import name_projections
+
+_RECURRENT = "linear_attention"
+_NAMES = {  # of the config, and what DeepSeek calls the same
+    "num_experts": "n_routed_experts",
+    "num_local_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_shared_experts": "n_shared_experts",
+    "model_max_length": "max_position_embeddings",
+}
+_DELTA = {  # of its linear_attn_config, and as transformers 5 has it
+    "num_heads": "linear_num_heads",
+    "head_dim": "linear_head_dim",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+_CONV = re.compile(r"\.([qkv])_conv(?:1d|\.conv)\.")  # of the hub, and of MLX
+
+
+class KimiLinear(DeepseekV3):
+    """Experts as of DeepSeek V3, in one group."""
+
+    defaults: ClassVar = {
+        "num_attention_heads": 32,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "qk_nope_head_dim": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1024,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.446,
+        "first_k_dense_replace": 1,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 1_048_576,
+        "linear_num_heads": 32,
+        "linear_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "rope_interleave": False,  # nothing turns
+    }
+
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """With DeepSeek's names, and what `linear_attn_config` states beside the others."""
+        values = dict(config.values)
+        for own, ours in _NAMES.items():
+            if (stated := values.pop(own, None)) is not None:
+                values[ours] = stated
+        delta = config.fields("linear_attn_config")
+        if delta is not None:
+            for own, ours in _DELTA.items():
+                if (stated := delta.get(own)) is not None:
+                    values[ours] = stated
+            attending = delta.items("full_attn_layers")
+            values.setdefault("full_attn_layers", attending)
+        return Fields(values, config.where)
+
+    @classmethod
+    def rope_specs(
+        cls, fields: Fields, layer_types: Sequence[str], head_dim: int
+    ) -> tuple[RopeSpec | None, ...]:
+        """None."""
+        return (None,) * len(layer_types)
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """No layer has a window."""
+        return [FULL] * num_layers
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """Which layers are recurrent, and which have experts."""
+        config = super().configure(config)
+        fields = config.fields
+        state = _state(fields)
+        recurs = _recurs(fields, config.num_layers)
+        kinds = fields.items("mlp_layer_types")
+        if kinds is not None:
+            if len(kinds) != config.num_layers or not all(k in ("dense", "sparse") for k in kinds):
+                raise CheckpointError(
+                    f"mlp_layer_types in {fields.where} must be {config.num_layers} times 'dense' "
+                    "or 'sparse'."
+                )
+            config = replace(config, sparse_layers=tuple(kind == "sparse" for kind in kinds))
+        return replace(config, states=tuple(state if one else None for one in recurs))
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """As DeepSeek calls the same; modules that predict further ahead are left out."""
+        if name.startswith("model.mtp"):
+            return None
+        name = name_projections(name).replace(".block_sparse_moe.", ".mlp.")
+        name = name.replace(".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias")
+        return super().rename(_CONV.sub(r".\1_conv1d.", name))
+
+    def mixer(self, index: int) -> LayerMixer:
+        """Delta attention or latent attention."""
+        state = self.config.states[index]
+        if state is None:
+            return super().mixer(index)
+        config, weights, path = self.config, self.weights, f"model.layers.{index}.self_attn"
+        heads, dim, _ = state.shapes[1][0]
+        width, hidden = heads * dim, config.hidden_size
+        raw, flat = weights.raw, weights.has_shape(f"{path}.A_log", (heads,))
+        log_rate = raw(f"{path}.A_log", (heads,) if flat else (1, 1, heads, 1))
+        return KimiDelta(
+            in_proj=weights.fused(
+                [f"{path}.{name}_proj" for name in "qkvb"], [width] * 3 + [heads], hidden
+            ),
+            decay_projs=self._through(f"{path}.f", dim, width),
+            gate_projs=self._through(f"{path}.g", dim, width),
+            out_proj=weights.linear(f"{path}.o_proj", hidden, width),
+            conv=self._conv(path, state),
+            norm=self.norm(f"{path}.o_norm", dim),
+            log_rate=log_rate.reshape(heads).astype(mx.float32),
+            step_bias=raw(f"{path}.dt_bias", (width,)).astype(mx.float32),
+            spec=state,
+        )
+
+    def _through(self, path: str, dims: int, width: int) -> tuple[Projection, Projection]:
+        """A projection to few numbers, and from these to many."""
+        down = self.weights.linear(f"{path}_a_proj", dims, self.config.hidden_size)
+        return down, self.weights.linear(f"{path}_b_proj", width, dims)
+
+    def _conv(self, path: str, state: StateSpec) -> CausalConv:
+        """Those of queries, keys and values as one."""
+        (before, channels), dtype = state.shapes[0]
+        part = StateSpec((((before, channels // 3), dtype),))
+        parts = [self.causal_conv(f"{path}.{name}_conv1d", part).weight for name in "qkv"]
+        return CausalConv(mx.concatenate(parts)[..., 0])
+
+
+def _recurs(fields: Fields, num_layers: int) -> list[bool]:
+    """Whether each layer is recurrent, as listed, or by the numbers of the others from 1 on."""
+    stated = fields.items("layer_types")
+    if stated is not None:
+        if len(stated) != num_layers or not all(kind in (_RECURRENT, FULL) for kind in stated):
+            raise CheckpointError(
+                f"layer_types in {fields.where} must be {num_layers} times {_RECURRENT!r} or "
+                f"{FULL!r}."
+            )
+        return [kind == _RECURRENT for kind in stated]
+    attending = fields.items("full_attn_layers")
+    if attending is None:
+        return [i == 0 or i % 4 != 0 for i in range(num_layers)]
+    return [i + 1 not in attending for i in range(num_layers)]
+
+
+def _state(fields: Fields) -> StateSpec:
+    """Of one recurrent layer: the convolution's inputs, and a matrix for each head."""
+    heads = fields.integer("linear_num_heads", high=2**14)
+    dim = fields.integer("linear_head_dim", high=2**14)
+    length = fields.integer("linear_conv_kernel_dim", low=2, high=64)
+    return StateSpec((((length - 1, 3 * heads * dim), "float32"), ((heads, dim, dim), "float32")))

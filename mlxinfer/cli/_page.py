@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..configfile import ModelEntry
-from ..history import History, data_folder, default_place
+from ..errors import HistoryError
+from ..history import PLACE, History, data_folder, default_place
 from ._configuration import RequestedModel, entry_of, origin_of
 
 if TYPE_CHECKING:
@@ -29,11 +30,11 @@ def page_routes(
     from ..server.page.routes import PageRoutes
 
     place = default_place() if history else None
-    return PageRoutes(
-        None if place is None else History(place),
-        library(options, ttl_s, limit_bytes),
-        settings(ctx),
-    )
+    try:
+        stored = None if place is None else History(place)
+    except HistoryError as error:
+        raise HistoryError(f"{error} Say --no-history, or name a file by {PLACE}.") from error
+    return PageRoutes(stored, library(options, ttl_s, limit_bytes), settings(ctx))
 
 
 def library(options: Mapping[str, Any], ttl_s: float | None, limit_bytes: int) -> "Library":

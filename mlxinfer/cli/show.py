@@ -64,6 +64,7 @@ def describe(name: str, summary: "Summary", context: int | None) -> dict[str, An
         "chat_template": summary.chat_template,
         "kv_bytes_per_token": config and {str(bits): kv_bytes(config, 1, bits) for bits in KV_BITS},
         "memory": _memory(summary, context),
+        "fit": _fit(summary),
         "files": [{"name": file.name, "size_bytes": file.stat().st_size} for file in files],
     }
 
@@ -97,6 +98,8 @@ def render(facts: dict[str, Any]) -> str:
         )
         for step in facts["memory"]
     ]
+    if facts["fit"]:
+        rows.append(("this machine", facts["fit"]["text"]))
     rows += [("file", f"{f['name']}  {human_bytes(f['size_bytes'])}") for f in facts["files"]]
     return table([(label, escaped(value)) for label, value in rows])
 
@@ -125,6 +128,15 @@ def _runs(facts: dict[str, Any]) -> str:
     because = facts["alone_because"]
     how = f"one sequence after another: {because}" if because else "batched"
     return f"by {facts['definition']}'s definition, checked when it is loaded, {how}"
+
+
+def _fit(summary: "Summary") -> dict[str, Any] | None:
+    """Return the verdict for this machine, None where the config or the weights are unknown."""
+    from ..fit import fit_of, models_limit_bytes
+
+    if summary.config is None or summary.weights is None:
+        return None
+    return fit_of(summary.config, summary.weights.num_bytes, models_limit_bytes()).as_dict()
 
 
 def _architecture(facts: dict[str, Any]) -> str:

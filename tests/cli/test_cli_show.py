@@ -122,6 +122,7 @@ def test_json_keys_are_stable(tmp_path: Path, outcome: Any) -> None:
         "chat_template",
         "kv_bytes_per_token",
         "memory",
+        "fit",
         "files",
     }
     assert facts["quantization"] == {"bits": 4, "group_size": 64, "mode": "affine"}

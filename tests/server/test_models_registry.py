@@ -393,3 +393,51 @@ def test_patterns_and_a_default_answer_to_other_names(machine: Machine) -> None:
     assert falling_back.find("other").entry.name == "b"
     assert falling_back.find("claude-x").entry.name == "a"
     assert falling_back.find(None).entry.name == "a"
+
+
+def test_a_model_joins_a_running_registry(machine: Machine) -> None:
+    models = machine.registry([machine.entry("a", 10 * MB), machine.entry("b", 10 * MB)])
+
+    async def work() -> None:
+        await touch(models, "a")
+        before = models.find("a").kv_bytes
+        models.add(machine.entry("c", 10 * MB, aliases=("c2",)))
+        assert models.names() == ["a", "b", "c"]
+        assert models.find("a").kv_bytes == before
+        await touch(models, "c2")
+        assert models.find("c").state is State.LOADED
+
+    asyncio.run(work())
+    assert machine.loads == ["a", "c"]
+    assert machine.problems == []
+
+
+@pytest.mark.parametrize(
+    "other", [{"name": "a"}, {"name": "x", "aliases": ("a",)}, {"name": "x", "num_bytes": 10**12}]
+)
+def test_a_model_that_cannot_join_changes_nothing(machine: Machine, other: dict[str, Any]) -> None:
+    models = machine.registry([machine.entry("a", MB)])
+    fields = {"num_bytes": MB, **other}
+    with pytest.raises(InvalidRequestError):
+        models.add(machine.entry(**fields))
+    assert models.names() == ["a"]
+    assert models.find("a").kv_bytes == MB
+
+
+def test_a_pinned_model_stays_until_it_is_unpinned(machine: Machine) -> None:
+    models = machine.registry([machine.entry("a", MB, ttl_s=5.0)])
+
+    async def work() -> None:
+        await touch(models, "a")
+        models.pin("a", True)
+        machine.clock += 100
+        await models.unload_idle()
+        assert models.find("a").state is State.LOADED
+        assert models.ttl_left_s(models.find("a")) is None
+        with pytest.raises(InvalidRequestError, match="pinned"):
+            await models.unload("a")
+        models.pin("a", False)
+        await models.unload_idle()
+        assert models.find("a").state is State.UNLOADED
+
+    asyncio.run(work())

@@ -81,7 +81,7 @@ def test_proposals_of_the_same_model_all_hold(params: SamplingParams, count: int
     depth=st.sampled_from([1, 4, 7]),
     same=st.booleans(),
 )
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_any_room_and_any_mix_gives_the_plain_tokens(
     rows: list[tuple[int, int]], pages: int, slots: int, chunk: int, depth: int, same: bool
 ) -> None:

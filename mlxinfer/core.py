@@ -221,7 +221,7 @@ class TokenEvent(NamedTuple):
     finish_reason: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
     error: Exception | None = None
-    cached_tokens: int = 0  # prompt tokens whose KV was there already
+    cached_tokens: int = 0  # prompt tokens with KV that was there already
     prompt_logits: "NDArray[np.float32] | None" = (
         None  # (n, vocab) of the prompt's next n positions
     )

@@ -1,6 +1,6 @@
 """A compiled grammar, and the state of one answer under it.
 
-Matchers of one compiled grammar share a lexer, whose states grow with use up to a limit. So a
+Matchers of one compiled grammar share a lexer. Its states grow with use, up to a limit. So a
 grammar that was used much gets a new lexer, and an answer that reaches the limit starts over once
 with a lexer of its own: other answers' use is no reason for it to fail.
 
@@ -26,7 +26,7 @@ from .spec import GrammarSpec
 ALLOWED_S = 0.01  # per mask or token; a thousand optional properties take a quarter of it
 MAX_EXCESS_S = 0.1  # of one answer, for a grammar that may be ambiguous
 MAX_EXCESS_FIXED_S = 1.0  # for others, which are slow until the shared lexer has grown
-TIMED_ALONE_FROM_S = 0.05  # wall time of masks filled in parallel, whose shares are unknown
+TIMED_ALONE_FROM_S = 0.05  # wall time of masks filled in parallel: the time of each is unknown
 
 
 WORD_BITS = 32  # of a mask

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 START_SECONDS = 30.0
-END_SECONDS = 5.0  # for a process whose streams are closed
+END_SECONDS = 5.0  # for a process after its streams are closed
 NOTHING = {
     "source": '{"grammars": [{"lark_grammar": "start: \\"a\\""}]}',
     "schemas": [],
@@ -195,7 +195,7 @@ def _exchange(
 
 
 def _was_ended(process: "subprocess.Popen[bytes]") -> bool:
-    """Whether a process whose streams are closed was ended by a signal from outside."""
+    """Whether a process with closed streams was ended by a signal from outside."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(END_SECONDS) in FROM_OUTSIDE
     return False

@@ -290,7 +290,7 @@ def _negation(schema: Schema) -> None:
 
 
 def _condition(schema: Schema) -> None:
-    """if/then/else on the constant of a property whose values are listed."""
+    """if/then/else on the constant of a property with an enum."""
     tested = schema.get("if")
     if not isinstance(tested, Mapping) or not set(tested) <= {"properties", "required", "type"}:
         return

@@ -106,7 +106,7 @@ def enforceable(
     Args:
         schema: JSON schema.
         place: its place in the request.
-        tool: whose parameters it is of, if it is of a tool.
+        tool: the schema is of its parameters; None: it is of no tool.
     """
     enforced, keywords = relaxed(schema)
     if not keywords:

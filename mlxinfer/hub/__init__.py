@@ -78,13 +78,13 @@ def pull(name: str, *, progress: Progress | None = None) -> Path:
 
 
 def verify(name: str) -> list[str]:
-    """Delete cached files of a repository whose content is not what their hash says.
+    """Delete cached files of a repository that do not have the content of their hash.
 
     Returns:
         Their names; pull() fetches them again.
 
     Raises:
-        InvalidRequestError: a local model, whose files have no hashes, or a download in progress.
+        InvalidRequestError: a local model (its files have no hashes), or a download in progress.
         ModelNotFoundError: no such name.
     """
     if _local_folder(name) is not None:

@@ -179,7 +179,7 @@ def _is_whole(path: Path, file: RemoteFile | PlannedFile) -> bool:
 
 
 def _remove_damaged(plan: DownloadPlan) -> None:
-    """Delete files whose size is not the hub's, which huggingface_hub would keep.
+    """Delete files of another size than the hub's, which huggingface_hub would keep.
 
     All snapshots that share such a content need the same bytes, so none loses anything.
     """

@@ -13,7 +13,7 @@ READ_BYTES = 8 << 20  # at once
 
 
 def remove_damaged(repo: RepoName) -> list[str]:
-    """Delete cached files of `repo` whose content has another hash than their name says.
+    """Delete cached files of `repo` that have another hash than their name says.
 
     A disk or an interrupted copy may change a file and not its size. Deleted files are fetched
     again by a download; all snapshots that share one need the same bytes.

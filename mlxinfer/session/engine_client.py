@@ -37,7 +37,7 @@ class Step:
 class RequestGroup:
     """Requests that are submitted together, read together and left together.
 
-    It is the one place that aborts a request whose text has ended it, and that drops the events
+    It is the one place that aborts a request when its text has ended it, and that drops the events
     that come after a request's end.
 
     Args:

@@ -140,7 +140,7 @@ class EngineOptions:
         return self.room_bytes - weights_bytes
 
     def disk(self, folder: Path) -> DiskOptions | None:
-        """The disk cache of the model in `folder`, whose weights are hashed from now on."""
+        """The disk cache of the model in `folder`; its weights are hashed from now on."""
         if self.disk_cache is None:
             return None
         from ..models.identity import ContentId

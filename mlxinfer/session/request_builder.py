@@ -261,7 +261,7 @@ class RequestBuilder:
         )
 
     def compile_grammar(self, built: BuiltRequest) -> OutputProcessor:
-        """The output of a request whose grammar has been compiled, which may take seconds.
+        """Compile the grammar of a request, which may take seconds; returns its output.
 
         Raises:
             InvalidRequestError: the grammar cannot be compiled, or not within the limits.

@@ -1,6 +1,6 @@
 """Chat messages to token ids: checks them, renders the chat template and encodes the rendering.
 
-A template writes control tokens (`<|im_end|>`) as text. A user who types the same text must not get
+A template writes control tokens (`<|im_end|>`) as text. The same text in a message must not become
 the token. So control-token text within the messages is put between two marks before the template
 runs (`marked_text`), and what the marks enclose in the rendering is encoded as plain text.
 Templates decide as if there were no marks, so the prompt is the one of transformers. Where no
@@ -256,7 +256,7 @@ def has_calls(messages: object) -> bool:
 
 
 def with_parsed_arguments(messages: Any) -> Any:
-    """Return messages whose tool calls have arguments as objects, which most templates expect.
+    """Return messages with the arguments of tool calls as objects, which most templates expect.
 
     OpenAI's API sends them as JSON text. Text that is no JSON object is left as it is. A tool
     message without a name gets the name of the call that its `tool_call_id` refers to.
@@ -274,7 +274,7 @@ def with_parsed_arguments(messages: Any) -> Any:
 
 
 def with_text_arguments(messages: Messages) -> list[dict[str, Any]]:
-    """Return messages whose tool calls have JSON text as arguments, and a content beside them.
+    """Return messages with the arguments of tool calls as JSON text, and a content beside calls.
 
     Some templates (DeepSeek's) concatenate both to strings.
     """
@@ -283,7 +283,7 @@ def with_text_arguments(messages: Messages) -> list[dict[str, Any]]:
 
 
 def with_object_arguments(messages: Messages) -> list[dict[str, Any]]:
-    """Return messages whose tool calls all have objects as arguments: {"arguments": text} for text.
+    """Return messages with all arguments of tool calls as objects: {"arguments": text} for text.
 
     Templates that write each argument by itself cannot write text that is no JSON object.
     """

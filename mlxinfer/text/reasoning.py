@@ -60,7 +60,7 @@ class MarkScanner:
         return held
 
     def _mark_at(self, text: str, position: int) -> str | None:
-        """Return the longest mark at this position, or one whose beginning the text ends with."""
+        """Return the longest mark at this position, or one that the end of the text cuts off."""
         rest = len(text) - position
         for mark in self._marks:
             if text.startswith(mark[:rest], position):

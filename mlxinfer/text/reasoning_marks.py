@@ -56,7 +56,7 @@ def _answer_marks(added: set[str], sources: str) -> tuple[str, str]:
 def written_marks(template: ChatTemplate) -> ReasoningFormat | None:
     """Return the marks that a template writes around a thought, None where it writes none.
 
-    A mark is one word between angle or square brackets, right beside the thought.
+    A mark is one word between angle or square brackets, right beside the thought and nowhere else.
     """
     if not any(field in source for source in template.sources.values() for field in _FIELDS):
         return None
@@ -69,6 +69,9 @@ def written_marks(template: ChatTemplate) -> ReasoningFormat | None:
         before, found, rest = text.partition(_THOUGHT)
         after, answered, _ = rest.partition(_ANSWER)
         start, end = _MARK.findall(before.rstrip()), _MARK.findall(after)
-        if found and answered and start and end and before.rstrip().endswith(start[-1]):
-            return ReasoningFormat(start[-1], end[0]) if after.lstrip().startswith(end[0]) else None
+        if not (found and answered and start and end):
+            return None
+        beside = before.rstrip().endswith(start[-1]) and after.lstrip().startswith(end[0])
+        if beside and text.count(start[-1]) == text.count(end[0]) == 1:
+            return ReasoningFormat(start[-1], end[0])
     return None

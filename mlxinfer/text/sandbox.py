@@ -42,7 +42,9 @@ MAX_FOLDED = 1_000_000  # characters that constants of a template may have toget
 MAX_INT_ARGUMENT = 1_000_000  # widths, counts and the like, given to a method or a filter
 MAX_INT_BITS = 10_000
 MAX_DIGITS = 2_000
-_WIDE = re.compile(r"\d{6,}|\{[^{}]*\{|\*")  # a format whose width is huge, or itself an argument
+_WIDE = re.compile(
+    r"\d{6,}|\{[^{}]*\{|\*"
+)  # a format with a huge width, or one given as an argument
 _WIDE_DATE = re.compile(r"%[^A-Za-z%]*[0-9]{3}")
 _LISTS = (list, tuple, set, frozenset)
 
@@ -176,7 +178,7 @@ class Budget:
 
 
 def checked_format(format: object) -> str:
-    """Return a date format whose result is short; raise LimitError for any other."""
+    """Return a date format that gives a short text; raise LimitError for any other."""
     if not isinstance(format, str) or len(format) > 200 or _WIDE_DATE.search(format):
         raise LimitError("it writes a date in a format that is too long or too wide")
     return format

@@ -131,7 +131,7 @@ class TextStream:
 
 
 def _special_ids_in(tokenizer: Tokenizer, marks: Sequence[str]) -> frozenset[int]:
-    """Return the special ids whose text is a mark or a part of one."""
+    """Return the special ids of tokens that are a mark or a part of one."""
     return frozenset(
         token_id
         for token_id in tokenizer.special_ids

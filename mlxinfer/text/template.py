@@ -58,7 +58,7 @@ class ChatTemplate:
         """Return the prompt's text.
 
         Args:
-            messages: dicts with "role" and mostly "content"; a key whose value is None counts as
+            messages: dicts with "role" and mostly "content"; a key with the value None counts as
                 missing.
             marks: characters within the messages that the template must not see; its decisions
                 are those for texts without them.
@@ -215,7 +215,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def without_none(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message without keys whose value is None: templates test for missing keys."""
+    """Return the message without keys of the value None: templates test for missing keys."""
     return {key: value for key, value in message.items() if value is not None}
 
 

@@ -36,7 +36,9 @@ def test_unknown_marks_are_read_off_the_template(before, after, marks):
     assert written_marks(template(before, after)) == ReasoningFormat(*marks)
 
 
-@pytest.mark.parametrize(("before", "after"), [("Thought: ", "\n"), ("<thought>", "\n"), ("", "")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("Thought: ", "\n"), ("<thought>", "\n"), ("", ""), ("<|user|>", "<end>")]
+)
 def test_a_thought_between_plain_words_has_no_marks(before, after):
     assert written_marks(template(before, after)) is None
 

@@ -1,4 +1,4 @@
-"""Tools for models whose chat template knows none: signatures in the system text, calls in tags.
+"""Tools for chat templates without tools: signatures in the system text, calls in tags.
 
 The instructions ask for Hermes's form, the one that models without training in tools have most
 often seen. Calls and results of the history become text, so that any template can write them.

@@ -45,7 +45,7 @@ def read_call(
 
 
 def read_arguments(reader: Reader, calls: CallWriter, name: str) -> Parse[None]:
-    """Read the arguments of a call whose name came before them, and end the call."""
+    """Read arguments that follow the name of their call, and end the call."""
     yield from reader.space()
     if (yield from reader.peek()) != "{":
         raise Malformed("the arguments are no object")

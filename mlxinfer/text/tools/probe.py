@@ -367,7 +367,7 @@ def _python(written: WrittenCalls) -> TemplateFormat | None:
 
 
 def _parameters(written: WrittenCalls) -> TemplateFormat | None:
-    """Read calls whose keys and values stand between marks."""
+    """Read calls with their keys and values between marks."""
     marks = _parameter_marks(written.one)
     if marks is None:
         return None

@@ -42,7 +42,7 @@ def first_word(*texts: str) -> str:
 
 
 def expect_text(reader: Reader, text: str) -> Parse[None]:
-    """Read a text whose white space may differ; raise Malformed if anything else stands here."""
+    """Read a text, but for white space; raise Malformed if anything else stands here."""
     for word in words_of(text):
         yield from reader.space()
         if word == COUNT:

@@ -179,7 +179,7 @@ class Harmony(ToolFormat):
         )
 
     def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
-        """Read one message; a message without a tool, or whose body is no JSON, is text."""
+        """Read one message; a message without a tool, or without JSON in its body, is text."""
         header = yield from reader.until("<|message|>", limit=1024)
         yield from reader.expect("<|message|>")
         found = _RECIPIENT.search(header.replace("<|channel|>", " <|channel|>"))

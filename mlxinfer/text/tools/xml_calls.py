@@ -17,7 +17,7 @@ _STRING_TYPE = re.compile(r'string="(true|false)"')
 class XmlArguments:
     """The arguments of one call, written as one JSON object while its parameters arrive.
 
-    A value whose only type is string is passed on as it arrives; others once they are complete,
+    A value that can only be a string is passed on as it arrives; others once they are complete,
     since only then their type is known.
 
     Args:

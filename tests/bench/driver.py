@@ -166,7 +166,8 @@ class OurDriver:
     Args:
         model: evaluated and ready.
         max_batch: requests that run at once.
-        prefill_chunk: prompt tokens a step.
+        prefill_chunk: prompt tokens a step at most.
+        prefill_slice_s: seconds of a step's prompts beside answers; None: `prefill_chunk` fixed.
         num_pages: of KV cache; None: as many as 4 GB hold.
         launch_ahead: as the engine does.
         kernels: says which Metal kernels are used.
@@ -178,6 +179,7 @@ class OurDriver:
         *,
         max_batch: int = 64,
         prefill_chunk: int = 256,
+        prefill_slice_s: float | None = None,
         num_pages: int | None = None,
         launch_ahead: bool = True,
         kernels: Chooser = choose_none,
@@ -190,6 +192,7 @@ class OurDriver:
         config = EngineConfig(
             max_batch=max_batch,
             prefill_chunk=prefill_chunk,
+            prefill_slice_s=prefill_slice_s,
             max_context=model.config.max_context,
             kv_budget_bytes=1 << 32,
             num_pages=num_pages,

@@ -18,6 +18,7 @@ from mlxinfer.bench.peer import load_peer_model
 from mlxinfer.bench.report import Report, Table, ratio
 from mlxinfer.core import SamplingParams
 from mlxinfer.models import load
+from mlxinfer.session.engine_factory import MOST_PREFILL, PREFILL_SLICE_MS
 from tests.bench.checkpoints import LAPTOP, SMALL, Dense, random_prompt, write_checkpoint
 from tests.bench.driver import Driver, OurDriver, Work
 from tests.bench.peer import PeerDriver
@@ -132,7 +133,7 @@ def run(
     long: int = 2048,
     small: bool = False,
     runs: int = 1,
-    prefill_chunk: int = 256,
+    prefill_chunk: int | None = None,
     cpu_time: bool = False,
     peer: bool = True,
 ) -> Report:
@@ -142,7 +143,7 @@ def run(
         long: tokens of the long prompt.
         small: a model of 1M weights instead of 55M.
         runs: scenarios of each side.
-        prefill_chunk: of mlxinfer.
+        prefill_chunk: of mlxinfer; None: by time, as it is by default.
         cpu_time: time is what the process computed, not what passed: for a machine that others use.
         peer: also mlx-lm.
     """
@@ -164,17 +165,21 @@ def run(
         "runs": {name: [asdict(m) for m in each] for name, each in found.items()},
         "median": {name: asdict(m) for name, m in medians.items()},
     }
-    note = (
-        f"{dense.num_weights / 1e6:.0f}M float32 weights; mlxinfer prefills {prefill_chunk} a step."
-    )
+    how = "by time" if prefill_chunk is None else f"{prefill_chunk} tokens a step"
+    note = f"{dense.num_weights / 1e6:.0f}M float32 weights; mlxinfer prefills {how}."
     note += " Seconds of CPU time." if cpu_time else ""
     return Report("latency", [_table(note, long, medians)], data)
 
 
-def _makers(folder: Path, prefill_chunk: int, *, peer: bool) -> dict[str, Callable[[], Driver]]:
+def _makers(
+    folder: Path, prefill_chunk: int | None, *, peer: bool
+) -> dict[str, Callable[[], Driver]]:
     model = load(folder)
+    slice_s = PREFILL_SLICE_MS / 1000 if prefill_chunk is None else None
     makers: dict[str, Callable[[], Driver]] = {
-        "mlxinfer": lambda: OurDriver(model, prefill_chunk=prefill_chunk)
+        "mlxinfer": lambda: OurDriver(
+            model, prefill_chunk=prefill_chunk or MOST_PREFILL, prefill_slice_s=slice_s
+        )
     }
     if peer:
         peer_model = load_peer_model(folder)

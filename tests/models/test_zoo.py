@@ -226,6 +226,18 @@ def test_a_native_model_loads_without_any_of_this() -> None:
 
 
 @pytest.mark.slow
+def test_what_mlx_lm_converts_loads_and_gives_its_logits() -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.models.zoo_converted"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    lines = [line.split() for line in done.stdout.splitlines() if line[:1] != "["]  # mlx-lm's own
+    found = {name: float(worst) for name, worst in lines}
+    assert done.returncode == 0, done.stderr
+    assert len(found) > 50
+    assert max(found.values()) < 1e-4, found
+
+
+@pytest.mark.slow
 def test_every_architecture_of_mlx_lm_is_native_batched_alone_or_refused_for_a_known_reason() -> (
     None
 ):

@@ -6,8 +6,10 @@ Markdown table for docs/models.md.
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
@@ -57,12 +59,15 @@ def small_model(name: str, *, quantized: bool = False) -> FlatModel | AloneModel
 
 
 def randomise(definition: Definition) -> None:
-    """Give every parameter random numbers that keep activations in range."""
+    """Give a definition the weights of `random_parameters`."""
+    definition.model.update(random_parameters(definition.model))
+
+
+def random_parameters(model: nn.Module) -> Any:
+    """Random numbers for every parameter of a model, which keep activations in range."""
     rng = np.random.default_rng(0)
-    found = tree_flatten(definition.model.parameters())
-    definition.model.update(
-        tree_unflatten([(n, _random(n, a, rng)) for n, a in found if a.dtype in FLOATS])
-    )
+    found = tree_flatten(model.parameters())
+    return tree_unflatten([(n, _random(n, a, rng)) for n, a in found if a.dtype in FLOATS])
 
 
 def _random(name: str, like: mx.array, rng: np.random.Generator) -> mx.array:

@@ -230,7 +230,8 @@ def response_format(value: Any, *, place: str = "response_format") -> GrammarSpe
     """Return the grammar that a request's response_format asks for; None: any text.
 
     Args:
-        value: {"type": ...} with "text", "json_object", "json_schema" (as chat completions have it,
+        value: {"type": ...} with "text", "json_object" (which may have a schema), "json_schema"
+            (as chat completions have it,
             {"json_schema": {"schema": ...}}, or flat, as responses have it), "regex", "choice" or
             "grammar", with the grammar under that name: {"type": "regex", "regex": ...}.
         place: the field's name, for messages.
@@ -245,7 +246,9 @@ def response_format(value: Any, *, place: str = "response_format") -> GrammarSpe
         _only(value, {"type"}, place)
         return None
     if kind == "json_object":
-        _only(value, {"type"}, place)
+        _only(value, {"type", "schema"}, place)
+        if value.get("schema") is not None:  # as llama.cpp and others write it
+            return json_schema(value["schema"], place=f"{place}.schema")
         return json_object(place=place)
     if kind == "json_schema":
         return _json_schema(value, place)

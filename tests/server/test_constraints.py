@@ -36,6 +36,7 @@ def answer(server: LiveServer, **fields: Any) -> str:
         {"guided_json": json.dumps(PERSON)},
         {"structured_outputs": {"json": PERSON}},
         {"json_schema": PERSON},
+        {"response_format": {"type": "json_object", "schema": PERSON}},
     ],
 )
 def test_a_schema_is_kept_at_any_temperature(server: LiveServer, fields: dict[str, Any]) -> None:

@@ -228,3 +228,18 @@ def test_models_are_listed(server: LiveServer) -> None:
     assert (card["id"], card["max_model_len"]) == ("demo", 2048)
     assert server.get("/v1/models/demo").json() == card
     assert server.get("/v1/models/none").status_code == 404
+
+
+def test_timings_are_there_on_request(server: LiveServer) -> None:
+    body = chat("Hello", max_tokens=4, timings=True)
+    (choice,) = server.post(CHAT, body).json()["choices"]
+    assert choice["timings"]["predicted_n"] == 4
+    assert choice["timings"]["prompt_n"] + choice["timings"]["cache_n"] == 12
+    assert choice["timings"]["predicted_per_second"] > 0
+    events = server.events(CHAT, chat("Hello", max_tokens=4, timings_per_token=True))[:-1]
+    timed = [e for e in events if "timings" in e["choices"][0]]
+    assert [e["choices"][0]["finish_reason"] for e in timed] == ["length"]
+    (text,) = server.post("/v1/completions", {"prompt": "Hello", "timings": True}).json()["choices"]
+    assert text["timings"]["predicted_n"] == 16
+    (plain,) = server.post(CHAT, chat("Hello", max_tokens=4)).json()["choices"]
+    assert "timings" not in plain

@@ -7,11 +7,16 @@ from typing import Any
 
 import openai
 import pytest
-from live_server import LiveServer
+from live_server import CHAT, LiveServer, chat
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel
 from scripted import ScriptedServer
 from sdk_clients import CALLS, NOW, WEATHER, openai_client, strictly
+
+from mlxinfer.outputs import CallStatus, ReasoningPart, TextPart, ToolCallDelta
+from mlxinfer.server.openai.logprobs import TokenLogprob
+from mlxinfer.server.openai.responses_output import OutputItems
+from mlxinfer.server.openai.responses_types import MessageItem
 
 TOOLS: Any = [
     {
@@ -185,11 +190,12 @@ def test_one_call_at_most(client: openai.OpenAI, scripted: ScriptedServer) -> No
     ("fields", "param"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"include": ["file_search_call.results"]}, "include"),
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
         ({"truncation": "sometimes"}, "truncation"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"stop": ["x"]}, "stop"),
         ({"input": []}, "input"),
         ({"input": [{"role": "user"}]}, "input[0]"),
@@ -236,3 +242,41 @@ def test_an_interrupted_stream_fails() -> None:
         strictly(ResponseStreamEvent, last)
     assert last.type == "response.failed"
     assert "unloaded" in last.response.error.message
+
+
+def test_log_probabilities_of_the_text(demo: openai.OpenAI, server: LiveServer) -> None:
+    fields: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    answer = ask(demo, temperature=0, max_output_tokens=5, **fields)
+    strictly(Response, answer)
+    (part,) = answer.output[0].content
+    assert "".join(each.token for each in part.logprobs) == part.text
+    assert all(len(each.top_logprobs) == 2 for each in part.logprobs)
+    body = chat("Hello", max_tokens=5, logprobs=True, top_logprobs=2)
+    chosen = server.post(CHAT, body).json()["choices"][0]["logprobs"]["content"]
+    assert [each.logprob for each in part.logprobs] == [each["logprob"] for each in chosen]
+    events = list(ask(demo, temperature=0, max_output_tokens=5, stream=True, **fields))
+    for event in events:
+        strictly(ResponseStreamEvent, event)
+    deltas = [e for e in events if e.type == "response.output_text.delta"]
+    assert [x.logprob for d in deltas for x in d.logprobs] == [x.logprob for x in part.logprobs]
+
+
+def test_tokens_of_reasoning_and_calls_have_no_log_probabilities() -> None:
+    score = TokenLogprob(token="x", bytes=[120], logprob=-1.0, top_logprobs=[])
+    items = OutputItems("a", wrap=False, declared={})
+    call = ToolCallDelta(index=0, id="c", name="f", arguments="{}", status=CallStatus.DONE)
+    steps: list[tuple[Any, int]] = [
+        ((), 1),  # <think>
+        ((ReasoningPart("hm"),), 1),
+        ((), 1),  # </think>
+        ((), 0),
+        ((TextPart("a"),), 1),
+        ((), 1),  # half a character
+        ((TextPart("é"),), 1),
+        ((call,), 1),
+    ]
+    for parts, count in steps:
+        assert all(items.push(parts, [score] * count))
+    assert all(items.close("completed"))
+    texts = [item for item in items.done if isinstance(item, MessageItem)]
+    assert [len(item.content[0].logprobs) for item in texts] == [3]

@@ -61,6 +61,8 @@ class SamplingFields(RefusedFields, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: "StreamOptions | None" = None
+    timings: bool | None = None  # answers say where their time went; so do they with:
+    timings_per_token: bool | None = None  # llama.cpp's name
     cache_salt: CacheSalt | None = None  # prompts with different salts share no prefix cache
     repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
     num_predict: TokenLimit | None = None
@@ -93,6 +95,11 @@ class SamplingFields(RefusedFields, kw_only=True):
         if (self.repetition_penalty or 1.0) != 1.0:  # of which there is one kind: over all tokens
             for window in ("repeat_last_n", "penalty_last_n", "repetition_context_size"):
                 refuse(window, getattr(self, window), (-1,))
+
+    @property
+    def wants_timings(self) -> bool:
+        """Whether the end of each choice says where its time went."""
+        return bool(self.timings or self.timings_per_token)
 
     @property
     def wants_usage(self) -> bool:

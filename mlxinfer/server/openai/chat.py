@@ -35,7 +35,7 @@ from .chat_types import (
 )
 from .declared_tools import DeclaredTools, read_chat_tools
 from .logprobs import chat_logprobs, chat_logprobs_of
-from .types import usage_log, usage_of
+from .types import timings_of, usage_log, usage_of
 
 
 async def chat(call: Call, body: ChatRequest) -> Reply:
@@ -67,7 +67,7 @@ async def chat(call: Call, body: ChatRequest) -> Reply:
     generation = call.generate(model, answers)
     if body.stream:
         return Events(_events(call, body, generation, tools), headers=tools.skipped.headers)
-    reply = json_body(_completion(call, generation, await generation.results(), tools))
+    reply = json_body(_completion(call, body, generation, await generation.results(), tools))
     reply.headers += tools.skipped.headers
     return reply
 
@@ -113,7 +113,11 @@ def _num_logprobs(body: ChatRequest) -> int | None:
 
 
 def _completion(
-    call: Call, generation: Generation, results: list[Result], tools: DeclaredTools
+    call: Call,
+    body: ChatRequest,
+    generation: Generation,
+    results: list[Result],
+    tools: DeclaredTools,
 ) -> ChatCompletion:
     usage = usage_of(generation, choices_a_prompt=len(results))
     choices = [
@@ -126,6 +130,7 @@ def _completion(
             ),
             logprobs=chat_logprobs_of(generation.model, generation.answers[index]),
             finish_reason=chat_finish_reason(result),
+            timings=timings_of(result) if body.wants_timings else UNSET,
         )
         for index, result in enumerate(results)
     ]
@@ -162,7 +167,7 @@ async def _events(
         frames = [
             frame(step.index, **fields)
             for step in steps
-            for fields in _deltas(model, step, pieces[step.index])
+            for fields in _deltas(model, step, pieces[step.index], timed=body.wants_timings)
         ]
         if frames or not steps:
             yield b"".join(frames) or sse.KEEP_ALIVE
@@ -174,7 +179,9 @@ async def _events(
     yield sse.DONE
 
 
-def _deltas(model: ServedModel, step: Step, pieces: ToolCallPieces) -> list[dict[str, Any]]:
+def _deltas(
+    model: ServedModel, step: Step, pieces: ToolCallPieces, *, timed: bool
+) -> list[dict[str, Any]]:
     """The chunks of a step: none while its text is held back, two where the answer ends."""
     delta = step.delta
     logprobs = chat_logprobs(model, step.event)
@@ -191,5 +198,8 @@ def _deltas(model: ServedModel, step: Step, pieces: ToolCallPieces) -> list[dict
         found.append({"delta": fields, "logprobs": logprobs})
     if delta.result is not None:
         reason = chat_finish_reason(delta.result)
-        found.append({"delta": ChatDelta(), "finish_reason": reason})
+        last: dict[str, Any] = {"delta": ChatDelta(), "finish_reason": reason}
+        if timed:
+            last["timings"] = timings_of(delta.result)
+        found.append(last)
     return found

@@ -15,7 +15,7 @@ from ..fields.sampling import UNLIMITED, ReasoningLimit, TokenLimit
 from .chat_calls import ChatToolCall, ToolCallPiece
 from .chat_prompt import Message
 from .logprobs import ChoiceLogprobs
-from .types import Usage, finish_reason
+from .types import Timings, Usage, finish_reason
 
 
 class ToolFields(ConstraintFields, kw_only=True):
@@ -173,6 +173,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     message: ChatMessage
     logprobs: ChoiceLogprobs | None = None
     finish_reason: str
+    timings: Timings | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -202,6 +203,7 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
     delta: ChatDelta
     logprobs: ChoiceLogprobs | None = None
     finish_reason: str | None = None
+    timings: Timings | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):

@@ -15,7 +15,7 @@ from ..fields.infill import Prompt, infill_prompt
 from ..fields.prompt import check_texts, room_for_answer
 from ..registry.served import ServedModel
 from .logprobs import CompletionLogprobs
-from .types import Usage
+from .types import Timings, Usage
 
 
 class CompletionRequest(ConstraintFields, kw_only=True):
@@ -46,6 +46,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     index: int
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    timings: Timings | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):

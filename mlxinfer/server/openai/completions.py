@@ -23,7 +23,7 @@ from ..http.replies import Events, Reply, json_body
 from ..registry.served import ServedModel
 from .completion_types import Completion, CompletionChoice, CompletionRequest, read_prompts
 from .logprobs import CompletionLogprobs, LogprobsWriter
-from .types import Usage, finish_reason, usage_log, usage_of
+from .types import Usage, finish_reason, timings_of, usage_log, usage_of
 
 if TYPE_CHECKING:
     from ...grammar.compiled import TokenGrammar
@@ -119,6 +119,7 @@ class ChoiceWriter:
         self, model: ServedModel, answer: OutputProcessor, body: CompletionRequest, prompt: Prompt
     ) -> None:
         self.silent = body.max_tokens == 0
+        self._timed = body.wants_timings
         self._scores = answer.prompt_scores
         self._echo = prompt if body.echo else None
         self._logprobs: LogprobsWriter | None = None
@@ -140,9 +141,10 @@ class ChoiceWriter:
             found.append(CompletionChoice(text=text, index=index, logprobs=logprobs))
         if step.delta.result is not None:
             reason = FinishReason.LENGTH if self.silent else step.delta.result.finish_reason
-            found.append(
-                CompletionChoice(text="", index=index, finish_reason=finish_reason(reason))
-            )
+            last = CompletionChoice(text="", index=index, finish_reason=finish_reason(reason))
+            if self._timed:
+                last.timings = timings_of(step.delta.result)
+            found.append(last)
         return found
 
     def _begin(self) -> str:
@@ -172,6 +174,7 @@ def merged(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
         index=pieces[0].index,
         logprobs=whole,
         finish_reason=pieces[-1].finish_reason,
+        timings=pieces[-1].timings,
     )
 
 

@@ -4,7 +4,7 @@ Source: tools/server/README.md of llama.cpp.
 """
 
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -20,7 +20,7 @@ from ..fields.prompt import fitted
 from ..fields.sampling import UNLIMITED, SamplingFields, sampling_params
 from ..http import sse
 from ..http.replies import Events, Reply, json_body
-from .types import usage_log, usage_of
+from .types import Timings, timings_of, usage_log, usage_of
 
 DEFAULT_MAX_TOKENS = 128
 MAX_FILES = 256
@@ -65,7 +65,7 @@ class InfillAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
     tokens_predicted: int = 0
     tokens_evaluated: int = 0
     tokens_cached: int = 0
-    timings: dict[str, Any] = {}
+    timings: Timings | None = None
 
 
 async def infill(call: Call, body: InfillRequest) -> Reply:
@@ -108,7 +108,6 @@ def _last(call: Call, generation: Generation, result: Result, text: str) -> Infi
     word = answer.stop_match
     limit = result.finish_reason is FinishReason.LENGTH
     call.log.update(usage_log(usage_of(generation), [str(result.finish_reason)]))
-    timing = result.timing
     return InfillAnswer(
         content=text,
         stop=True,
@@ -118,14 +117,7 @@ def _last(call: Call, generation: Generation, result: Result, text: str) -> Infi
         tokens_predicted=len(result.token_ids),
         tokens_evaluated=result.prompt_tokens,
         tokens_cached=result.cached_tokens,
-        timings={
-            "prompt_n": result.prompt_tokens - result.cached_tokens,
-            "prompt_ms": 1e3 * timing.prefill_s,
-            "prompt_per_second": timing.prompt_tokens_per_s,
-            "predicted_n": len(result.token_ids),
-            "predicted_ms": 1e3 * timing.decode_s,
-            "predicted_per_second": timing.tokens_per_s,
-        },
+        timings=timings_of(result),
     )
 
 

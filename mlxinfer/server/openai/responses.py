@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from ...core import FinishReason, SamplingParams
 from ...errors import MlxinferError, OverloadedError, TemplateError
 from ...grammar import GrammarSpec
+from ...session.engine_client import Step
 from ...text import ToolUse
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
@@ -33,6 +34,7 @@ from ..http.replies import (
 from ..registry.served import ServedModel
 from ..store import StoredResponse
 from .declared_tools import DeclaredTools, read_tools
+from .logprobs import chat_logprobs
 from .responses_input import conversation, items_of
 from .responses_output import OutputItems
 from .responses_types import (
@@ -103,7 +105,7 @@ class _ResponseRun:
         """The complete answer."""
         async for steps in self._generation.steps():
             for step in steps:
-                for _ in self._items.push(step.delta.parts):
+                for _ in self._push(step):
                     pass  # the events are not sent
         for _ in self._end():
             pass
@@ -116,7 +118,7 @@ class _ResponseRun:
         yield self._frame("response.in_progress", response=self._begun)
         try:
             async for steps in self._generation.steps():
-                frames = [f for step in steps for f in self._items.push(step.delta.parts)]
+                frames = [frame for step in steps for frame in self._push(step)]
                 if frames or not steps:
                     yield b"".join(frames) or sse.KEEP_ALIVE
             last = b"".join(self._end())
@@ -124,6 +126,12 @@ class _ResponseRun:
             yield last + self._frame(f"response.{ended.status}", response=ended)
         except MlxinferError as error:  # as an event of this API
             yield self._failed(error)
+
+    def _push(self, step: Step) -> Iterator[bytes]:
+        """The events of a step."""
+        scored = chat_logprobs(self._generation.model, step.event)
+        content = scored.content if scored is not None else None
+        return self._items.push(step.delta.parts, content or ())
 
     async def _stored(self, ended: Response) -> Response:
         """The same response, after it was stored; one that the disk refuses says that it is not."""
@@ -254,6 +262,7 @@ def _params(body: ResponsesRequest, model: ServedModel) -> SamplingParams:
         repetition_penalty=body.repetition_penalty or defaults.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
+        logprobs=body.num_logprobs,
     )
 
 
@@ -282,6 +291,7 @@ def _begun(
         text={"format": form},
         tool_choice="auto" if body.tool_choice is None else body.tool_choice,
         tools=[_echoed(tool) for tool in body.tools or ()],
+        top_logprobs=body.top_logprobs or 0,
         top_p=params.top_p,
         user=UNSET if body.user is None else body.user,
     )

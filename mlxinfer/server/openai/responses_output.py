@@ -1,6 +1,6 @@
 """Output items of the responses API, and the stream events that build them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import UNSET
@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from ...outputs import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta
 from ..http import sse
 from .declared_tools import DeclaredTool, custom_input
+from .logprobs import TokenLogprob
 from .responses_input import encrypted_content
 from .responses_types import (
     CallItem,
@@ -58,13 +59,26 @@ class OutputItems:
         self._index = -1
         self._broken = False  # the open item is a call that turned out to be text
         self._item_id = ""
+        self._scores: list[TokenLogprob] = []  # of the open message
+        self._pending: list[TokenLogprob] = []  # of tokens whose text has not come
 
-    def push(self, parts: Iterable[Part]) -> Iterator[bytes]:
-        """Add parts; yield their events."""
+    def push(self, parts: Sequence[Part], scored: Sequence[TokenLogprob] = ()) -> Iterator[bytes]:
+        """Add parts; yield their events.
+
+        Args:
+            parts: that a step has brought; none while its text is held back.
+            scored: its token, where log-probabilities were asked for. It belongs to the text that
+                comes next; tokens of reasoning, of calls and of marks are left out.
+        """
+        self._pending += scored
+        if not parts and isinstance(self._open, ReasoningItem):
+            self._pending.clear()
         for part in parts:
             if isinstance(part, TextPart):
                 yield from self._text(part.text)
-            elif isinstance(part, ReasoningPart):
+                continue
+            self._pending.clear()
+            if isinstance(part, ReasoningPart):
                 yield from self._reasoning(part.text)
             else:
                 yield from self._call(part)
@@ -86,10 +100,16 @@ class OutputItems:
             yield self._event("function_call_arguments.done", arguments=whole)
         else:
             content: Any = _content(item, whole)
+            if isinstance(item, MessageItem):
+                self._scores += self._pending
+                self._pending = []
+                content.logprobs = self._scores
             item = replace(item, content=[content], status=status)
             if isinstance(item, ReasoningItem) and self._wrap:
                 item.encrypted_content = encrypted_content(whole)
-            rest: dict[str, Any] = {"logprobs": []} if isinstance(item, MessageItem) else {}
+            rest: dict[str, Any] = {}
+            if isinstance(item, MessageItem):
+                rest["logprobs"] = self._scores
             yield self._event(f"{_NAMES[type(item)]}.done", content_index=0, text=whole, **rest)
             yield self._event("content_part.done", content_index=0, part=content)
         yield self.frame("response.output_item.done", output_index=self._index, item=item)
@@ -103,7 +123,9 @@ class OutputItems:
             empty = MessageItem(id=self._make_id("msg"), status="in_progress", content=[])
             yield from self._begin(empty)
         self._texts.append(text)
-        yield self._event("output_text.delta", content_index=0, delta=text, logprobs=[])
+        scores, self._pending = self._pending, []
+        self._scores += scores
+        yield self._event("output_text.delta", content_index=0, delta=text, logprobs=scores)
 
     def _reasoning(self, text: str) -> Iterator[bytes]:
         if not isinstance(self._open, ReasoningItem):
@@ -138,6 +160,7 @@ class OutputItems:
     def _begin(self, item: Item) -> Iterator[bytes]:
         yield from self.close("completed")
         self._open, self._texts, self._item_id = item, [], item.id
+        self._scores = []
         self._index += 1
         yield self.frame("response.output_item.added", output_index=self._index, item=item)
         if isinstance(item, MessageItem | ReasoningItem):

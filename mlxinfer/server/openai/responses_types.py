@@ -5,10 +5,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from ...core import MAX_LOGPROBS
 from ..fields.checks import OtherServersFields, refuse
 from ..fields.prompt import Effort
 from ..fields.sampling import CacheSalt, Penalty
+from .logprobs import TokenLogprob
 
+LOGPROBS = "message.output_text.logprobs"  # of `include`
 Status = Literal["in_progress", "completed", "incomplete"]
 _NOT_OF_THIS_API = (
     *("stop", "seed", "n", "logprobs", "logit_bias"),
@@ -91,7 +94,7 @@ class ResponsesRequest(OtherServersFields, kw_only=True):
     conversation: Any = None
     background: Any = None
     prompt: Any = None
-    top_logprobs: Any = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     max_tool_calls: Any = None
     moderation: Any = None
     context_management: Any = None
@@ -112,13 +115,19 @@ class ResponsesRequest(OtherServersFields, kw_only=True):
             refuse(name, getattr(self, name))
         refuse("background", self.background, (False,))
         refuse("truncation", self.truncation, ("disabled", "auto"))
-        refuse("top_logprobs", self.top_logprobs, (0,))
         refuse("moderation", self.moderation)
         refuse("context_management", self.context_management, ([],))
         for name in self.include or ():
-            refuse("include", name, ("reasoning.encrypted_content",))
+            if name != LOGPROBS:
+                refuse("include", name, ("reasoning.encrypted_content",))
         for name in _NOT_OF_THIS_API:
             refuse(name, getattr(self, name))
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the most probable tokens are named beside each; None: none are scored."""
+        asked = LOGPROBS in (self.include or ())
+        return (self.top_logprobs or 0) if asked else self.top_logprobs or None
 
 
 class OutputText(msgspec.Struct, kw_only=True, tag="output_text"):
@@ -126,7 +135,7 @@ class OutputText(msgspec.Struct, kw_only=True, tag="output_text"):
 
     text: str
     annotations: list[Any] = []
-    logprobs: list[Any] = []
+    logprobs: list[TokenLogprob] = []
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag="reasoning_text"):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ...core import FinishReason
+from ...outputs import Result
 from ..calls.generation import Generation
 
 
@@ -61,3 +62,31 @@ def finish_reason(reason: FinishReason) -> str:
     """OpenAI's finish reason. An answer that was aborted raises an error and is never complete."""
     assert reason in (FinishReason.STOP, FinishReason.LENGTH)
     return str(reason)
+
+
+class Timings(msgspec.Struct, kw_only=True):
+    """Where the time of one answer went, in llama.cpp's names; a rate is null if there is none."""
+
+    cache_n: int  # prompt tokens found in the cache
+    prompt_n: int  # prompt tokens computed
+    prompt_ms: float
+    prompt_per_second: float | None
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_second: float | None
+    queued_ms: float
+
+
+def timings_of(result: Result) -> Timings:
+    """The timings of a complete answer."""
+    timing = result.timing
+    return Timings(
+        cache_n=result.cached_tokens,
+        prompt_n=result.prompt_tokens - result.cached_tokens,
+        prompt_ms=1e3 * timing.prefill_s,
+        prompt_per_second=timing.prompt_tokens_per_s,
+        predicted_n=len(result.token_ids),
+        predicted_ms=1e3 * timing.decode_s,
+        predicted_per_second=timing.tokens_per_s,
+        queued_ms=1e3 * timing.queued_s,
+    )

@@ -74,12 +74,16 @@ class StepTimes:
         return found + each_s * np.maximum(extra - last, 0)
 
     def _measured(self, bucket: int) -> dict[int, float]:
-        """Extra rows -> seconds, of a batch size."""
-        return {
-            extra: _low_median(times)
-            for (size, extra), times in self._cells.items()
-            if size == bucket and len(times) >= FEWEST
-        }
+        """Extra rows -> seconds, of a batch size.
+
+        Fewer rows never take longer: where they seem to, the machine was busier then.
+        """
+        found, least_s = {}, np.inf
+        cells = [(extra, times) for (size, extra), times in self._cells.items() if size == bucket]
+        for extra, times in sorted(cells, key=lambda cell: -cell[0]):
+            if len(times) >= FEWEST:
+                found[extra] = least_s = min(_low_median(times), least_s)
+        return found
 
     def _plain_elsewhere(self, num_sequences: int) -> float:
         """A plain step, by that of the nearest batch size and the curve."""

@@ -72,11 +72,13 @@ def simulate(
     seed: int = 0,
     acceptance: Callable[[int], float] | None = None,
     noise: float = 0.03,
+    load: Callable[[int], float] = lambda _: 1.0,
 ) -> Run:
     """Answers of `num_tokens` together, in steps that a policy chooses.
 
     Args:
         acceptance: of a proposal, by step; None: the machine's.
+        load: what steps take longer by, by step.
     """
     rng, run = random.Random(seed), Run()
     keys: list[Key] = [("draft", place) for place in range(DEPTH)]
@@ -93,6 +95,7 @@ def simulate(
         rows = num_sequences + sum(depths)
         draft_s = max(depths) * machine.draft * machine.step_s
         seconds = draft_s + machine.step_s * machine.cost(rows) * rng.uniform(1 - noise, 1 + noise)
+        seconds *= load(run.steps)
         true = machine.acceptance if acceptance is None else acceptance(run.steps)
         tokens = 0
         for sequence, depth in zip(sequences, depths, strict=True):

@@ -84,6 +84,18 @@ def test_an_adversarial_text_of_200_tokens_costs_three_per_cent_at_most(machine:
     assert controlled(given, num_tokens=200).rate >= 0.97 * plain
 
 
+def test_a_load_that_goes_away_is_not_taken_for_a_gain() -> None:
+    """Plain steps were measured while the machine was busy, and those with proposals after."""
+    machine = Machine("busy", 0.02, straight(0.05), 0.02, 0.0, True)
+
+    def busy(step: int) -> float:
+        return 2.0 if step < 5 else 1.0
+
+    plain = simulate(machine, FixedDepth(0), num_tokens=400, load=busy)
+    run = simulate(machine, Controller(max_depth=DEPTH), num_tokens=400, load=busy)
+    assert run.rate >= 0.97 * plain.rate
+
+
 def test_text_that_comes_within_reach_is_found_again() -> None:
     machine = GAINING[0]
     policy = Controller(max_depth=DEPTH)

@@ -116,12 +116,7 @@ class LLM:
             dtype=dtype,
             num_pages=num_pages,
             launch_ahead=launch_ahead,
-            speculation=SpeculationOptions(
-                method=speculate,
-                draft=None if draft is None else hub.resolve(str(draft)),
-                max_draft=max_draft,
-                acceptance=acceptance,
-            ),
+            speculation=_speculation(speculate, draft, max_draft, acceptance),
         )
         require_mlx()
         self.path = hub.resolve(str(model))
@@ -332,3 +327,13 @@ class LLM:
         async with aclosing(self._session.client.astream(output)) as deltas:
             async for delta in deltas:
                 yield delta
+
+
+def _speculation(
+    method: str, draft: str | Path | None, max_draft: int, acceptance: str
+) -> SpeculationOptions:
+    """The options of speculation, with the draft model's folder."""
+    folder = None if draft is None else hub.resolve(str(draft))
+    return SpeculationOptions(
+        method=method, draft=folder, max_draft=max_draft, acceptance=acceptance
+    )

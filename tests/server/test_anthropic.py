@@ -295,7 +295,6 @@ def test_an_answer_in_a_form(demo: anthropic.Anthropic) -> None:
         {"tool_choice": {"type": "any"}},
         {"thinking": {"type": "enabled", "budget_tokens": 5}},
         {"thinking": {"type": "enabled", "budget_tokens": 2000}},
-        {"thinking": {"type": "enabled"}, "max_tokens": 2000},
         {"container": "c"},
         {"mcp_servers": [{}]},
         {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},

@@ -2,8 +2,11 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 from live_server import CHAT
 from scripted import TEMPLATE, ScriptedServer
@@ -17,18 +20,33 @@ CHAT_TOOLS: Any = [{"type": "function", "function": {"name": "get_weather", "par
 RESPONSES_TOOLS: Any = [{"type": "function", "name": "get_weather", "parameters": SCHEMA}]
 ANTHROPIC_TOOLS: Any = [{"name": "get_weather", "input_schema": SCHEMA}]
 
+
+@dataclass(frozen=True)
+class Clients:
+    """The makers' libraries; one each, since making one takes longer than many requests."""
+
+    openai: openai.OpenAI
+    anthropic: anthropic.Anthropic
+
+
+@pytest.fixture(scope="module")
+def clients(scripted: ScriptedServer) -> Iterator[Clients]:
+    with openai_client(scripted) as one, anthropic_client(scripted) as two:
+        yield Clients(one, two)
+
+
 Seen = tuple[str, list[str], str]  # visible text, arguments of the calls, why it ended
-Ask = Callable[[ScriptedServer, int, bool], Seen]
+Ask = Callable[[Clients, int, bool], Seen]
 
 
-def chat(server: ScriptedServer, max_tokens: int, stream: bool) -> Seen:
+def chat(clients: Clients, max_tokens: int, stream: bool) -> Seen:
     fields: Any = {"messages": HI, "tools": CHAT_TOOLS, "max_tokens": max_tokens}
-    with openai_client(server) as client:
-        if not stream:
-            (choice,) = client.chat.completions.create(model="demo", **fields).choices
-            calls = [call.function.arguments for call in choice.message.tool_calls or []]  # type: ignore[union-attr]
-            return choice.message.content or "", calls, choice.finish_reason
-        chunks = list(client.chat.completions.create(model="demo", stream=True, **fields))
+    client = clients.openai
+    if not stream:
+        (choice,) = client.chat.completions.create(model="demo", **fields).choices
+        calls = [call.function.arguments for call in choice.message.tool_calls or []]  # type: ignore[union-attr]
+        return choice.message.content or "", calls, choice.finish_reason
+    chunks = list(client.chat.completions.create(model="demo", stream=True, **fields))
     deltas = [chunk.choices[0].delta for chunk in chunks]
     pieces = [piece for delta in deltas for piece in delta.tool_calls or []]
     calls = [""] * len({piece.index for piece in pieces})
@@ -38,15 +56,15 @@ def chat(server: ScriptedServer, max_tokens: int, stream: bool) -> Seen:
     return text, calls, chunks[-1].choices[0].finish_reason or ""
 
 
-def responses(server: ScriptedServer, max_tokens: int, stream: bool) -> Seen:
+def responses(clients: Clients, max_tokens: int, stream: bool) -> Seen:
     fields: Any = {"input": "Hi", "tools": RESPONSES_TOOLS, "max_output_tokens": max_tokens}
-    with openai_client(server) as client:
-        answer: Any = client.responses.create(model="demo", stream=stream, **fields)
-        if stream:
-            events = list(answer)
-            answer = events[-1].response
-            deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
-            assert "".join(deltas) == answer.output_text
+    client = clients.openai
+    answer: Any = client.responses.create(model="demo", stream=stream, **fields)
+    if stream:
+        events = list(answer)
+        answer = events[-1].response
+        deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
+        assert "".join(deltas) == answer.output_text
     calls = [item for item in answer.output if item.type == "function_call"]
     for call in calls:
         assert call.status == "incomplete" or call.arguments == ARGUMENTS
@@ -54,16 +72,16 @@ def responses(server: ScriptedServer, max_tokens: int, stream: bool) -> Seen:
     return answer.output_text, [call.arguments for call in calls], reason
 
 
-def messages(server: ScriptedServer, max_tokens: int, stream: bool) -> Seen:
+def messages(clients: Clients, max_tokens: int, stream: bool) -> Seen:
     fields: Any = {"messages": HI, "tools": ANTHROPIC_TOOLS, "max_tokens": max_tokens}
-    with anthropic_client(server) as client:
-        answer: Any = client.messages.create(model="demo", stream=stream, **fields)
-        if not stream:
-            calls = [json.dumps(b.input) for b in answer.content if b.type == "tool_use"]
-            text = "".join(b.text for b in answer.content if b.type == "text")
-            assert [b.type for b in answer.content] == ["text", "tool_use"][: len(answer.content)]
-            return text, calls, answer.stop_reason
-        events = list(answer)
+    client = clients.anthropic
+    answer: Any = client.messages.create(model="demo", stream=stream, **fields)
+    if not stream:
+        calls = [json.dumps(b.input) for b in answer.content if b.type == "tool_use"]
+        text = "".join(b.text for b in answer.content if b.type == "text")
+        assert [b.type for b in answer.content] == ["text", "tool_use"][: len(answer.content)]
+        return text, calls, answer.stop_reason
+    events = list(answer)
     kinds = [e.content_block.type for e in events if e.type == "content_block_start"]
     assert kinds == ["text", "tool_use"][: len(kinds)]
     deltas = [e.delta for e in events if e.type == "content_block_delta"]
@@ -75,13 +93,13 @@ def messages(server: ScriptedServer, max_tokens: int, stream: bool) -> Seen:
 @pytest.mark.parametrize("ask", [chat, responses, messages])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_max_tokens_cuts_off_is_emitted_once(
-    scripted: ScriptedServer, ask: Ask, stream: bool
+    scripted: ScriptedServer, clients: Clients, ask: Ask, stream: bool
 ) -> None:
     whole = json.loads(ARGUMENTS)
     seen = set()
     for max_tokens in range(6, len(scripted.script._encode(SAID))):
         with scripted.says(SAID):
-            text, calls, reason = ask(scripted, max_tokens, stream)
+            text, calls, reason = ask(clients, max_tokens, stream)
         seen.add(bool(calls))
         if not calls:
             continue
@@ -95,11 +113,13 @@ def test_a_call_that_max_tokens_cuts_off_is_emitted_once(
     assert seen == {False, True}
 
 
-def test_whole_members_of_a_cut_call_are_in_an_anthropic_block(scripted: ScriptedServer) -> None:
+def test_whole_members_of_a_cut_call_are_in_an_anthropic_block(
+    scripted: ScriptedServer, clients: Clients
+) -> None:
     found = []
     for max_tokens in range(6, len(scripted.script._encode(SAID))):
         with scripted.says(SAID):
-            _, calls, _ = messages(scripted, max_tokens, False)
+            _, calls, _ = messages(clients, max_tokens, False)
         found += [json.loads(call) for call in calls]
     assert {} in found
     assert json.loads(ARGUMENTS) in found
@@ -113,7 +133,7 @@ ITEMS = TEMPLATE.replace(
 CUT = '{"city": "Par'
 
 
-@pytest.fixture(params=["one object", "each argument by itself"])
+@pytest.fixture(scope="module", params=["one object", "each argument by itself"])
 def server(request: pytest.FixtureRequest) -> Iterator[ScriptedServer]:
     template = TEMPLATE if request.param == "one object" else ITEMS
     with ScriptedServer(template) as server:

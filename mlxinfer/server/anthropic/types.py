@@ -123,7 +123,7 @@ class MessagesRequest(CountRequest, kw_only=True):
         super().refuse()
         if self.thinking is not None and self.thinking.type == "enabled":
             budget = self.thinking.budget_tokens
-            if budget is None or budget >= self.max_tokens:
+            if budget is not None and budget >= self.max_tokens:  # some clients send none
                 raise InvalidRequestError(
                     f"thinking.budget_tokens is {budget}; expected a number below max_tokens, "
                     f"{self.max_tokens}.",

@@ -1,9 +1,9 @@
 """MLX's weight formats by name ("4bit", "6bit-g32", "mxfp4"), and which a tensor may have.
 
-Some tensors are never quantised or have a minimum of bits. Routers decide which experts run; linear
-attention feeds its errors back into its state (at 4 bits its output projection alone can cost more
-than all else together); norms, biases, convolutions, sinks and decay rates are small and act on
-every token.
+Some tensors are never quantised or have a minimum of bits. Routers decide which experts run;
+recurrent layers feed their errors back into their state (at 4 bits the output projection of linear
+attention alone can cost more than all else together); norms, biases, convolutions, sinks and decay
+rates are small and act on every token.
 """
 
 import re
@@ -73,11 +73,11 @@ def fits(form: MLXFormat, shape: tuple[int, ...]) -> bool:
     return len(shape) >= 2 and shape[-1] % form.group_size == 0
 
 
-ROUTERS = re.compile(r"\.(gate|router|shared_expert_gate)$")
+ROUTERS = re.compile(r"\.(gate|router|router\.(proj|layer)|modality_router|shared_expert_gate)$")
 _FLOORS: tuple[tuple[re.Pattern[str], int], ...] = (
     (ROUTERS, 8),
-    (re.compile(r"\.linear_attn\.out_proj$"), 8),
-    (re.compile(r"\.linear_attn\.in_proj\w*$"), 6),
+    (re.compile(r"\.(linear_attn|mamba|mixer)\.out_proj$"), 8),
+    (re.compile(r"\.(linear_attn|mamba|mixer)\.in_proj\w*$"), 6),
     (re.compile(r"\.shared_experts?\."), 5),
     (re.compile(r"(^mtp\.fc|\.eh_proj)$"), 8),
     (re.compile(r"^mtp\."), 4),

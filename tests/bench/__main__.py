@@ -285,6 +285,26 @@ def convert(**options: Any) -> Report:
 
 
 @reports(
+    click.option(
+        "--model", type=click.Path(path_type=Path), help="A folder of unquantised weights."
+    ),
+    click.option(
+        "--learn", type=float, metavar="MINUTES", help="Also learned scales, at one size."
+    ),
+    small_option,
+    peer_option,
+)
+def quality(**options: Any) -> Report:
+    """Conversion: quality at 3 to 5 bits, beside every method of mlx-lm.
+
+    Models of `python -m tests.bench.trained` are made for it.
+    """
+    from tests.bench.by_size import run
+
+    return run(**options)
+
+
+@reports(
     small_option,
     peer_option,
     layers="both",

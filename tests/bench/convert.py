@@ -177,22 +177,28 @@ def run(
     if plot is not None:
         points = [(r.label, r.bits_per_weight, r.kl_mean, r.converter) for r in recipes]
         plot_sizes(plot, points)
-    table = _quality_table(recipes, perplexity, num_tokens, length)
+    table = quality_table(recipes, perplexity, num_tokens, length)
     data = {"tokens": num_tokens, "source_perplexity": perplexity}
     return Report("convert", [table], {**data, "recipes": [asdict(r) for r in recipes]})
 
 
 def _check(folder: Path, plot: Path | None) -> None:
     """Say what is missing before minutes have passed."""
-    if not (folder / "config.json").is_file():
-        raise ModelNotFoundError(
-            f"{folder} has no model; --model takes a folder of unquantised weights."
-        )
+    check_model(folder)
     if plot is not None and not available():
         raise InvalidRequestError('--plot needs matplotlib: pip install "mlxinfer[plots]"')
 
 
-def _quality_table(recipes: list[Recipe], perplexity: float, num_tokens: int, length: int) -> Table:
+def check_model(folder: Path) -> None:
+    """Raise ModelNotFoundError where there is none."""
+    if not (folder / "config.json").is_file():
+        raise ModelNotFoundError(
+            f"{folder} has no model; --model takes a folder of unquantised weights."
+        )
+
+
+def quality_table(recipes: list[Recipe], perplexity: float, num_tokens: int, length: int) -> Table:
+    """Recipes by size."""
     rows = [
         [
             r.converter,

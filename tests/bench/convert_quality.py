@@ -6,7 +6,7 @@ All outputs are run by mlxinfer, so what differs is the weights.
 import contextlib
 import importlib
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,14 @@ def measure(
     model: Path, scratch: Path, *, length: int, limit: int | None, peer: bool, small: bool
 ) -> tuple[list[Recipe], float, int]:
     """Every recipe; the source's perplexity; and over how many held-out tokens."""
+    folders = _converted(model, scratch, peer=peer, small=small)
+    return measure_folders(model, folders, length=length, limit=limit)
+
+
+def measure_folders(
+    model: Path, folders: Iterable[tuple[str, str, Path]], *, length: int, limit: int | None
+) -> tuple[list[Recipe], float, int]:
+    """The same for conversions of a model: converter, label, folder."""
     text = HELD_OUT.read_text(encoding="utf-8")
     with LLM(str(model), dtype=DTYPE) as llm:
         ids = llm.tokenizer.encode(text, parse_special=True)
@@ -71,7 +79,7 @@ def measure(
         reference = [log_softmax(llm.logits(chunk)) for chunk in chunks]
     whole = _quality(model, chunks, reference)
     found = []
-    for converter, label, folder in _converted(model, scratch, peer=peer, small=small):
+    for converter, label, folder in folders:
         quality = _quality(folder, chunks, reference)
         found.append(Recipe(converter, label, bits_per_weight(folder), **quality))
     return found, whole["perplexity"], sum(map(len, chunks))

@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import pytest
-from live_server import LiveServer
+from live_server import LiveServer, wait_until
 
 LIMIT_MS = 30_000  # of every wait
 REQUIRED = "MLXINFER_REQUIRE_WEB"  # environment variable: tests of the page may not be skipped
@@ -79,15 +79,17 @@ class PageDriver:
         tab = tab or self.page
         before = tab.locator("article.assistant").count()
         self.ask(text, tab=tab)
-        tab.wait_for_function(
-            "n => document.querySelectorAll('article.assistant').length > n", arg=before
-        )
+        wait_until(lambda: tab.locator("article.assistant").count() > before, LIMIT_MS / 1000)
         self.wait_idle(tab=tab)
         return tab.locator("article.assistant").last
 
     def wait_idle(self, *, tab: Any = None) -> None:
         """Wait until no answer arrives."""
         (tab or self.page).wait_for_selector('button[aria-label="Send"]')
+
+    def wait_for(self, script: str) -> None:
+        """Wait until a script is true. The page's policy forbids playwright's own way, by eval."""
+        wait_until(lambda: self.page.evaluate(script), LIMIT_MS / 1000)
 
     def texts(self, selector: str) -> list[str]:
         return [text.strip() for text in self.page.locator(selector).all_inner_texts()]

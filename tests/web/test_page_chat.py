@@ -277,7 +277,7 @@ def test_a_lost_connection_keeps_what_came_and_can_be_tried_again(page: PageDriv
 
 def test_the_keyboard_is_enough(page: PageDriver) -> None:
     keyboard, at = page.page.keyboard, page.page
-    at.wait_for_function("document.activeElement.id === 'question'")
+    page.wait_for("document.activeElement.id === 'question'")
     keyboard.type("Hello")
     keyboard.press("Shift+Enter")
     keyboard.type("there")
@@ -285,10 +285,10 @@ def test_the_keyboard_is_enough(page: PageDriver) -> None:
     at.wait_for_selector("article.assistant .facts")
     assert page.texts(".bubble") == ["Hello\nthere"]
     keyboard.press("ArrowUp")
-    at.wait_for_function("document.activeElement.ariaLabel === 'Edit the question'")
+    page.wait_for("document.activeElement.ariaLabel === 'Edit the question'")
     keyboard.press("Escape")
     keyboard.press("Control+k")
-    at.wait_for_function("document.activeElement.id === 'search'")
+    page.wait_for("document.activeElement.id === 'search'")
     keyboard.press("Escape")
     keyboard.press("Alt+3")
     at.wait_for_selector("h1:has-text('Dashboard')")

@@ -34,7 +34,7 @@ def test_memory_batch_and_settings_are_shown(page: PageDriver) -> None:
     row.locator("text=answers").wait_for()
     assert "demo" in row.inner_text()
     assert "A question" not in page.page.locator("main").inner_text()
-    card = page.page.locator("article.card")
+    card = page.page.locator("article.card[aria-label='demo']")
     text = card.inner_text()
     assert "300 kB used, 500 kB kept as prefixes, of 1.0 MB" in text
     assert "Prefixes on disk\n12.0 MB" in text

@@ -34,8 +34,9 @@ def test_a_conversation_is_there_after_a_reload_with_its_settings_and_branch(
     page.wait_idle()
     page.click("Previous version")
     page.page.wait_for_selector("article.assistant:has-text('The first.')")
-    wait_until(lambda: page.page.evaluate("true"))
-    page.page.wait_for_timeout(150)
+    history = history_of(page.server)
+    [stored] = [c for c in history.conversations("") if c.title == "Reload me"]
+    wait_until(lambda: history.branch("", stored.id)[-1].content == "The first.")
     page.open()
     entry(page, "Reload me").locator(".entry").click()
     page.page.wait_for_selector("article.assistant:has-text('The first.')")
@@ -154,7 +155,7 @@ def test_many_conversations_come_in_pages(page: PageDriver) -> None:
     before = page.page.locator(".entry").count()
     assert before == 50
     page.click("Older conversations")
-    page.page.wait_for_function("n => document.querySelectorAll('.entry').length > n", arg=before)
+    page.wait_for(f"document.querySelectorAll('.entry').length > {before}")
 
 
 def test_a_history_that_cannot_be_written_is_said_and_the_chat_goes_on(page: PageDriver) -> None:

@@ -107,9 +107,7 @@ def test_one_line_of_a_megabyte_does_not_hold_up_the_page(page: PageDriver) -> N
     assert len(answer.inner_text()) < 250_000
     assert answer.evaluate("e => e.scrollWidth <= e.clientWidth")
     answer.get_by_role("button", name="Show all").click()
-    page.page.wait_for_function(
-        "document.querySelector('article.assistant').textContent.length > 999_000"
-    )
+    page.wait_for("document.querySelector('article.assistant').textContent.length > 999_000")
     page.click("New chat", at=0)
     assert page.answered("More").inner_text().startswith("ok")
 

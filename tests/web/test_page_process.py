@@ -68,7 +68,5 @@ def test_an_answer_of_the_demo_holds_to_a_schema_and_says_so(browser: Any, tmp_p
         form_of_last = "response_format"
         page.click("Copy this answer")
         page.page.get_by_role("button", name="cURL").click()
-        page.page.wait_for_function(
-            "navigator.clipboard.readText().then(t => t.startsWith('curl'))"
-        )
+        page.wait_for("navigator.clipboard.readText().then(t => t.startsWith('curl'))")
         assert form_of_last in page.clipboard()

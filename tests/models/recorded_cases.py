@@ -81,11 +81,11 @@ _MISTRAL4 = {
 _THIRDS = ["sliding_attention", "sliding_attention", "full_attention"]
 _GEMMA = {
     **_SMALL,
-    "num_hidden_layers": 9,
+    "num_hidden_layers": 6,
     "head_dim": 24,
     "rms_norm_eps": 1e-6,
     "sliding_window": WINDOW,
-    "layer_types": _THIRDS * 3,
+    "layer_types": _THIRDS * 2,
     "hidden_activation": "gelu_pytorch_tanh",
     "eos_token_id": [2, 5],
 }
@@ -312,7 +312,7 @@ RECORDED_CASES: dict[str, dict[str, Any]] = {
         "global_head_dim": 32,
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 96,
-        "num_kv_shared_layers": 4,
+        "num_kv_shared_layers": 3,
         "use_double_wide_mlp": True,
         "final_logit_softcapping": 6.0,
         "rope_parameters": _GEMMA_ROPES,
@@ -321,9 +321,7 @@ RECORDED_CASES: dict[str, dict[str, Any]] = {
     "gemma4_e-v5": {
         **_GEMMA,
         "model_type": "gemma4_text",
-        "num_hidden_layers": 6,
         "num_key_value_heads": 1,
-        "layer_types": _THIRDS * 2,
         "per_layer_config": {"2": {"head_dim": 40}, "5": {"head_dim": 40}},
         "hidden_size_per_layer_input": 12,
         "vocab_size_per_layer_input": 96,
@@ -334,10 +332,10 @@ RECORDED_CASES: dict[str, dict[str, Any]] = {
     },
     "gemma3n_text-v4": {
         **_GEMMA3N,
-        "intermediate_size": [96, 64, 96, 80, 96, 96, 96, 64, 96],
-        "activation_sparsity_pattern": [0.95, 0.6, *[0.0] * 7],
+        "intermediate_size": [96, 64, 96, 80, 96, 64],
+        "activation_sparsity_pattern": [0.95, 0.6, *[0.0] * 4],
         "vocab_size_per_layer_input": 90,
-        "num_kv_shared_layers": 4,
+        "num_kv_shared_layers": 3,
         "altup_active_idx": 0,
         "altup_correct_scale": True,
         "rope_theta": 2000.0,
@@ -346,9 +344,7 @@ RECORDED_CASES: dict[str, dict[str, Any]] = {
     },
     "gemma3n_text-v5": {
         **_GEMMA3N,
-        "num_hidden_layers": 6,
         "num_key_value_heads": 1,
-        "layer_types": _THIRDS * 2,
         "vocab_size_per_layer_input": 96,
         "num_kv_shared_layers": 0,
         "altup_num_inputs": 3,

@@ -14,8 +14,10 @@ from models.tiny import tiny_checkpoint, tiny_config
 from mlxinfer.core import KVSpec
 from mlxinfer.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from mlxinfer.models import load
+from mlxinfer.models.config import normalise
+from mlxinfer.models.decoder import Model
 from mlxinfer.models.registry import family
-from mlxinfer.models.weights import choose_dtype
+from mlxinfer.models.weights import Weights, choose_dtype
 
 IDS = list(range(3, 23))
 
@@ -28,31 +30,41 @@ def write(folder: Path, config: dict, tensors: dict) -> Path:
     return folder
 
 
+def arrays_of(case: str) -> dict[str, mx.array]:
+    return {name: mx.array(value) for name, value in tiny_tensors(tiny_config(case)).items()}
+
+
 def logits(model, ids=IDS) -> np.ndarray:
     return np.array(DenseCache(model).run(model, [("a", ids)]).astype(mx.float32))
 
 
+def built(config: dict, arrays: dict[str, mx.array]) -> Model:
+    """As `load` does it, without files."""
+    read = normalise(config)
+    builder = family(read.model_type)
+    return builder.build(read, Weights(dict(arrays), rename=builder.tensor_name))
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_every_tensor_must_be_there(tmp_path, case):
+def test_every_tensor_must_be_there(case):
     """The message has the decoder's name: of Mixtral's w1, gate_proj."""
-    config, tensors = tiny_config(case), tiny_tensors(tiny_config(case))
+    config, tensors = tiny_config(case), arrays_of(case)
     rename = family(config["model_type"]).tensor_name
     for name in [name for name in tensors if not name.startswith("model.layers.1.mlp.experts.3")][
         ::7
     ]:
-        write(tmp_path, config, {key: value for key, value in tensors.items() if key != name})
+        others = {key: value for key, value in tensors.items() if key != name}
         with pytest.raises(CheckpointError, match=f"{rename(name)}.*missing"):
-            load(tmp_path)
+            built(config, others)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_tensor_must_have_its_shape(tmp_path, case):
-    config, tensors = tiny_config(case), tiny_tensors(tiny_config(case))
+def test_every_tensor_must_have_its_shape(case):
+    config, tensors = tiny_config(case), arrays_of(case)
     for name in list(tensors)[::7]:
-        wrong = np.zeros((*tensors[name].shape[:-1], tensors[name].shape[-1] + 1), np.float32)
-        write(tmp_path, config, tensors | {name: wrong})
+        wrong = mx.zeros((*tensors[name].shape[:-1], tensors[name].shape[-1] + 1))
         with pytest.raises(CheckpointError) as caught:
-            load(tmp_path)
+            built(config, tensors | {name: wrong})
         for part in (name, str(wrong.shape), str(tensors[name].shape)):
             assert part in str(caught.value)
 
@@ -286,7 +298,7 @@ def test_ragged_batch_equals_alone(tmp_path, case):
     model = load(tiny_checkpoint(tmp_path, case))
     random = np.random.default_rng(7)
     texts = {
-        name: random.integers(0, 96, n).tolist() for name, n in (("a", 23), ("b", 9), ("c", 17))
+        name: random.integers(0, 96, n).tolist() for name, n in (("a", 17), ("b", 6), ("c", 11))
     }
     alone = {name: logits(model, ids) for name, ids in texts.items()}
     cache, rest = DenseCache(model), dict(texts)

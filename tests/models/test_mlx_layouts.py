@@ -1,0 +1,61 @@
+"""Checkpoints as mlx-lm lays them out load as those of the hub do, and give the same logits."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from models.dense_kv import DenseCache
+from models.random_weights import tiny_tensors
+from models.tiny import tiny_config
+
+from mlxinfer.bench.peer import peer_module
+from mlxinfer.models import load
+
+IDS = list(range(5, 30))
+CASES = (
+    *("lfm2_moe-v4", "nemotron_h-v4", "nemotron_h-v5", "falcon_h1-v4", "hunyuan_v1_dense-v4"),
+    *("ministral3-v4", "mistral4-v4", "kimi_linear-v4", "gemma4_e-v4", "gemma3n_text-v4"),
+)
+
+ASKED = {  # what mlx-lm has no default for
+    "nemotron_h": {
+        "attention_bias": False,
+        "mamba_proj_bias": False,
+        "mlp_bias": False,
+        "conv_kernel": 4,
+        "n_shared_experts": 1,
+    },
+    "kimi_linear": {"head_dim": 20, "rope_theta": 1e4},
+    "gemma3n": {"final_logit_softcapping": 30.0, "altup_coef_clip": 120.0},
+}
+
+
+def saved(folder: Path, config: dict, arrays: dict[str, mx.array]) -> np.ndarray:
+    """Logits of what is loaded from a folder with these."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
+    return np.array(DenseCache(model := load(folder)).run(model, [("a", IDS)]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_the_layout_of_mlx_lm(tmp_path: Path, case: str) -> None:
+    config = dict(tiny_config(case))
+    if "rope_scaling" in config:
+        config["rope_parameters"] = {**config["rope_scaling"], "rope_theta": config["rope_theta"]}
+    arrays = {name: mx.array(value) for name, value in tiny_tensors(config).items()}
+    expected = saved(tmp_path / "hub", config, dict(arrays))
+    name = {"gemma3n_text": "gemma3n"}.get(config["model_type"], config["model_type"])
+    peer_module("mlx_lm.utils")
+    module = import_module(f"mlx_lm.models.{name}")
+    given = {**ASKED.get(name, {}), **config}
+    stated = {"model_type": name, "text_config": given} if name == "gemma3n" else given
+    theirs = module.Model(module.ModelArgs.from_dict(stated))
+    if name == "gemma3n":
+        arrays = {f"model.language_{key}": array for key, array in arrays.items()}
+    found = saved(tmp_path / "mlx", stated, theirs.sanitize(arrays))
+    np.testing.assert_allclose(found, expected, atol=1e-4 * max(1.0, expected.std()))

@@ -26,7 +26,7 @@ from mlxinfer.config import DiskOptions, KVOptions
 from mlxinfer.core import FinishReason, SamplingParams
 from mlxinfer.engine import kv_manager
 
-NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "100"))
+NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "60"))
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
 BITS = [(None, None), (None, None), (8, 8), (8, 4), (4, 4), (8, None), (None, 4)]
 ADAPTERS = ("first", "second")  # of no weights: they keep pages apart, and change no token
@@ -137,6 +137,7 @@ def test_everything_at_once(data: st.DataObject) -> None:
         "kv": options,
         "num_pages": -(-longest // PAGE) + data.draw(st.sampled_from([0, 1, 3, 60])),
         "prefill_chunk": data.draw(st.sampled_from([16, 32, 64, 128])),
+        "prefill_slice_s": data.draw(st.sampled_from([None, 0.002])),
         "max_batch": data.draw(st.sampled_from([1, 2, 3, 4, 5, 16])),
         "launch_ahead": data.draw(st.booleans()),
         "prefix_cache": data.draw(st.sampled_from([True, True, False])),

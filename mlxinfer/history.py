@@ -434,24 +434,10 @@ def _check_id(id: str) -> None:
 
 
 def _conversation(row: sqlite3.Row) -> Conversation:
-    return Conversation(
-        id=row["id"],
-        title=row["title"],
-        model=row["model"],
-        settings=json.loads(row["settings"]),
-        head=row["head"],
-        created_s=row["created_s"],
-        changed_s=row["changed_s"],
-    )
+    fields = {name: row[name] for name in Conversation.__dataclass_fields__}
+    return Conversation(**{**fields, "settings": json.loads(row["settings"])})
 
 
 def _message(row: sqlite3.Row) -> StoredMessage:
-    return StoredMessage(
-        id=row["id"],
-        parent=row["parent"],
-        role=row["role"],
-        content=row["content"],
-        reasoning=row["reasoning"],
-        details=json.loads(row["details"]),
-        created_s=row["created_s"],
-    )
+    fields = {name: row[name] for name in StoredMessage.__dataclass_fields__}
+    return StoredMessage(**{**fields, "details": json.loads(row["details"])})

@@ -187,7 +187,7 @@ _ENOUGH = {  # what these go with
     "check_only": {"as_json"},
     "explore": {
         *("as_json", "tokenizer", "calibration", "check_text", "max_memory"),
-        *("overrides", "dtype", "keep_format", "scales"),
+        *("overrides", "dtype", "keep_format", "scales", "rounding"),
     },
     "upload_only": {"upload", "private", "as_json"},
 }

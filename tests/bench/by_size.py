@@ -76,7 +76,7 @@ def run(
     check_model(folder)
     length, limit = (128, 2) if small else (512, 16)
     with TemporaryDirectory() as scratch:
-        folders = _converted(folder, Path(scratch), learn=learn, small=small, peer=peer)
+        folders = _converted(folder.resolve(), Path(scratch), learn=learn, small=small, peer=peer)
         recipes, perplexity, num_tokens = measure_folders(
             folder, folders, length=length, limit=limit
         )
@@ -162,8 +162,8 @@ def _theirs(program: str, arguments: list[str], home: Path) -> bool:
     try:
         done = subprocess.run(
             command,
-            env={**os.environ, "HOME": str(home)},
-            cwd=ROOT,
+            env={**os.environ, "HOME": str(home), "PYTHONPATH": str(ROOT)},
+            cwd=home,  # where it leaves files of its own
             capture_output=True,
             timeout=TIMEOUT_S,
         )

@@ -57,6 +57,14 @@ def test_host_beside_mlx_lm() -> None:
 
 
 @pytest.mark.slow
+def test_hybrid_beside_mlx_lm() -> None:
+    found = json.loads(bench("hybrid", "--small", "--runs", "1", "--json"))
+    for kind in ("Gated DeltaNet", "Mamba-2", "short convolution"):
+        for side in ("mlxinfer", "mlx-lm"):
+            assert min(found[kind][side].values()) > 0
+
+
+@pytest.mark.slow
 def test_latency_beside_mlx_lm() -> None:
     found = json.loads(bench("latency", "--small", "--long", "512", "--json"))
     found = found["without_cpu_layers"]["median"]

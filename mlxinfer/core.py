@@ -7,8 +7,6 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import partial
-from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .errors import InvalidRequestError, shown
@@ -245,25 +243,6 @@ class TokenEvent(NamedTuple):
             prompt_logits=prompt_logits,
             made_s=time.monotonic(),
         )
-
-    @classmethod
-    def of_step(
-        cls, request_ids: Sequence[str], token_ids: Sequence[int], cached_tokens: Sequence[int]
-    ) -> "list[TokenEvent]":
-        """One for each token of a step, made now: of many requests at no call for each."""
-        assert len(request_ids) == len(token_ids) == len(cached_tokens)
-        fields = zip(
-            request_ids,
-            token_ids,
-            repeat(None),
-            repeat(None),
-            repeat(None),
-            cached_tokens,
-            repeat(None),
-            repeat(time.monotonic()),
-            strict=False,
-        )
-        return [*map(partial(tuple.__new__, cls), fields)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -262,9 +262,11 @@ class Loop:
         """One TokenEvent per sampled token, with finish reason and log-probabilities if any."""
         ends: dict[int, FinishReason | BaseException] = {**result.finished, **result.failed}
         sequences = sampling.sequences
-        tokens = TokenEvent.of_step(
-            [s.request.id for s in sequences], token_ids, [s.num_cached for s in sequences]
-        )
+        now_s = time.monotonic()
+        tokens = [
+            TokenEvent(s.request.id, token_id, cached_tokens=s.num_cached, made_s=now_s)
+            for s, token_id in zip(sequences, token_ids, strict=True)
+        ]
         for row, found in logprobs.items():
             tokens[row] = tokens[row]._replace(logprobs=found)
         if not ends and not result.discarded:  # most steps

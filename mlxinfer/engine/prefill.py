@@ -70,14 +70,14 @@ class PrefillSizer:
 
     def observe(self, batch: Batch, seconds: float) -> None:
         """Take in how long a step took."""
-        prompts = [segment for segment in batch.ragged if not segment.proposals]
-        num_tokens = sum([segment.num_tokens for segment in prompts])
-        beside = num_tokens < batch.num_tokens
         if self._slice_s is None or not batch.num_tokens:
             return
-        if not num_tokens:
+        prompts = [segment for segment in batch.ragged if not segment.proposals]
+        if not prompts:
             self._decode_s = _blended(self._decode_s, seconds)
             return
+        num_tokens = sum([segment.num_tokens for segment in prompts])
+        beside = num_tokens < batch.num_tokens
         context = max([segment.stop for segment in prompts])
         if not beside:
             self._time_size(num_tokens, context, seconds / num_tokens)

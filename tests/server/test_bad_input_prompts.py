@@ -55,8 +55,6 @@ CONVERSATIONS: dict[str, Any] = {
     "a part of no type": [user([{"text": "x"}])],
     "a part of no text": [user([{"type": "text"}])],
     "a part whose text is a list": [user([{"type": "text", "text": ["x"]}])],
-    "a tool without an id": [*HELLO, {"role": "tool", "content": "x"}],
-    "a tool that nobody called": [*HELLO, {"role": "tool", "tool_call_id": "z", "content": "x"}],
     "a call that is no list": [{**calling("{}"), "tool_calls": {}}, *HELLO],
     "a call without a name": [{**calling("{}"), "tool_calls": [{"function": {}}]}, *HELLO],
     "a call of another type": [{"role": "assistant", "tool_calls": [{"type": "x"}]}, *HELLO],

@@ -84,7 +84,7 @@ OTHERS: list[tuple[str, str, Any]] = [
     (RESPONSES, "temperature", 2.1),
     (RESPONSES, "temperature", True),
     (RESPONSES, "top_p", 0),
-    (RESPONSES, "top_logprobs", 5),
+    (RESPONSES, "top_logprobs", 21),
     (RESPONSES, "stream", "yes"),
     (MESSAGES, "max_tokens", 0),
     (MESSAGES, "max_tokens", None),

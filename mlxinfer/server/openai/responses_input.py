@@ -53,7 +53,9 @@ def conversation(
         found.append({"role": "system", "content": body.instructions})
     items = items_of(body)
     if not items and not before:
-        raise InvalidRequestError("input is empty; send a text or an item.", param="input")
+        raise InvalidRequestError(
+            "input is missing or empty; send a text or an item.", param="input"
+        )
     for number, item in enumerate([*before, *items], start=-len(before)):
         place = "previous_response_id" if number < 0 else f"input[{number}]"
         if item.type in HOSTED_ITEMS:

@@ -87,7 +87,9 @@ def render_drill(tokenizer: Tokenizer, lines: list[Exchange]) -> tuple[list[int]
             piece = tokenizer.encode(text).ids
             ids += piece
             weights += [weight] * len(piece)
-    return [*ids, tokenizer.token_to_id(END_OF_TEXT)], [*weights, 1.0]
+    end_id = tokenizer.token_to_id(END_OF_TEXT)
+    assert end_id is not None, f"the tokenizer has no {END_OF_TEXT}"
+    return [*ids, end_id], [*weights, 1.0]
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:

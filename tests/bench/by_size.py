@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import mlx.core as mx
 
@@ -116,9 +117,10 @@ def _cast(folder: Path, out: Path, dtype: mx.Dtype) -> Path:
             if out != folder and path.is_file():
                 shutil.copyfile(path, out / path.name)
             continue
+        stored = cast(dict[str, mx.array], mx.load(str(path)))
         arrays = {
             name: array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
-            for name, array in mx.load(str(path)).items()
+            for name, array in stored.items()
         }
         mx.eval(arrays)
         mx.save_safetensors(str(out / path.name), arrays, metadata={"format": "mlx"})

@@ -52,7 +52,7 @@ SHAPES = {
 }
 
 
-class Experts(nn.Module):  # type: ignore[misc]
+class Experts(nn.Module):
     """A mixture of experts; all are computed for all tokens, and the weights pick."""
 
     def __init__(self, shape: Shape) -> None:

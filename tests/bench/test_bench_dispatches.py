@@ -1,6 +1,7 @@
 """bench dispatches: kernels are in the graph, views are not counted, MLX is as before."""
 
 import mlx.core as mx
+import pytest
 
 from tests.bench.bench_reports import check
 from tests.bench.dispatches import MODEL, VIEWS, run, traced
@@ -23,6 +24,7 @@ def test_views_are_not_counted() -> None:
     assert [name for name in counted if name not in VIEWS] == ["Add"]
 
 
+@pytest.mark.slow  # 17 s
 def test_graphs_are_built_beside_mlx_lm() -> None:
     is_available = mx.metal.is_available
     report = run(requests=(1, 2), deep=MODEL, rounds=1)

@@ -48,6 +48,7 @@ def test_without_mlx_lm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
         start.run(runs=1)
 
 
+@pytest.mark.slow  # 20 s; its parts have tests of their own
 def test_host_alone() -> None:
     report = host.run(requests=(1, 3), build_sizes=(1,), blocks=1, peer=False)
     decode = report.data["decode"]

@@ -28,7 +28,15 @@ def explored(source: Path, out: Path, recipe: str = "4bit", **options: object) -
     return explore(Conversion(open_source(source), out, made))
 
 
-@pytest.mark.parametrize("case", ["llama-v4", "qwen3_moe-v4", "gemma3_text-v4", "gpt_oss-v4"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama-v4",
+        "qwen3_moe-v4",
+        pytest.param("gemma3_text-v4", marks=pytest.mark.slow),
+        pytest.param("gpt_oss-v4", marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_measured_is_what_a_conversion_has(tmp_path: Path, case: str) -> None:
     """Sizes exactly; the divergence up to the engine's other order of sums."""
     source = write_source(tmp_path / "source", case)

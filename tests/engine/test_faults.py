@@ -3,6 +3,7 @@
 import gc
 import weakref
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -106,6 +107,17 @@ def test_an_error_that_is_kept_keeps_no_arrays(monkeypatch: pytest.MonkeyPatch) 
     assert cache() is None
 
 
+DRAWN = SamplingParams(
+    max_tokens=12, temperature=0.8, seed=3, repetition_penalty=1.2, frequency_penalty=0.5
+)
+
+
+@cache
+def plain_answer(length: int) -> list[int]:
+    """Tokens of a request alone, with `DRAWN`."""
+    return alone(tiny_model(CASE, quantized=True), prompt(length), DRAWN).token_ids
+
+
 @given(
     at=st.integers(1, 25),
     reading=st.booleans(),
@@ -119,11 +131,8 @@ def test_a_failed_step_fails_its_requests_only(
     model = tiny_model(CASE, quantized=True)
     harness = Harness(model, launch_ahead=launch_ahead, max_batch=2)
     (break_read if reading else break_launch)(harness, at)
-    params = SamplingParams(
-        max_tokens=12, temperature=0.8, seed=3, repetition_penalty=1.2, frequency_penalty=0.5
-    )
     for i in range(4):
-        harness.add(str(i), prompt(20 + 9 * i), params)
+        harness.add(str(i), prompt(20 + 9 * i), DRAWN)
         harness.turn(late if i == 2 else 0)
     outcomes = harness.drain()
     failed = [o for o in outcomes.values() if o.reason is FinishReason.ERROR]
@@ -133,13 +142,13 @@ def test_a_failed_step_fails_its_requests_only(
         assert isinstance(outcome.error.__cause__, Boom)
         assert "Boom" in str(outcome.error)
     for i, outcome in enumerate(outcomes.values()):
-        plain = alone(model, prompt(20 + 9 * i), params).token_ids
+        plain = plain_answer(20 + 9 * i)
         if outcome in failed:
             assert outcome.token_ids == plain[: len(outcome.token_ids)]
         else:
             assert outcome.token_ids == plain
-    harness.add("after", prompt(30), params)
-    assert harness.drain()["after"].token_ids == alone(model, prompt(30), params).token_ids
+    harness.add("after", prompt(30), DRAWN)
+    assert harness.drain()["after"].token_ids == plain_answer(30)
 
 
 def test_a_scheduler_fault_fails_all_requests_and_the_loop_starts_afresh() -> None:

@@ -56,7 +56,7 @@ def dense_logits(model: Model, ids: list[int], options: KVOptions) -> np.ndarray
     chunk=st.sampled_from([16, 32, 64, 256]),
     length=st.integers(1, 110),
 )
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_chunks_beside_others_equal_masked_attention(
     case: str,
     bits: tuple[int | None, int | None],

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 from engine.fake_grammar import FakeGrammar
@@ -182,6 +183,13 @@ def test_leaving_while_a_verification_is_in_flight(how: str, turns: int) -> None
     assert harness.drain()["b"].token_ids == plain.token_ids
 
 
+@cache
+def plain_answers() -> dict[str, list[int]]:
+    """Tokens of four requests, each alone and without proposals."""
+    model, params = tiny_model(CASE, quantized=True), replace(DRAWN, max_tokens=20)
+    return {str(i): alone(model, prompt(20 + 9 * i), params).token_ids for i in range(4)}
+
+
 @given(
     at=st.integers(1, 12), reading=st.booleans(), late=st.integers(0, 6), seed=st.integers(0, 99)
 )
@@ -191,7 +199,7 @@ def test_a_failed_verification_fails_its_requests_only(
 ) -> None:
     model = tiny_model(CASE, quantized=True)
     params = replace(DRAWN, max_tokens=20)
-    plains = {str(i): alone(model, prompt(20 + 9 * i), params).token_ids for i in range(4)}
+    plains = plain_answers()
     harness = Harness(model, max_batch=2, proposer=Oracle(plains, seed))
     lost = (break_read if reading else break_launch)(harness, at)
     for i in range(4):

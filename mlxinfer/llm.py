@@ -61,7 +61,8 @@ class LLM:
             model where one is given) or "off". Only as many are proposed as make answers faster,
             by times that are measured as it runs; see docs/speculation.md.
         draft: name or folder of the draft model, whose tokenizer is the model's.
-        max_draft: tokens proposed for a request in one step, at most, up to 8.
+        max_draft: tokens proposed for a request in one step, at most. A step verifies 8 tokens of
+            a request, the newest one included, so 8 means 7.
         acceptance: "exact": answers are those of the plain run; "rejection": drawn answers have
             the plain run's distribution, and more of what a draft model proposes is accepted.
 

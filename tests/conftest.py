@@ -10,7 +10,7 @@ import pytest
 from tests.bench.blas import preload_openblas
 
 preload_openblas()
-os.environ["MLXINFER_HISTORY"] = "off"  # no test writes to the history of who runs it
+os.environ["MLXINFER_HISTORY"] = "off"  # tests write to no user's history
 os.environ["MLXINFER_SERVE_STORE"] = "false"  # ... or to the stored responses
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 

@@ -121,7 +121,11 @@ def host(**options: Any) -> Report:
 @reports(
     number_option("--long", 2048, "Tokens of the long prompt.", least=64),
     number_option("--runs", 1, "Scenarios of each side; the median counts."),
-    number_option("--prefill-chunk", 256, "Prompt tokens a step, at most.", least=16),
+    click.option(
+        "--prefill-chunk",
+        type=click.IntRange(min=16),
+        help="Prompt tokens a step, fixed.  [default: sized by time]",
+    ),
     small_option,
     cpu_time_option,
     peer_option,

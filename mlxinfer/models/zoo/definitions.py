@@ -114,8 +114,8 @@ BODIES = ("model", "transformer", "backbone", "language_model")
 class _Body:
     """The part of a model that is followed by the output projection.
 
-    During a call something stands in its place that keeps what it gives, or that gives what it is
-    told to: so hidden states can be had before the projection, and the rest can run on a few rows.
+    During a call a stand-in keeps the body's output, or returns hidden states given beforehand: the
+    hidden states are had without the projection, and the projection runs on a few rows of them.
     """
 
     def __init__(self, owner: nn.Module, name: str) -> None:

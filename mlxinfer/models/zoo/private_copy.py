@@ -1,7 +1,7 @@
 """mlx-lm's modules of models as a private copy, which shares nothing with an imported mlx-lm.
 
-The copy is a package of its own name whose modules are read from mlx-lm's folder: nothing of an
-mlx-lm that somebody imported is changed, and its own package, which imports transformers and
+The copy is a package of its own name whose modules are read from mlx-lm's folder: an
+mlx-lm imported elsewhere stays as it is, and its own package, which imports transformers and
 lowers the limit of open files, is not run. In the copy, the function through which the definitions
 attend is ours, which hands a call on to the cache where that is one of ours.
 """

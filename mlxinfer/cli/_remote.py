@@ -30,7 +30,7 @@ def ask(url: str | None, path: str, body: Any = None, *, timeout_s: float = 10.0
     Raises:
         ServerError: there is no server, another program answers, or the server refused.
     """
-    from ._http import exchange  # slow to import, for commands that are listed only
+    from ..http_json import exchange  # slow to import, for commands that are listed only
 
     base = (url or default_url()).rstrip("/").removesuffix("/v1")
     parts = urlsplit(base)

@@ -6,13 +6,26 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from ..errors import MlxinferError
+from .errors import MlxinferError
 
 
 class ServerError(MlxinferError):
-    """No server answers, or it refused."""
+    """No mlxinfer server answers, or it refused.
+
+    Attributes:
+        status: of the HTTP answer; None: there was none, or of another program.
+    """
 
     code = "server_error"
+    status: int | None = None
+
+
+class NoServerError(ServerError):
+    """Nothing listens at the address."""
+
+
+class SilentServerError(ServerError):
+    """Something listens at the address, and did not answer in time."""
 
 
 def exchange(base: str, path: str, body: Any, *, key: str | None, timeout_s: float) -> Any:
@@ -26,7 +39,9 @@ def exchange(base: str, path: str, body: Any, *, key: str | None, timeout_s: flo
         timeout_s: longest silence.
 
     Raises:
-        ServerError: there is no server, another program answers, or the server refused.
+        NoServerError: nothing listens there.
+        SilentServerError: no answer came in time.
+        ServerError: another program answers, or the server refused.
     """
     request = urllib.request.Request(base + path, method="GET" if body is None else "POST")
     if body is not None:
@@ -40,11 +55,13 @@ def exchange(base: str, path: str, body: Any, *, key: str | None, timeout_s: flo
         with opener.open(request, timeout=timeout_s) as answer:
             return json.loads(answer.read())
     except urllib.error.HTTPError as error:
-        raise ServerError(_refusal(base, error)) from None
+        raise _refusal(base, error) from None
     except TimeoutError:
-        raise ServerError(f"The server at {base} did not answer for {timeout_s:g} s.") from None
+        raise _silent(base, timeout_s) from None
     except urllib.error.URLError as error:
-        raise ServerError(
+        if isinstance(error.reason, TimeoutError):
+            raise _silent(base, timeout_s) from None
+        raise NoServerError(
             f"No server answers at {base}: {_reason(error.reason)}. Start one with "
             "`mlxinfer serve`, or say where it is with --url."
         ) from None
@@ -59,14 +76,22 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
         """Follow none."""
 
 
-def _refusal(base: str, error: urllib.error.HTTPError) -> str:
+def _silent(base: str, timeout_s: float) -> SilentServerError:
+    return SilentServerError(f"The server at {base} did not answer for {timeout_s:g} s.")
+
+
+def _refusal(base: str, error: urllib.error.HTTPError) -> ServerError:
     with error:
         try:
             said = json.loads(error.read())["error"]["message"]
         except (ValueError, KeyError, TypeError, OSError):
-            return f"What answers at {base} is no mlxinfer server (status {error.code})."
+            return ServerError(
+                f"What answers at {base} is no mlxinfer server (status {error.code})."
+            )
     hint = " Set MLXINFER_API_KEY." if error.code == 401 else ""
-    return f"{said}{hint}"
+    refusal = ServerError(f"{said}{hint}")
+    refusal.status = error.code
+    return refusal
 
 
 def _reason(reason: object) -> str:

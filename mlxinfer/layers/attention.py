@@ -9,7 +9,7 @@ from ..core import CacheSpec, KVSpec
 from ..metal_kernels.heads import Heads
 from .linear import Projection
 from .norm import Norm
-from .rope import QueryScale
+from .rope import QueryScale, RopeSpec, inverse_frequencies
 from .step import Rope, Step
 
 HeadsMaker = Callable[[int | None, int | None], Heads]  # from bits of keys and of values
@@ -69,6 +69,50 @@ class AttentionShape:
         self.num_heads = num_heads
         self.sinks = sinks
         self.make_heads = make_heads
+
+
+def heads_maker(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rope: RopeSpec | None,
+    norm_weight: mx.array | None,
+    *,
+    norm_eps: float,
+) -> HeadsMaker | None:
+    """Settings of norm and rope for the kernel that does both; None: it has no such rope.
+
+    Args:
+        num_heads: of queries.
+        num_kv_heads: of keys and of values.
+        head_dim: numbers of a head.
+        rope: None: positions are not encoded.
+        norm_weight: (num_heads + num_kv_heads, head_dim) of queries and keys; None: no norm.
+        norm_eps: added to the mean square.
+    """
+    if rope is not None and rope.long is not None:
+        return None
+    frequencies, magnitude = None, 1.0
+    if rope is not None:
+        frequencies = mx.array(inverse_frequencies(rope), mx.float32)
+        # Where whole heads turn the attention scale has the factor, see scale_factor.
+        magnitude = 1.0 if rope.dims == head_dim else rope.attention_factor
+
+    def make(key_bits: int | None, value_bits: int | None) -> Heads:
+        return Heads(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            key_bits=key_bits,
+            value_bits=value_bits,
+            rotate=key_bits == 4,
+            norm_weight=norm_weight,
+            norm_eps=norm_eps,
+            frequencies=frequencies,
+            magnitude=magnitude,
+        )
+
+    return make
 
 
 class Attention(AttentionShape):

@@ -131,6 +131,20 @@ class QueryScale:
         return x * prepared.astype(x.dtype)
 
 
+def rotary_order(num_heads: int, before: int, rotary: int, width: int) -> list[int]:
+    """Outputs of heads whose rotary pairs stand side by side, with pairs half a part apart.
+
+    Args:
+        num_heads: heads, one after the other.
+        before: numbers of a head before its rotary part.
+        rotary: numbers of that part.
+        width: numbers of a head.
+    """
+    end = before + rotary
+    head = [*range(before), *range(before, end, 2), *range(before + 1, end, 2), *range(end, width)]
+    return [number * width + place for number in range(num_heads) for place in head]
+
+
 def scale_factor(spec: RopeSpec, head_dim: int) -> float:
     """Factor on the attention scale: (a q)·(a k) is a² q·k where all of the head turns."""
     return spec.attention_factor**2 if spec.dims == head_dim else 1.0

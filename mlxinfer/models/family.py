@@ -14,15 +14,14 @@ import mlx.core as mx
 
 from ..core import KVSpec, StateSpec
 from ..errors import CheckpointError, UnsupportedModelError
-from ..layers.attention import Attention, HeadsMaker, LayerMixer
+from ..layers.attention import Attention, LayerMixer, heads_maker
 from ..layers.causal_conv import CausalConv
 from ..layers.linear import Projection
 from ..layers.mlp import ACTIVATIONS, MLP, FeedForward, Gated, gated
 from ..layers.moe import Choose, MoE
 from ..layers.norm import Norm, WideQKNorm
-from ..layers.rope import QueryScale, RopeSpec, inverse_frequencies, scale_factor
+from ..layers.rope import QueryScale, RopeSpec, rotary_order, scale_factor
 from ..layers.step import Rope
-from ..metal_kernels.heads import Heads
 from .config import ModelConfig
 from .decoder import Entry, Layer, Model, PreNormLayer, arrays
 from .jsonfields import Fields
@@ -339,7 +338,10 @@ class Family:
         norm = self.qk_norm(path)
         if weight is not None:
             norm = self.make.norm(weight, config.rms_norm_eps)
-        fused = weight is not None or norm is None
+        make_heads = None
+        if weight is not None or norm is None:  # one kernel does norm and rope
+            shape = heads, *config.heads_of(index)
+            make_heads = heads_maker(*shape, spec, weight, norm_eps=config.rms_norm_eps)
         qkv_proj, gate_proj = self.attention_inputs(index)
         return Attention(
             qkv_proj=qkv_proj,
@@ -355,7 +357,7 @@ class Family:
             v_norm=self.v_norm(index),
             sinks=self.weights.take(f"{path}.sinks", (heads,)) if self.sinks else None,
             soft_cap=config.score_softcap,
-            make_heads=self._heads_maker(index, weight) if fused else None,
+            make_heads=make_heads,
         )
 
     def attention_inputs(self, index: int) -> tuple[Projection, Projection | None]:
@@ -426,48 +428,3 @@ class Family:
             for name, count in zip(self.qk_norms, (self.config.num_heads, kv_heads), strict=True)
         ]
         return mx.concatenate(parts)
-
-    def _heads_maker(self, index: int, norm_weight: mx.array | None) -> HeadsMaker | None:
-        """Settings of norm and rope, for the kernel that does both; None: it has no such rope."""
-        config, spec, (kv_heads, dim) = (
-            self.config,
-            self.config.ropes[index],
-            self.config.heads_of(index),
-        )
-        if spec is not None and spec.long is not None:
-            return None
-        frequencies, magnitude = None, 1.0
-        if spec is not None:
-            frequencies = mx.array(inverse_frequencies(spec), mx.float32)
-            # Where whole heads turn the attention scale has the factor, see scale_factor.
-            magnitude = 1.0 if spec.dims == dim else spec.attention_factor
-
-        def make(key_bits: int | None, value_bits: int | None) -> Heads:
-            return Heads(
-                num_heads=config.num_heads,
-                num_kv_heads=kv_heads,
-                head_dim=dim,
-                key_bits=key_bits,
-                value_bits=value_bits,
-                rotate=key_bits == 4,
-                norm_weight=norm_weight,
-                norm_eps=config.rms_norm_eps,
-                frequencies=frequencies,
-                magnitude=magnitude,
-            )
-
-        return make
-
-
-def rotary_order(num_heads: int, before: int, rotary: int, width: int) -> list[int]:
-    """Outputs of heads whose rotary pairs stand side by side, with pairs half a part apart.
-
-    Args:
-        num_heads: heads, one after the other.
-        before: numbers of a head before its rotary part.
-        rotary: numbers of that part.
-        width: numbers of a head.
-    """
-    end = before + rotary
-    head = [*range(before), *range(before, end, 2), *range(before + 1, end, 2), *range(end, width)]
-    return [number * width + place for number in range(num_heads) for place in head]

@@ -6,6 +6,10 @@ cache, room for snapshots of states, disk, chunk size, batch size, pool size, fo
 cancels, restarts, adapters, and proposals that steps verify.
 
     MLXINFER_PROGRAMS=1000 HYPOTHESIS_SEED=7 pytest tests/engine/test_matrix.py -s
+
+of all models in turn; of one or some of them, with their names and commas between:
+
+    MLXINFER_CASES=lfm2-v4,gemma3n_text-v4 pytest tests/engine/test_matrix.py -s
 """
 
 import os
@@ -31,12 +35,13 @@ SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
 BITS = [(None, None), (None, None), (8, 8), (8, 4), (4, 4), (8, None), (None, 4)]
 ADAPTERS = ("first", "second")  # of no weights: they keep pages apart, and change no token
 LATENT = "deepseek_v3-v4"
-CASES = (
+ALL_CASES = (
     *("qwen3-v4", "mistral-v4", "gemma3_text-v4", "gpt_oss-v4", "qwen3_moe-v4", LATENT, *HYBRIDS),
     *("zoo mimo_v2_flash", "zoo minicpm3", "zoo jamba"),  # the last on caches of its own
     *("qwen3_next-v4", "qwen3_5_text-v4", "granitemoehybrid-v4", "lfm2-v4", "lfm2_moe-v4"),
     *("nemotron_h-v4", "falcon_h1-v4", "gemma4_e-v4", "gemma3n_text-v4"),
 )
+CASES = tuple(filter(None, os.environ.get("MLXINFER_CASES", "").split(","))) or ALL_CASES
 
 # Where codes are stored, a last bit that differs between two ways of adding up can move one by a
 # step, and a choice between two tokens that are this close (in log-probability) may turn.
@@ -185,4 +190,5 @@ def plain_runs(case: str, options: KVOptions, run: list[Asked]) -> dict[str, Out
 
 
 def test_the_seed_is_printed() -> None:
-    print(f"\n{NUM_PROGRAMS} random programs of everything, HYPOTHESIS_SEED={SEED}")
+    names = "" if CASES == ALL_CASES else f" of {', '.join(CASES)}"
+    print(f"\n{NUM_PROGRAMS} random programs of everything{names}, HYPOTHESIS_SEED={SEED}")

@@ -14,9 +14,9 @@ from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
 from ...layers.moe import GroupedRouting
 from ...layers.norm import Norm
-from ...layers.rope import RopeSpec, yarn_magnitude
+from ...layers.rope import RopeSpec, rotary_order, yarn_magnitude
 from ..config import ModelConfig
-from ..family import Family, rotary_order
+from ..family import Family
 from ..jsonfields import Fields
 
 _INNER_EPS = 1e-6  # of the norms inside attention, whatever the config says

@@ -48,6 +48,10 @@ class MeasuredStep:
 class Policy(Protocol):
     """Says how many proposals a step verifies."""
 
+    def is_open(self, num_sequences: int) -> bool:
+        """Whether `choose` may want any, whatever could be proposed for so many sequences."""
+        ...
+
     def choose(self, outlooks: Seq[Outlook], num_sequences: int) -> list[int]:
         """How many proposals to verify of each sequence that could have any.
 
@@ -67,6 +71,10 @@ class FixedDepth:
     """The same number of proposals always: for measurements and tests."""
 
     depth: int
+
+    def is_open(self, num_sequences: int) -> bool:
+        """Whether there are any."""
+        return self.depth > 0
 
     def choose(self, outlooks: Seq[Outlook], num_sequences: int) -> list[int]:
         """As many as there are, up to the depth."""
@@ -123,6 +131,10 @@ class Controller:
         self._regimes: dict[int, Regime] = {}
         self._draft: dict[int, deque[float]] = {}  # by batch size: seconds of one more proposal
 
+    def is_open(self, num_sequences: int) -> bool:
+        """Not while it measures plain steps or rests."""
+        return bool(self._max_depth) and not self._regime(num_sequences).blocked
+
     def choose(self, outlooks: Seq[Outlook], num_sequences: int) -> list[int]:
         """The most tokens a second.
 
@@ -130,7 +142,7 @@ class Controller:
         """
         depths = [0] * len(outlooks)
         regime = self._regime(num_sequences)
-        if regime.blocked or not self._max_depth:
+        if not self.is_open(num_sequences):
             return depths
         most = self._max_depth if self.times.is_measured(num_sequences) else 1
         plain_s = self.times.seconds(num_sequences, 0)

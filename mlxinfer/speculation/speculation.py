@@ -14,6 +14,7 @@ from .controller import MeasuredStep, Outlook, Policy
 from .source import Source
 
 log = logging.getLogger("mlxinfer.speculation")
+LOOKED_AT = 2  # sequences of a step, as long as nothing is proposed
 
 
 @dataclass(slots=True)
@@ -76,20 +77,44 @@ class Speculation(Proposer):
         self._read_s: float | None = None  # when the last steady decode step was read
         self._was_plain = False  # and whether it, and all since, went without proposals
         self._draft_s = 0.0
+        self._looks_at_all = False  # else a step looks at a few sequences until one is worth it
+        self._next_look = 0
 
     # -- the engine's Proposer ------------------------------------------------------------------
 
     def depth(self, sequences: Seq[Sequence]) -> int:
-        """The most proposals that any sequence is to have, as far as it can be foreseen."""
+        """The most proposals that any sequence is to have, as far as it can be foreseen.
+
+        As long as nothing is worth it, a step looks at a few sequences in turn, and at none where
+        the policy wants no proposals whatever they are: a large batch pays next to nothing.
+        """
+        num_sequences = len(sequences)
+        self._known.update(sequences)
+        if not num_sequences or not self._policy.is_open(num_sequences):
+            self._looks_at_all = False
+            return 0
         for source in self._sources:
             source.begin_step()
-        rows = [s for s in sequences if self._may_have(s)]
-        plans = self._plans(rows)
-        if not plans:
-            return 0
-        depth = max(self._choose(plans, len(rows)), default=0)
+        few = sequences if self._looks_at_all else self._next_few(sequences)
+        depth = self._foreseen(few, num_sequences)
+        if depth and few is not sequences:
+            depth = self._foreseen(sequences, num_sequences)
+        self._looks_at_all = bool(depth)
         self._was_plain &= not depth
         return depth
+
+    def _next_few(self, sequences: Seq[Sequence]) -> Seq[Sequence]:
+        """Some of the sequences, others each time."""
+        if len(sequences) <= LOOKED_AT:
+            return sequences
+        first = self._next_look % len(sequences)
+        self._next_look = first + LOOKED_AT
+        return sequences[first : first + LOOKED_AT]
+
+    def _foreseen(self, sequences: Seq[Sequence], num_sequences: int) -> int:
+        """The most proposals that one of these is to have."""
+        plans = self._plans([s for s in sequences if self._may_have(s)])
+        return max(self._choose(plans, num_sequences), default=0) if plans else 0
 
     def propose(self, sequences: Seq[Sequence], depth: int) -> list[list[int]]:
         """Proposals of each sequence from its most promising source."""
@@ -152,7 +177,6 @@ class Speculation(Proposer):
     def _plans(self, sequences: Seq[Sequence]) -> dict[Sequence, Plan]:
         """The most promising source of each sequence that has any."""
         plans = {s: self._plan(s) for s in sequences}
-        self._known.update(sequences)
         return {s: plan for s, plan in plans.items() if plan is not None}
 
     def _plan(self, sequence: Sequence) -> Plan | None:

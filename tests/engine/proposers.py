@@ -26,6 +26,9 @@ class RandomDepths:
     def __init__(self, rng: random.Random) -> None:
         self._rng, self._rests = rng, rng.choice([0.0, 0.3, 0.8])
 
+    def is_open(self, num_sequences: int) -> bool:
+        return self._rng.random() < 0.9
+
     def choose(self, outlooks: Seq[Outlook], num_sequences: int) -> list[int]:
         if self._rng.random() < self._rests:
             return [0] * len(outlooks)

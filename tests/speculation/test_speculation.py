@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from engine.fake_grammar import FakeGrammar
 from engine.harness import Harness, alone, prompt, tiny_model
+from speculation.following import following
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.engine.batch import Sequence
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.speculation.acceptance import Acceptance, Key
-from mlxinfer.speculation.controller import Controller, FixedDepth
+from mlxinfer.speculation.controller import WARM_UP, Controller, FixedDepth, MeasuredStep
 from mlxinfer.speculation.forced import ForcedProposer
 from mlxinfer.speculation.ngram import NgramProposer
 from mlxinfer.speculation.options import SpeculationOptions
@@ -121,6 +122,43 @@ def test_steps_launch_ahead_where_nothing_repeats() -> None:
     assert harness.loop.scheduler.queues.running[0].num_pending == 1
     harness.drain()
     assert speculation.stats()["drafted"] <= 4
+
+
+class Counting(NgramProposer):
+    """Counts the sequences that it is asked about."""
+
+    asked = 0
+
+    def outlook(self, sequence: Sequence, depth: int) -> list[Key]:
+        self.asked += 1
+        return super().outlook(sequence, depth)
+
+
+def test_a_step_without_proposals_looks_at_two_sequences_and_at_none_while_closed() -> None:
+    sources: list[Counting] = []
+
+    def make(score: Score) -> list[Source]:
+        sources.append(Counting(score))
+        return [sources[0]]
+
+    policy = Controller(max_depth=4)
+    speculation = Speculation(make, policy, max_depth=4)
+    rows = [following(range(100 + i, 130 + i), [99]) for i in range(64)]
+    assert speculation.depth(rows) == 0
+    assert sources[0].asked == 0  # plain steps are measured before anything else
+    for _ in range(WARM_UP):
+        policy.observe(MeasuredStep(64, 0, 64, 0.01))
+    for step in range(1, 40):
+        assert speculation.depth(rows) == 0
+        assert sources[0].asked == 2 * step
+
+
+def test_one_sequence_of_many_that_repeats_itself_is_found() -> None:
+    speculation = ngrams()
+    rows = [following(range(100 + i, 130 + i), [99]) for i in range(63)]
+    rows.append(following([5, 6, 7, 8] * 9, [5, 6, 7, 8]))
+    assert any(speculation.depth(rows) for _ in range(33))
+    assert speculation.propose(rows, 4)[63] == [5, 6, 7, 8]
 
 
 class Forcing(FakeGrammar):

@@ -254,6 +254,7 @@ class KVSpec:
     value_dim: int  # head_dim of V
     window: int | None = None  # a token sees itself and window - 1 before it; None: all
     sinks: int = 0  # with a window: the first positions, which stay visible
+    key_bias: bool = False  # the layer says what a bias adds to its keys, see `KeyBias`
 
     @property
     def numbers(self) -> int:

@@ -5,7 +5,7 @@ scheduling. Leading axes are free everywhere; the last one is the vector (D numb
 stored of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -106,6 +106,64 @@ class Affine:
         return (grouped * scales[..., None] + biases[..., None]).flatten(-2).astype(self._dtype)
 
 
+KeyBias = Callable[[mx.array, mx.array], mx.array]
+"""`bias(positions, heads)`, both (N,): what it adds to these heads of keys there, (N, D) float32.
+
+With the rotary turn that keys have.
+"""
+
+
+class LessBias:
+    """Rotated keys less what a bias adds to them, and for each its position and head.
+
+    A key is R(p) (W x + b). Where b is a hundred times as large as W x, as in Qwen 2.5, codes of
+    few bits hold little else. Its part of a score, q · R(p) b, needs no codes: R(p) b follows from
+    the position, is subtracted before the rest is encoded, and added where that is decoded.
+
+    Args:
+        rest: the format of what remains, which gives float32.
+        dtype: of decoded keys.
+        num_heads: of keys.
+        bias: see `KeyBias`.
+    """
+
+    as_stored = False
+    place_bytes = mx.int32.size
+
+    def __init__(self, rest: KVFormat, dtype: mx.Dtype, num_heads: int, bias: KeyBias) -> None:
+        self.dim = rest.dim
+        self.parts = [*rest.parts, (1, mx.int32)]  # position * num_heads + head
+        self._rest = rest
+        self._dtype = dtype
+        self._num_heads = num_heads
+        self._bias = bias
+
+    def encode_at(self, keys: mx.array, positions: mx.array) -> list[mx.array]:
+        """Keys (T, H, D) in the rotated basis, of tokens at `positions` (T,), to the parts."""
+        places = positions[:, None, None] * self._num_heads + mx.arange(self._num_heads)[:, None]
+        return [*self._rest.encode(keys.astype(mx.float32) - self._added(places)), places]
+
+    def encode(self, vectors: mx.array) -> list[mx.array]:
+        """Keys (T, H, D) of tokens at the first T positions."""
+        return self.encode_at(vectors, mx.arange(vectors.shape[0]))
+
+    def decode(self, parts: list[mx.array]) -> mx.array:
+        """The parts (..., width) -> keys (..., D)."""
+        *rest, places = parts
+        return (self._rest.decode(rest) + self._added(places)).astype(self._dtype)
+
+    def _added(self, places: mx.array) -> mx.array:
+        """Places (..., 1) -> (..., D) in the rotated basis."""
+        flat = places.flatten()
+        added = mx.hadamard_transform(self._bias(flat // self._num_heads, flat % self._num_heads))
+        return added.reshape(*places.shape[:-1], self.dim)
+
+
+def stored_less_bias(spec: KVSpec, bits: Bits) -> bool:
+    """Whether a layer stores its keys as `LessBias` does: where few bits hold them."""
+    return spec.key_bias and bits[0] == 4
+
+
 def make_format(dim: int, dtype: mx.Dtype, bits: int | None) -> KVFormat:
     """The format for `bits` bits a number; None: the activation dtype."""
     return Plain(dim, dtype) if bits is None else Affine(dim, dtype, bits)
@@ -129,7 +187,7 @@ def lay_out(
     Args:
         specs: what the model asks for.
         options: what the user asks for.
-        key_bias: whether the model adds biases to its keys.
+        key_bias: whether the model adds biases to its keys, also in layers that do not say which.
 
     Raises:
         InvalidRequestError: the options do not suit the model.
@@ -169,10 +227,12 @@ def _check_own_caches(options: KVOptions) -> None:
 
 
 def _check_bits(specs: Sequence[PagedSpec], bits: Bits, key_bias: bool) -> None:
-    if bits[0] == 4 and key_bias:
+    known = all(isinstance(spec, KVSpec) and spec.key_bias for spec in specs)
+    if bits[0] == 4 and key_bias and not known:
         raise InvalidRequestError(
-            "kv_bits=4 stores keys in 4 bits, and this model adds large biases to its keys, which "
-            "4 bits cannot hold beside the rest; use kv_bits=8 or kv_bits=(8, 4).",
+            "kv_bits=4 stores keys in 4 bits, and this model adds biases to its keys that cannot "
+            "be told apart from the rest, and may be too large for 4 bits beside it; use kv_bits=8 "
+            "or kv_bits=(8, 4).",
             param="kv_bits",
         )
     for spec in specs:

@@ -9,7 +9,7 @@ import mlx.core as mx
 from ..core import CacheSpec, KVSpec, LatentSpec, OwnCacheSpec, StateSpec
 from ..metal_kernels.heads import Heads
 from .budget import FIRST_PAGES, check_memory, growth_threshold, layers_to_grow
-from .formats import PLAIN, Bits
+from .formats import PLAIN, Bits, KeyBias
 from .groups import ENDLESS, StateGroup
 from .inputs import CacheWork, Load, Move, PartialCopy, Spill, StepSegments, seal_index
 from .latent import LatentPool, LatentStep
@@ -42,6 +42,7 @@ class KVCache:
         bits: of keys and values, for each layer; None: all in `dtype`.
         kernel_layers: layers that attend over pages through a Metal kernel.
         heads: of layers whose keys and values are written by the Metal kernel.
+        key_biases: of layers whose spec has one.
 
     Raises:
         InsufficientMemoryError: the budget does not hold one sequence of a page.
@@ -60,8 +61,10 @@ class KVCache:
         bits: Sequence[Bits] | None = None,
         kernel_layers: frozenset[int] = frozenset(),
         heads: Mapping[int, Heads] | None = None,
+        key_biases: Mapping[int, KeyBias] | None = None,
     ) -> None:
         self._heads = heads or {}
+        self._key_biases = key_biases or {}
         self.specs = list(specs)
         self.dtype = dtype
         self.page_size = page_size
@@ -146,7 +149,7 @@ class KVCache:
         }
         if isinstance(spec, LatentSpec):
             return LatentPool(spec, **sizes)
-        return LayerPool(spec, **sizes)
+        return LayerPool(spec, **sizes, key_bias=self._key_biases.get(layer))
 
     def _first_pages(self, group: LayerGroup) -> int:
         total = group.allocator.num_pages
@@ -318,7 +321,8 @@ class KVCache:
         """What each layer attends through, for a step of these segments, until the next begins."""
         if self.own is not None:
             return [self.own.begin_step(segments)]
-        positions = padded_positions(segments.positions) if self._heads else None
+        by_position = self._heads or self._key_biases
+        positions = padded_positions(segments.positions) if by_position else None
         plans = [
             plan_group(
                 segments,

@@ -18,7 +18,17 @@ import numpy as np
 
 from ..core import KVSpec, LatentSpec, PagedSpec
 from ..metal_kernels.stored import share_tails
-from .formats import PLAIN, Bits, KVFormat, make_format, rotatable, vector_bytes
+from .formats import (
+    PLAIN,
+    Bits,
+    KeyBias,
+    KVFormat,
+    LessBias,
+    make_format,
+    rotatable,
+    stored_less_bias,
+    vector_bytes,
+)
 from .inputs import Ints
 
 
@@ -335,6 +345,9 @@ class LayerPool(PagePool):
 
     Keys of 4 bits are rotated by a Hadamard matrix before they are stored, and queries with them:
     scores stay the same, and outliers of single channels are spread over all.
+
+    Args:
+        key_bias: of a layer whose spec has one.
     """
 
     def __init__(
@@ -346,11 +359,19 @@ class LayerPool(PagePool):
         num_slots: int,
         dtype: mx.Dtype,
         bits: Bits = PLAIN,
+        key_bias: KeyBias | None = None,
     ) -> None:
+        formats: list[KVFormat] = [*layer_formats(spec, dtype, bits)]
+        self._less_bias: LessBias | None = None
+        if stored_less_bias(spec, bits):
+            assert key_bias is not None, "the spec says that there is one"
+            rest = make_format(spec.key_dim, mx.float32, bits[0])
+            self._less_bias = LessBias(rest, dtype, spec.num_kv_heads, key_bias)
+            formats[0] = self._less_bias
         super().__init__(
-            layer_formats(spec, dtype, bits),
+            formats,
             heads=spec.num_kv_heads,
-            joined=share_tails((spec.key_dim, spec.value_dim), bits),
+            joined=not self._less_bias and share_tails((spec.key_dim, spec.value_dim), bits),
             page_size=page_size,
             num_pages=num_pages,
             num_slots=num_slots,
@@ -359,14 +380,33 @@ class LayerPool(PagePool):
         self._rotates = bits[0] == 4
         self.keys, self.values = self.planes
 
+    @property
+    def needs_positions(self) -> bool:
+        """Whether what is stored of a key depends on where it stands."""
+        return self._less_bias is not None
+
     def encode(
-        self, queries: mx.array, keys: mx.array, values: mx.array
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        positions: mx.array | None = None,
     ) -> tuple[mx.array, Stored]:
-        """What is stored of keys and values (T, H, D), and queries in the basis of stored keys."""
+        """What is stored of keys and values (T, H, D), and queries in the basis of stored keys.
+
+        Args:
+            queries, keys, values: as the layer makes them.
+            positions: (T,) at least, of the tokens; None: nothing needs them.
+        """
         if self._as_stored:
             return queries, [[keys], [values]]
         queries, keys = self.rotate(queries), self.rotate(keys)
-        return queries, [self.keys.fmt.encode(keys), self.values.fmt.encode(values)]
+        stored_values = self.values.fmt.encode(values)
+        if self._less_bias is None:
+            return queries, [self.keys.fmt.encode(keys), stored_values]
+        assert positions is not None
+        positions = positions[: keys.shape[0]]
+        return queries, [self._less_bias.encode_at(keys, positions), stored_values]
 
     def rotate(self, heads: mx.array) -> mx.array:
         """Queries or keys (T, H, D) in the basis of stored keys."""
@@ -383,4 +423,6 @@ def token_bytes(spec: PagedSpec, dtype: mx.Dtype, bits: Bits) -> int:
     """Bytes that one layer keeps of one token."""
     if isinstance(spec, LatentSpec):
         return vector_bytes(make_format(spec.latent_dim + spec.rope_dim, dtype, bits[0]))
-    return spec.num_kv_heads * sum(vector_bytes(f) for f in layer_formats(spec, dtype, bits))
+    place_bytes = LessBias.place_bytes if stored_less_bias(spec, bits) else 0
+    vectors = sum(vector_bytes(fmt) for fmt in layer_formats(spec, dtype, bits))
+    return spec.num_kv_heads * (vectors + place_bytes)

@@ -188,7 +188,7 @@ class GroupPlan:
     order: mx.array | None  # (T,) from what the parts give, one after another, to flat order
     tail_rows: mx.array | None  # (N,) flat rows that go to tails; None: all of them, in order
     tail_place: TailPlace | None  # where the N tokens go; None: none does
-    positions: mx.array | None  # see padded_positions; None: no layer writes through a kernel
+    positions: mx.array | None  # see padded_positions; None: no layer writes by them
     # By what the kernel does to heads; a model has one dtype.
     writes: dict[Form, KVWrite] = field(default_factory=dict)
 
@@ -211,7 +211,7 @@ def plan_group(
         window: which positions its layers keep.
         page_size: tokens a page.
         planner: of short segments.
-        positions: as `padded_positions` gives them; None: no layer writes through a kernel.
+        positions: as `padded_positions` gives them; None: no layer writes by them.
         short_apart: the plans of short segments are handed their own rows only, not all T.
     """
     ring = 2 * page_size
@@ -316,7 +316,7 @@ class StepKV:
         soft_cap: float | None = None,
     ) -> mx.array:
         """Write first, then read: a view taken before a write would make the write a copy."""
-        queries, stored = self._pool.encode(queries, keys, values)
+        queries, stored = self._pool.encode(queries, keys, values, self.plan.positions)
         write_step(self._pool, self.plan, stored)
         return self._read(queries, scale, sinks, soft_cap)
 

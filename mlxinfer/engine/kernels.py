@@ -10,7 +10,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..cache.formats import Bits
+from ..cache.formats import Bits, stored_less_bias
 from ..config import default_kernel_folder
 from ..core import CacheSpec, KVSpec, LatentSpec
 from ..layers.attention import AttentionShape, Mixer
@@ -104,6 +104,8 @@ def _attention_variants(
         return _latent_variants(dtype, mixer.num_heads, spec, bits)
     if not isinstance(mixer, AttentionShape) or not isinstance(spec, KVSpec):
         return []
+    if stored_less_bias(spec, bits):
+        return []
     group = mixer.num_heads // spec.num_kv_heads
     if not {spec.key_dim, spec.value_dim} <= set(HEAD_DIMS) or dtype not in DTYPES:
         return []
@@ -150,6 +152,8 @@ def _latent_variants(
 def _heads(mixer: Mixer, spec: CacheSpec, bits: Bits) -> Heads | None:
     """What one kernel does to a layer's projection; None where it has no such sizes."""
     if not isinstance(mixer, AttentionShape) or not isinstance(spec, KVSpec):
+        return None
+    if stored_less_bias(spec, bits):
         return None
     dim = spec.key_dim
     if mixer.make_heads is None or dim != spec.value_dim or dim % 8 or dim > MAX_DIM:

@@ -12,10 +12,10 @@ import mlx.core as mx
 import numpy as np
 
 from ..cache.disk import DiskTier, namespace_key
-from ..cache.formats import lay_out
+from ..cache.formats import lay_out, stored_less_bias
 from ..cache.kv import KVCache
 from ..config import DiskOptions, EngineConfig
-from ..core import FinishReason, Request, TokenEvent, TokenLogprobs
+from ..core import FinishReason, KVSpec, Request, TokenEvent, TokenLogprobs
 from ..errors import GrammarFailedError, InvalidRequestError, RequestFailedError
 from ..models.decoder import LanguageModel
 from ..sampling.sampler import Sampler
@@ -90,6 +90,11 @@ class Loop:
             num_pages=config.num_pages,
             kernel_layers=self.kernels.attention,
             heads=self.kernels.heads,
+            key_biases={
+                i: mixer.turned_bias
+                for i, (mixer, spec) in enumerate(zip(self.model.mixers, specs, strict=True))
+                if isinstance(spec, KVSpec) and stored_less_bias(spec, bits[i])
+            },
         )
         if config.disk is not None and self.store is None:
             self.store = _make_store(config.disk, self.cache)

@@ -132,6 +132,8 @@ class Attention(AttentionShape):
         gate_proj: (T, hidden) -> (T, num_heads * head_dim), whose sigmoid multiplies the outputs of
             the heads; None: nothing does.
         soft_cap: scores become soft_cap * tanh(score / soft_cap); None: they stay.
+        key_bias: (num_kv_heads, head_dim) that `qkv_proj` adds to keys, where nothing but the rope
+            comes behind it, and the spec says so; None: nothing is known of such.
         make_heads: settings of the one kernel that stands for norm, rope and storing; None: there
             is no such kernel for this layer.
     """
@@ -140,6 +142,7 @@ class Attention(AttentionShape):
         "gate_proj",
         "heads_shape",
         "k_start",
+        "key_bias",
         "norm_last",
         "o_proj",
         "qk_norm",
@@ -169,8 +172,10 @@ class Attention(AttentionShape):
         sinks: mx.array | None = None,
         soft_cap: float | None = None,
         gate_proj: Projection | None = None,
+        key_bias: mx.array | None = None,
         make_heads: HeadsMaker | None = None,
     ) -> None:
+        assert spec.key_bias == (key_bias is not None)
         apart = v_norm is not None or norm_last or query_scale is not None
         super().__init__(num_heads, sinks=sinks, make_heads=None if apart else make_heads)
         self.qkv_proj = qkv_proj
@@ -187,6 +192,7 @@ class Attention(AttentionShape):
         self.v_norm = v_norm
         self.soft_cap = soft_cap
         self.gate_proj = gate_proj
+        self.key_bias = key_bias
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""
@@ -216,6 +222,14 @@ class Attention(AttentionShape):
         if self.rope is not None:
             qk = self.rope(qk, step.prepared(self.rope))
         return self.qk_norm(qk) if self.qk_norm is not None and self.norm_last else qk
+
+    def turned_bias(self, positions: mx.array, heads: mx.array) -> mx.array:
+        """What the bias adds to keys of `heads` (N,) at `positions` (N,): (N, head_dim) float32."""
+        assert self.key_bias is not None
+        bias = self.key_bias.astype(mx.float32)[heads][:, None]  # (N, 1, D)
+        if self.rope is not None:
+            bias = self.rope(bias, self.rope.prepare(positions))
+        return bias[:, 0].astype(mx.float32)
 
 
 class SharedAttention:

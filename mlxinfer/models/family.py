@@ -343,12 +343,16 @@ class Family:
             shape = heads, *config.heads_of(index)
             make_heads = heads_maker(*shape, spec, weight, norm_eps=config.rms_norm_eps)
         qkv_proj, gate_proj = self.attention_inputs(index)
+        key_bias = None
+        if config.qkv_bias and norm is None and not (spec and spec.long):
+            biases = qkv_proj(mx.zeros((1, config.hidden_size), self.weights.dtype))
+            key_bias = biases.reshape(-1, dim)[heads : heads + kv_spec.num_kv_heads]
         return Attention(
             qkv_proj=qkv_proj,
             gate_proj=gate_proj,
             o_proj=self.attention_output(f"{path}.{self.output_proj}", heads * dim),
             num_heads=heads,
-            spec=kv_spec,
+            spec=replace(kv_spec, key_bias=key_bias is not None),
             scale=config.attention_scale * (scale_factor(spec, dim) if spec else 1.0),
             rope=self.rope(spec, dim) if spec else None,
             qk_norm=norm,
@@ -357,6 +361,7 @@ class Family:
             v_norm=self.v_norm(index),
             sinks=self.weights.take(f"{path}.sinks", (heads,)) if self.sinks else None,
             soft_cap=config.score_softcap,
+            key_bias=key_bias,
             make_heads=make_heads,
         )
 

@@ -8,11 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.dense_kv import DenseCache, DenseLayerKV
 
-from mlxinfer.cache.formats import Affine, Plain, lay_out, rotatable, vector_bytes
+from mlxinfer.cache.formats import (
+    Affine,
+    KVFormat,
+    LessBias,
+    Plain,
+    lay_out,
+    rotatable,
+    vector_bytes,
+)
 from mlxinfer.cache.kv import KVCache
 from mlxinfer.config import KVOptions
 from mlxinfer.core import KVSpec, SamplingParams
 from mlxinfer.errors import InvalidRequestError
+from mlxinfer.layers.attention import Attention
 from mlxinfer.models.decoder import Model
 
 BITS = [(None, None), (8, 8), (8, 4), (4, 4)]
@@ -21,7 +30,7 @@ BITS = [(None, None), (8, 8), (8, 4), (4, 4)]
 class StoredKV(DenseLayerKV):
     """Dense attention over what the formats make of keys and values."""
 
-    def __init__(self, spec: KVSpec, bits: tuple[int | None, int | None]) -> None:
+    def __init__(self, spec: KVSpec, bits: tuple[int | None, int | None], mixer: Attention) -> None:
         super().__init__(spec)
         dims = (spec.key_dim, spec.value_dim)
         self.formats = [
@@ -29,13 +38,22 @@ class StoredKV(DenseLayerKV):
             for dim, b in zip(dims, bits, strict=True)
         ]
         self.rotates = bits[0] == 4
+        self.turned_bias = (
+            mixer.turned_bias if bits[0] == 4 and mixer.key_bias is not None else None
+        )
 
     def attend(self, queries, keys, values, *, scale, sinks=None, soft_cap=None):  # type: ignore[no-untyped-def]
         if self.rotates:
             queries, keys = mx.hadamard_transform(queries), mx.hadamard_transform(keys)
-        keys, values = (
-            f.decode(f.encode(x)) for f, x in zip(self.formats, (keys, values), strict=True)
-        )
+        bias = mx.zeros(keys.shape)
+        if self.turned_bias is not None:
+            ((name, _),) = self.segments
+            heads = mx.arange(keys.shape[1])
+            position = len(self.past[name][0]) if name in self.past else 0
+            bias = mx.hadamard_transform(self.turned_bias(mx.full(heads.shape, position), heads))
+        of_keys, of_values = self.formats
+        keys = of_keys.decode(of_keys.encode(keys - bias)) + bias
+        values = of_values.decode(of_values.encode(values))
         return super().attend(queries, keys, values, scale=scale, sinks=sinks)
 
 
@@ -43,7 +61,8 @@ def dense_logits(model: Model, ids: list[int], options: KVOptions) -> np.ndarray
     """Every position's logits, one token at a time, so that each sees what was stored."""
     specs, bits = lay_out(model.cache_specs, options, key_bias=False)
     cache = DenseCache(model)
-    cache.layers = [StoredKV(spec, b) for spec, b in zip(specs, bits, strict=True)]
+    layers = zip(specs, bits, model.mixers, strict=True)
+    cache.layers = [StoredKV(spec, b, mixer) for spec, b, mixer in layers]
     return np.concatenate([np.array(cache.run(model, [("a", [i])])) for i in ids])
 
 
@@ -67,8 +86,6 @@ def test_chunks_beside_others_equal_masked_attention(
     length: int,
 ) -> None:
     model = tiny_model(case)
-    if model.config.qkv_bias and bits[0] == 4:
-        bits = (8, 4)
     options = KVOptions(bits=bits, window=window, sinks=sinks if window else 0, plain_ends=ends)
     harness = Harness(model, kv=options, prefill_chunk=chunk, num_pages=40)
     ids = prompt(length)
@@ -87,8 +104,8 @@ def test_chunks_beside_others_equal_masked_attention(
 @pytest.mark.parametrize("bits", BITS)
 def test_decode_equals_prefill(bits: tuple[int | None, int | None]) -> None:
     """The logits of a token are the same whether it came in a chunk or in a step."""
-    model = tiny_model("gpt_oss-v4")  # learned sinks and windows; key biases, so no 4-bit keys
-    options = KVOptions(bits=(8, 4) if bits[0] == 4 else bits, window=30, sinks=4)
+    model = tiny_model("gpt_oss-v4")  # learned sinks, windows, key biases
+    options = KVOptions(bits=bits, window=30, sinks=4)
     stepped = Harness(model, kv=options)
     stepped.add("a", prompt(5), SamplingParams(max_tokens=70, logprobs=3))
     stepped_answer = stepped.drain()["a"]
@@ -122,6 +139,38 @@ def test_formats_of_every_head_dim(dim: int, bits: int) -> None:
     assert all(mx.array_equal(a[0, 0], p[1, 2]) for a, p in zip(alone, parts, strict=True))
 
 
+@pytest.mark.parametrize("case", ["gpt_oss-v4", "qwen2-v4"])
+def test_keys_less_their_biases_give_the_scores_of_whole_keys(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To 1e-5 where what remains is stored as it is, and far more closely in 4 bits."""
+    rng, layer = np.random.default_rng(0), tiny_model(case).mixers[0]
+    assert isinstance(layer, Attention)
+    heads, dim = layer.spec.num_kv_heads, layer.spec.key_dim
+    bias, rest, queries = (
+        mx.array(rng.normal(size=(*first, heads, dim)).astype(np.float32))
+        for first in ((), (5,), (5,))
+    )
+    monkeypatch.setattr(layer, "key_bias", 100 * bias)
+    positions = mx.array([0, 1, 7, 100, 4000])
+    places = mx.repeat(positions, heads), mx.tile(mx.arange(heads), 5)
+    whole = mx.hadamard_transform(rest + layer.turned_bias(*places).reshape(5, heads, dim))
+    queries = mx.hadamard_transform(queries) * dim**-0.5
+
+    def off(decoded: mx.array) -> float:
+        scores = (queries * decoded).sum(axis=-1), (queries * whole).sum(axis=-1)
+        return float(mx.abs(scores[0] - scores[1]).max().item())
+
+    def less_bias(rest: KVFormat) -> mx.array:
+        fmt = LessBias(rest, mx.float32, heads, layer.turned_bias)
+        return fmt.decode(fmt.encode_at(whole, positions))
+
+    four = Affine(dim, mx.float32, 4)
+    largest = float(mx.abs(queries * whole).sum(axis=-1).max().item())
+    assert off(less_bias(Plain(dim, mx.float32))) <= 1e-5 * largest
+    assert off(less_bias(four)) < 0.05 * off(four.decode(four.encode(whole)))
+
+
 @pytest.mark.parametrize("value", [0.0, 3.25, -1000.0])
 def test_constant_vectors_come_back_as_they_were(value: float) -> None:
     stored = Affine(64, mx.float32, 4)
@@ -151,6 +200,8 @@ def test_kv_options_that_a_model_cannot_have_are_refused_with_the_reason() -> No
     spec = [KVSpec(2, 64, 64)]
     with pytest.raises(InvalidRequestError, match="biases"):
         lay_out(spec, KVOptions(bits=(4, 4)), key_bias=True)
+    told = [KVSpec(2, 64, 64, key_bias=True)]
+    assert lay_out(told, KVOptions(bits=(4, 4)), key_bias=True)[1] == [(4, 4)]
     assert lay_out(spec, KVOptions(bits=(8, 4)), key_bias=True)[1] == [(8, 4)]
     with pytest.raises(InvalidRequestError, match="rotates"):
         lay_out([KVSpec(2, 72, 64)], KVOptions(bits=(4, 4)), key_bias=False)

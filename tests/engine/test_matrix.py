@@ -82,7 +82,7 @@ def programs(draw: st.DrawFn) -> list[Asked]:
 @st.composite
 def kv_options(draw: st.DrawFn, case: str) -> KVOptions:
     bits = draw(st.sampled_from(BITS))
-    if bits[0] == 4 and model_of(case).config.qkv_bias:
+    if bits[0] == 4 and case.startswith("zoo "):  # biases of its keys are not known
         bits = (8, 4)
     if model_of(case).lacks:
         return KVOptions()

@@ -188,23 +188,8 @@ class Conversion:
         self._write(place, plan, journal, found, texts)
         tensors = [entry for name, _ in plan.shards() for entry in journal.shards[name]]
         report = make_report(self.source, plan, tensors, compared=self.options.check_tensors)
-        if not has_tokenizer(self.source.side_files()):
-            report.notes.append(NO_TOKENIZER)
-        if unloadable is not None:
-            report.loads = False
-            report.notes.append(unloadable)
-        if ahead := [tensor.output.name for tensor in plan.tensors if tensor.output.ahead]:
-            report.notes.append(AHEAD.format(count=len(ahead), first=min(ahead)))
-        if self._learned:
-            report.notes.append(summary(self._learned))
-        if few := sum(entry.get("nearest", 0) for entry in journal.tensors.values()):
-            report.notes.append(FEW_TOKENS_SEEN.format(count=few))
-        if anew := plan.quantised_anew:
-            formats = ", ".join(dict.fromkeys(tensor.output.stored for tensor in anew))
-            report.notes.append(
-                f"{len(anew)} of {len(plan.tensors)} tensors were quantised already ({formats}) "
-                "and now are anew: from weights that never were, the result would be better."
-            )
+        report.loads = unloadable is None
+        report.notes += self._notes(plan, journal, unloadable)
         if self.open_model is not None and texts is not None:
             report = replace(report, logits=self._compare(place, plan, texts))
         write_json(place.model / "report.json", report.as_dict())
@@ -213,6 +198,27 @@ class Conversion:
             raise ConversionError("The source changed while it was converted; use --restart.")
         place.publish()
         return report
+
+    def _notes(self, plan: ConversionPlan, journal: Journal, unloadable: str | None) -> list[str]:
+        """What the caller should know of the output."""
+        notes = []
+        if not has_tokenizer(self.source.side_files()):
+            notes.append(NO_TOKENIZER)
+        if unloadable is not None:
+            notes.append(unloadable)
+        if ahead := [tensor.output.name for tensor in plan.tensors if tensor.output.ahead]:
+            notes.append(AHEAD.format(count=len(ahead), first=min(ahead)))
+        if self._learned:
+            notes.append(summary(self._learned))
+        if few := sum(entry.get("nearest", 0) for entry in journal.tensors.values()):
+            notes.append(FEW_TOKENS_SEEN.format(count=few))
+        if anew := plan.quantised_anew:
+            formats = ", ".join(dict.fromkeys(tensor.output.stored for tensor in anew))
+            notes.append(
+                f"{len(anew)} of {len(plan.tensors)} tensors were quantised already ({formats}) "
+                "and now are anew: from weights that never were, the result would be better."
+            )
+        return notes
 
     def _check_side_files(self, place: Workplace) -> str | None:
         """Load config and tokenizer as loading the output will, before hours of work.

@@ -327,10 +327,11 @@ class Batch:
     def is_read_first(self) -> bool:
         """Whether the next step is planned only when this one has been read.
 
-        A first token is what a caller waits for; and how many proposals hold decides where the
-        next step starts.
+        A first token is what a caller waits for; how many proposals hold decides where the next
+        step starts; and how long a step with prompts took decides how many tokens the next one
+        gets. The next of these writes pages, so it would wait for this one anyway.
         """
-        return self.sampling.proposals is not None or self.begins_answers
+        return bool(self.ragged)
 
     @property
     def checks_logits(self) -> bool:

@@ -68,7 +68,7 @@ class Loop:
         self.kernels.put_into(model)
         self._emit = emit
         self._in_flight: Launched | None = None
-        self._read_s = 0.0  # when the last step was read
+        self._ended_s = 0.0  # by when the last step that was read had ended
         self.store: PageStore | None = None
         self._proposer = proposer
         self._adapters = tuple(adapters)
@@ -239,9 +239,9 @@ class Loop:
         except BaseException as error:  # evaluation failed: the fault boundary of a step
             self._fail_step(launched.batch, error)
             return False
-        now_s = time.monotonic()
-        seconds = now_s - max(launched.began_s, self._read_s)  # steps run one after the other
-        self._read_s = now_s
+        ended_s = min(launched.ended_s, time.monotonic())
+        seconds = ended_s - max(launched.began_s, self._ended_s)  # steps run one after the other
+        self._ended_s = ended_s
         self.scheduler.prefill.observe(launched.batch, seconds)
         if self.store is not None:
             self._store_spilled(self.store, launched)

@@ -84,7 +84,9 @@ class PrefillSizer:
         spent_s = seconds - (self._decode_s or 0.0) if beside else seconds
         cost = max(spent_s, seconds / 8) / num_tokens
         place = _half_octave(context)
-        at, before = self._beside.get(place, (None, None))
+        at, before = self._beside.get(place, (context, None))
+        if before is None and self._beside:  # one hiccup alone says little of a new context
+            before = self._seconds_at(context)
         self._beside[place] = _blended(at, context), _blended(before, cost)
 
     # -- beside sequences that decode -----------------------------------------------------------

@@ -1,8 +1,10 @@
 """Runs a batch: forward pass and sampling. The only place that evaluates; knows no queues."""
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from math import inf
 from operator import attrgetter
 
 import mlx.core as mx
@@ -35,12 +37,14 @@ class Launched:
     constrained: Sampled | None = None  # of these rows; `sampled` has their tokens last, too
     spilled: list[tuple[Spill, bytes]] = field(default_factory=list)  # read out before it
     began_s: float = 0.0  # when its launch began
+    ended_s: float = inf  # by when it had ended, where the step after it waited for that
     committed: bool = False  # its tokens were passed on
 
     def wait(self) -> None:
         """Return when the step is done and MLX holds none of its inputs."""
         mx.eval(self.outputs)
         mx.synchronize()
+        self.ended_s = time.monotonic()
 
     def token_ids(self) -> Ints:
         """(R,) the sampled tokens, in the order of `batch.sampling`."""

@@ -12,7 +12,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Protocol, cast
+from unittest.mock import patch
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -20,6 +22,7 @@ from mlx.utils import tree_flatten
 from mlxinfer.cache.step import StepKV
 from mlxinfer.config import EngineConfig
 from mlxinfer.core import Grammar, Request, SamplingParams, TokenEvent
+from mlxinfer.engine import loop, runner
 from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.engine.loop import Loop
 from mlxinfer.models.decoder import Model
@@ -83,6 +86,14 @@ def _listening(around: Callable[[Evaluation], Evaluation]) -> Iterator[None]:
         yield
     finally:
         mx.eval, mx.async_eval = originals
+
+
+@contextmanager
+def engine_clock(clock: Callable[[], float]) -> Iterator[None]:
+    """Steps are timed by this clock."""
+    time = SimpleNamespace(monotonic=clock)
+    with patch.object(loop, "time", time), patch.object(runner, "time", time):
+        yield
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from mlxinfer.core import SamplingParams
 from mlxinfer.models import load
 from mlxinfer.session.engine_factory import MOST_PREFILL, PREFILL_SLICE_MS
 from tests.bench.checkpoints import LAPTOP, SMALL, Dense, random_prompt, write_checkpoint
-from tests.bench.driver import Driver, OurDriver, Work
+from tests.bench.driver import Driver, OurDriver, Work, engine_clock
 from tests.bench.peer import PeerDriver
 
 STREAM_PROMPT = 64
@@ -144,7 +144,8 @@ def run(
         small: a model of 1M weights instead of 55M.
         runs: scenarios of each side.
         prefill_chunk: of mlxinfer; None: by time, as it is by default.
-        cpu_time: time is what the process computed, not what passed: for a machine that others use.
+        cpu_time: time is what the process computed, not what passed, also for the sizes of steps:
+            for a machine that others use.
         peer: also mlx-lm.
     """
     dense = SMALL if small else LAPTOP
@@ -155,9 +156,10 @@ def run(
         _warm(make(), dense)
     clock = time.process_time if cpu_time else time.perf_counter
     found: dict[str, list[Measured]] = {name: [] for name in makers}
-    for _ in range(runs):
-        for name, make in makers.items():
-            found[name].append(scenario(make, dense.vocab, long, clock))
+    with engine_clock(clock):
+        for _ in range(runs):
+            for name, make in makers.items():
+                found[name].append(scenario(make, dense.vocab, long, clock))
     medians = {name: _median(each) for name, each in found.items()}
     data = {
         "prompt_tokens": long,

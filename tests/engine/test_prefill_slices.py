@@ -6,15 +6,22 @@ one after the other. No figure here is a measurement of mlxinfer.
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from engine.harness import config, tiny_model
 
 from mlxinfer.cache.groups import AttentionWindow, PageGroup
+from mlxinfer.cache.inputs import Ints
 from mlxinfer.cache.pages import PageAllocator
-from mlxinfer.core import Request, SamplingParams
-from mlxinfer.engine.batch import Batch
+from mlxinfer.core import Request, SamplingParams, TokenEvent
+from mlxinfer.engine import loop as loop_module
+from mlxinfer.engine.batch import Batch, CommitResult
 from mlxinfer.engine.kv_manager import KVManager
+from mlxinfer.engine.loop import Loop
 from mlxinfer.engine.prefill import PrefillSizer
+from mlxinfer.engine.runner import Launched
 from mlxinfer.engine.scheduler import Scheduler
 
 PAGE, MOST, SLICE_S = 16, 2048, 0.25
@@ -196,3 +203,74 @@ def test_nothing_timed_begins_small_beside_a_stream() -> None:
     bench.add("long", 1000)
     bench.step()
     assert bench.sizes[-1] == 64
+
+
+class SimulatedDevice:
+    """In the place of a runner: runs steps one after the other, in simulated time.
+
+    Args:
+        backlog_s: seconds of work that may be queued when a launch returns: MLX lets a launch wait
+            while much is queued, so on the CPU backend it ends with its step.
+    """
+
+    def __init__(self, backlog_s: float) -> None:
+        self.now_s, self._backlog_s, self._free_s = 0.0, backlog_s, 0.0
+        self.hiccup_s = 0.0  # that the next step with prompts takes more
+
+    def until(self, when_s: float) -> float:
+        self.now_s = max(self.now_s, when_s)
+        return self.now_s
+
+    def launch(self, batch: Batch, previous: Launched | None) -> Launched:
+        if previous is not None and batch.writes_pages:
+            previous.wait()
+        decodes, prompts = len(batch.decodes), batch.num_tokens - len(batch.decodes)
+        took_s = 0.02 * (decodes > 0) + 0.002 * prompts  # a slice holds 115 tokens
+        if batch.ragged:
+            took_s, self.hiccup_s = took_s + self.hiccup_s, 0.0
+        self._free_s = max(self.now_s, self._free_s) + took_s
+        self.until(self._free_s - self._backlog_s)
+        return SimulatedStep(batch, None, [], [], device=self, end_s=self._free_s)
+
+    def commit(self, batch: Batch, token_ids: Ints, result: CommitResult) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class SimulatedStep(Launched):
+    device: SimulatedDevice
+    end_s: float
+
+    def wait(self) -> None:
+        self.ended_s = self.device.until(self.end_s)
+
+    def token_ids(self) -> Ints:
+        self.device.until(self.end_s)
+        return np.zeros(len(self.batch.sampling), dtype=np.int32)
+
+
+@pytest.mark.parametrize("backlog_s", [0.0, 0.1, 10.0])
+def test_steps_are_timed_by_their_own_ends_whenever_they_are_read(
+    backlog_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, stream_s = SimulatedDevice(backlog_s), []
+
+    def take(events: list[TokenEvent]) -> None:
+        stream_s.extend([device.now_s for event in events if event.request_id == "stream"])
+
+    sizes = config(prefill_chunk=MOST, prefill_slice_s=SLICE_S, num_pages=400)
+    loop = Loop(tiny_model("qwen3-v4"), sizes, take)
+    loop.runner = device  # type: ignore[assignment]
+    clock = SimpleNamespace(monotonic=lambda: device.now_s)
+    monkeypatch.setattr(loop_module, "time", clock)
+    for name, num_prompt in (("stream", 64), ("long", 2048), ("short 1", 25), ("short 2", 25)):
+        device.hiccup_s = 2.0 if name == "long" else 0.0
+        request = Request(name, [1] * num_prompt, SamplingParams(max_tokens=1000, ignore_eos=True))
+        loop.add(request, loop.check(request))
+        for _ in range(1 if name == "long" else 8):
+            loop.turn()
+    while any(s.num_left > 1 for s in loop.scheduler.queues.running):
+        loop.turn()
+    *gaps, hiccup_s = sorted([after - before for before, after in pairwise(stream_s)])
+    assert hiccup_s > 2
+    assert max(gaps) <= 1.2 * SLICE_S
+    assert gaps[-8] > 0.7 * SLICE_S  # and the slices are used

@@ -172,6 +172,11 @@ class ConversationRoutes:
                 summary="Delete a conversation.",
                 answer=Deleted,
             ),
+            *self._of_messages(),
+        )
+
+    def _of_messages(self) -> tuple[Endpoint, ...]:
+        return (
             Endpoint(
                 method="POST",
                 path="/history/messages",

@@ -23,7 +23,7 @@ struct Place {
   int column;  // even
 };
 
-inline Place place_of(uint lane) {
+METAL_FUNC Place place_of(uint lane) {
   const int quad = lane / 4;
   return {int((quad & 4) + (lane / 2) % 4), int((quad & 2) * 2 + (lane % 2) * 2)};
 }
@@ -34,7 +34,7 @@ constexpr int key_run(int D) { return D % 64 == 0 ? 8 : D % 32 == 0 ? 4 : 2; }
 
 // The number of a key at place k of chunk c.
 template <int D>
-inline int key_index(int c, int k) {
+METAL_FUNC int key_index(int c, int k) {
   constexpr int RUN = key_run(D);
   return c / RUN * 8 * RUN + k * RUN + c % RUN;
 }
@@ -45,7 +45,7 @@ constexpr int value_run(int D) { return D % 32 == 0 ? 8 : 4; }
 // The number of a value that stands at an even place n of chunk c; place n + 1 follows it by half
 // a run.
 template <int D>
-inline int value_index(int c, int n) {
+METAL_FUNC int value_index(int c, int n) {
   constexpr int HALF = value_run(D) / 2;
   return c / HALF * 8 * HALF + n * HALF + c % HALF;
 }

@@ -36,14 +36,14 @@ constexpr int slice_width(int D) { return value_run(D) * 4; }
 
 // The figures of row `row` over all `streams`, and the weight of each stream.
 template <int ROWS>
-inline float merged_peak(const threadgroup float* figures, int streams, int row) {
+METAL_FUNC float merged_peak(const threadgroup float* figures, int streams, int row) {
   float peak = LOWEST;
   for (int s = 0; s < streams; s++) peak = max(peak, figures[(s * ROWS * 8 + row) * 2]);
   return peak;
 }
 
 template <int ROWS>
-inline float merged_total(const threadgroup float* figures, int streams, int row, float peak) {
+METAL_FUNC float merged_total(const threadgroup float* figures, int streams, int row, float peak) {
   float total = 0;
   for (int s = 0; s < streams; s++) {
     const threadgroup float* at = figures + (s * ROWS * 8 + row) * 2;
@@ -54,7 +54,7 @@ inline float merged_total(const threadgroup float* figures, int streams, int row
 
 // What the outputs of a row are multiplied by: nothing yet where they are partials.
 template <bool SINKS, typename O, bool SPLIT, bool LOG_SUMS, typename P>
-inline float row_share(
+METAL_FUNC float row_share(
     thread const Outputs<O, SPLIT, LOG_SUMS>& to, RowFigures row, int index, P sink_logits,
     int head) {
   if (SPLIT) return 1.0f;
@@ -65,7 +65,7 @@ inline float row_share(
 
 // Puts down the peak and total of a row, or its log-sum-exp, or nothing.
 template <bool SINKS, typename O, bool SPLIT, bool LOG_SUMS, typename P>
-inline void put_figures(
+METAL_FUNC void put_figures(
     thread const Outputs<O, SPLIT, LOG_SUMS>& to, RowFigures row, int index, P sink_logits,
     int head) {
   const long vector = to.vector_of(index);
@@ -84,7 +84,7 @@ inline void put_figures(
 // rows down, the first of which is `base`. `figures` and `slice` are of these SIMD groups alone.
 template <int VD, int STREAMS, bool SINKS, int ROWS, typename O, bool SPLIT, bool LOG_SUMS,
           typename P>
-inline void put_merged(
+METAL_FUNC void put_merged(
     thread RunningSoftmax<ROWS, VD / 8>& state,
     thread const Outputs<O, SPLIT, LOG_SUMS>& to,
     threadgroup float* figures,

@@ -23,7 +23,8 @@ MAX_QUERIES = 8
 MIN_ITEM_BLOCKS = 16  # fewer tokens do not pay for the partials that they leave behind
 ITEMS_PER_CORE = 8
 NUM_SIZES = NUM_FIELDS = 8  # PLAN_SIZES and SPAN_FIELDS in paged_spans.h
-START, STOP = 1, 2  # fields of a span
+START, STOP, FIRST_ITEM = 1, 2, 7  # fields of a span
+NUM_WORK, TABLE = 4, 3  # of an item: WORK_FIELDS in paged_spans.h
 ENDLESS = 2**30  # a window that hides nothing
 CORES = {"p": 6, "g": 10, "s": 32, "d": 64}  # by the last letter of MLX's architecture name
 
@@ -40,6 +41,7 @@ class AttentionPlan(NamedTuple):
     num_items: int
     max_queries: int  # of a sequence
     num_queries: int  # of all
+    is_prefill: bool = False  # each span is a tile of some sequence's queries
 
     @property
     def is_split(self) -> bool:
@@ -50,6 +52,15 @@ class AttentionPlan(NamedTuple):
     def sizes(self) -> Ints:
         """(8,) page_size, window, sinks, max_pages, max_queries, where the work list begins."""
         return np.array(self.numbers)[:NUM_SIZES]
+
+    @property
+    def tables(self) -> Ints:
+        """(B,) row of the page table of each span."""
+        numbers = np.array(self.numbers)
+        work = numbers[numbers[5] :].reshape(-1, NUM_WORK)
+        first_items: Ints = self.spans[:, FIRST_ITEM]
+        found: Ints = work[first_items, TABLE]
+        return found
 
     @property
     def spans(self) -> Ints:
@@ -139,19 +150,34 @@ class AttentionPlanner:
         if item_blocks is None:
             item_blocks = blocks_per_item(num_blocks, self._kv_heads, self._cores)
         first_items, work = share_blocks(num_blocks, item_blocks)
-        stop = NUM_SIZES + (len(num_blocks) + 1) * NUM_FIELDS
-        numbers = np.zeros(stop + work.size, np.int32)
-        reach = (ENDLESS, 0) if self._window is None else (self._window, self._sinks)
-        sizes = self._page_size, *reach, max_pages, self._max_queries, stop
-        numbers[: len(sizes)] = sizes
-        spans = numbers[NUM_SIZES:stop].reshape(-1, NUM_FIELDS)
         positions = np.zeros_like(self._sealed)
-        fields = self._rows, positions, positions, self._sealed, self._slots
-        for column, values in enumerate((*fields, sink_blocks, gaps, first_items)):
-            spans[:-1, column] = values
-        spans[-1, -1] = len(work)  # one more span ends the items
-        numbers[stop:] = work.ravel()
-        return numbers, len(work)
+        spans = np.stack(
+            [
+                *(self._rows, positions, positions, self._sealed, self._slots),
+                *(sink_blocks, gaps, first_items),
+            ],
+            axis=1,
+        )
+        reach = (ENDLESS, 0) if self._window is None else (self._window, self._sinks)
+        sizes = self._page_size, *reach, max_pages, self._max_queries
+        return plan_numbers(sizes, spans, work), len(work)
+
+
+def plan_numbers(sizes: Sequence[int], spans: Ints, work: Ints) -> Ints:
+    """A plan as `StepPlan` in paged_spans.h reads it.
+
+    Args:
+        sizes: page size, window, sinks, pages of a sequence at most, queries of a span at most.
+        spans: (B, 8) fields of `Span`.
+        work: (items, 4).
+    """
+    stop = NUM_SIZES + (len(spans) + 1) * NUM_FIELDS
+    numbers = np.zeros(stop + work.size, np.int32)
+    numbers[: len(sizes)], numbers[len(sizes)] = sizes, stop
+    numbers[NUM_SIZES : stop - NUM_FIELDS] = spans.ravel()
+    numbers[stop - 1] = len(work)  # one more span ends the items
+    numbers[stop:] = work.ravel()
+    return numbers
 
 
 def page_table(tables: Sequence[Numbers]) -> mx.array:
@@ -200,14 +226,14 @@ def blocks_per_item(num_blocks: Ints, kv_heads: int, cores: int) -> int:
 
 
 def share_blocks(num_blocks: Ints, item_blocks: int) -> tuple[Ints, Ints]:
-    """First item (B,) of each sequence, and the items (items, 4): sequence, first, stop, 0.
+    """First item (B,) of each sequence, and the items (items, 4): it, first, stop, it once more.
 
     The items of a sequence are as equal as blocks allow.
     """
     num_items = -(-num_blocks // item_blocks)
     first_items = np.cumsum(num_items) - num_items
-    work = np.zeros((int(num_items.sum()), 4), np.int32)
-    work[:, 0] = np.repeat(np.arange(len(num_blocks)), num_items)
+    work = np.zeros((int(num_items.sum()), NUM_WORK), np.int32)
+    work[:, 0] = work[:, TABLE] = np.repeat(np.arange(len(num_blocks)), num_items)
     index = np.arange(len(work)) - first_items[work[:, 0]]  # within the sequence
     blocks, items = num_blocks[work[:, 0]], num_items[work[:, 0]]
     work[:, 1] = index * blocks // items

@@ -3,7 +3,7 @@
 // One SIMD group serves one query head of one query token; its lanes share the numbers.
 
 template <int D, bool SINKS, bool LOG_SUMS, typename O, typename F, typename P>
-inline void attention_reduce(
+METAL_FUNC void attention_reduce(
     const device float* partials,  // (items, heads, rows, D)
     F figures,                     // (items, heads, rows, 2): peak, total
     P sink_logits,

@@ -17,16 +17,16 @@ struct ScoreScale {
 };
 
 template <typename P>
-inline ScoreScale score_scale(P numbers) {
+METAL_FUNC ScoreScale score_scale(P numbers) {
   return {numbers[1] == 0.0f ? numbers[0] * M_LOG2E_F : numbers[0], numbers[1]};
 }
 
-inline float row_max(float x) {
+METAL_FUNC float row_max(float x) {
   x = max(x, simd_shuffle_xor(x, ushort(1)));
   return max(x, simd_shuffle_xor(x, ushort(8)));
 }
 
-inline float row_sum(float x) {
+METAL_FUNC float row_sum(float x) {
   x += simd_shuffle_xor(x, ushort(1));
   return x + simd_shuffle_xor(x, ushort(8));
 }
@@ -80,7 +80,7 @@ struct RunningSoftmax {
 
 // scores += queries . keys of GROUPS groups of 8 tokens. `seen` of a lane's two tokens of each.
 template <int D, int ROWS, int GROUPS, typename Queries, typename Keys>
-inline void add_scores(
+METAL_FUNC void add_scores(
     thread Fragment (&scores)[ROWS][GROUPS],
     const thread Queries& queries,
     const thread Keys& keys,
@@ -121,7 +121,7 @@ inline void add_scores(
 
 // outputs += weights . values of GROUPS groups of 8 tokens. `seen` of a lane's token of each.
 template <int D, int ROWS, int GROUPS, int CHUNKS, typename Values>
-inline void add_values(
+METAL_FUNC void add_values(
     thread RunningSoftmax<ROWS, CHUNKS>& state,
     thread Fragment (&weights)[ROWS][GROUPS],
     const thread Values& values,

@@ -2,7 +2,7 @@
 using namespace metal;
 
 // y * sigmoid(z); where exp is infinite it is 0.
-inline float times_sigmoid(float y, float z) { return y / (1.0f + precise::exp(-z)); }
+METAL_FUNC float times_sigmoid(float y, float z) { return y / (1.0f + precise::exp(-z)); }
 
 struct Silu {
   float operator()(float gate, float up) const { return times_sigmoid(gate, gate) * up; }

@@ -21,7 +21,7 @@ constant constexpr int HALF_RUN = 4;
 // Which number stands at place k of chunk c of a SIMD group's chunks: VD / 64 shared ones, then
 // those that are key only.
 template <int KD, int VD>
-inline int latent_index(int part, int c, int k) {
+METAL_FUNC int latent_index(int part, int c, int k) {
   constexpr int SHARED = VD / TEAM;
   if (c < SHARED / 8) {
     return part * SHARED + c / HALF_RUN * 8 * HALF_RUN + k * HALF_RUN + c % HALF_RUN;
@@ -31,7 +31,7 @@ inline int latent_index(int part, int c, int k) {
 
 // Fragments (token, number) of 8 tokens: the lane's token is `token`.
 template <int KD, int VD, int CHUNKS, typename Rows>
-inline void read_latents(
+METAL_FUNC void read_latents(
     thread Fragment (&latents)[CHUNKS], const thread Rows& rows, int token, bool seen, int part,
     Place at) {
   constexpr int SPAN = 8 * HALF_RUN;
@@ -108,7 +108,7 @@ struct RowSoftmax {
 
 template <int KD, int VD, int TEAMS, bool SPLIT, bool LOG_SUMS, typename T, typename Latents,
           typename O, typename N>
-inline void mla_attention(
+METAL_FUNC void mla_attention(
     const device T* queries, Latents latents,
     StepPlan plan, const device int* pages, N scale,
     int query_heads, long pool_tokens,
@@ -141,7 +141,7 @@ inline void mla_attention(
   const int my_row = base + mine / BLOCK;
   const int my_query = min(span.start + my_row / query_heads, span.stop - 1);
   RowSoftmax softmax = {LOWEST, 0};
-  const device int* table = pages + own.sequence * plan.max_pages();
+  const device int* table = pages + own.table * plan.max_pages();
   const int page_size = plan.page_size();
 
   for (int i = own.first; i < own.last; i++) {

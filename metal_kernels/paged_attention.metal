@@ -35,7 +35,7 @@ struct SharedQueries {
 };
 
 template <int D, int ROWS, typename T>
-inline void share_queries(
+METAL_FUNC void share_queries(
     threadgroup T* pairs, const device T* first, int query_heads, int group, int num_rows,
     uint thread_index) {
   for (int i = thread_index; i < ROWS * D * 4; i += STREAMS * 32) {
@@ -52,7 +52,7 @@ inline void share_queries(
 
 template <int KD, int VD, int ROWS, bool SPLIT, bool SINKS, bool LOG_SUMS, typename T,
           typename Keys, typename Values, typename O, typename N, typename P>
-inline void paged_attention(
+METAL_FUNC void paged_attention(
     const device T* queries, Keys keys, Values values, P sink_logits,
     StepPlan plan, const device int* pages, N numbers,
     int query_heads, int heads, int tail_heads, long pool_tokens,
@@ -79,17 +79,19 @@ inline void paged_attention(
   RunningSoftmax<ROWS, VD / 8> state;
   state.clear();
   const SharedQueries<T, KD> rows = {shared_queries, lane};
-  const device int* table = pages + own.sequence * plan.max_pages();
+  const device int* table = pages + own.table * plan.max_pages();
   const int page_size = plan.page_size();
+  const ScoreScale scaled = score_scale(numbers);
   const int to_values = (tail_heads - heads) * 2 * page_size;
   for (int i = own.first + int(stream); i < own.last; i += STREAMS) {
     const int position = span.block_start(i);
     const BlockPlace place =
         find_block(span, table, position, page_size, head, tail_heads, pool_tokens);
     if (!place.held) continue;
+    const auto block_keys = keys.at(place);
+    const auto block_values = values.at(place.later(to_values));
     attend_tokens<KD, VD, 2>(
-        state, rows, keys.at(place), values.at(place.later(to_values)), span, reach,
-        score_scale(numbers), position, query_positions, at);
+        state, rows, block_keys, block_values, span, reach, scaled, position, query_positions, at);
   }
 
   const int rows_per_item = plan.max_queries() * group;

@@ -30,7 +30,9 @@ def paged_attention_gathered(
     value_dim = value_dim or queries.shape[-1]
     page_size, window, sinks, *_ = plan.sizes.tolist()
     found = []
-    for span, table in zip(plan.spans, np.array(plan.pages), strict=True):
+    tables = np.array(plan.pages)
+    for span, place in zip(plan.spans, plan.tables, strict=True):
+        table = tables[place]
         row, start, stop, sealed, slot, *_ = (int(field) for field in span)
         own = queries[row : row + stop - start].astype(mx.float32)  # (Q, H * G, D)
         query_positions = np.arange(start, stop, dtype=np.int32)[:, None]
@@ -49,6 +51,7 @@ def paged_attention_gathered(
                 soft_cap=soft_cap,
             )
         )
+    found = [found[i] for i in np.argsort(plan.spans[:, 0])]  # by their rows
     outputs = mx.concatenate([outputs for outputs, _ in found]).astype(queries.dtype)
     return [outputs, mx.concatenate([sums for _, sums in found])] if log_sums else [outputs]
 

@@ -105,6 +105,7 @@ class PagedAttention:
             num_items=plan.num_items,
             max_queries=plan.max_queries,
             is_split=plan.is_split,
+            is_prefill=plan.is_prefill,
         )
         rest = [plan.numbers, plan.pages, _numbers(scale, soft_cap or 0.0)]
         return PagedAttention(rest, passes_of(asked))

@@ -9,11 +9,12 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .attention_reduce import output_sizes, partial_sizes, reduction
-from .attention_shape import Shape, threadgroup_shape
+from .attention_shape import Shape, prefill_shape, threadgroup_shape
 from .launch import Launch, TemplateValue
 from .paged_attention_text import Traits, attention_kernel
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+LARGE_DIM = 512  # of keys and values both, in 16 bits
 MAX_ROWS = 128  # query tokens of a sequence times query heads per KV head
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 MAX_PASSES = 64  # whose launches are remembered: steps like the one before make the same
@@ -34,6 +35,7 @@ class Asked(NamedTuple):
     num_items: int
     max_queries: int
     is_split: bool
+    is_prefill: bool = False  # tiles of prompts
 
 
 class Passes(NamedTuple):
@@ -70,9 +72,7 @@ def _attend(asked: Asked, num_rows: int) -> Launch:
     """The first pass; `num_rows` query rows of a KV head."""
     (key_dim, value_dim), (key_bits, value_bits) = asked.dims, asked.bits
     log_sums = asked.log_sums and not asked.is_split
-    shape = threadgroup_shape(
-        num_rows, key_dim=key_dim, value_dim=value_dim, itemsize=asked.dtype.size
-    )
+    shape = _shape(asked, num_rows)
     traits = Traits(
         plain_keys=key_bits == 0,
         plain_values=value_bits == 0,
@@ -97,18 +97,30 @@ def _attend(asked: Asked, num_rows: int) -> Launch:
             ("LOG_SUMS", log_sums),
             *_shape_template(shape),
         ],
-        grid=(asked.num_items * shape.threads, asked.kv_heads, 1),
+        grid=(asked.num_items * shape.threads, asked.kv_heads, -(-num_rows // shape.rows)),
         threadgroup=(shape.threads, 1, 1),
         **sizes,
     )
+
+
+def _shape(asked: Asked, num_rows: int) -> Shape:
+    key_dim, value_dim = asked.dims
+    if not asked.is_prefill:
+        return threadgroup_shape(
+            num_rows, key_dim=key_dim, value_dim=value_dim, itemsize=asked.dtype.size
+        )
+    shape = prefill_shape(key_dim=key_dim, value_dim=value_dim)
+    assert num_rows <= shape.rows, (num_rows, shape)
+    return shape
 
 
 def check_sizes(dtype: mx.Dtype, dims: tuple[int, int], num_rows: int) -> None:
     """Raise ValueError where no kernel fits."""
     if dtype not in DTYPES:
         raise ValueError(f"queries are {dtype}; the kernels take floats of 16 or 32 bits")
-    if not set(dims) <= set(HEAD_DIMS):
-        raise ValueError(f"head dims {dims}; the kernels have {HEAD_DIMS}")
+    large = dims == (LARGE_DIM, LARGE_DIM) and dtype.size == 2
+    if not set(dims) <= set(HEAD_DIMS) and not large:
+        raise ValueError(f"head dims {dims}; the kernels have {HEAD_DIMS} and, in 16 bits, {LARGE_DIM}")
     if num_rows > MAX_ROWS:
         raise ValueError(f"{num_rows} query rows of a KV head; the kernels take up to {MAX_ROWS}")
 
@@ -116,5 +128,9 @@ def check_sizes(dtype: mx.Dtype, dims: tuple[int, int], num_rows: int) -> None:
 def _shape_template(shape: Shape) -> list[tuple[str, TemplateValue]]:
     found: list[tuple[str, TemplateValue]] = [("FRAGMENTS", shape.fragments)]
     if shape.shares:
-        found += [("SIMD_GROUPS", shape.simd_groups), ("PARTNERS", shape.partners)]
+        found += [
+            ("SIMD_GROUPS", shape.simd_groups),
+            ("PARTNERS", shape.partners),
+            ("HALVES", shape.halves),
+        ]
     return found

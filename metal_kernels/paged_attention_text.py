@@ -18,20 +18,25 @@ STREAMED = """
   threadgroup float shared_figures[FIGURES];
   threadgroup float slices[SLICES];
   paged_attention<KEY_DIM, VALUE_DIM, FRAGMENTS, SPLIT, SINKS, LOG_SUMS>(ARGUMENTS,
-      reinterpret_cast<threadgroup T*>(shared_queries), shared_figures, slices, POSITION);
-"""
-SHARED = """
-  constexpr int MERGED = SIMD_GROUPS * 8 * (FRAGMENTS * 2 + slice_width(VALUE_DIM));
-  constexpr int SCRATCH = scratch_floats(
-      KEY_DIM + VALUE_DIM, sizeof(T), PARTNERS == 1 ? 0 : MERGED) / 4;
-  threadgroup float4 scratch[SCRATCH];
-  paged_attention_shared<
-      KEY_DIM, VALUE_DIM, FRAGMENTS, SIMD_GROUPS, PARTNERS, SPLIT, SINKS, LOG_SUMS>(
-      ARGUMENTS, reinterpret_cast<threadgroup float*>(scratch), POSITION);
-"""
-POSITION = """
+      reinterpret_cast<threadgroup T*>(shared_queries), shared_figures, slices,
       threadgroup_position_in_grid.x, threadgroup_position_in_grid.y,
-      simdgroup_index_in_threadgroup, thread_index_in_simdgroup"""
+      simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+"""
+TILED = """
+  constexpr int MERGED = SIMD_GROUPS * 8 * (FRAGMENTS * 2 + slice_width(VALUE_DIM));
+  constexpr int DIMS = HALVES == 1 ? KEY_DIM + VALUE_DIM : KEY_DIM;
+  constexpr int TILE =
+      scratch_floats(DIMS, sizeof(T), HALVES, PARTNERS == 1 ? 0 : MERGED) / 4;
+  constexpr int SUMS = SIMD_GROUPS * FRAGMENTS * tile_tokens(DIMS, sizeof(T), HALVES) * 2;
+  constexpr int SCRATCH = TILE + (HALVES == 1 ? 0 : SUMS);
+  threadgroup float4 scratch[SCRATCH];
+  tiled_attention<
+      KEY_DIM, VALUE_DIM, FRAGMENTS, SIMD_GROUPS, PARTNERS, HALVES, SPLIT, SINKS, LOG_SUMS>(
+      ARGUMENTS, reinterpret_cast<threadgroup float*>(scratch),
+      reinterpret_cast<threadgroup float2*>(scratch + TILE),
+      threadgroup_position_in_grid.x, threadgroup_position_in_grid.y,
+      threadgroup_position_in_grid.z, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+"""
 
 
 class Traits(NamedTuple):
@@ -57,7 +62,7 @@ def attention_kernel(shares: bool, traits: Traits) -> MetalKernel:
       queries_shape[1], key_codes_shape[0], {tail_heads}, key_codes_shape[1],
       outputs, {"figures" if traits.figures else NO_FIGURES}"""
     return MetalKernel(
-        name="paged_attention_shared" if shares else "paged_attention",
+        name="tiled_attention" if shares else "paged_attention",
         inputs=(
             "queries",
             *part_names("tail", plain=traits.plain_keys),
@@ -69,7 +74,5 @@ def attention_kernel(shares: bool, traits: Traits) -> MetalKernel:
         ),
         outputs=("outputs", "figures") if traits.figures else ("outputs",),
         includes=includes(plain=traits.plain_keys and traits.plain_values),
-        body=(SHARED if shares else STREAMED)
-        .replace("ARGUMENTS", arguments)
-        .replace("POSITION", POSITION),
+        body=(TILED if shares else STREAMED).replace("ARGUMENTS", arguments),
     )

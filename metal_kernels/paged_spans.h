@@ -43,9 +43,10 @@ struct Reach {
 
 // Some blocks of one sequence, [first, last) of those that any query sees.
 struct Item {
-  int sequence;
+  int sequence;  // or tile of its queries: a span
   int first;
   int last;
+  int table;  // row of the page table
 };
 
 // What the host planned: sizes, the spans, one more that ends the items, and the work list.
@@ -64,7 +65,7 @@ struct StepPlan {
 
   Item item(int index) const {
     const device int* at = numbers + numbers[5] + index * WORK_FIELDS;
-    return {at[0], at[1], at[2]};
+    return {at[0], at[1], at[2], at[3]};
   }
 };
 
@@ -81,7 +82,7 @@ struct BlockPlace {
 };
 
 template <typename P>
-inline BlockPlace find_block(
+METAL_FUNC BlockPlace find_block(
     Span span, P pages, int position, int page_size, int head, int tail_heads, long pool_tokens) {
   if (position < span.sealed) {
     const int page = pages[position / page_size];
@@ -113,7 +114,7 @@ struct Plane {
 };
 
 template <int BITS, int D, typename C, typename S>
-inline Plane<typename Format<BITS, D, C, S>::Rows, C, S> plane_of(
+METAL_FUNC Plane<typename Format<BITS, D, C, S>::Rows, C, S> plane_of(
     const device C* tail_codes, const device C* codes,
     const device S* tail_scales, const device S* scales,
     const device S* tail_biases, const device S* biases) {
@@ -122,7 +123,7 @@ inline Plane<typename Format<BITS, D, C, S>::Rows, C, S> plane_of(
 
 // GROUPS groups of 8 tokens from `position` on join the softmax of all rows.
 template <int KD, int VD, int GROUPS, int ROWS, typename Queries, typename Keys, typename Values>
-inline void attend_tokens(
+METAL_FUNC void attend_tokens(
     thread RunningSoftmax<ROWS, VD / 8>& state,
     const thread Queries& queries,
     const thread Keys& keys,

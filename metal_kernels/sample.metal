@@ -99,7 +99,7 @@ float floor_of(Tokens row, Bins bins, Weigh weigh, float lowest, float highest) 
 }
 
 // SplitMix64, counter-based: the top 24 bits of the number `count` of a stream.
-inline uint random_bits(ulong stream, uint count) {
+METAL_FUNC uint random_bits(ulong stream, uint count) {
   ulong z = stream + (ulong(count) + 1) * 0x9E3779B97F4A7C15ul;
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ul;
   z = (z ^ (z >> 27)) * 0x94D049BB133111EBul;

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from mlxinfer.cache.formats import make_format
 from mlxinfer.metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page_table
 from mlxinfer.metal_kernels.attention_scene import Plane, in_shared_tails
+from mlxinfer.metal_kernels.prefill_attention import tile_queries
+from mlxinfer.metal_kernels.prefill_plan import Chunks
 from mlxinfer.metal_kernels.stored import share_tails
 
 Ints = NDArray[np.int32]
@@ -33,6 +35,7 @@ class Scene:
         dtype: of queries, and of keys and values that are plain.
         bits: of keys and of values; None: plain.
         item_blocks: as for `AttentionPlanner`.
+        prefill: queries are written to pages before they attend, and attend in tiles.
     """
 
     lengths: Sequence[int]
@@ -47,6 +50,7 @@ class Scene:
     sinks: int = 0
     page_size: int = 16
     item_blocks: int | None = None
+    prefill: bool = False
     seed: int = 0
 
 
@@ -77,6 +81,8 @@ def build(scene: Scene) -> Inputs:
     stops = np.array(scene.lengths, np.int32)
     starts = stops - np.array(scene.queries, np.int32)
     sealed = _sealed(rng, starts, stops, scene.page_size)
+    if scene.prefill:
+        sealed = -(-stops // scene.page_size) * scene.page_size
     tables, num_pages = _tables(rng, scene, starts, sealed)
     slots = rng.permutation(len(stops) + SPARE_SLOTS)[: len(stops)].astype(np.int32)
     in_pages, in_tails = _seen(scene, starts, stops, sealed, tables, slots, num_pages)
@@ -86,22 +92,39 @@ def build(scene: Scene) -> Inputs:
     ]
     shape = (sum(scene.queries), scene.kv_heads * scene.group, scene.key_dim)
     queries = mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(scene.dtype)
-    planner = AttentionPlanner(
-        counts=stops - starts,
-        sealed=sealed,
-        slots=slots,
-        page_size=scene.page_size,
-        kv_heads=scene.kv_heads,
-        window=scene.window,
-        sinks=scene.sinks,
-        cores=10,
-        item_blocks=scene.item_blocks,
-    )
-    plan = planner(starts, page_table(tables))
+    plan = _plan(scene, starts, stops - starts, sealed, slots, page_table(tables))
     keys, values = planes
     if share_tails((scene.key_dim, scene.value_dim), scene.bits):
         keys, values = in_shared_tails(keys, values)
     return Inputs(queries, keys, values, plan, int(in_pages.sum() + in_tails.sum()))
+
+
+def _plan(
+    scene: Scene, starts: Ints, counts: Ints, sealed: Ints, slots: Ints, pages: mx.array
+) -> AttentionPlan:
+    size, window, sinks = scene.page_size, scene.window, scene.sinks
+    if scene.prefill:
+        rows = (np.cumsum(counts) - counts).astype(np.int32)
+        chunks = Chunks(rows, starts, counts, sealed, slots, pages, size, window, sinks)
+        dims = {"key_dim": scene.key_dim, "value_dim": scene.value_dim}
+        return chunks.plan(
+            tile_queries(scene.group, **dims),
+            kv_heads=scene.kv_heads,
+            partial_bytes=1 if scene.item_blocks else 1 << 30,
+            cores=10,
+        )
+    planner = AttentionPlanner(
+        counts=counts,
+        sealed=sealed,
+        slots=slots,
+        page_size=size,
+        kv_heads=scene.kv_heads,
+        window=window,
+        sinks=sinks,
+        cores=10,
+        item_blocks=scene.item_blocks,
+    )
+    return planner(starts, pages)
 
 
 def _sealed(rng: np.random.Generator, starts: Ints, stops: Ints, page_size: int) -> Ints:

@@ -61,6 +61,9 @@ FORMATS = {
 SHARED = {
     "16 heads of 256": Scene([50], [1], group=16, key_dim=256, value_dim=256),
     "4 rows of 16 heads": Scene([50, 33], [4, 1], group=16, bits=(4, 8), window=30, **D128),
+    "8 rows of 16 heads of 512": Scene(
+        [40], [8], group=16, bits=(8, 4), key_dim=512, value_dim=512, dtype=mx.bfloat16
+    ),
     "128 rows, float32": Scene([20], [8], group=16, key_dim=192, value_dim=192, dtype=mx.float32),
 }
 

@@ -172,13 +172,14 @@ _SHARED_FILES = (
     *("attention_reduce.metal", "attention_reduce.py", "attention_plan.py", "attention_shape.py"),
     "stored.py",
 )
+PAGED_FILES = (
+    *("paged_attention.metal", "tiled_attention.metal", "paged_attention_kernel.py"),
+    *("paged_attention_passes.py", "paged_attention_text.py"),
+    *_SHARED_FILES,
+)
 PAGED_ATTENTION = Kind(
     name=PAGED_NAME,
-    files=(
-        *("paged_attention.metal", "paged_attention_shared.metal", "paged_attention_kernel.py"),
-        *("paged_attention_passes.py", "paged_attention_text.py"),
-        *_SHARED_FILES,
-    ),
+    files=PAGED_FILES,
     case=_case,
     timed=_timed,
     samples=(

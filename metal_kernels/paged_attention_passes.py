@@ -114,13 +114,21 @@ def _shape(asked: Asked, num_rows: int) -> Shape:
     return shape
 
 
+def has_dims(dtype: mx.Dtype, dims: tuple[int, int]) -> bool:
+    """Whether there is a kernel for keys and values of these dims."""
+    if dtype not in DTYPES:
+        return False
+    return set(dims) <= set(HEAD_DIMS) or (dims == (LARGE_DIM, LARGE_DIM) and dtype.size == 2)
+
+
 def check_sizes(dtype: mx.Dtype, dims: tuple[int, int], num_rows: int) -> None:
     """Raise ValueError where no kernel fits."""
     if dtype not in DTYPES:
         raise ValueError(f"queries are {dtype}; the kernels take floats of 16 or 32 bits")
-    large = dims == (LARGE_DIM, LARGE_DIM) and dtype.size == 2
-    if not set(dims) <= set(HEAD_DIMS) and not large:
-        raise ValueError(f"head dims {dims}; the kernels have {HEAD_DIMS} and, in 16 bits, {LARGE_DIM}")
+    if not has_dims(dtype, dims):
+        raise ValueError(
+            f"head dims {dims}; the kernels have {HEAD_DIMS} and, in 16 bits, {LARGE_DIM}"
+        )
     if num_rows > MAX_ROWS:
         raise ValueError(f"{num_rows} query rows of a KV head; the kernels take up to {MAX_ROWS}")
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from .attention_plan import (
     ENDLESS,
+    MIN_ITEM_BLOCKS,
     TABLE,
     AttentionPlan,
     Ints,
@@ -50,7 +51,13 @@ class Chunks:
     sinks: int = 0
 
     def plan(
-        self, tile_queries: int, *, kv_heads: int, partial_bytes: int, cores: int | None = None
+        self,
+        tile_queries: int,
+        *,
+        kv_heads: int,
+        partial_bytes: int,
+        cores: int | None = None,
+        item_blocks: int | None = None,
     ) -> AttentionPlan:
         """Tiles of at most `tile_queries` queries, those with most keys first.
 
@@ -62,6 +69,7 @@ class Chunks:
             kv_heads: of a layer.
             partial_bytes: of one item's partial outputs, all heads together.
             cores: of the GPU; None: as MLX's name of its architecture says.
+            item_blocks: blocks of one threadgroup at most; None: from tiles and cores.
         """
         num_tiles = -(-self.counts // tile_queries)
         chunk = np.repeat(np.arange(len(self.counts)), num_tiles)
@@ -71,8 +79,10 @@ class Chunks:
         stops = np.minimum(starts + tile_queries, (self.starts + self.counts)[chunk])
         sink_blocks, gaps, num_blocks = visible_blocks(starts, stops, self.window, self.sinks)
         order = np.argsort(-num_blocks, kind="stable")
-        most = _item_blocks(num_blocks, kv_heads, partial_bytes, cores or guess_cores())
-        first_items, work = share_blocks(num_blocks[order], most)
+        if item_blocks is None:
+            cores = cores or guess_cores()
+            item_blocks = _item_blocks(num_blocks, kv_heads, partial_bytes, cores)
+        first_items, work = share_blocks(num_blocks[order], item_blocks)
         work[:, TABLE] = chunk[order][work[:, 0]]
         fields = self.rows[chunk] + first, starts, stops, self.sealed[chunk], self.slots[chunk]
         spans = np.stack([field[order] for field in (*fields, sink_blocks, gaps)], axis=1)
@@ -96,4 +106,6 @@ def _item_blocks(num_blocks: Ints, kv_heads: int, partial_bytes: int, cores: int
     wanted = TILES_PER_CORE * cores // kv_heads
     allowed = MAX_PARTIAL_BYTES // partial_bytes
     spare = min(wanted, allowed) - len(num_blocks)  # tiles may have one item more than their share
-    return whole if spare < 1 else max(-(-int(num_blocks.sum()) // spare), 1)
+    if spare < 1:
+        return whole
+    return max(-(-int(num_blocks.sum()) // spare), MIN_ITEM_BLOCKS)

@@ -1,4 +1,4 @@
-"""Short segments attend through a Metal kernel: one dispatch, two where a sequence is split.
+"""Segments attend through Metal kernels: one dispatch, two where a sequence is split.
 
 Knows page tables and tails; chooses nothing.
 """
@@ -11,10 +11,12 @@ import numpy as np
 
 from ..metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page_table
 from ..metal_kernels.paged_attention_kernel import PagedAttention
+from ..metal_kernels.prefill_attention import tiled
+from ..metal_kernels.prefill_plan import Chunks
 from .groups import AttentionWindow
-from .inputs import Ints, Segments
+from .inputs import Ints, QuerySegment, Segments, ints
 from .pool import PagePool
-from .step import Part
+from .step import Part, ShortPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,74 @@ class KernelPlanner:
         if self._window.size is None:
             return short.memoised(("pages", self._group), lambda: _page_table(short, self._group))
         return _page_table(short, self._group)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """Prefill chunks of a step that attend together, over pages alone."""
+
+    rows: slice  # of the step's flat list
+    chunks: Chunks
+    _prepared: dict[Hashable, PagedAttention] = field(default_factory=dict)  # as of `KernelPlan`
+
+    def attend(
+        self,
+        pool: PagePool,
+        queries: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        soft_cap: float | None = None,
+    ) -> mx.array:
+        """Flat queries (T, heads, D) -> what those of the chunks see, (T', heads * V)."""
+        own = queries[self.rows]
+        sizes = pool.form, own.shape, scale, sinks is None, soft_cap
+        attention = self._prepared.get(sizes)
+        if attention is None:
+            value_dim = pool.values.fmt.dim
+            attention = self._prepared[sizes] = PagedAttention.of(
+                own,
+                pool.keys,
+                pool.values,
+                tiled(self.chunks, own, pool.keys, value_dim),
+                scale=scale,
+                sinks=sinks is not None,
+                soft_cap=soft_cap,
+                value_dim=value_dim,
+            )
+        return attention(own, pool.keys, pool.values, sinks)[0]
+
+
+class PrefillPlanner:
+    """Plans the prefill chunks of a layer group; arguments as for `KernelPlanner`."""
+
+    def __init__(self, group: int, window: AttentionWindow, page_size: int) -> None:
+        self._group = group
+        self._window = window
+        self._page_size = page_size
+
+    def __call__(self, long: Sequence[QuerySegment]) -> ShortPlan:
+        """Plan chunks that stand one after another in the flat list, at its end."""
+        size, counts = self._page_size, ints([segment.num_tokens for segment in long])
+        stops = ints([segment.stop for segment in long])
+        sealed = -(-stops // size) * size  # chunks are written to pages before they attend
+        tables = [
+            segment.tables[self._group].numbers_before(stop)
+            for segment, stop in zip(long, sealed.tolist(), strict=True)
+        ]
+        first = long[0].row
+        chunks = Chunks(
+            rows=ints([segment.row - first for segment in long]),
+            starts=stops - counts,
+            counts=counts,
+            sealed=sealed,
+            slots=ints([segment.slot for segment in long]),
+            pages=page_table(tables),
+            page_size=size,
+            window=self._window.size,
+            sinks=self._window.sinks,
+        )
+        return PrefillPlan(slice(first, first + int(counts.sum())), chunks)
 
 
 def _flat_rows(short: Segments, count: int) -> Ints:

@@ -41,6 +41,7 @@ class KVCache:
         num_pages: pages of every full group instead of as many as the budget holds.
         bits: of keys and values, for each layer; None: all in `dtype`.
         kernel_layers: layers that attend over pages through a Metal kernel.
+        prefill_layers: layers whose prefill chunks attend through a Metal kernel.
         heads: of layers whose keys and values are written by the Metal kernel.
         key_biases: of layers whose spec has one.
 
@@ -60,11 +61,13 @@ class KVCache:
         num_pages: int | None = None,
         bits: Sequence[Bits] | None = None,
         kernel_layers: frozenset[int] = frozenset(),
+        prefill_layers: frozenset[int] = frozenset(),
         heads: Mapping[int, Heads] | None = None,
         key_biases: Mapping[int, KeyBias] | None = None,
     ) -> None:
         self._heads = heads or {}
         self._key_biases = key_biases or {}
+        self._prefill_layers = prefill_layers
         self.specs = list(specs)
         self.dtype = dtype
         self.page_size = page_size
@@ -88,6 +91,7 @@ class KVCache:
             max_batch,
             prefill_chunk,
             [self._paged[layer] for layer in kernel_layers],
+            [self._paged[layer] for layer in prefill_layers],
             own_token_bytes=sum(spec.numbers for spec in own) * dtype.size,
         )
         self._share_out(budget_bytes, make, num_pages)
@@ -330,6 +334,7 @@ class KVCache:
                 window=group.window,
                 page_size=self.page_size,
                 planner=group.planner,
+                prefill=group.prefill,
                 positions=positions,
                 short_apart=group.latent,
             )
@@ -370,4 +375,4 @@ class KVCache:
         pool = self.pools[self._paged[layer]]
         if isinstance(pool, LatentPool):
             return LatentStep(pool, plan)
-        return StepKV(pool, plan, self._heads.get(layer))
+        return StepKV(pool, plan, self._heads.get(layer), tiles=layer in self._prefill_layers)

@@ -9,12 +9,12 @@ from ..core import LatentSpec, PagedSpec
 from .budget import page_counts
 from .formats import PLAIN, Bits
 from .groups import AttentionWindow, PageGroup
-from .kernel_attention import KernelPlanner
+from .kernel_attention import KernelPlanner, PrefillPlanner
 from .latent import LatentKernelPlanner
 from .pages import PageAllocator
 from .plain_attention import PlainPlanner
 from .pool import token_bytes
-from .step import Planner
+from .step import ChunkPlanner, Planner
 
 MAX_BARE_PAGES = 1 << 16  # of a model without attention, whose pages are numbers alone
 
@@ -28,6 +28,7 @@ class LayerGroup(PageGroup):
     latent: bool  # latent attention: one vector a token
     layers: list[int]  # places among the layers that have pages
     planner: Planner  # of short segments
+    prefill: ChunkPlanner | None  # of prefill chunks through a kernel; None: no layer has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class GroupMaker:
         max_batch: sequences that may run at once.
         prefill_chunk: tokens of a step's prefill.
         kernel_layers: places of those whose attention has a Metal kernel.
+        prefill_layers: places of those whose prefill has one.
         own_token_bytes: of a token in caches that the model keeps by itself.
     """
 
@@ -52,6 +54,7 @@ class GroupMaker:
     max_batch: int
     prefill_chunk: int
     kernel_layers: Collection[int]
+    prefill_layers: Collection[int] = ()
     own_token_bytes: int = 0
 
     def groups(self, budget_bytes: int, num_pages: int | None) -> list[LayerGroup]:
@@ -86,6 +89,7 @@ class GroupMaker:
                 latent=key[0],
                 layers=layers,
                 planner=self._planner(g, window, layers),
+                prefill=self._prefill(g, window, layers),
             )
             for g, ((key, layers), window, cost, count) in enumerate(
                 zip(found, windows, costs, counts, strict=True)
@@ -111,6 +115,7 @@ class GroupMaker:
             latent=False,
             layers=[],
             planner=lambda segments, num_rows: [],
+            prefill=None,
         )
 
     def _planner(self, group: int, window: AttentionWindow, layers: list[int]) -> Planner:
@@ -127,6 +132,14 @@ class GroupMaker:
             token_bytes=max([token_bytes(self.specs[i], self.dtype, PLAIN) for i in layers]),
             decodes=any(self.bits[i] != PLAIN for i in layers),
         )
+
+    def _prefill(
+        self, group: int, window: AttentionWindow, layers: list[int]
+    ) -> ChunkPlanner | None:
+        """How the prefill chunks of a group attend in layers that have a kernel."""
+        if not set(self.prefill_layers).isdisjoint(layers):
+            return PrefillPlanner(group, window, self.page_size)
+        return None
 
     def _max_held(self, window: AttentionWindow) -> int | None:
         """Pages of a window that `max_batch` sequences can hold; None: bound by their length."""

@@ -182,9 +182,10 @@ class Plane:
         if len(runs) == 1:
             start, stop = runs[0]
             return self._decoded([pages[:, start:stop] for pages in self.pages], after)
+        sources = self.pages if after is None else mx.depends(self.pages, [after])
         joined = [
             mx.concatenate([pages[:, start:stop] for start, stop in runs], axis=1)
-            for pages in self.pages
+            for pages in sources
         ]
         return self._decoded(joined, after)
 

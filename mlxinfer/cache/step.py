@@ -9,7 +9,7 @@ import numpy as np
 
 from ..metal_kernels.heads import Form, Heads
 from ..metal_kernels.kv_write import KVWrite
-from ..metal_kernels.paged_attention import capped
+from .chunk_attention import ChunkPlan, plan_chunk
 from .groups import AttentionWindow
 from .inputs import Ints, QuerySegment, Segments, StepSegments
 from .pool import LayerPool, PagePool, Stored, TailPlace
@@ -33,145 +33,7 @@ class ShortPlan(Protocol):
 
 Part = tuple[Ints, ShortPlan]  # flat rows (T',) of some segments, in order, and how they attend
 Planner = Callable[[Segments, int], Sequence[Part]]  # of segments among so many rows of a step
-
-
-QUERY_BLOCK = 128  # prefill queries at a time where attention materialises its scores,
-MIN_QUERY_BLOCK = 16
-MAX_SCORES = 1 << 19  # fewer where keys are many: as many scores a head at once
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Some queries of a prefill chunk, and the keys that they can see."""
-
-    queries: slice  # of the chunk's rows
-    keys: slice  # of what the chunk reads
-    mask: mx.array | str  # "causal", or bool (queries, keys)
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkPlan:
-    """One prefill chunk."""
-
-    rows: slice  # of the step's flat list
-    writes: list[tuple[int, int]]  # pool slots of the new tokens
-    reads: list[tuple[int, int]]  # pool slots of all that any of them sees
-    blocks: list[Block]
-
-    def attend(
-        self,
-        pool: PagePool,
-        queries: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-        soft_cap: float | None = None,
-    ) -> mx.array:
-        """Flat queries (T, heads, D) -> what those of the chunk see, (n, heads * V)."""
-        keys = pool.keys.read_runs(self.reads)
-        values = pool.values.read_runs(self.reads, after=keys)  # never both half decoded
-        own = queries[self.rows]
-        found = self.attend_to(own, keys, values, scale=scale, sinks=sinks, soft_cap=soft_cap)
-        return found.flatten(1)
-
-    def attend_to(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-        soft_cap: float | None = None,
-    ) -> mx.array:
-        """Queries (n, heads, D) of the chunk over what it reads, (H, S, D) and (H, S, V).
-
-        Returns:
-            (n, heads, V).
-        """
-        chunk = queries.swapaxes(0, 1)  # (heads, n, D)
-        outputs: list[mx.array] = []
-        for block in self.blocks:
-            some = chunk[None, :, block.queries]
-            some = mx.depends(some, outputs[-1]) if outputs else some  # one block's scores only
-            seen = keys[None, :, block.keys], values[None, :, block.keys]
-            if soft_cap is None:
-                found = mx.fast.scaled_dot_product_attention(
-                    some, *seen, scale=scale, mask=block.mask, sinks=sinks
-                )
-            else:
-                assert sinks is None, "no model has both"
-                found = capped_attention(some * scale, *seen, block.mask, soft_cap)
-            outputs.append(found)
-        joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
-        return joined[0].swapaxes(0, 1)
-
-
-def capped_attention(
-    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str, soft_cap: float
-) -> mx.array:
-    """Attention with a soft cap on its scores, which MLX's fused one does not have.
-
-    Args:
-        queries: (1, heads, n, D), scaled.
-        keys, values: (1, H, S, D) and (1, H, S, V).
-        mask: "causal", or bool (n, S).
-        soft_cap: scores become soft_cap * tanh(score / soft_cap).
-
-    Returns:
-        (1, heads, n, V).
-    """
-    _, kv_heads, num_keys, _ = keys.shape
-    _, num_heads, count, _ = queries.shape
-    if isinstance(mask, str):
-        mask = mx.arange(num_keys) <= mx.arange(num_keys - count, num_keys)[:, None]
-    grouped = mx.unflatten(queries, 1, (kv_heads, -1))  # (1, H, G, n, D)
-    scores = capped(grouped @ keys[:, :, None].swapaxes(-1, -2), soft_cap)
-    hidden = mx.array(-mx.inf, scores.dtype)
-    weights = mx.softmax(mx.where(mask, scores, hidden), axis=-1, precise=True)
-    return (weights @ values[:, :, None]).reshape(1, num_heads, count, -1)
-
-
-def plan_chunk(segment: QuerySegment, group: int, window: AttentionWindow) -> ChunkPlan:
-    """Plan one chunk for layer group `group`."""
-    # What of its first page is there already was copied into the page as well as into the tail.
-    assert segment.sealed == segment.start - segment.start % segment.tables[group].page_size, (
-        "a full page is not sealed"
-    )
-    table = segment.tables[group]
-    ranges = window.ranges(segment.start, segment.stop)
-    return ChunkPlan(
-        rows=slice(segment.row, segment.row + segment.num_tokens),
-        writes=table.runs(segment.start, segment.stop),
-        reads=[run for part in ranges for run in table.runs(*part)],
-        blocks=_query_blocks(segment, ranges, window),
-    )
-
-
-def _query_blocks(
-    segment: QuerySegment, ranges: Sequence[tuple[int, int]], window: AttentionWindow
-) -> list[Block]:
-    """Blocks of queries with the keys that they can see, so that no score matrix is larger.
-
-    MLX's fused attention on Metal keeps no scores: without a window one block is best there.
-    """
-    whole = mx.metal.is_available() and window.size is None
-    num_keys = sum([stop - start for start, stop in ranges])
-    fitting = max(MIN_QUERY_BLOCK, min(QUERY_BLOCK, MAX_SCORES // num_keys))
-    width = segment.num_tokens if whole else fitting
-    keys = np.concatenate([np.arange(start, stop, dtype=np.int32) for start, stop in ranges])
-    blocks = []
-    for first in range(0, segment.num_tokens, width):
-        last = min(first + width, segment.num_tokens)
-        queries = np.arange(segment.start + first, segment.start + last, dtype=np.int32)
-        seen = window.sees(queries[[0, -1], None], keys[None])  # an old end leaves, a new one comes
-        columns = np.flatnonzero(seen.any(axis=0))
-        low, high = int(columns[0]), int(columns[-1]) + 1
-        mask: mx.array | str = "causal"
-        if not seen[1, low:high].all():
-            mask = mx.array(window.sees(queries[:, None], keys[None, low:high]))
-        blocks.append(Block(slice(first, last), slice(low, high), mask))
-    return blocks
+ChunkPlanner = Callable[[Sequence[QuerySegment]], ShortPlan]  # of all prefill chunks of a step
 
 
 MIN_POSITIONS = 8
@@ -183,7 +45,8 @@ class GroupPlan:
 
     short: Sequence[ShortPlan]
     long: Sequence[ChunkPlan]  # after the short segments in the flat list
-    parts: Sequence[ShortPlan | ChunkPlan]  # both
+    parts: Sequence[ShortPlan]  # how both attend
+    tiled_parts: Sequence[ShortPlan]  # the same where prefill chunks have a kernel
     num_short: int  # rows of short segments
     order: mx.array | None  # (T,) from what the parts give, one after another, to flat order
     tail_rows: mx.array | None  # (N,) flat rows that go to tails; None: all of them, in order
@@ -200,6 +63,7 @@ def plan_group(
     window: AttentionWindow,
     page_size: int,
     planner: Planner,
+    prefill: ChunkPlanner | None = None,
     positions: mx.array | None = None,
     short_apart: bool = False,
 ) -> GroupPlan:
@@ -211,6 +75,7 @@ def plan_group(
         window: which positions its layers keep.
         page_size: tokens a page.
         planner: of short segments.
+        prefill: of prefill chunks in layers that have a kernel for them; None: no layer has.
         positions: as `padded_positions` gives them; None: no layer writes by them.
         short_apart: the plans of short segments are handed their own rows only, not all T.
     """
@@ -229,6 +94,7 @@ def plan_group(
         short=short,
         long=long,
         parts=[*short, *long],
+        tiled_parts=[*short, prefill(segments.long)] if prefill and long else [*short, *long],
         num_short=num_short,
         order=_order(rows_of, num_rows) if len(rows_of) > 1 else None,
         tail_rows=None if len(rows) == num_rows else mx.array(rows),
@@ -279,10 +145,18 @@ def _tail_writes(
 class StepKV:
     """One attention layer's cache during one step: its pool, and the plan of the step."""
 
-    __slots__ = ("_pool", "heads", "plan")
+    __slots__ = ("_pool", "_tiles", "heads", "plan")
 
-    def __init__(self, pool: LayerPool, plan: GroupPlan, heads: Heads | None = None) -> None:
+    def __init__(
+        self,
+        pool: LayerPool,
+        plan: GroupPlan,
+        heads: Heads | None = None,
+        *,
+        tiles: bool = False,
+    ) -> None:
         self._pool = pool
+        self._tiles = tiles  # prefill chunks attend through the kernel
         self.plan = plan  # of the current step
         self.heads = heads
 
@@ -335,7 +209,8 @@ class StepKV:
         self, queries: mx.array, scale: float, sinks: mx.array | None, soft_cap: float | None
     ) -> mx.array:
         """Attend over what is stored; queries in the basis of stored keys."""
-        pool, parts, order = self._pool, self.plan.parts, self.plan.order
+        pool, order = self._pool, self.plan.order
+        parts = self.plan.tiled_parts if self._tiles else self.plan.parts
         if len(parts) == 1:
             return parts[0].attend(pool, queries, scale=scale, sinks=sinks, soft_cap=soft_cap)
         how: dict[str, Any] = {"scale": scale, "sinks": sinks, "soft_cap": soft_cap}

@@ -10,7 +10,8 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..cache.formats import Bits, stored_less_bias
+from ..cache.chunk_attention import FUSED_DIMS
+from ..cache.formats import PLAIN, Bits, stored_less_bias
 from ..config import default_kernel_folder
 from ..core import CacheSpec, KVSpec, LatentSpec
 from ..layers.attention import AttentionShape, Mixer
@@ -22,7 +23,9 @@ from ..metal_kernels.gated_cases import gated_variant
 from ..metal_kernels.heads import MAX_DIM, Heads
 from ..metal_kernels.kv_write_cases import kv_write_variant
 from ..metal_kernels.mla_attention import DIMS, row_teams
-from ..metal_kernels.paged_attention_passes import DTYPES, HEAD_DIMS, MAX_ROWS
+from ..metal_kernels.paged_attention_passes import DTYPES, MAX_ROWS, has_dims
+from ..metal_kernels.prefill_attention import tile_queries
+from ..metal_kernels.prefill_cases import prefill_variant
 from ..metal_kernels.sample import MAX_VOCAB
 from ..metal_kernels.sampling_cases import bitmask_variant, sample_variant
 from ..metal_kernels.selfcheck import choose, this_gpu
@@ -38,6 +41,7 @@ class Kernels:
     """The Metal kernels that may be used; by default none."""
 
     attention: frozenset[int] = frozenset()  # layers whose attention over pages has one
+    prefill: frozenset[int] = frozenset()  # layers whose prefill chunks have one
     heads: dict[int, Heads] = field(default_factory=dict)  # by layer: of those that write with one
     gates: frozenset[Gate] = frozenset()  # activations that have one
     samples: bool = False
@@ -68,6 +72,7 @@ def choose_kernels(
     dtype = model.activation_dtype
     layers = list(zip(model.mixers, specs, bits, strict=True))
     attention = [_attention_variants(dtype, *layer) for layer in layers]
+    prefill = [_prefill_variant(dtype, *layer) for layer in layers]
     heads = [_heads(*layer) for layer in layers]
     writing = [None if h is None else kv_write_variant(h, dtype) for h in heads]
     gates = {a.gate: gated_variant(a.gate) for a in model.activations if a.gate is not None}
@@ -75,13 +80,14 @@ def choose_kernels(
     passed = chooser(
         [
             *(variant for some in attention for variant in some),
-            *(variant for variant in writing if variant is not None),
+            *(variant for variant in (*prefill, *writing) if variant is not None),
             *gates.values(),
             *sampling,
         ]
     )
     return Kernels(
         attention=frozenset(i for i, some in enumerate(attention) if some and passed >= set(some)),
+        prefill=frozenset(i for i, variant in enumerate(prefill) if variant in passed),
         heads={
             i: h
             for i, (h, variant) in enumerate(zip(heads, writing, strict=True))
@@ -107,7 +113,7 @@ def _attention_variants(
     if stored_less_bias(spec, bits):
         return []
     group = mixer.num_heads // spec.num_kv_heads
-    if not {spec.key_dim, spec.value_dim} <= set(HEAD_DIMS) or dtype not in DTYPES:
+    if not has_dims(dtype, (spec.key_dim, spec.value_dim)):
         return []
     if group * MAX_SHORT > MAX_ROWS:
         return []
@@ -133,6 +139,31 @@ def _attention_variants(
         )
         for count in counts.values()
     ]
+
+
+def _prefill_variant(dtype: mx.Dtype, mixer: Mixer, spec: CacheSpec, bits: Bits) -> Variant | None:
+    """Attention of prompts in tiles, where MLX has none that is fused; None: it has, or no kernel.
+
+    Codes count: MLX's attention takes them decoded, a whole context at once.
+    """
+    if not isinstance(mixer, AttentionShape) or not isinstance(spec, KVSpec):
+        return None
+    if stored_less_bias(spec, bits):
+        return None
+    dims, group = (spec.key_dim, spec.value_dim), mixer.num_heads // spec.num_kv_heads
+    if not has_dims(dtype, dims) or not tile_queries(group, key_dim=dims[0], value_dim=dims[1]):
+        return None
+    if bits == PLAIN and spec.window is None and dims[0] == dims[1] and dims[0] in FUSED_DIMS:
+        return None
+    return prefill_variant(
+        dtype,
+        key_dim=spec.key_dim,
+        value_dim=spec.value_dim,
+        group=group,
+        key_bits=bits[0],
+        value_bits=bits[1],
+        sink_logits=mixer.sinks is not None,
+    )
 
 
 def _latent_variants(

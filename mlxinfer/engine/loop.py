@@ -89,6 +89,7 @@ class Loop:
             budget_bytes=config.kv_budget_bytes,
             num_pages=config.num_pages,
             kernel_layers=self.kernels.attention,
+            prefill_layers=self.kernels.prefill,
             heads=self.kernels.heads,
             key_biases={
                 i: mixer.turned_bias

@@ -56,6 +56,7 @@ def our_steps(folder: Path, bits: int | None, requests: int) -> Graph:
         budget_bytes=1 << 30,
         num_pages=SEQUENCE_PAGES * requests,
         kernel_layers=kernels.attention,
+        prefill_layers=kernels.prefill,
         heads=kernels.heads,
     )
     cache.make_room(requests)

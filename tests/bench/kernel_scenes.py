@@ -110,8 +110,9 @@ def _plan(
         return chunks.plan(
             tile_queries(scene.group, **dims),
             kv_heads=scene.kv_heads,
-            partial_bytes=1 if scene.item_blocks else 1 << 30,
+            partial_bytes=1 << 30,
             cores=10,
+            item_blocks=scene.item_blocks,
         )
     planner = AttentionPlanner(
         counts=counts,

@@ -1,0 +1,267 @@
+"""Prefill chunks attend in plain MLX: at once where that is fused, else in blocks.
+
+n = query tokens of a chunk, H = KV heads, S = keys that it reads, V = value dim.
+
+MLX's fused attention on Metal keeps no scores. It takes more than 8 queries at head dims up to 128
+(`FUSED_DIMS`; at 192 and 256 it has kernels and prefers to materialise scores, but for one case on
+the newest GPUs: mlx/backend/metal/scaled_dot_product_attention.cpp, 0.32.2). Everything else is
+done in blocks of queries and keys: scores, and what is decoded or copied of the cache, do not grow
+with the context. Over several blocks of keys the softmax runs on: FlashAttention-2,
+arXiv:2307.08691.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ..metal_kernels.paged_attention import capped
+from .groups import AttentionWindow
+from .inputs import Ints, QuerySegment
+from .pool import PagePool, Runs
+
+FUSED_DIMS = frozenset({64, 72, 80, 96, 128})  # of keys and values both
+QUERY_BLOCK = 128
+KEY_BLOCK = 2048
+LOWEST = -1e30  # a peak before anything was seen
+
+KeysValues = tuple[mx.array, mx.array]
+Read = Callable[[int, int, mx.array | None], KeysValues]  # keys from, to; not before this is there
+
+
+class Block(NamedTuple):
+    """Some queries of a chunk, and the keys that they can see."""
+
+    queries: slice  # of the chunk's rows
+    keys: slice  # of what the chunk reads
+    mask: mx.array | str  # "causal", or bool (queries, keys)
+
+
+class Running(NamedTuple):
+    """A softmax over the keys so far, of H heads and some rows of each; float32."""
+
+    outputs: mx.array  # (H, rows, V), not divided by the totals
+    peaks: mx.array  # (H, rows, 1)
+    totals: mx.array  # (H, rows, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """One prefill chunk."""
+
+    rows: slice  # of the step's flat list
+    writes: list[tuple[int, int]]  # pool slots of the new tokens
+    reads: list[tuple[int, int]]  # pool slots of all that any of them sees
+    start: int  # position of the first token
+    ranges: Sequence[tuple[int, int]]  # positions of `reads`, in order
+    window: AttentionWindow
+    _blocks: list[Block] = field(default_factory=list)  # of queries, where keys are one block
+
+    @property
+    def num_keys(self) -> int:
+        """Tokens that any query sees."""
+        return sum([stop - start for start, stop in self.ranges])
+
+    def attend(
+        self,
+        pool: PagePool,
+        queries: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        soft_cap: float | None = None,
+    ) -> mx.array:
+        """Flat queries (T, heads, D) -> what those of the chunk see, (n, heads * V)."""
+
+        def read(start: int, stop: int, after: mx.array | None) -> KeysValues:
+            runs = _cut(self.reads, start, stop)
+            keys = pool.keys.read_runs(runs, after)
+            return keys, pool.values.read_runs(runs, after=keys)  # never both half decoded
+
+        own = queries[self.rows].swapaxes(0, 1)  # (heads, n, D)
+        dims = own.shape[-1], pool.values.fmt.dim
+        found = self._attend(own, dims, read, scale, sinks, soft_cap)
+        return found.swapaxes(0, 1).flatten(1)
+
+    def attend_to(
+        self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float
+    ) -> mx.array:
+        """Queries (n, heads, D) of the chunk over what it reads, (H, S, D) and (H, S, V).
+
+        Returns:
+            (n, heads, V).
+        """
+
+        def read(start: int, stop: int, after: mx.array | None) -> KeysValues:
+            return keys[:, start:stop], values[:, start:stop]
+
+        dims = keys.shape[-1], values.shape[-1]
+        found = self._attend(queries.swapaxes(0, 1), dims, read, scale, None, None)
+        return found.swapaxes(0, 1)
+
+    def _attend(
+        self,
+        queries: mx.array,
+        dims: tuple[int, int],
+        read: Read,
+        scale: float,
+        sinks: mx.array | None,
+        soft_cap: float | None,
+    ) -> mx.array:
+        """(heads, n, D) -> (heads, n, V)."""
+        if self.window.size is None and soft_cap is None and _is_fused(dims):
+            keys, values = read(0, self.num_keys, None)
+            found = mx.fast.scaled_dot_product_attention(
+                queries[None], keys[None], values[None], scale=scale, mask="causal", sinks=sinks
+            )
+            return found[0]
+        if self.num_keys <= KEY_BLOCK and soft_cap is None:
+            return self._over_one_block(queries, read, scale, sinks)
+        return self._over_blocks(queries * scale, read, sinks, soft_cap)
+
+    def _over_one_block(
+        self, queries: mx.array, read: Read, scale: float, sinks: mx.array | None
+    ) -> mx.array:
+        keys, values = read(0, self.num_keys, None)
+        if not self._blocks:
+            self._blocks.extend(self._query_blocks())
+        outputs: list[mx.array] = []
+        for block in self._blocks:
+            some = queries[None, :, block.queries]
+            some = mx.depends(some, outputs[-1]) if outputs else some  # one block's scores only
+            seen = keys[None, :, block.keys], values[None, :, block.keys]
+            outputs.append(
+                mx.fast.scaled_dot_product_attention(
+                    some, *seen, scale=scale, mask=block.mask, sinks=sinks
+                )
+            )
+        return outputs[0][0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)[0]
+
+    def _over_blocks(
+        self, queries: mx.array, read: Read, sinks: mx.array | None, soft_cap: float | None
+    ) -> mx.array:
+        """Each block of keys is read once, for all queries; `queries` are scaled."""
+        num_heads, count, _ = queries.shape
+        places = [
+            slice(first, min(first + QUERY_BLOCK, count)) for first in range(0, count, QUERY_BLOCK)
+        ]
+        states: list[Running | None] = [None] * len(places)
+        positions, after = self._key_positions(), None
+        for start in range(0, len(positions), KEY_BLOCK):
+            own = positions[start : start + KEY_BLOCK]
+            keys, values = read(start, start + len(own), after)
+            for i, place in enumerate(places):
+                seen = self._seen(place, own)
+                if seen is False:
+                    continue
+                state = states[i] or _begun(queries[:, place], values, sinks)
+                some = queries[:, place] if after is None else mx.depends(queries[:, place], after)
+                states[i] = state = _joined(state, some, keys, values, seen, soft_cap)
+                after = state.outputs
+        found = [state.outputs / state.totals for state in states if state is not None]
+        return mx.concatenate(
+            [some.reshape(num_heads, -1, some.shape[-1]) for some in found], axis=1
+        ).astype(queries.dtype)
+
+    def _key_positions(self) -> Ints:
+        """(S,) of what is read."""
+        return np.concatenate([np.arange(*part, dtype=np.int32) for part in self.ranges])
+
+    def _seen(self, place: slice, keys: Ints) -> mx.array | bool:
+        """Which of some queries see which keys: (queries, keys) bool, or all, or none of them."""
+        queries = np.arange(self.start + place.start, self.start + place.stop, dtype=np.int32)
+        if self.window.size is None and keys[-1] <= queries[0]:
+            return True
+        if keys[0] > queries[-1]:
+            return False
+        seen = self.window.sees(queries[:, None], keys[None])
+        return mx.array(seen) if seen.any() else False
+
+    def _query_blocks(self) -> list[Block]:
+        """Blocks of queries with the keys that they can see."""
+        keys, count = self._key_positions(), self.rows.stop - self.rows.start
+        blocks = []
+        for first in range(0, count, QUERY_BLOCK):
+            last = min(first + QUERY_BLOCK, count)
+            queries = np.arange(self.start + first, self.start + last, dtype=np.int32)
+            # An old end leaves, a new one comes.
+            seen = self.window.sees(queries[[0, -1], None], keys[None])
+            columns = np.flatnonzero(seen.any(axis=0))
+            low, high = int(columns[0]), int(columns[-1]) + 1
+            mask: mx.array | str = "causal"
+            if not seen[1, low:high].all():
+                mask = mx.array(self.window.sees(queries[:, None], keys[None, low:high]))
+            blocks.append(Block(slice(first, last), slice(low, high), mask))
+        return blocks
+
+
+def plan_chunk(segment: QuerySegment, group: int, window: AttentionWindow) -> ChunkPlan:
+    """Plan one chunk for layer group `group`."""
+    # What of its first page is there already was copied into the page as well as into the tail.
+    assert segment.sealed == segment.start - segment.start % segment.tables[group].page_size, (
+        "a full page is not sealed"
+    )
+    table = segment.tables[group]
+    ranges = window.ranges(segment.start, segment.stop)
+    return ChunkPlan(
+        rows=slice(segment.row, segment.row + segment.num_tokens),
+        writes=table.runs(segment.start, segment.stop),
+        reads=[run for part in ranges for run in table.runs(*part)],
+        start=segment.start,
+        ranges=ranges,
+        window=window,
+    )
+
+
+def _is_fused(dims: tuple[int, int]) -> bool:
+    """Whether MLX attends to keys and values of these dims without materialising scores."""
+    return mx.metal.is_available() and dims[0] == dims[1] and dims[0] in FUSED_DIMS
+
+
+def _cut(runs: Runs, start: int, stop: int) -> list[tuple[int, int]]:
+    """The runs that hold tokens [start, stop) of those in `runs`, counted one after another."""
+    found, first = [], 0
+    for low, high in runs:
+        begin, end = max(low, low + start - first), min(high, low + stop - first)
+        if begin < end:
+            found.append((begin, end))
+        first += high - low
+    return found
+
+
+def _begun(queries: mx.array, values: mx.array, sinks: mx.array | None) -> Running:
+    """Before any key: a sink logit has taken its share."""
+    num_heads, count, _ = queries.shape
+    kv_heads, _, dim = values.shape
+    shape = kv_heads, num_heads // kv_heads * count, 1
+    outputs = mx.zeros((*shape[:2], dim), mx.float32)
+    if sinks is None:
+        return Running(outputs, mx.full(shape, LOWEST), mx.zeros(shape, mx.float32))
+    peaks = mx.repeat(sinks.astype(mx.float32), count).reshape(shape)
+    return Running(outputs, peaks, mx.ones(shape, mx.float32))
+
+
+def _joined(
+    state: Running,
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    seen: mx.array | bool,
+    soft_cap: float | None,
+) -> Running:
+    """With more keys: queries (heads, n, D), keys (H, S, D), values (H, S, V)."""
+    kv_heads, num_keys, _ = keys.shape
+    _, count, dim = queries.shape
+    scores = queries.reshape(kv_heads, -1, dim) @ keys.swapaxes(1, 2)
+    scores = (scores if soft_cap is None else capped(scores, soft_cap)).astype(mx.float32)
+    if isinstance(seen, mx.array):
+        by_query = scores.reshape(kv_heads, -1, count, num_keys)
+        scores = mx.where(seen, by_query, -mx.inf).reshape(scores.shape)
+    peaks = mx.maximum(state.peaks, scores.max(axis=-1, keepdims=True))
+    weights, fade = mx.exp(scores - peaks), mx.exp(state.peaks - peaks)
+    added = weights.astype(values.dtype) @ values
+    totals = state.totals * fade + weights.sum(axis=-1, keepdims=True)
+    # Else totals wait for the last block, and the weights of all blocks with them.
+    return Running(mx.depends(state.outputs * fade + added, totals), peaks, totals)

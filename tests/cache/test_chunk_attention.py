@@ -1,0 +1,73 @@
+"""Prefill chunks in plain MLX: blocks of keys change nothing, and bound what a chunk takes."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxinfer.cache import chunk_attention
+from mlxinfer.cache.chunk_attention import ChunkPlan
+from mlxinfer.cache.formats import PLAIN, Bits
+from mlxinfer.cache.groups import AttentionWindow
+from mlxinfer.cache.pool import LayerPool
+from mlxinfer.core import KVSpec
+
+HEADS, KV_HEADS, DIM = 4, 2, 64
+
+
+def chunk(start: int, count: int, window: AttentionWindow, runs: Sequence[int]) -> ChunkPlan:
+    """Tokens [start, start + count) whose keys lie in pool slots from `runs` on, 200 at a time."""
+    ranges = window.ranges(start, start + count)
+    positions = np.concatenate([np.arange(*part) for part in ranges])
+    reads = [
+        (runs[i // 200], runs[i // 200] + min(200, len(positions) - i))
+        for i in range(0, len(positions), 200)
+    ]
+    return ChunkPlan(slice(0, count), [], reads, start, ranges, window)
+
+
+def filled_pool(num_tokens: int, bits: Bits = PLAIN, dim: int = DIM) -> LayerPool:
+    spec = KVSpec(KV_HEADS, dim, dim)
+    sizes = {"page_size": 16, "num_pages": num_tokens // 16, "num_slots": 1}
+    pool = LayerPool(spec, **sizes, dtype=mx.float32, bits=bits)
+    vectors = mx.random.normal((num_tokens, KV_HEADS, dim), key=mx.random.key(1))
+    for plane in pool.planes:
+        plane.write_pages([(0, num_tokens)], 0, plane.fmt.encode(vectors))
+    mx.eval(pool.arrays())
+    return pool
+
+
+@pytest.mark.parametrize("window", [AttentionWindow(), AttentionWindow(size=150, sinks=7)])
+@pytest.mark.parametrize("bits", [PLAIN, (8, 4)])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_blocks_of_keys_change_nothing(
+    window: AttentionWindow, bits: Bits, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = filled_pool(2_000, bits)
+    plan = chunk(555, 300, window, [1_000, 400, 0, 1_400, 800])
+    queries = mx.random.normal((300, HEADS, DIM), key=mx.random.key(2))
+    how = {"scale": 0.2, "sinks": mx.linspace(-1, 1, HEADS) if sinks else None}
+    whole = plan.attend(pool, queries, **how)
+    monkeypatch.setattr(chunk_attention, "KEY_BLOCK", 64)
+    found = plan.attend(pool, queries, **how)
+    assert mx.allclose(found, whole, rtol=1e-4, atol=1e-5).item()
+
+
+@pytest.mark.parametrize("bits", [PLAIN, (8, 8)])
+def test_memory_does_not_grow_with_the_context(bits: Bits) -> None:
+    dim, count = 256, 128
+    pool = filled_pool(16_000, bits, dim)
+    queries = mx.random.normal((count, HEADS, dim), key=mx.random.key(2))
+    mx.eval(queries)
+
+    def transient_bytes(start: int) -> int:
+        plan = chunk(start, count, AttentionWindow(), [i * 200 for i in range(80)])
+        held = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(plan.attend(pool, queries, scale=0.1))
+        return mx.get_peak_memory() - held
+
+    short, long = transient_bytes(4_000), transient_bytes(15_000)
+    assert long <= 1.25 * short
+    assert long <= 48 << 20

@@ -1,3 +1,5 @@
+from itertools import product
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,13 @@ from mlxinfer.metal_kernels.attention_plan import (
     share_blocks,
     visible_blocks,
 )
-from mlxinfer.metal_kernels.attention_shape import threadgroup_shape
+from mlxinfer.metal_kernels.attention_shape import (
+    Shape,
+    most_rows,
+    prefill_shape,
+    registers,
+    threadgroup_shape,
+)
 
 counts = st.lists(st.integers(1, 200), min_size=1, max_size=9)
 
@@ -111,12 +119,26 @@ def test_a_planner_that_was_used_plans_as_a_new_one(
         assert found[2:] == expected[2:]
 
 
+# Of one core of the smallest chip: 448 threads had 110 registers each, and none had more than 128.
+REGISTERS, MOST_REGISTERS = 448 * 110, 128
+
+
+def assert_fits(shape: Shape, dim: int, itemsize: int) -> None:
+    sizes = {"key_dim": dim, "value_dim": dim}
+    assert shape.threads <= 512
+    assert shape.fragments * dim // 4 // shape.halves <= 64
+    if itemsize == 2:  # queries in 32 bits spill where head dims are large
+        needed = registers(shape, **sizes, itemsize=itemsize)
+        assert needed <= MOST_REGISTERS, (shape, dim, needed)
+        assert needed * shape.threads <= REGISTERS, (shape, dim, needed)
+
+
 def test_threadgroups_have_registers_and_threads_enough() -> None:
-    for dim in (64, 80, 96, 112, 128, 192, 256):
+    for dim, itemsize in product((64, 80, 96, 112, 128, 192, 256, 512), (2, 4)):
+        sizes = {"key_dim": dim, "value_dim": dim}
         for rows in range(1, 129):
-            for itemsize in (2, 4):
-                shape = threadgroup_shape(rows, key_dim=dim, value_dim=dim, itemsize=itemsize)
-                teams = 1 if not shape.shares else shape.simd_groups // shape.partners
-                assert teams * shape.fragments * 8 >= rows
-                assert shape.threads <= 512
-                assert shape.fragments * dim // 4 <= 64
+            shape = threadgroup_shape(rows, **sizes, itemsize=itemsize)
+            num_blocks = -(-rows // most_rows(dim, dim))
+            assert (num_blocks - 1) * shape.rows < rows <= num_blocks * shape.rows
+            assert_fits(shape, dim, itemsize)
+        assert_fits(prefill_shape(**sizes), dim, itemsize)

@@ -3,10 +3,12 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
-from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .core import FinishReason, TokenLogprobs
+
+if TYPE_CHECKING:
+    import pandas
 
 CLIP_CHARS = 60  # of an answer, in a one-line repr
 
@@ -230,19 +232,57 @@ class Result:
         return f"{thought}\n{self.text}\n\n*{self.summary}*"
 
     def _repr_html_(self) -> str:
-        thought = ""
-        if self.reasoning:
-            thought = (
-                "<details style='opacity:.65'><summary>reasoning</summary>"
-                f"<div style='white-space:pre-wrap'>{escape(self.reasoning)}</div></details>"
-            )
-        return (
-            "<div style='border:1px solid rgba(128,128,128,.4);border-radius:8px;"
-            "padding:10px 14px;max-width:52em'>"
-            f"{thought}<div style='white-space:pre-wrap'>{escape(self.text)}</div>"
-            "<div style='margin-top:8px;font-size:85%;opacity:.65'>"
-            f"{escape(self.summary)}</div></div>"
-        )
+        from .display.cards import result_card
+
+        return result_card(self)
+
+
+class Results(list[Result]):
+    """The answers of a batch, in the order of its prompts; notebooks show them as a table."""
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """One flat dict for each answer: the columns of `to_pandas`."""
+        return [
+            {
+                "text": result.text,
+                "reasoning": result.reasoning,
+                "finish_reason": str(result.finish_reason),
+                "prompt_tokens": result.prompt_tokens,
+                "cached_tokens": result.cached_tokens,
+                "answer_tokens": len(result.token_ids),
+                "tool_calls": [_plain(call) for call in result.tool_calls],
+                **_plain(result.timing),
+            }
+            for result in self
+        ]
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """A DataFrame with a row for each answer.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError('to_pandas() needs pandas: pip install "mlxinfer[notebook]"') from error
+        return pandas.DataFrame(self.to_records())
+
+    def _repr_html_(self) -> str:
+        from .display.cards import results_table
+
+        return results_table(self)
+
+
+class Facts(dict[str, Any]):
+    """Plain numbers by name; notebooks show them as a card under a title."""
+
+    title = "stats"
+
+    def _repr_html_(self) -> str:
+        from .display.cards import facts_card
+
+        return facts_card(self.title, self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,94 @@
+"""The edge of the library: errors that leave it are short, and hold nothing of it.
+
+A notebook keeps the traceback of the last error, and a traceback the frames of all that it passed
+with their variables. So the frames below the public call are dropped where the error says all there
+is to say, and emptied where it is a fault of ours, whose place is worth seeing: an engine that is
+replaced after an error frees its memory. MLXINFER_TRACEBACK=1 leaves tracebacks as they are.
+"""
+
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing
+from functools import wraps
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+from .errors import MlxinferError
+
+TRACEBACK = "MLXINFER_TRACEBACK"  # environment variable
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def public(function: Callable[P, T]) -> Callable[P, T]:
+    """The same function, of which an error leaves no frame behind."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        __tracebackhide__ = True  # IPython shows the caller's line, then the error
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            del args, kwargs
+            shorten(error)
+            raise
+
+    return call
+
+
+def short_errors(items: Iterator[T]) -> Iterator[T]:
+    """The same items; an error, or Ctrl-C, between them leaves no frame behind."""
+    __tracebackhide__ = True
+    try:
+        yield from items
+    except BaseException as error:
+        del items
+        shorten(error)
+        raise
+
+
+async def ashort_errors(items: AsyncIterator[T]) -> AsyncIterator[T]:
+    """`short_errors` for asyncio."""
+    __tracebackhide__ = True
+    try:
+        async with aclosing(items) as opened:  # type: ignore[type-var]  # a generator
+            async for item in opened:
+                yield item
+    except BaseException as error:
+        del items, opened
+        shorten(error)
+        raise
+
+
+def shorten(error: BaseException) -> None:
+    """Drop the frames of an error and of what caused it; keep those of a fault, but empty."""
+    if os.environ.get(TRACEBACK):
+        return
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        found = waiting.pop()
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        is_fault = isinstance(found, Exception) and not isinstance(error, MlxinferError)
+        found.__traceback__ = _emptied(found.__traceback__) if is_fault else None
+        waiting += [found.__cause__, found.__context__]
+        if not is_fault:
+            found.__suppress_context__ = True
+
+
+def _emptied(trace: TracebackType | None) -> TracebackType | None:
+    """The entries whose frames have ended, without their variables; those that run are left out.
+
+    A frame of the engine's own thread runs on, and would hold the model when it ends.
+    """
+    if trace is None:
+        return None
+    rest = _emptied(trace.tb_next)
+    try:
+        trace.tb_frame.clear()
+    except RuntimeError:
+        return rest
+    trace.tb_next = rest
+    return trace

@@ -1,0 +1,130 @@
+"""Cards of notebooks: an answer, a list of answers, the probability of each token, facts.
+
+Colours are those of the notebook, with transparency: they suit light and dark themes. Everything
+that a model or a checkpoint wrote is escaped, or comes through `markdown.html_of`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from .markdown import html_of
+
+if TYPE_CHECKING:
+    from ..outputs import Result
+
+CARD = (
+    "border:1px solid rgba(128,128,128,.35);border-radius:8px;padding:10px 14px;max-width:52em;"
+    "overflow-x:auto;line-height:1.5"
+)
+DIM = "opacity:.65;font-size:90%"
+CELL = "text-align:left;vertical-align:top;padding:3px 12px 3px 0"
+SHOWN_ROWS = 20  # of a table; the rest is counted
+SHOWN_CHARS = 300  # of a text in a table
+
+
+def result_card(result: "Result", *, running: bool = False) -> str:
+    """An answer: its reasoning folded away, its Markdown, its tool calls, counts and rate."""
+    thought = ""
+    if result.reasoning:
+        opened = " open" if running and not result.text else ""
+        thought = (
+            f"<details style='{DIM}'{opened}><summary>{'thinking' if running else 'thought'}"
+            f"</summary>{html_of(result.reasoning)}</details>"
+        )
+    calls = "".join(
+        f"<div><code>{escape(call.name)}({escape(call.arguments)})</code>"
+        f"{'' if call.complete else ' <em>cut off</em>'}</div>"
+        for call in result.tool_calls
+    )
+    foot = "…" if running else escape(result.summary)
+    return card(f"{thought}{html_of(result.text)}{calls}<div style='{DIM}'>{foot}</div>")
+
+
+def card(inner: str) -> str:
+    """HTML in a frame."""
+    return f"<div style='{CARD}'>{inner}</div>"
+
+
+def results_table(results: "Sequence[Result]") -> str:
+    """Answers one below the other, with what they took."""
+    rows = [
+        [str(i), html_of(clipped(r.text)), str(r.finish_reason), str(len(r.token_ids)), rate_of(r)]
+        for i, r in enumerate(results[:SHOWN_ROWS])
+    ]
+    table = html_table(rows, header=("", "answer", "ended by", "tokens", "tok/s"))
+    more = len(results) - SHOWN_ROWS
+    rest = f"<div style='{DIM}'>and {more} more; .to_pandas() has all</div>" if more > 0 else ""
+    return card(table + rest)
+
+
+def facts_card(title: str, facts: Mapping[str, Any]) -> str:
+    """Names and values; of values that are tables or lists, each entry."""
+    rows = [[escape(name), escape(shown_value(value))] for name, value in flat("", facts)]
+    return card(f"<strong>{escape(title)}</strong>{html_table(rows)}")
+
+
+def heat_card(tokens: "Sequence[tuple[str, float, Sequence[tuple[str, float]]]]") -> str:
+    """Each token on a ground that is the redder the less probable the token was.
+
+    Args:
+        tokens: (text, its log-probability, the most probable (text, log-probability)).
+    """
+    from math import exp
+
+    spans = []
+    for text, logprob, top in tokens:
+        others = "\n".join(f"{exp(other):7.2%}  {name!r}" for name, other in top)
+        title = escape(f"{exp(logprob):.2%}  {text!r}" + (f"\n\n{others}" if others else ""))
+        ground = f"rgba(230,70,40,{0.75 * (1 - exp(logprob)):.2f})"
+        spans.append(f"<span title=\"{title}\" style='background:{ground}'>{escape(text)}</span>")
+    scale = "".join(
+        f"<span style='background:rgba(230,70,40,{0.75 * (1 - p):.2f});padding:0 6px'>{p:.0%}</span>"
+        for p in (1.0, 0.75, 0.5, 0.25, 0.01)
+    )
+    text = f"<div style='white-space:pre-wrap'>{''.join(spans)}</div>"
+    return card(f"{text}<div style='{DIM};margin-top:8px'>probability {scale}</div>")
+
+
+def html_table(rows: Iterable[Sequence[str]], *, header: Sequence[str] = ()) -> str:
+    """A table of cells that are HTML already."""
+    head = "".join(f"<th style='{CELL}'>{name}</th>" for name in header)
+    body = "".join(
+        "<tr>" + "".join(f"<td style='{CELL}'>{cell}</td>" for cell in row) + "</tr>"
+        for row in rows
+    )
+    head = f"<thead><tr>{head}</tr></thead>" if header else ""
+    return f"<table style='border-collapse:collapse'>{head}<tbody>{body}</tbody></table>"
+
+
+def flat(name: str, value: Any) -> "Iterable[tuple[str, Any]]":
+    """{"a": [{"b": 1}]} -> ("a 0 b", 1)"""
+    if isinstance(value, Mapping | list):
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in pairs:
+            yield from flat(f"{name} {key}".strip().replace("_", " "), item)
+    else:
+        yield name, value
+
+
+def shown_value(value: object) -> str:
+    """1234567 -> "1,234,567"; 0.123456 -> "0.1235"; None -> "-"."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "-" if value is None else str(value)
+
+
+def clipped(text: str, length: int = SHOWN_CHARS) -> str:
+    """The text, or its beginning."""
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def rate_of(result: "Result") -> str:
+    """Tokens a second, "" where none were measured."""
+    rate = result.timing.tokens_per_s
+    return "" if rate is None else f"{rate:.1f}"
+

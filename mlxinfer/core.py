@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict
 
 from .errors import InvalidRequestError, shown
 
@@ -26,6 +26,28 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens, or the context is full
     ABORT = "abort"  # the caller left
     ERROR = "error"  # this request failed; its event carries the reason
+
+
+class SamplingValues(TypedDict, total=False):
+    """Fields of SamplingParams as keyword arguments of a call."""
+
+    max_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int | None
+    min_tokens: int
+    max_reasoning_tokens: int | None
+    ignore_eos: bool
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    logprobs: int | None
+    speculate: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +116,10 @@ class SamplingParams:
                 param="min_tokens",
             )
 
+    def changed(self, values: Mapping[str, Any]) -> "SamplingParams":
+        """The same with other values, by their names."""
+        return replace(self, **values) if values else self
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidRequestError where a value does not fit a vocabulary of `vocab_size`."""
         if self.top_k > vocab_size:
@@ -110,6 +136,15 @@ class SamplingParams:
         if self.greedy or self.seed is not None:
             return self
         return replace(self, seed=secrets.randbits(63))
+
+    @property
+    def words(self) -> str:
+        """How tokens are chosen, in a few words: "temperature 0.6, top_p 0.95, top_k 20"."""
+        if self.greedy:
+            return "the most probable token"
+        off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        rest = [f"{n} {getattr(self, n):g}" for n, no in off.items() if getattr(self, n) != no]
+        return ", ".join([f"temperature {self.temperature:g}", *rest])
 
     @property
     def greedy(self) -> bool:

@@ -1,22 +1,21 @@
-"""LLM: the Python interface of one session."""
+"""LLM: the Python interface of one model, in this process or behind a server."""
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing
+from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from . import hub
 from .backend import require_mlx
-from .config import KVOptions
-from .core import SamplingParams
+from .boundary import ashort_errors, public, short_errors
+from .core import SamplingParams, SamplingValues
 from .errors import InvalidRequestError
-from .outputs import Delta, Result
+from .outputs import Delta, Facts, Result, Results
+from .progress import progress_bar, progress_bars
 from .session.engine_client import last
-from .session.engine_factory import EngineOptions
+from .session.engine_factory import EngineArguments, EngineOptions
 from .session.request_builder import (
-    BuiltRequest,
     ChatOptions,
     Message,
     Prompt,
@@ -24,17 +23,29 @@ from .session.request_builder import (
     is_one_prompt,
 )
 from .session.session import Session
-from .speculation.options import SpeculationOptions
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from .display.heat import Heat
+    from .remote.session import RemoteSession
+
+
+class ChatArguments(ChatOptions, SamplingValues, total=False):
+    """Keyword arguments of LLM.chat, documented there."""
+
 
 class LLM:
-    """A language model and the engine that runs it.
+    """A language model and the engine that runs it, or the server that has it.
 
     Args:
-        model: "demo" (bundled), a folder with a checkpoint, or a Hugging Face repository id.
+        model: "demo" (bundled), a folder with a checkpoint, or a Hugging Face repository id; or
+            the address of a server, such as "http://studio.local:8080", which has the model and
+            its engine: the arguments of an engine are then the server's.
+        progress: whether bars show downloads, loading and batches; None: in a notebook and where
+            stderr is a terminal.
+        api_key: of a server; None: MLXINFER_API_KEY.
+        served_model: which of a server's models; None: its first.
         kv_bits: bits of stored keys and values: 8, 4, or (8, 4); None: as they are computed.
         kv_window: positions that every layer sees; the KV cache of a request grows no further.
         kv_sinks: with kv_window, the first positions, which stay visible.
@@ -45,7 +56,7 @@ class LLM:
         disk_cache: size of the prefix cache on disk, such as "20GB". It takes what memory has no
             room for, and at the end all that is cached, for the next start. None: no disk cache.
         disk_cache_dir: its folder; None: ~/.cache/mlxinfer/kv.
-        max_batch: requests that run at once; others wait.
+        max_batch: requests that run at once; others wait. 64.
         max_context: tokens of prompt and answer; None: the model's own limit.
         prefill_chunk: prompt tokens a step, whatever they take: answers in 16 bits are the same
             in each run. None: steps are sized by time, up to 2,048 tokens.
@@ -66,64 +77,43 @@ class LLM:
         acceptance: "exact": answers are those of the plain run; "rejection": drawn answers have
             the plain run's distribution, and more of what a draft model proposes is accepted.
 
+    Attributes:
+        last: the result of the last `show`.
+
     Raises:
         ModelError: the model was not found, is broken, or is not supported.
         BackendMissingError: MLX does not run here.
-        InvalidRequestError: an argument is out of range.
+        InvalidRequestError: an argument is out of range, or a server's to choose.
+        ServerError: no server answers at the address, or it refused.
     """
 
+    @public
     def __init__(
         self,
         model: str | Path = "demo",
         *,
-        kv_bits: int | tuple[int | None, int | None] | None = None,
-        kv_window: int | None = None,
-        kv_sinks: int = 0,
-        kv_plain_ends: bool = False,
-        kv_plain_windows: bool = False,
-        max_memory: str | int | None = None,
-        prefix_cache: bool = True,
-        disk_cache: str | int | None = None,
-        disk_cache_dir: str | Path | None = None,
-        max_batch: int = 64,
-        max_context: int | None = None,
-        prefill_chunk: int | None = None,
-        prefill_slice: int | None = None,
-        dtype: str = "auto",
-        num_pages: int | None = None,
-        launch_ahead: bool = True,
+        progress: bool | None = None,
+        api_key: str | None = None,
+        served_model: str | None = None,
         tool_format: str = "auto",
-        speculate: str = "auto",
-        draft: str | Path | None = None,
-        max_draft: int = 8,
-        acceptance: str = "exact",
+        **options: Unpack[EngineArguments],
     ) -> None:
-        options = EngineOptions(
-            kv=KVOptions.build(
-                bits=kv_bits,
-                window=kv_window,
-                sinks=kv_sinks,
-                plain_ends=kv_plain_ends,
-                plain_windows=kv_plain_windows,
-            ),
-            max_memory=max_memory,
-            prefix_cache=prefix_cache,
-            disk_cache=disk_cache,
-            disk_cache_dir=disk_cache_dir,
-            max_batch=max_batch,
-            max_context=max_context,
-            prefill_chunk=prefill_chunk,
-            prefill_slice=prefill_slice,
-            dtype=dtype,
-            num_pages=num_pages,
-            launch_ahead=launch_ahead,
-            speculation=_speculation(speculate, draft, max_draft, acceptance),
-        )
-        require_mlx()
-        self.path = hub.resolve(str(model))
-        self._session = Session(str(model), self.path, options, tool_format)
-        self._keeps_prefixes = prefix_cache
-        self.tokenizer, self.model_info = self._session.tokenizer, self._session.info
+        _check_names("LLM", options, EngineArguments.__annotations__)
+        self._progress = progress
+        self.last: Result | None = None
+        self._session: Session | RemoteSession
+        name = str(model)
+        if name.startswith(("http://", "https://")):
+            if tool_format != "auto":
+                options["tool_format"] = tool_format  # type: ignore[typeddict-unknown-key]
+            self._session = _connect(name, api_key, served_model, options)
+        elif api_key is not None or served_model is not None:
+            raise InvalidRequestError(
+                f"api_key and served_model go with the address of a server; {name} runs here."
+            )
+        else:
+            self._session = _load(name, options, tool_format, progress)
+        self.model_info = self._session.info
 
     # -- text -----------------------------------------------------------------------------------
 
@@ -134,6 +124,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         response_format: ResponseFormat | None = None,
+        **sampling: Unpack[SamplingValues],
     ) -> Result: ...
     @overload
     def generate(
@@ -142,15 +133,18 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         response_format: ResponseFormat | Sequence[ResponseFormat | None] | None = None,
+        **sampling: Unpack[SamplingValues],
     ) -> Any: ...
+    @public
     def generate(
         self,
         prompts: Any,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         response_format: ResponseFormat | Sequence[ResponseFormat | None] | None = None,
+        **sampling: Unpack[SamplingValues],
     ) -> Any:
-        """Continue one prompt or many, all in one batch.
+        """Continue one prompt or many, all in one batch; greedily, if nothing else is said.
 
         Args:
             prompts: a text or a flat list of token ids (one prompt), or a list of these.
@@ -159,24 +153,32 @@ class LLM:
                 {"type": "json_schema", "json_schema": {"schema": ...}}, {"type": "json_object"},
                 {"type": "regex", "regex": ...}, {"type": "choice", "choice": [...]} or
                 {"type": "grammar", "grammar": ...} (Lark, as llguidance has it).
+            sampling: fields of SamplingParams, such as max_tokens=20: they go before params.
 
         Returns:
-            A Result, or a list of them in the order of the prompts.
+            A Result, or Results, a list of them in the order of the prompts.
         """
-        builder = self._session.builder
-        built = builder.batch(prompts, params, response_format)
-        results = self._session.client.run([builder.compile_grammar(each) for each in built])
-        return results[0] if is_one_prompt(prompts) else results
+        params = _changed("generate", params, sampling)
+        built: Any = self._session.prompts(prompts, params, response_format)
+        if is_one_prompt(prompts):
+            return self._session.run(built)[0]
+        with progress_bar("answers", unit="answers", wanted=self._progress) as show:
+            done = iter(range(1, len(built) + 1))
+            return Results(self._session.run(built, lambda _: show(next(done), len(built))))
 
+    @public
     def stream(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         response_format: ResponseFormat | None = None,
+        **sampling: Unpack[SamplingValues],
     ) -> Iterator[Delta]:
         """Continue one prompt and yield what each step adds; leaving the loop ends the request."""
-        return self._stream(self._session.builder.prompt(prompt, params, response_format))
+        params = _changed("stream", params, sampling)
+        built: Any = self._session.prompt(prompt, params, response_format)
+        return short_errors(self._session.stream(built, self))
 
     async def agenerate(
         self,
@@ -184,34 +186,40 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         response_format: ResponseFormat | None = None,
+        **sampling: Unpack[SamplingValues],
     ) -> Result:
         """`generate` of one prompt for asyncio; cancelling the task ends the request."""
-        return await last(self.astream(prompt, params, response_format=response_format))
+        return await last(self.astream(prompt, params, response_format=response_format, **sampling))
 
+    @public
     def astream(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         response_format: ResponseFormat | None = None,
+        **sampling: Unpack[SamplingValues],
     ) -> AsyncIterator[Delta]:
         """`stream` for asyncio."""
-        return self._astream(self._session.builder.prompt(prompt, params, response_format))
+        params = _changed("astream", params, sampling)
+        built: Any = self._session.prompt(prompt, params, response_format)
+        return ashort_errors(self._session.astream(built))
 
     # -- chat -----------------------------------------------------------------------------------
 
+    @public
     def chat(
         self,
-        messages: Sequence[Message],
+        messages: str | Sequence[Message],
         params: SamplingParams | None = None,
-        **options: Unpack[ChatOptions],
+        **options: Unpack[ChatArguments],
     ) -> Result:
         """Answer a conversation, rendered by the model's own chat template.
 
         Args:
             messages: dicts with "role" and "content"; answers may have "tool_calls", and messages
-                of the role "tool" their results.
-            params: how to choose tokens.
+                of the role "tool" their results. A text is one message of the user.
+            params: how to choose tokens. None: `chat_params`, the model's own values.
             tools: what the model may call: {"type": "function", "function": {"name": ...,
                 "parameters": JSON schema}}. Calls are in `tool_calls` of the result, not in its
                 text.
@@ -221,43 +229,89 @@ class LLM:
             response_format: what the answer must look like, as of `generate`.
             chat_template_kwargs: variables of the chat template, such as
                 {"enable_thinking": False}.
+            options: fields of SamplingParams too, such as max_tokens=20: they go before params.
 
         Raises:
             TemplateError: the model has no chat template, or it refused these messages.
             InvalidRequestError: a tool or the choice is wrong, a grammar cannot be compiled, or
                 the template has no such variable.
         """
-        builder = self._session.builder
-        built = builder.chat(messages, params, **options)
-        return self._session.client.run([builder.compile_grammar(built)])[0]
+        return self._session.run([self._chat("chat", messages, params, options)])[0]
 
+    @public
     def stream_chat(
         self,
-        messages: Sequence[Message],
+        messages: str | Sequence[Message],
         params: SamplingParams | None = None,
-        **options: Unpack[ChatOptions],
+        **options: Unpack[ChatArguments],
     ) -> Iterator[Delta]:
         """Answer a conversation and yield what each step adds; arguments as of `chat`."""
-        return self._stream(self._session.builder.chat(messages, params, **options))
+        built = self._chat("stream_chat", messages, params, options)
+        return short_errors(self._session.stream(built, self))
 
     async def achat(
         self,
-        messages: Sequence[Message],
+        messages: str | Sequence[Message],
         params: SamplingParams | None = None,
-        **options: Unpack[ChatOptions],
+        **options: Unpack[ChatArguments],
     ) -> Result:
         """`chat` for asyncio; cancelling the task ends the request."""
         return await last(self.astream_chat(messages, params, **options))
 
+    @public
     def astream_chat(
         self,
-        messages: Sequence[Message],
+        messages: str | Sequence[Message],
         params: SamplingParams | None = None,
-        **options: Unpack[ChatOptions],
+        **options: Unpack[ChatArguments],
     ) -> AsyncIterator[Delta]:
         """`stream_chat` for asyncio."""
-        return self._astream(self._session.builder.chat(messages, params, **options))
+        built = self._chat("astream_chat", messages, params, options)
+        return ashort_errors(self._session.astream(built))
 
+    @public
+    def show(
+        self,
+        messages: str | Sequence[Message],
+        params: SamplingParams | None = None,
+        **options: Unpack[ChatArguments],
+    ) -> None:
+        """Answer a conversation before the reader's eyes; arguments as of `chat`.
+
+        A notebook shows a card that grows, a terminal the text as it comes. The Result is `last`.
+        """
+        from .display.show import show
+
+        self.last = show(self.stream_chat(messages, params, **options))
+
+    @property
+    def chat_params(self) -> SamplingParams:
+        """How `chat` chooses tokens if nothing is said: by the model's generation_config.json.
+
+        Models that reason repeat themselves without end where the most probable token is always
+        taken. An answer is as long as the context allows.
+        """
+        return self._session.chat_params
+
+    def _chat(
+        self,
+        method: str,
+        messages: str | Sequence[Message],
+        params: SamplingParams | None,
+        options: ChatArguments,
+    ) -> Any:
+        """Build the request of a conversation."""
+        known = ChatOptions.__annotations__
+        sampling = {name: value for name, value in options.items() if name not in known}
+        rest = {name: value for name, value in options.items() if name in known}
+        _check_names(method, sampling, SamplingValues.__annotations__)
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        return self._session.chat(messages, params, sampling, **rest)
+
+    # -- the model itself -----------------------------------------------------------------------
+
+    @public
     def pin(self, prompt: Prompt | Sequence[Message]) -> int:
         """Compute the KV cache of a prompt or a conversation's beginning, and keep it the longest.
 
@@ -270,27 +324,33 @@ class LLM:
             many, unless some had to go meanwhile.
 
         Raises:
-            InvalidRequestError: there is no prefix cache.
+            InvalidRequestError: there is no prefix cache, or it is a server's.
         """
-        if not self._keeps_prefixes:
-            raise InvalidRequestError("pin() needs the prefix cache: prefix_cache=True.")
-        (result,) = self._session.client.run([self._session.builder.pin(prompt)])
-        return result.prompt_tokens - result.prompt_tokens % self._session.limits.page_size
+        return self._session.pin(prompt)
 
-    # -- the model itself -----------------------------------------------------------------------
-
+    @public
     def logits(self, prompt: Prompt) -> "np.ndarray":
         """Logits (T, vocab) float32 of every position, through the pages and chunks of answers."""
-        import numpy as np
+        return self._session.logits(prompt)
 
-        output = self._session.builder.logits(prompt)
-        self._session.client.run([output])
-        return np.concatenate(output.prompt_logits)
+    @public
+    def heat(self, result: Result) -> "Heat":
+        """The tokens of an answer, which a notebook shows on a ground that is hot where one was
+        improbable.
 
+        Raises:
+            InvalidRequestError: the answer has no log-probabilities: ask with logprobs=3.
+        """
+        from .display.heat import Heat
+
+        return Heat.of(result, self.tokenizer.token_bytes)
+
+    @public
     def stats(self) -> dict[str, Any]:
-        """Counters, pages and memory of the engine, as plain numbers."""
-        return self._session.stats()
+        """Counters, pages and memory of the engine, as plain numbers; a card in a notebook."""
+        return Facts(self._session.stats())
 
+    @public
     def close(self) -> None:
         """Abort running requests and free the memory; closing twice is fine."""
         self._session.close()
@@ -306,35 +366,95 @@ class LLM:
     ) -> None:
         self.close()
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called, or the engine ended after a fault."""
+        return self._session.closed
+
     def __repr__(self) -> str:
-        state = ", closed" if self._session.closed else ""
+        state = ", closed" if self.closed else ""
         return f"LLM({self.model_info.name!r}, {self.model_info.summary}{state})"
+
+    def _repr_html_(self) -> str:
+        from .display.cards import facts_card
+
+        info, state = self.model_info, " (closed)" if self.closed else ""
+        context = "-" if info.max_context is None else f"{info.max_context:,} tokens"
+        facts = {"model": info.summary, "context": context}
+        if isinstance(self._session, Session):
+            facts["chat"] = self.chat_params.words
+        return facts_card(f"{info.name}{state}", facts)
+
+    @property
+    def path(self) -> Path:
+        """The folder of the model; raises InvalidRequestError where it is a server's."""
+        return self._session.path
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the model; raises InvalidRequestError where it is a server's."""
+        return self._session.tokenizer
 
     @property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end an answer."""
-        return self._session.builder.end_ids
-
-    def _stream(self, built: BuiltRequest) -> Iterator[Delta]:
-        """Compile the grammar, if there is one, and return the deltas."""
-        output = self._session.builder.compile_grammar(built)
-        return self._session.client.stream(output, owner=self)
-
-    async def _astream(self, built: BuiltRequest) -> AsyncIterator[Delta]:
-        """Compile the grammar beside the event loop, not on it, and yield the deltas."""
-        output = built.output
-        if built.grammar is not None:
-            output = await asyncio.to_thread(self._session.builder.compile_grammar, built)
-        async with aclosing(self._session.client.astream(output)) as deltas:
-            async for delta in deltas:
-                yield delta
+        return self._session.end_ids
 
 
-def _speculation(
-    method: str, draft: str | Path | None, max_draft: int, acceptance: str
-) -> SpeculationOptions:
-    """The options of speculation, with the draft model's folder."""
-    folder = None if draft is None else hub.resolve(str(draft))
-    return SpeculationOptions(
-        method=method, draft=folder, max_draft=max_draft, acceptance=acceptance
-    )
+def _load(
+    name: str, arguments: EngineArguments, tool_format: str, progress: bool | None
+) -> Session:
+    """Find, download and load a model; its bars go on from each other."""
+    with progress_bars(wanted=progress) as show:
+
+        def find(model: str) -> Path:
+            return hub.resolve(
+                model,
+                progress=lambda step: show(f"download {model}", step.done_bytes, step.total_bytes),
+            )
+
+        options = EngineOptions.of(arguments, find)
+        require_mlx()
+        folder = find(name)
+        return Session(
+            name,
+            folder,
+            options,
+            tool_format,
+            lambda done, total: show(f"load {name}", done, total),
+        )
+
+
+def _connect(
+    url: str, api_key: str | None, served_model: str | None, options: EngineArguments
+) -> "RemoteSession":
+    """A session at a server; raises InvalidRequestError for options of its engine."""
+    if options:
+        raise InvalidRequestError(
+            f"{', '.join(options)}: the engine at {url} was set up where it was started "
+            "(`mlxinfer serve --help`); leave out what is an engine's.",
+            param=next(iter(options)),
+        )
+    from .remote.session import RemoteSession
+
+    return RemoteSession(url, api_key, served_model)
+
+
+def _changed(method: str, params: Any, sampling: SamplingValues) -> Any:
+    """`params` with single values that were given beside it."""
+    _check_names(method, sampling, SamplingValues.__annotations__)
+    if not sampling:
+        return params
+    if isinstance(params, list | tuple):
+        return [_changed(method, each, sampling) for each in params]
+    base = SamplingParams() if params is None else params
+    return base.changed(sampling) if isinstance(base, SamplingParams) else base
+
+
+def _check_names(function: str, given: Any, known: Any) -> None:
+    """Raise TypeError for a keyword argument that there is not."""
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(known)}."
+            raise TypeError(f"{function}() takes no {name!r}. {hint}")

@@ -232,9 +232,10 @@ class Result:
         return f"{thought}\n{self.text}\n\n*{self.summary}*"
 
     def _repr_html_(self) -> str:
-        from .display.cards import result_card
+        from .display.cards import answer_card
 
-        return result_card(self)
+        calls = [(call.name, call.arguments) for call in self.tool_calls]
+        return answer_card(self.text, reasoning=self.reasoning, calls=calls, foot=self.summary)
 
 
 class Results(list[Result]):
@@ -265,13 +266,25 @@ class Results(list[Result]):
         try:
             import pandas
         except ImportError as error:
-            raise ImportError('to_pandas() needs pandas: pip install "mlxinfer[notebook]"') from error
+            raise ImportError(
+                'to_pandas() needs pandas: pip install "mlxinfer[notebook]"'
+            ) from error
         return pandas.DataFrame(self.to_records())
 
     def _repr_html_(self) -> str:
-        from .display.cards import results_table
+        from .display.cards import answers_table
 
-        return results_table(self)
+        return answers_table(
+            [
+                (
+                    r.text,
+                    str(r.finish_reason),
+                    str(len(r.token_ids)),
+                    _rounded(r.timing.tokens_per_s),
+                )
+                for r in self
+            ]
+        )
 
 
 class Facts(dict[str, Any]):
@@ -311,6 +324,10 @@ class Delta:
 
 def _rate(count: int, seconds: float) -> float | None:
     return count / seconds if count > 0 and seconds > 0 else None
+
+
+def _rounded(rate: float | None) -> str:
+    return "" if rate is None else f"{rate:.1f}"
 
 
 def _clip(text: str) -> str:

@@ -18,7 +18,11 @@ LEAVES = {"core", "errors", "config", "outputs"}
 MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "errors": set(),
     "core": {"errors"},
-    "outputs": {"core"},
+    "outputs": {"core", "display"},  # cards of notebooks, imported when one is drawn
+    "display": {"core", "errors", "outputs", "progress"},
+    "progress": set(),
+    "boundary": {"errors"},
+    "remote": LEAVES | {"http_json"},
     "config": {"core", "errors"},
     "configfile": {"errors"},
     "metal_kernels": set(),
@@ -39,7 +43,8 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "threads": set(),
     "backend": LEAVES,
     "memory": LEAVES,
-    "session": LEAVES | {"backend", "engine", "grammar", "memory", "models", "speculation", "text"},
+    "session": LEAVES
+    | {"backend", "display", "engine", "grammar", "memory", "models", "speculation", "text"},
     "convert": LEAVES | {"backend", "hub", "layers", "memory", "models", "text"},
     "server": LEAVES | {"backend", "grammar", "history", "hub", "memory", "session", "text"},
 }
@@ -68,6 +73,10 @@ WITHOUT_MLX = (
     "config",
     "errors",
     "outputs",
+    "display",
+    "progress",
+    "boundary",
+    "remote",
     "hub",
     "backend",
     "memory",

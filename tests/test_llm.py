@@ -257,10 +257,35 @@ def test_params_are_sampling_params(llm: LLM) -> None:
         llm.generate(["A"], [wrong])
 
 
+def test_single_values_go_before_params(llm: LLM) -> None:
+    assert len(llm.generate("A page", max_tokens=3).token_ids) == 3
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    assert [len(r.token_ids) for r in llm.generate(["A", "B"], params, max_tokens=2)] == [2, 2]
+    assert [len(r.token_ids) for r in llm.generate(["A"], [params], max_tokens=2)] == [2]
+    *_, end = llm.stream("A page", max_tokens=4)
+    assert end.result is not None
+    assert len(end.result.token_ids) == 4
+    assert len(llm.chat("Hello", max_tokens=2, seed=1).token_ids) == 2
+
+
+def test_chats_are_sampled_as_the_model_wants_and_texts_are_continued_greedily(llm: LLM) -> None:
+    given = json.loads((llm.path / "generation_config.json").read_text())
+    assert llm.chat_params == SamplingParams(
+        max_tokens=None, temperature=given["temperature"], top_p=given["top_p"]
+    )
+    seeded = llm.chat_params.changed({"seed": 3, "max_tokens": 9})
+    assert llm.chat("Hello", seed=3, max_tokens=9).token_ids == llm.chat("Hello", seeded).token_ids
+    greedy = llm.generate("A page", SamplingParams(max_tokens=6))
+    assert llm.generate("A page", max_tokens=6).token_ids == greedy.token_ids
+
+
 def test_chat_refuses_options_that_it_would_ignore(llm: LLM) -> None:
-    misplaced: Any = {"max_tokens": 3}
-    with pytest.raises(TypeError, match=r"no 'max_tokens'.*SamplingParams"):
-        llm.chat(QUESTION, **misplaced)
+    misspelt: Any = {"max_token": 3}
+    for call in (llm.chat, llm.stream_chat, llm.generate, llm.stream):
+        with pytest.raises(TypeError, match=r"takes no 'max_token'. Did you mean 'max_tokens'"):
+            call(QUESTION, **misspelt)
+    with pytest.raises(TypeError, match=r"LLM\(\) takes no 'kv_bit'. Did you mean 'kv_bits'"):
+        LLM("demo", kv_bit=8)  # type: ignore[call-arg]
     with pytest.raises(mlxinfer.InvalidRequestError, match="parallel_tool_calls is 'no'"):
         llm.chat(QUESTION, parallel_tool_calls="no")  # type: ignore[arg-type]
     with pytest.raises(mlxinfer.InvalidRequestError, match="reads no 'enable_thinking'"):

@@ -1,1 +1,1 @@
-"""What notebooks and terminals show of answers, lists of answers and models. Imports nothing heavy."""
+"""What notebooks and terminals show of answers and models. Imports nothing heavy."""

@@ -6,12 +6,9 @@ that a model or a checkpoint wrote is escaped, or comes through `markdown.html_o
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .markdown import html_of
-
-if TYPE_CHECKING:
-    from ..outputs import Result
 
 CARD = (
     "border:1px solid rgba(128,128,128,.35);border-radius:8px;padding:10px 14px;max-width:52em;"
@@ -23,22 +20,34 @@ SHOWN_ROWS = 20  # of a table; the rest is counted
 SHOWN_CHARS = 300  # of a text in a table
 
 
-def result_card(result: "Result", *, running: bool = False) -> str:
-    """An answer: its reasoning folded away, its Markdown, its tool calls, counts and rate."""
+def answer_card(
+    text: str,
+    *,
+    reasoning: str | None = None,
+    calls: Iterable[tuple[str, str]] = (),
+    foot: str = "…",
+    running: bool = False,
+) -> str:
+    """An answer: its reasoning folded away, its Markdown, its tool calls, counts and rate.
+
+    Args:
+        text: Markdown.
+        reasoning: Markdown; in sight as long as there is no text.
+        calls: (tool, arguments).
+        foot: what the answer took.
+        running: more of it follows.
+    """
     thought = ""
-    if result.reasoning:
-        opened = " open" if running and not result.text else ""
+    if reasoning:
         thought = (
-            f"<details style='{DIM}'{opened}><summary>{'thinking' if running else 'thought'}"
-            f"</summary>{html_of(result.reasoning)}</details>"
+            f"<details style='{DIM}'{' open' if running and not text else ''}>"
+            f"<summary>{'thinking' if running else 'thought'}</summary>"
+            f"{html_of(reasoning)}</details>"
         )
-    calls = "".join(
-        f"<div><code>{escape(call.name)}({escape(call.arguments)})</code>"
-        f"{'' if call.complete else ' <em>cut off</em>'}</div>"
-        for call in result.tool_calls
+    tools = "".join(
+        f"<div><code>{escape(name)}({escape(arguments)})</code></div>" for name, arguments in calls
     )
-    foot = "…" if running else escape(result.summary)
-    return card(f"{thought}{html_of(result.text)}{calls}<div style='{DIM}'>{foot}</div>")
+    return card(f"{thought}{html_of(text)}{tools}<div style='{DIM}'>{escape(foot)}</div>")
 
 
 def card(inner: str) -> str:
@@ -46,14 +55,14 @@ def card(inner: str) -> str:
     return f"<div style='{CARD}'>{inner}</div>"
 
 
-def results_table(results: "Sequence[Result]") -> str:
-    """Answers one below the other, with what they took."""
-    rows = [
-        [str(i), html_of(clipped(r.text)), str(r.finish_reason), str(len(r.token_ids)), rate_of(r)]
-        for i, r in enumerate(results[:SHOWN_ROWS])
+def answers_table(rows: Sequence[Sequence[str]]) -> str:
+    """Answers one below the other; rows are (text, why it ended, tokens, rate)."""
+    shown = [
+        [str(index), html_of(clipped(text)), *map(escape, rest)]
+        for index, (text, *rest) in enumerate(rows[:SHOWN_ROWS])
     ]
-    table = html_table(rows, header=("", "answer", "ended by", "tokens", "tok/s"))
-    more = len(results) - SHOWN_ROWS
+    table = html_table(shown, header=("", "answer", "ended by", "tokens", "tok/s"))
+    more = len(rows) - SHOWN_ROWS
     rest = f"<div style='{DIM}'>and {more} more; .to_pandas() has all</div>" if more > 0 else ""
     return card(table + rest)
 
@@ -76,14 +85,17 @@ def heat_card(tokens: "Sequence[tuple[str, float, Sequence[tuple[str, float]]]]"
     for text, logprob, top in tokens:
         others = "\n".join(f"{exp(other):7.2%}  {name!r}" for name, other in top)
         title = escape(f"{exp(logprob):.2%}  {text!r}" + (f"\n\n{others}" if others else ""))
-        ground = f"rgba(230,70,40,{0.75 * (1 - exp(logprob)):.2f})"
-        spans.append(f"<span title=\"{title}\" style='background:{ground}'>{escape(text)}</span>")
+        style = _ground(exp(logprob))
+        spans.append(f"<span title=\"{title}\" style='{style}'>{escape(text)}</span>")
     scale = "".join(
-        f"<span style='background:rgba(230,70,40,{0.75 * (1 - p):.2f});padding:0 6px'>{p:.0%}</span>"
-        for p in (1.0, 0.75, 0.5, 0.25, 0.01)
+        f"<span style='{_ground(p)};padding:0 6px'>{p:.0%}</span>" for p in (1, 0.75, 0.5, 0.25, 0)
     )
     text = f"<div style='white-space:pre-wrap'>{''.join(spans)}</div>"
     return card(f"{text}<div style='{DIM};margin-top:8px'>probability {scale}</div>")
+
+
+def _ground(probability: float) -> str:
+    return f"background:rgba(230,70,40,{0.75 * (1 - probability):.2f})"
 
 
 def html_table(rows: Iterable[Sequence[str]], *, header: Sequence[str] = ()) -> str:
@@ -121,10 +133,3 @@ def shown_value(value: object) -> str:
 def clipped(text: str, length: int = SHOWN_CHARS) -> str:
     """The text, or its beginning."""
     return text if len(text) <= length else text[: length - 1] + "…"
-
-
-def rate_of(result: "Result") -> str:
-    """Tokens a second, "" where none were measured."""
-    rate = result.timing.tokens_per_s
-    return "" if rate is None else f"{rate:.1f}"
-

@@ -22,7 +22,7 @@ TAGS = {
     *("a", "blockquote", "br", "code", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "ol"),
     *("p", "pre", "s", "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul"),
 }
-ATTRIBUTES = {"ol": {"start"}, "a": {"href"}, **dict.fromkeys(("span", "td", "th"), {"style"})}
+ATTRIBUTES = {"ol": {"start"}, "a": {"href"}, **{tag: {"style"} for tag in ("span", "td", "th")}}
 STYLES = {"color", "font-style", "font-weight", "text-align", "text-decoration"}
 CODE_STYLE = "friendly"  # of pygments; readable on light ground and on dark
 _CLOSING = {"\\(": "\\)", "\\[": "\\]"}
@@ -112,8 +112,7 @@ def _paragraph(block: "Token") -> "list[Token]":
 
     text = Token("text", "", 0, content=_as_written(block))
     inline = Token("inline", "", 0, content=text.content, children=[text], map=block.map)
-    ends = [Token(f"paragraph_{end}", "p", nesting) for end, nesting in (("open", 1), ("close", -1))]
-    return [ends[0], inline, ends[1]]
+    return [Token("paragraph_open", "p", 1), inline, Token("paragraph_close", "p", -1)]
 
 
 def _fence(_: "RendererHTML", tokens: "Sequence[Token]", index: int, *__: Any) -> str:

@@ -1,5 +1,6 @@
 """Model definitions: a checkpoint folder in, a callable decoder out."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,11 +9,16 @@ if TYPE_CHECKING:
 
 __all__ = ["load", "load_any", "load_any_config"]
 
+Watch = Callable[[int, int], None]  # bytes of weights that are loaded, and all of them
 
-def load_any(folder: Path, *, dtype: str = "auto") -> "LanguageModel":
-    """As `load`; where the architecture has no native family, mlx-lm's definition of it."""
+
+def load_any(folder: Path, *, dtype: str = "auto", watch: Watch | None = None) -> "LanguageModel":
+    """As `load`; where the architecture has no native family, mlx-lm's definition of it.
+
+    That is loaded in one piece, of which no progress is reported.
+    """
     if _is_native(folder):
-        return load(folder, dtype=dtype)
+        return load(folder, dtype=dtype, watch=watch)
     from . import zoo
 
     return zoo.load(folder, dtype=dtype)
@@ -38,13 +44,14 @@ def _is_native(folder: Path) -> bool:
     return not isinstance(model_type, str) or model_type in SUPPORTED
 
 
-def load(folder: Path, *, dtype: str = "auto") -> "Model":
+def load(folder: Path, *, dtype: str = "auto", watch: Watch | None = None) -> "Model":
     """The model in a checkpoint folder, evaluated and ready.
 
     Args:
         folder: config.json and safetensors, as the hub has them.
         dtype: "auto" (the checkpoint's own on Metal, but bfloat16 where float16 is too small for
             the architecture; float32 on the CPU), "float32", "bfloat16" or "float16".
+        watch: is called as weights are loaded.
 
     Raises:
         ModelNotFoundError: there are no weights.
@@ -65,6 +72,7 @@ def load(folder: Path, *, dtype: str = "auto") -> "Model":
         dtype=dtype,
         fits_float16=builder.fits_float16,
         rename=builder.tensor_name,
+        watch=watch,
     )
     model: Model = builder.build(config, weights)
     return model

@@ -130,6 +130,7 @@ class Weights:
         dtype: str = "auto",
         fits_float16: bool = True,
         rename: Rename | None = None,
+        watch: Callable[[int, int], None] | None = None,
     ) -> None:
         self.make = layer_factory()
         self._tensors: dict[str, mx.array] = {}
@@ -142,6 +143,8 @@ class Weights:
                 raise CheckpointError(f"{self._original[ours]!r} and {name!r} are the same tensor.")
             self._tensors[ours] = tensor
             self._original[ours] = name
+        self._watch, self._taken_bytes = watch, 0
+        self._all_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
         self._quantization = quantization
         self.dtype = choose_dtype(self._tensors, dtype, fits_float16=fits_float16)
 
@@ -159,6 +162,8 @@ class Weights:
     def evaluate(self, arrays: Sequence[mx.array]) -> None:
         """Read and compute arrays now, so that what they were made of can be dropped."""
         mx.eval(arrays)
+        if self._watch is not None:
+            self._watch(self._taken_bytes, self._all_bytes)
 
     def raw(self, name: str, shape: Sequence[int], *, dtype: mx.Dtype | None = None) -> mx.array:
         """The tensor as it is stored; it must have this shape, and this dtype if one is given."""
@@ -170,6 +175,7 @@ class Weights:
                 f"Tensor {self._original[name]!r} has shape {tensor.shape}; expected "
                 f"{tuple(shape)}."
             )
+        self._taken_bytes += tensor.nbytes
         if dtype is not None and tensor.dtype != dtype:
             raise CheckpointError(
                 f"Tensor {self._original[name]!r} is {tensor.dtype}; expected {dtype}."

@@ -139,8 +139,16 @@ class EngineClient:
         """Requests to be submitted together."""
         return RequestGroup(self.engine, outputs)
 
-    def run(self, outputs: Sequence[OutputProcessor]) -> list[Result]:
+    def run(
+        self,
+        outputs: Sequence[OutputProcessor],
+        watch: Callable[[Result], None] | None = None,
+    ) -> list[Result]:
         """Run requests together to their ends; if one fails, all end and its error is raised.
+
+        Args:
+            outputs: of the requests.
+            watch: is called with each result as its request ends.
 
         Raises:
             RequestFailedError: one failed.
@@ -148,7 +156,9 @@ class EngineClient:
         """
         results: list[Result | None] = [None] * len(outputs)
         for step in self._steps(outputs):
-            results[step.index] = step.delta.result
+            results[step.index] = result = step.delta.result
+            if result is not None and watch is not None:
+                watch(result)
         return [finished(result) for result in results]
 
     def stream(self, output: OutputProcessor, *, owner: object = None) -> Iterator[Delta]:

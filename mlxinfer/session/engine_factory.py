@@ -1,10 +1,10 @@
 """Options to a running engine: arguments checked, memory found, model loaded."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from ..backend import require_mlx
 from ..config import (
@@ -28,9 +28,34 @@ PREFILL_SLICE_MS = 250
 MOST_PREFILL, LEAST_PREFILL = 2048, 256  # tokens of a step
 
 
+class EngineArguments(TypedDict, total=False):
+    """Keyword arguments of LLM for its engine: what each means stands there."""
+
+    kv_bits: int | tuple[int | None, int | None] | None
+    kv_window: int | None
+    kv_sinks: int
+    kv_plain_ends: bool
+    kv_plain_windows: bool
+    max_memory: str | int | None
+    prefix_cache: bool
+    disk_cache: str | int | None
+    disk_cache_dir: str | Path | None
+    max_batch: int
+    max_context: int | None
+    prefill_chunk: int | None
+    prefill_slice: int | None
+    dtype: str
+    num_pages: int | None
+    launch_ahead: bool
+    speculate: str
+    draft: str | Path | None
+    max_draft: int
+    acceptance: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """The keyword arguments of LLM, checked when built: what each means stands there.
+    """EngineArguments by their parts, checked when built.
 
     A server gives `room_bytes` instead of max_memory: what weights and KV cache may take together.
 
@@ -52,6 +77,21 @@ class EngineOptions:
     launch_ahead: bool = True
     room_bytes: int | None = None
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+
+    @classmethod
+    def of(cls, arguments: EngineArguments, find: Callable[[str], Path]) -> "EngineOptions":
+        """The options of these arguments; `find` gives the folder of a draft model's name."""
+        rest: dict[str, Any] = dict(arguments)
+        kv: dict[str, Any] = {"bits": None, "window": None, "sinks": 0}
+        for name in [name for name in rest if name.startswith("kv_")]:
+            kv[name.removeprefix("kv_")] = rest.pop(name)
+        names = ("speculate", "draft", "max_draft", "acceptance")
+        speculation = {name: rest.pop(name) for name in names if name in rest}
+        if "speculate" in speculation:
+            speculation["method"] = speculation.pop("speculate")
+        if speculation.get("draft") is not None:
+            speculation["draft"] = find(str(speculation["draft"]))
+        return cls(kv=KVOptions.build(**kv), speculation=SpeculationOptions(**speculation), **rest)
 
     def __post_init__(self) -> None:
         check_count("max_batch", self.max_batch, 1)
@@ -177,6 +217,23 @@ class ModelInfo:
         alone = ", one sequence after another" if self.alone_because else ""
         return f"{self.architecture}, {human_bytes(self.weights_bytes)}{bits}{alone}"
 
+    def _repr_html_(self) -> str:
+        from ..display.cards import facts_card
+
+        facts = {
+            "architecture": self.architecture,
+            "layers": self.num_layers,
+            "vocabulary": self.vocab_size,
+            "context": f"{self.max_context:,} tokens",
+            "weights": human_bytes(self.weights_bytes),
+            "quantised": self.quantization,
+            "KV cache": f"{human_bytes(self.kv_bytes_per_token)} a token",
+            "folder": self.path,
+        }
+        if self.alone_because:
+            facts["one sequence after another"] = self.alone_because
+        return facts_card(self.name, facts)
+
 
 def describe(name: str, path: Path, model: "LanguageModel") -> ModelInfo:
     """The facts of `model`, loaded from `path`."""
@@ -218,7 +275,12 @@ def _writable(folder: Path) -> Path:
 
 
 def open_engine(
-    name: str, folder: Path, options: EngineOptions, *, owner: object
+    name: str,
+    folder: Path,
+    options: EngineOptions,
+    *,
+    owner: object,
+    watch: Callable[[int, int], None] | None = None,
 ) -> "tuple[Engine, ModelInfo]":
     """Load the model in `folder` on the engine's own thread.
 
@@ -227,6 +289,7 @@ def open_engine(
         folder: with the checkpoint.
         options: of the engine.
         owner: the engine is closed when this object is collected.
+        watch: is called with the bytes of weights that are loaded, and with all of them.
 
     Raises:
         ModelError: the model is broken or not supported.
@@ -241,7 +304,7 @@ def open_engine(
 
     def build() -> "tuple[LanguageModel, EngineConfig]":
         disk = options.disk(folder)
-        model = load_any(folder, dtype=options.dtype)
+        model = load_any(folder, dtype=options.dtype, watch=watch)
         described.append(describe(name, folder, model))
         config, proposer = add_speculation(options, model, options.config(model, disk))
         proposers.append(proposer)

@@ -1,16 +1,24 @@
 """A loaded model that is ready for requests: what LLM and the server have in common."""
 
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..core import SamplingParams
 from ..errors import InvalidRequestError
+from ..outputs import Delta, Result
 from ..text import Tokenizer
 from ..text import tool_format as find_tool_format
 from .engine_client import EngineClient
 from .engine_factory import EngineOptions, ModelInfo, open_engine
-from .request_builder import RequestBuilder
+from .generation_config import chat_params
+from .request_builder import BuiltRequest, Message, Prompt, RequestBuilder
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ..engine.limits import EngineLimits
 
 
@@ -22,9 +30,11 @@ class Session:
         folder: with the checkpoint.
         options: of the engine.
         tool_format: how the model writes tool calls; "auto": as its template and its tokens show.
+        watch: is called with the bytes of weights that are loaded, and with all of them.
 
     Attributes:
         info: what the model is.
+        chat_params: how a conversation is answered if nothing is said.
         builder: text to requests.
         client: requests to events and outputs.
 
@@ -35,15 +45,22 @@ class Session:
     """
 
     def __init__(
-        self, name: str, folder: Path, options: EngineOptions, tool_format: str = "auto"
+        self,
+        name: str,
+        folder: Path,
+        options: EngineOptions,
+        tool_format: str = "auto",
+        watch: Callable[[int, int], None] | None = None,
     ) -> None:
+        self.chat_params = chat_params(folder)
+        self._keeps_prefixes = options.prefix_cache
         tokenizer = Tokenizer.from_folder(folder)
         if tool_format != "auto":
             find_tool_format(tool_format)  # a wrong name is found before weights are read
         if options.speculation.draft is not None:
             _check_draft(tokenizer, options.speculation.draft)
         self.info: ModelInfo
-        engine, self.info = open_engine(name, folder, options, owner=self)
+        engine, self.info = open_engine(name, folder, options, owner=self, watch=watch)
         try:
             self.client = EngineClient(engine)
             self.builder = RequestBuilder(tokenizer, self.info, tool_format)
@@ -57,9 +74,84 @@ class Session:
         return self.builder.tokenizer
 
     @property
+    def path(self) -> Path:
+        """The folder of the checkpoint."""
+        return self.info.path
+
+    @property
     def limits(self) -> "EngineLimits":
         """What requests must fit into."""
         return self.client.limits
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return self.builder.end_ids
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def prompt(self, prompt: Prompt, params: SamplingParams | None, form: Any) -> BuiltRequest:
+        """A request to continue one prompt; arguments and errors as of LLM.stream."""
+        return self.builder.prompt(prompt, params, form)
+
+    def prompts(self, prompts: Any, params: Any, response_format: Any) -> list[BuiltRequest]:
+        """Requests to continue one prompt or many; arguments and errors as of LLM.generate."""
+        return self.builder.batch(prompts, params, response_format)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None,
+        sampling: Mapping[str, Any],
+        **options: Any,
+    ) -> BuiltRequest:
+        """A request to answer a conversation; arguments and errors as of LLM.chat.
+
+        Args:
+            messages: the conversation.
+            params: how to choose tokens; None: `chat_params`.
+            sampling: single values that go before those.
+            options: of RequestBuilder.chat.
+        """
+        base = self.chat_params if params is None else params
+        chosen = base.changed(sampling) if sampling else base
+        return self.builder.chat(messages, chosen, **options)
+
+    def run(
+        self, built: Sequence[BuiltRequest], watch: Callable[[Result], None] | None = None
+    ) -> list[Result]:
+        """Run requests together to their ends; `watch` is called with each answer as it ends."""
+        return self.client.run([self.builder.compile_grammar(each) for each in built], watch)
+
+    def stream(self, built: BuiltRequest, owner: object) -> Iterator[Delta]:
+        """Compile the grammar, if there is one, and return the deltas; `owner` lives as long."""
+        return self.client.stream(self.builder.compile_grammar(built), owner=owner)
+
+    async def astream(self, built: BuiltRequest) -> AsyncIterator[Delta]:
+        """Compile the grammar beside the event loop, not on it, and yield the deltas."""
+        output = built.output
+        if built.grammar is not None:
+            output = await asyncio.to_thread(self.builder.compile_grammar, built)
+        async with aclosing(self.client.astream(output)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    def pin(self, prompt: Prompt | Sequence[Message]) -> int:
+        """As LLM.pin."""
+        if not self._keeps_prefixes:
+            raise InvalidRequestError("pin() needs the prefix cache: prefix_cache=True.")
+        (result,) = self.client.run([self.builder.pin(prompt)])
+        return result.prompt_tokens - result.prompt_tokens % self.limits.page_size
+
+    def logits(self, prompt: Prompt) -> "np.ndarray":
+        """Logits (T, vocab) float32 of every position of a prompt."""
+        import numpy as np
+
+        output = self.builder.logits(prompt)
+        self.client.run([output])
+        return np.concatenate(output.prompt_logits)
+
+    # -- its state ------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Counters, pages and memory of the engine; raises EngineClosedError after `close`."""

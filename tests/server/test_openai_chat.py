@@ -239,7 +239,8 @@ def test_timings_are_there_on_request(server: LiveServer) -> None:
     events = server.events(CHAT, chat("Hello", max_tokens=4, timings_per_token=True))[:-1]
     timed = [e for e in events if "timings" in e["choices"][0]]
     assert [e["choices"][0]["finish_reason"] for e in timed] == ["length"]
-    (text,) = server.post("/v1/completions", {"prompt": "Hello", "timings": True}).json()["choices"]
+    whole = {"prompt": "Hello", "timings": True, "ignore_eos": True}
+    (text,) = server.post("/v1/completions", whole).json()["choices"]
     assert text["timings"]["predicted_n"] == 16
     (plain,) = server.post(CHAT, chat("Hello", max_tokens=4)).json()["choices"]
     assert "timings" not in plain

@@ -29,7 +29,6 @@ class RefusedFields(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: Any = None
     include_stop_str_in_output: Any = None
     skip_special_tokens: Any = None
-    return_token_ids: Any = None
     return_tokens_as_token_ids: Any = None
     typical_p: Any = None
     top_n_sigma: Any = None
@@ -108,7 +107,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "typical_p": (1, 1.0),
     "top_n_sigma": (-1, -1.0),

@@ -63,6 +63,7 @@ class SamplingFields(RefusedFields, kw_only=True):
     stream_options: "StreamOptions | None" = None
     timings: bool | None = None  # answers say where their time went; so do they with:
     timings_per_token: bool | None = None  # llama.cpp's name
+    return_token_ids: bool | None = None  # answers have the ids of their tokens, as vLLM's
     cache_salt: CacheSalt | None = None  # prompts with different salts share no prefix cache
     repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
     num_predict: TokenLimit | None = None

@@ -131,6 +131,7 @@ def _completion(
             logprobs=chat_logprobs_of(generation.model, generation.answers[index]),
             finish_reason=chat_finish_reason(result),
             timings=timings_of(result) if body.wants_timings else UNSET,
+            token_ids=list(result.token_ids) if body.return_token_ids else UNSET,
         )
         for index, result in enumerate(results)
     ]
@@ -167,7 +168,7 @@ async def _events(
         frames = [
             frame(step.index, **fields)
             for step in steps
-            for fields in _deltas(model, step, pieces[step.index], timed=body.wants_timings)
+            for fields in _deltas(model, step, pieces[step.index], body)
         ]
         if frames or not steps:
             yield b"".join(frames) or sse.KEEP_ALIVE
@@ -180,14 +181,15 @@ async def _events(
 
 
 def _deltas(
-    model: ServedModel, step: Step, pieces: ToolCallPieces, *, timed: bool
+    model: ServedModel, step: Step, pieces: ToolCallPieces, body: ChatRequest
 ) -> list[dict[str, Any]]:
     """The chunks of a step: none while its text is held back, two where the answer ends."""
     delta = step.delta
     logprobs = chat_logprobs(model, step.event)
     calls = pieces.take(delta.tool_calls)
+    ids = list(delta.token_ids) if body.return_token_ids else []
     found: list[dict[str, Any]] = []
-    if delta.text or delta.reasoning or calls or logprobs is not None:
+    if delta.text or delta.reasoning or calls or logprobs is not None or ids:
         fields = ChatDelta()
         if delta.reasoning:
             fields.reasoning_content = delta.reasoning
@@ -195,11 +197,11 @@ def _deltas(
             fields.tool_calls = calls
         if delta.text or not (delta.reasoning or calls):
             fields.content = delta.text
-        found.append({"delta": fields, "logprobs": logprobs})
+        found.append({"delta": fields, "logprobs": logprobs, "token_ids": ids or UNSET})
     if delta.result is not None:
         reason = chat_finish_reason(delta.result)
         last: dict[str, Any] = {"delta": ChatDelta(), "finish_reason": reason}
-        if timed:
+        if body.wants_timings:
             last["timings"] = timings_of(delta.result)
         found.append(last)
     return found

@@ -174,6 +174,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     logprobs: ChoiceLogprobs | None = None
     finish_reason: str
     timings: Timings | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET  # of the answer, its end token included
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -204,6 +205,7 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
     logprobs: ChoiceLogprobs | None = None
     finish_reason: str | None = None
     timings: Timings | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):

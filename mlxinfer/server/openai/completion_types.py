@@ -47,6 +47,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     timings: Timings | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET  # of the answer, its end token included
 
 
 class Completion(msgspec.Struct, kw_only=True):

@@ -119,7 +119,7 @@ class ChoiceWriter:
         self, model: ServedModel, answer: OutputProcessor, body: CompletionRequest, prompt: Prompt
     ) -> None:
         self.silent = body.max_tokens == 0
-        self._timed = body.wants_timings
+        self._timed, self._with_ids = body.wants_timings, body.return_token_ids
         self._scores = answer.prompt_scores
         self._echo = prompt if body.echo else None
         self._logprobs: LogprobsWriter | None = None
@@ -136,9 +136,12 @@ class ChoiceWriter:
             if self._logprobs is not None and event.token_id is not None and event.logprobs:
                 self._logprobs.add(event.token_id, event.logprobs)
         logprobs = self._logprobs.take() if self._logprobs else None
+        ids = list(step.delta.token_ids) if self._with_ids and not self.silent else []
         found = []
-        if text or (logprobs is not None and logprobs.tokens):
-            found.append(CompletionChoice(text=text, index=index, logprobs=logprobs))
+        if text or ids or (logprobs is not None and logprobs.tokens):
+            piece = CompletionChoice(text=text, index=index, logprobs=logprobs)
+            piece.token_ids = ids or UNSET
+            found.append(piece)
         if step.delta.result is not None:
             reason = FinishReason.LENGTH if self.silent else step.delta.result.finish_reason
             last = CompletionChoice(text="", index=index, finish_reason=finish_reason(reason))
@@ -169,10 +172,12 @@ def merged(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
             tokens=[x for each in logprobs for x in each.tokens],
             top_logprobs=[x for each in logprobs for x in each.top_logprobs],
         )
+    ids = [i for piece in pieces if piece.token_ids is not UNSET for i in piece.token_ids]
     return CompletionChoice(
         text="".join([piece.text for piece in pieces]),
         index=pieces[0].index,
         logprobs=whole,
+        token_ids=ids or UNSET,
         finish_reason=pieces[-1].finish_reason,
         timings=pieces[-1].timings,
     )

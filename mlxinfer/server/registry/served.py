@@ -1,16 +1,14 @@
 """One running model as the server sees it: a session under a name, with sampling defaults."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ...session.engine_client import EngineClient
 from ...session.engine_factory import EngineOptions, ModelInfo
+from ...session.generation_config import read_sampling
 from ...session.request_builder import RequestBuilder
 from ...session.session import Session
 from ...text import Tokenizer, fim_tokens
-from ...text.tokenizer_files import read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,31 +107,4 @@ def read_defaults(folder: Path) -> SamplingDefaults:
     Raises:
         CheckpointError: the file is broken.
     """
-    given = read_json(folder / "generation_config.json")
-    usable: dict[str, Any] = {
-        name: given[name]
-        for name, (low, high) in _RANGES.items()
-        if _is_number(given.get(name)) and low <= given[name] <= high
-    }
-    if "top_k" in usable:
-        usable["top_k"] = int(usable["top_k"])
-    if usable.get("top_p") == 0:
-        del usable["top_p"]
-    if usable.get("repetition_penalty") == 0:
-        del usable["repetition_penalty"]
-    if given.get("do_sample") is False:
-        usable["temperature"] = 0.0
-    return SamplingDefaults(**usable)
-
-
-_RANGES = {
-    "temperature": (0, 100),
-    "top_p": (0, 1),
-    "top_k": (0, 1_000_000),
-    "min_p": (0, 1),
-    "repetition_penalty": (0, 100),
-}
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    return SamplingDefaults(**read_sampling(folder))

@@ -1,0 +1,70 @@
+"""An answer before the reader's eyes: a card that grows in a notebook, text in a terminal."""
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..progress import in_notebook
+
+if TYPE_CHECKING:
+    from ..outputs import Delta, Result
+
+FRAME_S = 0.1  # between two drawings of a card
+
+
+def show(deltas: "Iterator[Delta]") -> "Result | None":
+    """Show an answer as it comes and return its Result; None: the stream ended without one."""
+    return _show_card(deltas) if in_notebook() else _write(deltas)
+
+
+def _write(deltas: "Iterator[Delta]") -> "Result | None":
+    """Text on stdout; reasoning too, dim, where that is a terminal."""
+    result, tty = None, sys.stdout.isatty()
+    for delta in deltas:
+        result = delta.result or result
+        if delta.reasoning and tty:
+            sys.stdout.write(f"\x1b[2m{delta.reasoning}\x1b[0m")
+        sys.stdout.write(delta.text)
+        sys.stdout.flush()
+    print(flush=True)
+    return result
+
+
+def _show_card(deltas: "Iterator[Delta]") -> "Result | None":
+    from IPython.core.display_functions import display
+
+    from ..core import FinishReason
+    from ..outputs import Result
+
+    ids: list[int] = []
+    text, reasoning, result, drawn_s = "", "", None, 0.0
+    handle: Any = display(_Card(), display_id=True)
+    try:
+        for delta in deltas:
+            text, reasoning = text + delta.text, reasoning + delta.reasoning
+            ids += delta.token_ids
+            result = delta.result or result
+            if time.monotonic() - drawn_s > FRAME_S and result is None:
+                handle.update(_Card(text, reasoning))
+                drawn_s = time.monotonic()
+    finally:  # Ctrl-C too: what came is what is shown
+        stopped = Result(
+            text=text, reasoning=reasoning, token_ids=ids, finish_reason=FinishReason.ABORT
+        )
+        handle.update(result or stopped)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Card:
+    """An answer that has not ended."""
+
+    text: str = ""
+    reasoning: str = ""
+
+    def _repr_html_(self) -> str:
+        from .cards import answer_card
+
+        return answer_card(self.text, reasoning=self.reasoning, running=True)

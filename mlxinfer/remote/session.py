@@ -1,0 +1,253 @@
+"""A model behind a server as LLM sees it: the methods of `session.Session`, over HTTP.
+
+What only an engine in this process has (its tokenizer, logits, pinned prefixes) is refused by name.
+"""
+
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from ..core import SamplingParams
+from ..errors import EngineClosedError, InvalidRequestError
+from ..http_json import NoServerError, ServerError, exchange
+from ..outputs import Delta, Result
+from .answer import RemoteAnswer, error_of
+from .request import RemoteRequest, chat_request, text_request
+
+API_KEY = "MLXINFER_API_KEY"  # environment variable
+ASK_S = 30.0  # that a server may take to say what it is
+PARALLEL = 64  # requests of one batch at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteInfo:
+    """What a server says of a model."""
+
+    name: str
+    url: str
+    max_context: int | None  # tokens; None: the model has not been loaded yet
+
+    @property
+    def summary(self) -> str:
+        """One short line."""
+        return f"at {self.url}"
+
+
+class RemoteSession:
+    """One model of a server.
+
+    Args:
+        url: of the server, with or without /v1.
+        api_key: None: MLXINFER_API_KEY.
+        served_model: name or alias; None: the first.
+
+    Attributes:
+        info: what the server says of the model.
+
+    Raises:
+        InvalidRequestError: no address.
+        ServerError: no server answers there, it refused, or it has no such model.
+    """
+
+    def __init__(self, url: str, api_key: str | None, served_model: str | None) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        if not urlsplit(self._url).hostname:
+            raise InvalidRequestError(f"{url} is no address; one looks like http://host:8080.")
+        key = api_key or os.environ.get(API_KEY)
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        found = exchange(self._url, "/v1/models", None, key=key, timeout_s=ASK_S)
+        self.info = _chosen(self._url, found, served_model)
+        self.closed = False
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def prompt(self, prompt: Any, params: Any, form: Any) -> RemoteRequest:
+        """A request to continue one prompt."""
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError("expected params=SamplingParams(...).", param="params")
+        if not isinstance(prompt, str | Sequence) or isinstance(prompt, bytes):
+            raise InvalidRequestError("A prompt is a text or a list of token ids.", param="prompt")
+        return text_request(self.info.name, prompt, params, form)
+
+    def prompts(self, prompts: Any, params: Any, response_format: Any) -> list[RemoteRequest]:
+        """Requests to continue one prompt or many."""
+        one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
+        every = [prompts] if one else list(prompts)
+        given = [params, response_format]
+        settings, forms = (
+            each if isinstance(each, list | tuple) else [each] * len(every) for each in given
+        )
+        if not len(every) == len(settings) == len(forms):
+            raise InvalidRequestError(
+                f"There are {len(every)} prompts, {len(settings)} params and {len(forms)} forms; "
+                "give one for all, or one each."
+            )
+        return [self.prompt(*each) for each in zip(every, settings, forms, strict=True)]
+
+    def chat(
+        self,
+        messages: Any,
+        params: SamplingParams | None,
+        sampling: dict[str, Any],
+        **options: Any,
+    ) -> RemoteRequest:
+        """A request to answer a conversation."""
+        values = sampling
+        if params is not None:
+            changed = params.changed(sampling)
+            values = {name: getattr(changed, name) for name in SamplingParams.__slots__}
+        return chat_request(self.info.name, messages, values, **options)
+
+    def run(
+        self, built: Sequence[RemoteRequest], watch: Callable[[Result], None] | None = None
+    ) -> list[Result]:
+        """Run requests together to their ends; the first error is raised, the others go on."""
+
+        def one(request: RemoteRequest) -> Result:
+            result = None
+            for delta in self.stream(request, None):
+                result = delta.result
+            assert result is not None
+            if watch is not None:
+                watch(result)
+            return result
+
+        if len(built) == 1:
+            return [one(built[0])]
+        with ThreadPoolExecutor(min(PARALLEL, len(built) or 1)) as pool:
+            return list(pool.map(one, built))
+
+    def stream(self, built: RemoteRequest, owner: object) -> Iterator[Delta]:
+        """The deltas of one request; leaving the loop hangs up, which ends it at the server."""
+        import httpx2
+
+        answer = RemoteAnswer()
+        with (
+            self._failures(),
+            httpx2.Client(**self._options()) as client,
+            client.stream("POST", built.path, json=built.body) as response,
+        ):
+            if response.status_code != 200:
+                raise _refusal(response.status_code, response.read())
+            for line in response.iter_lines():
+                if (delta := answer.push(line)) is not None:
+                    yield delta
+        yield answer.finish()
+
+    async def astream(self, built: RemoteRequest) -> AsyncIterator[Delta]:
+        """`stream` for asyncio."""
+        import httpx2
+
+        answer = RemoteAnswer()
+        with self._failures():
+            async with (
+                httpx2.AsyncClient(**self._options()) as client,
+                client.stream("POST", built.path, json=built.body) as response,
+            ):
+                if response.status_code != 200:
+                    raise _refusal(response.status_code, await response.aread())
+                async for line in response.aiter_lines():
+                    if (delta := answer.push(line)) is not None:
+                        yield delta
+        yield answer.finish()
+
+    # -- what it knows --------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """What the server says of the model and its memory."""
+        key = self._headers.get("authorization", "").removeprefix("Bearer ")
+        found = exchange(self._url, "/admin/models", None, key=key or None, timeout_s=ASK_S)
+        models = [each for each in found["models"] if each["name"] == self.info.name]
+        return dict(models[0]) if models else {}
+
+    def close(self) -> None:
+        """Ask no more; the server goes on."""
+        self.closed = True
+
+    def pin(self, prompt: object) -> int:
+        """Refused."""
+        raise self._refused("pin", "a server keeps prefixes for all its clients by their use")
+
+    def logits(self, prompt: object) -> Any:
+        """Refused."""
+        raise self._refused("logits", "a server gives tokens, not logits")
+
+    @property
+    def chat_params(self) -> SamplingParams:
+        """Refused."""
+        raise self._refused("chat_params", "the server has them, and uses them")
+
+    @property
+    def path(self) -> Path:
+        """Refused."""
+        raise self._refused("path", "the files are the server's")
+
+    @property
+    def tokenizer(self) -> Any:
+        """Refused."""
+        raise self._refused("tokenizer", "it is the server's; POST /tokenize asks it")
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Refused."""
+        raise self._refused("end_ids", "they are the server's")
+
+    def _refused(self, name: str, reason: str) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"{name} is not there for the model at {self._url}: {reason}.", param=name
+        )
+
+    def _options(self) -> dict[str, Any]:
+        """Of a client: answers may be long in coming, and the key goes to this server alone."""
+        import httpx2
+
+        if self.closed:
+            raise EngineClosedError("This LLM is closed; build a new one.")
+        return {
+            "base_url": self._url,
+            "headers": self._headers,
+            "timeout": httpx2.Timeout(ASK_S, read=None),
+            "trust_env": False,
+            "follow_redirects": False,
+        }
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        import httpx2
+
+        try:
+            yield
+        except httpx2.ConnectError as error:
+            raise NoServerError(f"No server answers at {self._url}: {error}.") from None
+        except httpx2.HTTPError as error:
+            raise ServerError(f"The connection to {self._url} broke: {error}.") from None
+
+
+def _chosen(url: str, found: Any, name: str | None) -> RemoteInfo:
+    """The model of this name or alias, or the first."""
+    try:
+        models = {each["id"]: each for each in found["data"]}
+        names = {alias: m for m in models.values() for alias in m.get("aliases") or ()} | models
+    except (KeyError, TypeError):
+        raise ServerError(f"What answers at {url} is no server of models.") from None
+    if not models or (name is not None and name not in names):
+        said = f"has no model {name!r}; it has {', '.join(models)}" if models else "has no model"
+        raise ServerError(f"The server at {url} {said}.")
+    model = next(iter(models.values())) if name is None else names[name]
+    return RemoteInfo(name=model["id"], url=url, max_context=model.get("max_model_len"))
+
+
+def _refusal(status: int, body: bytes) -> Exception:
+    import json
+
+    try:
+        said = json.loads(body)["error"]
+    except (ValueError, KeyError, TypeError):
+        said = {"message": f"The server answered with status {status}."}
+    return error_of(said, status)

@@ -169,7 +169,13 @@ PAGED_NAME = "paged_attention"
 _SHARED_FILES = (
     *("attention_fragments.h", "attention_outputs.h", "attention_softmax.h", "paged_spans.h"),
     "stored_codes.h",
-    *("attention_reduce.metal", "attention_reduce.py", "attention_plan.py", "attention_shape.py"),
+    *(
+        "attention_reduce.metal",
+        "attention_reduce.py",
+        "attention_plan.py",
+        "attention_shape.py",
+        "chips.py",
+    ),
     "stored.py",
 )
 PAGED_FILES = (

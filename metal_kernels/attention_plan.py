@@ -6,13 +6,14 @@ B = sequences, BLOCK = 16 tokens, which kernels handle together.
 
 from array import array
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from .chips import gpu_cores
 from .launch import MIN_NUMBERS
 
 Ints = NDArray[np.int32]
@@ -20,13 +21,14 @@ Numbers: TypeAlias = "Ints | array[int]"  # of int32 both
 
 BLOCK = 16
 MAX_QUERIES = 8
-MIN_ITEM_BLOCKS = 16  # fewer tokens do not pay for the partials that they leave behind
+MIN_ITEM_BLOCKS = 16  # fewer tokens do not pay for the partials that they leave behind,
+FEW_ITEM_BLOCKS = 2  # unless cores would stand idle
 ITEMS_PER_CORE = 8
+MIN_ITEMS_PER_CORE = 2
 NUM_SIZES = NUM_FIELDS = 8  # PLAN_SIZES and SPAN_FIELDS in paged_spans.h
 START, STOP, FIRST_ITEM = 1, 2, 7  # fields of a span
 NUM_WORK, TABLE = 4, 3  # of an item: WORK_FIELDS in paged_spans.h
 ENDLESS = 2**30  # a window that hides nothing
-CORES = {"p": 6, "g": 10, "s": 32, "d": 64}  # by the last letter of MLX's architecture name
 
 
 class AttentionPlan(NamedTuple):
@@ -84,7 +86,7 @@ class AttentionPlanner:
         kv_heads: of a layer.
         window: positions up to a query that it sees; None: all.
         sinks: positions at the front that every query sees beside its window.
-        cores: of the GPU; None: a guess from MLX's name of its architecture.
+        cores: of the GPU; None: those of this machine.
         item_blocks: blocks of 16 tokens that one threadgroup takes at most; None: from the
             lengths and cores.
     """
@@ -110,7 +112,7 @@ class AttentionPlanner:
         self._rows = np.cumsum(counts) - counts
         self._max_queries, self._num_queries = int(counts.max()), int(counts.sum())
         self._page_size, self._window, self._sinks = page_size, window, sinks
-        self._kv_heads, self._cores = kv_heads, cores or guess_cores()
+        self._kv_heads, self._cores = kv_heads, cores or gpu_cores()
         self._item_blocks = item_blocks
         self._seen: tuple[object, ...] = ()  # what the numbers of the step before follow from
         self._numbers = np.zeros(0, np.int32)
@@ -219,10 +221,15 @@ def blocks_per_item(num_blocks: Ints, kv_heads: int, cores: int) -> int:
     """Blocks that one threadgroup takes at most: so that there are 8 threadgroups a core.
 
     Where sequences and heads are many each sequence is one item, and nothing is reduced; where
-    they are few, or one is much longer than the rest, it is split.
+    they are few, or one is much longer than the rest, it is split. Short contexts are split finer,
+    into 2 threadgroups a core, except where nothing would have to be reduced.
     """
-    wanted = -(-int(num_blocks.sum()) * kv_heads // (ITEMS_PER_CORE * cores))
-    return max(wanted, MIN_ITEM_BLOCKS)
+    total = int(num_blocks.sum()) * kv_heads
+    wanted = -(-total // (ITEMS_PER_CORE * cores))
+    if wanted >= MIN_ITEM_BLOCKS or num_blocks.max() <= MIN_ITEM_BLOCKS:
+        return max(wanted, MIN_ITEM_BLOCKS)
+    few = max(total // (MIN_ITEMS_PER_CORE * cores), FEW_ITEM_BLOCKS)
+    return min(few, MIN_ITEM_BLOCKS)
 
 
 def share_blocks(num_blocks: Ints, item_blocks: int) -> tuple[Ints, Ints]:
@@ -239,11 +246,3 @@ def share_blocks(num_blocks: Ints, item_blocks: int) -> tuple[Ints, Ints]:
     work[:, 1] = index * blocks // items
     work[:, 2] = (index + 1) * blocks // items
     return first_items.astype(np.int32), work
-
-
-@cache
-def guess_cores() -> int:
-    """GPU cores of this machine, roughly: MLX tells the kind of chip, not its size."""
-    if not mx.metal.is_available():
-        return CORES["g"]
-    return CORES.get(str(mx.device_info()["architecture"])[-1:], CORES["g"])

@@ -13,7 +13,7 @@ from .attention_shape import LANES
 from .launch import Launch, MetalKernel
 
 NO_FIGURES = "static_cast<device float*>(nullptr)"  # in a body; never written
-HEADS = 4  # query heads of a threadgroup
+REDUCERS = 8  # SIMD groups that share the items of a query head
 
 
 def includes(*, plain: bool) -> tuple[str, ...]:
@@ -79,8 +79,8 @@ def reduction(
     return Launch(
         _kernel(sinks, log_sums),
         template=[("T", dtype), ("DIM", dim), ("SINKS", sinks), ("LOG_SUMS", log_sums)],
-        grid=(LANES, rows[1], max_places),
-        threadgroup=(LANES, min(rows[1], HEADS), 1),
+        grid=(LANES * REDUCERS, rows[1], max_places),
+        threadgroup=(LANES * REDUCERS, 1, 1),
         **output_sizes(rows, dim, dtype, log_sums=log_sums),
     )
 
@@ -93,11 +93,14 @@ def _kernel(sinks: bool, log_sums: bool) -> MetalKernel:
         outputs=("outputs", "log_sum_exp") if log_sums else ("outputs",),
         includes=includes(plain=True),
         body=f"""
+  threadgroup float found[REDUCERS];
+  threadgroup float slices[REDUCERS * ROUND_CHUNKS * 32];
+  const ReduceScratch scratch = {{found, slices}};
   attention_reduce<DIM, SINKS, LOG_SUMS>(
       partials, figures, {"sink_logits" if sinks else "partials"}, StepPlan{{plan}},
       partials_shape[1], outputs, {"log_sum_exp" if log_sums else NO_FIGURES},
-      thread_position_in_grid.y, thread_position_in_grid.z, thread_index_in_simdgroup,
-      threads_per_grid.y);
+      scratch, threadgroup_position_in_grid.y, threadgroup_position_in_grid.z,
+      simdgroup_index_in_threadgroup, thread_index_in_simdgroup, threadgroups_per_grid.y);
 """,
     )
 

@@ -14,11 +14,11 @@ from .attention_plan import (
     TABLE,
     AttentionPlan,
     Ints,
-    guess_cores,
     plan_numbers,
     share_blocks,
     visible_blocks,
 )
+from .chips import gpu_cores
 
 TILES_PER_CORE = 2  # threadgroups below which long tiles are split
 MAX_PARTIAL_BYTES = 2 << 20  # that split tiles may leave to be reduced
@@ -68,7 +68,7 @@ class Chunks:
             tile_queries: query tokens of a threadgroup.
             kv_heads: of a layer.
             partial_bytes: of one item's partial outputs, all heads together.
-            cores: of the GPU; None: as MLX's name of its architecture says.
+            cores: of the GPU; None: those of this machine.
             item_blocks: blocks of one threadgroup at most; None: from tiles and cores.
         """
         num_tiles = -(-self.counts // tile_queries)
@@ -80,7 +80,7 @@ class Chunks:
         sink_blocks, gaps, num_blocks = visible_blocks(starts, stops, self.window, self.sinks)
         order = np.argsort(-num_blocks, kind="stable")
         if item_blocks is None:
-            cores = cores or guess_cores()
+            cores = cores or gpu_cores()
             item_blocks = _item_blocks(num_blocks, kv_heads, partial_bytes, cores)
         first_items, work = share_blocks(num_blocks[order], item_blocks)
         work[:, TABLE] = chunk[order][work[:, 0]]

@@ -1,12 +1,14 @@
 from itertools import product
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.cache.groups import AttentionWindow
 from mlxinfer.metal_kernels.attention_plan import (
     BLOCK,
+    FEW_ITEM_BLOCKS,
     MIN_ITEM_BLOCKS,
     AttentionPlanner,
     blocks_per_item,
@@ -21,6 +23,7 @@ from mlxinfer.metal_kernels.attention_shape import (
     registers,
     threadgroup_shape,
 )
+from mlxinfer.metal_kernels.chips import cores_of
 
 counts = st.lists(st.integers(1, 200), min_size=1, max_size=9)
 
@@ -42,11 +45,30 @@ def test_items_take_every_block_once_and_equally(blocks: list[int], item_blocks:
 @given(counts, st.sampled_from([1, 4, 8]), st.sampled_from([8, 40, 80]))
 def test_enough_threadgroups_but_no_tiny_ones(blocks: list[int], kv_heads: int, cores: int) -> None:
     wanted = blocks_per_item(np.array(blocks, np.int32), kv_heads, cores)
-    assert wanted >= MIN_ITEM_BLOCKS
     _, work = share_blocks(np.array(blocks, np.int32), wanted)
+    assert wanted >= FEW_ITEM_BLOCKS
     if wanted > MIN_ITEM_BLOCKS:
         assert len(work) * kv_heads <= (8 * cores + len(blocks)) * kv_heads
         assert len(work) * kv_heads >= sum(blocks) * kv_heads / wanted
+    if wanted < MIN_ITEM_BLOCKS:
+        assert wanted == FEW_ITEM_BLOCKS or len(work) * kv_heads >= 2 * cores
+
+
+@pytest.mark.parametrize("tokens", [1_024, 1_536, 2_048])
+@pytest.mark.parametrize("kv_heads", [4, 8])
+def test_a_short_context_alone_keeps_40_cores_busy(tokens: int, kv_heads: int) -> None:
+    blocks = np.array([tokens // BLOCK], np.int32)
+    items = len(share_blocks(blocks, blocks_per_item(blocks, kv_heads, 40))[1])
+    assert items * kv_heads >= 2 * 40
+    before = -(-int(blocks[0]) // MIN_ITEM_BLOCKS)  # without a finer split
+    assert before * kv_heads < 2 * 40
+
+
+def test_cores_by_name_else_by_family() -> None:
+    assert cores_of("Apple M3 Ultra", "applegpu_g15d") == 80
+    assert cores_of("Apple M9 Max", "applegpu_g21s") == 40
+    assert cores_of("Apple M9", "applegpu_g21g") == 20
+    assert cores_of("", "") == 20
 
 
 def test_a_long_sequence_is_split_and_a_full_batch_is_not() -> None:

@@ -1,8 +1,10 @@
 """For all tests: a fast BLAS before MLX is imported, and the same drawn examples every time."""
 
+import gc
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +16,11 @@ os.environ["MLXINFER_HISTORY"] = "off"  # tests write to no user's history
 os.environ["MLXINFER_SERVE_STORE"] = "false"  # ... or to the stored responses
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
+gc.disable()  # until the tests are collected
+# Every command that a test starts would compile the package again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 settings.register_profile(
@@ -24,6 +31,13 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("default")
+
+
+def pytest_collection_finish() -> None:
+    """What collecting has made stays to the end: a full collection need not look at it."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -38,26 +38,33 @@ def test_chunks_beside_others(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("num_prompt", [3, 17])
-def test_steps_beside_others(case: str, num_prompt: int) -> None:
-    """The reference's own tokens, forced one by one, so that every position is a decode step."""
+def test_steps_beside_others(case: str) -> None:
+    """The reference's own tokens, forced one by one after two beginnings of them in one batch, so
+    that every position is a decode step.
+    """
     ids, expected = reference(case)
-    harness = Harness(tiny_model(case), launch_ahead=False)
-    params = SamplingParams(max_tokens=len(ids), logprobs=0)
-    harness.add("it", ids[:num_prompt], params)
-    harness.add("beside", prompt(9), SamplingParams(max_tokens=50))
-    logits = []
+    harness = Harness(tiny_model(case), launch_ahead=False, prefix_cache=False)
+    logits: dict[int, list[np.ndarray]] = {3: [], 17: []}  # by the length of the prompt
+    slots = dict(enumerate(logits))
+    for num_prompt in logits:
+        params = SamplingParams(max_tokens=len(ids), logprobs=0)
+        harness.add(str(num_prompt), ids[:num_prompt], params)
     wrapped = harness.loop.runner.sampler.sample
 
-    def spy(rows, slots, *rest):  # type: ignore[no-untyped-def]
-        logits.extend(np.array(rows)[[s == 0 for s in slots]])
-        return wrapped(rows, slots, *rest)
+    def spy(rows, places, *rest):  # type: ignore[no-untyped-def]
+        for row, place in zip(np.array(rows), places, strict=True):
+            logits[slots[place]].append(row)
+        return wrapped(rows, places, *rest)
 
     harness.loop.runner.sampler.sample = spy  # type: ignore[method-assign]
-    sequence = harness.loop.scheduler.queues.find("it")
-    assert sequence is not None
-    while len(logits) <= len(ids) - num_prompt:
+    sequences = {
+        num_prompt: harness.loop.scheduler.queues.find(str(num_prompt)) for num_prompt in logits
+    }
+    while any(len(logits[num_prompt]) <= len(ids) - num_prompt for num_prompt in logits):
         harness.turn()
-        if sequence.num_known > num_prompt and sequence.num_known <= len(ids):
-            sequence.token_ids[-1] = ids[sequence.num_known - 1]
-    assert_parity(np.stack(logits), expected[num_prompt - 1 :])
+        for num_prompt, sequence in sequences.items():
+            assert sequence is not None
+            if num_prompt < sequence.num_known <= len(ids):
+                sequence.token_ids[-1] = ids[sequence.num_known - 1]
+    for num_prompt, rows in logits.items():
+        assert_parity(np.stack(rows[: len(ids) - num_prompt + 1]), expected[num_prompt - 1 :])

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UnsupportedModelError
 from ..models.config import ModelConfig, normalise
 from ..models.registry import family
 from ..models.weights import Rename, Weights
@@ -122,6 +122,11 @@ def arrange(source: Source) -> ArrangedSource:
     outputs: dict[str, OutputTensor] = {}
     dropped: list[str] = []
     for name in source.tensors:
+        if builder.transposed_experts and name.endswith(_PACKED):
+            raise UnsupportedModelError(
+                f"{name!r} of {source.label} is a stack of experts with inputs before outputs, "
+                "which is not converted here; it loads as it is, and `mlx_lm.convert` converts it."
+            )
         target = stacked_as.get(name, name)
         ours = rename(target)
         ahead = _ahead(target) if ours is None else None

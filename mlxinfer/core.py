@@ -289,6 +289,8 @@ class KVSpec:
     value_dim: int  # head_dim of V
     window: int | None = None  # a token sees itself and window - 1 before it; None: all
     sinks: int = 0  # with a window: the first positions, which stay visible
+    # The context is cut into chunks of `window` tokens, and a token sees its own chunk alone.
+    chunked: bool = False
     key_bias: bool = False  # the layer says what a bias adds to its keys, see `KeyBias`
 
     @property

@@ -208,8 +208,8 @@ def lay_out(
 
 
 def _windowed(spec: CacheSpec, options: KVOptions) -> CacheSpec:
-    """A layer's own window stands where it is the smaller one; a state has none."""
-    if isinstance(spec, StateSpec | OwnCacheSpec):
+    """A layer's own window stands where it is the smaller one, and its chunks; a state has none."""
+    if isinstance(spec, StateSpec | OwnCacheSpec) or (isinstance(spec, KVSpec) and spec.chunked):
         return spec
     if options.window is None or (spec.window is not None and spec.window <= options.window):
         return spec

@@ -12,19 +12,32 @@ from numpy.typing import NDArray
 
 from .pages import PageAllocator, PageTable
 
+Positions = NDArray[np.int32] | np.int64
 ENDLESS = 2**31  # more tokens than any sequence has
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """The token at position q sees k <= q where k < sinks or k > q - size; `size` None: all."""
+    """The token at position q sees k <= q where k < sinks or k > q - size; `size` None: all.
+
+    `chunked`: it sees k <= q of the same chunk, which are `size` positions from a multiple of it.
+    """
 
     size: int | None = None
     sinks: int = 0
+    chunked: bool = False
 
     def lowest(self, position: int) -> int:
         """The first position after the sinks that the token at `position` sees."""
-        return 0 if self.size is None else max(0, position - self.size + 1)
+        return int(self.lowest_of(np.int64(position)))
+
+    def lowest_of(self, positions: Positions) -> Positions:
+        """The same of each of many positions."""
+        if self.size is None:
+            return positions * 0
+        if self.chunked:
+            return positions - positions % self.size
+        return np.maximum(positions - self.size + 1, 0)
 
     def ranges(self, position: int, stop: int) -> list[tuple[int, int]]:
         """Positions before `stop` that tokens from `position` on may see, as few ranges."""
@@ -38,7 +51,7 @@ class AttentionWindow:
         """Whether each query position sees each key position; arrays that broadcast."""
         visible = keys <= queries
         if self.size is not None:
-            visible &= (keys > queries - self.size) | (keys < self.sinks)
+            visible &= (keys >= self.lowest_of(queries)) | (keys < self.sinks)
         return visible
 
     def kept_pages(self, page_size: int) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..core import LatentSpec, PagedSpec
+from ..core import KVSpec, LatentSpec, PagedSpec
 from .budget import page_counts
 from .formats import PLAIN, Bits
 from .groups import AttentionWindow, PageGroup
@@ -18,7 +18,7 @@ from .step import ChunkPlanner, Planner
 
 MAX_BARE_PAGES = 1 << 16  # of a model without attention, whose pages are numbers alone
 
-GroupKey = tuple[bool, int, int]  # latent, window or 0, sinks
+GroupKey = tuple[bool, int, int, bool]  # latent, window or 0, sinks, chunked
 
 
 @dataclass(slots=True)
@@ -68,10 +68,11 @@ class GroupMaker:
             return [self._bare(budget_bytes, num_pages)]
         members: dict[GroupKey, list[int]] = {}
         for i, spec in enumerate(self.specs):
-            key = isinstance(spec, LatentSpec), spec.window or 0, spec.sinks
+            chunked = isinstance(spec, KVSpec) and spec.chunked
+            key = isinstance(spec, LatentSpec), spec.window or 0, spec.sinks, chunked
             members.setdefault(key, []).append(i)
         found = sorted(members.items(), key=lambda item: item[0])
-        windows = [AttentionWindow(size or None, sinks) for (_, size, sinks), _ in found]
+        windows = [AttentionWindow(key[1] or None, *key[2:]) for key, _ in found]
         costs = [[self.page_bytes(i) for i in layers] for _, layers in found]
         counts = page_counts(
             [sum(cost) + max(cost) for cost in costs],  # the keys or values of one are there twice

@@ -140,7 +140,7 @@ def num_visible(short: Segments, window: AttentionWindow, page_size: int) -> Int
     pages = short.sealed // page_size
     if window.size is None:
         return pages
-    first = np.maximum(short.starts - window.size + 1, 0) // page_size
+    first = window.lowest_of(short.starts) // page_size
     kept = np.minimum(window.kept_pages(page_size), first)
     return np.minimum(kept, pages) + np.maximum(pages - first, 0)
 
@@ -364,7 +364,8 @@ class PlainPlanner:
         positions = segments.starts[:, None] + queries.step
         whole = positions.size == num_rows and queries.unpad is None
         # Ring slot j holds the one position p >= sealed with p % R == j.
-        if window.size is None or window.size >= 2 * size:  # a token sees all of the tail before it
+        # A token sees all of the tail before it, or not.
+        if window.size is None or (window.size >= 2 * size and not window.chunked):
             mask = _ring_masks(size)[mx.array(positions[:, None] + queries.tail_begins)]
         else:
             sealed, slots = segments.sealed[:, None], np.arange(2 * size, dtype=np.int32)

@@ -110,7 +110,7 @@ def _attention_variants(
         return _latent_variants(dtype, mixer.num_heads, spec, bits)
     if not isinstance(mixer, AttentionShape) or not isinstance(spec, KVSpec):
         return []
-    if stored_less_bias(spec, bits):
+    if stored_less_bias(spec, bits) or spec.chunked:
         return []
     group = mixer.num_heads // spec.num_kv_heads
     if not has_dims(dtype, (spec.key_dim, spec.value_dim)):

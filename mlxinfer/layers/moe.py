@@ -36,9 +36,18 @@ class MoE:
         gate_up_proj, down_proj: the experts' matrices; without gates, the first goes up alone.
         activation: between them.
         shared: an expert that every token goes to, with weight 1; None: there is none.
+        weighs_inputs: weights multiply what goes into the experts, not what comes out.
     """
 
-    __slots__ = ("activation", "choose", "down_proj", "gate_up_proj", "router", "shared")
+    __slots__ = (
+        "activation",
+        "choose",
+        "down_proj",
+        "gate_up_proj",
+        "router",
+        "shared",
+        "weighs_inputs",
+    )
 
     def __init__(
         self,
@@ -49,8 +58,10 @@ class MoE:
         down_proj: ExpertProjection,
         activation: Activation,
         shared: FeedForward | None = None,
+        weighs_inputs: bool = False,
     ) -> None:
         self.shared = shared
+        self.weighs_inputs = weighs_inputs
         self.router = router
         self.choose = choose
         self.gate_up_proj = gate_up_proj
@@ -65,9 +76,19 @@ class MoE:
     def mix(self, x: mx.array, logits: mx.array) -> mx.array:
         """The same with logits (T, E) that a router gave."""
         weights, experts = self.choose(logits)  # (T, k) each
-        y = self._sorted(x, experts) if experts.size >= SORT_FROM else self._direct(x, experts)
-        y = (weights[:, None].astype(y.dtype) @ y)[:, 0]
+        if self.weighs_inputs:  # each pair is a token of its own, with one expert
+            weighted = x[:, None] * weights[..., None].astype(x.dtype)  # (T, k, hidden)
+            pairs = weighted.flatten(0, 1)
+            y = mx.unflatten(self._outputs(pairs, experts.reshape(-1, 1)), 0, experts.shape)
+            y = y.sum(axis=(1, 2))
+        else:
+            y = self._outputs(x, experts)
+            y = (weights[:, None].astype(y.dtype) @ y)[:, 0]
         return y if self.shared is None else self.shared(x, y)
+
+    def _outputs(self, x: mx.array, experts: mx.array) -> mx.array:
+        """x (T, hidden), experts (T, k) -> what each expert makes of its tokens, (T, k, hidden)."""
+        return self._sorted(x, experts) if experts.size >= SORT_FROM else self._direct(x, experts)
 
     def _direct(self, x: mx.array, experts: mx.array) -> mx.array:
         return self._run(x[:, None, None], experts, False)[..., 0, :]  # (T, k, hidden)
@@ -111,6 +132,17 @@ def top_k_softmax(k: int) -> Choose:
         experts = mx.argpartition(logits, kth=-k, axis=-1)[:, -k:]
         chosen = mx.take_along_axis(logits, experts, axis=-1)
         return mx.softmax(chosen, axis=-1, precise=True), experts
+
+    return choose
+
+
+def sigmoid_of_top_k(k: int) -> Choose:
+    """The sigmoid of each of the k largest logits."""
+
+    def choose(logits: mx.array) -> tuple[mx.array, mx.array]:
+        experts = mx.argpartition(logits, kth=-k, axis=-1)[:, -k:]
+        chosen = mx.take_along_axis(logits, experts, axis=-1)
+        return mx.sigmoid(chosen.astype(mx.float32)), experts
 
     return choose
 

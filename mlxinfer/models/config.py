@@ -44,6 +44,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     windows: tuple[int | None, ...]  # tokens a layer sees, itself included; None: all
     ropes: tuple[RopeSpec | None, ...]  # None: a layer without positions
+    chunked: bool = False  # windows are chunks, see `KVSpec`
     attention_scale: float
     qkv_bias: bool = False
     o_bias: bool = False
@@ -81,7 +82,8 @@ class ModelConfig:
         if self.latent is not None:
             return self.latent
         kv_heads, dim = self.heads_of(index)
-        return KVSpec(kv_heads, dim, dim, self.windows[index])
+        window = self.windows[index]
+        return KVSpec(kv_heads, dim, dim, window, chunked=self.chunked and window is not None)
 
     def heads_of(self, index: int) -> tuple[int, int]:
         """KV heads of a layer, and the size of its heads."""

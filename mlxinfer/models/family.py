@@ -46,6 +46,7 @@ class Family:
         norm_offset: what is added to stored norm weights.
         output_proj, qk_norms, final_norm: the checkpoint's names of attention's output projection,
             of the norms of Q and K, and of the norm behind the last layer.
+        transposed_experts: stacks of experts on the hub have inputs before outputs.
         dense_matrices: ends of the paths of matrices that mlx-lm cannot load quantised.
         interleaved: rotary pairs stand side by side in the checkpoint. They are put half a part
             apart as they are loaded, in Q and K alike, which leaves every score as it is.
@@ -59,6 +60,7 @@ class Family:
     soft_caps: ClassVar[bool] = False
     norm_offset: float = 0.0
     interleaved: ClassVar[bool] = False
+    transposed_experts: ClassVar[bool] = False
     dense_matrices: ClassVar[tuple[str, ...]] = ()
     output_proj: ClassVar[str] = "o_proj"
     qk_norms: ClassVar[tuple[str, str]] = ("q_norm", "k_norm")
@@ -277,6 +279,7 @@ class Family:
         *,
         router: str = "gate",
         shared: FeedForward | None = None,
+        weighs_inputs: bool = False,
     ) -> MoE:
         """The mixture of experts at `path`.
 
@@ -294,6 +297,9 @@ class Family:
         def stack(name: str, out_dims: int, in_dims: int) -> StoredMatrix:
             each = f"{path}.experts.{{}}.{name}_proj"
             shape = (count, out_dims, in_dims)
+            if packed and self.transposed_experts:
+                weight = weights.take(f"{stacks}.{name}_proj.weight", (count, in_dims, out_dims))
+                return StoredMatrix(mx.contiguous(weight.swapaxes(1, 2)))
             if packed:
                 return weights.matrix(f"{stacks}.{name}_proj", shape)
             return weights.experts(f"{stacks}.{name}_proj", each, shape)
@@ -314,6 +320,7 @@ class Family:
             down_proj=down,
             activation=self.activation,
             shared=shared,
+            weighs_inputs=weighs_inputs,
         )
 
     def causal_conv(self, path: str, state: StateSpec, *, bias: bool = False) -> CausalConv:
@@ -335,7 +342,7 @@ class Family:
         kv_spec = config.cache_spec(index)
         assert isinstance(kv_spec, KVSpec)
         weight = self._head_norm_weight(index) if self.has_head_norms() else None
-        norm = self.qk_norm(path)
+        norm = self.qk_norm(index)
         if weight is not None:
             norm = self.make.norm(weight, config.rms_norm_eps)
         make_heads = None
@@ -356,7 +363,7 @@ class Family:
             scale=config.attention_scale * (scale_factor(spec, dim) if spec else 1.0),
             rope=self.rope(spec, dim) if spec else None,
             qk_norm=norm,
-            norm_last=self.norm_last,
+            norm_last=self.norm_last and norm is not None,
             query_scale=self.query_scale(index),
             v_norm=self.v_norm(index),
             sinks=self.weights.take(f"{path}.sinks", (heads,)) if self.sinks else None,
@@ -390,7 +397,7 @@ class Family:
             orders=orders,
         )
 
-    def qk_norm(self, path: str) -> Norm | None:
+    def qk_norm(self, index: int) -> Norm | None:
         """A norm over (T, num_heads + num_kv_heads, head_dim) that is not one over each head."""
         return None
 
@@ -406,9 +413,10 @@ class Family:
         """Whether Q and K have a norm over each head."""
         return self.head_norms
 
-    def wide_qk_norm(self, path: str) -> WideQKNorm:
+    def wide_qk_norm(self, index: int) -> WideQKNorm:
         """One norm over the whole of Q, and one over the whole of K."""
         config, dim = self.config, self.config.head_dim
+        path = f"model.layers.{index}.self_attn"
         return WideQKNorm(
             self.norm(f"{path}.q_norm", config.num_heads * dim),
             self.norm(f"{path}.k_norm", config.num_kv_heads * dim),

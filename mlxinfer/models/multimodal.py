@@ -11,13 +11,16 @@ from .jsonfields import Fields
 
 _QWEN2 = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen2_vl": "qwen2"}
 WRAPPERS: Mapping[str, Mapping[str, str]] = {  # model_type -> those of its text, and ours of them
+    "llama4": {"llama4_text": "llama4_text"},
     "mistral3": {"mistral": "mistral", "ministral3": "ministral3", "mistral4": "mistral4"},
     "kimi_k25": {"kimi_k2": "kimi_k2", "deepseek_v3": "deepseek_v3"},
+    "kimi_vl": {"deepseek_v3": "deepseek_v3"},
     "lfm2_vl": {"lfm2": "lfm2", "lfm2_moe": "lfm2_moe"},
     "lfm2-vl": {"lfm2": "lfm2", "lfm2_moe": "lfm2_moe"},
     "qwen2_vl": _QWEN2,
     "qwen2_5_vl": {**_QWEN2, "qwen2_5_vl": "qwen2"},
     "qwen3_vl": {"qwen3_vl_text": "qwen3", "qwen3_vl": "qwen3"},
+    "qwen3_vl_moe": {"qwen3_vl_moe_text": "qwen3_moe", "qwen3_vl_moe": "qwen3_moe"},
 }
 _LANGUAGE = {
     "language_model.model.": "model.",

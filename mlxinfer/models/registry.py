@@ -8,6 +8,7 @@ from .multimodal import WRAPPERS
 
 FAMILIES = {  # model_type -> module in families/, class
     "llama": ("llama", "Llama"),
+    "llama4_text": ("llama4", "Llama4"),
     "mistral": ("llama", "Mistral"),
     "qwen2": ("qwen", "Qwen2"),
     "qwen3": ("qwen", "Qwen3"),

@@ -38,10 +38,11 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 @dataclass(frozen=True, slots=True)
 class Shape(dense.Shape):
-    """Sizes of a Qwen3 decoder, with experts if `num_experts`."""
+    """Sizes of a Qwen3 decoder, with experts if `num_experts`; of a Qwen2 one if `key_bias`."""
 
     num_experts: int = 0
     experts_per_token: int = 2
+    key_bias: float = 0.0  # of the slow pairs of a key, at first
 
 
 SHAPES = {
@@ -49,7 +50,10 @@ SHAPES = {
     "moe": Shape(
         hidden_size=192, num_heads=3, num_kv_heads=1, intermediate_size=192, num_experts=8
     ),
+    # As large as those published for Qwen 2.5: norms of 600 to 900 (llama.cpp issue 21385).
+    "key-bias": Shape(key_bias=100.0),
 }
+SLOW_PAIRS = 8  # of a head; they turn by a radian in a thousand tokens and more
 
 
 class Experts(nn.Module):
@@ -85,8 +89,11 @@ class Model(dense.Model):
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
-        for layer in self.model.layers if shape.num_experts else ():
-            layer.mlp = Experts(shape)
+        for layer in self.model.layers:
+            if shape.num_experts:
+                layer.mlp = Experts(shape)
+            if shape.key_bias:
+                add_biases(layer.self_attn, shape)
 
     def __call__(self, ids: mx.array) -> mx.array:
         """Map token ids (B, L) to logits (B, L, vocab)."""
@@ -94,6 +101,18 @@ class Model(dense.Model):
         for layer in self.model.layers:
             x = layer(x)
         return self.lm_head(self.model.norm(x))
+
+
+def add_biases(attention: Any, shape: Shape) -> None:
+    """Biases on Q, K and V in place of the norms of Q and K, large ones on K."""
+    attention.q_norm = attention.k_norm = nn.Identity()
+    for name in "qkv":
+        old = attention[f"{name}_proj"].weight
+        attention[f"{name}_proj"] = nn.Linear(old.shape[1], old.shape[0])
+    heads, half = shape.num_kv_heads, shape.head_dim // 2
+    slow = (mx.arange(shape.head_dim) % half >= half - SLOW_PAIRS) * shape.key_bias
+    signs = mx.where(mx.random.bernoulli(0.5, (heads, shape.head_dim)), 1.0, -1.0)
+    attention.k_proj.bias = (signs * slow).flatten()
 
 
 def train(shape: Shape, minutes: float) -> tuple[Model, float]:
@@ -140,9 +159,10 @@ def write(folder: Path, shape: Shape, model: Model) -> None:
 
 def config(shape: Shape) -> dict[str, Any]:
     """config.json."""
-    kind = "qwen3_moe" if shape.num_experts else "qwen3"
+    kind = "qwen3_moe" if shape.num_experts else "qwen2" if shape.key_bias else "qwen3"
+    name = {"qwen3_moe": "Qwen3Moe", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind]
     own: dict[str, Any] = json.loads((TOKENIZER / "config.json").read_text()) | {
-        "architectures": ["Qwen3MoeForCausalLM" if shape.num_experts else "Qwen3ForCausalLM"],
+        "architectures": [f"{name}ForCausalLM"],
         "model_type": kind,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,

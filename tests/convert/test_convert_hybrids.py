@@ -10,6 +10,8 @@ from convert_cases import TEXT, convert, write_source
 from models.test_hybrid_layouts import nested, packed, prefixed, tensors_of
 from test_convert_run import by_mlxinfer
 
+from mlxinfer.errors import UnsupportedModelError
+
 CASES = (
     "qwen3_next-v4",
     "qwen3_5_text-v4",
@@ -49,6 +51,12 @@ def test_a_multimodal_source_becomes_its_language_model(case: str, tmp_path: Pat
     source = multimodal(tmp_path / "source", case)
     convert(source, tmp_path / "out", "bf16")
     np.testing.assert_array_equal(by_mlxinfer(tmp_path / "out"), by_mlxinfer(source))
+
+
+def test_stacks_with_inputs_first_are_refused_by_name(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source", "llama4_text-v4")
+    with pytest.raises(UnsupportedModelError, match=r"experts\.\w+' .* inputs before outputs"):
+        convert(source, tmp_path / "out", "bf16")
 
 
 def ahead(tensors: dict[str, mx.array]) -> dict[str, mx.array]:

@@ -39,7 +39,7 @@ ALL_CASES = (
     *("qwen3-v4", "mistral-v4", "gemma3_text-v4", "gpt_oss-v4", "qwen3_moe-v4", LATENT, *HYBRIDS),
     *("zoo mimo_v2_flash", "zoo minicpm3", "zoo jamba"),  # the last on caches of its own
     *("qwen3_next-v4", "qwen3_5_text-v4", "granitemoehybrid-v4", "lfm2-v4", "lfm2_moe-v4"),
-    *("nemotron_h-v4", "falcon_h1-v4", "gemma4_e-v4", "gemma3n_text-v4"),
+    *("nemotron_h-v4", "falcon_h1-v4", "gemma4_e-v4", "gemma3n_text-v4", "llama4_text-v4"),
 )
 CASES = tuple(filter(None, os.environ.get("MLXINFER_CASES", "").split(","))) or ALL_CASES
 

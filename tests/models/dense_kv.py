@@ -60,6 +60,7 @@ class DenseLayerKV:
             scale=scale,
             window=self.spec.window,
             kept=self.spec.sinks,
+            chunked=self.spec.chunked,
             sinks=sinks,
             soft_cap=soft_cap,
         )
@@ -187,10 +188,13 @@ class DenseCache:
         return model.logits(hidden)
 
 
-def masked_attention(q, k, v, *, scale, window=None, kept=0, sinks=None, soft_cap=None):
+def masked_attention(
+    q, k, v, *, scale, window=None, kept=0, chunked=False, sinks=None, soft_cap=None
+):
     """q (L, H, D): the last L tokens of k (S, Hkv, D) and v (S, Hkv, Dv) -> (L, H, Dv).
 
-    With a window the first `kept` positions stay visible; `sinks` are learned logits.
+    With a window the first `kept` positions stay visible; `sinks` are learned logits. `chunked`:
+    the context is cut into chunks of `window` tokens, which do not see each other.
     """
     length, heads, _ = q.shape
     total, kv_heads, _ = k.shape
@@ -201,7 +205,11 @@ def masked_attention(q, k, v, *, scale, window=None, kept=0, sinks=None, soft_ca
         scores = soft_cap * mx.tanh(scores / soft_cap)
     at = mx.arange(total - length, total)[:, None]
     of = mx.arange(total)[None]
-    seen = of <= at if window is None else (of <= at) & ((of > at - window) | (of < kept))
+    seen = of <= at
+    if chunked:
+        seen = seen & (of // window == at // window)
+    elif window is not None:
+        seen = seen & ((of > at - window) | (of < kept))
     scores = mx.where(seen, scores, -mx.inf)
     if sinks is not None:
         column = mx.broadcast_to(sinks[:, None, None], (heads, length, 1)).astype(scores.dtype)

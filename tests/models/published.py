@@ -91,6 +91,29 @@ PUBLISHED: dict[str, Published] = {
         1.236,
         32_768,
     ),
+    "Llama-4-Scout-17B-16E": Published(  # 109 with what sees, which takes 0.9
+        {
+            "model_type": "llama4_text",
+            **_sizes(48, 5120, 8192, 40, 8, 202_048),
+            "head_dim": 128,
+            "rope_theta": 5e5,
+        },
+        107.8,
+        196_608,
+    ),
+    "Llama-4-Maverick-17B-128E": Published(
+        {
+            "model_type": "llama4_text",
+            **_sizes(48, 5120, 8192, 40, 8, 202_048),
+            "head_dim": 128,
+            "rope_theta": 5e5,
+            "num_local_experts": 128,
+            "interleave_moe_layer_step": 2,
+            "use_qk_norm": False,
+        },
+        400.0,
+        196_608,
+    ),
     "Mistral-7B-v0.3": Published(
         {
             "model_type": "mistral",

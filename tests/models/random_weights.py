@@ -29,7 +29,8 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int, *, less_one: boo
     elif len(shape) == 1 or name.endswith("_bias"):
         values = 0.3 * noise
     else:
-        in_dims = shape[-2] if "mlp.experts.gate_up_proj" in name else shape[-1]
+        inputs_first = "mlp.experts.gate_up_proj" in name or "feed_forward.experts.gate_up" in name
+        in_dims = shape[-2] if inputs_first else shape[-1]
         gain = 3.0 if "lm_head" in name or "router" in name or ".gate.weight" in name else 1.0
         values = noise * gain / np.sqrt(in_dims)
     return values.astype(np.float32)

@@ -121,7 +121,49 @@ _KIMI = {
     "moe_intermediate_size": 24,
 }
 
+_LLAMA4 = {
+    **_SMALL,
+    "model_type": "llama4_text",
+    "num_hidden_layers": 5,
+    "intermediate_size_mlp": 112,
+    "rms_norm_eps": 1e-5,
+    "attention_chunk_size": WINDOW,
+    "floor_scale": 10,
+    "attn_scale": 0.4,
+    "tie_word_embeddings": False,
+}
+
 RECORDED_CASES: dict[str, dict[str, Any]] = {
+    "llama4_text-v4": {
+        **_LLAMA4,
+        "head_dim": 24,
+        "intermediate_size": 40,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layers": [1, 0, 1, 1, 0],
+        "attn_temperature_tuning": True,
+        "rope_theta": 1000.0,
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "rope_type": "llama3",
+        },
+    },
+    "llama4_text-v5": {
+        **_LLAMA4,
+        "head_dim": 16,
+        "num_key_value_heads": 1,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_layers": [0, 3],
+        "use_qk_norm": False,
+        "attn_temperature_tuning": False,
+        "attention_bias": True,
+        "rope_parameters": _DEFAULT_ROPE,
+    },
     "lfm2_moe-v4": {
         **_SMALL,
         "model_type": "lfm2_moe",

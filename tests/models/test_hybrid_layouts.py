@@ -93,6 +93,17 @@ def nested(config: dict) -> dict:
     return outer
 
 
+def test_stacks_of_experts_with_inputs_first(tmp_path: Path) -> None:
+    """As Qwen3-VL has them on the hub."""
+    config, tensors = tiny_config("qwen3_moe-v4"), tensors_of("qwen3_moe-v4")
+    stacks = {
+        name: array.swapaxes(1, 2) if ".experts." in name else array
+        for name, array in packed(tensors).items()
+    }
+    found = logits(loaded(tmp_path / "stacks", config, stacks))
+    assert (found == logits(loaded(tmp_path / "plain", config, tensors))).all()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_layout_gives_the_same_model(case: str, tmp_path: Path) -> None:
     config, tensors = tiny_config(case), tensors_of(case)

@@ -140,10 +140,13 @@ def test_gemma_inside_a_multimodal_checkpoint(tmp_path, prefixes):
         ("mistral3", "mistral", "mistral"),
         ("mistral3", "mistral4", "mistral4"),
         ("kimi_k25", "deepseek_v3", "kimi_k2"),
+        ("kimi_vl", "deepseek_v3", "deepseek_v3"),
+        ("llama4", "llama4_text", "llama4_text"),
         ("lfm2_vl", "lfm2_moe", "lfm2_moe"),
         ("lfm2-vl", "lfm2", "lfm2"),
         ("qwen2_5_vl", "qwen2", "qwen2_5_vl_text"),
         ("qwen3_vl", "qwen3", "qwen3_vl_text"),
+        ("qwen3_vl_moe", "qwen3_moe", "qwen3_vl_moe_text"),
         ("gemma3n", "gemma3n_text", "gemma3n_text"),
         ("gemma4", "gemma4_e-v4", "gemma4_text"),
         ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_text"),
@@ -285,7 +288,8 @@ def test_an_unknown_dtype(tmp_path):
 
 def test_cache_specs_and_limits_of_a_model(tmp_path):
     model = load(tiny_checkpoint(tmp_path, "gpt_oss"))
-    assert model.cache_specs == [KVSpec(2, 24, 24, window) for window in (8, None, 8, None)]
+    windows = (8, None, 8, None)
+    assert model.cache_specs == [KVSpec(2, 24, 24, window, key_bias=True) for window in windows]
     assert model.config.eos_token_ids == (2,)
     assert model.config.max_context == 128
     weights = sum(value.nbytes for value in tiny_tensors(tiny_config("gpt_oss")).values())

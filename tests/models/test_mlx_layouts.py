@@ -17,9 +17,17 @@ from mlxinfer.models import load
 IDS = list(range(5, 30))
 CASES = (
     *("lfm2_moe-v4", "nemotron_h-v4", "nemotron_h-v5", "falcon_h1-v4", "hunyuan_v1_dense-v4"),
-    *("ministral3-v4", "mistral4-v4", "kimi_linear-v4", "gemma4_e-v4", "gemma3n_text-v4"),
+    *(
+        "ministral3-v4",
+        "mistral4-v4",
+        "kimi_linear-v4",
+        "gemma4_e-v4",
+        "gemma3n_text-v4",
+        "llama4_text-v4",
+    ),
 )
 
+PREFIXES = {"gemma3n": "model.language_", "llama4": "language_model."}
 ASKED = {  # what mlx-lm has no default for
     "nemotron_h": {
         "attention_bias": False,
@@ -29,6 +37,7 @@ ASKED = {  # what mlx-lm has no default for
         "n_shared_experts": 1,
     },
     "kimi_linear": {"head_dim": 20, "rope_theta": 1e4},
+    "llama4": {"attention_bias": False, "use_qk_norm": True},
     "gemma3n": {"final_logit_softcapping": 30.0, "altup_coef_clip": 120.0},
 }
 
@@ -49,13 +58,15 @@ def test_the_layout_of_mlx_lm(tmp_path: Path, case: str) -> None:
         config["rope_parameters"] = {**config["rope_scaling"], "rope_theta": config["rope_theta"]}
     arrays = {name: mx.array(value) for name, value in tiny_tensors(config).items()}
     expected = saved(tmp_path / "hub", config, dict(arrays))
-    name = {"gemma3n_text": "gemma3n"}.get(config["model_type"], config["model_type"])
+    name = config["model_type"]
+    if name in ("gemma3n_text", "llama4_text"):
+        name = name.removesuffix("_text")
     peer_module("mlx_lm.utils")
     module = import_module(f"mlx_lm.models.{name}")
     given = {**ASKED.get(name, {}), **config}
-    stated = {"model_type": name, "text_config": given} if name == "gemma3n" else given
+    stated = {"model_type": name, "text_config": given} if name in PREFIXES else given
     theirs = module.Model(module.ModelArgs.from_dict(stated))
-    if name == "gemma3n":
-        arrays = {f"model.language_{key}": array for key, array in arrays.items()}
+    if name in PREFIXES:
+        arrays = {PREFIXES[name] + key: array for key, array in arrays.items()}
     found = saved(tmp_path / "mlx", stated, theirs.sanitize(arrays))
     np.testing.assert_allclose(found, expected, atol=1e-4 * max(1.0, expected.std()))

@@ -45,9 +45,9 @@ class MiniMaxM2(Family):
         """Experts' projections by what they are."""
         return name_projections(name)
 
-    def qk_norm(self, path: str) -> Norm:
+    def qk_norm(self, index: int) -> Norm:
         """One norm over the whole of Q, and one over the whole of K."""
-        return self.wide_qk_norm(path)
+        return self.wide_qk_norm(index)
 
     def mlp(self, index: int) -> FeedForward:
         """Every layer is a mixture of experts."""

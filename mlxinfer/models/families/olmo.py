@@ -25,9 +25,9 @@ class Olmo2(Family):
             self.norm(f"{path}.post_feedforward_layernorm"),
         )
 
-    def qk_norm(self, path: str) -> Norm:
+    def qk_norm(self, index: int) -> Norm:
         """One norm over the whole of Q, and one over the whole of K."""
-        return self.wide_qk_norm(path)
+        return self.wide_qk_norm(index)
 
 
 class Olmo3(Olmo2):

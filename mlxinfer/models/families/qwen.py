@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from ...layers.mlp import FeedForward
 from ...layers.moe import softmax_top_k, top_k_softmax
-from ..family import Family
+from ..family import PACKED, Family
 from ..jsonfields import Fields
 from ..rope_config import FULL, SLIDING, read_layer_types
 
@@ -56,11 +56,17 @@ class Qwen3MoE(_Qwen):
         "sliding_window": 4096,
     }
     head_norms = True
+    transposed_experts = True  # where they are stacks: inside of Qwen3-VL
 
     @classmethod
     def first_window(cls, fields: Fields) -> int:
         """Every layer."""
         return 0
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """Stacks of experts as other matrices are called."""
+        return f"{name}.weight" if name.endswith(PACKED) else super().rename(name)
 
     def mlp(self, index: int) -> FeedForward:
         """A mixture of experts, or a dense MLP where the config leaves a layer dense."""

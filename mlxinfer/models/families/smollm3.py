@@ -28,7 +28,7 @@ class SmolLM3(Family):
             return [FULL] * num_layers
         if fields.items("layer_types") is not None or fields.get("sliding_window") is None:
             return read_layer_types(fields, num_layers)
-        return [FULL if turns else SLIDING for turns in _turning(fields, num_layers)]
+        return [FULL if turns else SLIDING for turns in turning(fields, num_layers)]
 
     @classmethod
     def rope_specs(
@@ -36,11 +36,11 @@ class SmolLM3(Family):
     ) -> tuple[RopeSpec | None, ...]:
         """None where `no_rope_layers` has a 0."""
         specs = super().rope_specs(fields, layer_types, head_dim)
-        turning = _turning(fields, len(specs))
-        return tuple(spec if turns else None for spec, turns in zip(specs, turning, strict=True))
+        pairs = zip(specs, turning(fields, len(specs)), strict=True)
+        return tuple(spec if turns else None for spec, turns in pairs)
 
 
-def _turning(fields: Fields, num_layers: int) -> list[bool]:
+def turning(fields: Fields, num_layers: int) -> list[bool]:
     """Whether each layer has positions."""
     stated = fields.items("no_rope_layers")
     if stated is None:

@@ -127,6 +127,8 @@ def router_gap(
         return grouped_gap(config, logits.sigmoid() + inputs[1], 2)
     if config["model_type"] == "gemma4_text":
         return 10 * gap(logits, config["top_k_experts"])  # of probabilities
+    if config["model_type"] == "llama4_text":  # scores come first, of the chosen alone
+        logits = output[1]
     return gap(logits, config["num_experts_per_tok"])
 
 

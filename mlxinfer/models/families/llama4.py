@@ -1,0 +1,135 @@
+"""Llama 4: attention in chunks, every fourth layer without positions, a router that scales inputs.
+
+Layers with positions see the part of their own chunk of the context that came before; the others
+see everything, their queries growing with the logarithm of the position. Q and K of the former have
+a norm without weights behind the rope, where the config says so. Every expert gets the token times
+the sigmoid of its own logit. Source: transformers' modeling_llama4.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import mlx.core as mx
+
+from ...errors import CheckpointError
+from ...layers.mlp import FeedForward
+from ...layers.moe import sigmoid_of_top_k
+from ...layers.norm import Norm
+from ...layers.rope import QueryScale, RopeSpec
+from ..config import ModelConfig
+from ..family import PACKED, Family
+from ..jsonfields import Fields
+from ..rope_config import FULL
+from .smollm3 import turning
+
+_CHUNKED = "chunked_attention"
+
+
+class Llama4(Family):
+    """Scout and Maverick, the language model; and small models without experts."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 500_000.0,
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192,
+        "intermediate_size_mlp": 16_384,
+        "num_experts_per_tok": 1,
+        "num_local_experts": 16,
+        "interleave_moe_layer_step": 1,
+        "use_qk_norm": True,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+    }
+    interleaved = True
+    norm_last = True
+    transposed_experts = True
+
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """Without zeros, which say that there are no experts."""
+        sizes = ("num_local_experts", "num_experts_per_tok", "interleave_moe_layer_step")
+        if all(config.get(name) != 0 for name in sizes):
+            return config
+        rest = {key: value for key, value in config.values.items() if key not in sizes}
+        return Fields({**rest, "moe_layers": []}, config.where)
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """No layer has a window that slides."""
+        return [FULL] * num_layers
+
+    @classmethod
+    def rope_specs(
+        cls, fields: Fields, layer_types: Sequence[str], head_dim: int
+    ) -> tuple[RopeSpec | None, ...]:
+        """None where `no_rope_layers` has a 0."""
+        specs = super().rope_specs(fields, layer_types, head_dim)
+        pairs = zip(specs, turning(fields, len(specs)), strict=True)
+        return tuple(spec if turns else None for spec, turns in pairs)
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """With the chunks of attention, and the layers that have experts."""
+        fields, count = config.fields, config.num_layers
+        chunk = fields.integer("attention_chunk_size", default=None)
+        kinds = fields.items("layer_types")
+        if kinds is None:
+            kinds = [_CHUNKED if rope else FULL for rope in config.ropes]
+        if len(kinds) != count or not all(kind in (FULL, _CHUNKED) for kind in kinds):
+            raise CheckpointError(
+                f"layer_types in {fields.where} must be {count} times {FULL!r} or {_CHUNKED!r}."
+            )
+        step = fields.integer("interleave_moe_layer_step", low=1)
+        sparse = fields.items("moe_layers")
+        if sparse is None:
+            sparse = [*range(step - 1, count, step)]
+        return replace(
+            config,
+            windows=tuple(chunk if kind == _CHUNKED else None for kind in kinds),
+            chunked=True,
+            sparse_layers=tuple(i in sparse for i in range(count)),
+            moe_intermediate_size=config.intermediate_size,
+        )
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """The stacks of experts as other families call them."""
+        if name.endswith(PACKED):
+            return f"{name}.weight"
+        if ".feed_forward.experts." in name:  # as MLX checkpoints have them
+            return name.replace(".experts.", ".switch_mlp.")
+        return super().rename(name)
+
+    def qk_norm(self, index: int) -> Norm | None:
+        """Without weights, in layers with positions."""
+        config = self.config
+        if config.ropes[index] is None or not config.fields.boolean("use_qk_norm"):
+            return None
+        return self.make.norm(mx.ones((config.head_dim,), self.weights.dtype), config.rms_norm_eps)
+
+    def query_scale(self, index: int) -> QueryScale | None:
+        """Where there are no positions."""
+        fields = self.config.fields
+        if self.config.ropes[index] is not None or not fields.get("attn_temperature_tuning"):
+            return None
+        period = fields.integer("floor_scale", low=1)
+        return QueryScale(fields.number("attn_scale", low=0.0, high=1e3), period, offset=1)
+
+    def mlp(self, index: int) -> FeedForward:
+        """Experts beside one that every token goes to, or a dense block."""
+        config, path = self.config, f"model.layers.{index}.feed_forward"
+        if not config.sparse_layers[index]:
+            return self.dense_mlp(path, config.fields.integer("intermediate_size_mlp"))
+        return self.experts(
+            path,
+            sigmoid_of_top_k(config.experts_per_token),
+            router="router",
+            shared=self.dense_mlp(f"{path}.shared_expert", config.intermediate_size),
+            weighs_inputs=True,
+        )

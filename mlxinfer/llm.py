@@ -12,7 +12,7 @@ from .boundary import ashort_errors, public, short_errors
 from .core import SamplingParams, SamplingValues
 from .errors import InvalidRequestError
 from .outputs import Delta, Facts, Result, Results
-from .progress import progress_bar, progress_bars
+from .progress import patient, progress_bar, progress_bars
 from .session.engine_client import last
 from .session.engine_factory import EngineArguments, EngineOptions
 from .session.request_builder import (
@@ -415,13 +415,13 @@ def _load(
 
         options = EngineOptions.of(arguments, find)
         require_mlx()
-        folder = find(name)
+        folder, show_load = find(name), patient(show)
         return Session(
             name,
             folder,
             options,
             tool_format,
-            lambda done, total: show(f"load {name}", done, total),
+            lambda done, total: show_load(f"load {name}", done, total),
         )
 
 

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 LINES = "MLXINFER_PROGRESS"  # environment variable
 LINE_S = 0.2  # between two lines of progress
+PATIENCE_S = 0.5  # in which a model may load without a bar
 Watch = Callable[[int, int], None]  # how far, of how much; called from any thread
-StepWatch = Callable[[str, int, int], None]  # of a step by this name
+StepWatch = Callable[[str, int, int], None]  # of a step by its name, such as "load org/name"
 Unit = Literal["B", "answers", "it"]
 
 
@@ -56,6 +57,18 @@ def progress_bar(label: str, *, unit: Unit = "B", wanted: bool | None = None) ->
         yield lambda done, total: show(label, done, total)
 
 
+def patient(show: StepWatch) -> StepWatch:
+    """The same, but silent for PATIENCE_S after the first report, by when small models load."""
+    reported: list[float] = []
+
+    def show_later(step: str, done: int, total: int) -> None:
+        reported.append(time.monotonic())
+        if reported[-1] - reported[0] > PATIENCE_S:
+            show(step, done, total)
+
+    return show_later
+
+
 def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook, which renders HTML."""
     if "IPython" not in sys.modules:
@@ -72,7 +85,10 @@ def wants_lines() -> bool:
 
 
 def progress_lines() -> StepWatch:
-    """Return what writes {"step": …, "done": …, "total": …} to stderr, a few times a second."""
+    """Return what writes {"step": …, "done": …, "total": …} to stderr, a few times a second.
+
+    The step is the first word of its name.
+    """
     lock, written = threading.Lock(), {"": 0.0}  # step -> when
 
     def write(step: str, done: int, total: int) -> None:
@@ -81,7 +97,7 @@ def progress_lines() -> StepWatch:
             if now_s - written.get(step, 0.0) < LINE_S and done < total:
                 return
             written[step] = now_s
-            line = json.dumps({"step": step, "done": done, "total": total})
+            line = json.dumps({"step": step.partition(" ")[0], "done": done, "total": total})
             print(line, file=sys.stderr, flush=True)
 
     return write
@@ -130,6 +146,7 @@ def _new_rich_bars(unit: Unit) -> "Progress":
         *counts,
         TimeRemainingColumn(),
         console=Console(stderr=True),
+        transient=True,
     )
 
 

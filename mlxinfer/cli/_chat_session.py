@@ -1,10 +1,10 @@
-"""A conversation (messages, settings, model) and the /commands of a chat. No terminal."""
+"""A conversation of a chat: its messages, settings and model. No terminal."""
 
 import json
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from typing import Any
 from ..core import SamplingParams
 from ..errors import InvalidRequestError, TemplateError
 from ..outputs import Delta, Result
+from ._asking import attached, thinking
 from ._chat_log import ChatLog
-from ._output import table
 
 Message = dict[str, str]
 FORMAT = 1  # of saved conversations
@@ -25,8 +25,10 @@ class ChatSession:
 
     model: str
     open_model: Callable[[str], Any]
-    params: SamplingParams = field(default_factory=SamplingParams)
+    values: dict[str, Any] = field(default_factory=dict)  # of SamplingParams, as the user chose
     system: str | None = None
+    think: bool | None = None  # None: as the model does by itself
+    files: list[str] = field(default_factory=list)  # texts that go with the next message
     messages: list[Message] = field(default_factory=list)  # user and assistant, in turn
     last: Result | None = None
     log: ChatLog | None = None  # where the conversation is kept
@@ -38,6 +40,12 @@ class ChatSession:
         if self._llm is None:
             self._llm = self._opened(self.model)
         return self._llm
+
+    @property
+    def params(self) -> SamplingParams:
+        """How tokens are chosen: as the model wants, but for what the user chose."""
+        params: SamplingParams = self.llm.chat_params.changed(self.values)
+        return params
 
     def close(self) -> None:
         """Free the model."""
@@ -60,11 +68,13 @@ class ChatSession:
         If the stream is closed early, or by Ctrl-C, the text so far is kept as the answer. An error
         removes the question again, so that it does not affect the next one.
         """
-        self._add("user", text)
+        switch = thinking(self.llm, self.think)
+        self._add("user", "\n\n".join([text, *self.files]))
+        self.files.clear()
         prompt = [{"role": "system", "content": self.system}] if self.system is not None else []
         answer, thoughts, self.last = "", "", None
         try:
-            for delta in self.llm.stream_chat([*prompt, *self.messages], self.params):
+            for delta in self.llm.stream_chat([*prompt, *self.messages], self.params, **switch):
                 answer += delta.text
                 thoughts += delta.reasoning or ""
                 self.last = delta.result
@@ -98,10 +108,21 @@ class ChatSession:
             parsed = value
         if key == "logit_bias" and isinstance(parsed, dict):  # keys of JSON objects are texts
             parsed = {int(k) if k.isdecimal() else k: bias for k, bias in parsed.items()}
-        params = replace(self.params, **{key: parsed})
+        values = {**self.values, key: parsed}
+        params = SamplingParams(**values)
         if self._llm is not None:
             params.check_vocabulary(self._llm.model_info.vocab_size)
-        self.params = params
+        self.values = values
+
+    def attach(self, path: Path) -> int:
+        """Send a file's text along with the next message; returns its length in characters.
+
+        Raises:
+            InvalidRequestError: it cannot be read, or is not text.
+        """
+        text = attached(path)
+        self.files.append(text)
+        return len(text)
 
     def save(self, path: Path) -> None:
         """Write the conversation as JSON, all of it or nothing.
@@ -123,14 +144,17 @@ class ChatSession:
         Raises:
             InvalidRequestError: the file holds no conversation.
         """
+        state = _read_state(path)
         try:
-            state = json.loads(_read_file(path))
             messages = [
                 {"role": _role(m["role"]), "content": str(m["content"])} for m in state["messages"]
             ]
             system = state["system"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise InvalidRequestError(f"{path} is not a saved conversation: {error}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidRequestError(
+                f"{path} is JSON, but not a conversation that /save wrote: "
+                f"{_what_is_missing(error)}."
+            ) from error
         self.clear()
         self.system = None if system is None else str(system)
         for message in messages:
@@ -192,153 +216,30 @@ def _write_whole(path: Path, text: str) -> None:
         ) from error
 
 
-def _read_file(path: Path) -> str:
-    """Return the text of a regular file; pipes and devices may never end."""
-    if path.exists() and not path.is_file():
-        raise InvalidRequestError(f"{path} is no file.")
-    return path.read_text(encoding="utf-8")
+def _read_state(path: Path) -> Any:
+    """The JSON of a regular file; pipes and devices may never end."""
+    if not path.is_file():
+        what = "is not there" if not path.exists() else "is no file"
+        raise InvalidRequestError(f"{path} {what}; /load takes a file that /save wrote.")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            f"{path} is no text, so no conversation that /save wrote."
+        ) from error
+    except OSError as error:
+        raise InvalidRequestError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(
+            f"{path} is no JSON, so no conversation that /save wrote. /file sends a text along."
+        ) from error
+
+
+def _what_is_missing(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _role(value: object) -> str:
     if value not in ("user", "assistant"):
         raise ValueError(f"role {value!r}")
     return str(value)
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What the chat's loop has to do after a command."""
-
-    text: str = ""  # show it
-    ask: str | None = None  # send this message
-    edit: str | None = None  # let the user change this text, then send it
-    quit: bool = False
-
-
-Run = Callable[[ChatSession, str], Reply]
-
-
-def is_command(line: str) -> bool:
-    """Whether a line is a command; '//' starts a message that begins with '/'."""
-    return line.startswith("/") and not line.startswith("//")
-
-
-def run_command(session: ChatSession, line: str) -> Reply:
-    """Run the command of a line.
-
-    Raises:
-        InvalidRequestError: there is no such command, or its argument is missing or wrong.
-        MlxinferError, OSError: those of models and files.
-    """
-    name, _, argument = line[1:].partition(" ")
-    if name not in COMMANDS:
-        raise InvalidRequestError(
-            f"There is no /{name}; /help lists what there is, and // sends a text that begins so."
-        )
-    return COMMANDS[name][1](session, argument.strip())
-
-
-def _help(_: ChatSession, __: str) -> Reply:
-    rows = [(f"/{name} {usage}".rstrip(), text) for name, (usage, _, text) in COMMANDS.items()]
-    keys = "End a line with \\ (or press Alt-Enter) to go on in the next. Ctrl-C stops an answer."
-    texts = "A message that begins with / is written with two: //tmp is a folder."
-    return Reply(f"{table(rows)}\n\n{keys}\n{texts}")
-
-
-def _model(session: ChatSession, name: str) -> Reply:
-    if name:
-        session.switch(name)
-    return Reply(f"model: {session.model}")
-
-
-def _system(session: ChatSession, text: str) -> Reply:
-    if text:
-        session.system = None if text == "off" else text
-    return Reply(f"system: {session.system or 'none'}")
-
-
-def _set(session: ChatSession, argument: str) -> Reply:
-    key, _, value = argument.partition(" ")
-    if value:
-        session.set(key, value.strip())
-    elif key:
-        check_setting(key)
-    settings = [(f.name, str(getattr(session.params, f.name))) for f in fields(session.params)]
-    return Reply(table([row for row in settings if not key or row[0] == key]))
-
-
-def _clear(session: ChatSession, _: str) -> Reply:
-    session.clear()
-    return Reply("The conversation is empty.")
-
-
-def _regen(session: ChatSession, _: str) -> Reply:
-    return Reply(ask=_last_question(session))
-
-
-def _edit(session: ChatSession, text: str) -> Reply:
-    last = _last_question(session)
-    return Reply(ask=text) if text else Reply(edit=last)
-
-
-def _save(session: ChatSession, name: str) -> Reply:
-    path = _path(name, "/save")
-    session.save(path)
-    return Reply(f"saved {len(session.messages)} messages to {path}")
-
-
-def _load(session: ChatSession, name: str) -> Reply:
-    path = _path(name, "/load")
-    session.load(path)
-    return Reply(f"loaded {len(session.messages)} messages")
-
-
-def _stats(session: ChatSession, _: str) -> Reply:
-    rows = list(_flat("", session.llm.stats()))
-    if session.last is not None:
-        rows.insert(0, ("last answer", session.last.summary))
-    return Reply(table(rows))
-
-
-def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """{"a": [{"b": 1}]} -> ("a.0.b", "1")"""
-    if isinstance(value, dict | list):
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in pairs:
-            yield from _flat(f"{name}.{key}" if name else str(key), item)
-    else:
-        yield name, str(value)
-
-
-def _quit(_: ChatSession, __: str) -> Reply:
-    return Reply(quit=True)
-
-
-COMMANDS: dict[str, tuple[str, Run, str]] = {
-    "help": ("", _help, "this list"),
-    "model": ("[NAME]", _model, "show the model, or go on with another"),
-    "system": ("[TEXT|off]", _system, "show or change the system message"),
-    "set": ("[KEY [VALUE]]", _set, "show or change how tokens are chosen"),
-    "clear": ("", _clear, "forget the conversation"),
-    "regen": ("", _regen, "answer the last message again"),
-    "edit": ("[TEXT]", _edit, "change the last message and send it again"),
-    "save": ("FILE", _save, "write the conversation to a file"),
-    "load": ("FILE", _load, "read it back"),
-    "stats": ("", _stats, "counters of the engine"),
-    "quit": ("", _quit, "leave (or Ctrl-D)"),
-}
-
-
-def _last_question(session: ChatSession) -> str:
-    text = session.take_back()
-    if text is None:
-        raise InvalidRequestError("There is no message to send again.")
-    return text
-
-
-def _path(name: str, command: str) -> Path:
-    if not name:
-        raise InvalidRequestError(f"Usage: {command} FILE")
-    if "\0" in name:
-        raise InvalidRequestError("A file name holds no NUL character.")
-    return Path(name).expanduser()

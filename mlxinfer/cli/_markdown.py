@@ -7,7 +7,8 @@ item, table, fenced code) is printed once and scrolls away, and only the open bl
 
 import re
 import time
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar
 
 from ._output import printable
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console, ConsoleOptions
     from rich.live import Live
+    from rich.markdown import Markdown
     from rich.segment import Segment
 
 FRAME_S = 0.06  # at most one redraw in this time
@@ -40,6 +42,33 @@ def split_finished(text: str) -> tuple[str, str]:
         blank_before = not fence and not bare.strip()
         position += len(line)
     return text[:end], text[end:]
+
+
+@cache
+def _markdown_class() -> "type[Markdown]":
+    """rich's Markdown by the parser of notebooks: formulas as written, headings on the left."""
+    from rich.markdown import Heading, Markdown
+
+    from ..display.markdown import new_parser
+
+    parser = new_parser()
+
+    class LeftHeading(Heading):
+        LEVEL_ALIGN: ClassVar = dict.fromkeys(Heading.LEVEL_ALIGN, "left")
+
+    class ChatMarkdown(Markdown):
+        elements: ClassVar = {**Markdown.elements, "heading_open": LeftHeading}
+
+        def __init__(self, text: str, style: str) -> None:
+            super().__init__("", style=style)
+            self.markup, self.parsed = text, parser.parse(text)
+
+    return ChatMarkdown
+
+
+def rendered(text: str, style: str = "none") -> "Markdown":
+    """Markdown for a console."""
+    return _markdown_class()(text, style=style)
 
 
 class MarkdownStream:
@@ -78,12 +107,10 @@ class MarkdownStream:
 
     def _print(self, text: str) -> None:
         """Erase the open block and print `text` permanently."""
-        from rich.markdown import Markdown
-
         if self._live is not None:
             self._live.stop()
             self._live = None
-        self._console.print(Markdown(text, style=self._style))
+        self._console.print(rendered(text, self._style))
         self._console.print()
 
     def _draw(self) -> None:
@@ -108,10 +135,9 @@ class _Tail:
     def __rich_console__(
         self, console: "Console", options: "ConsoleOptions"
     ) -> "Iterator[Segment]":
-        from rich.markdown import Markdown
         from rich.segment import Segment
 
-        lines = console.render_lines(Markdown(self._text, style=self._style), options, pad=False)
+        lines = console.render_lines(rendered(self._text, self._style), options, pad=False)
         for line in lines[-max(1, console.height - 2) :]:
             yield from line
             yield Segment.line()

@@ -43,8 +43,12 @@ model_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 
 _SAMPLING = (
-    click.option("--max-tokens", type=int, help="Longest answer, in tokens.  [default: 512]"),
-    click.option("--temperature", type=float, help="0 takes the most probable.  [default: 0]"),
+    click.option(
+        "--max-tokens", type=int, help="Longest answer, in tokens.  [default: the context]"
+    ),
+    click.option(
+        "--temperature", type=float, help="0 takes the most probable.  [default: the model's own]"
+    ),
     click.option("--top-p", type=float, help="Draw from the most probable that add up to P."),
     click.option("--top-k", type=int, help="Draw from the K most probable."),
     click.option("--min-p", type=float, help="Drop tokens below P times the most probable."),
@@ -114,13 +118,14 @@ def engine_options_without(name: str) -> Callable[[Function], Function]:
     return partial(apply_options, given)
 
 
-def sampling_params(options: dict[str, Any]) -> SamplingParams:
-    """Return the SamplingParams of the command line; a value out of range is wrong usage."""
+def sampling_values(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of SamplingParams that were given; a value out of range is wrong usage."""
     given = {name: options[name] for name in SAMPLING_NAMES if options[name] not in (None, ())}
     try:
-        return SamplingParams(**given)
+        SamplingParams(**given)
     except InvalidRequestError as error:
         raise _wrong_usage(error) from error
+    return given
 
 
 def llm_arguments(options: dict[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from click.core import ParameterSource
 
 from ..errors import ContextLengthError
 from ..outputs import Delta
+from ._chat_commands import COMMANDS, Reply, is_command, run_command
 from ._chat_log import open_log
-from ._chat_session import COMMANDS, ChatSession, Reply, is_command, run_command
+from ._chat_session import ChatSession
 from ._commands import FAILED, report
 from ._model import open_llm
 from ._options import (
@@ -18,7 +19,7 @@ from ._options import (
     llm_arguments,
     model_option,
     sampling_options,
-    sampling_params,
+    sampling_values,
 )
 from ._output import note
 from ._terminal import Reader, open_reader, silent_interrupts
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 @model_option
 @sampling_options
 @click.option("--system", metavar="TEXT", help="System message.")
+@click.option("--think/--no-think", default=None, help="Whether a model that can think does.")
+@click.option(
+    "--show-thinking/--hide-thinking", default=True, show_default=True, help="Its thoughts, dim."
+)
 @click.option("-c", "--continue", "continued", is_flag=True, help="Go on with the last one.")
 @click.option(
     "--history/--no-history",
@@ -58,8 +63,9 @@ def command(
     session = ChatSession(
         model,
         lambda name: open_llm(name, **arguments),
-        sampling_params(options),
+        sampling_values(options),
         options["system"],
+        think=options["think"],
         log=log,
     )
     if log is not None and continued:
@@ -68,10 +74,11 @@ def command(
     try:
         summary = session.llm.model_info  # load now, so that a failure ends the command
         if sys.stdin.isatty():
-            note(f"{summary.name} is ready; /help lists commands, Ctrl-D leaves")
+            note(f"{summary.name} is ready ({session.params.words}); /help lists commands")
             if continued and log is not None:
                 note(f"{log.title}: {len(session.messages)} messages")
-        num_failed = converse(session, open_reader(COMMANDS), Console())
+        console, shown = Console(), options["show_thinking"]
+        num_failed = converse(session, open_reader(COMMANDS), console, thoughts=shown)
     finally:
         session.close()
         if log is not None:
@@ -80,8 +87,16 @@ def command(
         raise click.exceptions.Exit(FAILED)
 
 
-def converse(session: ChatSession, read: Reader, console: "Console") -> int:
+def converse(
+    session: ChatSession, read: Reader, console: "Console", *, thoughts: bool = True
+) -> int:
     """Read, run and show turns until the user leaves. An error ends only its turn.
+
+    Args:
+        session: the conversation.
+        read: returns what was typed.
+        console: for answers.
+        thoughts: whether they are shown.
 
     Returns:
         The number of failed turns.
@@ -100,7 +115,7 @@ def converse(session: ChatSession, read: Reader, console: "Console") -> int:
             continue
         default, interrupts = "", 0
         try:
-            reply = take_turn(session, line, console)
+            reply = take_turn(session, line, console, thoughts=thoughts)
         except BrokenPipeError:  # stdout is closed
             raise
         except Exception as error:  # of ours too: the conversation is not to be lost by it
@@ -116,7 +131,9 @@ def converse(session: ChatSession, read: Reader, console: "Console") -> int:
             default = reply.edit or ""
 
 
-def take_turn(session: ChatSession, line: str, console: "Console") -> Reply:
+def take_turn(
+    session: ChatSession, line: str, console: "Console", *, thoughts: bool = True
+) -> Reply:
     """Run a command, or ask the model and show the answer. Returns the remaining action."""
     if not line:
         return Reply()
@@ -125,18 +142,24 @@ def take_turn(session: ChatSession, line: str, console: "Console") -> Reply:
         console.print(reply.text, markup=False, highlight=False, soft_wrap=True)
     if reply.ask is not None:
         with silent_interrupts():
-            answer(session.ask(reply.ask), session, console)
+            answer(session.ask(reply.ask), session, console, thoughts=thoughts)
     return reply
 
 
-def answer(deltas: Generator[Delta, None, None], session: ChatSession, console: "Console") -> None:
+def answer(
+    deltas: Generator[Delta, None, None],
+    session: ChatSession,
+    console: "Console",
+    *,
+    thoughts: bool = True,
+) -> None:
     """Show an answer as it arrives; Ctrl-C ends it and keeps the text so far."""
     from ._markdown import MarkdownStream
 
     thought, spoken = MarkdownStream(console, style="dim"), MarkdownStream(console)
     try:
         for delta in deltas:
-            if delta.reasoning and console.is_terminal:
+            if delta.reasoning and thoughts and console.is_terminal:
                 thought.feed(delta.reasoning)
             if delta.text:
                 thought.finish()

@@ -13,8 +13,8 @@ from ..backend import require_mlx
 from ..errors import ConversionError
 from ..hub import is_bundled
 from ..memory import human_bytes
+from ..progress import progress_lines, wants_lines
 from ._convert_options import check_usage, checks, convert_options, shape, wrong_usage
-from ._model import progress_lines, wants_progress_lines
 from ._options import json_option
 from ._output import emit_json, human_count, note, table
 
@@ -150,7 +150,7 @@ def progress_bars() -> Iterator[Progress]:
 
     MLXINFER_PROGRESS=json writes lines of JSON instead.
     """
-    if wants_progress_lines():
+    if wants_lines():
         yield progress_lines()
         return
     if not sys.stderr.isatty():

@@ -4,7 +4,7 @@ import click
 
 from .. import hub
 from ..memory import human_bytes
-from ._model import progress_bar
+from ._model import download_bar
 from ._options import json_option
 from ._output import emit_json
 
@@ -30,7 +30,7 @@ def command(name: str, dry_run: bool, verify: bool, as_json: bool) -> None:
     damaged = hub.verify(name) if verify else []
     for file in damaged:
         click.echo(f"{file} is damaged: its content has another hash. Fetching it again.", err=True)
-    with progress_bar(name) as progress:
+    with download_bar(name) as progress:
         folder = hub.pull(name, progress=progress)
     if as_json:
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

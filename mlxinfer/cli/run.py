@@ -2,12 +2,15 @@
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
 
 from ..core import FinishReason, SamplingParams
 from ..outputs import Delta, Result
+from ._asking import attached, piped_text, read_schema, read_stdin, thinking
+from ._chat_log import ChatLog, open_log
 from ._model import has_chat_template, open_llm
 from ._options import (
     engine_options,
@@ -15,7 +18,7 @@ from ._options import (
     llm_arguments,
     model_option,
     sampling_options,
-    sampling_params,
+    sampling_values,
 )
 from ._output import emit_json, note, printable, styled
 from ._process import INTERRUPTED
@@ -26,69 +29,122 @@ from ._process import INTERRUPTED
 @model_option
 @sampling_options
 @click.option("--system", metavar="TEXT", help="System message.")
+@click.option(
+    "-f",
+    "--file",
+    "files",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="A text to send along; repeatable.",
+)
+@click.option("--schema", metavar="FILE|JSON", help="JSON schema that the answer conforms to.")
+@click.option("--think/--no-think", default=None, help="Whether a model that can think does.")
+@click.option(
+    "--show-thinking/--hide-thinking",
+    default=None,
+    help="Write its thoughts; into a pipe: to stderr.  [default: on a terminal]",
+)
+@click.option("-c", "--continue", "continued", is_flag=True, help="Go on with the last chat.")
 @click.option("--raw", is_flag=True, help="Continue PROMPT as it is, without a chat template.")
 @engine_options
 @click.option("--stats", is_flag=True, help="Write counts and rates to stderr.")
 @json_option
-def command(prompt: str | None, model: str, **options: Any) -> None:
+@click.pass_context
+def command(ctx: click.Context, /, prompt: str | None, model: str, **options: Any) -> None:
     """Answer PROMPT and exit.
 
-    PROMPT is read from stdin where it is "-", or where it is left out and something is piped in.
+    PROMPT is read from stdin where it is "-", or left out; what is piped in beside it, and each
+    --file, is sent along. The answer is as long as the context allows, unless --max-tokens says
+    otherwise.
     """
-    params, arguments = sampling_params(options), llm_arguments(options)
-    if options["raw"] and options["system"] is not None:
-        raise click.UsageError("--system needs a chat template; it does not go with --raw.")
-    text = read_prompt(prompt)
+    values, arguments = sampling_values(options), llm_arguments(options)
+    check_usage(options)
+    text = read_prompt(prompt, options["files"])
+    form = None if options["schema"] is None else read_schema(options["schema"])
+    log = open_log(continued=True, keep=True) if options["continued"] else None
+    if log is not None and log.model and model == "demo":
+        model = log.model
     with open_llm(model, **arguments) as llm:
-        raw = options["raw"] or not has_chat_template(llm.model_info.path)
-        if raw and options["system"] is not None:
-            raise click.UsageError(f"--system needs a chat template, and {model} has none.")
-        if raw and not options["raw"]:
-            note(f"{model} has no chat template: it continues the prompt as plain text (--raw)")
-        deltas = start(llm, text, options["system"], params, raw=raw)
-        result, interrupted = show(deltas, quiet=options["as_json"])
+        deltas = start(llm, text, values, form, log, model, options)
+        result, interrupted = show(deltas, options)
+    if log is not None:
+        log.add("user", text, model=model, system=options["system"])
+        log.add("assistant", result.text, result.reasoning or "", model=model, system=None)
+        log.close()
     if options["as_json"]:
         emit_json({"model": model, **result.to_dict()})
     elif options["stats"] or (sys.stderr.isatty() and sys.stdout.isatty()):
-        note(result.summary)
+        note(f"{result.summary} · {llm.chat_params.changed(values).words}")
+    if not interrupted:
+        explain_end(result)
     if interrupted:
         raise click.exceptions.Exit(INTERRUPTED)
 
 
-def read_prompt(prompt: str | None) -> str:
-    """The prompt, from the argument or from stdin.
+def check_usage(options: dict[str, Any]) -> None:
+    """Raise click.UsageError for options that exclude each other."""
+    if not options["raw"]:
+        return
+    for name, flag in (("system", "--system"), ("think", "--think"), ("continued", "--continue")):
+        if options[name] not in (None, False):
+            raise click.UsageError(f"{flag} needs a chat template; it does not go with --raw.")
+
+
+def read_prompt(prompt: str | None, files: tuple[Path, ...]) -> str:
+    """The prompt of the argument, of stdin, and of files, in this order.
 
     Raises:
         click.UsageError: there is none, or it is not text.
+        InvalidRequestError: a file cannot be read.
     """
-    if prompt is not None and prompt != "-":
-        if not prompt.strip():
-            raise click.UsageError("PROMPT is empty.")
-        return prompt
-    if prompt is None and sys.stdin.isatty():
+    if prompt is not None and prompt != "-" and not prompt.strip():
+        raise click.UsageError("PROMPT is empty.")
+    if prompt is None and not files and sys.stdin.isatty():
         raise click.UsageError('Missing PROMPT: mlxinfer run "…", or pipe one in.')
-    try:
-        text = sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise click.UsageError(f"The prompt on stdin is not UTF-8 ({error.reason}).") from error
-    if not text.strip():
-        raise click.UsageError("The prompt on stdin is empty.")
-    return text
+    if prompt == "-" or (prompt is None and not files):
+        prompt, piped = None, read_stdin()
+        if not piped.strip():
+            raise click.UsageError("The prompt on stdin is empty.")
+    else:
+        piped = piped_text() or ""
+    parts = [prompt or "", piped if piped.strip() else "", *map(attached, files)]
+    return "\n\n".join([part for part in parts if part])
 
 
 def start(
-    llm: Any, text: str, system: str | None, params: SamplingParams, *, raw: bool
+    llm: Any,
+    text: str,
+    values: dict[str, Any],
+    form: dict[str, Any] | None,
+    log: ChatLog | None,
+    model: str,
+    options: dict[str, Any],
 ) -> Iterator[Delta]:
-    """Return the stream of the answer to the plain text, or to a conversation."""
+    """Return the stream of the answer to the plain text, or to a conversation.
+
+    Raises:
+        click.UsageError: an option needs a chat template, and the model has none.
+    """
+    raw = options["raw"] or not has_chat_template(llm.model_info.path)
+    if raw and not options["raw"]:
+        if options["system"] is not None:
+            raise click.UsageError(f"--system needs a chat template, and {model} has none.")
+        note(f"{model} has no chat template: it continues the prompt as plain text (--raw)")
+    extra = {} if form is None else {"response_format": form}
     if raw:
-        return iter(llm.stream(text, params))
+        return iter(llm.stream(text, SamplingParams(**values), **extra))
+    system = options["system"] or (log.system if log is not None else None)
     messages = [{"role": "system", "content": system}] if system is not None else []
+    messages += log.messages() if log is not None else []
     messages.append({"role": "user", "content": text})
-    return iter(llm.stream_chat(messages, params))
+    extra |= thinking(llm, options["think"])
+    return iter(llm.stream_chat(messages, llm.chat_params.changed(values), **extra))
 
 
-def show(deltas: Iterator[Delta], *, quiet: bool) -> tuple[Result, bool]:
+def show(deltas: Iterator[Delta], options: dict[str, Any]) -> tuple[Result, bool]:
     """Write the answer as it arrives. Returns its Result, and whether Ctrl-C ended it."""
+    quiet = options["as_json"]
+    thoughts = _thoughts_stream(options)
     text, reasoning = "", ""
     ids: list[int] = []
     try:
@@ -96,7 +152,7 @@ def show(deltas: Iterator[Delta], *, quiet: bool) -> tuple[Result, bool]:
             text, reasoning = text + delta.text, reasoning + delta.reasoning
             ids += delta.token_ids
             if not quiet:
-                _write(delta)
+                _write(delta, thoughts)
             if delta.result is not None:
                 _end_line(text, quiet=quiet)
                 return delta.result, False
@@ -116,13 +172,29 @@ def show(deltas: Iterator[Delta], *, quiet: bool) -> tuple[Result, bool]:
     return stopped, True
 
 
-def _write(delta: Delta) -> None:
-    """Write the answer to stdout; reasoning only to a terminal."""
-    if not sys.stdout.isatty():
-        sys.stdout.write(delta.text)
-    else:
-        sys.stdout.write(styled(printable(delta.reasoning), "2", sys.stdout))
-        sys.stdout.write(printable(delta.text))
+def explain_end(result: Result) -> None:
+    """Say on stderr why an answer is not whole, as whoever reads a pipe does not see it."""
+    if result.finish_reason is not FinishReason.LENGTH:
+        return
+    count = len(result.token_ids)
+    what = "cut off" if result.text.strip() else "cut off while it was thinking"
+    note(f"{what} after {count} tokens (length): --max-tokens, or the context, allows no more")
+
+
+def _thoughts_stream(options: dict[str, Any]) -> Any:
+    """Where thoughts are written: the terminal of the answer, stderr beside a pipe, or nowhere."""
+    shown = options["show_thinking"]
+    if sys.stdout.isatty():
+        return None if shown is False else sys.stdout
+    return sys.stderr if shown else None
+
+
+def _write(delta: Delta, thoughts: Any) -> None:
+    """Write the answer to stdout, and thoughts where they go."""
+    if thoughts is not None and delta.reasoning:
+        thoughts.write(styled(printable(delta.reasoning), "2", thoughts))
+        thoughts.flush()
+    sys.stdout.write(printable(delta.text) if sys.stdout.isatty() else delta.text)
     sys.stdout.flush()
 
 

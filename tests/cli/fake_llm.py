@@ -11,12 +11,20 @@ from mlxinfer.outputs import Delta, ReasoningPart, Result, TextPart, Timing
 
 
 class FakeLLM:
+    switches = ("enable_thinking",)
+
     def __init__(self, folder: Path, *, template: bool = True) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer_config.json").write_text(
             json.dumps({"chat_template": "{{ messages }}"} if template else {})
         )
-        self.model_info = SimpleNamespace(name="fake", path=folder, vocab_size=100)
+        self.model_info = SimpleNamespace(
+            name="fake", path=folder, vocab_size=100, summary="qwen3, 1 MB"
+        )
+        self.chat_params = SamplingParams(max_tokens=None)
+        self.tokenizer = SimpleNamespace(template=SimpleNamespace(reads=self.switches.__contains__))
+        self.options: list[dict[str, Any]] = []
+        self.ends = FinishReason.STOP
         self.says = "Hello there."
         self.thinks = ""
         self.fail_after: int | None = None  # steps until `error` is raised
@@ -26,11 +34,13 @@ class FakeLLM:
         self.closed = 0
         self.ended_streams = 0
 
-    def stream(self, prompt: object, params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(
+        self, prompt: object, params: SamplingParams | None = None, **options: Any
+    ) -> Iterator[Delta]:
         self.asked.append((prompt, params))
-        words = [(w, "") for w in self.thinks.split(" ") if w] + [
-            ("", w) for w in self.says.split(" ")
-        ]
+        self.options.append(options)
+        words = [(w, "") for w in self.thinks.split(" ") if w]
+        words += [("", w) for w in self.says.split(" ")] if self.says else []
         try:
             for step, (thought, word) in enumerate(words):
                 if step == self.fail_after:
@@ -46,15 +56,25 @@ class FakeLLM:
             self.ended_streams += 1
 
     def stream_chat(
-        self, messages: list[dict[str, str]], params: SamplingParams | None = None
+        self,
+        messages: list[dict[str, str]],
+        params: SamplingParams | None = None,
+        **options: Any,
     ) -> Iterator[Delta]:
-        return self.stream([dict(message) for message in messages], params)
+        return self.stream([dict(message) for message in messages], params, **options)
 
     def generate(self, prompt: object, params: SamplingParams | None = None) -> Result:
         return self._result(4)
 
     def stats(self) -> dict[str, Any]:
-        return {"pages_used": 3, "groups": [{"pages": 8}]}
+        return {
+            "groups": [{"pages": 8, "page_bytes": 1000}],
+            "kv_bytes_held": 2000,
+            "kv_bytes_cached": 1000,
+            "active_memory_bytes": 5_000_000,
+            "prompt_tokens_computed": 20,
+            "prompt_tokens_reused": 80,
+        }
 
     def close(self) -> None:
         self.closed += 1
@@ -70,7 +90,7 @@ class FakeLLM:
             text=self.says,
             reasoning=self.thinks or None,
             token_ids=tuple(range(count)),
-            finish_reason=FinishReason.STOP,
+            finish_reason=self.ends,
             prompt_tokens=7,
             timing=Timing(tokens_per_s=12.0, time_to_first_token_s=0.1),
         )

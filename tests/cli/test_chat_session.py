@@ -132,8 +132,10 @@ def test_save_and_load(session: ChatSession, tmp_path: Path) -> None:
 )
 def test_load_refuses_other_files(session: ChatSession, tmp_path: Path, text: str) -> None:
     (tmp_path / "x").write_text(text)
-    with pytest.raises(InvalidRequestError, match="not a saved conversation"):
+    with pytest.raises(InvalidRequestError, match="conversation that /save wrote"):
         session.load(tmp_path / "x")
+    with pytest.raises(InvalidRequestError, match="is not there; /load takes"):
+        session.load(tmp_path / "y")
 
 
 def test_switching_frees_the_old_model_first(session: ChatSession, llm: FakeLLM) -> None:

@@ -9,7 +9,8 @@ from fake_llm import FakeLLM
 from rich.console import Console
 
 from mlxinfer.cli import _terminal
-from mlxinfer.cli._chat_session import COMMANDS, ChatSession
+from mlxinfer.cli._chat_commands import COMMANDS
+from mlxinfer.cli._chat_session import ChatSession
 from mlxinfer.cli.chat import converse
 from mlxinfer.errors import ContextLengthError, OverloadedError
 
@@ -154,7 +155,8 @@ def test_stats_save_load_clear(session: ChatSession, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     shown = talk(session, "hi", "/stats", f"/save {file}", "/clear", f"/load {file}")
     assert "7 prompt + 2 answer tokens" in shown
-    assert "pages_used      3" in shown
+    assert "5.0 MB in use; KV cache 3.0 kB of 8.0 kB" in shown
+    assert "80 of 100 prompt tokens found in the cache" in shown
     assert "groups.0.pages  8" in shown
     assert "saved 2 messages" in shown
     assert "loaded 2 messages" in shown
@@ -271,3 +273,37 @@ def test_a_failed_turn_sets_the_exit_code(
     for typed, code in (("hi\n", 0), ("hi\n/nonsense\nhi\n", 1)):
         monkeypatch.setattr("sys.stdin", io.StringIO(typed))
         assert outcome("chat").code == code
+
+
+def test_files_and_the_switch_of_thinking_go_with_a_message(
+    session: ChatSession, llm: FakeLLM, tmp_path: Path
+) -> None:
+    (tmp_path / "notes.txt").write_text("one\n```\ntwo\n")
+    talk(session, f"/file {tmp_path / 'notes.txt'}", "/think off", "What is in it?", "And now?")
+    (first, _), (second, _) = llm.asked
+    assert first[0]["content"] == "What is in it?\n\nnotes.txt:\n````\none\n```\ntwo\n````"
+    assert second[-1]["content"] == "And now?"
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert llm.options == [off, off]
+
+
+def test_a_switch_that_the_model_has_not_is_an_error(
+    session: ChatSession, llm: FakeLLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm.switches = ()
+    llm.tokenizer.template.reads = llm.switches.__contains__
+    talk(session, "/think on", "hi")
+    assert "fake has no switch for thinking" in capsys.readouterr().err
+    assert llm.options == [{}]
+
+
+def test_copy_hands_the_last_answer_to_the_first_clipboard_there_is(
+    session: ChatSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "xclip").write_text(f'#!/bin/sh\n[ "$2" = clipboard ] && cat > {tmp_path}/held\n')
+    (tmp_path / "pbcopy").write_text("#!/bin/sh\nexit 1\n")
+    for program in ("xclip", "pbcopy"):
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert "copied by xclip: 12 characters" in talk(session, "hi", "/copy")
+    assert (tmp_path / "held").read_text() == "Hello there."

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fake_llm import FakeLLM
 
-from mlxinfer.core import SamplingParams
+from mlxinfer.core import FinishReason, SamplingParams
 from mlxinfer.errors import OverloadedError
 
 EVERY_OPTION = """
@@ -27,7 +27,7 @@ def pipe_in(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
 def test_the_answer_goes_to_stdout_and_nothing_else(fake: FakeLLM, outcome: Any) -> None:
     seen = outcome("run", "hi")
     assert (seen.code, seen.out, seen.err) == (0, "Hello there.\n", "")
-    assert fake.asked == [([{"role": "user", "content": "hi"}], SamplingParams())]
+    assert fake.asked == [([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=None))]
     assert fake.opened == [("demo", {})]
     assert fake.closed == 1
 
@@ -92,6 +92,58 @@ def test_a_prompt_on_stdin_that_is_none(
     seen = outcome("run")
     assert seen.code == 2
     assert words in seen.err
+
+
+def test_a_piped_text_and_files_go_with_the_argument(
+    fake: FakeLLM, outcome: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("from a file\n")
+    (tmp_path / "report.txt").write_text("from a pipe\n")
+    with (tmp_path / "report.txt").open() as piped:
+        monkeypatch.setattr(sys, "stdin", piped)
+        outcome("run", "--file", str(tmp_path / "a.txt"), "Summarise this")
+    ((message,), _) = fake.asked[0]
+    assert message["content"] == "Summarise this\n\nfrom a pipe\n\n\na.txt:\n```\nfrom a file\n```"
+    seen = outcome("run", "--file", str(tmp_path / "none"), "Summarise this")
+    assert (seen.code, "none is not there" in seen.err) == (1, True)
+
+
+def test_an_answer_that_was_cut_off_is_said_to_be(fake: FakeLLM, outcome: Any) -> None:
+    fake.ends = FinishReason.LENGTH
+    seen = outcome("run", "hi")
+    assert (seen.code, seen.out) == (0, "Hello there.\n")
+    assert "cut off after 2 tokens (length)" in seen.err
+    fake.thinks, fake.says = "for long", ""
+    assert "cut off while it was thinking" in outcome("run", "hi").err
+
+
+def test_thinking_is_switched_and_shown_beside_a_pipe(fake: FakeLLM, outcome: Any) -> None:
+    fake.thinks = "let me see"
+    seen = outcome("run", "--no-think", "--show-thinking", "hi")
+    assert (seen.out, seen.err) == ("Hello there.\n", "let me see ")
+    assert fake.options == [{"chat_template_kwargs": {"enable_thinking": False}}]
+    assert outcome("run", "--raw", "--think", "hi").code == 2
+
+
+def test_a_schema_is_a_file_or_json(fake: FakeLLM, outcome: Any, tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}}
+    (tmp_path / "form.json").write_text(json.dumps(schema))
+    for given in (json.dumps(schema), str(tmp_path / "form.json")):
+        outcome("run", "--schema", given, "hi")
+        form = fake.options[-1]["response_format"]
+        assert form["json_schema"]["schema"] == schema
+    for wrong in ("{", str(tmp_path / "none.json")):
+        assert outcome("run", "--schema", wrong, "hi").code == 2
+
+
+def test_the_model_says_how_it_is_sampled_but_for_what_was_given(
+    fake: FakeLLM, outcome: Any
+) -> None:
+    fake.chat_params = SamplingParams(max_tokens=None, temperature=0.6, top_p=0.95)
+    outcome("run", "--top-p", "0.5", "hi")
+    assert fake.asked[0][1] == SamplingParams(max_tokens=None, temperature=0.6, top_p=0.5)
+    outcome("run", "--raw", "hi")
+    assert fake.asked[1][1] == SamplingParams()
 
 
 def test_json_is_one_object(fake: FakeLLM, outcome: Any) -> None:

@@ -119,7 +119,8 @@ class Loop:
             mask_kernel=self.kernels.masks,
             choice=None if self._proposer is None else self._proposer.choice,
         )
-        self.runner = Runner(self.model, self.cache, sampler)
+        taps = () if self._proposer is None else self._proposer.taps
+        self.runner = Runner(self.model, self.cache, sampler, taps=taps)
         self.grammar_masks = GrammarMasks(self.model.config.vocab_size)
         self._in_flight = None
 
@@ -253,6 +254,8 @@ class Loop:
                 self._emit([TokenEvent.without_token(sequence.request.id, prompt_logits=new)])
         self._fail_not_finite(not_finite)
         tokens = token_ids.tolist()
+        if launched.hidden is not None and self._proposer is not None:
+            self._proposer.take(launched.batch, launched.hidden)
         result = self.scheduler.commit(launched.batch, tokens)
         self.runner.commit(launched.batch, token_ids, result)
         self._emit_tokens(launched.batch.sampling, tokens, result, logprobs)

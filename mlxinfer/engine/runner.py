@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ..cache.inputs import Ints, Spill
 from ..cache.kv import KVCache
 from ..core import TokenLogprobs
+from ..layers.step import Taps
 from ..models.decoder import LanguageModel
 from ..sampling.logprobs import read_logprobs
 from ..sampling.sampler import Sampled, Sampler
@@ -33,6 +34,7 @@ class Launched:
     prompt_logits: list[tuple[Sequence, int, mx.array]]  # from a position on: (n, vocab), lazy
     outputs: list[mx.array]  # evaluating these finishes the step
     constrained_logits: mx.array | None = None  # (G, vocab), until those rows are sampled
+    hidden: mx.array | None = None  # (T, n * hidden) of the layers that a proposer reads
     finite: mx.array | None = None  # (R,) whether the logits are; None: not checked
     constrained: Sampled | None = None  # of these rows; `sampled` has their tokens last, too
     spilled: list[tuple[Spill, bytes]] = field(default_factory=list)  # read out before it
@@ -70,9 +72,16 @@ class Launched:
 
 
 class Runner:
-    """A model, its KV cache and a sampler."""
+    """A model, its KV cache and a sampler.
 
-    def __init__(self, model: LanguageModel, cache: KVCache, sampler: Sampler) -> None:
+    Args:
+        taps: layers whose outputs every step gives beside its tokens, see `Taps`.
+    """
+
+    def __init__(
+        self, model: LanguageModel, cache: KVCache, sampler: Sampler, *, taps: Seq[int] = ()
+    ) -> None:
+        self._taps = tuple(taps)
         self.model = model
         self.cache = cache
         self.sampler = sampler
@@ -97,14 +106,19 @@ class Runner:
         self._admit(admitted)
         ids, pending = _input_ids(batch, previous)
         segments = batch.segments
+        taps = Taps(self._taps) if self._taps else None
         hidden = self.model(
             ids,
             mx.array(segments.positions),
             self.cache.begin_step(segments),
             rope_variants=_of_rows(batch, ROPE_VARIANT) if self._has_variants else None,
             adapters=_of_rows(batch, ADAPTER) if self._has_variants else None,
+            taps=taps,
         )
         launched = self._heads(batch, hidden, ids, pending)
+        if taps is not None:
+            launched.hidden = taps.joined()
+            launched.outputs.append(launched.hidden)
         launched.outputs += self.cache.step_outputs()
         launched.spilled = spilled
         mx.async_eval(launched.outputs)

@@ -29,9 +29,11 @@ class Proposer(Protocol):
     Attributes:
         choice: how the model's tokens are chosen (`sampling.sampler.Choice`), where that takes
             the proposals into account; None: as always, and one that agrees is accepted.
+        taps: layers whose outputs it reads, see `layers.step.Taps`.
     """
 
     choice: Any = None
+    taps: Seq[int] = ()
 
     def depth(self, sequences: Seq[Sequence]) -> int:
         """How many tokens to propose for each of these in the next step, at most.
@@ -43,6 +45,9 @@ class Proposer(Protocol):
     def propose(self, sequences: Seq[Sequence], depth: int) -> list[list[int]]:
         """Up to `depth` tokens for each sequence that may follow its `token_ids`; none is fine."""
         ...
+
+    def take(self, batch: Batch, hidden: Any) -> None:
+        """The outputs (T, n * hidden) of its n layers in a step, before its tokens are known."""
 
     def observe(self, batch: Batch, result: CommitResult) -> None:
         """A step was read, with or without proposals: the tokens of its sequences are known."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ..metal_kernels.heads import Heads
 
 Rows = NDArray[np.int32]
+FINAL = -1  # in place of a layer's index: the hidden states behind the last norm
 
 
 class AttentionCache(Protocol):
@@ -172,6 +173,30 @@ class Rope(Protocol):
     def __call__(self, x: mx.array, prepared: Any) -> mx.array:
         """x (T, heads, head_dim) to the same shape."""
         ...
+
+
+class Taps:
+    """Hidden states of a step that are wanted beside its logits.
+
+    Args:
+        layers: indices of layers whose outputs are wanted; `FINAL`: what the logits are made of.
+    """
+
+    __slots__ = ("_states", "layers")
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.layers = tuple(layers)
+        self._states: dict[int, mx.array] = {}
+
+    def put(self, layer: int, x: mx.array) -> None:
+        """Keep the output (T, hidden) of a layer if it is wanted."""
+        if layer in self.layers:
+            self._states[layer] = x
+
+    def joined(self) -> mx.array:
+        """(T, n * hidden) the outputs of the n layers, side by side in their order."""
+        states = [self._states[layer] for layer in self.layers]
+        return states[0] if len(states) == 1 else mx.concatenate(states, axis=-1)
 
 
 class Step:

@@ -14,7 +14,7 @@ from ..layers.attention import LayerMixer, Mixer, ParallelMixers, SharedAttentio
 from ..layers.linear import Embedding, Projection
 from ..layers.mlp import FeedForward, Gated
 from ..layers.norm import Norm
-from ..layers.step import Rows, Step
+from ..layers.step import FINAL, Rows, Step, Taps
 from .config import ModelConfig
 from .quantization import Quantization
 
@@ -234,6 +234,7 @@ class LanguageModel(Protocol):
         *,
         rope_variants: Rows | None = None,
         adapters: Rows | None = None,
+        taps: Taps | None = None,
     ) -> mx.array:
         """As of `Model`."""
         ...
@@ -303,6 +304,7 @@ class Model:
         *,
         rope_variants: Rows | None = None,
         adapters: Rows | None = None,
+        taps: Taps | None = None,
     ) -> mx.array:
         """One step over T tokens of any sequences.
 
@@ -312,20 +314,29 @@ class Model:
             caches: one for each of `mixers`, which know the sequences; see `layers/step.py`.
             rope_variants: (T,) `rope_variant` of each token's sequence; None: 0 for all.
             adapters: (T,) the adapter of each token's sequence, 0 for none; None: none for all.
+            taps: takes outputs of layers that are wanted; None: none are.
 
         Returns:
             (T, hidden_size) after the final norm.
         """
-        x = self.embed_tokens(ids)
-        if self._embed_scale is not None:
-            x = x * self._embed_scale
+        x = self.embed(ids)
         by_mixer = dict(zip(self.mixers, caches, strict=True))
         step = Step(positions, by_mixer, rope_variants=rope_variants, adapters=adapters)
         if self.entry is not None:
             x = self.entry(ids, x, step)
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             x = layer(x, step)
-        return self.norm(x)
+            if taps is not None:
+                taps.put(index, x)
+        x = self.norm(x)
+        if taps is not None:
+            taps.put(FINAL, x)
+        return x
+
+    def embed(self, ids: mx.array) -> mx.array:
+        """Token ids (T,) -> (T, hidden_size)."""
+        x = self.embed_tokens(ids)
+        return x if self._embed_scale is None else x * self._embed_scale
 
     def logits(self, hidden: mx.array) -> mx.array:
         """hidden (R, hidden_size) as `__call__` returns it -> (R, vocab_size)."""

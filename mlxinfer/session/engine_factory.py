@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..engine.engine import Engine
     from ..engine.scheduler import Proposer
     from ..models.decoder import LanguageModel
+    from ..models.heads import DraftHead
 
 PAGE_SIZE = 16  # tokens of KV cache that are handed out together
 PREFILL_SLICE_MS = 250
@@ -306,7 +307,7 @@ def open_engine(
         disk = options.disk(folder)
         model = load_any(folder, dtype=options.dtype, watch=watch)
         described.append(describe(name, folder, model))
-        config, proposer = add_speculation(options, model, options.config(model, disk))
+        config, proposer = add_speculation(options, folder, model, options.config(model, disk))
         proposers.append(proposer)
         return model, config
 
@@ -315,11 +316,17 @@ def open_engine(
 
 
 def add_speculation(
-    options: EngineOptions, model: "LanguageModel", config: EngineConfig
+    options: EngineOptions, folder: Path, model: "LanguageModel", config: EngineConfig
 ) -> "tuple[EngineConfig, Proposer | None]":
     """What proposes tokens, and what it leaves of the memory; None: nothing does.
 
-    A draft model's KV cache is for as many tokens as the model's: it takes its share of the budget.
+    A draft's KV cache is for as many tokens as the model's: it takes its share of the budget.
+
+    Args:
+        options: of the engine.
+        folder: that the model was loaded from.
+        model: whose tokens are proposed.
+        config: of its engine.
 
     Raises:
         InvalidRequestError: this model cannot verify proposals, and they were asked for by name.
@@ -335,26 +342,26 @@ def add_speculation(
         )
     if speculation.is_off or reason is not None:
         return config, None
-    from ..models import load
-    from ..speculation.sources import make_speculation
+    from ..speculation.sources import Draft, load_network, make_speculation
 
-    if speculation.draft is None:
+    found = load_network(speculation, folder, model, dtype=options.dtype)
+    if found is None:
         return config, make_speculation(speculation)
-    draft = load(speculation.draft, dtype=options.dtype)
-    weights_bytes = model.num_bytes + draft.num_bytes
+    kind, network = found
+    weights_bytes = model.num_bytes + network.num_bytes
     budget = options.kv_bytes(weights_bytes)
-    ours, its = _bytes_per_token(model), _bytes_per_token(draft)
+    ours, its = _bytes_per_token(model), _bytes_per_token(network)
     draft_config = replace(
         config,
         kv_budget_bytes=int(budget * its / (ours + its)),
-        max_context=min(config.max_context, draft.config.max_context),
+        max_context=min(config.max_context, network.config.max_context),
         kv=replace(config.kv, bits=(None, None)),
         disk=None,
     )
     config = replace(config, kv_budget_bytes=budget - draft_config.kv_budget_bytes)
-    return config, make_speculation(speculation, model, draft, draft_config)
+    return config, make_speculation(speculation, model, Draft(kind, network, draft_config))
 
 
-def _bytes_per_token(model: "LanguageModel") -> int:
+def _bytes_per_token(model: "LanguageModel | DraftHead") -> int:
     """Of keys and values as they are computed, in all layers."""
     return max(sum(s.numbers for s in model.cache_specs) * model.activation_dtype.size, 1)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..core import SamplingParams
 from ..errors import InvalidRequestError
 from ..outputs import Delta, Result
+from ..speculation.options import kind_of
 from ..text import Tokenizer
 from ..text import tool_format as find_tool_format
 from .engine_client import EngineClient
@@ -57,8 +58,9 @@ class Session:
         tokenizer = Tokenizer.from_folder(folder)
         if tool_format != "auto":
             find_tool_format(tool_format)  # a wrong name is found before weights are read
-        if options.speculation.draft is not None:
-            _check_draft(tokenizer, options.speculation.draft)
+        draft = options.speculation.draft
+        if draft is not None and kind_of(draft) == "draft":
+            _check_draft(tokenizer, draft)
         self.info: ModelInfo
         engine, self.info = open_engine(name, folder, options, owner=self, watch=watch)
         try:

@@ -46,6 +46,7 @@ class Counterpart:
 
     own: Sequence  # the tokens of the other one, and proposals after them
     num_followed: int  # tokens that are the other one's
+    offset: int = 0  # of the other one's tokens, so many in front are not here
 
 
 class DraftProposer:
@@ -66,6 +67,7 @@ class DraftProposer:
 
     name = NAME
     is_free = False
+    taps: Seq[int] = ()
 
     def __init__(
         self,
@@ -99,15 +101,18 @@ class DraftProposer:
     @property
     def priors(self) -> dict[Key, float]:
         """By position."""
-        return {(NAME, place): PRIOR for place in range(MAX_DEPTH)}
+        return {(self.name, place): PRIOR for place in range(MAX_DEPTH)}
 
     def begin_step(self) -> None:
         """Nothing to do."""
 
+    def take(self, batch: Batch, hidden: mx.array) -> None:
+        """It reads no hidden states."""
+
     def outlook(self, sequence: Sequence, depth: int) -> list[Key]:
         """As many as the draft's context has room for."""
         room = self._max_context - sequence.num_known - sequence.num_pending - 1
-        return [(NAME, place) for place in range(min(depth, room))]
+        return [(self.name, place) for place in range(min(depth, room))]
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[list[int]]:
         """Follow the sequences, then draw token after token, all of a sequence's in order."""
@@ -169,9 +174,8 @@ class DraftProposer:
         if counterpart is not None:
             self._take_over(sequence, counterpart)
             own = counterpart.own
-            if own.num_left > MAX_SHORT and own.num_computed != own.num_sealed:
-                self._release(sequence)
-                counterpart = None
+            if own.num_left > MAX_SHORT:  # a long step writes pages, from where they end
+                own.num_computed = own.num_sealed
         if counterpart is None:
             counterpart = self._begin(sequence, keep)
         if counterpart is None:
@@ -188,30 +192,48 @@ class DraftProposer:
     def _take_over(self, sequence: Sequence, counterpart: Counterpart) -> None:
         """Take back what was rejected, and append what the model gave instead."""
         own, start = counterpart.own, counterpart.num_followed
-        drawn, new = own.token_ids[start:], sequence.token_ids[start:]
-        agreed = 0
-        while agreed < min(len(drawn), len(new)) and drawn[agreed] == new[agreed]:
-            agreed += 1
+        drawn, new = own.token_ids[start:], sequence.token_ids[start + counterpart.offset :]
         own.token_ids[start:] = new
-        own.num_computed = min(own.num_computed, start + agreed)
+        own.num_computed = min(own.num_computed, start + self._num_kept(drawn, new))
         counterpart.num_followed = start + len(new)
         if sequence.request.params.penalised:
             for token_id in new:
                 self._loop.runner.sampler.observe(ints([own.slot]), ints([token_id]))
 
+    def _num_kept(self, drawn: list[int], new: list[int]) -> int:
+        """Proposals whose keys and values stay: those that the model gave, too."""
+        agreed = 0
+        while agreed < min(len(drawn), len(new)) and drawn[agreed] == new[agreed]:
+            agreed += 1
+        return agreed
+
     def _begin(self, sequence: Sequence, keep: dict[Sequence, int]) -> Counterpart | None:
-        """A new counterpart; others that this step does not need may have to go for it."""
-        ids = sequence.token_ids
-        if max(ids) >= self._model.config.vocab_size:
+        """A new counterpart; None: there is no room, or tokens that the draft does not have."""
+        return self._begin_at(sequence, keep, 0, sequence.request.cache_salt)
+
+    def _begin_at(
+        self, sequence: Sequence, keep: dict[Sequence, int], offset: int, salt: str | None
+    ) -> Counterpart | None:
+        """A new counterpart; others that this step does not need may have to go for it.
+
+        Args:
+            sequence: to follow.
+            keep: those that this step needs.
+            offset: of its tokens, so many in front are left out.
+            salt: of the namespace in which prefixes are shared.
+        """
+        ids = sequence.token_ids[offset:]
+        if max(ids, default=self._model.config.vocab_size) >= self._model.config.vocab_size:
             return None
         request = Request(
             sequence.request.id,
             [],
             self._params(sequence.request.params),
             frozenset(i for i in sequence.request.stop_ids if i < self._model.config.vocab_size),
-            cache_salt=sequence.request.cache_salt,
+            cache_salt=salt,
         )
-        own = Sequence(request, self._max_context, list(ids), sequence.num_prompt)
+        num_prompt = max(sequence.num_prompt - offset, 1)
+        own = Sequence(request, self._max_context, ids, num_prompt)
         own.rope_variant = self._model.rope_variant(min(sequence.max_known, self._max_context))
         while True:
             try:
@@ -227,7 +249,7 @@ class DraftProposer:
             self._release(unneeded)
         own.slot = self._free_slots.pop()
         self._admitted.append(own)
-        found = self._counterparts[sequence] = Counterpart(own, len(ids))
+        found = self._counterparts[sequence] = Counterpart(own, len(ids), offset)
         return found
 
     def _params(self, params: SamplingParams) -> SamplingParams:
@@ -275,7 +297,7 @@ class DraftProposer:
             batch := self._next_batch(rows, first=not launched, may_prefill=left > 0)
         ) is not None:
             left -= bool(batch.long)
-            previous = self._loop.runner.launch(batch, previous)
+            previous = self._launch(batch, previous)
             launched.append(previous)
             weights.append({} if self._choice is None else self._choice.weights)
         self._num_steps += len(launched)
@@ -287,6 +309,9 @@ class DraftProposer:
                     self._drawn.put(slot, own.num_answered, tokens[row], drawn[row])
                 own.token_ids.append(tokens[row])
                 own.num_pending -= 1
+
+    def _launch(self, batch: Batch, previous: Launched | None) -> Launched:
+        return self._loop.runner.launch(batch, previous)
 
     def _next_batch(
         self, rows: list[tuple[Sequence, int]], *, first: bool, may_prefill: bool

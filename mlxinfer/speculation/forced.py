@@ -3,7 +3,9 @@
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from ..engine.batch import Sequence
+import mlx.core as mx
+
+from ..engine.batch import Batch, Sequence
 from .acceptance import Key
 
 NAME = "forced"
@@ -18,6 +20,7 @@ class ForcedProposer:
     """
 
     name = NAME
+    taps: Seq[int] = ()
     is_free = False
     cost = 0.0
 
@@ -31,6 +34,9 @@ class ForcedProposer:
 
     def begin_step(self) -> None:
         """Nothing to do."""
+
+    def take(self, batch: Batch, hidden: mx.array) -> None:
+        """It reads no hidden states."""
 
     def outlook(self, sequence: Sequence, depth: int) -> list[Key]:
         """As many as are forced after the tokens in flight."""

@@ -10,10 +10,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine.batch import Sequence
+from ..engine.batch import Batch, Sequence
 from .acceptance import Key
 from .source import Score
 
@@ -106,6 +107,7 @@ class NgramProposer:
     """
 
     name = NAME
+    taps: Seq[int] = ()
     is_free = True
 
     def __init__(self, score: Score, *, searches: int = 8) -> None:
@@ -128,6 +130,9 @@ class NgramProposer:
     def begin_step(self) -> None:
         """Allow as many searches again."""
         self._left = self._searches
+
+    def take(self, batch: Batch, hidden: mx.array) -> None:
+        """It reads no hidden states."""
 
     def outlook(self, sequence: Sequence, depth: int) -> list[Key]:
         """By the number of tokens that agree, those in flight taken as guessed."""

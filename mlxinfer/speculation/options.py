@@ -5,9 +5,10 @@ from pathlib import Path
 
 from ..core import check_count
 from ..errors import InvalidRequestError, shown
+from ..models.jsonfields import read_json
 
-METHODS = ("auto", "off", "ngram", "draft")
-LATER = ("mtp", "eagle", "dflash")  # methods that other engines have
+METHODS = ("auto", "off", "ngram", "draft", "mtp", "eagle", "dflash")
+WITH_DRAFT = ("draft", "eagle", "dflash")  # methods that need a checkpoint beside the model's
 ACCEPTANCES = ("exact", "rejection")
 MAX_PROPOSALS = 7  # of a sequence in one step, beside its newest token
 
@@ -17,8 +18,10 @@ class SpeculationOptions:
     """What proposes tokens, how many, and which proposals are accepted.
 
     Args:
-        method: "auto" (a draft model where one is given, and n-grams), "off", "ngram" or "draft".
-        draft: folder of the draft model; None: there is none.
+        method: "auto" (a draft where one is given, and n-grams), "off", "ngram", "draft" (a small
+            model), "mtp" (the head that the checkpoint brings), "eagle" (an EAGLE-3 head) or
+            "dflash" (a block draft).
+        draft: folder of the draft; None: there is none.
         max_draft: tokens proposed for a request in one step, at most; 0: none. A step verifies 8
             tokens of a request, the newest one included, so 8 means 7.
         acceptance: "exact": the tokens of the plain run; "rejection": tokens of its distribution,
@@ -36,12 +39,6 @@ class SpeculationOptions:
     fixed: bool = False
 
     def __post_init__(self) -> None:
-        if self.method in LATER:
-            raise InvalidRequestError(
-                f"speculate is {self.method!r}, which is not supported yet; use 'auto', 'ngram', "
-                "or 'draft' with a draft model.",
-                param="speculate",
-            )
         _check_choice("speculate", self.method, METHODS)
         _check_choice("acceptance", self.acceptance, ACCEPTANCES)
         check_count("max_draft", self.max_draft, 0)
@@ -51,17 +48,25 @@ class SpeculationOptions:
                 "request at most.",
                 param="max_draft",
             )
-        if self.method == "draft" and self.draft is None:
+        if self.method in WITH_DRAFT and self.draft is None:
             raise InvalidRequestError(
-                "speculate='draft' needs a draft model: give draft='folder or org/name'.",
+                f"speculate={self.method!r} needs a draft: give draft='folder or org/name'.",
                 param="draft",
             )
-        if self.draft is not None and self.method in ("off", "ngram"):
+        if self.draft is not None and self.method not in ("auto", *WITH_DRAFT):
             raise InvalidRequestError(
                 f"draft names a model, and speculate is {self.method!r}, which uses none; leave "
                 "one of them out.",
                 param="draft",
             )
+        if self.draft is not None and self.method in WITH_DRAFT:
+            kind = kind_of(self.draft)
+            if kind != self.method:
+                raise InvalidRequestError(
+                    f"speculate is {self.method!r}, and the draft {self.draft.name} is for "
+                    f"{kind!r}: name that, or leave it to 'auto'.",
+                    param="draft",
+                )
 
     @property
     def depth(self) -> int:
@@ -72,6 +77,18 @@ class SpeculationOptions:
     def is_off(self) -> bool:
         """Whether nothing is ever proposed."""
         return self.method == "off" or not self.max_draft
+
+
+def kind_of(folder: Path) -> str:
+    """What a draft's checkpoint is: "draft" (a model), "eagle" or "dflash". Reads config.json."""
+    config = read_json(folder / "config.json")
+    named = config.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else ""
+    if "dflash" in architecture.lower() or "dflash_config" in config:
+        return "dflash"
+    if "eagle3" in architecture.lower() or config.get("speculators_model_type") == "eagle3":
+        return "eagle"
+    return "draft"
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

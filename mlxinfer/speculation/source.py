@@ -4,7 +4,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
-from ..engine.batch import Sequence
+import mlx.core as mx
+
+from ..engine.batch import Batch, Sequence
 from .acceptance import Key
 
 Score = Callable[[Sequence, Key, bool], None]  # a proposal of this key was tried; whether it held
@@ -14,6 +16,7 @@ class Source(Protocol):
     """Proposes tokens. Its methods are called from the engine's thread."""
 
     name: str
+    taps: Seq[int]  # layers of the model whose outputs it reads
 
     @property
     def priors(self) -> dict[Key, float]:
@@ -32,6 +35,10 @@ class Source(Protocol):
 
     def begin_step(self) -> None:
         """A step is planned."""
+        ...
+
+    def take(self, batch: Batch, hidden: mx.array) -> None:
+        """The outputs (T, n * hidden) of these n layers in a step that was read."""
         ...
 
     def outlook(self, sequence: Sequence, depth: int) -> list[Key]:

@@ -1,30 +1,85 @@
-"""Options to sources, controller and proposer: the one place that assembles them."""
+"""Options to drafts, sources, controller and proposer: the one place that assembles them."""
+
+from dataclasses import dataclass
+from pathlib import Path
 
 from ..config import EngineConfig
 from ..engine.kernels import choose_on_this_machine
-from ..models.decoder import LanguageModel
+from ..errors import InvalidRequestError
+from ..models import load
+from ..models.decoder import LanguageModel, Model
+from ..models.eagle import load_eagle
+from ..models.heads import DraftHead
+from ..models.prediction import load_prediction_head
 from ..sampling.rejection import DrawnProposals, RejectionChoice
 from ..sampling.sampler import Choice
 from .controller import Controller, FixedDepth, Policy
 from .draft import DraftProposer
 from .forced import ForcedProposer
+from .heads import HeadProposer
 from .ngram import NgramProposer
-from .options import SpeculationOptions
+from .options import SpeculationOptions, kind_of
 from .source import Score, Source
 from .speculation import Speculation
+
+Network = LanguageModel | DraftHead
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A network that proposes tokens, and the sizes of its cache."""
+
+    kind: str  # "draft", "mtp" or "eagle"
+    network: Network
+    config: EngineConfig
+
+
+def load_network(
+    options: SpeculationOptions, folder: Path, model: LanguageModel, *, dtype: str
+) -> tuple[str, Network] | None:
+    """What the options name, and its kind; None: no network proposes.
+
+    Args:
+        options: not off.
+        folder: that the model was loaded from.
+        model: whose tokens are proposed.
+        dtype: of a draft model.
+
+    Raises:
+        InvalidRequestError: it does not go with this model.
+        ModelError: it is broken or not supported.
+    """
+    kind = "mtp" if options.method == "mtp" else None
+    if options.draft is not None:
+        kind = kind_of(options.draft)
+    if kind is None:
+        return None
+    if kind == "draft":
+        assert options.draft is not None
+        return kind, load(options.draft, dtype=dtype)
+    if not isinstance(model, Model):
+        raise InvalidRequestError(
+            f"speculate={kind!r} reads hidden states, which mlx-lm's definition of this model does "
+            "not give; use 'ngram', or 'draft' with a draft model.",
+            param="speculate",
+        )
+    if kind == "mtp":
+        return kind, load_prediction_head(folder, model)
+    assert options.draft is not None
+    return kind, load_eagle(options.draft, model)
 
 
 def make_speculation(
     options: SpeculationOptions,
     model: LanguageModel | None = None,
-    draft: LanguageModel | None = None,
-    draft_config: EngineConfig | None = None,
+    draft: Draft | None = None,
 ) -> Speculation:
     """What the options ask for; to be called on the thread that runs the model.
 
     Args:
         options: not off.
-        model, draft, draft_config: with a draft model, these two and the sizes of the latter.
+        model: with a draft, or where proposals are accepted by rejection sampling.
+        draft: what `load_network` found, if anything.
     """
 
     drawn: DrawnProposals | None = None
@@ -37,17 +92,8 @@ def make_speculation(
         made: list[Source] = [ForcedProposer()]
         if options.method in ("auto", "ngram"):
             made.append(NgramProposer(score))
-        if model is not None and draft is not None and draft_config is not None:
-            made.append(
-                DraftProposer(
-                    draft,
-                    draft_config,
-                    vocab_size=model.config.vocab_size,
-                    cost=draft.num_bytes / model.num_bytes,
-                    kernels=choose_on_this_machine(),
-                    drawn=drawn,
-                )
-            )
+        if model is not None and draft is not None:
+            made.append(_draft_source(model, draft, drawn))
         return made
 
     policy: Policy = Controller(max_depth=options.depth)
@@ -55,4 +101,27 @@ def make_speculation(
         policy = FixedDepth(options.depth)
     return Speculation(
         sources, policy, max_depth=options.depth, method=options.method, choice=choice
+    )
+
+
+def _draft_source(model: LanguageModel, draft: Draft, drawn: DrawnProposals | None) -> Source:
+    """What runs a network for proposals."""
+    network, config, vocab_size = draft.network, draft.config, model.config.vocab_size
+    if isinstance(network, DraftHead):
+        return HeadProposer(
+            network,
+            config,
+            name=draft.kind,
+            vocab_size=vocab_size,
+            cost=network.bytes_read / model.num_bytes,
+            kernels=choose_on_this_machine(),
+            drawn=drawn,
+        )
+    return DraftProposer(
+        network,
+        config,
+        vocab_size=vocab_size,
+        cost=network.num_bytes / model.num_bytes,
+        kernels=choose_on_this_machine(),
+        drawn=drawn,
     )

@@ -7,6 +7,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+import mlx.core as mx
+
 from ..engine.batch import Batch, CommitResult, Sequence
 from ..engine.scheduler import Proposer
 from .acceptance import Acceptance, Key
@@ -65,6 +67,7 @@ class Speculation(Proposer):
         self._max_depth = max_depth
         self._method = method
         self.choice = choice
+        self.taps = next((source.taps for source in self._sources if source.taps), ())
         self._clock = clock
         priors: dict[Key, float] = {}
         for source in self._sources:
@@ -131,6 +134,16 @@ class Speculation(Proposer):
                 found |= self._ask(source, some, [min(depths[s], depth) for s in some])
         self._planned = {s: plans[s] for s in found}
         return [found.get(s, []) for s in sequences]
+
+    def take(self, batch: Batch, hidden: mx.array) -> None:
+        """Hand hidden states on to the sources that read them."""
+        for source in self._sources:
+            if not source.taps:
+                continue
+            try:
+                source.take(batch, hidden)
+            except Exception:  # the fault boundary of a source, as in `_ask`
+                self._switch_off(source, batch.sequences)
 
     def observe(self, batch: Batch, result: CommitResult) -> None:
         """Score the proposals of a step, and let the policy know what the step took."""

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from ...core import CacheSpec, OwnCacheSpec
 from ...layers.mlp import Gated
-from ...layers.step import Rows
+from ...layers.step import Rows, Taps
 from .config import ZooConfig
 from .definitions import Definition
 
@@ -79,8 +79,10 @@ class AloneModel:
         *,
         rope_variants: Rows | None = None,
         adapters: Rows | None = None,
+        taps: Taps | None = None,
     ) -> mx.array:
         """One step over T tokens of any sequences: ids (T,) -> (T, width)."""
+        assert taps is None, "mlx-lm's definitions give no hidden states"
         (step,) = caches
         outputs = []
         for part in step.parts:

@@ -15,7 +15,7 @@ import mlx.core as mx
 from ...core import CacheSpec, KVSpec
 from ...layers.attention import AttentionShape
 from ...layers.mlp import Gated
-from ...layers.step import Rows
+from ...layers.step import Rows, Taps
 from .config import ZooConfig
 from .definitions import Definition
 from .private_copy import AttendingCache, one_line
@@ -251,8 +251,10 @@ class FlatModel:
         *,
         rope_variants: Rows | None = None,
         adapters: Rows | None = None,
+        taps: Taps | None = None,
     ) -> mx.array:
         """One step over T tokens of any sequences: ids (T,) -> (T, width)."""
+        assert taps is None, "mlx-lm's definitions give no hidden states"
         for cache, layer in zip(self._used, caches, strict=True):
             cache.begin(layer, positions)
         try:

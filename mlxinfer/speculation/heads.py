@@ -1,0 +1,284 @@
+"""Proposals of a head that goes on from the model's hidden states: MTP modules and EAGLE-3.
+
+A head runs as a draft model does, with pages and a prefix tree of its own, one position behind the
+model: at position i it reads the model's hidden states there and the token at i + 1. The hidden
+states come from the steps of the model as they are read. They are kept until the head has written
+its pages; where more than `FOLLOW_AT` wait, as in a long prompt or while nothing is proposed, the
+head runs over whole pages of them at once.
+
+Hidden states of a prefix that the model found computed are not there. Where the head's own prefix
+tree has that prefix, it goes on from it, else from the first position whose hidden states are
+there: its proposals are somewhat worse then, and no token changes.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from ..config import EngineConfig
+from ..engine.batch import MAX_SHORT, Batch, DecodeBatch, Segment, Sequence
+from ..engine.kernels import Chooser, choose_none
+from ..engine.runner import Launched
+from ..models.heads import DraftHead
+from ..sampling.rejection import DrawnProposals
+from .draft import Counterpart, DraftProposer
+
+FOLLOW_AT = 256  # positions of a sequence that wait until the head runs over them
+
+Row = tuple[mx.array, int]  # an array (n, width) and a row of it
+
+
+@dataclass(slots=True)
+class HeldStates:
+    """Hidden states of consecutive positions of a sequence."""
+
+    start: int  # position of the first
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def stop(self) -> int:
+        """One past the position of the last."""
+        return self.start + len(self.rows)
+
+    def put(self, start: int, rows: list[Row]) -> None:
+        """Those of a step that began at a position; what stood there before was rejected."""
+        if not self.start <= start <= self.stop:
+            self.start, self.rows = start, []
+        self.rows[start - self.start :] = rows
+
+    def drop_before(self, position: int) -> None:
+        """Forget those of lower positions."""
+        count = min(max(position - self.start, 0), len(self.rows))
+        del self.rows[:count]
+        self.start += count
+
+    def compact(self) -> None:
+        """Copy what is left, so that the arrays of long steps can go."""
+        parts = [
+            array[mx.array(places)] for array, places, _ in _runs([(r, False) for r in self.rows])
+        ]
+        mx.async_eval(parts)
+        self.rows = [(part, row) for part in parts for row in range(part.shape[0])]
+
+
+class HeadProposer(DraftProposer):
+    """Runs a head for all sequences of a step at once.
+
+    Args:
+        head: an MTP module or an EAGLE-3 draft.
+        config: sizes; its budget is for the head's KV cache alone.
+        name: of the method, for stats.
+        vocab_size, cost, kernels, drawn: as of `DraftProposer`.
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        config: EngineConfig,
+        *,
+        name: str,
+        vocab_size: int,
+        cost: float,
+        kernels: Chooser = choose_none,
+        drawn: DrawnProposals | None = None,
+    ) -> None:
+        super().__init__(
+            head, config, vocab_size=vocab_size, cost=cost, kernels=kernels, drawn=drawn
+        )
+        self.name = name
+        self.taps = head.taps
+        self._head = head
+        self._held: dict[Sequence, HeldStates] = {}
+        self._follows: dict[Sequence, Sequence] = {}  # own sequence -> the model's
+        self._output: mx.array | None = None  # (T, hidden) of the head's last step
+        self._output_rows: dict[Sequence, int] = {}  # own sequence -> row of its last position
+        self._ahead: Launched | None = None  # the last step that nothing waits for
+
+    def take(self, batch: Batch, hidden: mx.array) -> None:
+        """Keep the hidden states (T, taps * hidden) of a step, and follow where many wait."""
+        starts = batch.decodes.segments.starts.tolist()
+        for row, (sequence, start) in enumerate(zip(batch.decodes.sequences, starts, strict=True)):
+            self._put(sequence, start, [(hidden, row)])
+        for segment in batch.ragged:
+            rows = range(segment.row, segment.row + segment.num_tokens)
+            self._put(segment.sequence, segment.start, [(hidden, row) for row in rows])
+        waiting = [s for s in batch.sequences if s.slot >= 0 and self._num_waiting(s) > FOLLOW_AT]
+        if not waiting:
+            return
+        try:
+            self._follow_pages(waiting)
+        except BaseException:
+            self._start_afresh()
+            raise
+
+    def end(self, sequence: Sequence) -> None:
+        """Keep what was computed as a prefix, and forget the hidden states."""
+        super().end(sequence)
+        self._held.pop(sequence, None)
+
+    def _put(self, sequence: Sequence, start: int, rows: list[Row]) -> None:
+        if sequence.finished or not sequence.request.params.speculate:
+            return
+        held = self._held.get(sequence)
+        if held is None:
+            held = self._held[sequence] = HeldStates(start)
+        held.put(start, rows)
+
+    # -- following ------------------------------------------------------------------------------
+
+    def _num_kept(self, drawn: list[int], new: list[int]) -> int:
+        """None: keys of proposals come from the head's own states, and the model's are better."""
+        return 0
+
+    def _begin(self, sequence: Sequence, keep: dict[Sequence, int]) -> Counterpart | None:
+        """As much of the sequence as there are hidden states for, behind a cached prefix."""
+        held = self._held.get(sequence)
+        if held is None or not held.rows:
+            return None
+        # What the head computes at its first position depends on the token before it, too.
+        salt = f"{sequence.token_ids[0]} {sequence.namespace}"
+        found = self._begin_at(sequence, keep, 1, salt)
+        if found is None or held.start <= found.own.num_computed:
+            return self._known_as(sequence, found)
+        self._release(sequence)
+        salt = f"{sequence.request.id} from {held.start}"  # shared with nothing
+        return self._known_as(sequence, self._begin_at(sequence, keep, held.start + 1, salt))
+
+    def _known_as(self, sequence: Sequence, found: Counterpart | None) -> Counterpart | None:
+        if found is not None:
+            self._follows[found.own] = sequence
+        return found
+
+    def _follow(
+        self, sequence: Sequence, depth: int, keep: dict[Sequence, int]
+    ) -> Counterpart | None:
+        """As of a draft; what the head has written to pages needs no hidden states any more."""
+        held, before = self._held.get(sequence), self._counterparts.get(sequence)
+        if before is not None and (held is None or held.start > self._position(before)):
+            self._release(sequence)
+        found = super()._follow(sequence, depth, keep)
+        if found is not None and held is not None:
+            held.drop_before(found.own.num_sealed + found.offset - 1)
+        return found
+
+    def _release(self, sequence: Sequence) -> None:
+        super()._release(sequence)
+        self._follows = {own: s for own, s in self._follows.items() if own.slot >= 0}
+
+    def _start_afresh(self) -> None:
+        super()._start_afresh()
+        self._follows.clear()
+        self._held.clear()
+        self._output_rows.clear()
+        self._output = self._ahead = None
+
+    def _position(self, counterpart: Counterpart) -> int:
+        """Of the first hidden states that the head may need again."""
+        return counterpart.own.num_sealed + counterpart.offset - 1
+
+    def _num_waiting(self, sequence: Sequence) -> int:
+        """Positions with hidden states that are in no page of the head."""
+        held, counterpart = self._held.get(sequence), self._counterparts.get(sequence)
+        if held is None:
+            return 0
+        begin = held.start if counterpart is None else self._position(counterpart)
+        return held.stop - max(begin, held.start)
+
+    def _follow_pages(self, sequences: list[Sequence]) -> None:
+        """Compute whole pages of the sequences, as far as there are hidden states."""
+        size = self._config.page_size
+        keep = dict.fromkeys(sequences, 0)
+        segments = []
+        for sequence in sequences:
+            counterpart = self._follow(sequence, 0, keep)
+            if counterpart is None:
+                self._held[sequence].drop_before(self._held[sequence].stop - FOLLOW_AT)
+                continue
+            own = counterpart.own
+            stop = self._held[sequence].stop - counterpart.offset + 1
+            stop = min(stop, own.num_known - 1) // size * size
+            if stop - own.num_computed > MAX_SHORT:
+                segments.append(_pages(own, stop - own.num_computed))
+        if not segments:
+            return
+        batch = Batch(
+            DecodeBatch.of([]),
+            short=[],
+            long=segments,
+            cache_work=self._loop.scheduler.kv_manager.take_work(),
+            admitted=self._admitted,
+        )
+        self._admitted = []
+        self._count(batch)
+        self._ahead = self._launch(batch, self._ahead)
+        self._num_steps += 1
+        for segment in segments:
+            sequence = self._follows[segment.sequence]
+            self._held[sequence].drop_before(self._position(self._counterparts[sequence]))
+            self._held[sequence].compact()
+
+    # -- steps of the head ----------------------------------------------------------------------
+
+    def _launch(self, batch: Batch, previous: Launched | None) -> Launched:
+        """Feed the hidden states of all rows, and remember what the chain goes on from."""
+        self._head.feed(self._inputs(batch))
+        launched = super()._launch(batch, self._ahead if previous is None else previous)
+        self._output, self._ahead = self._head.output, None
+        self._output_rows = {own: row for row, own in enumerate(batch.decodes.sequences)}
+        for segment in batch.ragged:
+            self._output_rows[segment.sequence] = segment.row + segment.num_tokens - 1
+        return launched
+
+    def _inputs(self, batch: Batch) -> mx.array:
+        """(T, hidden) that the rows of a counted step read: the model's, or the head's own."""
+        rows: list[tuple[Row, bool]] = []  # and whether the row is the head's own
+        starts = batch.decodes.segments.starts.tolist()
+        for own, start in zip(batch.decodes.sequences, starts, strict=True):
+            if own.num_pending > 1:  # its token was drawn in the step before
+                assert self._output is not None
+                rows.append(((self._output, self._output_rows[own]), True))
+            else:
+                rows += self._of_model(own, start, 1)
+        for segment in batch.ragged:
+            rows += self._of_model(segment.sequence, segment.start, segment.num_tokens)
+        pieces = []
+        for array, places, is_own in _runs(rows):
+            whole = len(places) == array.shape[0] and places == list(range(len(places)))
+            part = array if whole else array[mx.array(places)]
+            pieces.append(part if is_own else self._head.enter(part))
+        return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
+
+    def _of_model(self, own: Sequence, start: int, count: int) -> list[tuple[Row, bool]]:
+        """The model's hidden states for some positions of an own sequence."""
+        sequence = self._follows[own]
+        held = self._held[sequence]
+        first = start + self._counterparts[sequence].offset - 1 - held.start
+        assert 0 <= first <= len(held.rows) - count, "hidden states are missing"
+        return [(row, False) for row in held.rows[first : first + count]]
+
+
+def _runs(rows: Seq[tuple[Row, bool]]) -> list[tuple[mx.array, list[int], bool]]:
+    """Consecutive rows of one array together."""
+    runs: list[tuple[mx.array, list[int], bool]] = []
+    for (array, place), is_own in rows:
+        if runs and runs[-1][0] is array and runs[-1][2] == is_own:
+            runs[-1][1].append(place)
+        else:
+            runs.append((array, [place], is_own))
+    return runs
+
+
+def _pages(own: Sequence, count: int) -> Segment:
+    """Whole pages of a sequence, none of which is sampled from."""
+    return Segment(
+        sequence=own,
+        start=own.num_computed,
+        num_tokens=count,
+        sealed=own.num_sealed,
+        slot=own.slot,
+        tables=own.tables,
+        num_samples=0,
+        output_index=own.num_output,
+        seals=True,
+    )

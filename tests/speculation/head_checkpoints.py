@@ -1,0 +1,156 @@
+"""Tiny checkpoints with heads: random ones, and ones whose proposals all hold.
+
+A head that is always right is possible where a token follows from the one before it alone: in a
+model whose layers add nothing. There the embedding's half of the head's projection is the identity
+and the other half is zero, so that the head computes what the model will.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from models.random_weights import random_tensor, tiny_tensors
+from models.tiny import quantized, tiny_config
+
+Tensors = dict[str, np.ndarray]
+SILENT = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+MTP_CASES = (
+    "qwen3_5_text-v4",
+    "qwen3_next-v4",
+    "glm4_moe-v4",
+    "deepseek_v3-v4",
+    "glm4_moe_lite-v4",
+)
+
+
+def mtp_checkpoint(
+    folder: Path, case: str, *, right: bool = False, how: dict[str, Any] | None = None
+) -> Path:
+    """A checkpoint with its head; `right`: it proposes what the model says.
+
+    Args:
+        folder: that is written.
+        case: of the model.
+        right: see above.
+        how: of the quantisation; None: float32.
+    """
+    config = {**tiny_config(case), "num_nextn_predict_layers": 1}
+    tensors = tiny_tensors(config)
+    tensors |= mtp_tensors(config, tensors)
+    if right:
+        _make_right(config, tensors)
+    return write(folder, config, tensors, how)
+
+
+def mtp_tensors(config: dict[str, Any], tensors: Tensors) -> Tensors:
+    """A random head like the model's last layer with attention, named as published."""
+    hidden, qwen = config["hidden_size"], config["model_type"].startswith("qwen")
+    first = config["num_hidden_layers"]
+    source = max(int(name.split(".")[2]) for name in tensors if ".self_attn.o_proj" in name)
+    target = "mtp.layers.0." if qwen else f"model.layers.{first}."
+    shapes = {
+        name.replace(f"model.layers.{source}.", target): array.shape
+        for name, array in tensors.items()
+        if name.startswith(f"model.layers.{source}.")
+    }
+    if qwen:
+        names = ("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
+        shapes["mtp.fc.weight"] = (hidden, 2 * hidden)
+    else:
+        names = tuple(f"{target}{n}" for n in ("shared_head.norm", "enorm", "hnorm"))
+        shapes[f"{target}eh_proj.weight"] = (hidden, 2 * hidden)
+        shapes[f"{target}embed_tokens.weight"] = (config["vocab_size"], hidden)
+        shapes[f"{target}shared_head.head.weight"] = (config["vocab_size"], hidden)
+    shapes |= {f"{name}.weight": (hidden,) for name in names}
+    return {name: random_tensor(name, s, 7, less_one=qwen) for name, s in shapes.items()}
+
+
+def _make_right(config: dict[str, Any], tensors: Tensors) -> None:
+    """Layers that add nothing, and a head that looks at the token alone."""
+    hidden, qwen = config["hidden_size"], config["model_type"].startswith("qwen")
+    for name in tensors:
+        if name.endswith(SILENT):
+            tensors[name] = np.zeros_like(tensors[name])
+    front = "mtp." if qwen else f"model.layers.{config['num_hidden_layers']}."
+    both = np.concatenate([np.eye(hidden), np.zeros((hidden, hidden))], axis=1)
+    names = (
+        ("fc", "pre_fc_norm_embedding", "norm")
+        if qwen
+        else ("eh_proj", "enorm", "shared_head.norm")
+    )
+    tensors[f"{front}{names[0]}.weight"] = both.astype(np.float32)
+    tensors[f"{front}{names[1]}.weight"] = np.full(hidden, 0.0 if qwen else 1.0, np.float32)
+    tensors[f"{front}{names[2]}.weight"] = tensors["model.norm.weight"]
+
+
+def write(
+    folder: Path, config: dict[str, Any], tensors: Tensors, how: dict[str, Any] | None
+) -> Path:
+    """config.json and model.safetensors."""
+    arrays = {name: mx.array(value) for name, value in tensors.items()}
+    if how is not None:
+        arrays, config = quantized(arrays, how), {**config, "quantization": how}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
+    return folder
+
+
+def eagle_checkpoint(
+    folder: Path,
+    model: dict[str, Any],
+    *,
+    drafted: int,
+    right: Tensors | None = None,
+    seed: int = 3,
+    **changes: object,
+) -> Path:
+    """An EAGLE-3 head for a model with this config.
+
+    Args:
+        folder: that is written.
+        model: the model's config.
+        drafted: tokens of the head's vocabulary.
+        right: tensors of a model whose layers add nothing; the head proposes what it says.
+        seed: of the weights.
+        changes: of the head's config.
+    """
+    hidden, vocab, dim = model["hidden_size"], model["vocab_size"], 16
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": dim,
+        "vocab_size": vocab,
+        "draft_vocab_size": drafted,
+        "rope_theta": 1000.0,
+        "max_position_embeddings": 4096,
+        **changes,
+    }
+    shapes = {
+        "fc.weight": (hidden, 3 * hidden),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (drafted, hidden),
+        **{f"midlayer.{n}.weight": (hidden,) for n in ("hidden_norm", "input_layernorm")},
+        "midlayer.post_attention_layernorm.weight": (hidden,),
+        "midlayer.self_attn.q_proj.weight": (4 * dim, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (2 * dim, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (2 * dim, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, 4 * dim),
+        "midlayer.mlp.gate_proj.weight": (48, hidden),
+        "midlayer.mlp.up_proj.weight": (48, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, 48),
+    }
+    tensors = {name: random_tensor(name, s, seed, less_one=False) for name, s in shapes.items()}
+    ids = np.sort(np.random.default_rng(seed).choice(vocab, drafted, replace=False))
+    tensors["d2t"] = ids - np.arange(drafted)
+    tensors["t2d"] = np.isin(np.arange(vocab), ids)
+    if right is not None:
+        tensors["lm_head.weight"] = right["lm_head.weight"][ids]
+    return write(folder, config, tensors, None)

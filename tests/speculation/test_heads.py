@@ -1,0 +1,268 @@
+"""MTP modules and EAGLE-3 heads: parity with public definitions, exact answers, right proposals."""
+
+import json
+from collections.abc import Sequence as Seq
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from engine.harness import Harness, alone, config, prompt, tiny_model
+from models.dense_kv import DenseCache
+from models.tiny import tiny_config
+from speculation.head_checkpoints import MTP_CASES, eagle_checkpoint, mtp_checkpoint, write
+
+from mlxinfer.bench.peer import load_peer_model
+from mlxinfer.core import SamplingParams
+from mlxinfer.models import load
+from mlxinfer.models.decoder import Model
+from mlxinfer.models.eagle import load_eagle
+from mlxinfer.models.heads import DraftHead
+from mlxinfer.models.prediction import load_prediction_head
+from mlxinfer.speculation.controller import FixedDepth
+from mlxinfer.speculation.heads import FOLLOW_AT, HeadProposer
+from mlxinfer.speculation.speculation import Speculation
+
+GREEDY = SamplingParams(max_tokens=16)
+DRAWN = SamplingParams(max_tokens=16, temperature=0.9, top_p=0.95, seed=11)
+PACKED = {"group_size": 32, "bits": 4}
+
+
+@cache
+def with_head(case: str, *, right: bool, packed: bool = True) -> tuple[Model, DraftHead]:
+    folder = Path(mkdtemp())
+    mtp_checkpoint(folder, case, right=right, how=PACKED if packed else None)
+    model = load(folder)
+    return model, load_prediction_head(folder, model)
+
+
+@cache
+def with_eagle(drafted: int = 64) -> tuple[Model, DraftHead]:
+    model = tiny_model("qwen3-v4", quantized=True)
+    folder = eagle_checkpoint(
+        Path(mkdtemp()), tiny_config("qwen3-v4"), drafted=drafted, max_position_embeddings=4096
+    )
+    return model, load_eagle(folder, model)
+
+
+def speculation_of(
+    model: Model, head: DraftHead, depth: int = 4, **sizes: object
+) -> tuple[Speculation, HeadProposer]:
+    sizes = {"num_pages": 400, **sizes}
+    source = HeadProposer(
+        head, config(**sizes), name="mtp", vocab_size=model.config.vocab_size, cost=0.1
+    )
+    return Speculation(lambda _: [source], FixedDepth(depth), max_depth=depth), source
+
+
+@pytest.mark.parametrize("case", MTP_CASES)
+def test_a_head_that_computes_what_the_model_will_is_always_right(case: str) -> None:
+    """Greedy and drawn: both draw with the same random numbers."""
+    model, head = with_head(case, right=True)
+    speculation, _ = speculation_of(model, head)
+    harness = Harness(model, proposer=speculation)
+    rows = [(prompt(12, 0), GREEDY), (prompt(72, 1), DRAWN), (prompt(40, 2), GREEDY)]
+    for i, (ids, params) in enumerate(rows):
+        harness.add(str(i), ids, params)
+    outcomes = harness.drain()
+    for i, (ids, params) in enumerate(rows):
+        assert outcomes[str(i)].token_ids == alone(model, ids, params).token_ids
+    stats = speculation.stats()
+    assert stats["drafted"] == stats["accepted"] > 0
+
+
+@pytest.mark.parametrize("case", ["qwen3_5_text-v4", "glm4_moe_lite-v4", "eagle"])
+def test_answers_are_those_without_a_head(case: str) -> None:
+    """Long and short prompts, a preemption, a prefix that only the model knows, little room."""
+    model, head = with_eagle() if case == "eagle" else with_head(case, right=False)
+    speculation, source = speculation_of(model, head, 3, num_pages=60, max_batch=3)
+    harness = Harness(model, proposer=speculation, max_batch=4)
+    prompts = [prompt(9, 1), prompt(FOLLOW_AT + 90, 2), prompt(70, 3), prompt(40, 4)]
+    for i, ids in enumerate(prompts):
+        harness.add(str(i), ids, GREEDY)
+        harness.turn(2)
+    harness.loop.scheduler.queues.preempt(harness.loop.scheduler.queues.running[-1])
+    harness.drain()
+    source._start_afresh()  # the model's prefixes are cached, the head's are gone
+    harness.add("again", prompts[1] + prompts[0], GREEDY)
+    outcomes = harness.drain()
+    for i, ids in enumerate(prompts):
+        assert outcomes[str(i)].token_ids == alone(model, ids, GREEDY).token_ids
+    assert outcomes["again"].cached_tokens > 0
+    plain = alone(model, prompts[1] + prompts[0], GREEDY).token_ids
+    assert outcomes["again"].token_ids == plain
+    assert speculation.stats()["drafted"] > 40
+    assert not source._held
+    assert not source._follows
+
+
+def test_a_head_follows_long_prompts_and_steps_without_proposals_in_pages() -> None:
+    """So few hidden states are kept, and none twice."""
+    model, head = with_head("qwen3_5_text-v4", right=True)
+    speculation, source = speculation_of(model, head)
+    harness = Harness(model, proposer=speculation)
+    harness.add("a", prompt(3 * FOLLOW_AT), GREEDY)
+    most = 0
+    while not harness.loop.idle:
+        harness.turn()
+        most = max([most, *(len(held.rows) for held in source._held.values())])
+    assert most <= FOLLOW_AT + 64 + 16  # a chunk more, and what fills no page
+    assert speculation.stats()["accepted"] == speculation.stats()["drafted"] > 0
+
+
+def test_prompts_are_prefix_cached_in_the_head_too() -> None:
+    model, head = with_head("qwen3_5_text-v4", right=True)
+    speculation, source = speculation_of(model, head)
+    harness = Harness(model, proposer=speculation)
+    for name in "ab":
+        harness.add(name, prompt(100), GREEDY)
+        harness.drain()
+    tree = source._loop.scheduler.kv_manager.tree
+    assert tree.counters.tokens_reused >= 80
+    assert speculation.stats()["accepted"] == speculation.stats()["drafted"]
+
+
+def test_nothing_is_tapped_where_no_source_reads_hidden_states() -> None:
+    model = tiny_model("qwen3-v4", quantized=True)
+    harness = Harness(model)
+    harness.add("a", prompt(20), GREEDY)
+    harness.turn(3)
+    assert harness.loop._in_flight is not None
+    assert harness.loop._in_flight.hidden is None
+
+
+# -- parity -------------------------------------------------------------------------------------
+
+
+def run_head(head: DraftHead, ids: Seq[int], hidden: np.ndarray, cuts: Seq[int]) -> np.ndarray:
+    """Logits (T, V) of a head over a sequence, computed in parts."""
+    cache, parts = DenseCache(head), []  # type: ignore[no-untyped-call]
+    for start, stop in zip([0, *cuts], [*cuts, len(ids)], strict=True):
+        head.feed(head.enter(mx.array(hidden[start:stop])))
+        parts.append(cache.run(head, [("a", list(ids[start:stop]))]))  # type: ignore[no-untyped-call]
+    return np.array(mx.concatenate(parts).astype(mx.float32))
+
+
+def assert_close(ours: np.ndarray, reference: mx.array) -> None:
+    wanted = np.array(reference.astype(mx.float32))
+    assert np.abs(ours - wanted).max() <= 1e-4 * max(1.0, float(wanted.std()))
+
+
+def rms(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    return x / mx.sqrt(mx.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+@pytest.mark.parametrize(
+    "case", ["qwen3_5_text-v4", "qwen3_next-v4", "glm4_moe-v4", "deepseek_v3-v4"]
+)
+def test_an_mtp_head_gives_the_logits_of_its_definition(case: str, tmp_path: Path) -> None:
+    """The projection as in vLLM; the layer in it is mlx-lm's own."""
+    folder = mtp_checkpoint(tmp_path, case)
+    model = load(folder)
+    head = load_prediction_head(folder, model)
+    ids = prompt(21, vocab=model.config.vocab_size)
+    hidden = np.random.default_rng(0).standard_normal((21, model.config.hidden_size))
+    ours = run_head(head, ids, hidden.astype(np.float32), [13, 14])
+    assert_close(ours, reference_mtp(case, folder, ids, mx.array(hidden.astype(np.float32))))
+
+
+def reference_mtp(case: str, folder: Path, ids: Seq[int], hidden: mx.array) -> mx.array:
+    """Logits (T, V)."""
+    stated: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    tensors: Any = mx.load(str(folder / "model.safetensors"))
+    qwen, eps = case.startswith("qwen"), stated["rms_norm_eps"]
+    front = "mtp." if qwen else f"model.layers.{stated['num_hidden_layers']}."
+    names = QWEN if qwen else DEEPSEEK
+    embedding_norm, hidden_norm, last_norm = (
+        tensors[f"{front}{name}.weight"] + (1.0 if qwen else 0.0) for name in names[:3]
+    )
+    embedded = tensors["model.embed_tokens.weight"][mx.array(list(ids))]
+    both = mx.concatenate([rms(embedded, embedding_norm, eps), rms(hidden, hidden_norm, eps)], -1)
+    x = both @ tensors[f"{front}{names[3]}.weight"].T
+    layer = layer_of_mlx_lm(folder, f"{front}layers.0." if qwen else front)
+    mask = mx.tril(mx.ones((len(ids), len(ids)), mx.bool_))
+    x = rms(layer(x[None], mask=mask)[0], last_norm, eps)
+    tied = stated["tie_word_embeddings"]
+    return x @ tensors["model.embed_tokens.weight" if tied else "lm_head.weight"].T
+
+
+QWEN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
+DEEPSEEK = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
+
+
+def layer_of_mlx_lm(folder: Path, front: str) -> Any:
+    """mlx-lm's decoder layer with the weights below `front`, in place of one that is like it."""
+    stated: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    tensors: Any = mx.load(str(folder / "model.safetensors"))
+    index = max(
+        int(n.split(".")[2]) for n in tensors if ".self_attn.o_proj" in n and "mtp" not in n
+    )
+    index = min(index, stated["num_hidden_layers"] - 1)
+    head = {n: a for n, a in tensors.items() if n.startswith(front)}
+    kept = {n: a for n, a in tensors.items() if n not in head and not n.startswith("mtp.")}
+    kept |= {n.replace(front, f"model.layers.{index}."): a for n, a in head.items()}
+    kept = {
+        n: a
+        for n, a in kept.items()
+        if not (
+            n.startswith(f"model.layers.{index}.")
+            and n.split(f".{index}.", 1)[1].startswith(
+                ("eh_proj", "enorm", "hnorm", "shared_head", "embed_tokens")
+            )
+        )
+    }
+    kind = stated["model_type"].removesuffix("_text")
+    if kind != stated["model_type"]:
+        rope = {name: stated[name] for name in ("rope_theta", "partial_rotary_factor")}
+        stated = {**stated, "rope_parameters": {"type": "default", **rope}}
+        stated = {"model_type": kind, "text_config": stated}
+    where = write(folder / "reference", stated, {n: np.array(a) for n, a in kept.items()}, None)
+    model = load_peer_model(where)
+    return getattr(model, "language_model", model).model.layers[index]
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_an_eagle_head_gives_the_logits_of_its_definition(normed: bool, tmp_path: Path) -> None:
+    """Written out in plain operations, as in vLLM's llama_eagle3.py."""
+    stated = tiny_config("qwen3-v4")
+    folder = eagle_checkpoint(tmp_path, stated, drafted=60, norm_before_residual=normed)
+    model = tiny_model("qwen3-v4")
+    head = load_eagle(folder, model)
+    assert head.taps == (1, stated["num_hidden_layers"] // 2 - 1, 0)
+    ids = prompt(21, vocab=stated["vocab_size"])
+    hidden = np.random.default_rng(0).standard_normal((21, 3 * stated["hidden_size"]))
+    ours = run_head(head, ids, hidden.astype(np.float32), [13, 14])
+    tensors: Any = mx.load(str(folder / "model.safetensors"))
+    token_ids = mx.arange(60) + tensors["d2t"].astype(mx.int32)
+    embedded = model.embed(mx.array(ids))
+    reference = reference_eagle(tensors, embedded, mx.array(hidden.astype(np.float32)), normed)
+    assert_close(ours[:, np.array(token_ids)], reference)
+    assert np.isneginf(np.delete(ours, np.array(token_ids), axis=1)).all()
+
+
+def reference_eagle(
+    tensors: dict[str, mx.array], embedded: mx.array, tapped: mx.array, normed: bool
+) -> mx.array:
+    """Logits (T, drafted)."""
+    weight = {n.removeprefix("midlayer.").removesuffix(".weight"): a for n, a in tensors.items()}
+    hidden = tapped @ weight["fc"].T
+    right = rms(hidden, weight["hidden_norm"], 1e-6)
+    both = mx.concatenate([rms(embedded, weight["input_layernorm"], 1e-6), right], axis=-1)
+    q, k, v = (
+        (both @ weight[f"self_attn.{n}_proj"].T).reshape(len(both), -1, 16).transpose(1, 0, 2)
+        for n in "qkv"
+    )
+    q, k = (
+        mx.fast.rope(x[None], 16, traditional=False, base=1000.0, scale=1.0, offset=0)
+        for x in (q, k)
+    )
+    attended = mx.fast.scaled_dot_product_attention(q, k, v[None], scale=0.25, mask="causal")[0]
+    attended = attended.transpose(1, 0, 2).flatten(1) @ weight["self_attn.o_proj"].T
+    x = attended + (right if normed else hidden)
+    inner = rms(x, weight["post_attention_layernorm"], 1e-6)
+    gate, up = (inner @ weight[f"mlp.{n}_proj"].T for n in ("gate", "up"))
+    x = x + (gate * mx.sigmoid(gate) * up) @ weight["mlp.down_proj"].T
+    return rms(x, weight["norm"], 1e-6) @ weight["lm_head"].T

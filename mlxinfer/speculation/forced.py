@@ -3,8 +3,6 @@
 from collections.abc import Sequence as Seq
 from typing import Any
 
-import mlx.core as mx
-
 from ..engine.batch import Batch, Sequence
 from .acceptance import Key
 
@@ -35,7 +33,7 @@ class ForcedProposer:
     def begin_step(self) -> None:
         """Nothing to do."""
 
-    def take(self, batch: Batch, hidden: mx.array) -> None:
+    def take(self, batch: Batch, hidden: Any) -> None:
         """It reads no hidden states."""
 
     def outlook(self, sequence: Sequence, depth: int) -> list[Key]:

@@ -10,7 +10,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -131,7 +130,7 @@ class NgramProposer:
         """Allow as many searches again."""
         self._left = self._searches
 
-    def take(self, batch: Batch, hidden: mx.array) -> None:
+    def take(self, batch: Batch, hidden: Any) -> None:
         """It reads no hidden states."""
 
     def outlook(self, sequence: Sequence, depth: int) -> list[Key]:

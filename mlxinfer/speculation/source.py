@@ -4,8 +4,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
-import mlx.core as mx
-
 from ..engine.batch import Batch, Sequence
 from .acceptance import Key
 
@@ -37,7 +35,7 @@ class Source(Protocol):
         """A step is planned."""
         ...
 
-    def take(self, batch: Batch, hidden: mx.array) -> None:
+    def take(self, batch: Batch, hidden: Any) -> None:
         """The outputs (T, n * hidden) of these n layers in a step that was read."""
         ...
 

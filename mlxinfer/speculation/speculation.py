@@ -7,8 +7,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-import mlx.core as mx
-
 from ..engine.batch import Batch, CommitResult, Sequence
 from ..engine.scheduler import Proposer
 from .acceptance import Acceptance, Key
@@ -135,7 +133,7 @@ class Speculation(Proposer):
         self._planned = {s: plans[s] for s in found}
         return [found.get(s, []) for s in sequences]
 
-    def take(self, batch: Batch, hidden: mx.array) -> None:
+    def take(self, batch: Batch, hidden: Any) -> None:
         """Hand hidden states on to the sources that read them."""
         for source in self._sources:
             if not source.taps:

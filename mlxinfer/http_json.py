@@ -13,11 +13,11 @@ class ServerError(MlxinferError):
     """No mlxinfer server answers, or it refused.
 
     Attributes:
-        status: of the HTTP answer; None: there was none, or of another program.
+        refused: status of the server's answer; None: there was none, or of another program.
     """
 
     code = "server_error"
-    status: int | None = None
+    refused: int | None = None
 
 
 class NoServerError(ServerError):
@@ -90,7 +90,7 @@ def _refusal(base: str, error: urllib.error.HTTPError) -> ServerError:
             )
     hint = " Set MLXINFER_API_KEY." if error.code == 401 else ""
     refusal = ServerError(f"{said}{hint}")
-    refusal.status = error.code
+    refusal.refused = error.code
     return refusal
 
 

@@ -12,6 +12,7 @@ FOLDERS = {
     "mlxinfer": PACKAGE,
     "mlxinfer.metal_kernels": ROOT / "metal_kernels",
     "mlxinfer.convert": ROOT / "convert",
+    "mlxinfer.app": ROOT / "apps" / "menubar" / "app",
 }
 
 LEAVES = {"core", "errors", "config", "outputs"}
@@ -39,6 +40,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "history": {"errors"},
     "fit": LEAVES | {"hub", "memory", "models"},
     "http_json": {"errors"},
+    "app": {"errors", "history", "http_json"},  # HTTP, and the folder of the user's data
     "launchd": set(),
     "threads": set(),
     "backend": LEAVES,
@@ -69,6 +71,7 @@ SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
 SERVER_ASSEMBLERS = {"app", "running", "__init__"}
 ASSEMBLERS = {"llm", "cli", "bench", "__init__"}  # anything
 WITHOUT_MLX = (
+    "app",
     "core",
     "config",
     "errors",

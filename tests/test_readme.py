@@ -128,7 +128,7 @@ def test_the_tree_is_the_tree() -> None:
     folders = {
         f"mlxinfer/{path.parent.name}/" for path in (ROOT / "mlxinfer").glob("*/__init__.py")
     }
-    beside = {"mlxinfer/metal_kernels/", "mlxinfer/convert/"}
+    beside = {"mlxinfer/metal_kernels/", "mlxinfer/convert/", "mlxinfer/app/"}
     assert folders - beside - set(paths) == set(), "a folder that the tree does not name"
 
 

@@ -21,7 +21,7 @@ from ..errors import BackendMissingError, MlxinferError, ModelNotFoundError
 from ._process import INTERRUPTED, ending_at_interrupts
 
 ORDER = (
-    *("run", "chat", "serve", "ps", "load", "unload"),
+    *("run", "chat", "serve", "app", "ps", "load", "unload"),
     *("pull", "list", "show", "rm", "convert"),
     *("history", "config", "service", "cache", "doctor", "bench"),
 )

@@ -2,7 +2,7 @@
 
 import os
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import pytest
 from live_server import LiveServer, wait_until
@@ -11,12 +11,12 @@ LIMIT_MS = 30_000  # of every wait
 REQUIRED = "MLXINFER_REQUIRE_WEB"  # environment variable: tests of the page may not be skipped
 
 
-def missing(what: str, install: str) -> None:
-    """Skip, or fail where nothing may be skipped."""
+def missing(what: str, install: str, *, module: bool = False) -> NoReturn:
+    """Skip a test or a whole module, or fail where nothing may be skipped."""
     message = f"there is no {what}; {install}"
     if os.environ.get(REQUIRED):
         pytest.fail(message)
-    pytest.skip(message)
+    pytest.skip(message, allow_module_level=module)
 
 
 class PageDriver:

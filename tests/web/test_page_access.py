@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from live_server import wait_until
 from page_driver import PageDriver
 from page_server import PageServer
 
@@ -20,6 +21,7 @@ x = 1  # c
 |---|
 | 1 |
 """
+HIDE = "mlxinfer:hide"
 NARROW = {"viewport": {"width": 360, "height": 640}}
 
 
@@ -86,6 +88,41 @@ def test_the_small_window_has_the_conversation_alone(browser: Any, server: PageS
         assert overflow(page.page) == []
         page.click("New chat")
         page.page.wait_for_selector(".welcome")
+
+
+def test_the_app_is_told_of_an_escape_that_the_page_does_not_need(
+    browser: Any, server: PageServer
+) -> None:
+    server.script.reset()
+    server.script.says("begun ", rest="never")
+    with PageDriver(browser, server) as page:
+        page.open("/?compact=1&shell=1")
+        page.ask("Wait")
+        page.page.get_by_text("begun").wait_for()
+        page.page.keyboard.press("Escape")  # stops the answer
+        page.wait_idle()
+        assert HIDE not in page.asked
+        page.page.keyboard.press("Escape")
+        wait_until(lambda: HIDE in page.asked)
+        page.asked.remove(HIDE)
+        page.errors.clear()  # this browser knows no such scheme
+
+
+def test_links_open_a_new_chat_or_a_stored_one(browser: Any, server: PageServer) -> None:
+    server.script.reset()
+    with PageDriver(browser, server) as page:
+        page.open("/?compact=1")
+        page.answered("Linked question")
+        found = server.get("/history/conversations").json()["data"]
+        id = next(each["id"] for each in found if each["title"] == "Linked question")
+        page.page.evaluate("location.hash = '#new'")
+        page.page.wait_for_selector(".welcome")
+        page.page.evaluate(f"location.hash = '#chat/{id}'")
+        page.page.get_by_role("article").get_by_text("Linked question").wait_for()
+        tab = page.new_tab()
+        tab.goto(f"{server.url}/?compact=1#chat/{id}")
+        tab.get_by_role("article").get_by_text("Linked question").wait_for()
+        assert "#" not in tab.url
 
 
 def test_a_screen_reader_hears_the_answer_once(browser: Any, server: PageServer) -> None:

@@ -9,11 +9,14 @@ import { Chat } from "./chat.jsx";
 import { Dashboard } from "./dashboard.jsx";
 import { Models } from "./models.jsx";
 import { Sidebar, sidebarOpen } from "./sidebar.jsx";
-import { busy, notice, said, start, startNew, stop } from "./store.js";
+import { busy, notice, open, said, start, startNew, stop } from "./store.js";
 import { Dialog, Icon } from "./widgets.jsx";
 
 const THEME = "mlxinfer.theme";
-export const compact = new URLSearchParams(location.search).has("compact");
+const HIDE = "mlxinfer:hide"; // where an app that shows the page learns that Esc is left over
+const asked = new URLSearchParams(location.search);
+export const compact = asked.has("compact");
+const shell = asked.has("shell"); // the page is in a window of the menubar app
 const place = signal(placeOf(location.hash));
 const theme = signal(localStorage.getItem(THEME) ?? "auto");
 const helping = signal(false);
@@ -23,9 +26,19 @@ function placeOf(hash) {
   return ["models", "dashboard"].includes(name) ? name : "chat";
 }
 
-addEventListener("hashchange", () => {
-  place.value = placeOf(location.hash);
-});
+// Links into the page: #new is a new chat, #chat/ID a stored one. They are not kept as an address.
+function follow() {
+  const { hash } = location;
+  place.value = placeOf(hash);
+  const [, id] = /^#chat\/([\w-]{8,64})$/.exec(hash) ?? [];
+  if (id) open(id);
+  else if (hash === "#new") startNew();
+  else return;
+  history.replaceState(null, "", location.pathname + location.search);
+  document.getElementById("question")?.focus();
+}
+
+addEventListener("hashchange", follow);
 
 function applyTheme(value) {
   theme.value = value;
@@ -60,6 +73,7 @@ function onKey(event) {
   } else if (event.key === "Escape" && !document.querySelector("dialog[open]")) {
     if (sidebarOpen.value) sidebarOpen.value = false;
     else if (busy.value) stop();
+    else if (shell) location.href = HIDE;
     else return;
   } else if (event.key === "?" && !typing) {
     helping.value = true;
@@ -147,7 +161,7 @@ function ThemeButton() {
 function App() {
   useEffect(() => {
     addEventListener("keydown", onKey);
-    start();
+    start().then(follow);
     return () => removeEventListener("keydown", onKey);
   }, []);
   const here = place.value;

@@ -1,0 +1,186 @@
+"""Requests of the app to a mlxinfer server: those of the page, under the same key. They block."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from ..errors import InvalidRequestError
+from ..http_json import exchange
+
+POLL_S = 5.0  # of silence, for requests that only look
+LOAD_S = 1800.0  # a large model from a slow disk
+MAX_CHATS = 8
+LOCAL = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model that the server serves."""
+
+    name: str
+    state: str  # unloaded, loading, loaded, unloading
+    pinned: bool = False
+    weights_bytes: int = 0
+    failure: str = ""  # of the last load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A download or a conversion of the server.
+
+    Attributes:
+        done, total: bytes, or weights of a conversion; total 0: not known yet.
+    """
+
+    id: str
+    kind: str
+    name: str
+    state: str  # running, stopping, paused, done, failed, cancelled
+    done: int = 0
+    total: int = 0
+    error: str = ""
+
+    @property
+    def open(self) -> bool:
+        """Whether it may go on."""
+        return self.state in ("running", "stopping", "paused")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """A stored conversation."""
+
+    id: str
+    title: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """Models and running requests at one moment.
+
+    Attributes:
+        tokens: of all answers since the server started.
+    """
+
+    models: tuple[Model, ...] = ()
+    running: int = 0
+    waiting: int = 0
+    tokens: int = 0
+
+
+class ServerClient:
+    """One server.
+
+    Args:
+        url: "http://host:port".
+        key: of the server; empty: it needs none.
+    """
+
+    def __init__(self, url: str, key: str = "") -> None:
+        self.url = url
+        self._key = key or None
+
+    def activity(self) -> Activity:
+        """GET /admin/state; raises ServerError, as all methods do."""
+        said = self._ask("/admin/state")
+        requests = said["requests"]
+        waiting = sum(bool(each["waiting"]) for each in requests)
+        return Activity(
+            models=tuple(_model(each["state"]) for each in said["models"]),
+            running=len(requests) - waiting,
+            waiting=waiting,
+            tokens=sum(each["counters"]["generation_tokens"] for each in said["models"]),
+        )
+
+    def features(self) -> Mapping[str, Any]:
+        """What the server offers: its version, a history, the hub."""
+        found: dict[str, Any] = self._ask("/page/features")
+        return found
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Downloads and conversions, the newest first."""
+        return tuple(
+            Transfer(
+                **{name: each[name] for name in ("id", "kind", "name", "state", "done", "total")},
+                error=each["error"] or "",
+            )
+            for each in self._ask("/hub/jobs")["data"]
+            if each["state"] != "cancelled"
+        )
+
+    def chats(self) -> tuple[Chat, ...]:
+        """The newest conversations."""
+        found = self._ask(f"/history/conversations?limit={MAX_CHATS}")["data"]
+        return tuple(Chat(id=each["id"], title=each["title"]) for each in found)
+
+    def models_on_disk(self) -> tuple[str, ...]:
+        """Names of complete models that the server does not serve yet."""
+        found = self._ask("/hub/models")["data"]
+        return tuple(each["name"] for each in found if each["complete"] and not each["served"])
+
+    def load(self, model: str) -> None:
+        """Load a model; returns when it is loaded."""
+        self._ask("/admin/models/load", {"model": model}, timeout_s=LOAD_S)
+
+    def unload(self, model: str) -> None:
+        """Unload a model, after its running requests."""
+        self._ask("/admin/models/unload", {"model": model, "drain_s": 30}, timeout_s=60)
+
+    def pin(self, model: str, pinned: bool) -> None:
+        """Keep a model in memory, or no longer."""
+        self._ask("/admin/models/pin", {"model": model, "pinned": pinned})
+
+    def serve(self, model: str) -> None:
+        """Serve a model of the server's disk."""
+        self._ask("/hub/serve", {"model": model}, timeout_s=60)
+
+    def download(self, model: str) -> None:
+        """Begin to download a model of the hub."""
+        self._ask("/hub/downloads", {"model": model})
+
+    def act(self, transfer: str, action: str) -> None:
+        """Pause, resume or cancel a transfer."""
+        self._ask(f"/hub/jobs/{transfer}", {"action": action})
+
+    def _ask(self, path: str, body: Any = None, *, timeout_s: float = POLL_S) -> Any:
+        return exchange(self.url, path, body, key=self._key, timeout_s=timeout_s)
+
+
+def _model(said: Mapping[str, Any]) -> Model:
+    return Model(
+        **{name: said[name] for name in ("name", "state", "pinned", "weights_bytes")},
+        failure=said["failure"] or "",
+    )
+
+
+def checked_url(text: str) -> str:
+    """The base address of a server: "localhost:8080/v1/" -> "http://localhost:8080".
+
+    Raises:
+        InvalidRequestError: it is none.
+    """
+    plain = text.strip()
+    plain = plain if "://" in plain else f"http://{plain}"
+    parts = urlsplit(plain)
+    try:
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port out of range
+        usable = False
+    bare = not parts.username and parts.path.rstrip("/") in ("", "/v1")
+    if not usable or not bare or len(plain.split()) > 1:
+        raise InvalidRequestError(
+            f"{text.strip()[:80]!r} is no address of a server; one looks like http://127.0.0.1:8080."
+        )
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def is_local(url: str) -> bool:
+    """Whether an address is this machine, where the app can start a server."""
+    return urlsplit(url).hostname in LOCAL
+
+
+def port_of(url: str) -> int:
+    """The port of an address."""
+    parts = urlsplit(url)
+    return parts.port or (443 if parts.scheme == "https" else 80)

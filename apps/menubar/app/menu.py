@@ -1,0 +1,241 @@
+"""The menu of the status item, as data: entries that follow from what is shown."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from .client import Model, Transfer, is_local
+from .controller import Phase, View
+
+MAX_TITLE = 48  # characters of a conversation's title
+
+
+class Do(StrEnum):
+    """What the user can ask for; most name a model, a transfer or a conversation beside it."""
+
+    CHAT = "chat"
+    NEW_CHAT = "new chat"
+    OPEN_CHAT = "open chat"
+    START = "start"
+    STOP = "stop"
+    RESTART = "restart"
+    COPY_URL = "copy address"
+    BROWSER = "open in the browser"
+    DASHBOARD = "dashboard"
+    SEARCH = "search models"
+    LOG = "show log"
+    LOAD = "load"
+    UNLOAD = "unload"
+    PIN = "pin"
+    UNPIN = "unpin"
+    SERVE = "serve"
+    DOWNLOAD = "download"
+    PAUSE = "pause"
+    RESUME = "resume"
+    CANCEL = "cancel"
+    WINDOW = "window"
+    SETTINGS = "settings"
+    QUIT = "quit"
+    QUIT_AND_STOP = "quit and stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Something to do, with what it is done to."""
+
+    do: Do
+    target: str = ""
+
+
+Act = Callable[[Action], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of the menu; without an action it only says something.
+
+    Attributes:
+        section: entries of different sections have a line between them.
+        entries: of the submenu that it opens.
+    """
+
+    text: str
+    action: Action | None = None
+    section: int = 0
+    entries: "tuple[Entry, ...]" = ()
+
+
+def menu_of(view: View) -> tuple[Entry, ...]:
+    """The whole menu."""
+    head = [Entry(state_text(view))]
+    if view.problem:
+        head.append(Entry(shortened(view.problem, 90), Action(Do.WINDOW)))
+    return (
+        *head,
+        Entry("Chat", Action(Do.CHAT), 1),
+        Entry("New chat", Action(Do.NEW_CHAT), 1),
+        *_chats(view),
+        *_models(view),
+        *_transfers(view),
+        Entry("Server", section=2, entries=_server(view)),
+        Entry("Open mlxinfer", Action(Do.WINDOW), 3),
+        Entry("Settings…", Action(Do.SETTINGS), 3),
+        *_quit(view),
+    )
+
+
+def state_text(view: View) -> str:
+    """The state in one line."""
+    if view.phase is not Phase.RUNNING:
+        texts = {
+            Phase.LOCKED: "The server needs a key: see Settings",
+            Phase.SILENT: "The server does not answer",
+            Phase.FOREIGN: f"Another program answers at {view.url}",
+        }
+        return texts.get(view.phase, f"The server is {view.phase}")
+    loaded = [model.name for model in view.activity.models if model.state == "loaded"]
+    parts = [f"Running: {', '.join(loaded)}" if loaded else "Running, no model loaded"]
+    if view.activity.running or view.activity.waiting:
+        parts.append(batch_text(view))
+    return " · ".join(parts)
+
+
+def batch_text(view: View) -> str:
+    """What runs now: "2 answers, 1 waiting, 31 tokens/s"."""
+    running, waiting = view.activity.running, view.activity.waiting
+    if not running and not waiting:
+        return "nothing runs"
+    parts = [f"{running} {'answer' if running == 1 else 'answers'}"]
+    if waiting:
+        parts.append(f"{waiting} waiting")
+    return ", ".join([*parts, *filter(None, [rate_text(view)])])
+
+
+def rate_text(view: View) -> str:
+    """Tokens a second while there are some, else nothing."""
+    if not view.rate:
+        return ""
+    return f"{view.rate:.0f} tokens/s" if view.rate >= 10 else f"{view.rate:.1f} tokens/s"
+
+
+def transfer_text(transfer: Transfer) -> str:
+    """How far a transfer is: "42 %, 3.1 of 7.2 GB"."""
+    if transfer.error:
+        return f"{transfer.state}: {transfer.error}"
+    if not transfer.total:
+        return transfer.state
+    share = f"{100 * transfer.done / transfer.total:.0f} %"
+    if transfer.kind == "download":
+        share += f", {size_text(transfer.done)} of {size_text(transfer.total)}"
+    return share if transfer.state == "running" else f"{transfer.state}, {share}"
+
+
+def size_text(num_bytes: int) -> str:
+    """Bytes as people count them: "4.6 GB"."""
+    value = float(num_bytes)
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1000
+        del units[0]
+    whole = value >= 99.5 or units[0] == "B"
+    return f"{value:.0f} {units[0]}" if whole else f"{value:.1f} {units[0]}"
+
+
+def model_text(model: Model) -> str:
+    """A model with its state: "chat: loaded, 4.6 GB, pinned"."""
+    parts = [model.state if not model.failure else f"failed: {shortened(model.failure, 60)}"]
+    if model.weights_bytes:
+        parts.append(size_text(model.weights_bytes))
+    if model.pinned:
+        parts.append("pinned")
+    return f"{model.name}: {', '.join(parts)}"
+
+
+def shortened(text: str, most: int) -> str:
+    """A text of one line and at most so many characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 1].rstrip()}…"
+
+
+def model_actions(model: Model) -> tuple[Entry, ...]:
+    """What can be done with a served model."""
+    loaded = model.state == "loaded"
+    found = []
+    if loaded and not model.pinned:
+        found.append(Entry("Unload", Action(Do.UNLOAD, model.name)))
+    if model.state == "unloaded":
+        found.append(Entry("Load", Action(Do.LOAD, model.name)))
+    if model.pinned:
+        found.append(Entry("Unpin", Action(Do.UNPIN, model.name)))
+    elif loaded:
+        found.append(Entry("Keep loaded", Action(Do.PIN, model.name)))
+    return tuple(found) or (Entry(model.state),)
+
+
+def transfer_actions(transfer: Transfer) -> tuple[Entry, ...]:
+    """What can be done with a transfer."""
+    if transfer.state == "running":
+        first = Entry("Pause", Action(Do.PAUSE, transfer.id))
+    elif transfer.state == "paused":
+        first = Entry("Resume", Action(Do.RESUME, transfer.id))
+    else:
+        return ()
+    return first, Entry("Cancel", Action(Do.CANCEL, transfer.id))
+
+
+def server_actions(view: View) -> tuple[Entry, ...]:
+    """Start, stop and restart, as far as they are possible now."""
+    if view.phase is Phase.STOPPED and is_local(view.url):
+        return (Entry("Start", Action(Do.START)),)
+    if view.ours and view.phase is not Phase.STOPPING:
+        return Entry("Stop", Action(Do.STOP)), Entry("Restart", Action(Do.RESTART))
+    return ()
+
+
+def _chats(view: View) -> list[Entry]:
+    entries = tuple(
+        Entry(shortened(chat.title, MAX_TITLE) or "Untitled", Action(Do.OPEN_CHAT, chat.id))
+        for chat in view.chats
+    )
+    return [Entry("Recent chats", section=1, entries=entries)] if entries else []
+
+
+def _models(view: View) -> list[Entry]:
+    if not view.usable:
+        return []
+    entries = [
+        Entry(model_text(model), entries=model_actions(model)) for model in view.activity.models
+    ]
+    entries += [Entry(f"Serve {name}", Action(Do.SERVE, name), 1) for name in view.on_disk]
+    if view.hub:
+        entries.append(Entry("Look for models…", Action(Do.SEARCH), 2))
+    return [Entry("Models", section=2, entries=tuple(entries))]
+
+
+def _transfers(view: View) -> list[Entry]:
+    entries = tuple(
+        Entry(f"{each.name}: {transfer_text(each)}", entries=transfer_actions(each))
+        for each in view.transfers
+    )
+    return [Entry("Downloads", section=2, entries=entries)] if entries else []
+
+
+def _server(view: View) -> tuple[Entry, ...]:
+    entries = [*server_actions(view)]
+    if view.usable and not view.ours:
+        entries.append(Entry("Started elsewhere: it is ended there"))
+    if view.usable:
+        entries.append(Entry("Open dashboard", Action(Do.DASHBOARD), 1))
+    entries.append(Entry("Copy address", Action(Do.COPY_URL), 1))
+    if view.ours or view.problem:
+        entries.append(Entry("Show log", Action(Do.LOG), 1))
+    return tuple(entries)
+
+
+def _quit(view: View) -> tuple[Entry, ...]:
+    if not view.ours:
+        return (Entry("Quit", Action(Do.QUIT), 4),)
+    return (
+        Entry("Quit, keep the server running", Action(Do.QUIT), 4),
+        Entry("Quit and stop the server", Action(Do.QUIT_AND_STOP), 4),
+    )

@@ -1,0 +1,48 @@
+"""What the user has chosen, in one JSON file that this user alone can read: it may hold a key."""
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Choices of the user. Nothing starts by itself unless it is asked for here."""
+
+    url: str = "http://127.0.0.1:8080"
+    key: str = ""  # of the server; empty: none
+    start_server: bool = False  # when the app starts
+    models_folder: str = ""  # of a server that the app starts; empty: the hub's usual one
+    hotkey: str = "ctrl+alt+space"  # of the chat window; empty: none
+    show_rate: bool = False  # tokens a second beside the icon
+    hide_icon: bool = False
+    introduced: bool = False  # the first run is over
+
+
+def load(path: Path) -> Settings:
+    """The stored settings; a field that is missing or of another type has its default."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return Settings()
+    defaults = asdict(Settings())
+    known = {field.name for field in fields(Settings)}
+    given = found.items() if isinstance(found, dict) else ()
+    return Settings(
+        **{name: v for name, v in given if name in known and type(v) is type(defaults[name])}
+    )
+
+
+def save(path: Path, settings: Settings) -> None:
+    """Store settings: the file is whole at every moment, and no other user can read it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, name = tempfile.mkstemp(prefix=".settings.", dir=path.parent)  # its mode is 0o600
+    try:
+        with open(number, "w", encoding="utf-8") as file:
+            json.dump(asdict(settings), file, indent=2)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -1,0 +1,1 @@
+"""The executable of the bundle; the app is `mlxinfer.app`."""

@@ -1,0 +1,108 @@
+"""The bundle: Briefcase's configuration, its executable, and the `mlxinfer app` command."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import mlxinfer.app
+from mlxinfer.cli import app as command
+
+BUNDLE = Path(__file__).parents[2] / "apps" / "menubar"
+ROOT = BUNDLE.parents[1]
+
+
+@pytest.fixture(scope="module")
+def config() -> dict[str, Any]:
+    found: dict[str, Any] = tomllib.loads((BUNDLE / "pyproject.toml").read_text())["tool"][
+        "briefcase"
+    ]
+    return found
+
+
+def test_the_bundle_is_for_apple_silicon_and_has_no_dock_icon(config: dict[str, Any]) -> None:
+    app = config["app"]["mlxinfer_app"]["macOS"]
+    assert app["universal_build"] is False
+    assert app["min_os_version"] == "14.0"
+    assert app["info"]["LSUIElement"] is True
+    assert "another machine" in app["info"]["NSLocalNetworkUsageDescription"]
+
+
+def test_the_bundle_s_files_and_versions_are_those_of_the_package(config: dict[str, Any]) -> None:
+    app = config["app"]["mlxinfer_app"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert config["version"] == project["version"]
+    assert config["license"] == project["license"]
+    for file in config["license-files"]:
+        assert (BUNDLE / file).is_file()
+    assert (BUNDLE / app["icon"]).with_suffix(".icns").read_bytes()[:4] == b"icns"
+    assert all((BUNDLE / source / "__main__.py").is_file() for source in app["sources"])
+    assert [(BUNDLE / each).resolve() for each in app["requires"]] == [ROOT]
+    [toga] = app["macOS"]["requires"]
+    assert toga.startswith("toga-cocoa>=0.5.7")
+    assert any(
+        each.startswith("toga-cocoa>=0.5.7;") for each in project["optional-dependencies"]["app"]
+    )
+
+
+def executable(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run the bundle's executable without a bundle."""
+    return subprocess.run(
+        [sys.executable, "-m", "mlxinfer_app", *arguments],
+        cwd=BUNDLE,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def test_the_executable_is_the_command_and_stands_for_an_interpreter(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import sys; print('file', __name__, sys.argv[1:])")
+    code = "import sys; print('code', __name__, sys.argv[1:])"
+    assert executable("-P", str(program), "7").stdout == "file __main__ ['7']\n"
+    assert executable("-c", code, "x").stdout == "code __main__ ['x']\n"
+    for arguments in (("--version",), ("-m", "mlxinfer.cli", "--version")):
+        done = executable(*arguments)
+        assert done.stdout.startswith("mlxinfer, version "), done.stderr
+
+
+def test_without_toga_the_command_says_in_one_line_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def main(**_: Any) -> None:
+        raise ModuleNotFoundError("No module named 'toga'", name="toga")
+
+    monkeypatch.setattr(mlxinfer.app, "main", main)
+    done = CliRunner().invoke(command.command, [])
+    assert done.exit_code == 1
+    assert done.output == 'Error: The menubar app needs Toga: pip install "mlxinfer[app]"\n'
+
+
+def test_other_import_errors_are_not_taken_for_a_missing_toga(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def main(**_: Any) -> None:
+        raise ModuleNotFoundError("No module named 'mine'", name="mine")
+
+    monkeypatch.setattr(mlxinfer.app, "main", main)
+    assert isinstance(CliRunner().invoke(command.command, []).exception, ModuleNotFoundError)
+
+
+def test_a_second_start_needs_no_toga_and_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlxinfer.app.instance import Instance
+
+    shown: list[int] = []
+    first = Instance(tmp_path / "app.sock")
+    first.listen(lambda: shown.append(1))
+    monkeypatch.setitem(sys.modules, "toga", None)
+    mlxinfer.app.main(folder=tmp_path)
+    first.close()
+    assert shown == [1]

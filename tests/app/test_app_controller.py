@@ -1,0 +1,170 @@
+"""What the app knows of its server over HTTP, and what it does with it."""
+
+import http.server
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from live_server import wait_until
+from page_server import PageServer
+from standin import Repo, StandIn
+from test_page_models import DEMO
+
+from mlxinfer.app.client import ServerClient
+from mlxinfer.app.controller import Controller, Phase
+from mlxinfer.app.process import ServerProcess, StartError
+from mlxinfer.app.settings import Settings
+from mlxinfer.errors import MlxinferError
+from mlxinfer.server.keys import ApiKeys
+
+
+def talk(server: PageServer, text: str) -> None:
+    """Have a conversation of one message."""
+    message = {"conversation": secrets.token_hex(8), "id": secrets.token_hex(8), "role": "user"}
+    assert server.post("/history/messages", {**message, "content": text}).status_code == 200
+
+
+def test_a_running_server_is_attached_to_and_never_ended(
+    controller: Controller, server: PageServer
+) -> None:
+    talk(server, "first question")
+    view = controller.refresh()
+    assert (view.phase, view.ours) == (Phase.RUNNING, False)
+    assert [model.name for model in view.activity.models] == ["demo"]
+    assert "demo-draft" in view.on_disk
+    assert [chat.title for chat in view.chats] == ["first question"]
+    controller.start()
+    controller.stop()
+    assert controller.refresh().phase is Phase.RUNNING
+
+
+def test_models_are_served_loaded_pinned_and_unloaded(
+    controller: Controller, server: PageServer
+) -> None:
+    client = controller.client
+    client.serve("demo-draft")
+    client.load("demo-draft")
+    client.pin("demo-draft", True)
+    found = {model.name: model for model in controller.refresh().activity.models}
+    assert (found["demo-draft"].state, found["demo-draft"].pinned) == ("loaded", True)
+    client.pin("demo-draft", False)
+    client.unload("demo-draft")
+    view = controller.refresh(everything=True)
+    assert view.activity.models[-1].state == "unloaded"
+    assert "demo-draft" not in view.on_disk
+    with pytest.raises(MlxinferError, match="no model"):
+        client.load("nothing")
+
+
+def test_tokens_a_second_follow_from_the_server_s_counter(
+    controller: Controller, server: PageServer
+) -> None:
+    server.script.says("word " * 30)
+    assert controller.refresh().rate is None
+    before = controller.view.activity.tokens
+    server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Go"}]})
+    view = controller.refresh()
+    assert view.activity.tokens > before
+    assert view.rate is not None
+    assert view.rate > 0
+
+
+def test_a_request_that_runs_is_counted(controller: Controller, server: PageServer) -> None:
+    server.script.says("begun", rest="never")
+    body = {"messages": [{"role": "user", "content": "Go"}]}
+    asking = threading.Thread(target=server.post, args=("/v1/chat/completions", body))
+    asking.start()
+    wait_until(lambda: controller.refresh().activity.running == 1)
+    server.script.go_on.set()
+    asking.join()
+    wait_until(lambda: controller.refresh().activity.running == 0)
+
+
+def test_a_download_is_paused_resumed_and_its_end_is_notified(
+    controller: Controller, standin: StandIn, notices: list[tuple[str, str]]
+) -> None:
+    standin.repos["org/app-chat"] = Repo(dict(DEMO))
+    standin.faults.on_chunk = lambda: time.sleep(0.005)
+    client = controller.client
+    client.download("org/app-chat")
+
+    def state() -> str:
+        return controller.refresh().transfers[0].state
+
+    wait_until(lambda: state() == "running" and controller.view.transfers[0].done > 0)
+    client.act(controller.view.transfers[0].id, "pause")
+    wait_until(lambda: state() == "paused")
+    assert notices == []
+    standin.faults.on_chunk = None
+    client.act(controller.view.transfers[0].id, "resume")
+    wait_until(lambda: state() == "done")
+    assert notices == [("Download complete", "org/app-chat")]
+    controller.refresh(everything=True)
+    assert "org/app-chat" in controller.view.on_disk
+    assert len(notices) == 1
+
+
+def test_a_failed_download_is_notified_with_its_reason(
+    controller: Controller, notices: list[tuple[str, str]], standin: StandIn
+) -> None:
+    standin.faults.gate_files = True
+    controller.client.download("org/tiny")
+    wait_until(lambda: controller.refresh().transfers[0].state == "failed")
+    [(title, text)] = notices
+    assert title == "Download failed"
+    assert "gated" in text
+
+
+def test_a_server_with_keys_asks_for_one(tmp_path: Path) -> None:
+    with PageServer(tmp_path / "page", keys=ApiKeys.from_plain(["secret"])) as server:
+        controller = Controller(tmp_path, ServerProcess(tmp_path), lambda *_: None)
+        controller.change(Settings(url=server.url))
+        assert controller.refresh().phase is Phase.LOCKED
+        controller.change(replace(controller.settings, key="secret"))
+        assert ServerClient(server.url, "secret").activity().models
+        assert controller.refresh().phase is Phase.RUNNING
+
+
+@contextmanager
+def another_program(answer: bytes) -> Iterator[str]:
+    """Something else that speaks HTTP."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("answer", [b"<h1>Hello</h1>", b'{"requests": 1}', b"[]"])
+def test_another_program_at_the_address_is_said_and_left_alone(
+    tmp_path: Path, answer: bytes
+) -> None:
+    with another_program(answer) as url:
+        controller = Controller(tmp_path, ServerProcess(tmp_path), lambda *_: None)
+        controller.change(Settings(url=url))
+        assert controller.refresh().phase is Phase.FOREIGN
+        with pytest.raises(StartError, match="Another program answers"):
+            controller.start()
+        assert not (tmp_path / "server.json").exists()
+
+
+def test_a_server_is_started_on_this_machine_alone(tmp_path: Path) -> None:
+    controller = Controller(tmp_path, ServerProcess(tmp_path), lambda *_: None)
+    controller.change(Settings(url="http://studio.invalid:8080"))
+    with pytest.raises(StartError, match="another machine"):
+        controller.start()
+    assert controller.refresh().phase is Phase.STOPPED

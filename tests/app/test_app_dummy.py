@@ -1,0 +1,313 @@
+"""The app on Toga's dummy backend: its windows, its menu and its keys, beside a real server."""
+
+import asyncio
+import webbrowser
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_platform import FakePlatform
+from page_driver import missing
+from page_server import PageServer
+
+try:
+    import toga
+    from toga_dummy.utils import assert_action_performed, assert_action_performed_with
+except ImportError:
+    missing("Toga", 'pip install "mlxinfer[test]"', module=True)
+
+from mlxinfer.app.application import COMPACT, MenubarApp
+from mlxinfer.app.controller import Controller, Phase
+from mlxinfer.app.instance import Instance
+from mlxinfer.app.menu import Action, Do, menu_of
+from mlxinfer.app.platforms import Hotkey
+from mlxinfer.app.process import ServerProcess
+
+Scenario = Callable[[MenubarApp, FakePlatform], Awaitable[None]]
+
+
+@pytest.fixture
+def run(controller: Controller, tmp_path: Path) -> Any:
+    """Runs a scenario in an app; what fails in a handler or a task fails the test."""
+
+    def run(scenario: Scenario, *, platform: FakePlatform | None = None, **options: Any) -> None:
+        used, problems = platform or FakePlatform(), []
+        instance = Instance(tmp_path / "app.sock")
+
+        async def main() -> None:
+            loop = asyncio.get_running_loop()
+            loop.set_exception_handler(lambda _, context: problems.append(context))
+            app = MenubarApp(controller, used, instance, **options)
+            try:
+                await app.refresh()
+                await scenario(app, used)
+            finally:
+                instance.close()
+
+        asyncio.run(main())
+        assert problems == []
+
+    return run
+
+
+def lines(app: MenubarApp) -> list[str]:
+    """Texts of the status item's commands, as Toga has them."""
+    return [each.text for each in app.status_icons.commands if isinstance(each, toga.Command)]
+
+
+def buttons(widget: Any) -> dict[str, Any]:
+    """All buttons below a widget, by text."""
+    found = {widget.text: widget} if isinstance(widget, toga.Button) else {}
+    scrolled = isinstance(widget, toga.ScrollContainer)
+    for child in [widget.content] if scrolled else widget.children or ():
+        found |= buttons(child)
+    return found
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("it did not come to that")
+
+
+def test_the_menu_is_what_the_view_says_and_its_commands_act(
+    run: Any, server: PageServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+
+    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+        assert app.controller.view.phase is Phase.RUNNING
+        assert lines(app)[0] == "Running: demo"
+        assert {"Chat", "Settings…", "Quit", "Unpin", "Open dashboard"} <= set(lines(app))
+        assert len(lines(app)) >= len(menu_of(app.controller.view))
+        by_text = {
+            each.text: each for each in app.status_icons.commands if each.__class__ is toga.Command
+        }
+        by_text["Copy address"].action()
+        by_text["Open dashboard"].action()
+        await until(lambda: bool(platform.copied and opened))
+        assert platform.copied == [f"{server.url}/v1"]
+        assert opened == [f"{server.url}/#dashboard"]
+
+    run(scenario)
+
+
+def test_the_chat_is_a_hotkey_a_click_and_an_escape_away(run: Any, server: PageServer) -> None:
+    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+        window = app.chat.window
+        assert platform.hotkey == Hotkey("space", frozenset({"ctrl", "alt"}))
+        assert not window.visible
+        platform.press_hotkey()
+        assert window.visible
+        assert app.chat.web.url == f"{server.url}{COMPACT}#"
+        platform.press_hotkey()
+        assert not window.visible
+        platform.click()
+        assert window.visible
+        assert platform.placed == [app.status, app.status]
+        platform.escape()
+        assert not window.visible
+        platform.click()
+        app.chat.web._impl.simulate_navigation_starting("mlxinfer:hide")
+        assert not window.visible
+
+    run(scenario)
+
+
+def test_cmd_n_and_recent_chats_turn_the_page_to_its_places(run: Any, server: PageServer) -> None:
+    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+        new = next(each for each in app.commands if getattr(each, "text", "") == "New chat")
+        assert new.shortcut == toga.Key.MOD_1 + "n"
+        new.action()
+        await until(lambda: app.chat.window.visible)
+        assert app.chat.web.url == f"{server.url}{COMPACT}#"
+        await app.perform(Action(Do.OPEN_CHAT, "a" * 16))
+        script = f"location.hash = '#chat/{'a' * 16}'"
+        assert_action_performed_with(app.chat.web, "evaluate_javascript", javascript=script)
+
+    run(scenario)
+
+
+def test_links_of_answers_open_in_the_browser(
+    run: Any, server: PageServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+
+    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+        assert app.may_follow(f"{server.url}/page/app.js")
+        for url in ("https://a.example/", "file:///etc/passwd", "javascript:1", f"{server.url}0/"):
+            assert not app.may_follow(url)
+        assert opened == ["https://a.example/", f"{server.url}0/"]
+
+    run(scenario)
+
+
+def test_an_app_without_an_icon_offers_everything_in_its_window(
+    run: Any, controller: Controller
+) -> None:
+    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+        app.form.hide_icon.value = True
+        app.form.on_save()
+        assert app.status is None
+        assert len(app.status_icons) == 0
+        assert controller.settings.hide_icon
+        app.main.window.hide()
+        platform.reopen()
+        assert app.main.window.visible
+        texts = set().union(*(buttons(tab.content) for tab in app.main.tabs.content))
+        assert {"Chat", "Copy address", "Quit", "Quit and stop the server", "Download"} <= texts
+        await app.refresh()
+        app.form.hide_icon.value = False
+        app.form.on_save()
+        await app.refresh()
+        assert "Chat" in lines(app)
+
+    run(scenario)
+
+
+def test_where_no_part_of_the_platform_works_the_app_does(run: Any) -> None:
+    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+        assert "cannot be used" in app.form.said.text
+        app.form.at_login.value = True
+        app.form.on_save()
+        assert app.form.at_login.value is False
+        assert "did not change" in app.form.said.text
+        await app.perform(Action(Do.CHAT))
+        assert app.chat.window.visible
+
+    run(scenario, platform=FakePlatform(missing=True))
+
+
+def test_settings_are_checked_before_they_are_saved(run: Any, controller: Controller) -> None:
+    before = controller.settings
+
+    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+        for field, wrong in ((app.form.url, "nowhere at all"), (app.form.hotkey, "a")):
+            right, field.value = field.value, wrong
+            app.form.on_save()
+            assert "expected" in app.form.said.text or "looks like" in app.form.said.text
+            assert controller.settings == before
+            field.value = right
+        app.form.hotkey.value = "cmd+shift+m"
+        app.form.show_rate.value = app.form.at_login.value = True
+        app.form.on_save()
+        assert platform.hotkey == Hotkey("m", frozenset({"cmd", "shift"}))
+        assert controller.settings.show_rate
+        assert platform.at_login
+
+    run(scenario)
+
+
+def test_tokens_a_second_stand_beside_the_icon_if_asked_for(
+    run: Any, controller: Controller, server: PageServer
+) -> None:
+    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+        for shown in (False, True):
+            app.change(show_rate=shown)
+            await app.refresh()
+            body = {"messages": [{"role": "user", "content": "Go"}]}
+            await asyncio.to_thread(server.post, "/v1/chat/completions", body)
+            await app.refresh()
+            assert platform.title.endswith("tokens/s") is shown
+
+    server.script.says("word " * 30)
+    run(scenario)
+
+
+def test_closing_a_window_hides_it_and_the_app_goes_on(run: Any) -> None:
+    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+        for window in (app.main.window, app.chat.window):
+            window.show()
+            window._impl.simulate_close()
+            assert not window.visible
+            assert window in app.windows
+        app.show_up()
+        assert app.main.window.visible
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_at_login_no_window_opens(run: Any, background: bool) -> None:
+    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+        assert app.main.window.visible is not background
+
+    run(scenario, background=background)
+
+
+def test_the_first_run_takes_three_steps_and_is_not_repeated(
+    run: Any, controller: Controller, tmp_path: Path
+) -> None:
+    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+        first = app.introduction
+        assert first is not None
+        assert first.window.visible
+        assert not app.main.window.visible
+        first.folder.value = str(tmp_path)
+        first.on_next()
+        first.start_with_app.value = True
+        first.on_next()
+        assert "demo-draft" in [item.value for item in first.model.items]
+        first.model.value = "demo-draft"
+        first.on_next()
+        assert not first.window.visible
+        assert app.main.window.visible
+        await until(
+            lambda: any(
+                each.name == "demo-draft" and each.state == "loaded"
+                for each in app.controller.view.activity.models
+            )
+        )
+        app.controller.client.unload("demo-draft")
+
+    controller.change(type(controller.settings)(url=controller.settings.url))
+    run(scenario)
+    kept = controller.settings
+    assert (kept.introduced, kept.models_folder, kept.start_server) == (True, str(tmp_path), True)
+
+
+def test_what_goes_wrong_is_shown_in_no_dialog(run: Any) -> None:
+    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+        await app.perform(Action(Do.LOAD, "nothing"))
+        assert "nothing" in app.main._problem.text
+        assert "nothing" in lines(app)[1]
+        await app.perform(Action(Do.LOAD, "demo"))
+        assert app.main._problem.text == ""
+
+    run(scenario)
+
+
+def test_no_server_is_started_or_ended_by_the_app_s_own_start_and_end(
+    run: Any, controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(ServerProcess, "start", lambda *_: calls.append("start"))
+    monkeypatch.setattr(ServerProcess, "stop", lambda *_: calls.append("stop"))
+
+    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+        await until(lambda: app._looks > 1)
+        assert calls == []
+        app.request_exit()
+        await asyncio.sleep(0)
+        assert_action_performed(app, "exit")
+        assert calls == []
+        await app.perform(Action(Do.START))
+        assert calls == ["start"]
+
+    controller.change(type(controller.settings)(url="http://127.0.0.1:9", introduced=True))
+    run(scenario)
+    calls.clear()
+
+    async def asked(app: MenubarApp, platform: FakePlatform) -> None:
+        await until(lambda: calls == ["start"])
+
+    controller.change(
+        type(controller.settings)(url="http://127.0.0.1:9", introduced=True, start_server=True)
+    )
+    run(asked)
+    assert calls == ["start"]

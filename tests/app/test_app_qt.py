@@ -1,0 +1,63 @@
+"""The app on Qt, without a screen: what is drawn, clicked and typed. A process of its own."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from page_driver import missing
+from page_server import PageServer
+
+INSTALL = (
+    "apt-get install libegl1 libgl1 libxkbcommon0 libdbus-1-3 libfontconfig1 fonts-dejavu-core, "
+    'and pip install "mlxinfer[app]"'
+)
+
+
+def require_qt() -> None:
+    """Skip where Qt is not installed, or lacks a library of the system."""
+    if any(importlib.util.find_spec(name) is None for name in ("toga_qt", "PySide6")):
+        missing("Qt", INSTALL)
+    tried = subprocess.run(
+        [sys.executable, "-c", "import PySide6.QtWidgets"], capture_output=True, text=True
+    )
+    if tried.returncode:
+        missing(f"library that Qt needs: {tried.stderr.strip()[-200:]}", INSTALL)
+
+
+def width_and_height(png: bytes) -> tuple[int, int]:
+    return int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")
+
+
+def test_the_app_is_drawn_clicked_and_typed_into(tmp_path: Path, server: PageServer) -> None:
+    require_qt()
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("qt_app.py")), server.url, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={
+            **os.environ,
+            "QT_QPA_PLATFORM": "offscreen",
+            "TOGA_BACKEND": "toga_qt",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["problems"] == []
+    menu = said["menu"]
+    assert menu[0] == "Running: demo"
+    assert menu[menu.index("Models") + 1][0].startswith("demo: loaded")
+    assert "Started elsewhere: it is ended there" in menu[menu.index("Server") + 1]
+    assert menu[-1] == "Quit"
+    assert said["main shown"], "the first run ends with a window, not with an icon alone"
+    assert (said["click"], said["escape"]) == (True, False)
+    assert said["copied"] == f"{server.url}/v1"
+    assert (said["closed"], said["second start"], said["shown again"]) == (False, True, True)
+    shots = {path.stem: path.read_bytes() for path in tmp_path.glob("*.png")}
+    assert len(shots) == 9
+    assert width_and_height(shots["chat-without-web-view"]) == (440, 640)
+    assert all(len(png) > 3000 for png in shots.values()), "an empty window is smaller"

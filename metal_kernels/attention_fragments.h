@@ -66,6 +66,7 @@ struct StoredNumbers {
   using Run = PlainRun<C, N>;
   static constant constexpr int WIDTH = D;
   static constant constexpr int GROUPS = 0;
+  static constant constexpr bool RAW = false;
   const device C* codes;
   const device S* scales;
   const device S* biases;

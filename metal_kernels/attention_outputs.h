@@ -82,10 +82,10 @@ METAL_FUNC void put_figures(
 
 // Brings STREAMS SIMD groups together, which saw different tokens for the same rows, and puts the
 // rows down, the first of which is `base`. `figures` and `slice` are of these SIMD groups alone.
-template <int VD, int STREAMS, bool SINKS, int ROWS, typename O, bool SPLIT, bool LOG_SUMS,
-          typename P>
+template <int VD, int STREAMS, bool SINKS, int ROWS, bool RAW, typename O, bool SPLIT,
+          bool LOG_SUMS, typename P>
 METAL_FUNC void put_merged(
-    thread RunningSoftmax<ROWS, VD / 8>& state,
+    thread RunningSoftmax<ROWS, VD / 8, RAW>& state,
     thread const Outputs<O, SPLIT, LOG_SUMS>& to,
     threadgroup float* figures,
     threadgroup float* slice,

@@ -80,18 +80,27 @@ def prefill_shape(*, key_dim: int, value_dim: int) -> Shape:
     return Shape(2 if value_dim <= 128 else 1, PREFILL_GROUPS, 1, shares=True)
 
 
-def registers(shape: Shape, *, key_dim: int, value_dim: int, itemsize: int) -> int:
+def registers(
+    shape: Shape, *, key_dim: int, value_dim: int, itemsize: int, codes: bool = False
+) -> int:
     """32-bit registers that a lane needs at its peak: an estimate from what the source keeps.
 
     Outputs, queries where they are in registers, scores, fragments on their way, peaks, totals and
     positions of rows, and about 12 for places. Compilers find better and worse; the attribute
     `max_total_threads_per_threadgroup` makes them spill where they find worse.
+
+    Args:
+        shape: of the threadgroup.
+        key_dim, value_dim: numbers of a key and of a value.
+        itemsize: bytes of a number of a query.
+        codes: keys and values are multiplied as codes: sums of queries and of biases beside them.
     """
     rows = shape.fragments
     kept = rows * value_dim // 4 // shape.halves + 3 * rows + 12
     if not shape.shares:
         keys = 4 * 8 * itemsize // 4 if key_dim % 64 == 0 else 4 * 4 * itemsize // 4
-        return kept + 4 * rows + keys + 2 * rows + 2
+        sums = rows * (key_dim // 64 + value_dim // 64) + 4 * rows if codes else 0
+        return kept + 4 * rows + keys + 2 * rows + 2 + sums
     queries = rows * key_dim // 8 // shape.halves * (2 * itemsize // 4)
     tile_tokens = 8 if shape.halves == 2 else 16
     if BLOCK * (key_dim + value_dim) * itemsize > MAX_TILE_BYTES:

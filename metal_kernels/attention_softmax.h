@@ -2,6 +2,11 @@
 //
 // ROWS is the number of fragments of 8 query rows, CHUNKS that of 8 value numbers. A lane holds
 // the state of one row of each fragment; four lanes share a row. Scores are in base 2.
+//
+// Keys and values in codes, where groups of 64 share a scale and a bias, are multiplied as codes:
+//   q . (code * scale + bias) = (q . code) * scale + sum(q) * bias,
+// once a token and group; and of values scales join the weights, while biases, weighted, are summed
+// up for all numbers of a group together. Not one number is dequantised.
 
 constant constexpr float HIDDEN = -3.0e38f;  // the score of what must not be seen
 constant constexpr float LOWEST = -1.0e30f;  // a peak before anything was seen
@@ -31,9 +36,11 @@ METAL_FUNC float row_sum(float x) {
   return x + simd_shuffle_xor(x, ushort(8));
 }
 
-template <int ROWS, int CHUNKS>
+template <int ROWS, int CHUNKS, bool RAW = false>
 struct RunningSoftmax {
+  static constant constexpr int BIASES = RAW ? CHUNKS / 8 : 1;
   Fragment outputs[ROWS][CHUNKS];
+  float biases[ROWS][BIASES];  // RAW: weighted sums, of this lane's columns
   float peak[ROWS];
   float total[ROWS];  // of this lane's columns; row_sum has all
 
@@ -44,6 +51,24 @@ struct RunningSoftmax {
       total[r] = 0;
       UNROLL
       for (int c = 0; c < CHUNKS; c++) outputs[r][c] = Fragment(0);
+      UNROLL
+      for (int i = 0; i < BIASES; i++) biases[r][i] = 0;
+    }
+  }
+
+  // What all numbers of a group have in common joins them; after the last token.
+  void add_biases() {
+    if (!RAW) return;
+    UNROLL
+    for (int r = 0; r < ROWS; r++) {
+      UNROLL
+      for (int i = 0; i < BIASES; i++) {
+        const float sum = row_sum(biases[r][i]);
+        UNROLL
+        for (int c = 8 * i; c < 8 * i + 8 && c < CHUNKS; c++) {
+          outputs[r][c].thread_elements() += sum;
+        }
+      }
     }
   }
 
@@ -74,6 +99,8 @@ struct RunningSoftmax {
       total[r] = total[r] * fade + sum;
       UNROLL
       for (int c = 0; c < CHUNKS; c++) outputs[r][c].thread_elements() *= fade;
+      UNROLL
+      for (int i = 0; i < BIASES; i++) biases[r][i] *= fade;
     }
   }
 };
@@ -91,6 +118,7 @@ METAL_FUNC void add_scores(
   UNROLL
   for (int v = 0; v < D / SPAN; v++) {
     typename Keys::template Run<RUN> runs[GROUPS][2];
+    Fragment raw[ROWS][GROUPS];
     UNROLL
     for (int g = 0; g < GROUPS; g++) {
       UNROLL
@@ -99,6 +127,8 @@ METAL_FUNC void add_scores(
         keys.template read<RUN, SPAN>(
             runs[g][e], token, v * SPAN, at.row * RUN, seen[g][e], false);
       }
+      UNROLL
+      for (int r = 0; r < ROWS; r++) raw[r][g] = Keys::RAW ? Fragment(0) : scores[r][g];
     }
     UNROLL
     for (int j = 0; j < RUN; j++) {
@@ -108,11 +138,33 @@ METAL_FUNC void add_scores(
       UNROLL
       for (int g = 0; g < GROUPS; g++) {
         Fragment part;
-        part.thread_elements()[0] = runs[g][0].at(j);
-        part.thread_elements()[1] = runs[g][1].at(j);
+        UNROLL
+        for (int e = 0; e < 2; e++) {
+          if constexpr (Keys::RAW) {
+            part.thread_elements()[e] = runs[g][e].code(j);
+          } else {
+            part.thread_elements()[e] = runs[g][e].at(j);
+          }
+        }
         UNROLL
         for (int r = 0; r < ROWS; r++) {
-          simdgroup_multiply_accumulate(scores[r][g], rows[r], part, scores[r][g]);
+          simdgroup_multiply_accumulate(raw[r][g], rows[r], part, raw[r][g]);
+        }
+      }
+    }
+    UNROLL
+    for (int r = 0; r < ROWS; r++) {
+      UNROLL
+      for (int g = 0; g < GROUPS; g++) {
+        if constexpr (Keys::RAW) {
+          UNROLL
+          for (int e = 0; e < 2; e++) {
+            scores[r][g].thread_elements()[e] +=
+                raw[r][g].thread_elements()[e] * runs[g][e].scale +
+                queries.sums[r][v] * runs[g][e].bias;
+          }
+        } else {
+          scores[r][g] = raw[r][g];
         }
       }
     }
@@ -122,10 +174,11 @@ METAL_FUNC void add_scores(
 // outputs += weights . values of GROUPS groups of 8 tokens. `seen` of a lane's token of each.
 template <int D, int ROWS, int GROUPS, int CHUNKS, typename Values>
 METAL_FUNC void add_values(
-    thread RunningSoftmax<ROWS, CHUNKS>& state,
+    thread RunningSoftmax<ROWS, CHUNKS, false>& state,
     thread Fragment (&weights)[ROWS][GROUPS],
     const thread Values& values,
     const thread bool (&seen)[GROUPS],
+    const thread bool (&)[GROUPS][2],
     Place at) {
   constexpr int RUN = value_run(D);
   constexpr int HALF = RUN / 2;
@@ -147,6 +200,55 @@ METAL_FUNC void add_values(
         for (int r = 0; r < ROWS; r++) {
           thread Fragment& sum = state.outputs[r][v * HALF + j];
           simdgroup_multiply_accumulate(sum, weights[r][g], part, sum);
+        }
+      }
+    }
+  }
+}
+
+// The same of codes in groups of 64: two spans of 32. `column_seen` of a lane's two columns, whose
+// scales its weights take.
+template <int D, int ROWS, int GROUPS, int CHUNKS, typename Values>
+METAL_FUNC void add_values(
+    thread RunningSoftmax<ROWS, CHUNKS, true>& state,
+    thread Fragment (&weights)[ROWS][GROUPS],
+    const thread Values& values,
+    const thread bool (&seen)[GROUPS],
+    const thread bool (&column_seen)[GROUPS][2],
+    Place at) {
+  constexpr int HALF = 4;
+  constexpr int SPAN = 32;
+  UNROLL
+  for (int g = 0; g < GROUPS; g++) {
+    UNROLL
+    for (int group = 0; group < CHUNKS / 8; group++) {
+      Fragment scaled[ROWS];
+      UNROLL
+      for (int e = 0; e < 2; e++) {
+        const float2 of_token =
+            values.scale_and_bias(8 * g + at.column + e, group, column_seen[g][e]);
+        UNROLL
+        for (int r = 0; r < ROWS; r++) {
+          const float weight = weights[r][g].thread_elements()[e];
+          scaled[r].thread_elements()[e] = weight * of_token.x;
+          state.biases[r][group] += weight * of_token.y;
+        }
+      }
+      UNROLL
+      for (int v = 2 * group; v < 2 * group + 2; v++) {
+        typename Values::template Run<2 * HALF> run;
+        values.template read_codes<2 * HALF, SPAN>(
+            run, 8 * g + at.row, v * SPAN, at.column * HALF, seen[g]);
+        UNROLL
+        for (int j = 0; j < HALF; j++) {
+          Fragment part;
+          part.thread_elements()[0] = run.code(j);
+          part.thread_elements()[1] = run.code(j + HALF);
+          UNROLL
+          for (int r = 0; r < ROWS; r++) {
+            thread Fragment& sum = state.outputs[r][v * HALF + j];
+            simdgroup_multiply_accumulate(sum, scaled[r], part, sum);
+          }
         }
       }
     }

@@ -12,17 +12,35 @@
 // Registers of a lane, in floats: outputs ROWS * D / 4 (<= 64), scores 4 * ROWS, runs of four keys
 // as they are stored (16 in 16 bits), fragments of queries and of keys 2 * ROWS + 2, peaks, totals
 // and positions 3 * ROWS, about 12 for places. That is 71 at D 128 and 8 rows, 103 at D 256, 112 at
-// D 128 and 16 rows, which is the most. Queries, which all SIMD groups share, lie in threadgroup
+// D 128 and 16 rows, which is the most; of codes 16 more. Queries, which all SIMD groups share, lie in threadgroup
 // memory in the order of their fragments: 8 * ROWS * D numbers, 4 KB in 16 bits and 8 KB in 32 at
 // most. What SIMD groups found is merged 8 rows and 32 numbers at a time (4 KB and 1 KB).
 
 constant constexpr int STREAMS = 4;
 
-// Queries of all rows in threadgroup memory: (ROWS, D / 8, 32 lanes, 2).
-template <typename T, int D>
+// Queries of all rows in threadgroup memory: (ROWS, D / 8, 32 lanes, 2). `sums` of a lane's rows,
+// over each span of 64 numbers.
+template <typename T, int D, int ROWS>
 struct SharedQueries {
+  static constant constexpr int SPANS = D % 64 == 0 ? D / 64 : 1;
   const threadgroup T* pairs;
   uint lane;
+  float sums[ROWS][SPANS];
+
+  void add_up() {
+    UNROLL
+    for (int r = 0; r < ROWS; r++) {
+      UNROLL
+      for (int v = 0; v < SPANS; v++) {
+        float sum = 0;
+        for (int c = 8 * v; c < 8 * v + 8; c++) {
+          const Fragment part = at(r, c);
+          sum += part.thread_elements()[0] + part.thread_elements()[1];
+        }
+        sums[r][v] = row_sum(sum);
+      }
+    }
+  }
 
   Fragment at(int r, int c) const {
     const vec<T, 2> pair =
@@ -76,9 +94,12 @@ METAL_FUNC void paged_attention(
   for (int r = 0; r < ROWS; r++) {
     query_positions[r] = min(span.start + (r * 8 + at.row) / group, span.stop - 1);
   }
-  RunningSoftmax<ROWS, VD / 8> state;
+  RunningSoftmax<ROWS, VD / 8, Values::RAW> state;
   state.clear();
-  const SharedQueries<T, KD> rows = {shared_queries, lane};
+  SharedQueries<T, KD, ROWS> rows;
+  rows.pairs = shared_queries;
+  rows.lane = lane;
+  if (Keys::RAW) rows.add_up();
   const device int* table = pages + own.table * plan.max_pages();
   const int page_size = plan.page_size();
   const ScoreScale scaled = score_scale(numbers);
@@ -94,6 +115,7 @@ METAL_FUNC void paged_attention(
         state, rows, block_keys, block_values, span, reach, scaled, position, query_positions, at);
   }
 
+  state.add_biases();
   const int rows_per_item = plan.max_queries() * group;
   const long partial = (long(item) * heads + head) * rows_per_item;
   const Outputs<O, SPLIT, LOG_SUMS> to = {

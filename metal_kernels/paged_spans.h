@@ -96,6 +96,7 @@ METAL_FUNC BlockPlace find_block(
 // The keys or the values of a layer: pages and tails of each part.
 template <typename Rows, typename C, typename S>
 struct Plane {
+  static constant constexpr bool RAW = Rows::RAW;
   const device C* tail_codes;
   const device C* codes;
   const device S* tail_scales;
@@ -124,7 +125,7 @@ METAL_FUNC Plane<typename Format<BITS, D, C, S>::Rows, C, S> plane_of(
 // GROUPS groups of 8 tokens from `position` on join the softmax of all rows.
 template <int KD, int VD, int GROUPS, int ROWS, typename Queries, typename Keys, typename Values>
 METAL_FUNC void attend_tokens(
-    thread RunningSoftmax<ROWS, VD / 8>& state,
+    thread RunningSoftmax<ROWS, VD / 8, Values::RAW>& state,
     const thread Queries& queries,
     const thread Keys& keys,
     const thread Values& values,
@@ -160,5 +161,5 @@ METAL_FUNC void attend_tokens(
     }
   }
   state.weigh(scores);
-  add_values<VD>(state, scores, values, value_seen, at);
+  add_values<VD>(state, scores, values, value_seen, key_seen, at);
 }

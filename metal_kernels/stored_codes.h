@@ -15,10 +15,12 @@ struct CodeRun {
   float scale;
   float bias;
 
-  float at(int i) const {
+  float code(int i) const {
     const uint word = words[i * BITS / 32] >> (i * BITS % 32);
-    return float(word & ((1u << BITS) - 1)) * scale + bias;
+    return float(word & ((1u << BITS) - 1));
   }
+
+  float at(int i) const { return code(i) * scale + bias; }
 };
 
 // Vectors of D codes of BITS bits, as StoredNumbers.
@@ -29,6 +31,8 @@ struct StoredCodes {
   static constant constexpr int GROUP = group_size(D);
   static constant constexpr int WIDTH = D * BITS / 8;
   static constant constexpr int GROUPS = D / GROUP;
+  // Spans of keys and pairs of spans of values are groups: codes are multiplied as they are.
+  static constant constexpr bool RAW = GROUP == 64;
   const device C* codes;
   const device S* scales;
   const device S* biases;
@@ -41,10 +45,25 @@ struct StoredCodes {
   template <int N, int SPAN>
   void read(
       thread Run<N>& run, int token, int span, int first, bool seen, bool same_group) const {
+    read_codes<N, SPAN>(run, token, span, first, seen);
+    if (same_group) return;
+    const int group = GROUP % SPAN == 0 ? span / GROUP : (span + first) / GROUP;
+    const float2 both = scale_and_bias(token, group, seen);
+    run.scale = both.x;
+    run.bias = both.y;
+  }
+
+  float2 scale_and_bias(int token, int group, bool seen) const {
+    const int at = token * GROUPS + group;
+    return seen ? float2(float(scales[at]), float(biases[at])) : float2(0.0f, 0.0f);
+  }
+
+  // The codes alone.
+  template <int N, int SPAN>
+  void read_codes(thread Run<N>& run, int token, int span, int first, bool seen) const {
     constexpr int BYTES = N * BITS / 8;
     UNROLL
     for (int i = 0; i < (BYTES + 3) / 4; i++) run.words[i] = 0;
-    if (!same_group) run.scale = run.bias = 0;
     if (!seen) return;
     const device C* at = codes + token * WIDTH + (span + first) * BITS / 8;
     if constexpr (BYTES == 8) {
@@ -58,10 +77,6 @@ struct StoredCodes {
     } else {
       run.words[0] = *at;
     }
-    if (same_group) return;
-    const int group = token * GROUPS + (GROUP % SPAN == 0 ? span / GROUP : (span + first) / GROUP);
-    run.scale = float(scales[group]);
-    run.bias = float(biases[group]);
   }
 };
 

@@ -150,7 +150,7 @@ def assert_fits(shape: Shape, dim: int, itemsize: int) -> None:
     assert shape.threads <= 512
     assert shape.fragments * dim // 4 // shape.halves <= 64
     if itemsize == 2:  # queries in 32 bits spill where head dims are large
-        needed = registers(shape, **sizes, itemsize=itemsize)
+        needed = registers(shape, **sizes, itemsize=itemsize, codes=dim % 64 == 0)
         assert needed <= MOST_REGISTERS, (shape, dim, needed)
         assert needed * shape.threads <= REGISTERS, (shape, dim, needed)
 

@@ -126,6 +126,21 @@ def test_mutants_are_caught(name: str) -> None:
     assert machine.reports[0].faults or not close
 
 
+@requires_compiler
+@pytest.mark.parametrize("bits", [(4, 4), (8, 8)])
+def test_codes_are_multiplied_as_they_are(bits: tuple[int, int]) -> None:
+    """A number that were dequantised would be NaN here."""
+    scene = Scene([70, 18], [1, 1], group=4, bits=bits, window=40, **D128)
+    inputs = build(scene)
+    arguments = inputs.queries, inputs.keys, inputs.values, inputs.plan
+    machine = MetalCPU(replace={"return code(i) * scale + bias;": "return NAN;"})
+    with running_on(machine):
+        [found] = paged_attention_on_metal(*arguments, scale=0.1)
+    machine.assert_clean()
+    [expected] = paged_attention_gathered(*arguments, scale=0.1)
+    assert mx.allclose(found.astype(mx.float32), expected.astype(mx.float32), atol=4e-3).item()
+
+
 def test_what_no_kernel_has_is_refused() -> None:
     for scene in (
         Scene([4], [1], key_dim=72, value_dim=72),

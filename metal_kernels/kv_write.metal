@@ -81,6 +81,9 @@ struct Plain {
   }
 };
 
+// A float16 scale or bias of more would be infinite, and the whole group lost.
+METAL_FUNC float in_float16(float x) { return clamp(x, -65504.0f, 65504.0f); }
+
 // Vectors stored in codes of 8 or 4 bits; GROUP numbers share a float16 scale and a float16 bias.
 template <uint D, uint GROUP, uint BITS>
 struct Affine {
@@ -95,8 +98,8 @@ struct Affine {
       threadgroup const float* numbers = x + group * GROUP;
       float low = INFINITY, high = -INFINITY;
       for (uint i = lane; i < GROUP; i += 32) {
-        low = min(low, numbers[i]);
-        high = max(high, numbers[i]);
+        low = min(low, in_float16(numbers[i]));
+        high = max(high, in_float16(numbers[i]));
       }
       low = simd_min(low);
       high = simd_max(high);

@@ -22,6 +22,7 @@ from .launch import Launch, MetalKernel
 
 LANES = 32
 HEADS_AT_ONCE = 8  # SIMD-groups of a threadgroup
+MAX_FLOAT16 = 65_504.0  # larger scales and biases would be infinite
 QUANTISED_PARTS = 3  # codes, scales and biases
 MAX_LAUNCHES = 64  # that are remembered: a decode step makes the same in every layer
 
@@ -144,6 +145,7 @@ def stored(vectors: mx.array, bits: int | None, dtype: mx.Dtype) -> list[mx.arra
         return [vectors.astype(dtype)]
     levels = float(2**bits - 1)
     grouped = mx.unflatten(vectors.astype(mx.float32), -1, (-1, group_size(vectors.shape[-1])))
+    grouped = mx.clip(grouped, -MAX_FLOAT16, MAX_FLOAT16)
     low, high = grouped.min(axis=-1, keepdims=True), grouped.max(axis=-1, keepdims=True)
     scales, biases = ((high - low) / levels).astype(mx.float16), low.astype(mx.float16)
     step = mx.maximum(scales.astype(mx.float32), 1e-8)

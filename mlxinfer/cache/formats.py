@@ -17,6 +17,7 @@ from ..errors import InvalidRequestError
 
 Bits = tuple[int | None, int | None]  # of keys and values; None: the activation dtype
 PLAIN: Bits = (None, None)
+MAX_FLOAT16 = 65_504.0  # scales and biases of larger numbers would be infinite
 MAX_GROUP = 64
 ROTATABLE = frozenset(m * 2**k for m in (1, 12, 20, 28) for k in range(1, 10))
 
@@ -86,6 +87,7 @@ class Affine:
         """(..., dim) -> codes (..., dim * bits / 8), scales and biases (..., dim / group)."""
         levels = float(2**self.bits - 1)
         grouped = mx.unflatten(vectors.astype(mx.float32), -1, (-1, self.group))
+        grouped = mx.clip(grouped, -MAX_FLOAT16, MAX_FLOAT16)
         low = grouped.min(axis=-1, keepdims=True)
         high = grouped.max(axis=-1, keepdims=True)
         scales = ((high - low) / levels).astype(mx.float16)

@@ -182,6 +182,21 @@ def test_constant_and_extreme_groups() -> None:
 
 
 @requires_compiler
+def test_numbers_beyond_float16_stay_finite() -> None:
+    """bfloat16 and float32 hold larger numbers; they are stored as the largest that float16 has."""
+    heads = heads_of(64, bits=(8, 4), norm=False, turning=0)
+    qkv, positions = tokens_of(heads, 9)
+    huge = mx.where(mx.arange(qkv.shape[1]) % 5 == 0, qkv * 1e6, qkv)
+    written, twin = on_machine(huge, positions, heads), kv_write_twin(huge, positions, heads)
+    assert same(written.values, twin.values)
+    for parts in (written.keys, written.values):
+        assert all(mx.isfinite(part.astype(mx.float32)).all().item() for part in parts[1:])
+    decoded = Affine(64, mx.float32, 4).decode(written.values)
+    wanted = mx.clip(huge.reshape(9, -1, 64)[:, -K:], -65_504, 65_504)
+    assert mx.allclose(decoded, wanted, atol=2 * 65_504 / 15 / 2 + 8).item()
+
+
+@requires_compiler
 def test_a_token_alone_is_what_it_is_among_others() -> None:
     heads = heads_of(64, bits=(4, 4))
     qkv, positions = tokens_of(heads, 11)

@@ -1,11 +1,14 @@
-"""The project speaks of itself alone."""
+"""The project speaks of itself alone, in files and functions that can be taken in."""
 
+import ast
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("mlxinfer", "metal_kernels", "convert", "apps")
+MAX_FILE, MAX_FUNCTION = 450, 45  # lines
 SUFFIXES = {".py", ".md", ".toml", ".txt", ".metal", ".h", ".yml"}
 
 
@@ -23,3 +26,31 @@ def test_the_project_speaks_of_itself(word: str) -> None:
     found = list(texts())
     assert len(found) > 300
     assert not [str(path) for path in found if word in path.read_text()]
+
+
+SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_a_file_is_read_in_one_go() -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in SOURCES}
+    assert len(lengths) > 200
+    assert not {str(path): length for path, length in lengths.items() if length > MAX_FILE}
+
+
+def test_a_function_is_seen_at_once() -> None:
+    lengths = {
+        f"{path}:{node.lineno} {node.name}": num_lines(node)
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert len(lengths) > 2000
+    assert not {name: length for name, length in lengths.items() if length > MAX_FUNCTION}
+
+
+def num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """From the signature to the end, without the docstring."""
+    first, *rest = function.body
+    documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    explained = first.end_lineno - first.lineno + 1 if documented and rest else 0  # type: ignore[operator]
+    return function.end_lineno - function.lineno + 1 - explained  # type: ignore[operator]

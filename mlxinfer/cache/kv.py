@@ -75,14 +75,7 @@ class KVCache:
         self.bytes_copied = 0  # tails copied because a step was in flight
         self.bytes_grown = 0  # copied while pools grew
         self._fixed = num_pages is not None
-        paged = [(i, s) for i, s in enumerate(specs) if isinstance(s, KVSpec | LatentSpec)]
-        self._paged = {layer: place for place, (layer, _) in enumerate(paged)}
-        self._stateful = [i for i, s in enumerate(specs) if isinstance(s, StateSpec)]
-        own = [spec for spec in specs if isinstance(spec, OwnCacheSpec)]
-        assert not own or len(specs) == 1, "caches of its own are those of a whole model"
-        self.own = OwnCachePool(own[0]) if own else None
-        self._paged_specs = [spec for _, spec in paged]
-        self.states = StatePool([s for s in specs if isinstance(s, StateSpec)])
+        self._sort_layers()
         make = GroupMaker(
             self._paged_specs,
             [self.bits[layer] for layer in self._paged],
@@ -92,10 +85,23 @@ class KVCache:
             prefill_chunk,
             [self._paged[layer] for layer in kernel_layers],
             [self._paged[layer] for layer in prefill_layers],
-            own_token_bytes=sum(spec.numbers for spec in own) * dtype.size,
+            own_token_bytes=sum(s.numbers for s in specs if isinstance(s, OwnCacheSpec))
+            * dtype.size,
         )
         self._share_out(budget_bytes, make, num_pages)
         self.reset()
+
+    def _sort_layers(self) -> None:
+        """Which layers have pages, and which a state; or the caches of a whole model."""
+        specs = self.specs
+        paged = [(i, s) for i, s in enumerate(specs) if isinstance(s, KVSpec | LatentSpec)]
+        self._paged = {layer: place for place, (layer, _) in enumerate(paged)}
+        self._stateful = [i for i, s in enumerate(specs) if isinstance(s, StateSpec)]
+        own = [spec for spec in specs if isinstance(spec, OwnCacheSpec)]
+        assert not own or len(specs) == 1, "caches of its own are those of a whole model"
+        self.own = OwnCachePool(own[0]) if own else None
+        self._paged_specs = [spec for _, spec in paged]
+        self.states = StatePool([s for s in specs if isinstance(s, StateSpec)])
 
     def _share_out(self, budget_bytes: int, make: GroupMaker, num_pages: int | None) -> None:
         """Divide the budget into running sequences, snapshots of states, and pages."""

@@ -100,19 +100,7 @@ class Loop:
         if config.disk is not None and self.store is None:
             self.store = _make_store(config.disk, self.cache)
             self._open_tier(OPEN_WAIT_S)
-        self.scheduler = Scheduler(
-            KVManager(
-                self.cache.groups,
-                reuse=config.prefix_cache,
-                states=self.cache.state_group,
-                store=self.store,
-            ),
-            max_batch=self.cache.max_batch,
-            prefill_chunk=config.prefill_chunk,
-            prefill_slice_s=config.prefill_slice_s,
-            proposer=self._proposer,
-            counters=self._counters,
-        )
+        self.scheduler = self._make_scheduler()
         sampler = Sampler(
             self.model.config.vocab_size,
             kernel=self.kernels.samples,
@@ -123,6 +111,23 @@ class Loop:
         self.runner = Runner(self.model, self.cache, sampler, taps=taps)
         self.grammar_masks = GrammarMasks(self.model.config.vocab_size)
         self._in_flight = None
+
+    def _make_scheduler(self) -> Scheduler:
+        config = self.config
+        kv_manager = KVManager(
+            self.cache.groups,
+            reuse=config.prefix_cache,
+            states=self.cache.state_group,
+            store=self.store,
+        )
+        return Scheduler(
+            kv_manager,
+            max_batch=self.cache.max_batch,
+            prefill_chunk=config.prefill_chunk,
+            prefill_slice_s=config.prefill_slice_s,
+            proposer=self._proposer,
+            counters=self._counters,
+        )
 
     def _open_tier(self, wait_s: float) -> None:
         """Open the disk tier, once the weights' identity is known; wait for that at most so long.
@@ -273,7 +278,7 @@ class Loop:
         sequences = sampling.sequences
         now_s = time.monotonic()
         tokens = [
-            TokenEvent(s.request.id, token_id, cached_tokens=s.num_cached, made_s=now_s)
+            TokenEvent(s.request.id, token_id, None, None, None, s.num_cached, None, now_s)
             for s, token_id in zip(sequences, token_ids, strict=True)
         ]
         for row, found in logprobs.items():

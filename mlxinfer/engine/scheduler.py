@@ -321,14 +321,20 @@ class Scheduler:
                 self.counters.tokens_accepted += 1
                 sequence.request.num_accepted += 1
                 sequence.num_computed += sequence.slot >= 0  # the proposal before it held
-            self._finish(sequence, token_id, row, result)
+            request, num_known = sequence.request, len(sequence.token_ids)
+            if (
+                num_known >= sequence.max_known
+                or token_id in request.stop_ids
+                or request.grammar is not None
+            ):
+                self._finish(sequence, token_id, row, result)
         self.counters.tokens_sampled += len(sampling) - len(result.discarded)
         if self._proposer is not None:
             self._proposer.observe(batch, result)
         return result
 
     def _finish(self, sequence: Sequence, token_id: int, row: int, result: CommitResult) -> None:
-        """End a sequence that ends with its newest token.
+        """End a sequence that may end with its newest token, if it does.
 
         An end token is no text, so the grammar does not get it.
         """

@@ -295,6 +295,7 @@ def convert(**options: Any) -> Report:
     click.option(
         "--learn", type=float, metavar="MINUTES", help="Also learned scales, at one size."
     ),
+    click.option("--nearest", is_flag=True, help="Also without error feedback."),
     small_option,
     peer_option,
 )

@@ -1,20 +1,24 @@
 """`bench quality`: what a size costs in quality, beside every method of mlx-lm that makes one.
 
 Each converter calibrates on the same text, which shares nothing with the held-out one; all results
-are run by mlxinfer, so what differs is the weights. mlx-lm works on a float32 copy, since MLX's CPU
-backend multiplies bfloat16 a dozen times slower; what it writes becomes bfloat16 as a Mac's would
-be. Its DWQ is left out: a step of it, which needs hundreds, takes minutes here.
+are run by mlxinfer, so what differs is the weights. On MLX's CPU backend products of bfloat16 and
+of quantised matrices are many times slower than those of float32: both work on a float32 copy,
+scales become bfloat16 as a Mac's would be, and outputs are compared as the float32 values that
+their codes stand for.
 """
 
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -25,23 +29,25 @@ from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import ConversionOptions, make_recipe
 from mlxinfer.convert.run import Conversion
 from mlxinfer.errors import InvalidRequestError
+from mlxinfer.models.config import load_config
 from tests.bench.convert import DEMO, ROOT, check_model, quality_table
 from tests.bench.convert_quality import measure_folders
 
 SIZES = (3.0, 3.5, 4.0, 4.5, 5.0)
 LEARNED = 4.5
 UNIFORM = [["-q", "--q-bits", str(b), "--q-group-size", str(g)] for b, g in
-           ((3, 64), (3, 32), (4, 64), (4, 32), (5, 64))]  # fmt: skip
-MIXED = [["-q", "--quant-predicate", name] for name in
-         ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")]  # fmt: skip
+           ((3, 64), (3, 32), (4, 64), (4, 32))]  # fmt: skip
+MIXED = [["-q", "--quant-predicate", name] for name in ("mixed_3_6", "mixed_4_6")]
 CALIBRATED: dict[str, list[list[str]]] = {
     "dynamic_quant": [
+        ["--target-bpw", "3.5", "--low-bits", "3", "--high-bits", "5"],
         ["--target-bpw", "4.0", "--low-bits", "3", "--high-bits", "5"],
-        ["--target-bpw", "4.8", "--low-bits", "4", "--high-bits", "6"],
+        ["--target-bpw", "4.5", "--low-bits", "3", "--high-bits", "5"],
         ["--target-bpw", "5.0", "--low-bits", "4", "--high-bits", "6"],
     ],
-    "awq": [["--bits", "3"], ["--bits", "4"]],
-    "gptq": [["--bits", "3"], ["--bits", "4"], ["--bits", "4", "--fallback-bits", "4"]],
+    "awq": [["--bits", b, "--num-samples", "16", "--n-grid", "10"] for b in ("3", "4")],
+    "gptq": [["--bits", "4"], ["--bits", "4", "--fallback-bits", "4"]],
+    "dwq": [["--bits", b, "--steps", "40"] for b in ("3", "4")],
 }
 LAUNCHER = """
 from tests.bench.blas import preload_openblas
@@ -49,7 +55,7 @@ preload_openblas()
 from {module} import main
 main()
 """
-SMALL_SIZES, TIMEOUT_S = (4.5,), 900
+SMALL_SIZES, TIMEOUT_S = (4.5,), 1200
 CALIBRATION = Path(".cache/mlx-lm/calibration_v5.txt")  # in the home folder, where mlx-lm looks
 
 
@@ -57,6 +63,7 @@ def run(
     *,
     model: Path | None = None,
     learn: float | None = None,
+    nearest: bool = False,
     small: bool = False,
     peer: bool = True,
 ) -> Report:
@@ -65,6 +72,7 @@ def run(
     Args:
         model: a folder with unquantised weights; None: the demo model's, of a checkout.
         learn: minutes for `--learn` at one of the sizes; None: it is left out.
+        nearest: also without error feedback.
         small: one size on few tokens.
         peer: also mlx-lm.
 
@@ -75,38 +83,81 @@ def run(
         require_peer()
     folder = DEMO if model is None else model
     check_model(folder)
-    length, limit = (128, 2) if small else (512, 16)
+    length, limit = (128, 2) if small else (512, 8)
     with TemporaryDirectory() as scratch:
-        folders = _converted(folder.resolve(), Path(scratch), learn=learn, small=small, peer=peer)
-        recipes, perplexity, num_tokens = measure_folders(
-            folder, folders, length=length, limit=limit
+        place = Path(scratch)
+        wide = _plain(folder, place / "float32")
+        ours = _ours(wide, place, _asked(learn, nearest or small, small))
+        theirs = _theirs(wide, place, small) if peer else ()
+        plain = (
+            (converter, label, converted, _plain(converted, place / "plain"))
+            for converter, label, converted in chain(ours, theirs)
         )
+        recipes, perplexity, num_tokens = measure_folders(folder, plain, length=length, limit=limit)
     table = quality_table(recipes, perplexity, num_tokens, length)
     data = {"tokens": num_tokens, "source_perplexity": perplexity}
     return Report("quality", [table], {**data, "recipes": [asdict(r) for r in recipes]})
 
 
-def _converted(
-    model: Path, scratch: Path, *, learn: float | None, small: bool, peer: bool
-) -> Iterator[tuple[str, str, Path]]:
-    ours: list[tuple[float, bool, float | None]] = []
+def _asked(learn: float | None, nearest: bool, small: bool) -> list[tuple[str, dict[str, Any]]]:
+    """Ours: labels and options."""
+    found: list[tuple[str, dict[str, Any]]] = []
     for size in SMALL_SIZES if small else SIZES:
-        ours += [(size, False, None), (size, True, None)]
+        label = f"--target-bpw {size:g}"
+        found.append((label, {"target_bpw": size}))
+        if nearest:
+            options = {"target_bpw": size, "error_feedback": False}
+            found.append((f"{label} --rounding nearest", options))
     if learn is not None:
-        ours.append((LEARNED, True, learn))
-    for number, (size, feedback, minutes) in enumerate(ours):
+        label = f"--target-bpw {LEARNED:g} --learn {learn:g}"
+        found.append((label, {"target_bpw": LEARNED, "learn_minutes": learn}))
+    return found
+
+
+def _ours(
+    model: Path, scratch: Path, asked: Sequence[tuple[str, dict[str, Any]]]
+) -> Iterator[tuple[str, str, Path]]:
+    """Those whose formats are small enough."""
+    for number, (label, more) in enumerate(asked):
         out = scratch / f"ours-{number}"
-        if _ours(model, out, size, feedback=feedback, minutes=minutes):
-            more = "" if feedback else " --rounding nearest"
-            more += "" if minutes is None else f" --learn {minutes:g}"
-            yield "mlxinfer", f"--target-bpw {size:g}{more}", out
-    wide = _cast(model, scratch / "float32", mx.float32) if peer else model
-    for number, (program, options) in enumerate(_peers(small) if peer else ()):
+        options = ConversionOptions(
+            recipe=make_recipe("4bit", dtype="bfloat16"),
+            calibration=read_text(None),
+            figures=False,
+            **more,
+        )
+        with closing(open_source(model)) as source, suppress(InvalidRequestError):
+            Conversion(source, out, options).run()
+            yield "mlxinfer", label, out
+
+
+def _theirs(model: Path, scratch: Path, small: bool) -> Iterator[tuple[str, str, Path]]:
+    """Those that come to an end: not every method takes every architecture."""
+    for number, (program, options) in enumerate(_peers(small)):
         out = scratch / f"theirs-{number}"
-        paths = ["--hf-path" if program == "convert" else "--model", str(wide)]
-        if _theirs(program, [*paths, "--mlx-path", str(out), *options], scratch):
+        paths = ["--hf-path" if program == "convert" else "--model", str(model)]
+        if _ends(program, [*paths, "--mlx-path", str(out), *options], scratch):
             _cast(out, out, mx.bfloat16)
             yield "mlx-lm", " ".join([program, *options]), out
+
+
+def _plain(folder: Path, out: Path) -> Path:
+    """The float32 values that a checkpoint stands for."""
+    formats = load_config(folder).quantization
+    _cast(folder, out, mx.float32)
+    for path in out.glob("*.safetensors") if formats is not None else ():
+        stored = cast(dict[str, mx.array], mx.load(str(path)))
+        for name in [name for name in stored if name.endswith(".scales")]:
+            stem = name.removesuffix(".scales")
+            form = formats.of(stem)
+            parts = (stored.pop(f"{stem}.{kind}", None) for kind in ("weight", "scales", "biases"))
+            stored[f"{stem}.weight"] = mx.dequantize(*parts, form.group_size, form.bits, form.mode)
+        mx.eval(stored)
+        mx.save_safetensors(str(path), stored, metadata={"format": "mlx"})
+    path = out / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in config.items() if "quantization" not in k}))
+    return out
 
 
 def _cast(folder: Path, out: Path, dtype: mx.Dtype) -> Path:
@@ -134,32 +185,18 @@ def _peers(small: bool) -> list[tuple[str, list[str]]]:
     return [*(("convert", options) for options in [*UNIFORM, *MIXED]), *calibrated]
 
 
-def _ours(model: Path, out: Path, size: float, *, feedback: bool, minutes: float | None) -> bool:
-    """Whether any formats are so small."""
-    options = ConversionOptions(
-        recipe=make_recipe("4bit"),
-        calibration=read_text(None),
-        target_bpw=size,
-        error_feedback=feedback,
-        learn_minutes=minutes,
-    )
-    source = open_source(model)
-    try:
-        Conversion(source, out, options).run()
-    except InvalidRequestError:
-        return False
-    finally:
-        source.close()
-    return True
-
-
-def _theirs(program: str, arguments: list[str], home: Path) -> bool:
-    """Whether it came to an end: not every method takes every architecture."""
+def _ends(program: str, arguments: list[str], home: Path) -> bool:
+    """Whether it came to an end."""
     text = home / CALIBRATION
     text.parent.mkdir(parents=True, exist_ok=True)
     whole = read_text(None)
     text.write_text(whole[: len(whole) * 2 // 3], encoding="utf-8")  # the part that we calibrate on
     module = "mlx_lm.convert" if program == "convert" else f"mlx_lm.quant.{program}"
+    if program == "dwq":
+        module, arguments = "tests.bench.dwq", [*arguments, "--text", str(text)]
+    known = home / f"sensitivities-{'-'.join(arguments[-4:])}.json"
+    if program == "dynamic_quant" and known.exists():
+        arguments = [*arguments, "--sensitivities", str(known)]
     command = [sys.executable, "-c", LAUNCHER.format(module=module), *arguments]
     try:
         done = subprocess.run(
@@ -171,4 +208,6 @@ def _theirs(program: str, arguments: list[str], home: Path) -> bool:
         )
     except subprocess.TimeoutExpired:
         return False
+    for path in home.glob("*_sensitivities.json"):
+        path.rename(known)
     return done.returncode == 0

@@ -6,6 +6,7 @@ All outputs are run by mlxinfer, so what differs is the weights.
 import contextlib
 import importlib
 import io
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,13 +66,14 @@ def measure(
 ) -> tuple[list[Recipe], float, int]:
     """Every recipe; the source's perplexity; and over how many held-out tokens."""
     folders = _converted(model, scratch, peer=peer, small=small)
-    return measure_folders(model, folders, length=length, limit=limit)
+    asked = ((converter, label, folder, folder) for converter, label, folder in folders)
+    return measure_folders(model, asked, length=length, limit=limit)
 
 
 def measure_folders(
-    model: Path, folders: Iterable[tuple[str, str, Path]], *, length: int, limit: int | None
+    model: Path, folders: Iterable[tuple[str, str, Path, Path]], *, length: int, limit: int | None
 ) -> tuple[list[Recipe], float, int]:
-    """The same for conversions of a model: converter, label, folder."""
+    """The same for conversions of a model: converter, label, folder, and the folder that is run."""
     text = HELD_OUT.read_text(encoding="utf-8")
     with LLM(str(model), dtype=DTYPE) as llm:
         ids = llm.tokenizer.encode(text, parse_special=True)
@@ -79,9 +81,10 @@ def measure_folders(
         reference = [log_softmax(llm.logits(chunk)) for chunk in chunks]
     whole = _quality(model, chunks, reference)
     found = []
-    for converter, label, folder in folders:
-        quality = _quality(folder, chunks, reference)
+    for converter, label, folder, run in folders:
+        quality = _quality(run, chunks, reference)
         found.append(Recipe(converter, label, bits_per_weight(folder), **quality))
+        print(found[-1], file=sys.stderr, flush=True)
     return found, whole["perplexity"], sum(map(len, chunks))
 
 

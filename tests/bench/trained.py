@@ -1,9 +1,8 @@
-"""Models of random weights that some minutes of training gave a structure, for `bench quality`.
+"""Models larger than the demo model, grown from its weights and trained on, for `bench quality`.
 
-`python -m tests.bench.trained FOLDER` trains all of SHAPES, each for `--minutes`, on the corpus of
-the demo model and with its tokenizer. Their weights are not kept in the repository: how activations
-are spread over channels, and how much layers differ, comes back with any seed. The held-out texts
-of the benchmarks are not in the corpus.
+`python -m tests.bench.trained FOLDER` makes all of SHAPES: what the demo model has is where it was,
+what it has not is random, and `--steps` on its corpus, with its tokenizer, make them one model. The
+held-out texts of the benchmarks are not in the corpus. The weights are not kept in the repository.
 """
 
 import argparse
@@ -30,8 +29,10 @@ from examples.demo_model import model as dense  # noqa: E402
 from examples.demo_model.batches import batch  # noqa: E402
 
 SEED = 7
-PEAK_LR = 2e-3
-WARMUP_STEPS = 40
+PEAK_LR = 1.5e-3
+WARMUP_STEPS = 10
+FALLING = 0.4  # share of the steps, at the end
+SMALL = 0.3
 TOKENIZER = Path(__file__).parents[1] / "data" / "demo-bf16"
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
@@ -47,9 +48,7 @@ class Shape(dense.Shape):
 
 SHAPES = {
     "dense": Shape(num_layers=8),
-    "moe": Shape(
-        hidden_size=192, num_heads=3, num_kv_heads=1, intermediate_size=192, num_experts=8
-    ),
+    "moe": Shape(intermediate_size=192, num_experts=8),
     # As large as those published for Qwen 2.5: norms of 600 to 900 (llama.cpp issue 21385).
     "key-bias": Shape(key_bias=100.0),
 }
@@ -115,10 +114,42 @@ def add_biases(attention: Any, shape: Shape) -> None:
     attention.k_proj.bias = (signs * slow).flatten()
 
 
-def train(shape: Shape, minutes: float) -> tuple[Model, float]:
-    """A model after `minutes`, its learning rate falling to 0; and its last losses' mean."""
+def grow(model: Model, shape: Shape) -> None:
+    """Put the demo model's weights into every second layer, or into all and their experts."""
+    path = str(TOKENIZER / "model.safetensors")
+    known = {name: value.astype(mx.float32) for name, value in mx.load(path).items()}
+    stride = shape.num_layers // dense.Shape().num_layers
+    grown = {"lm_head.weight": known["model.embed_tokens.weight"]}
+    for name, value in known.items():
+        head, is_layer, tail = name.partition("model.layers.")
+        index, _, rest = tail.partition(".")
+        target = f"model.layers.{int(index) * stride}.{rest}" if is_layer else head
+        if shape.num_experts and ".mlp." in target:
+            target, value = target.removesuffix(".weight"), _chunks(rest, value, shape)
+        grown[target] = value
+    model.load_weights(list(grown.items()), strict=False)
+    for layer in model.model.layers[1::stride] if stride > 1 else ():  # at first they change little
+        layer.self_attn.o_proj.weight *= SMALL
+        layer.mlp.down_proj.weight *= SMALL
+
+
+def _chunks(name: str, matrix: mx.array, shape: Shape) -> mx.array:
+    """Experts from parts of the inner dimension, none like another."""
+    down = "down_proj" in name
+    parts = mx.split(matrix, matrix.shape[down] // shape.intermediate_size, axis=int(down))
+    count = shape.num_experts // len(parts)
+    noise = mx.random.normal((shape.num_experts, *parts[0].shape)) * matrix.std() * SMALL
+    experts = mx.concatenate([mx.stack(parts)] * count) + noise
+    return experts * (len(parts) if down else 1)  # weights of one token's experts add up to 1
+
+
+def train(shape: Shape, steps: int, minutes: float | None) -> tuple[Model, float]:
+    """A model after `steps` or `minutes`, its learning rate falling to 0; its last losses' mean."""
     mx.random.seed(SEED)
-    model, tokenizer = Model(shape), Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
+    model = Model(shape)
+    if not shape.key_bias:
+        grow(model, shape)
+    tokenizer = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
     optimizer = optim.AdamW(PEAK_LR, betas=[0.9, 0.98], weight_decay=0.05)
 
     def loss(ids: mx.array, weights: mx.array) -> mx.array:
@@ -126,17 +157,19 @@ def train(shape: Shape, minutes: float) -> tuple[Model, float]:
         return (losses * weights).sum() / weights.sum()
 
     gradients = nn.value_and_grad(model, loss)
-    started, step, recent = time.monotonic(), 0, 0.0
-    while (spent := (time.monotonic() - started) / (minutes * 60)) < 1:
-        rate = PEAK_LR * min(1.0, (step + 1) / WARMUP_STEPS, (1 - spent) / 0.4)
+    started, step, recent, spent = time.monotonic(), 0, 0.0, 0.0
+    while spent < 1:
+        rate = PEAK_LR * min(1.0, (step + 1) / WARMUP_STEPS, (1 - spent) / FALLING)
         optimizer.learning_rate = mx.array(rate)
-        ids, weights = map(mx.array, batch(tokenizer, SEED, step))
+        rows = batch(tokenizer, SEED, step)
+        ids, weights = (mx.array(part[: len(part) // 2]) for part in rows)
         value, grads = gradients(ids, mx.maximum(weights, 0.5))
         optimizer.update(model, optim.clip_grad_norm(grads, 1.0)[0])
         mx.eval(model.parameters(), optimizer.state, value)
         recent = 0.95 * recent + 0.05 * value.item() if step else value.item()
         step += 1
-        if step % 20 == 0:
+        spent = (time.monotonic() - started) / (minutes * 60) if minutes else step / steps
+        if step % 10 == 0:
             print(f"{spent:.0%}, step {step}, loss {recent:.3f}", flush=True)
     return model, recent
 
@@ -187,13 +220,14 @@ def main() -> None:
     """Parse the command line, train and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--minutes", type=float, default=12.0, help="of each model")
+    parser.add_argument("--steps", type=int, default=150, help="of each model")
+    parser.add_argument("--minutes", type=float, help="of each model, instead of --steps")
     parser.add_argument("--only", choices=SHAPES)
     args = parser.parse_args()
     mx.set_default_device(mx.cpu)
     for name, shape in SHAPES.items():
         if args.only in (None, name):
-            model, loss = train(shape, args.minutes)
+            model, loss = train(shape, args.steps, args.minutes)
             write(args.folder / name, shape, model)
             print(f"{name}: loss {loss:.3f}")
 

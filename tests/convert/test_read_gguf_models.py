@@ -192,6 +192,7 @@ def test_unknown_architectures_and_tensors_are_named(tmp_path: Path) -> None:
         ("qwen3", "blk.0.ssm_in.weight", "ssm_in"),
     ):
         writer = gguf.GGUFWriter(path, arch)
+        writer.add_block_count(1)
         writer.add_tensor(tensor, np.zeros((4, 64), np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

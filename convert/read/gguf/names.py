@@ -1,8 +1,12 @@
-"""The names of each family's tensors in GGUF files, and in transformers."""
+"""The names of each family's tensors in GGUF files, and in transformers.
+
+From llama.cpp (gguf-py/gguf/constants.py, tensor_mapping.py, and its converter of each family).
+"""
 
 import re
 
-_BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z_]+)\.(weight|bias)")
+_BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z0-9_.]+)")
+_KINDS = (".weight", ".bias")
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -22,15 +26,20 @@ _DENSE = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_LLAMA = {**_COMMON, **_DENSE, "ffn_norm": "post_attention_layernorm"}
-_QWEN3_MOE = {
-    **_COMMON,
-    "ffn_norm": "post_attention_layernorm",
+_EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.switch_mlp.gate_proj",
     "ffn_up_exps": "mlp.switch_mlp.up_proj",
     "ffn_down_exps": "mlp.switch_mlp.down_proj",
 }
+_SHARED_EXPERTS = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+}
+_LLAMA = {**_COMMON, **_DENSE, "ffn_norm": "post_attention_layernorm"}
+_QWEN3_MOE = {**_COMMON, **_EXPERTS, "ffn_norm": "post_attention_layernorm"}
 _GEMMA3 = {
     **_COMMON,
     **_DENSE,
@@ -38,35 +47,170 @@ _GEMMA3 = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_GEMMA4 = {
+    **_GEMMA3,
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+    "ffn_down_exps.weight": "experts.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "layer_output_scale.weight": "layer_scalar",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
 _GPT_OSS = {
     **_COMMON,
     "post_attention_norm": "post_attention_layernorm",
-    "attn_sinks": "self_attn.sinks",
+    "attn_sinks.weight": "self_attn.sinks",
     "ffn_gate_inp": "mlp.router",
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
+}
+_DELTA_NET = {
+    **_COMMON,
+    **_DENSE,
+    **_EXPERTS,
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_LFM2 = {
+    **{stem: path for stem, path in _COMMON.items() if not stem.endswith(("_norm", "_output"))},
+    "attn_norm": "operator_norm",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "ffn_gate_inp": "feed_forward.gate",
+    "ffn_gate_exps": "feed_forward.switch_mlp.gate_proj",
+    "ffn_up_exps": "feed_forward.switch_mlp.up_proj",
+    "ffn_down_exps": "feed_forward.switch_mlp.down_proj",
+    "exp_probs_b.bias": "feed_forward.expert_bias",
+}
+_GLM4 = {
+    **_COMMON,
+    "post_attention_norm": "post_self_attn_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GLM4_MOE = {
+    **_COMMON,
+    **_DENSE,
+    **_EXPERTS,
+    **_SHARED_EXPERTS,
+    "post_attention_norm": "post_attention_layernorm",
+}
+_DEEPSEEK2 = {
+    **_LLAMA,
+    **_EXPERTS,
+    **_SHARED_EXPERTS,
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.embed_q",  # split and turned, as MLX checkpoints have it too
+    "attn_v_b": "self_attn.unembed_out",
 }
 _FAMILIES = {
     "llama": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
     "qwen3moe": _QWEN3_MOE,
+    "qwen3next": _DELTA_NET,
+    "qwen35": _DELTA_NET,
+    "qwen35moe": _DELTA_NET,
     "gemma3": _GEMMA3,
+    "gemma4": _GEMMA4,
     "gpt-oss": _GPT_OSS,
+    "lfm2": _LFM2,
+    "lfm2moe": _LFM2,
+    "glm4": _GLM4,
+    "glm4moe": _GLM4_MOE,
+    "deepseek2": _DEEPSEEK2,
+}
+_LFM2_TOP = {
+    **_TOP,
+    "token_embd_norm.weight": "model.embedding_norm.weight",
+    "output_norm.weight": "model.embedding_norm.weight",
+}
+_GEMMA4_TOP = {
+    **_TOP,
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
+}
+_TOPS = {"lfm2": _LFM2_TOP, "lfm2moe": _LFM2_TOP, "gemma4": _GEMMA4_TOP}
+# What predicts tokens further ahead lies in blocks behind the last layer.
+_AHEAD = {
+    "nextn.eh_proj": "eh_proj",
+    "nextn.embed_tokens": "embed_tokens",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_head": "shared_head.head",
+    "nextn.shared_head_norm": "shared_head.norm",
+}
+_QWEN_AHEAD = {
+    "nextn.eh_proj.weight": "mtp.fc.weight",
+    "nextn.enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+    "nextn.hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+    "nextn.shared_head_norm.weight": "mtp.norm.weight",
 }
 
 ARCHITECTURES = tuple(_FAMILIES)
+DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe")
 ROPE_FACTORS = "rope_freqs.weight"  # follows from the config of transformers
 
 
-def hf_name(architecture: str, name: str) -> str | None:
-    """The name that transformers has for a tensor; None for one that the family has not."""
-    if name in _TOP:
-        return _TOP[name]
+def hf_names(architecture: str, name: str, num_layers: int) -> tuple[str, ...]:
+    """The names that transformers has for a tensor; () for one that the family has not.
+
+    Args:
+        num_layers: of the decoder; blocks from there on predict further ahead.
+    """
+    top = _TOPS.get(architecture, _TOP)
+    if name in top:
+        return (top[name],)
     match = _BLOCK.fullmatch(name)
-    module = _FAMILIES[architecture].get(match[2]) if match else None
-    if match is None or module is None:
-        return None
-    path = f"model.layers.{match[1]}.{module}"
-    return path if module == "self_attn.sinks" else f"{path}.{match[3]}"
+    if match is None:
+        return ()
+    index, rest = int(match[1]), match[2]
+    path = f"model.layers.{index}"
+    if architecture in DELTA_NETS:
+        if rest in _QWEN_AHEAD:
+            return (_QWEN_AHEAD[rest],) if index == num_layers else ()
+        if index >= num_layers:
+            path = f"mtp.layers.{index - num_layers}"
+        if rest == "ssm_ba.weight":  # both in one tensor, as Qwen3-Next has them
+            return tuple(f"{path}.linear_attn.in_proj_{part}.weight" for part in "ba")
+    modules = _FAMILIES[architecture] | (_AHEAD if index >= num_layers else {})
+    if rest in modules:
+        return (f"{path}.{modules[rest]}",)
+    stem, kind = next(((rest.removesuffix(k), k) for k in _KINDS if rest.endswith(k)), ("", ""))
+    return (f"{path}.{modules[stem]}{kind}",) if stem in modules else ()

@@ -1,9 +1,4 @@
-"""Readers of GGUF tensors: blocks to values or codes, rows put in order.
-
-llama.cpp keeps the rows of Q and K of the llama architecture in the order of its own rotary
-embedding, where two numbers that turn together are neighbours; transformers has them half a head
-apart.
-"""
+"""Readers of GGUF tensors: blocks to values or codes, in the order of transformers (layout.py)."""
 
 from dataclasses import dataclass
 
@@ -19,6 +14,7 @@ from ..source import Packed, TensorInfo
 from ..stored import FLOATS, Array, StoredArray, to_float32, to_mlx
 from .blocks import AFFINE, VALUES, AffineBlocks, nibbles
 from .header import BlockType
+from .layout import PLAIN, Order, TensorLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +23,42 @@ class GGUFTensor:
 
     name: str
     array: StoredArray  # floats, or (..., bytes of a row) U8
-    shape: tuple[int, ...]
+    stored: tuple[int, ...]  # shape of the values, as in the file
     block: BlockType
-    heads: int = 0  # of Q or K whose rows are in llama.cpp's order; 0: in order
-    offset: float = 0.0  # to be added to the values
+    layout: TensorLayout = PLAIN
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the values, as transformers has them."""
+        shape = self.layout.shape or self.stored
+        return shape if self.layout.rows is None else (len(self.layout.rows), *shape[1:])
 
     def rows(self, rows: slice) -> Array:
         """Stored rows in the order of transformers."""
-        if not self.heads:
-            return self.array.view(rows)
-        half = self.shape[0] // self.heads // 2
-        ours = np.arange(rows.start, rows.stop)
-        head, within = np.divmod(ours, 2 * half)
-        part, pair = np.divmod(within, half)
-        return self.array.view()[head * 2 * half + pair * 2 + part]
+        if self.layout.rows is None:
+            whole = len(self.stored) != len(self.shape) and self.shape[0] != self.stored[0]
+            return self.array.view() if whole else self.array.view(rows)
+        return self.array.view()[self.layout.rows[rows]]
+
+    def values(self, found: Array, rows: slice) -> Array:
+        """Values (..., in_dims) of these rows with their columns in order, in their own shape."""
+        if self.layout.columns is not None:
+            found = found.reshape(-1, len(self.layout.columns))[:, self.layout.columns]
+        return found.reshape(rows.stop - rows.start, *self.shape[1:])
+
+    def groups(self, size: int) -> Order | slice:
+        """The order of groups of `size` columns; all of them as they are: a slice."""
+        order = self.layout.columns
+        if order is None:
+            return slice(None)
+        whole = order.reshape(-1, size) if not len(order) % size else order[:, None] + 1
+        if (whole - whole[:, :1] != np.arange(whole.shape[1])).any() or (whole[:, 0] % size).any():
+            raise UnsupportedModelError(
+                f"Tensor {self.array.name!r} of {self.array.file} is {self.block.name}, and its "
+                f"columns are in an order that divides its blocks of {size}: use a file where it "
+                "is not quantised."
+            )
+        return np.asarray(whole[:, 0] // size)
 
     def blocks(self, rows: slice) -> Array:
         """(num_blocks, num_bytes) uint8."""
@@ -59,13 +77,12 @@ def reader_of(place: GGUFTensor) -> Reader:
         CheckpointError: rows that cannot be put in order.
         UnsupportedModelError: a type that is not read.
     """
-    if place.heads and place.shape[0] % (2 * place.heads):
-        raise place.array.fail(f"has {place.shape[0]} rows, which {place.heads} heads do not share")
     kind = place.block.name
     if kind in FLOATS:
         return _Floats(place)
-    if place.offset:
+    if place.layout.change is not None:
         raise place.array.fail(f"is {kind}; expected {' or '.join(FLOATS)}")
+    place.groups(32)
     if kind in AFFINE:
         return _Affine(place, AFFINE[kind])
     if kind in VALUES:
@@ -85,17 +102,17 @@ class _Floats:
         self.info = TensorInfo(
             name=place.name,
             shape=place.shape,
-            dtype="float32" if place.offset else FLOATS[place.block.name],
+            dtype="float32" if place.layout.change is not None else FLOATS[place.block.name],
             stored=place.block.name.lower(),
             stored_bytes=place.array.num_bytes,
         )
 
     def read(self, rows: slice) -> mx.array:
-        """As stored, or with the offset added in float32."""
+        """As stored, or changed in float32."""
         place = self._place
-        values = place.rows(rows)
-        if place.offset:
-            return mx.array(to_float32(values, place.block.name) + np.float32(place.offset))
+        values, change = place.values(place.rows(rows), rows), place.layout.change
+        if change is not None:
+            return mx.array(change(to_float32(values, place.block.name)))
         return to_mlx(values, place.block.name)
 
     def packed(self) -> Packed:
@@ -121,8 +138,10 @@ class _Affine(AffineReader):
         *middle, in_dims = self.info.shape[1:]
         lead = (rows.stop - rows.start, *middle)
         groups = (*lead, in_dims // 32)
-        words = pack(codes.reshape(-1, in_dims), self.bits).reshape(*lead, -1)
-        return words, scales.reshape(groups), biases.reshape(groups)
+        order = self._place.groups(32)
+        codes = codes.reshape(-1, in_dims // 32, 32)[:, order].reshape(-1, in_dims)
+        words = pack(codes, self.bits).reshape(*lead, -1)
+        return words, scales.reshape(groups)[..., order], biases.reshape(groups)[..., order]
 
 
 class _Values:
@@ -134,7 +153,7 @@ class _Values:
     def read(self, rows: slice) -> mx.array:
         """float32 values."""
         values = VALUES[self._place.block.name](self._place.blocks(rows))
-        return mx.array(values.reshape(rows.stop - rows.start, *self.info.shape[1:]))
+        return mx.array(self._place.values(values, rows))
 
     def packed(self) -> Packed:
         """No MLX format has groups of 16 integers, or such levels."""
@@ -165,5 +184,7 @@ class _MXFP4:
         octets = codes[:, ::2] | (codes[:, 1::2] << 4)
         *middle, in_dims = self.info.shape[1:]
         lead = (rows.stop - rows.start, *middle)
-        exponents = np.ascontiguousarray(blocks[:, 0]).reshape(*lead, in_dims // 32)
-        return octets.reshape(*lead, in_dims // 2), exponents
+        order = self._place.groups(32)
+        exponents = np.ascontiguousarray(blocks[:, 0]).reshape(*lead, in_dims // 32)[..., order]
+        octets = octets.reshape(*lead, in_dims // 32, 16)[..., order, :]
+        return np.ascontiguousarray(octets.reshape(*lead, in_dims // 2)), exponents

@@ -13,13 +13,15 @@ from ..base import DroppableFiles, LocalFiles, ReaderSource
 from ..folder import digest_of, file_state
 from ..stored import FLOATS, Array, StoredArray
 from .config import make_config
+from .facts import ArchitectureFields
 from .header import GGUFHeader, TensorEntry, read_growing
-from .names import ARCHITECTURES, ROPE_FACTORS, hf_name
+from .layout import layout_of
+from .names import ARCHITECTURES, ROPE_FACTORS, hf_names
 from .readers import GGUFTensor, reader_of
 from .tokenizer import check_tokenizer, tokenizer_files
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-_WIDE = ("gemma3", "gpt-oss")  # whose activations do not fit float16
+_WIDE = ("gemma3", "gemma4", "glm4", "gpt-oss")  # whose activations do not fit float16
 
 SideFiles = Callable[[], Mapping[str, bytes | Path]]
 Entry = tuple[str, TensorEntry, int]  # file, tensor, where the file's data start
@@ -92,8 +94,14 @@ def assemble_gguf(
     _check_parts(headers, label)
     entries = _entries(headers, label)
     factors = _rope_factors(entries, files, read_small)
-    names = {name: _named(architecture, name, label) for name in entries if name != ROPE_FACTORS}
-    shapes = {ours: entries[name][1].shape for name, ours in names.items()}
+    num_layers = ArchitectureFields(metadata, label).num_layers
+    named = {
+        ours: entry
+        for name, entry in entries.items()
+        if name != ROPE_FACTORS
+        for ours in _named(architecture, name, num_layers, label)
+    }
+    shapes = {ours: entry.shape for ours, (_, entry, _) in named.items()}
     config = make_config(metadata, shapes, factors, label)
     has_tokenizer = side_files is None and check_tokenizer(metadata, label)
     own = (lambda: tokenizer_files(metadata, label)) if has_tokenizer else dict
@@ -103,8 +111,8 @@ def assemble_gguf(
         config=config,
         dtype=_model_dtype(architecture, entries),
         readers={
-            ours: reader_of(_place(architecture, ours, entries[name], config, files))
-            for name, ours in names.items()
+            ours: reader_of(_place(architecture, ours, entry, config, files))
+            for ours, entry in named.items()
         },
         files=files,
         side_files=side_files or own,
@@ -147,11 +155,12 @@ def _model_dtype(architecture: str, entries: Mapping[str, Entry]) -> str:
 def _place(
     architecture: str, name: str, entry: Entry, config: Mapping[str, Any], files: DroppableFiles
 ) -> GGUFTensor:
-    """Gemma's norms are stored with the one that its layers add."""
-    offset = -1.0 if architecture == "gemma3" and name.endswith("norm.weight") else 0.0
     found = entry[1]
-    heads = _heads(architecture, name, config)
-    return GGUFTensor(name, _stored(*entry, files), found.shape, found.type, heads, offset)
+    array, layout = (
+        _stored(*entry, files),
+        layout_of(architecture, name, found.shape, config),
+    )
+    return GGUFTensor(name, array, found.shape, found.type, layout)
 
 
 def _read_local(path: Path) -> tuple[GGUFHeader, int, bytes]:
@@ -180,9 +189,9 @@ def _check_parts(headers: Mapping[str, GGUFHeader], label: str) -> None:
             )
 
 
-def _named(architecture: str, name: str, label: str) -> str:
-    ours = hf_name(architecture, name)
-    if ours is None:
+def _named(architecture: str, name: str, num_layers: int, label: str) -> tuple[str, ...]:
+    ours = hf_names(architecture, name, num_layers)
+    if not ours:
         raise UnsupportedModelError(
             f"Tensor {name[:80]!r} of {label} is not one of the {architecture} architecture."
         )
@@ -210,12 +219,3 @@ def _rope_factors(
     if len(array.shape) != 1 or array.num_bytes > 4096:
         raise array.fail(f"has shape {array.shape}; expected one number for each pair")
     return read_small(array)
-
-
-def _heads(architecture: str, name: str, config: Mapping[str, Any]) -> int:
-    """Of Q and K, biases too, where their rows are in llama.cpp's order."""
-    if architecture != "llama":
-        return 0
-    if ".q_proj." in name:
-        return int(config["num_attention_heads"])
-    return int(config["num_key_value_heads"]) if ".k_proj." in name else 0

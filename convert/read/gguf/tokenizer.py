@@ -32,6 +32,10 @@ _QWEN2 = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 )
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+)
 _GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}"
@@ -60,7 +64,11 @@ PRETOKENIZERS = {
     "llama-bpe": _LLAMA,
     "llama3": _LLAMA,
     "llama-v3": _LLAMA,
+    "lfm2": _LLAMA,
+    "glm4": Pretokenizer(_LLAMA3),
+    "chatglm-bpe": Pretokenizer(_LLAMA3),
     "qwen2": _QWEN,
+    "qwen35": Pretokenizer(_QWEN35, normal_form=True),
     "deepseek-r1-qwen": _QWEN,
     "gpt-4o": Pretokenizer(_GPT4O),
     "tekken": Pretokenizer(_TEKKEN, whole_words=True, adds_bos=True),

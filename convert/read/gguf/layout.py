@@ -1,0 +1,119 @@
+"""What llama.cpp's converter changes in tensors, so that it can be undone.
+
+Rows of Q and K of the llama architecture lie in the order of its own rotary embedding, where two
+numbers that turn together are neighbours; transformers has them half a head apart. Value heads of a
+Gated DeltaNet that share a key head lie apart; transformers has them side by side. Convolutions
+have lost a dimension of 1, decay rates are no logarithms, and some norms include the one that
+layers add.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....errors import CheckpointError
+from ..stored import Array
+from .names import DELTA_NETS
+
+Order = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """How a stored tensor becomes that of transformers."""
+
+    rows: Order | None = None  # of ours: where they are stored
+    columns: Order | None = None
+    change: Callable[[Array], Array] | None = None  # of float32 values
+    shape: tuple[int, ...] | None = None  # None: as stored
+
+
+PLAIN = TensorLayout()
+
+
+def layout_of(
+    architecture: str, name: str, shape: tuple[int, ...], config: Mapping[str, Any]
+) -> TensorLayout:
+    """The layout of a tensor.
+
+    Args:
+        name: of transformers.
+        shape: as stored.
+        config: of the model, as transformers writes it.
+    """
+    if architecture == "llama":
+        return _llama(name, shape, config)
+    if architecture == "gemma3" and name.endswith("norm.weight"):
+        return TensorLayout(change=_less_one)
+    if architecture in DELTA_NETS:
+        return _delta_net(architecture, name, shape, config)
+    if name.endswith(".conv.conv.weight") and len(shape) == 2:
+        return TensorLayout(shape=(shape[0], 1, shape[1]))
+    return PLAIN
+
+
+def _llama(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> TensorLayout:
+    keys = {".q_proj.": "num_attention_heads", ".k_proj.": "num_key_value_heads"}
+    heads = next((int(config[key]) for part, key in keys.items() if part in name), 0)
+    if not heads:
+        return PLAIN
+    if shape[0] % (2 * heads):
+        raise CheckpointError(f"{name} has {shape[0]} rows, which {heads} heads do not share.")
+    halves = np.arange(shape[0]).reshape(heads, -1, 2)
+    return TensorLayout(rows=halves.swapaxes(1, 2).reshape(-1))
+
+
+def _delta_net(
+    architecture: str, name: str, shape: tuple[int, ...], config: Mapping[str, Any]
+) -> TensorLayout:
+    part = name.rpartition("linear_attn.")[2] if "linear_attn." in name else ""
+    if not part:
+        if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
+            return TensorLayout(shape=(1, *shape))
+        return TensorLayout(change=_less_one) if _is_norm(name) else PLAIN
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    dim = config["linear_value_head_dim"]
+    if architecture == "qwen3next" and part in ("in_proj_b.weight", "in_proj_a.weight"):
+        kinds = np.arange(shape[0]).reshape(keys, 2, -1)  # of each key head: b, then a
+        return TensorLayout(rows=kinds[:, int(part[8] == "a")].reshape(-1))
+    tiled = architecture != "qwen3next"
+    behind = 2 * keys * config["linear_key_head_dim"]  # queries and keys, as they are
+    by_head = _value_order(keys, values, 1, tiled)
+    by_value = _value_order(keys, values, dim, tiled)
+    behind_keys = np.concatenate([np.arange(behind), behind + by_value])
+    layouts = {
+        "in_proj_qkv.weight": TensorLayout(rows=behind_keys),
+        "in_proj_z.weight": TensorLayout(rows=by_value),
+        "in_proj_b.weight": TensorLayout(rows=by_head),
+        "in_proj_a.weight": TensorLayout(rows=by_head),
+        "dt_bias": TensorLayout(rows=by_head),
+        "A_log": TensorLayout(rows=by_head, change=_log_rate),
+        "conv1d.weight": TensorLayout(rows=behind_keys, shape=(shape[0], 1, shape[-1])),
+        "out_proj.weight": TensorLayout(columns=by_value),
+    }
+    return layouts.get(part, PLAIN)
+
+
+def _value_order(keys: int, values: int, dim: int, tiled: bool) -> Order:
+    """Stored places of our value heads, which lie side by side where they share a key head.
+
+    `tiled`: stored are the first of each key head, then the second ones, and so on.
+    """
+    stored = np.arange(values * dim)
+    return stored.reshape(-1, keys, dim).swapaxes(0, 1).reshape(-1) if tiled else stored
+
+
+def _is_norm(name: str) -> bool:
+    """Whether layers add one to the weights; of a module that predicts further ahead too."""
+    return name.endswith(("norm.weight", "norm_embedding.weight", "norm_hidden.weight"))
+
+
+def _less_one(values: Array) -> Array:
+    return values - np.float32(1.0)
+
+
+def _log_rate(values: Array) -> Array:
+    return np.log(-values)

@@ -18,6 +18,7 @@ CASES = (
     "qwen3_5_moe_text-v4",
     "granitemoehybrid-v4",
     "lfm2-v4",
+    "gemma4_text-v4",
 )
 
 
@@ -113,3 +114,19 @@ def test_layers_behind_the_last_one_are_kept_and_named(tmp_path: Path) -> None:
         assert any(name.startswith("model.layers.2.") for name in kept)
         assert any("tensors (model.layers.2." in note for note in report.notes)
         assert np.isfinite(by_mlxinfer(out)).all()
+
+
+def test_experts_of_gemma_4_are_quantised_as_other_matrices(tmp_path: Path) -> None:
+    """Stacks that have no modules of their own on the hub, gate and up in one."""
+    case = "gemma4_text-v4"
+    source = write_source(tmp_path / "source", case, changes={"moe_intermediate_size": 64})
+    report = convert(source, tmp_path / "out", "4bit-g32", calibration=TEXT)
+    formats = {t["name"]: t["format"] for t in report.tensors if ".layers.0." in t["name"]}
+    stacks = [n for n in formats if ".experts." in n]
+    assert len(stacks) == 2
+    assert {formats[name] for name in stacks} == {"4bit-g32"}
+    assert formats["model.layers.0.router.proj.weight"] == "8bit-g64"
+    changed = by_mlxinfer(tmp_path / "out") - by_mlxinfer(source)
+    assert 0 < np.abs(changed).mean() < 0.5 * by_mlxinfer(source).std()
+    target = convert(source, tmp_path / "target", calibration=TEXT, target_bpw=6.0)
+    assert target.bits_per_weight <= 6.0

@@ -22,10 +22,10 @@ from ...layers.rope import RopeSpec
 from ...layers.step import Step
 from ..config import ModelConfig
 from ..decoder import Entry, Layer
-from ..family import Family
+from ..family import PACKED, Family
 from ..jsonfields import Fields
 from ..rope_config import FULL, SLIDING
-from ..weights import StoredMatrix, fused, fused_experts
+from ..weights import fused, fused_experts
 from .gemma import language_fields
 from .gemma_e import per_layer_gate, per_layer_inputs, shared_or_own, sources
 
@@ -170,6 +170,11 @@ class Gemma4(Family):
         return Fields(values, fields.where)
 
     @classmethod
+    def rename(cls, name: str) -> str | None:
+        """Stacks of experts as other matrices are called."""
+        return super().rename(name + ".weight" if name.endswith(PACKED) else name)
+
+    @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
         """As stated; the last layer always sees everything."""
         return [*super().layer_types(fields, num_layers)[:-1], FULL]
@@ -302,8 +307,8 @@ class Gemma4(Family):
             )
             down = weights.matrix(f"{stack}.down_proj", (count, hidden, inner))
             return fused_experts([gate, up], self.make), down.expert_projection(self.make)
-        both = StoredMatrix(weights.take(f"{path}.gate_up_proj", (count, 2 * inner, hidden)))
-        down = StoredMatrix(weights.take(f"{path}.down_proj", (count, hidden, inner)))
+        both = weights.matrix(f"{path}.gate_up_proj", (count, 2 * inner, hidden))
+        down = weights.matrix(f"{path}.down_proj", (count, hidden, inner))
         return both.expert_projection(self.make), down.expert_projection(self.make)
 
 

@@ -1,0 +1,347 @@
+"""GGUF files of families that llama.cpp's converter changes more than names of. No mlxinfer.
+
+Names are those of the `gguf` package's own map; what is done to values is as in llama.cpp's
+converter (conversion/qwen.py, gemma.py, lfm2.py, glm.py, deepseek.py).
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+
+Tensors = dict[str, np.ndarray]
+ARCHITECTURES = {
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+    "gemma4_text": "gemma4",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
+    "glm4": "glm4",
+    "glm4_moe": "glm4moe",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+}
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)(\..+)")
+_BARE = ("layer_scalar", "experts.gate_up_proj", "experts.down_proj")  # names without ".weight"
+
+
+def write_family(
+    path: Path,
+    config: dict[str, Any],
+    tensors: Tensors,
+    *,
+    split_kv: bool,
+    kinds: Mapping[str, Kind] | None = None,
+) -> None:
+    """A float32 checkpoint as llama.cpp's converter would write it.
+
+    Args:
+        tensors: by the names of transformers; `mtp.*` among them perhaps.
+        split_kv: K and V of latent attention as two tensors, as all but old files have them.
+        kinds: tensors that are quantised.
+    """
+    kind = config["model_type"]
+    arch = ARCHITECTURES[kind]
+    ahead = config.get("mtp_num_hidden_layers", 0)
+    writer = gguf.GGUFWriter(path, arch)
+    known = gguf.MODEL_ARCH_NAMES.items()
+    (number,) = (index for index, name in known if name == arch)
+    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"] + ahead)
+    for name, values in _changed(config, _stacked(tensors), split_kv).items():
+        found = names.get_name(name, try_suffixes=(".weight", ".bias")) or _special(name)
+        values = np.ascontiguousarray(values, np.float32)
+        kind_of = (kinds or {}).get(name)
+        if kind_of is None:
+            writer.add_tensor(found, values)
+        else:
+            writer.add_tensor(found, _quantised(values, kind_of), raw_dtype=kind_of)
+    if kind == "gemma4_text":
+        writer.add_tensor("rope_freqs.weight", _gemma4_factors(config))
+    _METADATA[kind](writer, config)
+    _common(writer, config, ahead)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _quantised(values: np.ndarray, kind: Kind) -> np.ndarray:
+    """Blocks; of Q6_K, which the package does not write, with one scale for all."""
+    if kind != Kind.Q6_K:
+        return gguf.quantize(values, kind)
+    step = np.float32(np.float16(np.abs(values).max() / 31))
+    codes = np.clip(np.rint(values / step) + 32, 0, 63).astype(np.uint8).reshape(-1, 2, 4, 32)
+    low, high = codes & 15, codes >> 4
+    lows = np.stack([low[:, :, 0] | low[:, :, 2] << 4, low[:, :, 1] | low[:, :, 3] << 4], axis=2)
+    highs = high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6
+    count = len(codes)
+    parts = [lows.reshape(count, 128), highs.reshape(count, 64), np.ones((count, 16), np.uint8)]
+    scales = np.full((count, 1), step, np.float16).view(np.uint8).reshape(count, 2)
+    return np.concatenate([*parts, scales], axis=1).reshape(len(values), -1)
+
+
+def _special(name: str) -> str:
+    """What the map leaves to the converter."""
+    layer = name.split(".")[2]
+    ends = {
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "e_score_correction_bias": "exp_probs_b.bias",
+        "eh_proj.weight": "nextn.eh_proj.weight",
+        "enorm.weight": "nextn.enorm.weight",
+        "hnorm.weight": "nextn.hnorm.weight",
+        "shared_head.norm.weight": "nextn.shared_head_norm.weight",
+    }
+    (found,) = (own for end, own in ends.items() if name.endswith(end))
+    return f"blk.{layer}.{found}"
+
+
+def _stacked(tensors: Tensors) -> Tensors:
+    found: Tensors = {}
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    for name, values in tensors.items():
+        if match := _EXPERT.fullmatch(name):
+            experts.setdefault(match[1] + match[3], {})[int(match[2])] = values
+        else:
+            found[name + (".weight" if name.endswith(_BARE) else "")] = values
+    for name, parts in experts.items():
+        # LFM2's map knows its stacks by a shorter name alone.
+        short = name.removeprefix("model.") if ".feed_forward." in name else name
+        found[short] = np.stack([parts[i] for i in range(len(parts))])
+    return found
+
+
+def _changed(config: dict[str, Any], tensors: Tensors, split_kv: bool) -> Tensors:
+    found: Tensors = {}
+    for name, values in tensors.items():
+        if config["model_type"].startswith("qwen3"):
+            found |= _qwen(config, name, values)
+        elif name.endswith("conv.conv.weight"):
+            found[name] = values.squeeze(1)
+        elif name.endswith("expert_bias"):
+            found[f"{name}.bias"] = values
+        elif name.endswith("kv_b_proj.weight") and split_kv:
+            heads, nope = config["num_attention_heads"], config["qk_nope_head_dim"]
+            both = values.reshape(heads, nope + config["v_head_dim"], -1)
+            found[name.replace("kv_b", "k_b")] = both[:, :nope].swapaxes(1, 2)
+            found[name.replace("kv_b", "v_b")] = both[:, nope:]
+        else:
+            found[name] = values
+    return found
+
+
+def _qwen(config: dict[str, Any], name: str, values: np.ndarray) -> Tensors:
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key_dim, dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    if name.startswith("mtp."):
+        name = _ahead(name, config["num_hidden_layers"])
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        values = values + np.float32(1.0)
+    if "in_proj_qkvz" in name:
+        served = heads // keys * dim
+        parts = np.split(
+            values.reshape(keys, -1, values.shape[-1]),
+            np.cumsum([key_dim, key_dim, served]),
+            axis=1,
+        )
+        q, k, v, z = (part.reshape(-1, values.shape[-1]) for part in parts)
+        path = name.partition("in_proj")[0]
+        return {
+            f"{path}in_proj_qkv.weight": np.concatenate([q, k, v]),
+            f"{path}in_proj_z.weight": z,
+        }
+
+    def tiled(part: np.ndarray, size: int) -> np.ndarray:
+        if config["model_type"] == "qwen3_next":
+            return part
+        by_head = part.reshape(keys, heads // keys, size, *part.shape[1:])
+        return by_head.swapaxes(0, 1).reshape(part.shape)
+
+    if "conv1d" in name:
+        values = values.squeeze(1)
+    if "in_proj_qkv." in name or "conv1d" in name:
+        values = np.concatenate([values[: -heads * dim], tiled(values[-heads * dim :], dim)])
+    elif "in_proj_z" in name:
+        values = tiled(values, dim)
+    elif "in_proj_a." in name or "in_proj_b." in name:
+        values = tiled(values, 1)
+    elif name.endswith("dt_bias"):
+        name, values = name.replace("dt_bias", "dt_proj.bias"), tiled(values, 1)
+    elif name.endswith("A_log"):
+        values = -np.exp(tiled(values, 1))
+    elif "linear_attn.out_proj" in name:
+        values = tiled(values.T, dim).T
+    return {name: values}
+
+
+def _ahead(name: str, num_layers: int) -> str:
+    if name.startswith("mtp.layers."):
+        _, _, index, rest = name.split(".", 3)
+        return f"model.layers.{int(index) + num_layers}.{rest}"
+    own = {
+        "mtp.fc.weight": "eh_proj",
+        "mtp.pre_fc_norm_embedding.weight": "enorm",
+        "mtp.pre_fc_norm_hidden.weight": "hnorm",
+        "mtp.norm.weight": "shared_head.norm",
+    }
+    return f"model.layers.{num_layers}.{own[name]}.weight"
+
+
+def _ropes(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, **(config.get("rope_parameters") or {})}
+
+
+def _common(writer: gguf.GGUFWriter, config: dict[str, Any], ahead: int) -> None:
+    writer.add_block_count(config["num_hidden_layers"] + ahead)
+    if ahead:
+        writer.add_nextn_predict_layers(ahead)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", config.get("norm_eps")))
+    if config["model_type"] == "gemma4_text":
+        return
+    inner = config.get("intermediate_size")
+    if config.get("block_auto_adjust_ff_dim"):
+        inner = int(config["block_ffn_dim_multiplier"] * int(2 * config["block_ff_dim"] / 3))
+        inner = config["block_multiple_of"] * -(-inner // config["block_multiple_of"])
+    if "intermediate_size" in config:
+        writer.add_feed_forward_length(inner)
+    ropes = _ropes(config)
+    writer.add_rope_freq_base(ropes["rope_theta"])
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if scaling.get("rope_type", scaling.get("type")) == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * scaling["mscale_all_dim"])
+
+
+def _experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_expert_count(config.get("num_experts") or config["n_routed_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _partial(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    default = 0.25 if config["model_type"].startswith("qwen") else 0.5
+    share = _ropes(config).get("partial_rotary_factor", default)
+    writer.add_rope_dimension_count(int(config["head_dim"] * share))
+
+
+def _qwen_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _partial(writer, config)
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+    if "num_experts" in config:
+        _experts(writer, config)
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def _lfm2_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    heads, count = config["num_key_value_heads"], config["num_hidden_layers"]
+    attending = config.get("full_attn_idxs", range(count))
+    kinds = config.get(
+        "layer_types", ["attends" if i in attending else "conv" for i in range(count)]
+    )
+    writer.add_head_count_kv([heads if kind != "conv" else 0 for kind in kinds])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if "num_experts" in config:
+        _experts(writer, config)
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _routed(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _experts(writer, config)
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    if config["model_type"] != "deepseek_v2":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _glm4_moe_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _partial(writer, config)
+    _routed(writer, config)
+
+
+def _deepseek_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _routed(writer, config)
+    writer.add_head_count_kv(1)
+    rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_key_length(rank + rope)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rope)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_rope_dimension_count(rope)
+
+
+def _gemma4_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    count, shared = len(slides), config.get("num_kv_shared_layers", 0)
+    inner = config["intermediate_size"]
+    wide = config.get("use_double_wide_mlp", False)
+    writer.add_feed_forward_length(
+        [inner * (1 + (wide and i >= count - shared)) for i in range(count)]
+    )
+    heads = config["num_key_value_heads"]
+    full = config.get("num_global_key_value_heads") or heads
+    writer.add_head_count_kv([heads if flag else full for flag in slides])
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config.get("hidden_size_per_layer_input") or 0)
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(slides)
+    writer.add_key_length(config["global_head_dim"])
+    writer.add_value_length(config["global_head_dim"])
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    writer.add_rope_dimension_count(config["global_head_dim"])
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    ropes = config["rope_parameters"]
+    writer.add_rope_freq_base(ropes["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config.get("enable_moe_block"):
+        used = {"num_experts_per_tok": config["top_k_experts"]}
+        _experts(writer, {**config, **used})
+
+
+def _gemma4_factors(config: dict[str, Any]) -> np.ndarray:
+    """Which pairs turn in layers that see everything; the others' frequencies vanish."""
+    dim = config["global_head_dim"]
+    share = config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+    turned = int(dim * share / 2)
+    return np.array([1.0] * turned + [1e30] * (dim // 2 - turned), np.float32)
+
+
+_METADATA = {
+    "qwen3_next": _qwen_metadata,
+    "qwen3_5_text": _qwen_metadata,
+    "qwen3_5_moe_text": _qwen_metadata,
+    "gemma4_text": _gemma4_metadata,
+    "lfm2": _lfm2_metadata,
+    "lfm2_moe": _lfm2_metadata,
+    "glm4": _partial,
+    "glm4_moe": _glm4_moe_metadata,
+    "deepseek_v2": _deepseek_metadata,
+    "deepseek_v3": _deepseek_metadata,
+}

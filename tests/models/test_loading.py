@@ -1,6 +1,7 @@
 """Loading is strict: what is missing, misshapen or left over is named; harmless extras are not."""
 
 import json
+import os
 from pathlib import Path
 
 import mlx.core as mx
@@ -45,14 +46,21 @@ def built(config: dict, arrays: dict[str, mx.array]) -> Model:
     return builder.build(read, Weights(dict(arrays), rename=builder.tensor_name))
 
 
+def some(names: list[str], case: str) -> list[str]:
+    """Every 14th; those of one family's cases differ. All of them with MLXINFER_ALL_TENSORS=1."""
+    if "MLXINFER_ALL_TENSORS" in os.environ:
+        return names
+    return names[list(CASES).index(case) * 5 % 14 :: 14]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_tensor_must_be_there(case):
     """The message has the decoder's name: of Mixtral's w1, gate_proj."""
     config, tensors = tiny_config(case), arrays_of(case)
     rename = family(config["model_type"]).tensor_name
-    for name in [name for name in tensors if not name.startswith("model.layers.1.mlp.experts.3")][
-        ::7
-    ]:
+    for name in some(
+        [name for name in tensors if not name.startswith("model.layers.1.mlp.experts.3")], case
+    ):
         others = {key: value for key, value in tensors.items() if key != name}
         with pytest.raises(CheckpointError, match=f"{rename(name)}.*missing"):
             built(config, others)
@@ -61,7 +69,7 @@ def test_every_tensor_must_be_there(case):
 @pytest.mark.parametrize("case", CASES)
 def test_every_tensor_must_have_its_shape(case):
     config, tensors = tiny_config(case), arrays_of(case)
-    for name in list(tensors)[::7]:
+    for name in some(list(tensors), case):
         wrong = mx.zeros((*tensors[name].shape[:-1], tensors[name].shape[-1] + 1))
         with pytest.raises(CheckpointError) as caught:
             built(config, tensors | {name: wrong})

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -127,10 +128,16 @@ def ask(server: LiveServer, question: str) -> str:
     return text
 
 
+@cache
+def alone_answers(server: LiveServer) -> list[str]:
+    """What each question gets by itself, of a server whose other requests have ended."""
+    return [ask(server, question) for question in QUESTIONS]
+
+
 @contextmanager
 def neighbours(server: LiveServer) -> Iterator[None]:
     """Others ask at the same time, and are answered as ever."""
-    alone = [ask(server, question) for question in QUESTIONS]
+    alone = alone_answers(server)
     with ThreadPoolExecutor(len(QUESTIONS)) as pool:
         asked = [pool.submit(ask, server, question) for question in QUESTIONS]
         yield
@@ -226,6 +233,7 @@ def test_in_a_step(single: LiveServer, name: str) -> None:
         name
     ]
     request = chat(f"A {VICTIM}", guided_json=FORM, max_tokens=LONG_TOKENS)
+    alone_answers(single)
     with single.stream(CHAT, request) as response:
         events = events_of(response)
         next(events), next(events)
@@ -243,7 +251,7 @@ def neighbours_behind(server: LiveServer) -> Iterator[None]:
         yield
         found = [job.result() for job in asked]
     wait_until(server.is_idle)
-    assert found == [ask(server, question) for question in QUESTIONS]
+    assert found == alone_answers(server)
 
 
 def test_a_step_fails_all_who_are_in_it(live: LiveServer) -> None:

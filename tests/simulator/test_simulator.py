@@ -19,7 +19,7 @@ from mlxinfer.engine.batch import Batch, Sequence
 from mlxinfer.engine.kv_manager import KVManager
 from mlxinfer.engine.scheduler import Scheduler
 
-NUM_SEEDS = int(os.environ.get("MLXINFER_SEEDS", "100"))
+NUM_SEEDS = int(os.environ.get("MLXINFER_SEEDS", "40"))
 FIRST_SEED = int(os.environ.get("MLXINFER_FIRST_SEED", "0"))
 
 
@@ -58,7 +58,7 @@ def test_random_programs_give_the_same_tokens_where_steps_verify_proposals() -> 
         proposed += counters.tokens_proposed
     last = FIRST_SEED + NUM_SEEDS - 1
     print(f"\nseeds {FIRST_SEED} to {last}: {accepted} of {proposed} proposals accepted")
-    assert NUM_SEEDS < 50 or 0 < accepted < proposed
+    assert NUM_SEEDS < 30 or 0 < accepted < proposed
 
 
 @pytest.mark.parametrize("proposes", [False, True])

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .bitmask import allowed
-from .launch import MetalKernel
+from .launch import MIN_NUMBERS, MetalKernel
 
 THREADS = 512
 MAX_VOCAB = 1 << 20  # bins of the draw times tokens in one of them
@@ -40,19 +40,21 @@ KERNEL = MetalKernel(
     inputs=("logits", "settings", "mask"),
     outputs=("tokens",),
     body="""
-        threadgroup uint low[BINS], high[BINS];
+        threadgroup uint low[BINS];
+        threadgroup ulong2 wide_high[BINS / 4];
         threadgroup ulong parts[32];
         threadgroup float highest[SIMDGROUPS], lowest[SIMDGROUPS];
         threadgroup uint first[SIMDGROUPS];
+        threadgroup uint count;
         const uint row = threadgroup_position_in_grid.x;
         const uint vocab_size = logits_shape[1];
         const uint num_words = mask_shape[1];
-        const auto tokens_of_row = row_of<T, MASKED>(
+        const auto tokens_of_row = row_of<T, MASKED, WIDE>(
             logits + ulong(row) * vocab_size, mask + row * num_words, vocab_size, num_words * 32);
         const Bins bins = {
-            (threadgroup atomic_uint*)low, (threadgroup atomic_uint*)high, parts,
+            (threadgroup atomic_uint*)low, (threadgroup atomic_uint*)wide_high, parts,
             thread_position_in_threadgroup.x};
-        const Shared shared = {highest, first, lowest};
+        const Shared shared = {highest, first, lowest, (threadgroup atomic_uint*)&count};
         const uint token = sample<T>(tokens_of_row, bins, shared, settings + row * 8);
         if (thread_position_in_threadgroup.x == 0) {
             tokens[row] = int(token);
@@ -72,7 +74,8 @@ def sample(logits: mx.array, settings: mx.array, mask: mx.array | None = None) -
     """Choose a token for each row.
 
     Args:
-        logits: (R, V) float32, float16 or bfloat16, V at most 2**20. NaN counts as -inf.
+        logits: (R, V) float32, float16 or bfloat16, V at most 2**20. NaN counts as -inf. Four are
+            read at once where V is a multiple of 4; rows of one array, not a slice of some row.
         settings: (R, 8) uint32, from `settings_array`.
         mask: (R, W) uint32 tokens that a grammar allows, one bit each; W may be less than V / 32:
             tokens without a bit are forbidden.
@@ -80,10 +83,14 @@ def sample(logits: mx.array, settings: mx.array, mask: mx.array | None = None) -
     Returns:
         (R,) int32. 0 where a row has no finite logit.
     """
-    num_rows = _checked(logits, settings, mask)
+    num_rows, vocab_size = _checked(logits, settings, mask), logits.shape[1]
     (tokens,) = KERNEL(
         [logits, settings, settings if mask is None else mask],  # what is no mask is not read
-        template=[("T", logits.dtype), ("MASKED", mask is not None)],
+        template=[
+            ("T", logits.dtype),
+            ("MASKED", mask is not None),
+            ("WIDE", 4 if vocab_size % 4 == 0 and vocab_size * num_rows >= MIN_NUMBERS else 1),
+        ],
         grid=(THREADS * num_rows, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(num_rows,)],

@@ -46,7 +46,7 @@ def open_source(
         path = _only_gguf(path) or path
     if path.is_dir():
         return open_folder(path, others)
-    if path.suffix == ".gguf" and path.is_file():
+    if path.is_file() and (path.suffix == ".gguf" or _is_gguf(path)):
         return open_gguf(path, others)
     if path.is_file():
         raise _unreadable(path)
@@ -62,6 +62,12 @@ def _only_gguf(folder: Path) -> Path | None:
     if len(models) > 1:
         raise CheckpointError(f"{folder} has {len(models)} GGUF models; name one: {models[0]}, …")
     return folder / names[0] if models else None
+
+
+def _is_gguf(path: Path) -> bool:
+    """Whether a file of another name begins as GGUF does, such as a blob of Ollama."""
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
 
 
 def _tokenizer_of(folder: Path) -> Mapping[str, bytes | Path]:

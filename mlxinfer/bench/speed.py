@@ -222,7 +222,7 @@ def _sizes(
     """(context, batch) of every cell, the smaller ones first: KV pools grow and do not shrink."""
     if tokens < 2:
         raise InvalidRequestError(f"tokens must be at least 2 to time a rate, not {tokens}.")
-    lengths = _fitting(llm.model_info.max_context, contexts, tokens)
+    lengths = _fitting(llm.model_info.max_context or 0, contexts, tokens)
     sizes = [(context, batch) for context in lengths for batch in batches]
     return sorted(sizes, key=lambda size: size[0] * size[1])
 

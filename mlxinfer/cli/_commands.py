@@ -22,8 +22,8 @@ from ._process import INTERRUPTED, ending_at_interrupts
 
 ORDER = (
     *("run", "chat", "serve", "app", "ps", "load", "unload"),
-    *("pull", "list", "show", "rm", "convert"),
-    *("history", "config", "service", "cache", "doctor", "bench"),
+    *("suggest", "pull", "list", "show", "rm", "convert"),
+    *("launch", "history", "config", "service", "cache", "doctor", "bench", "completion"),
 )
 HERE = str(Path(__file__).parent)
 

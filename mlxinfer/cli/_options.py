@@ -32,12 +32,20 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2
         return str(value)
 
 
+def complete_models(_: click.Context, __: click.Parameter, begun: str) -> list[str]:
+    """Names of the models on this disk, for the Tab key."""
+    from .. import hub
+
+    return [model.name for model in hub.list_models() if model.name.startswith(begun)]
+
+
 model_option = click.option(
     "-m",
     "--model",
     default="demo",
     show_default=True,
     metavar="MODEL",
+    shell_complete=complete_models,
     help="Bundled model, folder, or org/name of the Hugging Face hub.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")

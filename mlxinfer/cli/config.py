@@ -1,11 +1,13 @@
 """`mlxinfer config`: the settings of `mlxinfer serve`, and where each comes from."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from ..configfile import ConfigFile, find_config_file, standard_places
+from ..configfile import VARIABLE, ConfigFile, find_config_file, standard_places
 from ._configuration import PREFIX, config_of, origin_of
 from ._options import json_option
 from ._output import emit_json, table
@@ -13,7 +15,7 @@ from ._output import emit_json, table
 
 @click.group()
 def command() -> None:
-    """Show the settings of `mlxinfer serve`.
+    """Settings of `mlxinfer serve`.
 
     The strongest first: command line, MLXINFER_SERVE_* variables, config file, defaults.
     """
@@ -28,6 +30,37 @@ def path() -> None:
         return
     click.echo(f"no config file; looked for {', '.join(map(str, standard_places()))}", err=True)
     raise click.exceptions.Exit(1)
+
+
+TEMPLATE = """\
+# Settings of `mlxinfer serve`; `mlxinfer config show --origin` says what holds and why.
+
+[serve]
+# port = 8080
+# host = "127.0.0.1"     # "0.0.0.0" lets other machines in, with a key: api-key = ["..."]
+# max-memory = "24GB"    # weights and KV caches of all loaded models
+# ttl = "30m"            # models unload after so long without a request
+
+# A model by the name that requests use; one table for each.
+[models.demo]
+source = "demo"          # bundled; or a folder, or org/name of the Hugging Face hub
+# aliases = ["gpt-4o-mini"]
+# pin = true             # loaded at the start, and never unloaded
+# kv-bits = "8"          # engine options of this model alone
+"""
+
+
+@command.command()
+@click.option("--force", is_flag=True, help="Replace the file that is there.")
+def init(force: bool) -> None:
+    """Write a config file to begin with, its options explained."""
+    named = os.environ.get(VARIABLE)
+    place = Path(named).expanduser() if named else standard_places()[0]
+    if place.exists() and not force:
+        raise click.UsageError(f"{place} is there; --force replaces it.")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(TEMPLATE, encoding="utf-8")
+    click.echo(place)
 
 
 @command.command()

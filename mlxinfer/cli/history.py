@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @click.group()
 def command() -> None:
-    """Conversations that were kept, of the page and of `mlxinfer chat`.
+    """Conversations of the page and of `mlxinfer chat`.
 
     ID is the beginning of a conversation's id, or `last`. With MLXINFER_API_KEY set they are those
     of that key, as at the server.

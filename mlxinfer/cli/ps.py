@@ -18,6 +18,9 @@ HEADER = ("NAME", "STATE", "WEIGHTS", "KV CACHE", "RUNNING", "WAITING", "UNLOADS
 def command(url: str | None, as_json: bool) -> None:
     """List the models of a running server."""
     reply = ask(url, "/admin/models")
+    used = kv_used(ask(url, "/admin/state"))
+    for model in reply["models"]:
+        model["kv_used_bytes"] = used.get(model["name"])
     if as_json:
         emit_json(reply)
         return
@@ -26,17 +29,34 @@ def command(url: str | None, as_json: bool) -> None:
     click.echo(f"{human_bytes(taken)} of {human_bytes(limit)} for models", err=True)
 
 
+def kv_used(dashboard: dict[str, Any]) -> dict[str, int]:
+    """Bytes of KV cache in use, kept prefixes included, of the models that are loaded."""
+    return {
+        model["state"]["name"]: engine["kv_used_bytes"] + engine["kv_cached_bytes"]
+        for model in dashboard["models"]
+        if (engine := model["engine"]) is not None
+    }
+
+
 def row_of(model: dict[str, Any]) -> list[str]:
     """Return a line of the table."""
     return [
         model["name"],
         state_of(model),
         human_bytes(model["weights_bytes"]),
-        human_bytes(model["kv_bytes"]),
+        _of_limit(model["kv_used_bytes"], model["kv_bytes"]),
         str(model["requests_running"]),
         str(model["requests_waiting"]),
         "pinned" if model["pinned"] else duration(model["ttl_left_s"]),
     ]
+
+
+def _of_limit(used: int | None, limit: int) -> str:
+    return (
+        f"- of {human_bytes(limit)}"
+        if used is None
+        else f"{human_bytes(used)} of {human_bytes(limit)}"
+    )
 
 
 def state_of(model: dict[str, Any]) -> str:

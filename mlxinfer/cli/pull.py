@@ -5,12 +5,12 @@ import click
 from .. import hub
 from ..memory import human_bytes
 from ._model import download_bar
-from ._options import json_option
+from ._options import complete_models, json_option
 from ._output import emit_json
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", shell_complete=complete_models)
 @click.option("--dry-run", is_flag=True, help="Say what would be downloaded, and whether it fits.")
 @click.option(
     "--verify", is_flag=True, help="Check files that are here by their hashes; fetch damaged ones."

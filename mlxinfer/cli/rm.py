@@ -6,12 +6,12 @@ import click
 
 from .. import hub
 from ..memory import human_bytes
-from ._options import json_option
+from ._options import complete_models, json_option
 from ._output import emit_json
 
 
 @click.command()
-@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@click.argument("names", nargs=-1, required=True, metavar="NAME...", shell_complete=complete_models)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @json_option
 def command(names: tuple[str, ...], yes: bool, as_json: bool) -> None:

@@ -68,7 +68,7 @@ def command(ctx: click.Context, /, prompt: str | None, model: str, **options: An
         deltas = start(llm, text, values, form, log, model, options)
         result, interrupted = show(deltas, options)
     if log is not None:
-        log.add("user", text, model=model, system=options["system"])
+        log.add("user", text, "", model=model, system=options["system"])
         log.add("assistant", result.text, result.reasoning or "", model=model, system=None)
         log.close()
     if options["as_json"]:

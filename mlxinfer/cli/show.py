@@ -6,7 +6,7 @@ import click
 
 from .. import hub
 from ..memory import human_bytes
-from ._options import json_option
+from ._options import complete_models, json_option
 from ._output import emit_json, escaped, human_count, table
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ CONTEXTS = (4096, 32_768)
 
 
 @click.command()
-@click.argument("name", default="demo")
+@click.argument("name", default="demo", shell_complete=complete_models)
 @click.option("--context", type=click.IntRange(min=1), help="Also the memory at N tokens.")
 @json_option
 def command(name: str, context: int | None, as_json: bool) -> None:

@@ -157,7 +157,6 @@ def test_stats_save_load_clear(session: ChatSession, tmp_path: Path) -> None:
     assert "7 prompt + 2 answer tokens" in shown
     assert "5.0 MB in use; KV cache 3.0 kB of 8.0 kB" in shown
     assert "80 of 100 prompt tokens found in the cache" in shown
-    assert "groups.0.pages  8" in shown
     assert "saved 2 messages" in shown
     assert "loaded 2 messages" in shown
     assert len(session.messages) == 2

@@ -41,6 +41,8 @@ def test_load_ps_unload(ask: Any) -> None:
     assert lines[0][:2] == ["NAME", "STATE"]
     assert [line[:2] for line in lines[1:]] == [["big", "loaded"], ["small", "loaded"]]
     assert lines[1][-2:] == ["30m", "0s"]
+    assert lines[1][5] == "B"  # "0 B of 20.1 MB"
+    assert lines[1][6] == "of"
     assert lines[2][-1] == "-"
     assert ask("unload", "tiny", "--drain", "1").out == "small is unloaded\n"
     shown = json.loads(ask("ps", "--json").out)

@@ -7,8 +7,9 @@ replaced after an error frees its memory. MLXINFER_TRACEBACK=1 leaves tracebacks
 """
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing
+from difflib import get_close_matches
 from functools import wraps
 from types import TracebackType
 from typing import ParamSpec, TypeVar
@@ -58,6 +59,15 @@ async def ashort_errors(items: AsyncIterator[T]) -> AsyncIterator[T]:
         del items, opened
         shorten(error)
         raise
+
+
+def check_names(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError for a keyword argument that there is not."""
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(known)}."
+            raise TypeError(f"{function}() takes no {name!r}. {hint}")
 
 
 def shorten(error: BaseException) -> None:

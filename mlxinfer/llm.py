@@ -1,14 +1,13 @@
 """LLM: the Python interface of one model, in this process or behind a server."""
 
 from collections.abc import AsyncIterator, Iterator, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from . import hub
 from .backend import require_mlx
-from .boundary import ashort_errors, public, short_errors
+from .boundary import ashort_errors, check_names, public, short_errors
 from .core import SamplingParams, SamplingValues
 from .errors import InvalidRequestError
 from .outputs import Delta, Facts, Result, Results
@@ -98,7 +97,7 @@ class LLM:
         tool_format: str = "auto",
         **options: Unpack[EngineArguments],
     ) -> None:
-        _check_names("LLM", options, EngineArguments.__annotations__)
+        check_names("LLM", options, EngineArguments.__annotations__)
         self._progress = progress
         self.last: Result | None = None
         self._session: Session | RemoteSession
@@ -304,7 +303,7 @@ class LLM:
         known = ChatOptions.__annotations__
         sampling = {name: value for name, value in options.items() if name not in known}
         rest = {name: value for name, value in options.items() if name in known}
-        _check_names(method, sampling, SamplingValues.__annotations__)
+        check_names(method, sampling, SamplingValues.__annotations__)
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         return self._session.chat(messages, params, sampling, **rest)
@@ -442,19 +441,10 @@ def _connect(
 
 def _changed(method: str, params: Any, sampling: SamplingValues) -> Any:
     """`params` with single values that were given beside it."""
-    _check_names(method, sampling, SamplingValues.__annotations__)
+    check_names(method, sampling, SamplingValues.__annotations__)
     if not sampling:
         return params
     if isinstance(params, list | tuple):
         return [_changed(method, each, sampling) for each in params]
     base = SamplingParams() if params is None else params
     return base.changed(sampling) if isinstance(base, SamplingParams) else base
-
-
-def _check_names(function: str, given: Any, known: Any) -> None:
-    """Raise TypeError for a keyword argument that there is not."""
-    for name in given:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(known)}."
-            raise TypeError(f"{function}() takes no {name!r}. {hint}")

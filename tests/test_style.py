@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("mlxinfer", "metal_kernels", "convert", "apps")
-MAX_FILE, MAX_FUNCTION = 460, 45  # lines
+MAX_FILE, MAX_FUNCTION = 450, 45  # lines
 SUFFIXES = {".py", ".md", ".toml", ".txt", ".metal", ".h", ".yml"}
 
 

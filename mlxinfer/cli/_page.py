@@ -51,6 +51,7 @@ def library(options: Mapping[str, Any], ttl_s: float | None, limit_bytes: int) -
     return Library(
         command=(sys.executable, "-m", "mlxinfer.cli"),
         converted=converted_folder(),
+        added=data_folder() / "served.json",
         entry_of=entry,
         fit_of=lambda name: fit_of_repository(name, limit_bytes).as_dict(),
     )

@@ -232,6 +232,7 @@ def command(
         routes = page_routes(
             ctx, options, ttl_of(options), service.models.limit_bytes, history=keep_history
         )
+        routes.restore(service)
     except BaseException:
         for listener in listeners:
             listener.close()

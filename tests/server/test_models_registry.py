@@ -412,6 +412,25 @@ def test_a_model_joins_a_running_registry(machine: Machine) -> None:
     assert machine.problems == []
 
 
+def test_a_model_leaves_a_running_registry(machine: Machine) -> None:
+    entries = [machine.entry("a", 10 * MB), machine.entry("b", 10 * MB, aliases=("b*",))]
+    models = Models(entries, limit_bytes=machine.limit_bytes, default="a")
+
+    async def work() -> None:
+        await touch(models, "b2")
+        await models.remove("b")
+        assert models.names() == ["a"]
+        assert models.find("b2").entry.name == "a"
+        assert models.held_bytes == 0
+        with pytest.raises(InvalidRequestError, match="by default"):
+            await models.remove("a")
+        models.add(machine.entry("b", 10 * MB))
+        await touch(models, "b")
+
+    asyncio.run(work())
+    assert machine.problems == []
+
+
 @pytest.mark.parametrize(
     "other", [{"name": "a"}, {"name": "x", "aliases": ("a",)}, {"name": "x", "num_bytes": 10**12}]
 )

@@ -51,6 +51,7 @@ def routes_of(folder: Path, *, history: bool = True) -> PageRoutes:
     library = Library(
         command=(sys.executable, "-m", "mlxinfer.cli"),
         converted=folder / "models",
+        added=folder / "served.json",
         entry_of=entry_of,
         fit_of=lambda name: fit_of_repository(name, LIMIT_BYTES).as_dict(),
     )

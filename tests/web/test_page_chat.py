@@ -129,6 +129,25 @@ def test_an_edited_question_makes_a_branch_and_both_stay(page: PageDriver) -> No
     assert page.texts(".versions span") == ["1/2", "2/2"]
 
 
+def test_an_edited_answer_is_a_branch_that_follow_ups_build_on(page: PageDriver) -> None:
+    page.server.script.says("what it said")
+    page.answered("question")
+    page.click("Edit this answer")
+    page.page.fill("textarea[aria-label='Edit the answer']", "what it should have said")
+    before = len(page.server.script.requests)
+    page.click("Keep it")
+    page.page.wait_for_selector("article.assistant:has-text('should have said')")
+    assert page.texts(".versions span") == ["2/2"]
+    assert "edited by you" in page.page.locator(".facts").inner_text()
+    assert len(page.server.script.requests) == before
+    page.answered("next")
+    assert "what it should have said" in page.server.prompt
+    assert "what it said" not in page.server.prompt
+    page.page.reload()
+    page.page.locator(".entry").first.click()
+    page.page.wait_for_selector("article.assistant:has-text('should have said')")
+
+
 def test_follow_ups_send_the_branch_that_is_shown(page: PageDriver) -> None:
     page.server.script.says("alpha")
     page.answered("one")
@@ -153,6 +172,15 @@ def test_tool_calls_are_shown_and_their_results_sent(page: PageDriver) -> None:
     page.wait_idle()
     assert "rainy" in page.server.prompt
     assert CALL.split(",")[0] in page.server.prompt
+    page.server.script.says("Sun.")
+    page.click("Edit this result")
+    page.page.fill("textarea[aria-label='Edit the result']", "sunny")
+    page.click("Send it")
+    page.page.wait_for_selector("article.assistant:has-text('Sun.')")
+    page.wait_idle()
+    assert "sunny" in page.server.prompt
+    assert "rainy" not in page.server.prompt
+    assert page.texts("article.tool .versions span") == ["2/2"]
 
 
 def test_settings_reach_the_request(page: PageDriver) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from live_server import wait_until
 from page_driver import PageDriver
+from page_server import PageServer
 from standin import Repo, StandIn
 
 from mlxinfer import hub
@@ -132,6 +133,36 @@ def test_a_model_is_converted_and_its_report_shown(models: PageDriver) -> None:
     models.click("Delete it")
     row.wait_for(state="detached")
     assert list((models.server.folder / "models").iterdir()) == []  # type: ignore[attr-defined]
+
+
+def test_an_added_model_is_served_after_the_next_start_until_it_is_removed(tmp_path: Path) -> None:
+    def served(server: PageServer) -> list[str]:
+        return [each["id"] for each in server.get("/v1/models").json()["data"]]
+
+    with PageServer(tmp_path) as server:
+        assert server.post("/hub/serve", {"model": "demo-draft"}).status_code == 200
+        assert server.client.delete("/hub/serve/demo").status_code == 400, "it was not added"
+    (tmp_path / "served.json").write_text('["demo-draft", "org/gone", 7]')
+    with PageServer(tmp_path) as server:
+        assert served(server) == ["demo"]
+        server.routes.restore(server.service)
+        assert served(server) == ["demo", "demo-draft"]
+        assert server.client.delete("/hub/serve/demo-draft").status_code == 200
+        assert served(server) == ["demo"]
+    assert json.loads((tmp_path / "served.json").read_text()) == ["org/gone"]
+    (tmp_path / "served.json").write_text("{")
+    with PageServer(tmp_path) as server:
+        server.routes.restore(server.service)
+        assert served(server) == ["demo"]
+
+
+def test_an_added_model_is_removed_on_the_page(models: PageDriver) -> None:
+    row = models.page.locator("tr", has=models.page.get_by_text("demo-draft", exact=True))
+    models.server.post("/hub/serve", {"model": "demo-draft"})
+    models.page.reload()
+    row.locator(".badge:has-text('served')").wait_for()
+    row.get_by_role("button", name="Serve demo-draft no longer").click()
+    row.locator(".badge:has-text('bundled')").wait_for()
 
 
 def test_names_are_never_paths(models: PageDriver) -> None:

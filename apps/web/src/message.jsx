@@ -4,7 +4,9 @@ import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { asCurl, copy, number, rateOf, seconds } from "./format.js";
 import { blocksOf, drawFormulas, MAX_CHARS } from "./markdown.js";
 import { usePolled } from "./poll.js";
-import { ask, branch, busy, children, conversation, notice, sendResults, show } from "./store.js";
+import {
+  ask, branch, busy, children, conversation, notice, resend, rewrite, sendResults, show,
+} from "./store.js";
 import { branchOf, requestOf } from "./tree.js";
 import { Icon, IconButton } from "./widgets.jsx";
 
@@ -17,9 +19,9 @@ export function Message({ message, version, arriving, editing, edit, again }) {
       {role === "user" ? (
         <User message={message} editing={editing} edit={edit} />
       ) : role === "tool" ? (
-        <pre class="tool-result">{message.content}</pre>
+        <Result message={message} editing={editing} edit={edit} />
       ) : (
-        <Answer message={message} version={version} arriving={arriving} again={again} />
+        <Answer message={message} version={version} arriving={arriving} again={again} editing={editing} edit={edit} />
       )}
     </article>
   );
@@ -27,7 +29,10 @@ export function Message({ message, version, arriving, editing, edit, again }) {
 
 function User({ message, editing, edit }) {
   const attachments = message.details.attachments ?? [];
-  if (editing) return <Edit message={message} close={() => edit(null)} />;
+  if (editing) {
+    const save = (text) => ask(text, attachments, message.parent);
+    return <Edit message={message} label="Edit the question" done="Ask anew" save={save} close={() => edit(null)} />;
+  }
   return (
     <>
       <div class="bubble">
@@ -47,7 +52,23 @@ function User({ message, editing, edit }) {
   );
 }
 
-function Edit({ message, close }) {
+function Result({ message, editing, edit }) {
+  if (editing) {
+    const save = (text) => resend(message, text);
+    return <Edit message={message} label="Edit the result" done="Send it" save={save} close={() => edit(null)} />;
+  }
+  return (
+    <>
+      <pre class="tool-result">{message.content}</pre>
+      <div class="tools">
+        <Versions message={message} />
+        <IconButton icon="edit" label="Edit this result" disabled={!!busy.value} onClick={() => edit(message.id)} />
+      </div>
+    </>
+  );
+}
+
+function Edit({ message, label, done, save, close }) {
   const field = useRef();
   useEffect(() => {
     field.current.focus();
@@ -58,7 +79,7 @@ function Edit({ message, close }) {
     const text = field.current.value.trim();
     if (!text) return;
     close();
-    ask(text, message.details.attachments ?? [], message.parent);
+    save(text);
   }
   function onKeyDown(event) {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
@@ -69,19 +90,23 @@ function Edit({ message, close }) {
   }
   return (
     <form class="edit" onSubmit={submit}>
-      <textarea ref={field} aria-label="Edit the question" defaultValue={message.content} onKeyDown={onKeyDown} />
+      <textarea ref={field} aria-label={label} defaultValue={message.content} onKeyDown={onKeyDown} />
       <div class="actions">
         <button type="button" onClick={close}>
           Cancel
         </button>
-        <button class="primary">Ask anew</button>
+        <button class="primary">{done}</button>
       </div>
     </form>
   );
 }
 
-function Answer({ message, version, arriving, again }) {
+function Answer({ message, version, arriving, again, editing, edit }) {
   const { content, reasoning, details } = message;
+  if (editing) {
+    const save = (text) => rewrite(message, text);
+    return <Edit message={message} label="Edit the answer" done="Keep it" save={save} close={() => edit(null)} />;
+  }
   const calls = (details.tool_calls ?? []).filter(Boolean);
   return (
     <>
@@ -108,6 +133,7 @@ function Answer({ message, version, arriving, again }) {
         <div class="tools">
           <Versions message={message} />
           <CopyButton text={() => content} label="Copy this answer" />
+          <IconButton icon="edit" label="Edit this answer" disabled={!!busy.value} onClick={() => edit(message.id)} />
           <IconButton icon="again" label="Another answer" disabled={!!busy.value} onClick={again} />
           <CurlButton message={message} />
         </div>
@@ -182,7 +208,7 @@ const FORMS = { schema: "holds to the schema", json: "is JSON", regex: "matches 
 function Facts({ details }) {
   const { usage, times, finish, form } = details;
   const rate = rateOf(details);
-  const facts = [];
+  const facts = details.edited ? [["", "edited by you"]] : [];
   if (form && finish === "stop") facts.push(["good", `${FORMS[form]}: guaranteed`]);
   if (form && finish === "length") facts.push(["bad", "cut off before the form was complete"]);
   else if (finish === "length") facts.push(["bad", "cut off at the token limit"]);

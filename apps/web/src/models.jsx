@@ -165,10 +165,10 @@ function Use({ name }) {
 function Local({ models, refresh, convert }) {
   const [asked, setAsked] = useState(null);
   if (!models) return <p class="empty">Looking…</p>;
-  async function remove(name) {
+  async function remove(path) {
     setAsked(null);
     try {
-      await request(`/hub/models/${name}`, { method: "DELETE" });
+      await request(path, { method: "DELETE" });
     } catch (error) {
       notice.value = { text: error.message };
     }
@@ -207,6 +207,15 @@ function Local({ models, refresh, convert }) {
                       Convert
                     </button>
                   )}
+                  {model.added && (
+                    <button
+                      type="button"
+                      aria-label={`Serve ${model.name} no longer`}
+                      onClick={() => remove(`/hub/serve/${model.name}`)}
+                    >
+                      Serve no longer
+                    </button>
+                  )}
                   {!model.served && model.source !== "bundled" && (
                     <IconButton icon="bin" label={`Delete ${model.name}`} onClick={() => setAsked(model)} />
                   )}
@@ -222,7 +231,7 @@ function Local({ models, refresh, convert }) {
             {asked.name} takes {bytes(asked.size_bytes)} on this disk.
           </p>
           <div class="actions">
-            <button type="button" class="danger" onClick={() => remove(asked.name)}>
+            <button type="button" class="danger" onClick={() => remove(`/hub/models/${asked.name}`)}>
               Delete it
             </button>
           </div>

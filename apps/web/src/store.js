@@ -227,6 +227,31 @@ async function send(messages) {
   await answer(messages.at(-1).id);
 }
 
+// Put another text in the place of an answer: a branch of its own, from which the conversation goes on.
+export async function rewrite(message, text) {
+  const { model: made } = message.details;
+  const edited = newMessage("assistant", message.parent, text, { model: made, edited: true });
+  add(edited);
+  await saveMessage(conversation.value.id, edited);
+}
+
+// Send another result of a tool; the results beside it stay as they are.
+export async function resend(message, text) {
+  const shown = branch.value;
+  const at = shown.indexOf(message);
+  const after = shown.slice(at + 1);
+  const end = after.findIndex((each) => each.role !== "tool");
+  let { parent } = message;
+  const results = [{ ...message, content: text }, ...after.slice(0, end < 0 ? after.length : end)];
+  await send(
+    results.map(({ content, details }) => {
+      const result = newMessage("tool", parent, content, details);
+      parent = result.id;
+      return result;
+    }),
+  );
+}
+
 // Another answer to the same question.
 export async function regenerate(message) {
   await answer(message.parent);

@@ -182,7 +182,9 @@ class Service:
     def add_model(self, entry: Entry) -> None:
         """Serve one more model; raises as `Models.add`."""
         self.models.add(entry)
-        self.request_metrics[entry.name] = RequestMetrics()
+        self.request_metrics.setdefault(
+            entry.name, RequestMetrics()
+        )  # it may have been here before
 
     def workers_for(self, scope: Scope) -> Workers:
         """Threads for the texts of a request: large bodies have their own, and wait for each other.

@@ -26,7 +26,7 @@ from .replies import OPENAI, ErrorStyle, error_reply, logged, send_body
 
 METRICS = "/metrics"
 POLLED = frozenset(
-    {"/health", "/ready", "/admin/state", METRICS}
+    {"/health", "/ready", "/admin/state", "/hub/jobs", METRICS}
 )  # logged at level info only on errors
 CLIENT_GONE = 499  # the log's status of a request whose client disconnected
 _ABSOLUTE = re.compile(rb"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)

@@ -3,6 +3,8 @@
 Names are repositories of the hub, bundled models, or conversions made here; never paths.
 """
 
+import json
+import logging
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -13,19 +15,21 @@ from typing import Any
 import msgspec
 
 from ... import hub
-from ...errors import InvalidRequestError, ModelNotFoundError
+from ...errors import InvalidRequestError, MlxinferError, ModelNotFoundError
 from ...hub.cache import parse_repo_name
 from ...hub.search import search_models
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
-from ..calls.service import Workers
+from ..calls.service import Service, Workers
 from ..http.replies import Reply, json_body
 from ..registry.slots import Entry
 from .conversations import query_of
 from .jobs import Job, Jobs
 
 RECIPES = ("4bit", "8bit", "6bit", "5bit", "3bit", "mixed", "mxfp4", "mxfp8", "nvfp4", "bf16")
+DRAIN_S = 30.0  # that the requests of a model get that is served no longer
 MAX_FITS = 200  # verdicts that are remembered
+log = logging.getLogger("mlxinfer.server")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
 
@@ -57,12 +61,14 @@ class Library:
     Attributes:
         command: the command line program, for downloads and conversions.
         converted: the folder of conversions.
+        added: the file with the names of models that are served beside those of the command line.
         entry_of: a name and a folder or repository -> an entry of the registry.
         fit_of: a repository -> the data of its verdict; asks the hub.
     """
 
     command: Sequence[str]
     converted: Path
+    added: Path
     entry_of: Callable[[str, str], Entry]
     fit_of: Callable[[str], dict[str, Any]]
 
@@ -81,13 +87,25 @@ class LibraryRoutes:
         self._jobs.close()
         self._workers.close()
 
+    def restore(self, service: Service) -> None:
+        """Serve again what was added before the server ended, as far as it is still here."""
+        for name in self._added():
+            if name in service.models.names():
+                continue
+            try:
+                service.add_model(self._library.entry_of(name, self._source(name)))
+            except MlxinferError as error:
+                log.warning("%s, which was added on the page, is not served: %s", name, error)
+
     async def models(self, call: Call, _: None) -> Reply:
         """The models on this disk: bundled, downloaded, converted."""
+        added = self._added()
         served = {slot.entry.source for slot in call.service.models.slots()}
         served |= set(call.service.models.names())
         found = await self._workers.run(self._local)
         for model in found:
             model["served"] = model["name"] in served
+            model["added"] = model["name"] in added
         return json_body({"data": found})
 
     async def search(self, call: Call, _: None) -> Reply:
@@ -152,13 +170,26 @@ class LibraryRoutes:
         return json_body(self._jobs.act(call.path_params["id"], body.action).as_dict())
 
     async def serve(self, call: Call, body: ModelName) -> Reply:
-        """Serve a model of this disk; requests may name it from now on."""
+        """Serve a model of this disk, from now on and after the next start of the server."""
         call.refuse_while_draining()
         if body.model not in call.service.models.names():
             source = await self._workers.run(self._source, body.model)
             entry = await self._workers.run(self._library.entry_of, body.model, source)
             call.service.add_model(entry)
+            self._remember([*self._added(), body.model])
         return json_body({"model": body.model})
+
+    async def serve_no_longer(self, call: Call, _: None) -> Reply:
+        """Unload a model that was added, and forget it; it stays on the disk."""
+        name, added = call.path_params["name"], self._added()
+        if name not in added:
+            raise InvalidRequestError(
+                f"{name[:100]} was not added on the page; what the server was started with stays."
+            )
+        if name in call.service.models.names():
+            await call.service.models.remove(name, DRAIN_S)
+        self._remember([each for each in added if each != name])
+        return json_body({"model": name})
 
     async def remove(self, call: Call, _: None) -> Reply:
         """Delete a model from this disk; one that is served stays."""
@@ -180,12 +211,31 @@ class LibraryRoutes:
             ("POST", "/hub/downloads", self.download, "Download a model.", ModelName),
             ("POST", "/hub/conversions", self.convert, "Convert a model.", ConversionFields),
             ("POST", "/hub/serve", self.serve, "Serve a model of this disk.", ModelName),
+            ("DELETE", "/hub/serve/{name:path}", self.serve_no_longer, "Serve it no longer.", None),
             ("DELETE", "/hub/models/{name:path}", self.remove, "Delete a model.", None),
         )
         return tuple(
             Endpoint(method=method, path=path, handler=handler, summary=summary, body=body)
             for method, path, handler, summary, body in rows
         )
+
+    def _added(self) -> list[str]:
+        try:
+            found = json.loads(self._library.added.read_text())
+        except (OSError, ValueError):
+            return []
+        return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+
+    def _remember(self, names: Sequence[str]) -> None:
+        """Store the names in one step; a folder that cannot be written costs the memory alone."""
+        place = self._library.added
+        new = place.with_name(place.name + ".new")
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            new.write_text(json.dumps(sorted(set(names))))
+            new.replace(place)
+        except OSError as error:
+            log.warning("added models are forgotten at the end: %s", error)
 
     def _local(self) -> list[dict[str, Any]]:
         found = [

@@ -9,7 +9,7 @@ from ... import __version__
 from ...history import History
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
-from ..calls.service import Workers
+from ..calls.service import Service, Workers
 from ..http.replies import Reply, json_body
 from .conversations import ConversationRoutes
 from .library import RECIPES, Library, LibraryRoutes
@@ -92,6 +92,11 @@ class PageRoutes:
         if self._library is not None:
             found += self._library.endpoints()
         return (*found, pdf_endpoint(self._workers)) if self._pdf else found
+
+    def restore(self, service: Service) -> None:
+        """Serve the models that were added on the page before."""
+        if self._library is not None:
+            self._library.restore(service)
 
     def close(self) -> None:
         """End jobs and threads, and close the history."""

@@ -183,14 +183,33 @@ class Models:
             InvalidRequestError: a name is taken, or it does not fit beside the pinned models.
         """
         self._check_free(entry)
-        slots = [*self._slots, Slot(entry, 0, entry.weights_bytes)]
+        slot = Slot(entry, 0, entry.weights_bytes)
+        self._share_kv([*self._slots, slot])
+        self._slots.append(slot)
+        self._by_name |= dict.fromkeys((entry.name, *entry.aliases), slot)
+
+    async def remove(self, name: str, drain_s: float = 0.0) -> None:
+        """Unload a model and forget it; the others share the KV budget.
+
+        Raises:
+            InvalidRequestError: it is pinned, the default, or the only one.
+            ModelBusyError: it still answered after `drain_s`, and stays.
+        """
+        slot = self.find(name)
+        if slot is self._default or len(self._slots) == 1:
+            raise InvalidRequestError(f"The model {name} answers by default, and so it stays.")
+        await self.unload(name, drain_s)
+        self._slots.remove(slot)
+        self._by_name = {name: each for name, each in self._by_name.items() if each is not slot}
+        self._share_kv(self._slots)
+
+    def _share_kv(self, slots: Sequence[Slot]) -> None:
+        """Give models that are not loaded their KV budgets; raises InvalidRequestError."""
         needs = [Need(s.entry.name, s.weights_bytes, s.entry.kv_bytes, s.pinned) for s in slots]
         budgets = kv_budgets(needs, self.limit_bytes)
         for slot in slots:
             if slot.state is State.UNLOADED:
                 slot.kv_bytes = budgets[slot.entry.name]
-        self._slots.append(slots[-1])
-        self._by_name |= dict.fromkeys((entry.name, *entry.aliases), slots[-1])
 
     def pin(self, name: str, pinned: bool) -> None:
         """Keep a model loaded once it is, or let it go again; raises ModelNotFoundError."""
@@ -256,7 +275,7 @@ class Models:
 
     async def unload_idle(self) -> None:
         """Unload models unused for their ttl, and forget those whose engine ended."""
-        for slot in self._slots:
+        for slot in self.slots():
             self._notice_end(slot)
             if slot.idle and self.ttl_left_s(slot) == 0.0:
                 async with self._loader.changing:

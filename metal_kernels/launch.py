@@ -23,6 +23,10 @@ TemplateValue = int | bool | mx.Dtype
 # another variant of the kernel.
 MIN_NUMBERS = 8
 
+# NaN and infinities count: masks are -inf, and what holds no data is NaN. Where precision is worth
+# less than time the kernels say `fast::`.
+MATH_MODE = "safe"
+
 TYPE_NAMES = {mx.float32: "float", mx.float16: "float16_t", mx.bfloat16: "bfloat16_t"}  # in Metal
 
 
@@ -144,6 +148,7 @@ def compiled(
         output_names=list(kernel.outputs),
         source=body,
         header=header,
+        compile_options={"math_mode": MATH_MODE},
     )
 
 

@@ -1,13 +1,18 @@
 """Prompts in tiles: the kernel against its twin, on a machine that sees every access."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from attention_checks import check
-from metal_cpu import requires_compiler
+from metal_cpu import MetalCPU, requires_compiler
 
+from mlxinfer.metal_kernels.attention_shape import prefill_shape
+from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.paged_attention_gather import paged_attention_gathered
 from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
+from mlxinfer.metal_kernels.prefill_plan import MAX_PARTIAL_BYTES, Chunks
 from tests.bench.kernel_scenes import Scene, build
+from tests.bench.kernels import moved
 
 
 def run(scene: Scene, *, sinks: bool = False, soft_cap: float | None = None, seed: int = 0) -> None:
@@ -41,3 +46,53 @@ SCENES = {
 @pytest.mark.parametrize("name", SCENES)
 def test_same_as_the_twin(name: str) -> None:
     run(SCENES[name], sinks=name != "512", soft_cap=5.0 if "split" in name else None, seed=1)
+
+
+TRAFFIC = {
+    "256, GQA 4": Scene([300], [200], group=4, dtype=mx.bfloat16, **D256),
+    "256, 8 bits": Scene([300], [64], group=4, bits=(8, 8), **D256),
+    "256, 4 bits": Scene([300], [64], group=4, bits=(4, 4), **D256),
+    "128, GQA 2": Scene([300], [128], group=2, key_dim=128, value_dim=128, prefill=True),
+}
+
+
+@requires_compiler
+@pytest.mark.parametrize("name", TRAFFIC)
+def test_keys_and_values_are_read_once_a_tile(name: str) -> None:
+    scene = TRAFFIC[name]
+    shape = prefill_shape(key_dim=scene.key_dim, value_dim=scene.value_dim)
+    num_tiles = -(-scene.queries[0] * scene.group // shape.rows)
+    found = moved(scene)
+    assert found.requested <= 1.1 * num_tiles
+    assert found.dequantised is None or found.dequantised <= num_tiles
+
+
+@requires_compiler
+def test_one_launch_and_nothing_beside_its_outputs() -> None:
+    """Two ragged chunks: no gather, no score matrix, no partials; the plan is what it costs."""
+    inputs = build(Scene([900, 300], [100, 60], kv_heads=2, group=2, **D256))
+    machine = MetalCPU(checked=False)
+    with running_on(machine):
+        arguments = inputs.queries, inputs.keys, inputs.values, inputs.plan
+        outputs = paged_attention_on_metal(*arguments, scale=0.1)
+    assert [report.kernel for report in machine.reports] == ["tiled_attention"]
+    assert [array.shape for array in outputs] == [inputs.queries.shape]
+    assert inputs.plan.numbers.nbytes + inputs.plan.pages.nbytes < 4_096
+
+
+@pytest.mark.parametrize("context", [1_000, 30_000, 250_000])
+@pytest.mark.parametrize("counts", [[16], [40, 9], [2_048]])
+def test_partials_stay_within_two_megabytes(context: int, counts: list[int]) -> None:
+    """4 KV heads of 256 numbers, 64 rows a tile, 40 cores."""
+    rows, heads, dim = 64, 4, 256
+    count = np.array(counts, np.int32)
+    starts = np.full(len(counts), context, np.int32)
+    pages = mx.zeros((len(counts), context // 16 + 200), mx.int32)
+    chunks = Chunks(
+        np.cumsum(count, dtype=np.int32) - count, starts, count, starts + count, count, pages, 16
+    )
+    item_bytes = heads * rows * (dim + 2) * 4
+    plan = chunks.plan(16, kv_heads=heads, partial_bytes=item_bytes, cores=40)
+    partial_bytes = plan.num_items * item_bytes if plan.is_split else 0
+    assert partial_bytes <= MAX_PARTIAL_BYTES == 2 << 20
+    assert plan.is_split == (counts == [16])

@@ -12,7 +12,6 @@ UNLIMITED = -1  # of max_tokens: until the context is full
 _ENDS = ("add_generation_prompt", "continue_final_message")  # fields of their own in the API
 _REFUSED = {
     "logprobs": "a server names tokens by their text, not by their ids",
-    "speculate": "a server decides on proposals itself",
 }
 
 
@@ -81,7 +80,7 @@ def _complete(model: str, body: dict[str, Any], form: Mapping[str, Any] | None) 
 
 def _sampling(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of SamplingParams in the API's words."""
-    neutral = {"logprobs": None, "speculate": True}
+    neutral = {"logprobs": None}
     found = dict(values)
     for name, reason in _REFUSED.items():
         if found.pop(name, neutral[name]) != neutral[name]:

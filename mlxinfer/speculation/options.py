@@ -59,14 +59,6 @@ class SpeculationOptions:
                 "one of them out.",
                 param="draft",
             )
-        if self.draft is not None and self.method in WITH_DRAFT:
-            kind = kind_of(self.draft)
-            if kind != self.method:
-                raise InvalidRequestError(
-                    f"speculate is {self.method!r}, and the draft {self.draft.name} is for "
-                    f"{kind!r}: name that, or leave it to 'auto'.",
-                    param="draft",
-                )
 
     @property
     def depth(self) -> int:

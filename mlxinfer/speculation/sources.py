@@ -52,6 +52,12 @@ def load_network(
     kind = "mtp" if options.method == "mtp" else None
     if options.draft is not None:
         kind = kind_of(options.draft)
+        if kind != options.method != "auto":
+            raise InvalidRequestError(
+                f"speculate is {options.method!r}, and the draft {options.draft.name} is one for "
+                f"{kind!r}: name that, or leave it to 'auto'.",
+                param="draft",
+            )
     if kind is None:
         return None
     if kind == "draft":

@@ -1,5 +1,8 @@
-"""Proposals of a server never come from what another API key was answered."""
+"""Proposals of a server: never from what another API key was answered, none where refused."""
 
+from typing import Any
+
+import pytest
 from live_server import CHAT, LiveServer, chat
 
 from mlxinfer.server.keys import ApiKeys
@@ -26,3 +29,38 @@ def test_answers_to_one_key_are_proposed_to_that_key_alone() -> None:
         again, after = accepted("first")
     assert again == text
     assert after > own + 5
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, chat("Hello", max_tokens=30, temperature=0)),
+        ("/v1/completions", {"prompt": "Hello", "max_tokens": 24, "temperature": 0}),
+        (
+            "/v1/responses",
+            {"input": "Hello", "max_output_tokens": 24, "temperature": 0},
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": [{"role": "user", "content": "Hello"}],
+                "max_tokens": 24,
+                "temperature": 0,
+            },
+        ),
+    ],
+)
+def test_a_request_may_do_without_proposals(path: str, body: dict[str, Any]) -> None:
+    always = SpeculationOptions(method="ngram", fixed=True)
+    with LiveServer(engine={"speculation": always}) as server:
+
+        def drafted(**fields: object) -> int:
+            stats = server.model.client.engine.stats
+            before: int = stats()["speculation"]["drafted"]
+            answer = server.client.post(path, json={**body, **fields})
+            assert answer.status_code == 200, answer.text
+            return int(stats()["speculation"]["drafted"]) - before
+
+        drafted()
+        assert drafted() > 0  # the same answer again
+        assert drafted(speculate=False) == 0

@@ -182,6 +182,7 @@ def _params(body: MessagesRequest, model: ServedModel, max_tokens: int) -> Sampl
         min_p=defaults.min_p,
         repetition_penalty=defaults.repetition_penalty,
         stop=tuple(body.stop_sequences or ()),
+        speculate=body.speculate is not False,
     )
 
 

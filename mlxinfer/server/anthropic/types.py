@@ -107,6 +107,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_k: Annotated[int, Meta(ge=0)] | None = None
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
+    speculate: bool | None = None  # false: no tokens are proposed for this request
     speed: Any = None
     diagnostics: Any = None
 

@@ -64,6 +64,7 @@ class SamplingFields(RefusedFields, kw_only=True):
     timings: bool | None = None  # answers say where their time went; so do they with:
     timings_per_token: bool | None = None  # llama.cpp's name
     return_token_ids: bool | None = None  # answers have the ids of their tokens, as vLLM's
+    speculate: bool | None = None  # false: no tokens are proposed for this request
     cache_salt: CacheSalt | None = None  # prompts with different salts share no prefix cache
     repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
     num_predict: TokenLimit | None = None
@@ -160,6 +161,7 @@ def sampling_params(
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_token_ids=tuple(fields.stop_token_ids or ()),
             logprobs=logprobs,
+            speculate=fields.speculate is not False,
         )
         for choice in range(count)
     ]

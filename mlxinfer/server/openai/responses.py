@@ -263,6 +263,7 @@ def _params(body: ResponsesRequest, model: ServedModel) -> SamplingParams:
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logprobs=body.num_logprobs,
+        speculate=body.speculate is not False,
     )
 
 

@@ -76,6 +76,7 @@ class ResponsesRequest(OtherServersFields, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    speculate: bool | None = None
     cache_salt: CacheSalt | None = None
     stream: bool | None = None
     tools: list[dict[str, Any]] | None = None

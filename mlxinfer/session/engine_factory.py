@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..engine.engine import Engine
     from ..engine.scheduler import Proposer
     from ..models.decoder import LanguageModel
+    from ..models.dflash import BlockDraft
     from ..models.heads import DraftHead
 
 PAGE_SIZE = 16  # tokens of KV cache that are handed out together
@@ -362,6 +363,6 @@ def add_speculation(
     return config, make_speculation(speculation, model, Draft(kind, network, draft_config))
 
 
-def _bytes_per_token(model: "LanguageModel | DraftHead") -> int:
+def _bytes_per_token(model: "LanguageModel | DraftHead | BlockDraft") -> int:
     """Of keys and values as they are computed, in all layers."""
     return max(sum(s.numbers for s in model.cache_specs) * model.activation_dtype.size, 1)

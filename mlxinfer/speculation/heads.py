@@ -53,6 +53,12 @@ class HeldStates:
         del self.rows[:count]
         self.start += count
 
+    def taken(self, count: int) -> mx.array:
+        """(count, width) those of the first positions."""
+        runs = _runs([(row, False) for row in self.rows[:count]])
+        parts = [array[mx.array(places)] for array, places, _ in runs]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
     def compact(self) -> None:
         """Copy what is left, so that the arrays of long steps can go."""
         parts = [

@@ -8,28 +8,30 @@ from ..engine.kernels import choose_on_this_machine
 from ..errors import InvalidRequestError
 from ..models import load
 from ..models.decoder import LanguageModel, Model
+from ..models.dflash import BlockDraft, load_dflash
 from ..models.eagle import load_eagle
 from ..models.heads import DraftHead
 from ..models.prediction import load_prediction_head
 from ..sampling.rejection import DrawnProposals, RejectionChoice
 from ..sampling.sampler import Choice
+from .block import BlockProposer
 from .controller import Controller, FixedDepth, Policy
 from .draft import DraftProposer
 from .forced import ForcedProposer
 from .heads import HeadProposer
 from .ngram import NgramProposer
-from .options import SpeculationOptions, kind_of
+from .options import MAX_PROPOSALS, SpeculationOptions, kind_of
 from .source import Score, Source
 from .speculation import Speculation
 
-Network = LanguageModel | DraftHead
+Network = LanguageModel | DraftHead | BlockDraft
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A network that proposes tokens, and the sizes of its cache."""
 
-    kind: str  # "draft", "mtp" or "eagle"
+    kind: str  # "draft", "mtp", "eagle" or "dflash"
     network: Network
     config: EngineConfig
 
@@ -72,7 +74,8 @@ def load_network(
     if kind == "mtp":
         return kind, load_prediction_head(folder, model)
     assert options.draft is not None
-    return kind, load_eagle(options.draft, model)
+    load_head = load_eagle if kind == "eagle" else load_dflash
+    return kind, load_head(options.draft, model)
 
 
 def make_speculation(
@@ -113,6 +116,9 @@ def make_speculation(
 def _draft_source(model: LanguageModel, draft: Draft, drawn: DrawnProposals | None) -> Source:
     """What runs a network for proposals."""
     network, config, vocab_size = draft.network, draft.config, model.config.vocab_size
+    if isinstance(network, BlockDraft):
+        cost = network.bytes_read / model.num_bytes / MAX_PROPOSALS  # a pass proposes them all
+        return BlockProposer(network, config, vocab_size=vocab_size, cost=cost)
     if isinstance(network, DraftHead):
         return HeadProposer(
             network,

@@ -3,16 +3,27 @@
 import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
 
 from engine.harness import config, tiny_model
 from engine.oracle import Oracle
+from speculation.head_checkpoints import dflash_checkpoint, eagle_checkpoint
 
+from mlxinfer.config import EngineConfig
 from mlxinfer.core import StateSpec
+from mlxinfer.engine.batch import Sequence
 from mlxinfer.engine.scheduler import Proposer
-from mlxinfer.models.decoder import LanguageModel
+from mlxinfer.models.decoder import LanguageModel, Model
+from mlxinfer.models.dflash import BlockDraft, load_dflash
+from mlxinfer.models.eagle import load_eagle
+from mlxinfer.models.heads import DraftHead
+from mlxinfer.speculation.block import BlockProposer
 from mlxinfer.speculation.controller import Controller, MeasuredStep, Outlook, Policy
 from mlxinfer.speculation.draft import DraftProposer
 from mlxinfer.speculation.forced import ForcedProposer
+from mlxinfer.speculation.heads import HeadProposer
 from mlxinfer.speculation.ngram import NgramProposer
 from mlxinfer.speculation.source import Score, Source
 from mlxinfer.speculation.speculation import Speculation
@@ -42,14 +53,63 @@ def draft_of(model: LanguageModel, rng: random.Random) -> DraftProposer:
     """The model itself, whose proposals hold, or another one, with little or much room."""
     same = not any(isinstance(spec, StateSpec) for spec in model.cache_specs)
     draft = model if same and rng.random() < 0.6 else tiny_model(rng.choice(DRAFTS), quantized=True)
-    sizes = config(
+    return DraftProposer(draft, sizes_of(rng), vocab_size=model.config.vocab_size, cost=0.1)
+
+
+class HalfRightHead(HeadProposer):
+    """A random EAGLE-3 head, whose first proposals are put right at random."""
+
+    answers: Mapping[str, Seq[int]]
+    rng: random.Random
+
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[list[int]]:
+        proposed = super().propose(sequences, depths)
+        return [self._put_right(s, ids) for s, ids in zip(sequences, proposed, strict=True)]
+
+    def _put_right(self, sequence: Sequence, ids: list[int]) -> list[int]:
+        count, start = self.rng.randint(0, len(ids)), sequence.num_answered
+        right = list(self.answers[sequence.request.id][start : start + count])
+        return right + ids[len(right) :]
+
+
+def sizes_of(rng: random.Random) -> EngineConfig:
+    """Little or much room for a draft."""
+    return config(
         num_pages=rng.choice([8, 14, 400]),
         max_batch=rng.choice([1, 3, 8]),
         prefill_chunk=rng.choice([16, 64]),
         max_context=rng.choice([60, 4096]),
         prefix_cache=rng.random() < 0.8,
     )
-    return DraftProposer(draft, sizes, vocab_size=model.config.vocab_size, cost=0.1)
+
+
+@cache
+def eagle_of(model: Model) -> DraftHead:
+    """A random head for any model."""
+    sizes = {"hidden_size": model.config.hidden_size, "vocab_size": model.config.vocab_size}
+    return load_eagle(eagle_checkpoint(Path(mkdtemp()), sizes, drafted=40), model)
+
+
+def head_of(model: Model, rng: random.Random, answers: Mapping[str, Seq[int]]) -> HalfRightHead:
+    """It runs, and some of what it proposes holds."""
+    vocab_size = model.config.vocab_size
+    made = HalfRightHead(
+        eagle_of(model), sizes_of(rng), name="eagle", vocab_size=vocab_size, cost=0.1
+    )
+    made.answers, made.rng = answers, rng
+    return made
+
+
+@cache
+def block_draft_of(model: Model) -> BlockDraft:
+    """A random block draft for any model."""
+    sizes = {
+        "hidden_size": model.config.hidden_size,
+        "vocab_size": model.config.vocab_size,
+        "num_hidden_layers": model.config.num_layers,
+    }
+    taps = [0, model.config.num_layers - 1]
+    return load_dflash(dflash_checkpoint(Path(mkdtemp()), sizes, taps=taps), model)
 
 
 def some_proposer(
@@ -61,13 +121,24 @@ def some_proposer(
     rng = random.Random(seed)
     if rng.random() < 0.4:
         return Oracle(answers, seed)
-    names = rng.choice([("ngram",), ("draft",), ("forced", "ngram", "draft")])
+    names = rng.choice(
+        [("ngram",), ("draft",), ("forced", "ngram", "draft"), ("head",), ("ngram", "block")]
+    )
+    if not isinstance(model, Model) and names[-1] in ("head", "block"):
+        names = ("ngram",)
 
     def sources(score: Score) -> list[Source]:
         made: list[Source] = []
         for name in names:
             if name == "ngram":
                 made.append(NgramProposer(score, searches=rng.choice([1, 8])))
+            elif name == "head":
+                assert isinstance(model, Model)
+                made.append(head_of(model, rng, answers))
+            elif name == "block":
+                assert isinstance(model, Model)
+                draft, vocab_size = block_draft_of(model), model.config.vocab_size
+                made.append(BlockProposer(draft, config(), vocab_size=vocab_size, cost=0.1))
             else:
                 made.append(draft_of(model, rng) if name == "draft" else ForcedProposer())
         return made

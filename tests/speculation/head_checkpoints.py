@@ -154,3 +154,50 @@ def eagle_checkpoint(
     if right is not None:
         tensors["lm_head.weight"] = right["lm_head.weight"][ids]
     return write(folder, config, tensors, None)
+
+
+def dflash_checkpoint(
+    folder: Path, model: dict[str, Any], *, taps: list[int], seed: int = 5, **changes: object
+) -> Path:
+    """A random block draft of two layers for a model with this config, the second with a window."""
+    hidden, dim, heads, kv = model["hidden_size"], 16, 4, 2
+    config: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": dim,
+        "vocab_size": model["vocab_size"],
+        "rope_theta": 1000.0,
+        "max_position_embeddings": 4096,
+        "block_size": 8,
+        "num_target_layers": model["num_hidden_layers"],
+        "dflash_config": {"target_layer_ids": taps, "mask_token_id": 2},
+        "layer_types": ["full_attention", "sliding_attention"],
+        "use_sliding_window": True,
+        "sliding_window": 24,
+        **changes,
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, len(taps) * hidden),
+        "norm.weight": (hidden,),
+        "hidden_norm.weight": (hidden,),
+    }
+    for index in range(config["num_hidden_layers"]):
+        front = f"layers.{index}."
+        shapes |= {f"{front}{n}_layernorm.weight": (hidden,) for n in ("input", "post_attention")}
+        shapes |= {f"{front}self_attn.{n}_norm.weight": (dim,) for n in "qk"}
+        shapes |= {
+            f"{front}self_attn.q_proj.weight": (heads * dim, hidden),
+            f"{front}self_attn.k_proj.weight": (kv * dim, hidden),
+            f"{front}self_attn.v_proj.weight": (kv * dim, hidden),
+            f"{front}self_attn.o_proj.weight": (hidden, heads * dim),
+            f"{front}mlp.gate_proj.weight": (48, hidden),
+            f"{front}mlp.up_proj.weight": (48, hidden),
+            f"{front}mlp.down_proj.weight": (hidden, 48),
+        }
+    tensors = {name: random_tensor(name, s, seed, less_one=False) for name, s in shapes.items()}
+    return write(folder, config, tensors, None)

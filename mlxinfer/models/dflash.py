@@ -1,0 +1,311 @@
+"""DFlash block drafts: a small network that proposes a block of tokens in one pass.
+
+The rows of a block, the newest token and masks behind it, see each other and all that came before;
+what came before is known from the outputs of some of the model's layers, which each layer of the
+draft projects to keys and values of its own. Row i of the block gives the token at its own place.
+Embeddings and output projection are the model's. Sources: z-lab/dflash, `dflash/model_mlx.py`
+(arXiv 2602.06036); SGLang, `models/dflash.py`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..core import CacheSpec, KVSpec
+from ..errors import CheckpointError, UnsupportedModelError
+from ..layers.linear import Projection
+from ..layers.mlp import FeedForward
+from ..layers.norm import Norm
+from ..layers.step import Rope
+from .config import ModelConfig, normalise
+from .decoder import Model, arrays
+from .families.qwen import Qwen3
+from .jsonfields import Fields, read_json
+from .weights import FLOATS, Weights, load_tensors
+
+KeysValues = tuple[mx.array, mx.array]  # (kv_heads, S, head_dim) each
+
+
+class BlockLayer:
+    """One pre-norm layer, whose attention reads a context beside the block.
+
+    Args:
+        sizes: query heads, heads of keys and of values, numbers of a head.
+        window: tokens that a row sees, itself included; None: all.
+        causal: whether a row sees no later one of its block.
+    """
+
+    __slots__ = (
+        "causal",
+        "input_norm",
+        "k_norm",
+        "kv_proj",
+        "mlp",
+        "mlp_norm",
+        "o_proj",
+        "q_norm",
+        "q_proj",
+        "rope",
+        "sizes",
+        "window",
+    )
+
+    def __init__(
+        self,
+        *,
+        input_norm: Norm,
+        q_proj: Projection,
+        kv_proj: Projection,
+        o_proj: Projection,
+        q_norm: Norm,
+        k_norm: Norm,
+        rope: Rope,
+        mlp_norm: Norm,
+        mlp: FeedForward,
+        sizes: tuple[int, int, int],
+        window: int | None,
+        causal: bool,
+    ) -> None:
+        self.input_norm = input_norm
+        self.q_proj = q_proj
+        self.kv_proj = kv_proj
+        self.o_proj = o_proj
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+        self.rope = rope
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.sizes = sizes
+        self.window = window
+        self.causal = causal
+
+    def keys_values(self, x: mx.array, positions: mx.array) -> KeysValues:
+        """Of rows x (n, hidden) at positions (n,)."""
+        _, kv_heads, dim = self.sizes
+        both = self.kv_proj(x).reshape(-1, 2 * kv_heads, dim)  # (n, 2 Hkv, D)
+        keys = self.k_norm(both[:, :kv_heads])
+        keys = self.rope(keys, self.rope.prepare(positions))
+        return keys.transpose(1, 0, 2), both[:, kv_heads:].transpose(1, 0, 2)
+
+    def __call__(
+        self, x: mx.array, positions: mx.array, contexts: Sequence[KeysValues]
+    ) -> mx.array:
+        """Blocks x (B * L, hidden), one after the other, each with its context -> the same."""
+        heads, _, dim = self.sizes
+        count, normed = len(contexts), self.input_norm(x)
+        queries = self.q_norm(self.q_proj(normed).reshape(-1, heads, dim))
+        queries = self.rope(queries, self.rope.prepare(positions)).transpose(1, 0, 2)  # (H, T, D)
+        keys, values = self.keys_values(normed, positions)
+        blocks = zip(
+            contexts,
+            *(mx.split(array, count, axis=1) for array in (queries, keys, values)),
+            strict=True,
+        )
+        outputs = []
+        for (past_keys, past_values), q, k, v in blocks:
+            k, v = mx.concatenate([past_keys, k], 1), mx.concatenate([past_values, v], 1)
+            attended = mx.fast.scaled_dot_product_attention(
+                q[None],
+                k[None],
+                v[None],
+                scale=dim**-0.5,
+                mask=self._mask(past_keys.shape[1], q.shape[1]),
+            )
+            outputs.append(attended[0].transpose(1, 0, 2).flatten(1))
+        x = x + self.o_proj(mx.concatenate(outputs))
+        return self.mlp(self.mlp_norm(x), x)
+
+    def _mask(self, past: int, length: int) -> mx.array | None:
+        """(L, S + L) what each row sees; None: everything."""
+        if self.window is None and not self.causal:
+            return None
+        query = past + mx.arange(length)[:, None]
+        key = mx.arange(past + length)[None]
+        seen = key <= query if self.causal else key >= 0
+        return seen if self.window is None else seen & ((query - key < self.window) | (key >= past))
+
+
+class BlockDraft:
+    """The network.
+
+    Args:
+        model: whose embeddings and output projection it uses.
+        config: sizes of the draft.
+        taps: layers of the model that it reads.
+        fc, hidden_norm: project the outputs of these layers (n, taps * hidden) to (n, hidden).
+        layers, norm: of the draft.
+        block_size: rows of a block, the newest token included.
+        mask_token_id: stands where a token is to be proposed.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: ModelConfig,
+        *,
+        taps: Sequence[int],
+        fc: Projection,
+        hidden_norm: Norm,
+        layers: Sequence[BlockLayer],
+        norm: Norm,
+        block_size: int,
+        mask_token_id: int,
+    ) -> None:
+        self.config = config
+        self.taps = tuple(taps)
+        self.layers = list(layers)
+        self.norm = norm
+        self.block_size = block_size
+        self.mask_token_id = mask_token_id
+        self.activation_dtype = model.activation_dtype
+        self.cache_specs: list[CacheSpec] = [
+            KVSpec(layer.sizes[1], layer.sizes[2], layer.sizes[2], layer.window)
+            for layer in self.layers
+        ]
+        self._fc = fc
+        self._hidden_norm = hidden_norm
+        self._embed = model.embed
+        self._logits = model.logits
+        self._shared_bytes = sum(array.nbytes for array in arrays(model.lm_head))
+
+    def context(self, tapped: mx.array, start: int) -> list[KeysValues]:
+        """Keys and values of each layer for positions from `start` on.
+
+        Args:
+            tapped: (n, taps * hidden) outputs of the model's layers there.
+            start: position of the first.
+        """
+        hidden = self._hidden_norm(self._fc(tapped))
+        positions = mx.arange(start, start + tapped.shape[0])
+        return [layer.keys_values(hidden, positions) for layer in self.layers]
+
+    def propose(
+        self,
+        newest: Sequence[int],
+        places: Sequence[int],
+        contexts: Sequence[list[KeysValues]],
+        count: int,
+    ) -> mx.array:
+        """(B, count) the likeliest tokens after the newest one of each sequence.
+
+        Args:
+            newest: (B,) its newest token.
+            places: (B,) the position of that token.
+            contexts: (B,) of all positions before it that are known, by layer.
+            count: less than `block_size`.
+        """
+        length = 1 + count
+        masks = [self.mask_token_id] * (length - 1)
+        ids = mx.array([[token_id, *masks] for token_id in newest]).flatten()
+        positions = (mx.array(list(places))[:, None] + mx.arange(length)[None]).flatten()
+        x = self._embed(ids)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, positions, [context[index] for context in contexts])
+        x = x.reshape(len(newest), length, -1)[:, 1:].flatten(0, 1)
+        logits = self._logits(self.norm(x))
+        return mx.argmax(logits, axis=-1).reshape(len(newest), count)
+
+    def arrays(self) -> list[mx.array]:
+        """Every array that is the draft's own."""
+        return list(arrays([self.layers, self.norm, self._fc, self._hidden_norm]))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the draft's own weights take."""
+        return sum(array.nbytes for array in self.arrays())
+
+    @property
+    def bytes_read(self) -> int:
+        """Of weights for a block: its own, and the output projection that it shares."""
+        return self.num_bytes + self._shared_bytes
+
+
+def load_dflash(folder: Path, model: Model) -> BlockDraft:
+    """The draft in a checkpoint folder, evaluated and ready.
+
+    Raises:
+        UnsupportedModelError: a later kind of DFlash.
+        CheckpointError: a file is broken, or the draft is not for this model.
+    """
+    raw = read_json(folder / "config.json", infinite=True)
+    fields = Fields(raw, "config.json")
+    stated = fields.fields("dflash_config") or fields
+    for name in ("conv_kernel_size", "selector_rank"):
+        if stated.integer(name, low=0, default=0):
+            raise UnsupportedModelError(
+                f"{name} in {stated.where}: drafts of DFlash 2 are not supported; DFlash 1 is."
+            )
+    config = normalise({**raw, "model_type": "qwen3"})
+    taps = [int(index) for index in stated.items("target_layer_ids") or ()]
+    if not taps or max(taps) >= model.config.num_layers or min(taps) < 0:
+        raise CheckpointError(
+            f"The draft reads layers {taps} of a model of {model.config.num_layers} layers: it is "
+            "made for another model."
+        )
+    if config.hidden_size != model.config.hidden_size:
+        raise CheckpointError(
+            f"The draft's hidden size is {config.hidden_size}; the model's, whose embeddings it "
+            f"uses, is {model.config.hidden_size}."
+        )
+    weights = Weights(
+        load_tensors(folder),
+        quantization=config.quantization,
+        dtype=FLOATS[model.activation_dtype],
+        rename=lambda name: f"model.{name}" if name.startswith("layers.") else name,
+    )
+    stated_causal = "is_causal" in raw and raw["is_causal"] is not None
+    causal = fields.boolean("is_causal") if stated_causal else None
+    builder = _Builder(config, weights)
+    draft = BlockDraft(
+        model,
+        config,
+        taps=taps,
+        fc=weights.linear("fc", config.hidden_size, len(taps) * config.hidden_size),
+        hidden_norm=builder.norm("hidden_norm"),
+        layers=[builder.block_layer(index, causal) for index in range(config.num_layers)],
+        norm=builder.norm("norm"),
+        block_size=_block_size(stated, fields),
+        mask_token_id=stated.integer("mask_token_id", low=0, high=model.config.vocab_size - 1),
+    )
+    weights.finish()
+    weights.evaluate(draft.arrays())
+    return draft
+
+
+def _block_size(stated: Fields, fields: Fields) -> int:
+    inner = stated.integer("block_size", low=2, high=64, default=None)
+    return inner or fields.integer("block_size", low=2, high=64, default=16)
+
+
+class _Builder(Qwen3):
+    """Makes the layers: Qwen 3's, with Q apart from K and V."""
+
+    def block_layer(self, index: int, causal: bool | None) -> BlockLayer:
+        """Layer `index`. Windows go with causality unless the config says otherwise."""
+        config, weights = self.config, self.weights
+        path, hidden, dim = f"model.layers.{index}", config.hidden_size, config.head_dim
+        window, rope = config.windows[index], config.ropes[index]
+        assert rope is not None
+        attention = f"{path}.self_attn"
+        return BlockLayer(
+            input_norm=self.norm(f"{path}.input_layernorm"),
+            q_proj=weights.linear(
+                f"{attention}.q_proj", config.num_heads * dim, hidden, bias=config.qkv_bias
+            ),
+            kv_proj=weights.fused(
+                [f"{attention}.k_proj", f"{attention}.v_proj"],
+                [config.num_kv_heads * dim] * 2,
+                hidden,
+                bias=config.qkv_bias,
+            ),
+            o_proj=self.attention_output(f"{attention}.o_proj", config.num_heads * dim),
+            q_norm=self.norm(f"{attention}.q_norm", dim),
+            k_norm=self.norm(f"{attention}.k_norm", dim),
+            rope=self.rope(rope, dim),
+            mlp_norm=self.norm(f"{path}.post_attention_layernorm"),
+            mlp=self.mlp(index),
+            sizes=(config.num_heads, config.num_kv_heads, dim),
+            window=window,
+            causal=window is not None if causal is None else causal,
+        )

@@ -1,0 +1,181 @@
+"""Proposals of a DFlash draft: a block of tokens in one pass, for all sequences of a step.
+
+The draft keeps keys and values of its own for the positions whose hidden states the model's steps
+gave, each sequence in arrays of its own: rows of a block see each other, so pages of a causal cache
+do not serve. Nothing is ever taken back from them, since only verified positions are kept. Hidden
+states of a cached prefix are not there; the block is proposed without them.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import mlx.core as mx
+
+from ..config import EngineConfig
+from ..engine.batch import Batch, Sequence
+from ..models.dflash import BlockDraft, KeysValues
+from .acceptance import Key
+from .heads import FOLLOW_AT, HeldStates
+
+NAME = "dflash"
+PRIORS = (0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
+GROWN_BY = 256  # positions that arrays have more room for
+
+
+class Context:
+    """Keys and values of one sequence, by layer, for positions from `start` to `stop`."""
+
+    def __init__(self, start: int) -> None:
+        self.start = self.stop = start
+        self._room: list[KeysValues] = []
+
+    def extend(self, new: Seq[KeysValues]) -> None:
+        """Append those of the next positions."""
+        count, length = new[0][0].shape[1], self.stop - self.start
+        have = self._room[0][0].shape[1] if self._room else 0
+        if not self._room:
+            self._room = [(k[:, :0], v[:, :0]) for k, v in new]
+        if length + count > have:
+            more = -(-(length + count - have) // GROWN_BY) * GROWN_BY
+            self._room = [(_grown(keys, more), _grown(values, more)) for keys, values in self._room]
+        for keys_values, added in zip(self._room, new, strict=True):
+            for array, part in zip(keys_values, added, strict=True):
+                array[:, length : length + count] = part
+        self.stop += count
+
+    def layers(self) -> list[KeysValues]:
+        """(kv_heads, S, head_dim) each."""
+        length = self.stop - self.start
+        return [(k[:, :length], v[:, :length]) for k, v in self._room]
+
+    def arrays(self) -> list[mx.array]:
+        """To be evaluated."""
+        return [array for keys_values in self._room for array in keys_values]
+
+
+class BlockProposer:
+    """Runs a block draft for all sequences of a step at once.
+
+    Args:
+        draft: the network.
+        config: its budget is for the contexts of all sequences; the one used least goes first.
+        vocab_size: of the model.
+        cost: of a block, in plain steps of the model, as long as it was not measured.
+    """
+
+    name = NAME
+    is_free = False
+
+    def __init__(
+        self, draft: BlockDraft, config: EngineConfig, *, vocab_size: int, cost: float
+    ) -> None:
+        self.taps: Seq[int] = draft.taps
+        self.cost = cost
+        self._draft = draft
+        self._vocab_size = vocab_size
+        self._max_context = config.max_context
+        numbers = sum(spec.numbers for spec in draft.cache_specs)
+        self._room = config.kv_budget_bytes // (numbers * draft.activation_dtype.size)  # positions
+        self._held: dict[Sequence, HeldStates] = {}
+        self._contexts: OrderedDict[Sequence, Context] = OrderedDict()  # last used last
+        self._num_steps = 0
+
+    @property
+    def priors(self) -> dict[Key, float]:
+        """By position."""
+        return {(NAME, place): chance for place, chance in enumerate(PRIORS)}
+
+    def begin_step(self) -> None:
+        """Nothing to do."""
+
+    def take(self, batch: Batch, hidden: mx.array) -> None:
+        """Keep the hidden states (T, taps * hidden) of a step, and follow where many wait."""
+        starts = batch.decodes.segments.starts.tolist()
+        for row, (sequence, start) in enumerate(zip(batch.decodes.sequences, starts, strict=True)):
+            self._put(sequence, start, hidden, row, 1)
+        for segment in batch.ragged:
+            self._put(segment.sequence, segment.start, hidden, segment.row, segment.num_tokens)
+        for sequence in batch.sequences:
+            held = self._held.get(sequence)
+            if held is not None and len(held.rows) > FOLLOW_AT:
+                self._follow(sequence, sequence.num_known)
+                mx.async_eval(self._contexts[sequence].arrays())
+
+    def _put(self, sequence: Sequence, start: int, hidden: mx.array, row: int, count: int) -> None:
+        if sequence.finished or not sequence.request.params.speculate:
+            return
+        held = self._held.setdefault(sequence, HeldStates(start))
+        held.put(start, [(hidden, row + i) for i in range(count)])
+
+    def outlook(self, sequence: Sequence, depth: int) -> list[Key]:
+        """As many as a block has, where the context has room."""
+        room = self._max_context - sequence.num_known - sequence.num_pending - 1
+        most = min(depth, room, self._draft.block_size - 1, len(PRIORS))
+        return [(NAME, place) for place in range(most)]
+
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[list[int]]:
+        """The likeliest tokens of one pass."""
+        rows = [s for s in sequences if self._follow(s, s.num_known - 1)]
+        found: dict[Sequence, list[int]] = {}
+        if rows:
+            self._num_steps += 1
+            contexts = [self._contexts[s].layers() for s in rows]
+            newest, places = [s.token_ids[-1] for s in rows], [s.num_known - 1 for s in rows]
+            tokens: Any = self._draft.propose(newest, places, contexts, max(depths)).tolist()
+            found = dict(zip(rows, tokens, strict=True))
+        proposed = [found.get(s, [])[:depth] for s, depth in zip(sequences, depths, strict=True)]
+        return [[t for t in ids if t < self._vocab_size] for ids in proposed]
+
+    def end(self, sequence: Sequence) -> None:
+        """Forget the sequence."""
+        self._held.pop(sequence, None)
+        self._contexts.pop(sequence, None)
+
+    def stats(self) -> dict[str, Any]:
+        """Passes of the draft, and what it keeps."""
+        return {
+            "steps": self._num_steps,
+            "sequences": len(self._contexts),
+            "positions_kept": sum(c.stop - c.start for c in self._contexts.values()),
+            "weights_bytes": self._draft.num_bytes,
+        }
+
+    def _follow(self, sequence: Sequence, stop: int) -> bool:
+        """Take over hidden states; whether there are some, and none is missing before `stop`.
+
+        Args:
+            sequence: to follow.
+            stop: one past the last position whose token was verified, and then computed.
+        """
+        held, context = self._held.get(sequence), self._contexts.get(sequence)
+        if held is None:
+            return context is not None and context.stop >= stop
+        if context is None or held.start > context.stop:  # positions are missing: begin anew
+            context = self._contexts[sequence] = Context(held.start)
+        self._contexts.move_to_end(sequence)
+        held.drop_before(context.stop)
+        count = min(held.stop, stop) - context.stop
+        if count > 0 and self._make_room(sequence, count):
+            tapped = held.taken(count)
+            context.extend(self._draft.context(tapped, context.stop))
+            held.drop_before(context.stop)
+        if not held.rows:
+            del self._held[sequence]
+        return context.start < context.stop and context.stop >= stop
+
+    def _make_room(self, sequence: Sequence, count: int) -> bool:
+        """Drop contexts that were not used for longest; False: it alone is too long."""
+        kept = sum(c.stop - c.start for c in self._contexts.values())
+        while kept + count > self._room:
+            oldest, context = next(iter(self._contexts.items()))
+            if oldest is sequence:
+                return False
+            kept -= context.stop - context.start
+            del self._contexts[oldest]
+        return True
+
+
+def _grown(array: mx.array, more: int) -> mx.array:
+    """(heads, S, dim) with room for more positions."""
+    return mx.pad(array, [(0, 0), (0, more), (0, 0)])

@@ -1,0 +1,175 @@
+"""DFlash drafts: proposals equal the published definition's, and answers those without a draft."""
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from engine.harness import Harness, alone, config, prompt, tiny_model
+from models.dense_kv import DenseCache
+from models.tiny import tiny_config
+from speculation.head_checkpoints import dflash_checkpoint
+
+from mlxinfer.core import SamplingParams
+from mlxinfer.engine.batch import Sequence
+from mlxinfer.errors import CheckpointError, UnsupportedModelError
+from mlxinfer.layers.step import Taps
+from mlxinfer.models.decoder import Model
+from mlxinfer.models.dflash import load_dflash
+from mlxinfer.speculation.block import BlockProposer
+from mlxinfer.speculation.controller import FixedDepth
+from mlxinfer.speculation.heads import FOLLOW_AT
+from mlxinfer.speculation.speculation import Speculation
+
+CASE = "qwen3-v5"
+TAPS = [0, 2]
+GREEDY = SamplingParams(max_tokens=16)
+
+
+def model() -> Model:
+    return tiny_model(CASE, quantized=True)
+
+
+class Recording(BlockProposer):
+    """Keeps what was proposed, and for which tokens."""
+
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[list[int]]:
+        proposed = super().propose(sequences, depths)
+        self.seen = getattr(self, "seen", [])
+        self.seen += [(list(s.token_ids), ids) for s, ids in zip(sequences, proposed, strict=True)]
+        return proposed
+
+
+def with_block(
+    folder: Path, *, budget: int = 1 << 26, **changes: object
+) -> tuple[Speculation, Recording]:
+    draft = load_dflash(dflash_checkpoint(folder, tiny_config(CASE), taps=TAPS, **changes), model())
+    source = Recording(draft, config(kv_budget_bytes=budget), vocab_size=96, cost=0.1)
+    return Speculation(lambda _: [source], FixedDepth(5), max_depth=5), source
+
+
+def reference(folder: Path, ids: Seq[int], count: int, *, window: int, causal: bool) -> list[int]:
+    """Tokens after `ids`, written out as in z-lab/dflash: all positions at once, no cache."""
+    tensors: Any = mx.load(str(folder / "model.safetensors"))
+    cache, taps = DenseCache(model()), Taps(TAPS)  # type: ignore[no-untyped-call]
+    before = len(ids) - 1
+    model()(
+        mx.array(ids[:before]),
+        mx.arange(before),
+        cache.step([("a", before)]),  # type: ignore[no-untyped-call]
+        taps=taps,
+    )
+    hidden = rms(taps.joined() @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
+    x = model().embed(mx.array([ids[-1], *[2] * count]))
+    for index in range(2):
+        x = reference_layer(
+            {n.removeprefix(f"layers.{index}."): a for n, a in tensors.items()},
+            x,
+            hidden,
+            window=None if index == 0 else window,
+            causal=causal and index == 1,
+        )
+    logits = model().logits(rms(x, tensors["norm.weight"]))[1:]
+    found: Any = mx.argmax(logits, axis=-1).tolist()
+    return list(found)
+
+
+def reference_layer(
+    weight: dict[str, mx.array], x: mx.array, hidden: mx.array, *, window: int | None, causal: bool
+) -> mx.array:
+    normed, past, length = rms(x, weight["input_layernorm.weight"]), len(hidden), len(x)
+
+    def heads(rows: mx.array, name: str, start: int) -> mx.array:
+        projected = (rows @ weight[f"self_attn.{name}_proj.weight"].T).reshape(len(rows), -1, 16)
+        if name != "v":
+            projected = rms(projected, weight[f"self_attn.{name}_norm.weight"])
+        projected = projected.transpose(1, 0, 2)[None]
+        if name == "v":
+            return projected
+        return mx.fast.rope(projected, 16, traditional=False, base=1000.0, scale=1.0, offset=start)
+
+    q = heads(normed, "q", past)
+    k, v = (
+        mx.concatenate([heads(hidden, n, 0), heads(normed, n, past)], axis=2) for n in ("k", "v")
+    )
+    query, key = past + mx.arange(length)[:, None], mx.arange(past + length)[None]
+    mask = key >= 0
+    if window is not None:
+        mask = ((key < past) & (query - key < window)) | (key >= past)
+    if causal:
+        mask = mask & (key <= query)
+    y = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.25, mask=mask)[0]
+    x = x + y.transpose(1, 0, 2).flatten(1) @ weight["self_attn.o_proj.weight"].T
+    inner = rms(x, weight["post_attention_layernorm.weight"])
+    gate, up = (inner @ weight[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+    return x + (gate * mx.sigmoid(gate) * up) @ weight["mlp.down_proj.weight"].T
+
+
+def rms(x: mx.array, weight: mx.array) -> mx.array:
+    return x / mx.sqrt(mx.mean(x * x, axis=-1, keepdims=True) + 1e-6) * weight
+
+
+@pytest.mark.parametrize("causal", [None, False])
+def test_proposals_are_those_of_the_published_definition(
+    causal: bool | None, tmp_path: Path
+) -> None:
+    """In any batch, over prompts in chunks and steps of several tokens."""
+    stated = {} if causal is None else {"is_causal": causal}
+    speculation, source = with_block(tmp_path, **stated)
+    harness = Harness(model(), proposer=speculation)
+    for i in range(3):
+        harness.add(str(i), prompt(20 + 50 * i, i), GREEDY)
+    harness.drain()
+    tried = [(ids, found) for ids, found in source.seen if found]
+    assert len(tried) > 20
+    wrong = 0
+    for ids, found in tried[:: max(len(tried) // 12, 1)]:
+        expected = reference(tmp_path, ids, len(found), window=24, causal=causal is None)
+        wrong += found != expected
+    assert wrong == 0
+
+
+def test_answers_are_those_without_a_draft(tmp_path: Path) -> None:
+    """A long prompt, a preemption, a prefix that only the model knows, little room."""
+    speculation, source = with_block(tmp_path, budget=1 << 19)
+    harness = Harness(model(), proposer=speculation, max_batch=4)
+    prompts = [prompt(9, 1), prompt(FOLLOW_AT + 90, 2), prompt(70, 3), prompt(40, 4)]
+    for i, ids in enumerate(prompts):
+        harness.add(str(i), ids, GREEDY)
+        harness.turn(2)
+    harness.loop.scheduler.queues.preempt(harness.loop.scheduler.queues.running[-1])
+    harness.drain()
+    harness.add("again", prompts[1] + prompts[0], GREEDY)
+    outcomes = harness.drain()
+    for i, ids in enumerate(prompts):
+        assert outcomes[str(i)].token_ids == alone(model(), ids, GREEDY).token_ids
+    again = alone(model(), prompts[1] + prompts[0], GREEDY)
+    assert outcomes["again"].cached_tokens > 0
+    assert outcomes["again"].token_ids == again.token_ids
+    assert speculation.stats()["drafted"] > 40
+    assert not source._held
+    assert not source._contexts
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "named"),
+    [
+        (
+            {"dflash_config": {"target_layer_ids": [9], "mask_token_id": 2}},
+            CheckpointError,
+            "layers",
+        ),
+        (
+            {"dflash_config": {"selector_rank": 8, "target_layer_ids": [0]}},
+            UnsupportedModelError,
+            "DFlash 2",
+        ),
+    ],
+)
+def test_drafts_that_do_not_fit_are_refused_by_name(
+    changes: dict[str, object], error: type[Exception], named: str, tmp_path: Path
+) -> None:
+    folder = dflash_checkpoint(tmp_path, tiny_config(CASE), taps=TAPS, **changes)
+    with pytest.raises(error, match=named):
+        load_dflash(folder, model())

@@ -233,6 +233,14 @@ class StatePool:
         """Let a slot go on from a snapshot."""
         self._states[slot] = self._snapshots[snapshot], 0
 
+    def held(self, slot: int) -> tuple[Block, int]:
+        """Where the state of a slot lies: a value, which later steps do not change."""
+        return self._states[slot]
+
+    def put_back(self, slot: int, state: tuple[Block, int]) -> None:
+        """Let a slot go on from a state that `held` gave."""
+        self._states[slot] = state
+
     def leave(self, slots: Iterable[int]) -> None:
         """Forget the states of slots; the next sequences there begin with zeros."""
         for slot in slots:

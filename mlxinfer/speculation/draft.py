@@ -20,6 +20,7 @@ import mlx.core as mx
 
 from ..cache.inputs import Move, ints
 from ..cache.pages import OutOfPages
+from ..cache.state import Block
 from ..config import EngineConfig
 from ..core import Request, SamplingParams, StateSpec, TokenEvent
 from ..engine.batch import MAX_SHORT, Batch, DecodeBatch, Segment, Sequence, sampling_rows
@@ -27,7 +28,6 @@ from ..engine.kernels import Chooser, choose_none
 from ..engine.loop import Loop
 from ..engine.prefill import prefill_shares
 from ..engine.runner import Launched
-from ..errors import UnsupportedModelError
 from ..models.decoder import LanguageModel
 from ..sampling.rejection import DrawnProposals, ProposingChoice
 from ..sampling.sampler import Sampler
@@ -61,8 +61,8 @@ class DraftProposer:
         drawn: where drawn proposals go with their weights, for rejection sampling; None: proposals
             are drawn with the model's random numbers, to be compared with its tokens.
 
-    Raises:
-        UnsupportedModelError: the draft has recurrent layers, whose states cannot be taken back.
+    Recurrent layers go back to the state behind the last token that the model gave: it is kept
+    before proposals are drawn, and what the model gave of them is computed again.
     """
 
     name = NAME
@@ -79,11 +79,9 @@ class DraftProposer:
         kernels: Chooser = choose_none,
         drawn: DrawnProposals | None = None,
     ) -> None:
-        if any(isinstance(spec, StateSpec) for spec in model.cache_specs):
-            raise UnsupportedModelError(
-                "A draft model cannot have recurrent layers; choose one with attention alone."
-            )
         self.cost = cost
+        self._recurs = any(isinstance(spec, StateSpec) for spec in model.cache_specs)
+        self._states: dict[Sequence, tuple[Block, int]] = {}  # of own sequences, without proposals
         self._model = model
         self._vocab_size = vocab_size
         self._max_context = config.max_context
@@ -174,8 +172,12 @@ class DraftProposer:
         if counterpart is not None:
             self._take_over(sequence, counterpart)
             own = counterpart.own
-            if own.num_left > MAX_SHORT:  # a long step writes pages, from where they end
-                own.num_computed = own.num_sealed
+            if own.num_left > MAX_SHORT and own.num_computed != own.num_sealed:
+                if self._recurs:  # it goes on from a snapshot
+                    self._release(sequence)
+                    counterpart = None
+                else:  # a long step writes pages, from where they end
+                    own.num_computed = own.num_sealed
         if counterpart is None:
             counterpart = self._begin(sequence, keep)
         if counterpart is None:
@@ -193,12 +195,19 @@ class DraftProposer:
         """Take back what was rejected, and append what the model gave instead."""
         own, start = counterpart.own, counterpart.num_followed
         drawn, new = own.token_ids[start:], sequence.token_ids[start + counterpart.offset :]
+        self._forget_drawn(own, start, self._num_kept(drawn, new))
         own.token_ids[start:] = new
-        own.num_computed = min(own.num_computed, start + self._num_kept(drawn, new))
         counterpart.num_followed = start + len(new)
         if sequence.request.params.penalised:
             for token_id in new:
                 self._loop.runner.sampler.observe(ints([own.slot]), ints([token_id]))
+
+    def _forget_drawn(self, own: Sequence, start: int, num_kept: int) -> None:
+        """Go back to `num_kept` tokens after the first `start`."""
+        if own.num_computed > start and self._recurs:
+            self._loop.cache.states.put_back(own.slot, self._states[own])
+            num_kept = 0
+        own.num_computed = min(own.num_computed, start + num_kept)
 
     def _num_kept(self, drawn: list[int], new: list[int]) -> int:
         """Proposals whose keys and values stay: those that the model gave, too."""
@@ -264,7 +273,8 @@ class DraftProposer:
         counterpart = self._counterparts.pop(sequence)
         own = counterpart.own
         del own.token_ids[counterpart.num_followed :]
-        own.num_computed = min(own.num_computed, own.num_known)
+        self._forget_drawn(own, own.num_known, 0)
+        self._states.pop(own, None)
         if own in self._admitted:
             self._admitted.remove(own)
         self._loop.scheduler.kv_manager.end(own, keep=True)
@@ -274,6 +284,7 @@ class DraftProposer:
     def _start_afresh(self) -> None:
         """After a fault nothing that is cached can be trusted."""
         self._counterparts.clear()
+        self._states.clear()
         self._admitted.clear()
         self._loop.assemble()
         self._set_choice()
@@ -298,6 +309,9 @@ class DraftProposer:
         ) is not None:
             left -= bool(batch.long)
             previous = self._launch(batch, previous)
+            for own in batch.sampling.sequences if self._recurs else ():
+                if own.num_pending == 1:  # the next steps are of proposals
+                    self._states[own] = self._loop.cache.states.held(own.slot)
             launched.append(previous)
             weights.append({} if self._choice is None else self._choice.weights)
         self._num_steps += len(launched)

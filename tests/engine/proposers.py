@@ -12,7 +12,6 @@ from engine.oracle import Oracle
 from speculation.head_checkpoints import dflash_checkpoint, eagle_checkpoint
 
 from mlxinfer.config import EngineConfig
-from mlxinfer.core import StateSpec
 from mlxinfer.engine.batch import Sequence
 from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.models.decoder import LanguageModel, Model
@@ -28,7 +27,7 @@ from mlxinfer.speculation.ngram import NgramProposer
 from mlxinfer.speculation.source import Score, Source
 from mlxinfer.speculation.speculation import Speculation
 
-DRAFTS = ("qwen3-v4", "gemma3_text-v4", "deepseek_v3-v4", "gpt_oss-v4")  # windows and latents, too
+DRAFTS = ("qwen3-v4", "gemma3_text-v4", "deepseek_v3-v4", "gpt_oss-v4", "lfm2-v4")
 
 
 class RandomDepths:
@@ -51,8 +50,7 @@ class RandomDepths:
 
 def draft_of(model: LanguageModel, rng: random.Random) -> DraftProposer:
     """The model itself, whose proposals hold, or another one, with little or much room."""
-    same = not any(isinstance(spec, StateSpec) for spec in model.cache_specs)
-    draft = model if same and rng.random() < 0.6 else tiny_model(rng.choice(DRAFTS), quantized=True)
+    draft = model if rng.random() < 0.6 else tiny_model(rng.choice(DRAFTS), quantized=True)
     return DraftProposer(draft, sizes_of(rng), vocab_size=model.config.vocab_size, cost=0.1)
 
 

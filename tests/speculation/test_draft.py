@@ -1,6 +1,7 @@
 """The draft model follows the model's sequences exactly, in little room and after faults."""
 
 import logging
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxinfer.core import SamplingParams
-from mlxinfer.errors import UnsupportedModelError
+from mlxinfer.engine.batch import Sequence
 from mlxinfer.models.decoder import LanguageModel
 from mlxinfer.sampling.rejection import DrawnProposals, RejectionChoice
 from mlxinfer.speculation.controller import FixedDepth
@@ -160,9 +161,39 @@ def test_a_request_without_speculation_gets_no_proposals() -> None:
     assert counts(speculation) == (0, 0)
 
 
-def test_a_draft_with_recurrent_layers_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="recurrent layers"):
-        with_draft(tiny_model("qwen3_5_text-v4", quantized=True))
+class Spoiling(DraftProposer):
+    """Its third proposal is wrong every other time."""
+
+    turn = 0
+    num_right = 0
+
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[list[int]]:
+        proposed = super().propose(sequences, depths)
+        self.turn += 1
+        for ids in proposed:
+            spoilt = self.turn % 2 and len(ids) > 2
+            self.num_right += 2 if spoilt else len(ids)
+            ids[2:3] = [ids[2] ^ 1] if spoilt else ids[2:3]
+        return proposed
+
+
+@pytest.mark.parametrize("case", ["qwen3_5_text-v4", "lfm2-v4", "granitemoehybrid-v4"])
+def test_recurrent_drafts_go_back_to_their_state_before_what_was_rejected(case: str) -> None:
+    """All that follows a rejection holds again, in little room too."""
+    both = tiny_model(case, quantized=True)
+    for sizes in ({"num_pages": 400}, {"num_pages": 12, "max_batch": 2}):
+        source = Spoiling(both, config(**sizes), vocab_size=both.config.vocab_size, cost=0.1)
+        speculation = Speculation(lambda _, one=source: [one], FixedDepth(4), max_depth=4)
+        harness = Harness(both, proposer=speculation)
+        rows = [(prompt(20, 0), GREEDY), (prompt(57, 1), DRAWN), (prompt(94, 2), GREEDY)]
+        for i, (ids, params) in enumerate(rows):
+            harness.add(str(i), ids, params)
+            harness.turn(i)
+        outcomes = harness.drain()
+        for i, (ids, params) in enumerate(rows):
+            assert outcomes[str(i)].token_ids == alone(both, ids, params).token_ids
+        drafted, accepted = counts(speculation)
+        assert 0.9 * source.num_right <= accepted < drafted  # an answer may end before
 
 
 def test_beyond_the_drafts_context_nothing_is_proposed() -> None:

@@ -4,7 +4,7 @@ Importing this package imports nothing else of it; each name below is loaded whe
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .core import FinishReason, Request, SamplingParams, TokenEvent
@@ -27,10 +27,12 @@ if TYPE_CHECKING:
         RequestFailedError,
         ServiceError,
         TemplateError,
+        UnknownArgumentError,
         UnsupportedModelError,
     )
+    from .library import convert_model, list_models, pull
     from .llm import LLM
-    from .outputs import Delta, Result, Timing, ToolCall, ToolCallDelta
+    from .outputs import Delta, Facts, Result, Results, Timing, ToolCall, ToolCallDelta
 
 __version__ = "0.1.0"
 
@@ -44,6 +46,7 @@ __all__ = [
     "Delta",
     "DownloadError",
     "EngineClosedError",
+    "Facts",
     "FinishReason",
     "GrammarFailedError",
     "HistoryError",
@@ -56,6 +59,7 @@ __all__ = [
     "Request",
     "RequestFailedError",
     "Result",
+    "Results",
     "SamplingParams",
     "ServiceError",
     "TemplateError",
@@ -63,14 +67,23 @@ __all__ = [
     "TokenEvent",
     "ToolCall",
     "ToolCallDelta",
+    "UnknownArgumentError",
     "UnsupportedModelError",
     "__version__",
+    "convert_model",
+    "list_models",
+    "pull",
 ]
 
 _HOMES = {
     "LLM": "llm",
+    "convert_model": "library",
+    "list_models": "library",
+    "pull": "library",
     "Delta": "outputs",
+    "Facts": "outputs",
     "Result": "outputs",
+    "Results": "outputs",
     "Timing": "outputs",
     "ToolCall": "outputs",
     "ToolCallDelta": "outputs",
@@ -92,3 +105,10 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """%load_ext mlxinfer: a cell that begins with %%llm is a message to a model."""
+    from .magic import load_ipython_extension
+
+    load_ipython_extension(shell)

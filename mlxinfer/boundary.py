@@ -14,7 +14,7 @@ from functools import wraps
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
-from .errors import MlxinferError
+from .errors import MlxinferError, UnknownArgumentError
 
 TRACEBACK = "MLXINFER_TRACEBACK"  # environment variable
 P = ParamSpec("P")
@@ -62,12 +62,12 @@ async def ashort_errors(items: AsyncIterator[T]) -> AsyncIterator[T]:
 
 
 def check_names(function: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError for a keyword argument that there is not."""
+    """Raise UnknownArgumentError for a keyword argument that there is not."""
     for name in given:
         if name not in known:
             near = get_close_matches(name, known, n=1)
             hint = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(known)}."
-            raise TypeError(f"{function}() takes no {name!r}. {hint}")
+            raise UnknownArgumentError(f"{function}() takes no {name!r}. {hint}", param=name)
 
 
 def shorten(error: BaseException) -> None:

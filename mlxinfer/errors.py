@@ -3,7 +3,8 @@
     MlxinferError                      500  internal_error
     ├── InvalidRequestError            400  invalid_request        also a ValueError
     │   ├── ContextLengthError         400  context_length_exceeded
-    │   └── InsufficientMemoryError    400  insufficient_memory    can never fit
+    │   ├── InsufficientMemoryError    400  insufficient_memory    can never fit
+    │   └── UnknownArgumentError       400  unknown_argument       also a TypeError
     ├── ModelError                     400  model_error
     │   ├── ModelNotFoundError         404  model_not_found
     │   ├── UnsupportedModelError      400  unsupported_model
@@ -54,6 +55,12 @@ class InsufficientMemoryError(InvalidRequestError):
     """The request needs more KV cache than this engine will ever have."""
 
     code = "insufficient_memory"
+
+
+class UnknownArgumentError(InvalidRequestError, TypeError):
+    """A call has no argument of this name."""
+
+    code = "unknown_argument"
 
 
 class ModelError(MlxinferError):

@@ -20,7 +20,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "errors": set(),
     "core": {"errors"},
     "outputs": {"core", "display"},  # cards of notebooks, imported when one is drawn
-    "display": {"core", "errors", "outputs", "progress"},
+    "display": {"core", "errors", "memory", "outputs", "progress"},
     "progress": set(),
     "boundary": {"errors"},
     "remote": LEAVES | {"http_json"},
@@ -69,7 +69,7 @@ SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "page": SERVER_LEAVES | {"calls", "http", "ops", "registry", "watch"},
 }
 SERVER_ASSEMBLERS = {"app", "running", "__init__"}
-ASSEMBLERS = {"llm", "cli", "bench", "__init__"}  # anything
+ASSEMBLERS = {"llm", "library", "magic", "cli", "bench", "__init__"}  # anything
 WITHOUT_MLX = (
     "app",
     "core",

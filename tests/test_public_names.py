@@ -6,17 +6,18 @@ from pathlib import Path
 import pytest
 
 import mlxinfer
-from mlxinfer import core, errors, outputs
+from mlxinfer import core, errors, library, outputs
 
 HERE = {"LLM", "__version__"}  # not in the modules compared below
 CORE = {"FinishReason", "Request", "SamplingParams", "TokenEvent"}
-OUTPUTS = {"Delta", "Result", "Timing", "ToolCall", "ToolCallDelta"}
-HOMES = [(CORE, core), (OUTPUTS, outputs)]
+OUTPUTS = {"Delta", "Facts", "Result", "Results", "Timing", "ToolCall", "ToolCallDelta"}
+LIBRARY = {"convert_model", "list_models", "pull"}
+HOMES = [(CORE, core), (OUTPUTS, outputs), (LIBRARY, library)]
 
 
 def test_all_is_every_error_and_the_listed_names() -> None:
     tree = {name for name, value in vars(errors).items() if isinstance(value, type)}
-    assert sorted(mlxinfer.__all__) == sorted(tree | CORE | OUTPUTS | HERE)
+    assert sorted(mlxinfer.__all__) == sorted(tree | CORE | OUTPUTS | LIBRARY | HERE)
 
 
 @pytest.mark.parametrize("name", sorted(set(mlxinfer.__all__) - HERE))

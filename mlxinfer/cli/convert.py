@@ -355,5 +355,5 @@ def open_logits(folder: Path) -> Iterator[Callable[[list[int]], Any]]:
     """Load the converted model like any other."""
     from ..llm import LLM
 
-    with LLM(str(folder), max_batch=1) as llm:
+    with LLM(str(folder), max_batch=1, progress=False) as llm:
         yield llm.logits

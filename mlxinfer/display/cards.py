@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from ..memory import human_bytes
 from .markdown import html_of
 
 CARD = (
@@ -15,6 +16,7 @@ CARD = (
     "overflow-x:auto;line-height:1.5"
 )
 DIM = "opacity:.65;font-size:90%"
+PLAIN = "white-space:pre-wrap;max-width:40em;text-align:left"
 CELL = "text-align:left;vertical-align:top;padding:3px 12px 3px 0"
 SHOWN_ROWS = 20  # of a table; the rest is counted
 SHOWN_CHARS = 300  # of a text in a table
@@ -58,7 +60,7 @@ def card(inner: str) -> str:
 def answers_table(rows: Sequence[Sequence[str]]) -> str:
     """Answers one below the other; rows are (text, why it ended, tokens, rate)."""
     shown = [
-        [str(index), html_of(clipped(text)), *map(escape, rest)]
+        [str(index), f"<div style='{PLAIN}'>{escape(clipped(text))}</div>", *map(escape, rest)]
         for index, (text, *rest) in enumerate(rows[:SHOWN_ROWS])
     ]
     table = html_table(shown, header=("", "answer", "ended by", "tokens", "tok/s"))
@@ -68,9 +70,21 @@ def answers_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def facts_card(title: str, facts: Mapping[str, Any]) -> str:
-    """Names and values; of values that are tables or lists, each entry."""
-    rows = [[escape(name), escape(shown_value(value))] for name, value in flat("", facts)]
-    return card(f"<strong>{escape(title)}</strong>{html_table(rows)}")
+    """Names and values; what holds others is folded away."""
+    plain = [(k, v) for k, v in facts.items() if not isinstance(v, Mapping | list)]
+    rows = [[_named(name), escape(shown_value(value, name))] for name, value in plain]
+    folded = "".join(
+        f"<details><summary style='{DIM}'>{_named(name)}</summary>"
+        f"{html_table([escape(k), escape(shown_value(v, k))] for k, v in flat('', value))}"
+        "</details>"
+        for name, value in facts.items()
+        if isinstance(value, Mapping | list) and value
+    )
+    return card(f"<strong>{escape(title)}</strong>{html_table(rows)}{folded}")
+
+
+def _named(name: str) -> str:
+    return escape(name.removesuffix("_bytes").replace("_", " "))
 
 
 def heat_card(tokens: "Sequence[tuple[str, float, Sequence[tuple[str, float]]]]") -> str:
@@ -119,12 +133,12 @@ def flat(name: str, value: Any) -> "Iterable[tuple[str, Any]]":
         yield name, value
 
 
-def shown_value(value: object) -> str:
-    """1234567 -> "1,234,567"; 0.123456 -> "0.1235"; None -> "-"."""
+def shown_value(value: object, name: str = "") -> str:
+    """1234567 -> "1,234,567", or "1.2 MB" under a name with "bytes"; None -> "-"."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
-        return f"{value:,}"
+        return human_bytes(value) if "bytes" in name else f"{value:,}"
     if isinstance(value, float):
         return f"{value:.4g}"
     return "-" if value is None else str(value)

@@ -112,7 +112,7 @@ def error_of(said: Any, status: int | None) -> errors.MlxinferError:
     error = kind(message)
     error.param = found.get("param")
     if isinstance(error, ServerError):
-        error.status = status
+        error.refused = status
     return error
 
 

@@ -279,7 +279,9 @@ def test_files_and_the_switch_of_thinking_go_with_a_message(
 ) -> None:
     (tmp_path / "notes.txt").write_text("one\n```\ntwo\n")
     talk(session, f"/file {tmp_path / 'notes.txt'}", "/think off", "What is in it?", "And now?")
-    (first, _), (second, _) = llm.asked
+    first, second = (messages for messages, _ in llm.asked)
+    assert isinstance(first, list)
+    assert isinstance(second, list)
     assert first[0]["content"] == "What is in it?\n\nnotes.txt:\n````\none\n```\ntwo\n````"
     assert second[-1]["content"] == "And now?"
     off = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -289,8 +291,7 @@ def test_files_and_the_switch_of_thinking_go_with_a_message(
 def test_a_switch_that_the_model_has_not_is_an_error(
     session: ChatSession, llm: FakeLLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    llm.switches = ()
-    llm.tokenizer.template.reads = llm.switches.__contains__
+    llm.tokenizer.template.reads = ().__contains__
     talk(session, "/think on", "hi")
     assert "fake has no switch for thinking" in capsys.readouterr().err
     assert llm.options == [{}]

@@ -1,0 +1,122 @@
+"""Models on this disk, from Python: download, list, convert. What the commands do, with bars."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import hub
+from .backend import require_mlx
+from .boundary import public
+from .errors import InvalidRequestError
+from .memory import human_bytes, parse_bytes
+from .progress import progress_bar, progress_bars
+
+if TYPE_CHECKING:
+    from .convert.report import ConversionReport
+
+
+class Models(list[hub.LocalModel]):
+    """Models on this disk; notebooks show them as a table."""
+
+    def _repr_html_(self) -> str:
+        from .display.cards import card, html_table, shown_value
+
+        rows = [
+            [
+                shown_value(m.name),
+                human_bytes(m.size_bytes),
+                "ready" if m.complete else "incomplete",
+            ]
+            for m in self
+        ]
+        return card(html_table(rows, header=("model", "size", "state")))
+
+
+def list_models() -> Models:
+    """The bundled models and those in the hub's cache, complete or not."""
+    return Models(hub.list_models())
+
+
+@public
+def pull(name: str, *, progress: bool | None = None) -> Path:
+    """Download a model of the hub, or bring it up to date, and return its folder.
+
+    Args:
+        name: org/name or org/name@revision.
+        progress: whether a bar shows it; None: in a notebook and where stderr is a terminal.
+
+    Raises:
+        ModelNotFoundError: there is no model of this name.
+        DownloadError: the hub could not be reached or refused, or the disk is full.
+    """
+    with progress_bar(f"download {name}", wanted=progress) as show:
+        return hub.pull(name, progress=lambda step: show(step.done_bytes, step.total_bytes))
+
+
+@public
+def convert_model(
+    source: str | Path,
+    out: str | Path,
+    *,
+    recipe: str = "4bit",
+    target_bpw: float | None = None,
+    group_size: int | None = None,
+    calibration: str | None = "default",
+    check: bool = True,
+    max_memory: str | int | None = None,
+    resume: bool = False,
+    progress: bool | None = None,
+) -> "ConversionReport":
+    """Convert a checkpoint to MLX: quantised, and compared with its source.
+
+    Args:
+        source: a folder, a GGUF file, or a repository of the hub as org/name.
+        out: the folder, which appears when it is complete.
+        recipe: such as "4bit", "8bit", "mixed", "mxfp4", "bf16"; see docs/conversion.md.
+        target_bpw: bits a weight on average: formats are chosen by what each costs.
+        group_size: numbers that share a scale.
+        calibration: text by which rounding is chosen; "default": that of the library, None: none.
+        check: compare the logits of the result with those of the source.
+        max_memory: such as "24GB".
+        resume: go on with a conversion that was interrupted.
+        progress: whether bars show it; None: in a notebook and where stderr is a terminal.
+
+    Returns:
+        The report, as in report.json; `passed` says whether the checks did.
+
+    Raises:
+        ConversionError: the target, the disk or what is written is not as it should be.
+        ModelError: the source is not there, broken, or not supported.
+        InvalidRequestError: an unknown recipe, or options that do not go together.
+    """
+    require_mlx()
+    from .convert.calibration.texts import read_text
+    from .convert.read import open_source
+    from .convert.recipes import ConversionOptions, make_recipe
+    from .convert.run import Conversion
+
+    if check and calibration is None:
+        raise InvalidRequestError("check needs a text: leave calibration in, or say check=False.")
+    options = ConversionOptions(
+        recipe=make_recipe(recipe, group_size=group_size),
+        target_bpw=target_bpw,
+        calibration=read_text(None) if calibration == "default" else calibration,
+        max_memory=None if max_memory is None else parse_bytes(max_memory),
+    )
+    with progress_bars(unit="it", wanted=progress) as show:
+        opened = open_source(str(source))
+        try:
+            opens = _logits_of if check else None
+            return Conversion(opened, Path(out), options, opens, show).run(resume=resume)
+        finally:
+            opened.close()
+
+
+@contextmanager
+def _logits_of(folder: Path) -> Iterator[Any]:
+    """Load the converted model like any other."""
+    from .llm import LLM
+
+    with LLM(str(folder), max_batch=1, progress=False) as llm:
+        yield llm.logits

@@ -1,0 +1,195 @@
+"""One notebook, run by a kernel: what is shown, how short errors are, what they keep alive."""
+
+import asyncio
+import importlib.util
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REQUIRED = "MLXINFER_REQUIRE_WEB"  # environment variable: tests of optional parts are not skipped
+SAVED = "MLXINFER_NOTEBOOK_HTML"  # environment variable: a file for the notebook as HTML
+
+ENGINES = """
+import gc, threading
+import mlx.core as mx
+gc.collect()
+names = [thread.name for thread in threading.enumerate()]
+print(names.count("mlxinfer-engine"), mx.get_active_memory())
+"""
+CELLS = {
+    "load": "from mlxinfer import LLM\nllm = LLM('demo')",
+    "engines": ENGINES,
+    "model": "display(llm)",
+    "info": "llm.model_info",
+    "chat": "llm.chat('Give me JSON for a user named Grace aged 47', temperature=0)",
+    "batch": "llm.generate(['A page', 'A token', '<script>alert(1)</script>'], max_tokens=12)",
+    "bars": "import mlxinfer\nLLM('demo', progress=True).generate(['A'] * 3, max_tokens=2);",
+    "table": "_.to_pandas().columns.tolist()",
+    "stats": "llm.stats()",
+    "show": "llm.show('What is a KV cache?', temperature=0)",
+    "heat": "llm.heat(llm.chat('What is 47 + 38', max_tokens=8, logprobs=2))",
+    "extension": "%load_ext mlxinfer",
+    "magic": "%%llm -t 0 -s 'You are terse.'\nList three colors",
+    "go on": "%%llm -t 0 -c\nExplain paged attention",
+    "help": "%llm -h",
+    "wrong option": "%%llm --nonsense\nHello",
+    "missing": "LLM('org/nothing')",
+    "too long": "llm.generate('word ' * 9000)",
+    "misspelt": "llm.generate('A', max_token=5)",
+    "interrupted stream": """
+for delta in llm.stream('A page', max_tokens=100, ignore_eos=True):
+    raise KeyboardInterrupt
+""",
+    "interrupted": """
+import _thread, threading
+threading.Timer(0.5, _thread.interrupt_main).start()
+llm.generate('A page', max_tokens=None, ignore_eos=True, logit_bias={300: 1e6})
+""",
+    "again": "llm = LLM('demo')",
+    "engines again": ENGINES,
+    "failed again": "llm.chat('A', chat_template_kwargs={'nothing': 1})",
+    "closed": "del llm",
+    "engines at the end": ENGINES,
+}
+FAILING = {
+    *("wrong option", "missing", "too long", "misspelt", "failed again"),
+    *("interrupted", "interrupted stream"),
+}
+
+
+def missing(what: str) -> None:
+    message = f'there is no {what}; pip install "mlxinfer[notebook,test]" installs it'
+    if os.environ.get(REQUIRED):
+        pytest.fail(message)
+    pytest.skip(message)
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The outputs of each cell, by its name."""
+    for name in ("nbclient", "nbformat", "ipykernel", "ipywidgets", "pandas", "nh3"):
+        if importlib.util.find_spec(name) is None:
+            missing(name)
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of jupyter's packages
+        patch.setenv("IPYTHONDIR", str(home))
+        patch.setenv("JUPYTER_DATA_DIR", str(home))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("HF_HOME", str(home))
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+        notebook = run_notebook(home)
+    if SAVED in os.environ:
+        save(notebook, Path(os.environ[SAVED]))
+    return {name: cell.outputs for name, cell in zip(CELLS, notebook.cells, strict=True)}
+
+
+def run_notebook(home: Path) -> Any:
+    import nbformat
+    from jupyter_client.kernelspec import KernelSpecManager
+    from nbclient import NotebookClient
+
+    spec = home / "kernels" / "here"
+    spec.mkdir(parents=True)
+    command = f'["{sys.executable}", "-m", "ipykernel_launcher", "-f", "{{connection_file}}"]'
+    (spec / "kernel.json").write_text(
+        f'{{"argv": {command}, "display_name": "here", "language": "python"}}'
+    )
+    notebook = nbformat.v4.new_notebook()
+    notebook.cells = [nbformat.v4.new_code_cell(source) for source in CELLS.values()]
+    client = NotebookClient(notebook, kernel_name="here", allow_errors=True, timeout=120)
+    client.create_kernel_manager().kernel_spec_manager = KernelSpecManager(
+        kernel_dirs=[str(home / "kernels")]
+    )
+    asyncio.run(client.async_execute())
+    return notebook
+
+
+def save(notebook: Any, path: Path) -> None:
+    from nbconvert import HTMLExporter
+
+    path.write_text(HTMLExporter().from_notebook_node(notebook)[0])
+
+
+def html(outputs: dict[str, Any], cell: str) -> str:
+    return "".join(each.get("data", {}).get("text/html", "") for each in outputs[cell])
+
+
+def text(outputs: dict[str, Any], cell: str) -> str:
+    return "".join(each.get("text", "") for each in outputs[cell])
+
+
+def error(outputs: dict[str, Any], cell: str) -> Any:
+    (found,) = [each for each in outputs[cell] if each.output_type == "error"]
+    return found
+
+
+def test_only_the_cells_that_fail_by_intention_fail(outputs: dict[str, Any]) -> None:
+    failed = {
+        name: found[0].get("evalue")
+        for name, found in outputs.items()
+        if any(each.output_type == "error" for each in found)
+    }
+    assert set(failed) == FAILING, failed
+
+
+def test_answers_models_and_lists_are_cards(outputs: dict[str, Any]) -> None:
+    assert "temperature 0.3, top_p 0.9" in html(outputs, "model")
+    assert "2,048 tokens" in html(outputs, "info")
+    assert "Grace" in html(outputs, "chat")
+    assert "tok/s" in html(outputs, "chat")
+    table = html(outputs, "batch")
+    assert table.count("<tr>") == 4
+    assert "<script" not in table
+    assert "kv bytes cached" in html(outputs, "stats")
+    assert html(outputs, "stats").count("<details>") == 2
+    assert "rgba(230,70,40" in html(outputs, "heat")
+
+
+def test_an_answer_that_is_shown_grows_in_one_place(outputs: dict[str, Any]) -> None:
+    for cell in ("show", "magic", "go on"):
+        (shown,) = outputs[cell]
+        assert shown.output_type == "display_data"
+        assert "answer tokens" in shown.data["text/html"]
+    assert "yellow" in html(outputs, "magic")
+    assert "usage: %%llm" in text(outputs, "help")
+
+
+def test_bars_are_drawn_where_they_are_asked_for(outputs: dict[str, Any]) -> None:
+    widgets = "application/vnd.jupyter.widget-view+json"
+    assert any(widgets in each.get("data", {}) for each in outputs["bars"])
+
+
+@pytest.mark.parametrize(
+    ("cell", "kind", "words"),
+    [
+        ("missing", "ModelNotFoundError", "org/nothing is not on this disk"),
+        ("too long", "ContextLengthError", "context"),
+        ("misspelt", "UnknownArgumentError", "Did you mean 'max_tokens'"),
+        ("wrong option", "InvalidRequestError", "unrecognized arguments: --nonsense"),
+        ("interrupted", "KeyboardInterrupt", ""),
+    ],
+)
+def test_errors_are_short(outputs: dict[str, Any], cell: str, kind: str, words: str) -> None:
+    found = error(outputs, cell)
+    assert found.ename == kind
+    assert words in found.evalue
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(found.traceback))
+    assert len(plain.splitlines()) < 25, plain
+
+
+@pytest.mark.parametrize(("cell", "left"), [("engines again", 1), ("engines at the end", 0)])
+def test_a_model_that_is_replaced_after_errors_is_freed(
+    outputs: dict[str, Any], cell: str, left: int
+) -> None:
+    """IPython keeps the last traceback: no frame of it may hold an engine."""
+    threads, num_bytes = map(int, text(outputs, "engines").split())
+    now, bytes_now = map(int, text(outputs, cell).split())
+    assert threads == 1
+    assert now == left
+    assert bytes_now < 1.5 * num_bytes * left + 100_000

@@ -2,7 +2,7 @@
 
 MlxinferError
 ├── UnauthorizedError          401  invalid_api_key
-├── ForbiddenError             403  forbidden             Host or Origin
+├── ForbiddenError             403  forbidden             Host, Origin or key
 ├── NoSuchPathError            404  not_found
 ├── NotStoredError             404  not_found             a stored response, file or batch
 ├── MethodError                405  method_not_allowed
@@ -33,7 +33,7 @@ class UnauthorizedError(MlxinferError):
 
 
 class ForbiddenError(MlxinferError):
-    """The Host or Origin header is foreign."""
+    """The Host or Origin header is foreign, or the key may not administer the server."""
 
     status = 403
     code = "forbidden"

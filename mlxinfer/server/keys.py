@@ -27,6 +27,7 @@ class ApiKeys:
 
     digests: tuple[tuple[str, bytes], ...] = ()  # (name, SHA-256)
     limits: tuple[tuple[str, KeyLimits], ...] = ()  # (name, limits), of keys that have some
+    users: frozenset[str] = frozenset()  # names of keys that may ask, and not administer
 
     @classmethod
     def from_plain(cls, keys: Iterable[str]) -> "ApiKeys":
@@ -46,7 +47,9 @@ class ApiKeys:
         return cls(tuple(digests))
 
     def with_named(self, tables: Mapping[str, object], place: str) -> "ApiKeys":
-        """The same keys and those of a file: {name: {"key" or "sha256": …, limits}}.
+        """The same keys and those of a file: {name: {"key" or "sha256": …, admin, limits}}.
+
+        A key of the file administers the server only with `admin = true`.
 
         Args:
             tables: of the file.
@@ -55,14 +58,19 @@ class ApiKeys:
         Raises:
             InvalidRequestError: a table is wrong, or two keys have one name or are equal.
         """
-        digests, limits = list(self.digests), list(self.limits)
+        digests, limits, users = list(self.digests), list(self.limits), set(self.users)
         for name, table in tables.items():
-            digest, own = _read_table(table, f"{place}, {name}")
+            digest, own, is_admin = _read_table(table, f"{place}, {name}")
             if name in dict(digests) or digest in (known for _, known in digests):
                 raise InvalidRequestError(f"{place}, {name}: this name or key is there twice.")
             digests.append((name, digest))
             limits += [(name, own)] if own != KeyLimits() else []
-        return ApiKeys(tuple(digests), tuple(limits))
+            users |= set() if is_admin else {name}
+        return ApiKeys(tuple(digests), tuple(limits), frozenset(users))
+
+    def administers(self, name: str | None) -> bool:
+        """Whether the key of a name may load, download, delete and see what others run."""
+        return name not in self.users
 
     def __bool__(self) -> bool:
         return bool(self.digests)
@@ -98,8 +106,8 @@ class ApiKeys:
         return found
 
 
-def _read_table(table: object, place: str) -> tuple[bytes, KeyLimits]:
-    """The digest and the limits of a key's table."""
+def _read_table(table: object, place: str) -> tuple[bytes, KeyLimits, bool]:
+    """Digest and limits of a key's table, and whether the key administers the server."""
     if not isinstance(table, dict):
         raise InvalidRequestError(f"{place}: expected a table with key or sha256.")
     given = {name.replace("-", "_"): value for name, value in table.items()}
@@ -111,13 +119,16 @@ def _read_table(table: object, place: str) -> tuple[bytes, KeyLimits]:
         hashed = bytes.fromhex(digest)
     else:
         raise InvalidRequestError(f"{place}: expected key, or sha256 with 64 hexadecimal digits.")
+    is_admin = given.pop("admin", False)
+    if not isinstance(is_admin, bool):
+        raise InvalidRequestError(f"{place}: admin is {is_admin!r}; expected true or false.")
     known = {field.name for field in fields(KeyLimits)}
     for name, value in given.items():
         if name not in known:
             raise InvalidRequestError(f"{place}: {name} is none of {', '.join(sorted(known))}.")
         if type(value) is not int or value < 1:
             raise InvalidRequestError(f"{place}: {name} is {value!r}; expected 1 or more.")
-    return hashed, KeyLimits(**given)
+    return hashed, KeyLimits(**given), is_admin
 
 
 def _digest(key: bytes) -> bytes:

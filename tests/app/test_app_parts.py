@@ -109,7 +109,10 @@ def test_a_problem_stands_on_top_in_one_line() -> None:
     ("view", "text"),
     [
         (View(url=URL), "The server is stopped"),
-        (View(url=URL, phase=Phase.LOCKED), "The server needs a key: see Settings"),
+        (
+            View(url=URL, phase=Phase.LOCKED),
+            "The server needs a key that may administer it: see Settings",
+        ),
         (View(url=URL, phase=Phase.FOREIGN), f"Another program answers at {URL}"),
         (running(), "Running: chat"),
         (running(activity=Activity()), "Running, no model loaded"),

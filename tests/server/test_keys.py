@@ -47,6 +47,7 @@ def test_keys_of_a_file_have_names_and_limits() -> None:
         {"a": {"key": "x", "tokens": 3}},
         {"a": {"key": "x", "max-running": 0}},
         {"a": {"key": "x", "max-running": True}},
+        {"a": {"key": "x", "admin": "yes"}},
         {"a": {"key": "x"}, "b": {"key": "x"}},
         {"key1": {"key": "y"}},
     ],
@@ -100,6 +101,22 @@ def test_one_key_at_its_limit_holds_up_no_other() -> None:
         assert (last.status_code, last.json()["error"]["type"]) == (429, "rate_limit_error")
         assert 1 <= int(last.headers["retry-after"]) <= 20
         assert server.post(CHAT, chat(), headers=bearer("plain")).status_code == 200
+
+
+def test_a_key_of_the_file_administers_only_if_it_says_so() -> None:
+    tables = {"user": {"key": "u"}, "chief": {"key": "c", "admin": True}}
+    keys = ApiKeys.from_plain(["plain"]).with_named(tables, "keys.toml")
+    with ScriptedServer(keys=keys) as server, server.says("Yes."):
+        for key, allowed in (("u", 403), ("c", 200), ("plain", 200)):
+            assert server.get("/admin/models", headers=bearer(key)).status_code == allowed
+            load = server.post("/admin/models/load", {"model": "demo"}, headers=bearer(key))
+            assert load.status_code == allowed
+            assert server.post(CHAT, chat(), headers=bearer(key)).status_code == 200
+        refused = server.get("/hub/models", headers=bearer("u"))
+        assert refused.status_code == 403, "before it is looked whether the path is there"
+        assert "admin = true" in refused.json()["error"]["message"]
+        assert server.get("/admin/models").status_code == 401
+    assert ApiKeys().administers(None)
 
 
 @pytest.mark.parametrize("shared", [False, True])

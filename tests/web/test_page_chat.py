@@ -9,6 +9,8 @@ from live_server import wait_until
 from page_driver import PageDriver
 from page_server import PageServer
 
+from mlxinfer.server.keys import ApiKeys
+
 MARKDOWN = """# Title
 
 Some **bold** text, `code`, and $x^2 + 1$; it costs $5 and $6.
@@ -332,8 +334,6 @@ def test_the_keyboard_is_enough(page: PageDriver) -> None:
 
 
 def test_a_key_is_asked_for_and_kept(browser: Any, tmp_path: Any) -> None:
-    from mlxinfer.server.keys import ApiKeys
-
     with (
         PageServer(tmp_path, keys=ApiKeys.from_plain(["a-secret"])) as locked,
         PageDriver(browser, locked) as page,
@@ -348,6 +348,19 @@ def test_a_key_is_asked_for_and_kept(browser: Any, tmp_path: Any) -> None:
         page.page.wait_for_selector('textarea[placeholder="Ask demo"]')
         owners = {c.title for c in locked.routes._history.conversations("")}  # type: ignore[union-attr]
         assert owners == set(), "a key's conversations are not those of requests without a key"
+
+
+def test_a_key_that_may_not_administer_sees_the_chat_alone(browser: Any, tmp_path: Any) -> None:
+    keys = ApiKeys.from_plain(["chief"]).with_named({"anna": {"key": "plain"}}, "keys.toml")
+    with PageServer(tmp_path, keys=keys) as server:
+        for key, places in (("plain", ["Chat"]), ("chief", ["Chat", "Models", "Dashboard"])):
+            with PageDriver(browser, server) as page:
+                page.page.goto(server.url)
+                page.page.get_by_label("This server answers only with a key").fill(key)
+                page.click("Use this key")
+                page.answered("Hello")
+                assert page.texts("nav a") == places
+                page.errors.clear()  # the refusal before the key
 
 
 @pytest.mark.parametrize("form", ["schema", "choice"])

@@ -15,7 +15,7 @@ from .process import ServerProcess, StartError
 from .settings import Settings
 
 START_S = 60.0  # that a server may take until it answers
-UNAUTHORIZED = 401
+NOT_ALLOWED = (401, 403)  # no key, or one that may not administer the server
 
 
 class Phase(StrEnum):
@@ -25,7 +25,7 @@ class Phase(StrEnum):
     STARTING = "starting"
     RUNNING = "running"
     STOPPING = "stopping"
-    LOCKED = "needs a key"
+    LOCKED = "needs another key"
     SILENT = "does not answer"
     FOREIGN = "another program"
 
@@ -193,7 +193,7 @@ class Controller:
         except SilentServerError:
             return (Phase.STARTING if starting else Phase.SILENT), None
         except ServerError as error:
-            return (Phase.LOCKED if error.refused == UNAUTHORIZED else Phase.FOREIGN), None
+            return (Phase.LOCKED if error.refused in NOT_ALLOWED else Phase.FOREIGN), None
         except (KeyError, TypeError):  # JSON of another program
             return Phase.FOREIGN, None
 

@@ -88,7 +88,7 @@ def state_text(view: View) -> str:
     """The state in one line."""
     if view.phase is not Phase.RUNNING:
         texts = {
-            Phase.LOCKED: "The server needs a key: see Settings",
+            Phase.LOCKED: "The server needs a key that may administer it: see Settings",
             Phase.SILENT: "The server does not answer",
             Phase.FOREIGN: f"Another program answers at {view.url}",
         }

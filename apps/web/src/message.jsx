@@ -5,7 +5,7 @@ import { asCurl, copy, number, rateOf, seconds } from "./format.js";
 import { blocksOf, drawFormulas, MAX_CHARS } from "./markdown.js";
 import { usePolled } from "./poll.js";
 import {
-  ask, branch, busy, children, conversation, notice, resend, rewrite, sendResults, show,
+  ask, branch, busy, children, conversation, features, notice, resend, rewrite, sendResults, show,
 } from "./store.js";
 import { branchOf, requestOf } from "./tree.js";
 import { Icon, IconButton } from "./widgets.jsx";
@@ -119,7 +119,7 @@ function Answer({ message, version, arriving, again, editing, edit }) {
         <Results message={message} calls={calls} />
       )}
       {arriving && !content && !reasoning && !calls.length && <p class="waiting">reading the prompt…</p>}
-      {arriving && <LiveBatch />}
+      {arriving && features.value.admin && <LiveBatch />}
       {details.error && (
         <p class="error" role="alert">
           {details.error}{" "}

@@ -122,8 +122,8 @@ export function Sidebar({ place, theme, help }) {
       </div>
       <nav aria-label="Places">
         <Place name="chat" label="Chat" here={place} />
-        <Place name="models" label="Models" here={place} />
-        <Place name="dashboard" label="Dashboard" here={place} />
+        {features.value.admin && <Place name="models" label="Models" here={place} />}
+        {features.value.admin && <Place name="dashboard" label="Dashboard" here={place} />}
       </nav>
       <button
         type="button"

@@ -9,7 +9,7 @@ const DRAW_MS = 30; // between two redraws
 const OTHER_TABS = new BroadcastChannel("mlxinfer");
 
 export const models = signal([]); // of /v1/models, and those on the disk that can be added
-export const features = signal({ history: false, hub: false, pdf: false });
+export const features = signal({ history: false, hub: false, pdf: false, admin: false });
 export const chosenModel = signal(localStorage.getItem(MODEL) ?? "");
 export const conversations = signal([]);
 export const moreConversations = signal(false);

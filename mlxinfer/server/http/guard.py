@@ -16,7 +16,13 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...errors import InvalidRequestError, OverloadedError
-from ..errors import HeadersTooLargeError, MediaTypeError, MethodError, NoSuchPathError
+from ..errors import (
+    ForbiddenError,
+    HeadersTooLargeError,
+    MediaTypeError,
+    MethodError,
+    NoSuchPathError,
+)
 from ..keys import Headers
 from ..settings import ServerConfig, is_loopback
 from .body import ClientGoneError
@@ -28,6 +34,7 @@ METRICS = "/metrics"
 POLLED = frozenset(
     {"/health", "/ready", "/admin/state", "/hub/jobs", METRICS}
 )  # logged at level info only on errors
+ADMIN_PATHS = ("/admin/", "/hub/")  # models, downloads, what all keys run
 CLIENT_GONE = 499  # the log's status of a request whose client disconnected
 _ABSOLUTE = re.compile(rb"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
@@ -129,6 +136,11 @@ class Guard:
             key = self._config.keys.name_of(headers)
             if key is not None:
                 scope["mlxinfer.log"]["key"] = key
+            if scope["path"].startswith(ADMIN_PATHS) and not self._config.keys.administers(key):
+                raise ForbiddenError(
+                    f"The key {key} may not administer this server; `admin = true` in its table of "
+                    "the keys file lets it."
+                )
         if scope["method"] == "POST":
             _check_json(headers)
 

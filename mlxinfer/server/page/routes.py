@@ -23,6 +23,7 @@ class Features(msgspec.Struct, kw_only=True):
     history: bool
     hub: bool
     pdf: bool
+    admin: bool  # the key may see and do what is under /admin and /hub
     recipes: tuple[str, ...] = RECIPES
 
 
@@ -57,12 +58,14 @@ class PageRoutes:
 
     async def features(self, call: Call, _: None) -> Reply:
         """What this server offers to the page."""
+        is_admin = call.service.config.keys.administers(call.log.get("key"))
         return json_body(
             Features(
                 version=__version__,
                 history=self._history is not None,
-                hub=self._library is not None,
+                hub=self._library is not None and is_admin,
                 pdf=self._pdf,
+                admin=is_admin,
             )
         )
 

@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 settings.register_profile(
     "default",
+    max_examples=int(os.environ.get("MLXINFER_EXAMPLES", "40")),  # where a test states no number
     derandomize="HYPOTHESIS_SEED" not in os.environ,
     deadline=None,
     print_blob=True,

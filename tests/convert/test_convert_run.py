@@ -115,17 +115,24 @@ def test_ropes_of_each_layer_type_survive(tmp_path: Path) -> None:
 SOFTCAP = {"final_logit_softcapping": None}  # which mlx-lm does not know
 
 
+INNER = "language_model."
+
+
 @pytest.mark.parametrize(
-    ("case", "changes"),
+    ("case", "changes", "inner"),
     [
-        ("gemma3_text-v4", {}),
-        ("gemma3_text-v4", {"rope_scaling": None, "sliding_window_pattern": 2}),
-        ("gemma3_text-v5", SOFTCAP),
-        ("gemma3_text-v5", {**SOFTCAP, "rope_scaling": None, "rope_theta": None}),
-        ("gemma3_text-v5", {**SOFTCAP, "layer_types": ["sliding_attention", "full_attention"] * 3}),
+        ("gemma3_text-v4", {}, None),
+        ("gemma3_text-v4", {}, INNER),
+        ("gemma3_text-v4", {"rope_scaling": None, "sliding_window_pattern": 2}, None),
+        ("gemma3_text-v5", SOFTCAP, INNER),
+        ("gemma3_text-v5", {**SOFTCAP, "rope_scaling": None, "rope_theta": None}, None),
+        (
+            "gemma3_text-v5",
+            {**SOFTCAP, "layer_types": ["sliding_attention", "full_attention"] * 3},
+            INNER,
+        ),
     ],
 )
-@pytest.mark.parametrize("inner", [None, "language_model."])
 def test_gemma_in_every_spelling(
     tmp_path: Path, case: str, changes: dict[str, object], inner: str | None
 ) -> None:

@@ -277,7 +277,7 @@ def commit_sevens(scheduler: Scheduler) -> CommitResult:
 
 
 @given(st.data())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_pages_and_queues_balance_over_random_programs(data: st.DataObject) -> None:
     windows = data.draw(st.sampled_from([(None,), (6,), (None, 6), (None, 1, 20)]))
     chunk = PAGE * data.draw(st.integers(1, 5))

@@ -13,7 +13,7 @@ from mlxinfer.core import SamplingParams
 from mlxinfer.sampling.rejection import DrawnProposals, ProposingChoice, RejectionChoice
 from mlxinfer.sampling.sampler import Sampler
 
-NUM_DRAWS = int(os.environ.get("MLXINFER_DRAWS", "10000"))
+NUM_DRAWS = int(os.environ.get("MLXINFER_DRAWS", "4000"))
 VOCAB, ROWS = 24, 1000
 SETTINGS = {
     "plain": {},

@@ -90,14 +90,19 @@ def messages(clients: Clients, max_tokens: int, stream: bool) -> Seen:
     return text, [written][: len(kinds) - 1], events[-2].delta.stop_reason
 
 
+@pytest.mark.parametrize(
+    "every", [3, pytest.param(1, marks=pytest.mark.slow)], ids="every_{}".format
+)
 @pytest.mark.parametrize("ask", [chat, responses, messages])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_max_tokens_cuts_off_is_emitted_once(
-    scripted: ScriptedServer, clients: Clients, ask: Ask, stream: bool
+    scripted: ScriptedServer, clients: Clients, ask: Ask, stream: bool, every: int
 ) -> None:
+    """Each API, and each way to stream, at other places than the next: together at all."""
     whole = json.loads(ARGUMENTS)
     seen = set()
-    for max_tokens in range(6, len(scripted.script._encode(SAID))):
+    first = 6 + ([chat, responses, messages].index(ask) + stream) % every
+    for max_tokens in range(first, len(scripted.script._encode(SAID)), every):
         with scripted.says(SAID):
             text, calls, reason = ask(clients, max_tokens, stream)
         seen.add(bool(calls))

@@ -14,7 +14,7 @@ from .. import hub
 from ..core import SamplingParams
 from ..session.engine_factory import EngineOptions
 from ..session.session import Session
-from ..speculation.options import SpeculationOptions
+from ..speculation.options import WITH_DRAFT, SpeculationOptions, kind_of
 from .report import Report, Table, ratio
 
 PROMPTS = (
@@ -72,6 +72,7 @@ def run(
     model: str,
     *,
     draft: str | None = None,
+    mtp: bool = False,
     depths: Sequence[int] = DEPTHS,
     batches: Sequence[int] = (1, 8),
     tokens: int = 128,
@@ -81,7 +82,8 @@ def run(
 
     Args:
         model: name or folder.
-        draft: name or folder of a draft model; None: n-grams alone.
+        draft: name or folder of a draft; None: n-grams alone.
+        mtp: whether to measure the head that the model's checkpoint brings.
         depths: fixed numbers of proposals.
         batches: requests at once.
         tokens: longest answer.
@@ -91,7 +93,9 @@ def run(
     """
     folder, options = hub.resolve(model), options or EngineOptions()
     draft_folder = None if draft is None else hub.resolve(draft)
-    methods = ["ngram"] if draft is None else ["draft", "ngram"]
+    methods = ["ngram"] if draft_folder is None else [kind_of(draft_folder), "ngram"]
+    if mtp:
+        methods.insert(0, "mtp")
     prompts = {"questions": PROMPTS, "a text to copy": (COPY,)}
     plain = {
         (name, batch): answers_of(folder, options, _off(), texts, batch, tokens)
@@ -103,7 +107,7 @@ def run(
         for depth in [*depths, None]:
             speculation = SpeculationOptions(
                 method=method,
-                draft=draft_folder if method == "draft" else None,
+                draft=draft_folder if method in WITH_DRAFT else None,
                 max_draft=8 if depth is None else depth,
                 fixed=depth is not None,
             )

@@ -94,7 +94,11 @@ _ENGINE = (
         metavar="|".join(METHODS),
         help="What proposes tokens that a step verifies, where that is faster.  [default: auto]",
     ),
-    click.option("--draft", metavar="MODEL", help="Draft model, with the model's own tokenizer."),
+    click.option(
+        "--draft",
+        metavar="MODEL",
+        help="Draft model with the same tokenizer, EAGLE-3 head or DFlash draft.",
+    ),
     click.option("--max-draft", type=int, metavar="N", help="Proposals a step.  [default: 8]"),
     click.option(
         "--acceptance",

@@ -204,7 +204,8 @@ def serve(as_json: bool, as_markdown: bool, **options: Any) -> None:
 
 @command.command()
 @model_option
-@click.option("--draft", metavar="MODEL", help="Draft model.  [default: n-grams alone]")
+@click.option("--draft", metavar="MODEL", help="Draft model, EAGLE-3 head or DFlash draft.")
+@click.option("--mtp", is_flag=True, help="Measure the head that the checkpoint brings.")
 @click.option("--depths", type=Counts(), default="1,2,4,7", show_default=True, help="Proposals.")
 @click.option(
     "--batches", type=Counts(), default="1,8", show_default=True, help="Requests at once."

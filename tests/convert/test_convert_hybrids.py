@@ -7,10 +7,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from convert_cases import TEXT, convert, write_source
+from models.dense_kv import DenseCache
 from models.test_hybrid_layouts import nested, packed, prefixed, tensors_of
+from speculation.head_checkpoints import MTP_CASES, mtp_tensors, write
 from test_convert_run import by_mlxinfer
 
 from mlxinfer.errors import UnsupportedModelError
+from mlxinfer.models import load
+from mlxinfer.models.prediction import load_prediction_head
 
 CASES = (
     "qwen3_next-v4",
@@ -130,3 +134,30 @@ def test_experts_of_gemma_4_are_quantised_as_other_matrices(tmp_path: Path) -> N
     assert 0 < np.abs(changed).mean() < 0.5 * by_mlxinfer(source).std()
     target = convert(source, tmp_path / "target", calibration=TEXT, target_bpw=6.0)
     assert target.bits_per_weight <= 6.0
+
+
+@pytest.mark.parametrize("case", MTP_CASES)
+@pytest.mark.parametrize("recipe", ["bf16", "8bit"])
+def test_a_kept_head_predicts_as_that_of_the_source(case: str, recipe: str, tmp_path: Path) -> None:
+    """Latent and gated attention, experts stored one by one and stacked, norms less one."""
+    source = write_source(tmp_path / "source", case)
+    config = json.loads((source / "config.json").read_text())
+    stated = {**config, "num_nextn_predict_layers": 1}
+    stored = mx.load(str(source / "model.safetensors"))
+    tensors = {n: np.array(a.astype(mx.float32)) for n, a in stored.items()}
+    write(source, stated, tensors | mtp_tensors(stated, tensors), None)
+    convert(source, tmp_path / "out", recipe)
+    before, after = (head_logits(folder) for folder in (source, tmp_path / "out"))
+    worst = np.abs(before - after).max() / before.std()
+    assert worst < (0.2 if recipe == "bf16" else 0.6)
+    assert np.corrcoef(before.ravel(), after.ravel())[0, 1] > 0.995
+
+
+def head_logits(folder: Path) -> np.ndarray:
+    """Of the head in a folder, over random hidden states."""
+    model = load(folder, dtype="float32")
+    head = load_prediction_head(folder, model)
+    hidden = np.random.default_rng(0).standard_normal((12, model.config.hidden_size))
+    head.feed(mx.array(hidden.astype(np.float32)))
+    logits = DenseCache(head).run(head, [("a", list(range(5, 17)))])
+    return np.array(logits.astype(mx.float32))

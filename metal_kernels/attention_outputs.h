@@ -31,8 +31,10 @@ struct RowFigures {
   float log_sum_exp() const { return (peak + fast::log2(total)) * M_LN2_F; }
 };
 
-// Numbers of a value that streams merge at a time.
+// Numbers of a value that streams merge at a time, and how far apart rows of them lie: lanes that
+// store a column of rows meet other banks.
 constexpr int slice_width(int D) { return value_run(D) * 4; }
+constexpr int slice_pitch(int D) { return slice_width(D) + 1; }
 
 // The figures of row `row` over all `streams`, and the weight of each stream.
 template <int ROWS>
@@ -96,6 +98,7 @@ METAL_FUNC void put_merged(
     uint lane) {
   constexpr int HALF = value_run(VD) / 2;
   constexpr int WIDTH = slice_width(VD);
+  constexpr int PITCH = slice_pitch(VD);
   const Place at = place_of(lane);
   UNROLL
   for (int r = 0; r < ROWS; r++) {
@@ -113,7 +116,7 @@ METAL_FUNC void put_merged(
         state.peak[r] - merged_peak<ROWS>(figures, STREAMS, r * 8 + at.row));
     UNROLL
     for (int v = 0; v < VD / WIDTH; v++) {
-      threadgroup float* mine = slice + (stream * 8 + at.row) * WIDTH + at.column * HALF;
+      threadgroup float* mine = slice + (stream * 8 + at.row) * PITCH + at.column * HALF;
       UNROLL
       for (int j = 0; j < HALF; j++) {
         mine[j] = state.outputs[r][v * HALF + j].thread_elements()[0] * fade;
@@ -127,7 +130,9 @@ METAL_FUNC void put_merged(
         const float peak = merged_peak<ROWS>(figures, STREAMS, place);
         const RowFigures found = {peak, merged_total<ROWS>(figures, STREAMS, place, peak)};
         float sum = 0;
-        for (int s = 0; s < STREAMS; s++) sum += slice[s * 8 * WIDTH + i];
+        for (int s = 0; s < STREAMS; s++) {
+          sum += slice[(s * 8 + i / WIDTH) * PITCH + i % WIDTH];
+        }
         const int number = v * WIDTH + i % WIDTH;
         const float share = row_share<SINKS>(to, found, row, sink_logits, head);
         to.numbers[to.vector_of(row) * VD + number] = O(sum * share);

@@ -18,6 +18,10 @@ constant constexpr int TEAM_ROWS = 16;
 constant constexpr int SCORES = TEAM_ROWS * BLOCK;  // of a team: one for each thread
 constant constexpr int HALF_RUN = 4;
 
+// Where the score of a row and a token stands: rows of 16, every other pair of rows with its
+// halves exchanged, so that lanes with a column of rows meet other banks.
+METAL_FUNC int score_place(int row, int token) { return row * BLOCK + (token ^ (row / 2 % 2 * 8)); }
+
 // Which number stands at place k of chunk c of a SIMD group's chunks: VD / 64 shared ones, then
 // those that are key only.
 template <int KD, int VD>
@@ -139,6 +143,7 @@ METAL_FUNC void mla_attention(
   threadgroup float* scores = scratch + team * TEAM * SCORES;
   const int mine = part * 32 + lane;  // this thread's (row, token)
   const int my_row = base + mine / BLOCK;
+  const int my_place = score_place(mine / BLOCK, mine % BLOCK);
   const int my_query = min(span.start + my_row / query_heads, span.stop - 1);
   RowSoftmax softmax = {LOWEST, 0};
   const device int* table = pages + own.table * plan.max_pages();
@@ -162,32 +167,32 @@ METAL_FUNC void mla_attention(
         for (int c = 0; c < CHUNKS; c++) {
           simdgroup_multiply_accumulate(partial, held[g][c], rows.at(r, c), partial);
         }
-        threadgroup float* out =
-            scores + part * SCORES + (r * 8 + at.column) * BLOCK + token;
-        out[0] = partial.thread_elements()[0];
-        out[BLOCK] = partial.thread_elements()[1];
+        threadgroup float* out = scores + part * SCORES;
+        const int row = r * 8 + at.column;
+        out[score_place(row, token)] = partial.thread_elements()[0];
+        out[score_place(row + 1, token)] = partial.thread_elements()[1];
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     float score = 0;
-    for (int p = 0; p < TEAM; p++) score += scores[p * SCORES + mine];
+    for (int p = 0; p < TEAM; p++) score += scores[p * SCORES + my_place];
     const bool sees = reach.sees(my_query, position + mine % BLOCK);
     score = sees ? score * scale * M_LOG2E_F : HIDDEN;
     const float fade = softmax.weigh(score);
-    scores[mine] = score;
-    if (mine % BLOCK == 0) scores[SCORES + mine] = fade;
+    scores[my_place] = score;
+    if (mine % BLOCK == 0) scores[SCORES + my_place] = fade;
     threadgroup_barrier(mem_flags::mem_threadgroup);
     UNROLL
     for (int r = 0; r < 2; r++) {
-      const int row = (r * 8 + at.row) * BLOCK;
-      const float faded = scores[SCORES + row];
+      const int row = r * 8 + at.row;
+      const float faded = scores[SCORES + score_place(row, 0)];
       UNROLL
       for (int c = 0; c < VALUE_CHUNKS; c++) sums[r][c].thread_elements() *= faded;
       UNROLL
       for (int g = 0; g < 2; g++) {
         Fragment weights;
-        weights.thread_elements()[0] = scores[row + 8 * g + at.column];
-        weights.thread_elements()[1] = scores[row + 8 * g + at.column + 1];
+        weights.thread_elements()[0] = scores[score_place(row, 8 * g + at.column)];
+        weights.thread_elements()[1] = scores[score_place(row, 8 * g + at.column + 1)];
         UNROLL
         for (int c = 0; c < VALUE_CHUNKS; c++) {
           simdgroup_multiply_accumulate(sums[r][c], weights, held[g][c], sums[r][c]);
@@ -202,7 +207,7 @@ METAL_FUNC void mla_attention(
       outputs, figures, SPLIT ? partial : first, query_heads, query_heads, num_rows};
   const RowFigures found = {softmax.peak, softmax.total};
   if (mine % BLOCK == 0) {
-    scores[mine] = SPLIT ? 1.0f : 1.0f / softmax.total;
+    scores[my_place] = SPLIT ? 1.0f : 1.0f / softmax.total;
     if (my_row < num_rows) put_figures<false>(to, found, my_row, figures, 0);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -210,7 +215,7 @@ METAL_FUNC void mla_attention(
   for (int r = 0; r < 2; r++) {
     const int row = base + r * 8 + at.row;
     if (row >= num_rows) continue;
-    const float share = scores[(r * 8 + at.row) * BLOCK];
+    const float share = scores[score_place(r * 8 + at.row, 0)];
     device O* out = to.numbers + to.vector_of(row) * VD;
     UNROLL
     for (int c = 0; c < VALUE_CHUNKS; c++) {

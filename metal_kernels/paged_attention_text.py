@@ -13,7 +13,7 @@ from .stored import part_names, plane_text
 STREAMED = """
   constexpr int QUERIES = FRAGMENTS * 8 * KEY_DIM * sizeof(T) / sizeof(float4);
   constexpr int FIGURES = STREAMS * FRAGMENTS * 8 * 2;
-  constexpr int SLICES = STREAMS * 8 * slice_width(VALUE_DIM);
+  constexpr int SLICES = STREAMS * 8 * slice_pitch(VALUE_DIM);
   threadgroup float4 shared_queries[QUERIES];
   threadgroup float shared_figures[FIGURES];
   threadgroup float slices[SLICES];
@@ -23,7 +23,7 @@ STREAMED = """
       simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """
 TILED = """
-  constexpr int MERGED = SIMD_GROUPS * 8 * (FRAGMENTS * 2 + slice_width(VALUE_DIM));
+  constexpr int MERGED = SIMD_GROUPS * 8 * (FRAGMENTS * 2 + slice_pitch(VALUE_DIM));
   constexpr int DIMS = HALVES == 1 ? KEY_DIM + VALUE_DIM : KEY_DIM;
   constexpr int TILE =
       scratch_floats(DIMS, sizeof(T), HALVES, PARTNERS == 1 ? 0 : MERGED) / 4;

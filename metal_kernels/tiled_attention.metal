@@ -346,6 +346,6 @@ METAL_FUNC void tiled_attention(
     threadgroup float* slices = scratch + SIMD_GROUPS * ROWS * 16;
     put_merged<VD, PARTNERS, SINKS>(
         state, to, scratch + team * PARTNERS * ROWS * 16,
-        slices + team * PARTNERS * 8 * slice_width(VD), sink_logits, head, base, stream, lane);
+        slices + team * PARTNERS * 8 * slice_pitch(VD), sink_logits, head, base, stream, lane);
   }
 }

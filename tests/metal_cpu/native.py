@@ -57,7 +57,7 @@ class NativeDispatch(ctypes.Structure):
         ("num_buffers", ctypes.c_uint32),
         ("checked", ctypes.c_uint32),
         ("num_faults", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        ("bank_ways", ctypes.c_uint32),
         ("faults", NativeFault * MAX_FAULTS),
         ("threadgroup_bytes", ctypes.c_uint64),
         ("num_threadgroups", ctypes.c_uint64),
@@ -66,4 +66,7 @@ class NativeDispatch(ctypes.Structure):
         ("num_simdgroup_barriers", ctypes.c_uint64),
         ("num_threadgroup_barriers", ctypes.c_uint64),
         ("threadgroup_memory", NativeTraffic),
+        ("bank_file", ctypes.c_char * 96),
+        ("bank_line", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
     ]

@@ -70,6 +70,8 @@ class Report:
     num_simdgroup_barriers: int = 0
     num_threadgroup_barriers: int = 0  # of whole threadgroups
     threadgroup_memory: Traffic = field(default_factory=Traffic)
+    bank_ways: int = 0  # the worst access to threadgroup memory: 1 where no bank is asked twice
+    bank_place: str = ""  # file and line of it
     wall_s: float = 0.0
 
     def kinds(self) -> set[str]:

@@ -1,6 +1,7 @@
 """Bytes are counted exactly, and tell MLX's kernels apart as its users found them to be."""
 
 import mlx.core as mx
+import pytest
 
 from metal_cpu import MetalCPU, Report, requires_compiler
 from metal_cpu.inline import Example
@@ -102,3 +103,33 @@ def test_attention_kernels_are_told_apart() -> None:
             assert traffic.requested_bytes == requested
             assert traffic.unique_per_threadgroup_bytes == per_threadgroup
             assert traffic.unique_bytes == least
+
+
+@pytest.mark.parametrize(
+    ("place", "ways"),
+    [
+        ("lane", 1),  # a word each, one after another
+        ("0", 1),  # one word for all
+        ("lane * 2", 2),
+        ("lane * 8", 8),
+        ("lane * 9", 1),  # padded
+        ("lane * 32", 32),
+    ],
+)
+def test_banks_are_counted(place: str, ways: int) -> None:
+    report = report_of(
+        "threadgroup float tile[1024]; for (uint j = lane; j < 1024; j += 32) tile[j] = j;\n"
+        f"simdgroup_barrier(mem_flags::mem_threadgroup); out[i] = tile[{place}];",
+        threads=32,
+        threadgroup=32,
+    )
+    assert report.bank_ways == ways
+
+
+def test_wide_loads_may_take_their_turns() -> None:
+    report = report_of(
+        "threadgroup float4 tile[32]; tile[lane] = float4(lane); out[i] = tile[lane][lane % 4];",
+        threads=32,
+        threadgroup=32,
+    )
+    assert report.bank_ways == 1

@@ -16,6 +16,7 @@ Attention = Callable[..., list[mx.array]]
 TOLERANCE = {mx.float32: 2e-5, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 MAX_THREADGROUP_BYTES = 16_384
 MAX_THREADS = 512
+MAX_BANK_WAYS = 2
 
 
 def check(
@@ -36,6 +37,7 @@ def check(
     for report in machine.reports:
         assert report.threadgroup_bytes <= MAX_THREADGROUP_BYTES
         assert np.prod(report.threadgroup) <= MAX_THREADS
+        assert report.bank_ways <= MAX_BANK_WAYS, report.bank_place
     expected = twin(inputs.queries, *arguments, inputs.plan, **options)
     assert found[0].dtype == inputs.queries.dtype
     assert found[0].shape == expected[0].shape

@@ -98,7 +98,7 @@ MUTANTS = {
     "a later key": ("key <= query &&", "key <= query + 1 &&", "three rows"),
     "the sinks of no page": ("i < sink_blocks ? i", "i <= sink_blocks ? i", "window and sinks"),
     "the wrong half of the tail": ("position % ring}", "(position + page_size) % ring}", "ragged"),
-    "weights of another stream": ("slice[s * 8 * WIDTH + i]", "slice[i]", "batch of 9"),
+    "weights of another stream": ("slice[(s * 8 + i / WIDTH)", "slice[(i / WIDTH)", "batch of 9"),
     "keys for values": ("values.at(place.later(to_values))", "values.at(place)", "ragged"),
     "no barrier": (
         "shared_queries, queries + first * KD, query_heads, group, num_rows, stream * 32 + lane);"

@@ -188,6 +188,7 @@ __attribute__((visibility("default"))) void msl_dispatch(Dispatch* dispatch) {
     run_threadgroup(order[i]);
   }
   free(order);
+  count_banks();
   unwatch_buffers();
 }
 }

@@ -4,6 +4,8 @@
 extern "C" {
 void* malloc(size_t);
 void* calloc(size_t, size_t);
+void* realloc(void*, size_t);
+void qsort(void*, size_t, size_t, int (*)(const void*, const void*));
 void free(void*);
 void* memcpy(void*, const void*, size_t);
 void* memmove(void*, const void*, size_t);

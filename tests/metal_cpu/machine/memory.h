@@ -1,6 +1,7 @@
 // Every access of a checked kernel: is it in bounds, initialised, ordered; and how much it moves.
 #pragma once
 
+#include "banks.h"
 #include "fault.h"
 #include "races.h"
 #include "traffic.h"
@@ -134,6 +135,11 @@ inline void touch_arena(uintptr_t address, const AccessKind& kind, const Place& 
     size_t offset = address - (uintptr_t)v.address;
     if (offset < v.size && offset + kind.size <= v.size) {
       check_alignment(v.name, offset, address, kind, at);
+      if (!kind.atomic) {
+        const Thread& t = *m.current;
+        uint32_t phase = m.simdgroups[t.simdgroup].phase;
+        banks[t.simdgroup].add(at.instruction, offset, kind.size, t.lane, phase);
+      }
       check_bytes(
           v.name, offset, kind, kThreadgroup, arena_cells + place, arena_written + place, at);
       return;

@@ -54,11 +54,13 @@ struct Dispatch {
   uint32_t num_buffers;
   uint32_t checked; // 0: memory is not watched
   // results
-  uint32_t num_faults, unused;
+  uint32_t num_faults, bank_ways; // the worst access to threadgroup memory, and where it is
   Fault faults[kMaxFaults];
   uint64_t threadgroup_bytes, num_threadgroups, num_threads;
   uint64_t num_simd_ops, num_simdgroup_barriers, num_threadgroup_barriers;
   Traffic threadgroup_memory;
+  char bank_file[96];
+  uint32_t bank_line, unused;
 };
 
 // --- threads

@@ -15,6 +15,22 @@ class Together {
     return insert(mixed(key ^ address), phase);
   }
 
+  // How often a lane has come to an instruction in this phase.
+  uint32_t turn(const void* instruction, unsigned lane, uint32_t phase) {
+    unsigned place = mixed((uintptr_t)instruction) % kTurns;
+    for (unsigned tries = 0; tries < kTurns; tries++, place = (place + 1) % kTurns) {
+      Turn& t = turns_[place];
+      if (t.instruction == instruction && t.phase == phase && t.lane == lane) {
+        return ++t.count;
+      }
+      if (t.instruction == instruction || t.instruction == nullptr) {
+        t = {instruction, phase, lane, 0};
+        return 0;
+      }
+    }
+    return 0;
+  }
+
  private:
   struct Turn {
     const void* instruction;
@@ -33,22 +49,6 @@ class Together {
   static uint64_t mixed(uint64_t x) {
     x = (x ^ (x >> 31)) * 0xbf58476d1ce4e5b9u;
     return x ^ (x >> 29);
-  }
-
-  // How often a lane has come to an instruction in this phase.
-  uint32_t turn(const void* instruction, unsigned lane, uint32_t phase) {
-    unsigned place = mixed((uintptr_t)instruction) % kTurns;
-    for (unsigned tries = 0; tries < kTurns; tries++, place = (place + 1) % kTurns) {
-      Turn& t = turns_[place];
-      if (t.instruction == instruction && t.phase == phase && t.lane == lane) {
-        return ++t.count;
-      }
-      if (t.instruction == instruction || t.instruction == nullptr) {
-        t = {instruction, phase, lane, 0};
-        return 0;
-      }
-    }
-    return 0;
   }
 
   bool insert(uint64_t key, uint32_t phase) {

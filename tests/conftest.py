@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,21 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("default")
+
+
+# Where a file takes long. Each is one worker's: none of them may be the last that is begun.
+LONG = ("test_interrupts", "test_examples", "test_readme", "engine/", "convert/", "web/", "bench/")
+TESTS = Path(__file__).parent
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores, since tests of servers and processes wait."""
+    return (os.cpu_count() or 1) + 1
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files come first."""
+    items.sort(key=lambda item: not str(item.path.relative_to(TESTS)).startswith(LONG))
 
 
 def pytest_collection_finish() -> None:

@@ -82,6 +82,7 @@ def test_the_menu_is_what_the_view_says_and_its_commands_act(
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
         assert app.controller.view.phase is Phase.RUNNING
         assert lines(app)[0] == "Running: demo"
+        assert app.status.icon.path.name == "status.png"
         assert {"Chat", "Settings…", "Quit", "Unpin", "Open dashboard"} <= set(lines(app))
         assert len(lines(app)) >= len(menu_of(app.controller.view))
         by_text = {
@@ -292,6 +293,7 @@ def test_no_server_is_started_or_ended_by_the_app_s_own_start_and_end(
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
         await until(lambda: app._looks > 1)
         assert calls == []
+        assert app.status.icon.path.name == "status-off.png"
         app.request_exit()
         await asyncio.sleep(0)
         assert_action_performed(app, "exit")

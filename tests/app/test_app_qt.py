@@ -10,6 +10,8 @@ from pathlib import Path
 from page_driver import missing
 from page_server import PageServer
 
+from mlxinfer.server.page.jobs import Job, JobState
+
 INSTALL = (
     "apt-get install libegl1 libgl1 libxkbcommon0 libdbus-1-3 libfontconfig1 fonts-dejavu-core, "
     'and pip install "mlxinfer[app]"'
@@ -33,6 +35,10 @@ def width_and_height(png: bytes) -> tuple[int, int]:
 
 def test_the_app_is_drawn_clicked_and_typed_into(tmp_path: Path, server: PageServer) -> None:
     require_qt()
+    for name, state in (("org/large-model", JobState.RUNNING), ("org/other", JobState.PAUSED)):
+        job = Job("download", name, [], [], lambda: None, id=name[-5:], state=state)
+        job.done, job.total = 3_100_000_000, 7_200_000_000
+        server.routes._library._jobs._jobs[job.id] = job  # type: ignore[union-attr]
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("qt_app.py")), server.url, str(tmp_path)],
         capture_output=True,
@@ -52,6 +58,10 @@ def test_the_app_is_drawn_clicked_and_typed_into(tmp_path: Path, server: PageSer
     assert menu[0] == "Running: demo"
     assert menu[menu.index("Models") + 1][0].startswith("demo: loaded")
     assert "Started elsewhere: it is ended there" in menu[menu.index("Server") + 1]
+    assert menu[menu.index("Downloads") + 1][:2] == [
+        "org/other: paused, 43 %, 3.1 GB of 7.2 GB",
+        ["Resume", "Cancel"],
+    ]
     assert menu[-1] == "Quit"
     assert said["main shown"], "the first run ends with a window, not with an icon alone"
     assert (said["click"], said["escape"]) == (True, False)

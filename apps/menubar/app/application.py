@@ -25,7 +25,8 @@ from .platforms import Platform, parse_hotkey
 from .windows import HIDE, ChatWindow, MainWindow
 
 APP_ID = "io.mlxinfer.app"
-ICON = Path(__file__).parent / "resources" / "status"
+RESOURCES = Path(__file__).parent / "resources"
+RUNNING, NOT_RUNNING = RESOURCES / "status.png", RESOURCES / "status-off.png"
 WATCHED_S, IDLE_S = 1.0, 3.0  # between two looks at the server: a window is open, or none
 EVERYTHING_EVERY = 10  # looks, to also read what changes rarely
 P = ParamSpec("P")
@@ -56,6 +57,7 @@ class MenubarApp(toga.App):
         self.controller, self.platform, self._instance = controller, platform, instance
         self._background, self._web = background, web
         self._menu: tuple[Entry, ...] = ()
+        self._image = NOT_RUNNING
         self._looks = 0
         self._wake = asyncio.Event()
         super().__init__(formal_name="mlxinfer", app_id=APP_ID, app_name="mlxinfer")
@@ -144,12 +146,19 @@ class MenubarApp(toga.App):
         if self.introduction is not None:
             self.introduction.show(view)
         if self.status is not None:
+            self._show_icon(self.status, RUNNING if view.usable else NOT_RUNNING)
             menu = menu_of(view)
             if menu != self._menu:
                 self._menu = menu
                 self._build_menu(menu)
             rate = rate_text(view) if self.controller.settings.show_rate else ""
             self.platform.set_title(self.status, rate)
+
+    def _show_icon(self, status: toga.MenuStatusIcon, image: Path) -> None:
+        if self._image != image:
+            self._image = image
+            status.icon = str(image)
+            self.platform.style_icon(status)
 
     def show_up(self) -> None:
         """Show a window, since the app was opened and its icon may not be visible."""
@@ -201,11 +210,11 @@ class MenubarApp(toga.App):
             self.status_icons.remove(self.status)
             self.status = None
         elif not settings.hide_icon and self.status is None:
-            self.status = toga.MenuStatusIcon(icon=str(ICON), text="mlxinfer")
+            self.status = toga.MenuStatusIcon(icon=str(NOT_RUNNING), text="mlxinfer")
             self.status_icons.commands.clear()  # Toga's own: ours say what becomes of the server
             self.status_icons.add(self.status)
             self.platform.style_icon(self.status)
-            self._menu = ()
+            self._menu, self._image = (), NOT_RUNNING
         hotkey = parse_hotkey(settings.hotkey)
         if not self.platform.set_hotkey(hotkey, self.toggle_chat):
             self.form.say(f"The hotkey {settings.hotkey} cannot be used here.")

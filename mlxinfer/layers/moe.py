@@ -3,10 +3,13 @@
 Each token goes to `k` of the experts; its output is their outputs, weighted by the router.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import mlx.core as mx
+import numpy as np
 
 from .linear import Projection
 from .mlp import Activation, FeedForward
@@ -70,10 +73,9 @@ class MoE:
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""
-        y = self.mix(x, self.router(x))
-        return y if residual is None else residual + y
+        return self.mix(x, self.router(x), residual)
 
-    def mix(self, x: mx.array, logits: mx.array) -> mx.array:
+    def mix(self, x: mx.array, logits: mx.array, residual: mx.array | None = None) -> mx.array:
         """The same with logits (T, E) that a router gave."""
         weights, experts = self.choose(logits)  # (T, k) each
         if self.weighs_inputs:  # each pair is a token of its own, with one expert
@@ -81,9 +83,11 @@ class MoE:
             pairs = weighted.flatten(0, 1)
             y = mx.unflatten(self._outputs(pairs, experts.reshape(-1, 1)), 0, experts.shape)
             y = y.sum(axis=(1, 2))
+            y = y if residual is None else residual + y
         else:
             y = self._outputs(x, experts)
-            y = (weights[:, None].astype(y.dtype) @ y)[:, 0]
+            weights = weights[:, None].astype(y.dtype)
+            y = (weights @ y if residual is None else mx.addmm(residual[:, None], weights, y))[:, 0]
         return y if self.shared is None else self.shared(x, y)
 
     def _outputs(self, x: mx.array, experts: mx.array) -> mx.array:
@@ -222,6 +226,19 @@ class GroupedRouting:
         return masked.flatten(1)
 
 
+def row_indices(x: mx.array) -> mx.array:
+    """Which of the rows x (..., 1, dims) each product takes: all, in order, (...) uint32.
+
+    Left out, MLX computes it anew, one operation more in every product.
+    """
+    return _row_indices(x.shape[:-2])
+
+
+@lru_cache(64)
+def _row_indices(shape: tuple[int, ...]) -> mx.array:
+    return mx.array(np.arange(math.prod(shape), dtype=np.uint32).reshape(shape))
+
+
 class ExpertLinear:
     """Dense matrices, stacked."""
 
@@ -233,7 +250,7 @@ class ExpertLinear:
 
     def __call__(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
         """x (..., 1, in_dims), experts (...) -> (..., 1, out_dims)."""
-        y = mx.gather_mm(x, self.transposed, rhs_indices=experts, sorted_indices=in_order)
+        y = mx.gather_mm(x, self.transposed, row_indices(x), experts, sorted_indices=in_order)
         return y if self.bias is None else y + self.bias[experts][..., None, :]
 
 
@@ -281,7 +298,8 @@ class QuantizedExpertLinear:
             self.weight,
             self.scales,
             self.biases,
-            rhs_indices=experts,
+            row_indices(x),
+            experts,
             transpose=True,
             group_size=self.group_size,
             bits=self.bits,

@@ -4,6 +4,7 @@ import argparse
 import shlex
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from .boundary import public
 from .errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class ChatMagic:
         self._shell = shell
         self._messages: list[dict[str, str]] = []
 
+    @public
     def __call__(self, line: str, cell: str | None = None) -> None:
         """Answer a cell, whose first line has options; all of a `%llm` line is the message."""
         if cell is None and line.strip() not in ("-h", "--help"):

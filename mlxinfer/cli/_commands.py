@@ -7,6 +7,7 @@ called `command`. It imports slow modules (mlx, rich, the hub) inside of its fun
 
 import os
 import pkgutil
+import shutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -121,7 +122,12 @@ def report(error: Exception) -> int:
 
 
 def _write(label: str, message: str) -> None:
-    print(f"{label}: {' '.join(message.split())}", file=sys.stderr)
+    line = f"{label}: {' '.join(message.split())}"
+    if sys.stderr.isatty():
+        from ._output import wrapped
+
+        line = wrapped(line, shutil.get_terminal_size().columns)
+    print(line, file=sys.stderr)
 
 
 def _reader_left() -> int:

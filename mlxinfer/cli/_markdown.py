@@ -110,8 +110,12 @@ class MarkdownStream:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        self._console.print(rendered(text, self._style))
-        self._console.print()
+        lines = self._console.render_lines(rendered(text, self._style), pad=False)
+        while lines and _is_blank(lines[-1]):
+            lines.pop()
+        while lines and _is_blank(lines[0]):
+            del lines[0]
+        self._console.print(_Lines([*lines, []]), end="")
 
     def _draw(self) -> None:
         now = time.monotonic()
@@ -124,6 +128,24 @@ class MarkdownStream:
             self._live.start()
         self._live.update(_Tail(self._open, self._style), refresh=True)
         self._drawn_s = now
+
+
+def _is_blank(line: "list[Segment]") -> bool:
+    return not "".join(segment.text for segment in line).strip()
+
+
+class _Lines:
+    """Lines that are rendered already."""
+
+    def __init__(self, lines: "list[list[Segment]]") -> None:
+        self._lines = lines
+
+    def __rich_console__(self, _: "Console", __: "ConsoleOptions") -> "Iterator[Segment]":
+        from rich.segment import Segment
+
+        for line in self._lines:
+            yield from line
+            yield Segment.line()
 
 
 class _Tail:

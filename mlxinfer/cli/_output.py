@@ -2,7 +2,10 @@
 
 import json
 import os
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any, TextIO
 
@@ -56,4 +59,30 @@ def escaped(text: str) -> str:
 
 def note(text: str) -> None:
     """Write a dim line to stderr, for people at the terminal."""
+    if sys.stderr.isatty():
+        text = wrapped(text, shutil.get_terminal_size().columns)
     print(styled(text, "2", sys.stderr), file=sys.stderr)
+
+
+def wrapped(text: str, width: int) -> str:
+    """Break lines between words; what follows in a table's last column stays in it."""
+    return "\n".join(
+        textwrap.fill(
+            line,
+            width,
+            subsequent_indent=" " * _hanging(line, width),
+            break_long_words=False,
+            break_on_hyphens=False,
+            drop_whitespace=True,
+            replace_whitespace=False,
+        )
+        if len(line) > width
+        else line
+        for line in text.split("\n")
+    )
+
+
+def _hanging(line: str, width: int) -> int:
+    """Where the second column of a line begins, if that leaves room; else 0."""
+    match = re.match(r"\S+(?: \S+)* {2,}", line)
+    return match.end() if match is not None and match.end() <= width // 2 + 2 else 0

@@ -21,7 +21,7 @@ from ._options import (
     sampling_options,
     sampling_values,
 )
-from ._output import note
+from ._output import note, wrapped
 from ._terminal import Reader, open_reader, silent_interrupts
 
 if TYPE_CHECKING:
@@ -139,7 +139,8 @@ def take_turn(
         return Reply()
     reply = run_command(session, line) if is_command(line) else Reply(ask=_unescaped(line))
     if reply.text:
-        console.print(reply.text, markup=False, highlight=False, soft_wrap=True)
+        text = wrapped(reply.text, console.width) if console.is_terminal else reply.text
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     if reply.ask is not None:
         with silent_interrupts():
             answer(session.ask(reply.ask), session, console, thoughts=thoughts)

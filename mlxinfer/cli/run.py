@@ -75,8 +75,8 @@ def command(ctx: click.Context, /, prompt: str | None, model: str, **options: An
         emit_json({"model": model, **result.to_dict()})
     elif options["stats"] or (sys.stderr.isatty() and sys.stdout.isatty()):
         note(f"{result.summary} · {llm.chat_params.changed(values).words}")
-    if not interrupted:
-        explain_end(result)
+    if not options["as_json"]:
+        explain_end(result, limited="max_tokens" in values)
     if interrupted:
         raise click.exceptions.Exit(INTERRUPTED)
 
@@ -172,13 +172,19 @@ def show(deltas: Iterator[Delta], options: dict[str, Any]) -> tuple[Result, bool
     return stopped, True
 
 
-def explain_end(result: Result) -> None:
-    """Say on stderr why an answer is not whole, as whoever reads a pipe does not see it."""
-    if result.finish_reason is not FinishReason.LENGTH:
+def explain_end(result: Result, *, limited: bool) -> None:
+    """Say on stderr that an answer is not whole: in a pipe nothing else shows it.
+
+    Args:
+        result: of the answer.
+        limited: it was to have no more than --max-tokens; then only an empty one is explained.
+    """
+    empty = not result.text.strip()
+    if result.finish_reason is not FinishReason.LENGTH or (limited and not empty):
         return
-    count = len(result.token_ids)
-    what = "cut off" if result.text.strip() else "cut off while it was thinking"
-    note(f"{what} after {count} tokens (length): --max-tokens, or the context, allows no more")
+    what = "cut off while it was thinking" if empty and result.reasoning else "cut off"
+    limit = "--max-tokens allows" if limited else "the context holds"
+    note(f"{what} after {len(result.token_ids)} tokens (length): {limit} no more")
 
 
 def _thoughts_stream(options: dict[str, Any]) -> Any:

@@ -24,6 +24,7 @@ class FakePlatform:
         self.hotkey: Hotkey | None = None
         self.at_login = False
         self.placed: list[Any] = []
+        self.front_window: Any = None
         self.press_hotkey: Callable[[], object] = lambda: None
         self.click: Callable[[], object] = lambda: None
         self.reopen: Callable[[], object] = lambda: None
@@ -50,6 +51,9 @@ class FakePlatform:
         if not self.missing:
             self.hotkey, self.press_hotkey = hotkey, action
         return not self.missing
+
+    def bring_to_front(self, window: Any) -> None:
+        self.front_window = window
 
     def place(self, window: Any, icon: Any) -> None:
         self.placed.append(icon)

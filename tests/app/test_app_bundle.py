@@ -30,6 +30,7 @@ def test_the_bundle_is_for_apple_silicon_and_has_no_dock_icon(config: dict[str, 
     assert app["universal_build"] is False
     assert app["min_os_version"] == "14.0"
     assert app["info"]["LSUIElement"] is True
+    assert app["info"]["NSAppTransportSecurity"] == {"NSAllowsLocalNetworking": True}
     assert "another machine" in app["info"]["NSLocalNetworkUsageDescription"]
 
 

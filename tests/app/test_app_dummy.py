@@ -18,7 +18,7 @@ except ImportError:
     missing("Toga", 'pip install "mlxinfer[test]"', module=True)
 
 from mlxinfer.app.application import COMPACT, MenubarApp
-from mlxinfer.app.controller import Controller, Phase
+from mlxinfer.app.controller import Controller, Phase, View
 from mlxinfer.app.instance import Instance
 from mlxinfer.app.menu import Action, Do, menu_of
 from mlxinfer.app.platforms import Hotkey
@@ -93,6 +93,9 @@ def test_the_menu_is_what_the_view_says_and_its_commands_act(
         await until(lambda: bool(platform.copied and opened))
         assert platform.copied == [f"{server.url}/v1"]
         assert opened == [f"{server.url}/#dashboard"]
+        app.controller.view = View(url=server.url)
+        await app.perform(Action(Do.SEARCH))
+        assert len(opened) == 1, "there is no server to show it"
 
     run(scenario)
 
@@ -100,7 +103,7 @@ def test_the_menu_is_what_the_view_says_and_its_commands_act(
 def test_the_chat_is_a_hotkey_a_click_and_an_escape_away(run: Any, server: PageServer) -> None:
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
         window = app.chat.window
-        assert platform.hotkey == Hotkey("space", frozenset({"ctrl", "alt"}))
+        assert platform.hotkey == Hotkey("space", frozenset({"ctrl", "shift"}))
         assert not window.visible
         platform.press_hotkey()
         assert window.visible
@@ -110,6 +113,7 @@ def test_the_chat_is_a_hotkey_a_click_and_an_escape_away(run: Any, server: PageS
         platform.click()
         assert window.visible
         assert platform.placed == [app.status, app.status]
+        assert platform.front_window is window
         platform.escape()
         assert not window.visible
         platform.click()
@@ -127,7 +131,7 @@ def test_cmd_n_and_recent_chats_turn_the_page_to_its_places(run: Any, server: Pa
         await until(lambda: app.chat.window.visible)
         assert app.chat.web.url == f"{server.url}{COMPACT}#"
         await app.perform(Action(Do.OPEN_CHAT, "a" * 16))
-        script = f"location.hash = '#chat/{'a' * 16}'"
+        script = f'location.hash = "#chat/{"a" * 16}"'
         assert_action_performed_with(app.chat.web, "evaluate_javascript", javascript=script)
 
     run(scenario)
@@ -160,6 +164,7 @@ def test_an_app_without_an_icon_offers_everything_in_its_window(
         app.main.window.hide()
         platform.reopen()
         assert app.main.window.visible
+        assert platform.front_window is app.main.window
         texts = set().union(*(buttons(tab.content) for tab in app.main.tabs.content))
         assert {"Chat", "Copy address", "Quit", "Quit and stop the server", "Download"} <= texts
         await app.refresh()

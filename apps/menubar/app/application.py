@@ -22,6 +22,7 @@ from .forms import Introduction, SettingsForm
 from .instance import Instance
 from .menu import Action, Do, Entry, menu_of, rate_text
 from .platforms import Platform, parse_hotkey
+from .process import StartError
 from .windows import HIDE, ChatWindow, MainWindow
 
 APP_ID = "io.mlxinfer.app"
@@ -81,7 +82,7 @@ class MenubarApp(toga.App):
         if not settings.introduced:
             self._introduce()
         elif not self._background:
-            self.main.window.show()
+            self.show_up()
         self.show(self.controller.view)
 
     async def on_running(self) -> None:
@@ -105,7 +106,7 @@ class MenubarApp(toga.App):
         self.introduction = Introduction(
             self.controller.settings, self.act, self.change, self._choose_folder, self.show_up
         )
-        self.introduction.window.show()
+        self.show_up()
 
     def _set_up_page_links(self) -> None:
         self.platform.on_escape(self.chat.window, self.chat.hide)
@@ -162,10 +163,11 @@ class MenubarApp(toga.App):
 
     def show_up(self) -> None:
         """Show a window, since the app was opened and its icon may not be visible."""
+        window = self.main.window
         if self.introduction is not None and not self.controller.settings.introduced:
-            self.introduction.window.show()
-        else:
-            self.main.window.show()
+            window = self.introduction.window
+        window.show()
+        self.platform.bring_to_front(window)
         self._wake.set()
 
     def page_address(self) -> str:
@@ -237,6 +239,7 @@ class MenubarApp(toga.App):
         self.chat.show(self.controller.view, self.page_address())
         self.chat.window.show()
         self.platform.place(self.chat.window, self.status)
+        self.platform.bring_to_front(self.chat.window)
         self._wake.set()
 
     def may_follow(self, url: str) -> bool:
@@ -278,6 +281,11 @@ class MenubarApp(toga.App):
         else:
             self._window_actions()[action.do](action.target)
 
+    def _browse(self, fragment: str) -> None:
+        if not self.controller.view.usable:
+            raise StartError("The server does not answer yet; start it first.")
+        webbrowser.open(f"{self.controller.settings.url}/{fragment}")
+
     def _window_actions(self) -> dict[Do, Callable[[str], Any]]:
         url = self.controller.settings.url
         return {
@@ -285,9 +293,9 @@ class MenubarApp(toga.App):
             Do.NEW_CHAT: lambda _: self._show_chat("#new"),
             Do.OPEN_CHAT: lambda id: self._show_chat(f"#chat/{id}"),
             Do.COPY_URL: lambda _: self.platform.copy(f"{url}/v1"),
-            Do.BROWSER: lambda _: webbrowser.open(url),
-            Do.DASHBOARD: lambda _: webbrowser.open(f"{url}/#dashboard"),
-            Do.SEARCH: lambda _: webbrowser.open(f"{url}/#models"),
+            Do.BROWSER: lambda _: self._browse(""),
+            Do.DASHBOARD: lambda _: self._browse("#dashboard"),
+            Do.SEARCH: lambda _: self._browse("#models"),
             Do.LOG: lambda _: webbrowser.open(self.controller.log_path.as_uri()),
             Do.WINDOW: lambda _: self.show_up(),
             Do.SETTINGS: lambda _: self.main.show_settings(),

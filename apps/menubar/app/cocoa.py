@@ -193,13 +193,17 @@ class CocoaPlatform:
         self._kept["handler"] = handler
 
     @guarded()
+    def bring_to_front(self, window: Any) -> None:
+        """An app without a Dock icon is not made active by its windows."""
+        ObjCClass("NSApplication").sharedApplication.activateIgnoringOtherApps(True)
+        window._impl.native.makeKeyAndOrderFront(None)
+
+    @guarded()
     def place(self, window: Any, icon: Any) -> None:
         """Below the icon where that is on the screen, above other windows, in every space."""
         native = window._impl.native
         native.level = FLOATING
         native.collectionBehavior = EVERY_SPACE
-        application = ObjCClass("NSApplication").sharedApplication
-        application.activateIgnoringOtherApps(True)
         if icon is None:
             return
         frame = icon._impl.native.button.window.frame

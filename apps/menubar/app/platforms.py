@@ -77,8 +77,11 @@ class Platform(Protocol):
     def set_hotkey(self, hotkey: Hotkey | None, action: Callable[[], object]) -> bool:
         """Have one hotkey, in place of the last, or none; False: it is taken or not possible."""
 
+    def bring_to_front(self, window: Any) -> None:
+        """Make the app the active one and a window the first: it may be opened from elsewhere."""
+
     def place(self, window: Any, icon: Any) -> None:
-        """Put a window below the status icon, above other windows, and in front."""
+        """Put a window below the status icon and above other windows."""
 
     def starts_at_login(self) -> bool:
         """Whether the app is started when the user logs in."""

@@ -55,9 +55,12 @@ class QtPlatform:
         """Qt has no global hotkeys."""
         return hotkey is None
 
-    @guarded()
     def place(self, window: Any, icon: Any) -> None:
-        """In front."""
+        """Nothing: trays are in many places, and the window has its own."""
+
+    @guarded()
+    def bring_to_front(self, window: Any) -> None:
+        """Raise it."""
         window._impl.native.raise_()
         window._impl.native.activateWindow()
 

@@ -15,7 +15,7 @@ class Settings:
     key: str = ""  # of the server; empty: none
     start_server: bool = False  # when the app starts
     models_folder: str = ""  # of a server that the app starts; empty: the hub's usual one
-    hotkey: str = "ctrl+alt+space"  # of the chat window; empty: none
+    hotkey: str = "ctrl+shift+space"  # of the chat window; empty: none
     show_rate: bool = False  # tokens a second beside the icon
     hide_icon: bool = False
     introduced: bool = False  # the first run is over

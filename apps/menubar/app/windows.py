@@ -3,6 +3,7 @@
 What the status item's menu offers is here as well, since an icon may be hidden or have no room.
 """
 
+import json
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -119,7 +120,7 @@ class ChatWindow:
         if self._url != address:  # the server is another, or has been started again
             self.web.url = address + self._wanted
         elif self._wanted != "#":
-            self.web.evaluate_javascript(f"location.hash = {self._wanted!r}")
+            self.web.evaluate_javascript(f"location.hash = {json.dumps(self._wanted)}")
         self._url, self._wanted = address, "#"
 
     def _set_content(self, widget: toga.Widget) -> None:

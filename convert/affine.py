@@ -13,11 +13,12 @@ import numpy as np
 
 from .arrays import Codes, Floats, rounded
 
-# Shares of a group's range, by bits: the fewer the codes, the more there is to gain by a cut.
+# Shares of a group's range, by bits: the fewer the codes, the more there is to gain by a cut. A
+# third one at 3 and 4 bits takes a third more time and lessens the squared error by 0.1 % at most.
 CUTS = {
     2: (0.92, 0.76, 0.6),
-    3: (1.0, 0.88, 0.76),
-    4: (1.0, 0.92, 0.84),
+    3: (0.94, 0.82),
+    4: (1.0, 0.92),
     5: (1.0, 0.95),
 }
 REFINEMENTS = 2  # rounds of new codes for the best scale and bias, and the best of both for these
@@ -65,10 +66,11 @@ def search(
         importance: (G, group_size) weights of the squares; None: all alike.
     """
     low, high = extremes(groups)
+    scratch = np.empty_like(groups)  # allocating it anew for each try takes longer than the try
     best_scale, best_bias = _as_mlx(low, high, bits, dtype)
-    best_error = error_of(groups, best_scale, best_bias, bits, importance)
-    for scale, bias in _candidates(groups, low, high - low, bits, dtype, importance):
-        error = error_of(groups, scale, bias, bits, importance)
+    best_error = error_of(groups, best_scale, best_bias, bits, importance, scratch)
+    for scale, bias in _candidates(groups, low, high - low, bits, dtype, importance, scratch):
+        error = error_of(groups, scale, bias, bits, importance, scratch)
         better = error < best_error
         np.copyto(best_scale, scale, where=better)
         np.copyto(best_bias, bias, where=better)
@@ -76,9 +78,11 @@ def search(
     return best_scale, best_bias
 
 
-def encode(groups: Floats, scale: Floats, bias: Floats, bits: int) -> Floats:
-    """The nearest codes, as float32 of the shape of `groups`."""
-    codes = groups - bias
+def encode(
+    groups: Floats, scale: Floats, bias: Floats, bits: int, out: Floats | None = None
+) -> Floats:
+    """The nearest codes, as float32 of the shape of `groups`, in `out` if it is given."""
+    codes: Floats = np.subtract(groups, bias, out=out)
     codes *= np.float32(1.0) / scale
     np.rint(codes, out=codes)
     np.clip(codes, 0, 2**bits - 1, out=codes)
@@ -91,10 +95,15 @@ def as_codes(codes: Floats) -> Codes:
 
 
 def error_of(
-    groups: Floats, scale: Floats, bias: Floats, bits: int, importance: Floats | None
+    groups: Floats,
+    scale: Floats,
+    bias: Floats,
+    bits: int,
+    importance: Floats | None,
+    scratch: Floats | None = None,
 ) -> Floats:
     """Sum of the weighted squared errors of each group, (..., 1)."""
-    found = encode(groups, scale, bias, bits)
+    found = encode(groups, scale, bias, bits, scratch)
     found *= scale
     found += bias
     found -= groups
@@ -108,9 +117,10 @@ def _candidates(
     bits: int,
     dtype: str,
     importance: Floats | None,
+    scratch: Floats,
 ) -> Iterator[tuple[Floats, Floats]]:
     if bits in CUTS:
-        scale, bias = _regressed(groups, low, span, bits, importance)
+        scale, bias = _regressed(groups, low, span, bits, importance, scratch)
         yield rounded(scale, dtype), rounded(bias, dtype)
         return
     step = np.maximum(span / np.float32(2**bits - 1), TINY)
@@ -122,7 +132,12 @@ def _candidates(
 
 
 def _regressed(
-    groups: Floats, low: Floats, span: Floats, bits: int, importance: Floats | None
+    groups: Floats,
+    low: Floats,
+    span: Floats,
+    bits: int,
+    importance: Floats | None,
+    scratch: Floats,
 ) -> tuple[Floats, Floats]:
     """The best cut's scale and bias, in float32."""
     middle: Floats = low + span * np.float32(0.5)
@@ -131,7 +146,7 @@ def _regressed(
     best: tuple[Floats, Floats, Floats] | None = None
     for cut in CUTS[bits]:
         step = np.maximum(span * np.float32(cut / (2**bits - 1)), TINY)
-        codes = encode(centred, step, -span * np.float32(cut / 2), bits)
+        codes = encode(centred, step, -span * np.float32(cut / 2), bits, scratch)
         found = _line(centred, codes, importance, weight, mean, square)
         if best is None:
             best = found
@@ -139,7 +154,7 @@ def _regressed(
         _keep_better(best, found)
     assert best is not None
     for _ in range(REFINEMENTS):
-        codes = encode(centred, best[1], best[2], bits)
+        codes = encode(centred, best[1], best[2], bits, scratch)
         _keep_better(best, _line(centred, codes, importance, weight, mean, square))
     _, scale, bias = best
     return scale, bias + middle

@@ -1,51 +1,30 @@
 """Size against divergence of one model, before it is converted (`--explore`).
 
-One calibration pass measures what quantising each unit in one format does to the logits; the error
-of a weight times the second moment of its input scales that to every other format. Sums of these
-predict the divergence of any choice of formats. Two of the choices are then run layer by layer, all
-matrices quantised, against the plain model on held-out text: that is the check on the prediction.
-Nothing is written.
+One calibration pass predicts the divergence of any choice of formats (sizes.py). Two of the choices
+are then run layer by layer, all matrices quantised, against the plain model on held-out text: that
+is the check on the prediction. Nothing is written.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import mlx.core as mx
 
 from ..errors import InvalidRequestError
 from .calibration import logits
-from .calibration.allocation import choose_formats
 from .calibration.feedback import Feedbacks
 from .calibration.measure import Measurements
 from .calibration.stream import EMBEDDING, Moments, StreamedModel
 from .calibration.texts import Texts
-from .plan import ConversionPlan, PlannedTensor, make_plan
+from .plan import ConversionPlan, PlannedTensor
 from .quantise import QuantisationMethod, round_trip
-from .recipes import make_recipe
 from .run import Conversion
 from .sidefiles import write_side_files
+from .sizes import SizePoint, predicted_sizes
 
-TARGETS = (3.0, 3.5, 4.0, 4.5, 5.0, 6.0, 8.0)  # bits per weight
-CHECKED = (3.5, 4.5)
-UNIFORM = ("3bit", "4bit", "4bit-g32", "6bit", "8bit")
-
-
-@dataclass(frozen=True, slots=True)
-class SizePoint:
-    """One way to quantise the model."""
-
-    label: str  # the options that make it
-    bits_per_weight: float
-    num_bytes: int
-    kl: float  # predicted mean divergence from the source, nats
-    measured_kl: float | None = None  # None: not checked
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+CHECKED = tuple(f"--target-bpw {bits:g}" for bits in (3.5, 4.5))
 
 
 def explore(conversion: Conversion) -> list[SizePoint]:
@@ -66,46 +45,12 @@ def explore(conversion: Conversion) -> list[SizePoint]:
         write_side_files(Path(folder), conversion.source)
         texts = conversion.texts(Path(folder))
     found = conversion.calibrate(texts, probing=True, references=())
-    plans = [*_targets(conversion, found), *_uniform(conversion, found)]
-    checked = [plan for plan in plans if plan.checked]
-    measured = measured_divergences(conversion, texts, found, [c.plan for c in checked])
-    known = {id(plan): kl for plan, kl in zip(checked, measured, strict=True)}
-    points = [replace(plan.point, measured_kl=known.get(id(plan))) for plan in plans]
+    plans = list(predicted_sizes(conversion.arranged, conversion.options.recipe, found))
+    checked = [(plan, point) for plan, point in plans if point.label in CHECKED]
+    measured = measured_divergences(conversion, texts, found, [plan for plan, _ in checked])
+    known = {point.label: kl for (_, point), kl in zip(checked, measured, strict=True)}
+    points = [replace(point, measured_kl=known.get(point.label)) for _, point in plans]
     return sorted(points, key=lambda point: (point.num_bytes, point.kl))
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    plan: ConversionPlan
-    point: SizePoint
-    checked: bool
-
-
-def _targets(conversion: Conversion, found: Measurements) -> list[_Candidate]:
-    """The plans of TARGETS that some choice of formats meets."""
-    base, candidates = conversion.plan(), []
-    for bits in TARGETS:
-        limit = int(bits * base.num_weights / 8)
-        if conversion.least_bytes() <= limit:
-            formats = choose_formats(conversion.arranged, found.units, base, limit)
-            plan = conversion.plan(formats)
-            candidates.append(_candidate(f"--target-bpw {bits:g}", plan, found, bits in CHECKED))
-    return candidates
-
-
-def _uniform(conversion: Conversion, found: Measurements) -> list[_Candidate]:
-    own, candidates = conversion.options.recipe, []
-    for name in UNIFORM:
-        recipe = replace(own, name=name, base=make_recipe(name).base, target_bpw=None)
-        plan = make_plan(conversion.arranged, recipe)
-        candidates.append(_candidate(f"--recipe {name}", plan, found, checked=False))
-    return candidates
-
-
-def _candidate(label: str, plan: ConversionPlan, found: Measurements, checked: bool) -> _Candidate:
-    forms = {tensor.output.name: tensor.form for tensor in plan.tensors}
-    kl = sum(unit.cost(forms[unit.outputs[0].name]) for unit in found.units)
-    return _Candidate(plan, SizePoint(label, plan.bits_per_weight, plan.num_bytes, kl), checked)
 
 
 def measured_divergences(

@@ -1,14 +1,25 @@
-"""Draws figures of a conversion as SVG: bits by layer, error by tensor, size against divergence.
+"""Draws figures of a conversion as SVG: bits and errors by layer and projection, size against
+divergence, divergence by position.
 
 Needs matplotlib, which the `plots` extra installs.
 """
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-BITS, ERRORS, SIZES = "bits.svg", "errors.svg", "sizes.svg"
+from .calibration.logits import LogitCheck
+from .sizes import SizePoint
+
+BITS, ERRORS, SIZES, POSITIONS = "bits.svg", "errors.svg", "sizes.svg", "positions.svg"
+CAPTIONS = {
+    BITS: "Bits per weight by layer and projection",
+    ERRORS: "Relative error by layer and projection",
+    SIZES: "Size against predicted divergence, this model and other ways to convert it",
+    POSITIONS: "Divergence by position",
+}
 _LAYER = re.compile(r"layers\.(\d+)\.(?:\w+\.)*?(\w+?)(?:\.weight)?$")
 _SETTINGS = {"svg.hashsalt": "mlxinfer", "svg.fonttype": "none", "font.size": 9}
 
@@ -21,22 +32,59 @@ def available() -> bool:
 
 
 def plot_tensors(folder: Path, tensors: Sequence[dict[str, Any]]) -> list[str]:
-    """Bits of each layer's matrices, and the error of each tensor; the names of the files."""
-    import numpy as np
-
-    places = {t["name"]: found for t in tensors if (found := _LAYER.search(t["name"]))}
-    matrices = [t for t in tensors if t["name"] in places and t["num_weights"] > 10_000]
-    matrices = matrices or [t for t in tensors if t["name"] in places]
-    kinds = list(dict.fromkeys(places[t["name"]][2] for t in matrices))
-    layers = 1 + max((int(places[t["name"]][1]) for t in matrices), default=0)
-    bits = np.full((len(kinds), layers), np.nan)
-    for tensor in matrices:
-        match = places[tensor["name"]]
-        row, column = kinds.index(match[2]), int(match[1])
-        bits[row, column] = tensor["num_bytes"] * 8 / tensor["num_weights"]
-    _bits_figure(folder / BITS, bits, kinds)
-    _errors_figure(folder / ERRORS, [t for t in tensors if t["relative"] > 0])
+    """Bits and error of each matrix, by layer and projection; the names of the files."""
+    for name, label, value in (
+        (BITS, "bits per weight", lambda t: t["num_bytes"] * 8 / t["num_weights"]),
+        (ERRORS, "relative rms error", lambda t: t["relative"]),
+    ):
+        _map_figure(folder / name, label, _by_place(tensors, value))
     return [BITS, ERRORS]
+
+
+def plot_predicted(folder: Path, points: Sequence[SizePoint]) -> str:
+    """Targets, uniform formats, and the last point, which is the model itself."""
+    series = ["targets" if "target" in p.label else "uniform" for p in points[:-1]] + ["this one"]
+    labels = (p.label.rpartition(" ")[2] if p is not points[-1] else "" for p in points)
+    shown = [
+        (label, p.bits_per_weight, p.kl, own)
+        for label, p, own in zip(labels, points, series, strict=True)
+    ]
+    plot_sizes(folder / SIZES, shown)
+    return SIZES
+
+
+def plot_positions(folder: Path, checks: Sequence[LogitCheck]) -> str:
+    """Means over parts of the contexts."""
+    figure, axes = _figure(6, 3)
+    for check in checks:
+        means = check.kl_by_position
+        places = [check.context * (i + 0.5) / len(means) for i in range(len(means))]
+        axes.plot(places, means, "o-", markersize=3, label=f"contexts of {check.context}")
+    axes.set(xlabel="position", ylabel="KL divergence (nats)", ylim=(0, None))
+    axes.legend()
+    _save(figure, folder / POSITIONS)
+    return POSITIONS
+
+
+Table = tuple[list[str], list[str], list[list[float]]]  # names of rows, of columns, values
+
+
+def _by_place(tensors: Sequence[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> Table:
+    """A row for each projection, a column for each layer, and one for what belongs to none."""
+    matrices = [t for t in tensors if t["name"].endswith(".weight") and t["num_weights"] > 10_000]
+    places: dict[tuple[str, str], list[float]] = {}
+    for tensor in matrices or tensors:
+        match = _LAYER.search(tensor["name"])
+        stem = tensor["name"].removesuffix(".weight").rpartition(".")[2]
+        place = (match[2], match[1]) if match else (stem, "-")
+        places.setdefault(place, []).append(value(tensor))
+    kinds = list(dict.fromkeys(kind for kind, _ in places))
+    layers = sorted(
+        {layer for _, layer in places}, key=lambda x: (x == "-", int(x) if x != "-" else 0)
+    )
+    nothing = [math.nan]
+    rows = [[max(places.get((kind, layer), nothing)) for layer in layers] for kind in kinds]
+    return kinds, layers, rows
 
 
 def plot_sizes(path: Path, points: Sequence[tuple[str, float, float, str]]) -> None:
@@ -52,20 +100,17 @@ def plot_sizes(path: Path, points: Sequence[tuple[str, float, float, str]]) -> N
     _save(figure, path)
 
 
-def _bits_figure(path: Path, bits: Any, kinds: list[str]) -> None:
-    figure, axes = _figure(7, 1 + 0.3 * len(kinds))
-    image = axes.imshow(bits, aspect="auto", cmap="viridis")
-    axes.set(xlabel="layer", yticks=range(len(kinds)), yticklabels=kinds)
-    figure.colorbar(image, label="bits per weight")
-    _save(figure, path)
-
-
-def _errors_figure(path: Path, tensors: Sequence[dict[str, Any]]) -> None:
-    figure, axes = _figure(7, 3)
-    axes.plot([t["relative"] for t in tensors], ".", markersize=4)
+def _map_figure(path: Path, label: str, table: Table) -> None:
+    kinds, layers, rows = table
+    figure, axes = _figure(max(5, 2.5 + 0.22 * len(layers)), 1.2 + 0.3 * len(kinds))
+    image = axes.imshow(rows, aspect="auto", cmap="viridis")
+    step = max(1, len(layers) // 16)
+    shown = [i for i in range(len(layers)) if not i % step or layers[i] == "-"]
     axes.set(
-        xlabel="tensor, in the order of the files", ylabel="relative rms error", ylim=(0, None)
-    )
+        xlabel="layer", xticks=shown, xticklabels=[layers[i] for i in shown],
+        yticks=range(len(kinds)), yticklabels=kinds,
+    )  # fmt: skip
+    figure.colorbar(image, label=label)
     _save(figure, path)
 
 

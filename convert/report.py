@@ -4,6 +4,7 @@
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from ..models.jsonfields import read_json
 from .calibration.logits import LogitCheck
 from .files import write_file
 from .plan import ConversionPlan, PlannedTensor
-from .plots import BITS, ERRORS, available, plot_tensors
+from .plots import CAPTIONS, available, plot_positions, plot_predicted, plot_tensors
 from .read import Source
+from .sizes import SizePoint
 
 
 @dataclass(slots=True)
@@ -149,15 +151,31 @@ def _is_entry(value: object) -> bool:
     return all(isinstance(value.get(key), kind) for key, kind in kinds.items())
 
 
+FOLDER = "FOLDER"  # in a card's commands, until there is a repository
 NO_PLOTS = 'Figures need matplotlib: pip install "mlxinfer[plots]"'
 _WORST = 5
 
 
-def write_card(folder: Path, report: ConversionReport, source: Source, *, draw: bool) -> None:
-    """Write README.md and, with `draw` and matplotlib, its figures."""
+def write_card(
+    folder: Path,
+    report: ConversionReport,
+    source: Source,
+    sizes: Sequence[SizePoint],
+    *,
+    draw: bool,
+) -> None:
+    """Write README.md and, with `draw` and matplotlib, its figures.
+
+    Args:
+        sizes: of other ways to convert, this one last; (): they were not measured.
+    """
     figures: list[str] = []
     if draw and available():
         figures = plot_tensors(folder, report.tensors)
+        if sizes:
+            figures.append(plot_predicted(folder, sizes))
+        if any(len(check.kl_by_position) > 1 for check in report.logits):
+            figures.append(plot_positions(folder, report.logits))
     elif draw:
         report.notes.append(NO_PLOTS)
     text = "\n".join([*_front(report, source), *_body(report), *_figures(figures)])
@@ -166,13 +184,29 @@ def write_card(folder: Path, report: ConversionReport, source: Source, *, draw: 
 
 def _front(report: ConversionReport, source: Source) -> list[str]:
     """What the hub reads."""
+    origin = source.origin
     lines = ["---", "library_name: mlx", "pipeline_tag: text-generation", "tags:", "- mlx"]
-    if _is_repo(report.source):
-        lines.append(f"base_model: {report.source.partition('@')[0]}")
-    license_id = source.config.get("license")
-    if isinstance(license_id, str):
-        lines.append(f"license: {license_id}")
+    base = origin.repo or origin.base_model
+    if base is not None:
+        lines += [f"base_model: {base}", "base_model_relation: quantized"]
+    stated = source.config.get("license")
+    found = {
+        "license": origin.license or (stated if isinstance(stated, str) else None),
+        "license_name": origin.license_name,
+        "license_link": origin.license_link,
+    }
+    lines += [f"{key}: {value}" for key, value in found.items() if value is not None]
     return [*lines, "---", ""]
+
+
+def name_in_card(folder: Path, repo: str) -> None:
+    """Put the repository into the commands of a folder's card, where they have none yet."""
+    card = folder / "README.md"
+    if card.is_file():
+        text = card.read_text(encoding="utf-8")
+        for option in ("-m", "--model"):
+            text = text.replace(f" {option} {FOLDER} ", f" {option} {repo} ")
+        write_file(card, text.encode())
 
 
 def _body(report: ConversionReport) -> list[str]:
@@ -183,8 +217,8 @@ def _body(report: ConversionReport) -> list[str]:
         f"{report.bits_per_weight:.3f} bits per weight, {human_bytes(report.num_bytes)}.",
         "",
         "```sh",
-        "mlxinfer run -m FOLDER 'Why is the sky blue?'",
-        "mlx_lm.generate --model FOLDER --prompt 'Why is the sky blue?'",
+        f"mlxinfer run -m {FOLDER} 'Why is the sky blue?'",
+        f"mlx_lm.generate --model {FOLDER} --prompt 'Why is the sky blue?'",
         "```",
         "",
         "| tensors | |",
@@ -216,11 +250,11 @@ def _logits(checks: list[LogitCheck]) -> list[str]:
     return [
         "Logits against the source's, layer by layer in full precision:",
         "",
-        "| context | KL mean | KL p99 | same top-1 | perplexity | of the source |",
-        "|---|---|---|---|---|---|",
+        "| context | KL mean | KL p99 | same top-1 | where clear | perplexity | of the source |",
+        "|---|---|---|---|---|---|---|",
         *(
-            f"| {c.context} | {c.kl_mean:.5f} | {c.kl_p99:.5f} | {c.top1:.2%} | "
-            f"{c.perplexity:.3f} | {c.source_perplexity:.3f} |"
+            f"| {c.context} | {c.kl_mean:.5f} | {c.kl_p99:.5f} | {c.top1:.2%} "
+            f"| {c.clear_top1:.2%} | {c.perplexity:.3f} | {c.source_perplexity:.3f} |"
             for c in checks
         ),
         "",
@@ -232,9 +266,4 @@ def _row(tensor: dict[str, Any]) -> str:
 
 
 def _figures(names: list[str]) -> list[str]:
-    captions = {BITS: "Bits per weight by layer", ERRORS: "Relative error by tensor"}
-    return [f"![{captions[name]}]({name})\n" for name in names]
-
-
-def _is_repo(label: str) -> bool:
-    return label.count("/") == 1 and not label.startswith((".", "/", "~"))
+    return [f"![{CAPTIONS[name]}]({name})\n" for name in names]

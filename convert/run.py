@@ -19,7 +19,7 @@ from . import budget
 from .arrange import ArrangedSource, OutputTensor, arrange
 from .calibration.allocation import choose_formats, least_bytes
 from .calibration.feedback import FeedbackPass, Feedbacks
-from .calibration.logits import LogitsOf, compare_logits, limit_for
+from .calibration.logits import LogitsOf, compare_logits, limit_for, top1_for
 from .calibration.measure import CalibrationPass, Measurements, load_measurements, save_measurements
 from .calibration.texts import Texts, make_texts
 from .files import partial_path, write_file
@@ -30,6 +30,7 @@ from .read import MLXFormat, Source
 from .recipes import ConversionOptions, identity
 from .report import ConversionReport, make_report, write_card
 from .sidefiles import config_json, has_tokenizer, index_json, write_json, write_side_files
+from .sizes import SizePoint, predicted_sizes, size_of
 from .verify import Progress
 from .workplace import Workplace, check_target, disk_failures, working
 from .write import (
@@ -193,7 +194,8 @@ class Conversion:
         if self.open_model is not None and texts is not None:
             report = replace(report, logits=self._compare(place, plan, texts))
         write_json(place.model / "report.json", report.as_dict())
-        write_card(place.model, report, self.source, draw=self.options.figures)
+        sizes = self._sizes(found, plan)
+        write_card(place.model, report, self.source, sizes, draw=self.options.figures)
         if self.look_again is not None and self.look_again() != self.source.fingerprint:
             raise ConversionError("The source changed while it was converted; use --restart.")
         place.publish()
@@ -219,6 +221,14 @@ class Conversion:
                 "and now are anew: from weights that never were, the result would be better."
             )
         return notes
+
+    def _sizes(self, found: Measurements, plan: ConversionPlan) -> list[SizePoint]:
+        """Of other ways to convert, and of this one last; []: nothing was measured."""
+        if not found.units:
+            return []
+        own = size_of("this one", plan, found)
+        recipe = self.options.recipe
+        return [point for _, point in predicted_sizes(self.arranged, recipe, found)] + [own]
 
     def _check_side_files(self, place: Workplace) -> str | None:
         """Load config and tokenizer as loading the output will, before hours of work.
@@ -380,12 +390,13 @@ class Conversion:
 
     def _compare(self, place: Workplace, plan: ConversionPlan, texts: Texts) -> list[Any]:
         assert self.open_model is not None
-        limit = self.options.max_kl or limit_of(plan)
+        bits = judged_bits(plan)
+        limit, least = self.options.max_kl or limit_for(bits), top1_for(bits)
         pairs = list(zip((texts.short, texts.long), place.references, strict=True))
         with self.open_model(place.model) as logits_of:
             found = []
             for number, (sequences, reference) in enumerate(pairs, 1):
-                found.append(compare_logits(sequences, reference, logits_of, limit))
+                found.append(compare_logits(sequences, reference, logits_of, limit, least))
                 self.progress("logits", number, len(pairs))
         return found
 
@@ -395,8 +406,8 @@ def _generation_config(folder: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def limit_of(plan: ConversionPlan) -> float:
-    """The limit of the mean divergence, in nats, by the bits of the output.
+def judged_bits(plan: ConversionPlan) -> float:
+    """Bits per weight of the output, by which its logits are judged.
 
     A tensor that the recipe keeps counts with the bits that it has in the source, if these are
     more: nothing of it is to be lost.
@@ -408,7 +419,7 @@ def limit_of(plan: ConversionPlan) -> float:
         else tensor.num_bytes
         for tensor in plan.tensors
     )
-    return limit_for(num_bytes * 8 / plan.num_weights)
+    return num_bytes * 8 / plan.num_weights
 
 
 def check_same_plan(place: Workplace, plan: ConversionPlan) -> None:

@@ -8,7 +8,7 @@ from ..errors import DownloadError, InvalidRequestError, ModelNotFoundError
 from ..hub.cache import offline, parse_repo_name
 from ..hub.fetch import LOGIN
 from ..hub.remote import endpoint
-from .report import read_report
+from .report import name_in_card, read_report
 
 
 def check_repo(repo: str) -> None:
@@ -48,6 +48,7 @@ def upload(folder: Path, repo: str, *, private: bool = False, bars: bool = False
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=endpoint(), library_name="mlxinfer")
+    name_in_card(folder, repo)
     with _failures(folder, repo), _bars(bars):
         url = api.create_repo(repo, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Converted by mlxinfer")

@@ -122,7 +122,10 @@ def divergences(
 
 LogitsOf = Callable[[list[int]], NDArray[np.float32]]  # ids (T,) -> logits (T, vocab_size)
 MAX_KL = ((15.0, 0.005), (7.5, 0.02), (5.5, 0.1), (4.9, 0.2), (3.9, 0.4), (2.9, 1.5), (0.0, 4.0))
+MIN_TOP1 = ((15.0, 0.99), (7.5, 0.97), (5.5, 0.9), (4.9, 0.85), (3.9, 0.8), (2.9, 0.5), (0.0, 0.2))
+CLEAR = np.log(2.0)  # by which the most probable token leads where it is clear
 ROWS = 64  # positions that are compared at once
+PARTS = 16  # of a context, whose divergences are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +140,14 @@ class LogitCheck:
     perplexity: float  # of the output, on the text
     source_perplexity: float
     max_kl: float  # limit of kl_mean
+    clear_top1: float = 1.0  # as top1, where the source's token is twice as likely as the next
+    min_top1: float = 0.0  # limit of clear_top1
+    kl_by_position: tuple[float, ...] = ()  # means over PARTS of the context, from its beginning
 
     @property
     def passed(self) -> bool:
-        """Within the limit; NaN is not."""
-        return self.kl_mean <= self.max_kl
+        """Within the limits; NaN is not."""
+        return self.kl_mean <= self.max_kl and self.clear_top1 >= self.min_top1
 
 
 def limit_for(bits_per_weight: float) -> float:
@@ -149,8 +155,17 @@ def limit_for(bits_per_weight: float) -> float:
     return next(limit for bits, limit in MAX_KL if bits_per_weight >= bits)
 
 
+def top1_for(bits_per_weight: float) -> float:
+    """The least share of clear positions whose most probable token is the same."""
+    return next(limit for bits, limit in MIN_TOP1 if bits_per_weight >= bits)
+
+
 def compare_logits(
-    sequences: Sequence[list[int]], reference: Path, logits_of: LogitsOf, max_kl: float
+    sequences: Sequence[list[int]],
+    reference: Path,
+    logits_of: LogitsOf,
+    max_kl: float,
+    min_top1: float = 0.0,
 ) -> LogitCheck:
     """Run sequences of one length and compare with the .npy file of the source's logits.
 
@@ -160,6 +175,7 @@ def compare_logits(
     kept = _logits(reference, sum(len(ids) for ids in sequences))
     kl: list[NDArray[np.float64]] = []
     same: list[NDArray[np.bool_]] = []
+    clear: list[NDArray[np.bool_]] = []
     losses: list[NDArray[np.float64]] = []
     for number, ids in enumerate(sequences):
         found = logits_of(ids)
@@ -170,20 +186,30 @@ def compare_logits(
             other = log_softmax(found[rows])
             kl.append((np.exp(plain) * (plain - other)).sum(axis=-1))
             same.append(plain.argmax(-1) == other.argmax(-1))
+            second, first_best = np.partition(plain, -2, axis=-1)[:, -2:].T
+            clear.append(first_best - second >= CLEAR)
             following = np.array(ids[rows.start + 1 : rows.stop + 1])
             at = np.arange(len(following)), following
             losses.append(np.stack([-plain[at], -other[at]]))
     divergence = np.concatenate(kl)
+    agrees, is_clear = np.concatenate(same), np.concatenate(clear)
     source_loss, loss = np.concatenate(losses, axis=-1).mean(axis=-1)
     return LogitCheck(
         context=len(sequences[0]),
         positions=len(divergence),
         kl_mean=_short(divergence.mean()),
         kl_p99=_short(np.quantile(divergence, 0.99)),
-        top1=_short(np.concatenate(same).mean()),
+        top1=_short(agrees.mean()),
         perplexity=_short(np.exp(loss)),
         source_perplexity=_short(np.exp(source_loss)),
         max_kl=max_kl,
+        clear_top1=_short(agrees[is_clear].mean()) if is_clear.any() else 1.0,
+        min_top1=min_top1,
+        kl_by_position=tuple(
+            _short(part.mean())
+            for part in np.array_split(divergence.reshape(len(sequences), -1).mean(axis=0), PARTS)
+            if len(part)
+        ),
     )
 
 

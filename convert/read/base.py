@@ -10,6 +10,7 @@ import numpy as np
 
 from ...errors import CheckpointError
 from ..arrays import as_numpy
+from .origin import Origin
 from .source import MLXFormat, Packed, TensorInfo
 from .stored import FLOATS, Files, StoredArray, to_mlx
 
@@ -132,6 +133,7 @@ class ReaderSource:
         side_files: Callable[[], Mapping[str, bytes | Path]],
         fingerprint: str,
         notes: tuple[str, ...] = (),
+        origin: Callable[[], Origin] = Origin,
     ) -> None:
         if not readers:
             raise CheckpointError(f"{label} has no tensors.")
@@ -141,6 +143,7 @@ class ReaderSource:
         self.dtype = dtype
         self.fingerprint = fingerprint
         self.notes = notes
+        self._origin = origin
         self.tensors = MappingProxyType({name: reader.info for name, reader in readers.items()})
         self._readers = readers
         self._files = files
@@ -174,6 +177,11 @@ class ReaderSource:
                 waiting.discard(name)
                 if not waiting:
                     self._files.drop(part.file)
+
+    @property
+    def origin(self) -> Origin:
+        """See Source."""
+        return self._origin()
 
     def side_files(self) -> dict[str, bytes | Path]:
         """See Source."""

@@ -12,6 +12,7 @@ from ...models.safetensors import TensorInfo as Entry
 from ...models.safetensors import read_headers
 from .base import DroppableFiles, LocalFiles, ReaderSource, majority_dtype
 from .methods import choose_method, readers_of, without_quantization
+from .origin import Origin, origin_of_folder
 from .stored import StoredArray
 
 QUANT_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
@@ -61,6 +62,7 @@ def open_folder(folder: Path, tokenizer: SideFiles | None = None) -> ReaderSourc
         side_files=lambda: side_files,
         fingerprint=digest.hexdigest(),
         is_here=True,
+        origin=lambda: origin_of_folder(folder),
     )
 
 
@@ -74,6 +76,7 @@ def assemble(
     side_files: SideFiles,
     fingerprint: str,
     is_here: bool,
+    origin: Callable[[], Origin],
 ) -> ReaderSource:
     """A Source from the checked headers of a safetensors checkpoint.
 
@@ -95,6 +98,7 @@ def assemble(
         side_files=side_files,
         fingerprint=fingerprint,
         notes=notes,
+        origin=origin,
     )
 
 

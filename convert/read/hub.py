@@ -41,6 +41,7 @@ from .folder import (
 )
 from .gguf.header import read_growing
 from .gguf.source import assemble_gguf, part_names
+from .origin import CARD, Origin, origin_of_card
 from .stored import Array, StoredArray
 
 OnBytes = Callable[[int], None]
@@ -169,7 +170,16 @@ def _open_safetensors(files: HubFiles, tokenizer: SideFiles | None) -> ReaderSou
         side_files=lambda: exchanged(_side_files(files), tokenizer),
         fingerprint=_fingerprint(files, list(headers), tokenizer),
         is_here=False,
+        origin=lambda: _origin(files),
     )
+
+
+def _origin(files: HubFiles) -> Origin:
+    repo = files.listing.repo.repo_id
+    if CARD not in files.remote:
+        return Origin(repo)
+    text = fetch_small(files.listing, CARD).read_text(encoding="utf-8", errors="replace")
+    return origin_of_card(text, repo)
 
 
 def _shards(skeleton: Path, files: HubFiles) -> list[str]:
@@ -224,6 +234,7 @@ def _open_gguf(
         side_files=tokenizer,
         fingerprint=_fingerprint(files, parts, tokenizer),
         read_small=files.small,
+        origin=lambda: _origin(files),
     )
 
 

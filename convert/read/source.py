@@ -23,6 +23,7 @@ import mlx.core as mx
 
 from ...errors import CheckpointError
 from ...models.quantization import QuantFormat as MLXFormat
+from .origin import Origin
 
 __all__ = ["MLXFormat", "Packed", "Source", "TensorInfo"]
 
@@ -83,6 +84,11 @@ class Source(Protocol):
     def fingerprint(self) -> str:
         """Changes whenever files of the source change: sizes, times and places, headers, metadata,
         and the contents of tokenizer and config files."""
+        ...
+
+    @property
+    def origin(self) -> Origin:
+        """Whence it comes, as its card or its metadata say."""
         ...
 
     @property

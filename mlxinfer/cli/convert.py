@@ -19,12 +19,12 @@ from ._options import json_option
 from ._output import emit_json, human_count, note, table
 
 if TYPE_CHECKING:
-    from ..convert.explore import SizePoint
     from ..convert.plan import ConversionPlan
     from ..convert.read import Source
     from ..convert.recipes import ConversionOptions
     from ..convert.report import ConversionReport
     from ..convert.run import Conversion
+    from ..convert.sizes import SizePoint
 
 
 Progress = Callable[[str, int, int], None]  # step, how far, of how much
@@ -116,8 +116,9 @@ def show_report(report: "ConversionReport", out: str) -> None:
     for check in report.logits:
         click.echo(
             f"in contexts of {check.context} tokens: KL divergence {check.kl_mean:.5f} (limit "
-            f"{check.max_kl:g}), same top-1 {check.top1:.2%}, perplexity {check.perplexity:.3f} "
-            f"(source {check.source_perplexity:.3f})"
+            f"{check.max_kl:g}), same top-1 {check.top1:.2%}, where it is clear "
+            f"{check.clear_top1:.2%} (limit {check.min_top1:.0%}), perplexity "
+            f"{check.perplexity:.3f} (source {check.source_perplexity:.3f})"
         )
     for line in report.notes:
         click.echo(line)

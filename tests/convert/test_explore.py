@@ -8,19 +8,20 @@ import pytest
 from convert_cases import TEXT, Outcome, contents, convert, write_source
 from test_convert_run import open_logits
 
-from mlxinfer.convert import explore as explore_module
-from mlxinfer.convert.explore import SizePoint, explore
+from mlxinfer.convert.explore import explore
 from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import ConversionOptions, make_recipe
 from mlxinfer.convert.run import Conversion
+from mlxinfer.convert.sizes import SizePoint
 from mlxinfer.errors import ConversionError, InvalidRequestError
 
 
 @pytest.fixture(autouse=True)
 def reachable_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     """In tiny models norms and scales weigh more."""
-    monkeypatch.setattr(explore_module, "TARGETS", (1.0, 6.0, 7.0, 8.0))
-    monkeypatch.setattr(explore_module, "CHECKED", (6.0, 7.0))
+    monkeypatch.setattr("mlxinfer.convert.sizes.TARGETS", (1.0, 6.0, 7.0, 8.0))
+    checked = ("--target-bpw 6", "--target-bpw 7")
+    monkeypatch.setattr("mlxinfer.convert.explore.CHECKED", checked)
 
 
 def explored(source: Path, out: Path, recipe: str = "4bit", **options: object) -> list[SizePoint]:

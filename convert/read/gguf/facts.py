@@ -102,9 +102,9 @@ def rope_scaling(
         scaling["original_max_position_embeddings"] = context
         scaling["beta_fast"] = facts.number("rope.scaling.yarn_beta_fast", 32.0)
         scaling["beta_slow"] = facts.number("rope.scaling.yarn_beta_slow", 1.0)
-        if (factor := facts.number("rope.scaling.yarn_log_multiplier")) is not None:
+        if (tenth := facts.number("rope.scaling.yarn_log_multiplier")) is not None:
             # A tenth of mscale_all_dim. What divides it, mscale, is the same in published models.
-            scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * factor, 6))
+            scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * tenth, 6))
     return scaling
 
 

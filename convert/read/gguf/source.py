@@ -11,6 +11,7 @@ from ....errors import CheckpointError, ModelNotFoundError, UnsupportedModelErro
 from ....models.jsonfields import Fields
 from ..base import DroppableFiles, LocalFiles, ReaderSource
 from ..folder import digest_of, file_state
+from ..origin import Origin, origin_of_metadata
 from ..stored import FLOATS, Array, StoredArray
 from .config import make_config
 from .facts import ArchitectureFields
@@ -80,11 +81,13 @@ def assemble_gguf(
     side_files: SideFiles | None,
     fingerprint: str,
     read_small: Callable[[StoredArray], Array] = StoredArray.floats,
+    origin: Callable[[], Origin] | None = None,
 ) -> ReaderSource:
     """A Source from the checked headers of a GGUF file's parts, in their order.
 
     Args:
         read_small: reads a small tensor that the config depends on.
+        origin: whence it comes; None: what the metadata say.
 
     Raises:
         CheckpointError, UnsupportedModelError: as open_gguf().
@@ -117,6 +120,7 @@ def assemble_gguf(
         files=files,
         side_files=side_files or own,
         fingerprint=fingerprint,
+        origin=origin or (lambda: origin_of_metadata(metadata)),
     )
 
 

@@ -1,0 +1,155 @@
+"""The model card: what it takes over from the source's, what is drawn, and what a check judges."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from convert_cases import TEXT, convert, write_source
+
+from mlxinfer.convert.calibration.logits import LogitCheck, compare_logits
+from mlxinfer.convert.plots import CAPTIONS, available
+from mlxinfer.convert.read.origin import (
+    Origin,
+    origin_of_card,
+    origin_of_folder,
+    origin_of_metadata,
+)
+from mlxinfer.convert.report import FOLDER, name_in_card
+
+CARD = """---
+base_model:
+- Qwen/Qwen3-0.6B-Base
+license: other
+license_name: "own-terms"
+license_link: https://example.org/terms
+---
+# A model
+license: mit
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            CARD,
+            Origin(None, "Qwen/Qwen3-0.6B-Base", "other", "own-terms", "https://example.org/terms"),
+        ),
+        ("---\r\nlicense: apache-2.0\r\nbase_model: a/b\r\n---", Origin(None, "a/b", "apache-2.0")),
+        ("---\nbase_model: ['a/b']\nlicense:\n---", Origin(None, "a/b")),
+        ("# no metadata\nlicense: mit", Origin()),
+        ("---\n: [ {\n---", Origin()),
+        ("", Origin()),
+    ],
+)
+def test_what_a_card_passes_on(text: str, expected: Origin) -> None:
+    assert origin_of_card(text) == expected
+
+
+def test_a_folder_in_the_hubs_cache_names_its_repository(tmp_path: Path) -> None:
+    folder = tmp_path / "models--org--name" / "snapshots" / "0123"
+    folder.mkdir(parents=True)
+    assert origin_of_folder(folder).repo == "org/name"
+    assert origin_of_folder(tmp_path).repo is None
+
+
+def test_a_gguf_file_names_its_base_and_licence() -> None:
+    metadata = {
+        "general.license": "apache-2.0",
+        "general.base_model.0.repo_url": "https://huggingface.co/org/name",
+    }
+    assert origin_of_metadata(metadata) == Origin(None, "org/name", "apache-2.0")
+
+
+def test_a_card_says_of_what_it_is_made_and_how_it_may_be_used(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "models--org--name" / "source")
+    (source / "README.md").write_text(CARD)
+    convert(source, tmp_path / "out", "bf16")
+    front = (tmp_path / "out" / "README.md").read_text().split("---")[1].splitlines()
+    assert {
+        "base_model: org/name",
+        "base_model_relation: quantized",
+        "license: other",
+        "license_name: own-terms",
+        "license_link: https://example.org/terms",
+    } <= set(front)
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert text.count(FOLDER) == 2
+    name_in_card(tmp_path / "out", "me/mine")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "mlxinfer run -m me/mine '" in text
+    assert "--model me/mine --prompt" in text
+
+
+@pytest.fixture
+def drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not available():
+        pytest.skip("matplotlib is not installed")
+    monkeypatch.setattr("mlxinfer.convert.report.available", lambda: True)
+
+
+@pytest.mark.usefixtures("drawing")
+def test_figures_name_layers_and_projections(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source")
+    convert(source, tmp_path / "out", calibration=TEXT, target_bpw=6.0)
+    card = (tmp_path / "out" / "README.md").read_text()
+    for name in ("bits.svg", "errors.svg", "sizes.svg"):
+        assert f"![{CAPTIONS[name]}]({name})" in card
+    for name in ("bits.svg", "errors.svg"):
+        drawn = (tmp_path / "out" / name).read_text()
+        assert all(f">{kind}<" in drawn for kind in ("q_proj", "down_proj", "embed_tokens"))
+    assert "this one" in (tmp_path / "out" / "sizes.svg").read_text()
+
+
+VOCAB, LENGTH = 50, 32
+
+
+@pytest.fixture
+def source_logits(tmp_path: Path) -> np.ndarray:
+    """Half of the positions clear, half flat."""
+    logits = np.random.default_rng(0).standard_normal((2 * LENGTH, VOCAB)).astype(np.float32) * 0.01
+    logits[::2, 7] = 9.0
+    np.save(tmp_path / "kept.npy", logits)
+    return logits
+
+
+def checked(
+    folder: Path, change: Callable[[np.ndarray], np.ndarray], kept: np.ndarray
+) -> LogitCheck:
+    sequences = [list(range(LENGTH)), list(range(LENGTH))]
+    parts = iter(np.split(change(kept.copy()), 2))
+    return compare_logits(sequences, folder / "kept.npy", lambda _: next(parts), 10.0, 0.8)
+
+
+def test_another_token_where_the_sources_is_clear_does_not_pass(
+    tmp_path: Path, source_logits: np.ndarray
+) -> None:
+    def flat_changed(logits: np.ndarray) -> np.ndarray:
+        logits[1::2] = -logits[1::2]
+        return logits
+
+    def clear_changed(logits: np.ndarray) -> np.ndarray:
+        logits[:24:2, 8] = 10.0
+        return logits
+
+    same = checked(tmp_path, lambda logits: logits, source_logits)
+    assert (same.top1, same.clear_top1, same.passed) == (1.0, 1.0, True)
+    flat = checked(tmp_path, flat_changed, source_logits)
+    assert flat.top1 < 0.6
+    assert flat.passed
+    clear = checked(tmp_path, clear_changed, source_logits)
+    assert clear.clear_top1 == 0.625
+    assert not clear.passed
+    assert not replace(same, clear_top1=float("nan")).passed
+
+
+def test_divergence_by_position(tmp_path: Path, source_logits: np.ndarray) -> None:
+    def late_changed(logits: np.ndarray) -> np.ndarray:
+        logits[LENGTH // 2 : LENGTH] *= 2
+        return logits
+
+    found = checked(tmp_path, late_changed, source_logits).kl_by_position
+    assert len(found) == 16
+    assert max(found[:8]) < 1e-6 < min(found[8:])

@@ -26,7 +26,6 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        __tracebackhide__ = True  # IPython shows the caller's line, then the error
         try:
             return function(*args, **kwargs)
         except BaseException as error:
@@ -39,7 +38,6 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
 
 def short_errors(items: Iterator[T]) -> Iterator[T]:
     """The same items; an error, or Ctrl-C, between them leaves no frame behind."""
-    __tracebackhide__ = True
     try:
         yield from items
     except BaseException as error:
@@ -50,7 +48,6 @@ def short_errors(items: Iterator[T]) -> Iterator[T]:
 
 async def ashort_errors(items: AsyncIterator[T]) -> AsyncIterator[T]:
     """`short_errors` for asyncio."""
-    __tracebackhide__ = True
     try:
         async with aclosing(items) as opened:  # type: ignore[type-var]  # a generator
             async for item in opened:
@@ -82,7 +79,8 @@ def shorten(error: BaseException) -> None:
             continue
         seen.add(id(found))
         is_fault = isinstance(found, Exception) and not isinstance(error, MlxinferError)
-        found.__traceback__ = _emptied(found.__traceback__) if is_fault else None
+        emptied = _emptied(found.__traceback__)  # dropped frames too: a kept one refers to them
+        found.__traceback__ = emptied if is_fault else None
         waiting += [found.__cause__, found.__context__]
         if not is_fault:
             found.__suppress_context__ = True

@@ -1,6 +1,7 @@
 """Streaming markdown: what is finished is printed once, whatever the pieces it came in."""
 
 import io
+import re
 
 import pytest
 from hypothesis import given
@@ -107,3 +108,34 @@ def test_nothing_fed_is_nothing_shown() -> None:
     for console in (terminal(), Console(file=io.StringIO())):
         MarkdownStream(console).finish()
         assert shown(console) == ""
+
+
+LONG = r"""# A heading
+
+Words of **several lengths** wrap between each other, and $\frac{a_1}{b_1} * c_2 * d$ stays so.
+
+\[
+x_1
+- y_1
+\]
+
+1. a list whose first item is rather long and wraps
+"""
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_lines_break_between_words_and_formulas_stay_as_written(width: int) -> None:
+    screen = io.StringIO()
+    stream = MarkdownStream(
+        Console(file=screen, width=width, force_terminal=True, color_system=None)
+    )
+    stream.feed(LONG)
+    stream.finish()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    lines = [line.rstrip() for line in shown.replace("\r", "\n").splitlines()]
+    assert max(map(len, lines)) <= width
+    assert "A heading" in lines  # on the left
+    words = " ".join(lines).split()
+    for word in re.sub(r"\*\*|# |1\. ", "", LONG).split():
+        assert word in words
+    assert [line for line in lines if line in ("x_1", "- y_1")][-2:] == ["x_1", "- y_1"]

@@ -1,0 +1,191 @@
+"""Cards of notebooks, short errors, bars: what leaves the library for people's eyes."""
+
+import gc
+import json
+import re
+import sys
+import traceback
+import weakref
+from typing import Any
+
+import pytest
+
+from mlxinfer.boundary import TRACEBACK, public, short_errors
+from mlxinfer.core import FinishReason, TokenLogprobs
+from mlxinfer.display.heat import Heat
+from mlxinfer.display.markdown import html_of
+from mlxinfer.display.show import show
+from mlxinfer.errors import InvalidRequestError, ModelNotFoundError
+from mlxinfer.outputs import Delta, Facts, ReasoningPart, Result, Results, TextPart, ToolCall
+from mlxinfer.progress import patient, progress_bar
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "<script>alert(1)</script>",
+        "<img src=x onerror=alert(1)>",
+        "[a](javascript:alert(1))",
+        "[a](data:text/html;base64,PHNjcmlwdD4=)",
+        "![p](https://evil.example/pixel.png)",
+        "```html\n<script>alert(1)</script>\n```",
+        '```"><script>alert(1)</script>\nx\n```',
+        '<https://a.example/"onmouseover=alert(1)>',
+        "| <b onclick=alert(1)> |\n|--|\n| <iframe src=x> |",
+        "<style>body{display:none}</style>",
+        "$<img src=x onerror=alert(1)>$",
+    ],
+)
+def test_nothing_that_a_model_writes_is_markup(hostile: str) -> None:
+    rendered = html_of(hostile)
+    for forbidden in ("<script", "<img", "<iframe", "<b ", "<style", 'href="java', 'href="data'):
+        assert forbidden not in rendered
+    tags = re.findall("<[^>]*>", rendered)
+    assert not [tag for tag in tags if re.search(r"\son\w+=", tag)]
+    card = Result(text=hostile, reasoning=hostile)._repr_html_()
+    assert "<script" not in card
+    assert "<img" not in card
+
+
+def test_markdown_code_tables_and_formulas() -> None:
+    rendered = html_of(
+        "**b**\n\n```python\nif x: pass\n```\n\n|a|\n|-|\n|1|\n\n"
+        "$x_1*y*$ and \\(a_b\\)\n\n\\[\n- a\n\\]"
+    )
+    assert "<strong>b</strong>" in rendered
+    assert '<span style="color:' in rendered
+    assert "<td>1</td>" in rendered
+    assert "$x_1*y*$ and \\(a_b\\)" in rendered
+    assert "\\[\n- a\n\\]" in rendered
+
+
+def test_thoughts_are_folded_and_calls_are_shown() -> None:
+    call = ToolCall(id="1", name="weather", arguments='{"city": "<b>"}')
+    card = Result(text="done", reasoning="hm", tool_calls=[call])._repr_html_()
+    assert card.index("<details") < card.index("hm") < card.index("</details>") < card.index("done")
+    assert "weather({&quot;city&quot;: &quot;&lt;b&gt;&quot;})" in card
+
+
+def test_results_are_a_list_with_columns() -> None:
+    results = Results([Result(text="a" * 999, token_ids=[1, 2]), Result(text="b")] * 20)
+    assert results == [*results]
+    assert results.to_records()[0]["answer_tokens"] == 2
+    assert json.dumps(results.to_records())
+    shown = results._repr_html_()
+    assert "and 20 more" in shown
+    assert "a" * 500 not in shown
+    pytest.importorskip("pandas")
+    assert results.to_pandas()["text"].iloc[1] == "b"
+
+
+def test_facts_and_heat_have_cards() -> None:
+    shown = Facts(active_memory_bytes=5_000_000, groups=[{"pages": 3}], none=None)._repr_html_()
+    assert "5.0 MB" in shown
+    assert "0 pages" in shown
+    found = [TokenLogprobs(-0.1, ((65, -0.1), (66, -2.5)))]
+    result = Result(text="A", token_ids=[65], logprobs=found)
+    heat = Heat.of(result, lambda i: bytes([i]))
+    assert "90.48%" in repr(heat)
+    assert "8.21%" in heat._repr_html_()
+    with pytest.raises(InvalidRequestError, match="logprobs=3"):
+        Heat.of(Result(text="A"), lambda i: b"")
+
+
+def test_show_writes_text_where_there_is_no_notebook(capsys: pytest.CaptureFixture[str]) -> None:
+    end = Result(text="hi", finish_reason=FinishReason.STOP)
+    deltas = [Delta(parts=[ReasoningPart("hm")]), Delta(parts=[TextPart("hi")], result=end)]
+    assert show(iter(deltas)) is end
+    assert capsys.readouterr().out == "hi\n"
+
+
+class Engine:
+    """Something that frames must not keep."""
+
+
+def failing(error: BaseException) -> Any:
+    def inner(engine: Engine) -> None:
+        try:
+            raise KeyError("cause")
+        except KeyError as cause:
+            raise error from cause
+
+    @public
+    def call(engine: Engine) -> None:
+        inner(engine)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("error", "frames"),
+    [(ModelNotFoundError("none"), 1), (KeyboardInterrupt(), 1), (ZeroDivisionError("bug"), 3)],
+)
+def test_an_error_that_leaves_is_short_and_keeps_nothing(error: Any, frames: int) -> None:
+    """A fault keeps its places, a refusal only the call; neither keeps the variables."""
+    engine = Engine()
+    alive = weakref.ref(engine)
+    with pytest.raises(type(error)) as caught:
+        failing(error)(engine)
+    assert len(list(traceback.walk_tb(caught.tb))) == frames
+    assert isinstance(error.__cause__, KeyError)
+    assert "KeyError" in "".join(traceback.format_exception(error))
+    del engine
+    gc.collect()
+    assert alive() is None
+
+
+def test_all_frames_stay_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRACEBACK, "1")
+    with pytest.raises(ModelNotFoundError) as caught:
+        failing(ModelNotFoundError("none"))(Engine())
+    assert len(list(traceback.walk_tb(caught.tb))) == 4
+
+
+def test_a_stream_that_fails_keeps_nothing() -> None:
+    engine = Engine()
+    alive = weakref.ref(engine)
+
+    def deltas(engine: Engine) -> Any:
+        yield 1
+        raise ModelNotFoundError("none")
+
+    stream = short_errors(deltas(engine))
+    assert next(stream) == 1
+    with pytest.raises(ModelNotFoundError):
+        next(stream)
+    del engine
+    gc.collect()
+    assert alive() is None
+
+
+def test_bars_are_silent_in_pipes_unless_wanted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with progress_bar("load org/x") as show:
+        show(1, 2)
+    assert capsys.readouterr().err == ""
+    with progress_bar("load org/x", wanted=True) as show:
+        show(1, 2)
+    assert "load org/x" in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with progress_bar("load org/x", wanted=False) as show:
+        show(1, 2)
+    assert capsys.readouterr().err == ""
+    with progress_bar("answers", unit="answers") as show:
+        show(1, 2)
+    assert "1/2" in capsys.readouterr().err
+    monkeypatch.setenv("MLXINFER_PROGRESS", "json")
+    with progress_bar("load org/x") as show:
+        show(2, 2)
+    assert json.loads(capsys.readouterr().err) == {"step": "load", "done": 2, "total": 2}
+
+
+def test_small_models_load_without_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("mlxinfer.progress.time.monotonic", lambda: now_s[0])
+    seen: list[int] = []
+    show_later = patient(lambda _, done, __: seen.append(done))
+    for done, at_s in ((1, 0.0), (2, 0.4), (3, 0.6)):
+        now_s[0] = at_s
+        show_later("load", done, 4)
+    assert seen == [3]

@@ -26,8 +26,12 @@ class CausalConv:
 
     def __call__(self, inputs: mx.array, state: mx.array) -> mx.array:
         """Inputs (B, L, C) after a state (B, K - 1, C) -> (B, L, C)."""
-        y = mx.conv1d(_seen(inputs, state), self.weight, groups=self.channels)
+        y = self.over(_seen(inputs, state))
         return y if self.bias is None else y + self.bias
+
+    def over(self, seen: mx.array) -> mx.array:
+        """(B, K - 1 + L, C) -> (B, L, C)."""
+        return mx.conv1d(seen, self.weight, groups=self.channels)
 
     def after(self, inputs: mx.array, state: mx.array, lengths: mx.array | None) -> mx.array:
         """The state (B, K - 1, C) after the first `lengths` (B,) inputs; None: after all."""

@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 
+from .causal_conv import CausalConv
 from .linear import (
     DenseEmbedding,
     Embedding,
@@ -78,6 +79,10 @@ class LayerFactory:
             eps: added to the mean square.
         """
         return RMSNorm(weight, eps) if weight.ndim == 1 else HeadRMSNorm(weight, eps)
+
+    def causal_conv(self, weight: mx.array, bias: mx.array | None = None) -> CausalConv:
+        """A convolution of weights (C, K) and a bias (C,)."""
+        return CausalConv(weight, bias)
 
     def rope(self, spec: RopeSpec, head_dim: int, dtype: mx.Dtype) -> Rope:
         """A rope; an attention factor on whole heads is left to the scale (`scale_factor`)."""

@@ -331,7 +331,9 @@ class Family:
             weight = self.weights.take(name, (channels, length, 1))[..., 0]
         else:
             weight = self.weights.take(name, (channels, 1, length))[:, 0]
-        return CausalConv(weight, self.weights.take(f"{path}.bias", (channels,)) if bias else None)
+        return self.make.causal_conv(
+            weight, self.weights.take(f"{path}.bias", (channels,)) if bias else None
+        )
 
     # -- attention ------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import pytest
 
 from mlxinfer.core import StateSpec
 from mlxinfer.layers.causal_conv import CausalConv
+from mlxinfer.layers.cpu import ViewConv
 from mlxinfer.layers.gated_delta import GatedDeltaNet
 from mlxinfer.layers.linear import Linear
 from mlxinfer.layers.norm import RMSNorm
@@ -36,6 +37,21 @@ def mixer_of(seed: int = 0) -> GatedDeltaNet:
         step_bias=normal(rng, HEADS),
         spec=SPEC,
     )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_convolution_as_views_is_the_convolution(bias: bool) -> None:
+    """And gives the same bits for any split."""
+    rng = np.random.default_rng(3)
+    weight = normal(rng, CHANNELS, LENGTH)
+    arguments = (weight, normal(rng, CHANNELS)) if bias else (weight,)
+    ours, plain = ViewConv(*arguments), CausalConv(*arguments)
+    inputs, state = normal(rng, 2, 9, CHANNELS), normal(rng, 2, LENGTH - 1, CHANNELS)
+    whole = ours(inputs, state)
+    np.testing.assert_allclose(np.array(whole), np.array(plain(inputs, state)), atol=1e-5)
+    after = ours.after(inputs[:, :4], state, None)
+    parts = [ours(inputs[:, :4], state), ours(inputs[:, 4:], after)]
+    np.testing.assert_array_equal(np.array(mx.concatenate(parts, axis=1)), np.array(whole))
 
 
 def random_inputs(rng: np.random.Generator, batch: int, length: int) -> Arrays:

@@ -14,7 +14,7 @@ from ..decoder import Layer, PreNormLayer
 from ..family import Family
 from ..jsonfields import Fields
 from ..rope_config import FULL
-from .mamba import MambaDims, group_norm, mamba_mixer, step_limits
+from .mamba import MambaDims, plain_mamba_mixer
 
 _RECURRENT = ("mamba", "linear_attention")
 _ATTENTION = ("attention", FULL)
@@ -123,19 +123,9 @@ class GraniteHybrid(Granite):
         state = self.config.states[index]
         if state is None:
             return super().mixer(index)
-        config, weights, path = self.config, self.weights, f"model.layers.{index}.mamba"
-        fields, dims, hidden = config.fields, _dims(config.fields), config.hidden_size
+        fields = self.config.fields
         bias = fields.boolean("mamba_proj_bias")
-        return mamba_mixer(
-            self,
-            path,
-            dims,
-            in_proj=weights.linear(f"{path}.in_proj", dims.projected, hidden, bias=bias),
-            out_proj=weights.linear(f"{path}.out_proj", hidden, dims.inner, bias=bias),
-            norm=group_norm(self, path, dims, config.rms_norm_eps),
-            conv_bias=fields.boolean("mamba_conv_bias"),
-            step_limits=step_limits(fields),
-        )
+        return plain_mamba_mixer(self, f"model.layers.{index}.mamba", _dims(fields), bias=bias)
 
     def mlp(self, index: int) -> FeedForward:
         """A shared MLP, and experts beside it where there are some."""

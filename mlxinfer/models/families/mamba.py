@@ -106,6 +106,28 @@ def mamba_mixer(
     )
 
 
+def plain_mamba_mixer(family: Family, path: str, dims: MambaDims, *, bias: bool) -> Mamba2:
+    """The mixer at `path` whose projections are as stored, with a norm over each group of heads.
+
+    Args:
+        family: of the model.
+        path: its name.
+        dims: its sizes.
+        bias: whether the projections have biases.
+    """
+    weights, hidden, fields = family.weights, family.config.hidden_size, family.config.fields
+    return mamba_mixer(
+        family,
+        path,
+        dims,
+        in_proj=weights.linear(f"{path}.in_proj", dims.projected, hidden, bias=bias),
+        out_proj=weights.linear(f"{path}.out_proj", hidden, dims.inner, bias=bias),
+        norm=group_norm(family, path, dims, family.config.rms_norm_eps),
+        conv_bias=fields.boolean("mamba_conv_bias"),
+        step_limits=step_limits(fields),
+    )
+
+
 def group_norm(family: Family, path: str, dims: MambaDims, eps: float) -> Norm:
     """The norm over each group of heads."""
     weight = family.weights.take(f"{path}.norm.weight", (dims.inner,))

@@ -25,7 +25,7 @@ from ..family import Family
 from ..jsonfields import Fields
 from ..rope_config import FULL
 from .deepseek import biased_routing, with_experts
-from .mamba import MambaDims, group_norm, mamba_mixer, step_limits
+from .mamba import MambaDims, plain_mamba_mixer
 
 _ATTENTION = re.compile(r"\.mixer\.([qkvo])_proj\.")
 MAMBA, ATTENTION, DENSE, EXPERTS = "M", "*", "-", "E"
@@ -203,19 +203,9 @@ class NemotronH(Family):
         """Mamba-2 or attention."""
         if self._kind(index) == ATTENTION:
             return super().mixer(index)
-        config, weights, path = self.config, self.weights, f"model.layers.{index}.mixer"
-        fields, hidden = config.fields, config.hidden_size
+        fields, path = self.config.fields, f"model.layers.{index}.mixer"
         dims, bias = MambaDims.of(fields, width=None), fields.boolean("use_bias")
-        return mamba_mixer(
-            self,
-            path,
-            dims,
-            in_proj=weights.linear(f"{path}.in_proj", dims.projected, hidden, bias=bias),
-            out_proj=weights.linear(f"{path}.out_proj", hidden, dims.inner, bias=bias),
-            norm=group_norm(self, path, dims, config.rms_norm_eps),
-            conv_bias=fields.boolean("mamba_conv_bias"),
-            step_limits=step_limits(fields),
-        )
+        return plain_mamba_mixer(self, path, dims, bias=bias)
 
     def mlp(self, index: int) -> FeedForward:
         """An MLP, or experts beside a shared one."""

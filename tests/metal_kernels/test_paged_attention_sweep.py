@@ -1,4 +1,7 @@
-"""Every dtype, format and head dim, each with drawn scenes. Slow: select it with -m slow -s."""
+"""Every dtype, format and head dim, each with drawn scenes. Slow: select it with -m slow -s.
+
+Decode and verification, and prompts in tiles: `pytest -m slow -s tests/metal_kernels`.
+"""
 
 from itertools import product
 
@@ -15,6 +18,7 @@ from tests.bench.kernel_scenes import Scene, build
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 FORMATS = {"plain": (None, None), "8": (8, 8), "4": (4, 4), "8, 4": (8, 4), "4, plain": (4, None)}
 DIMS = (64, 80, 96, 112, 128, 192, 256)
+LARGE = [(dtype, bits, 512) for dtype in ("float16", "bfloat16") for bits in FORMATS]
 NUM_SCENES = 10
 # Few, so that most scenes of a head dim share their compiled kernels: group, query tokens.
 ROWS = ((1, 1), (4, 1), (8, 1), (16, 1), (1, 8), (4, 4), (3, 2), (16, 4), (5, 7), (16, 8))
@@ -48,7 +52,7 @@ def draw(rng: np.random.Generator, index: int, dim: int, **fixed: object) -> Sce
 
 @requires_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "bits", "dim"), list(product(DTYPES, FORMATS, DIMS)))
+@pytest.mark.parametrize(("dtype", "bits", "dim"), [*product(DTYPES, FORMATS, DIMS), *LARGE])
 def test_sweep(dtype: str, bits: str, dim: int) -> None:
     rng = np.random.default_rng([len(dtype), len(bits), dim])
     shares = []
@@ -65,6 +69,54 @@ def test_sweep(dtype: str, bits: str, dim: int) -> None:
             scale=dim**-0.5,
             sink_logits=inputs.sink_logits if index % 4 < 2 else None,
             log_sums=index % 2 == 0,
+            soft_cap=[None, 5.0, 30.0][index % 3],
+        )
+        shares.append(share)
+    print(f"{dtype}, {bits}, {dim}: {len(shares)} clean, worst error {max(shares):.2f} of allowed")
+
+
+CHUNKS = ((1, [9]), (1, [40, 17]), (2, [64]), (4, [33, 12, 20]), (6, [25]), (8, [21]), (16, [12]))
+NUM_CHUNK_SCENES = 7
+
+
+def draw_chunks(rng: np.random.Generator, index: int, dim: int, **fixed: object) -> Scene:
+    """Chunks of some sequences, whole or with something before them."""
+    group, queries = CHUNKS[index % len(CHUNKS)]
+    window, sinks = REACHES[int(rng.integers(len(REACHES)))]
+    return Scene(
+        [count + int(rng.choice([0, 1, 15, 16, 64, 100])) for count in queries],
+        queries,
+        kv_heads=int(rng.integers(1, 3)),
+        group=group,
+        key_dim=dim,
+        value_dim=dim,
+        window=window,
+        sinks=sinks,
+        page_size=int(rng.choice([16, 16, 32])),
+        item_blocks=1 if index % 3 == 2 else None,
+        prefill=True,
+        seed=index,
+        **fixed,
+    )
+
+
+@requires_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "bits", "dim"), [*product(DTYPES, FORMATS, DIMS), *LARGE])
+def test_sweep_of_prompts(dtype: str, bits: str, dim: int) -> None:
+    rng = np.random.default_rng([len(dtype), len(bits), dim])
+    shares = []
+    for index in range(NUM_CHUNK_SCENES):
+        inputs = build(draw_chunks(rng, index, dim, dtype=DTYPES[dtype], bits=FORMATS[bits]))
+        share = check(
+            paged_attention_on_metal,
+            paged_attention_gathered,
+            inputs,
+            inputs.keys,
+            inputs.values,
+            seed=int(rng.integers(0, 4)),
+            scale=dim**-0.5,
+            sink_logits=inputs.sink_logits if index % 4 < 2 else None,
             soft_cap=[None, 5.0, 30.0][index % 3],
         )
         shares.append(share)

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
     """A server that the app did not start."""
     with PageServer(tmp_path_factory.mktemp("page")) as running:
         yield running
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder whose path is short enough for a socket file: on a Mac tmp_path is not."""
+    with tempfile.TemporaryDirectory(prefix="mlx", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

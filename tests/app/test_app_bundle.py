@@ -96,14 +96,14 @@ def test_other_import_errors_are_not_taken_for_a_missing_toga(
 
 
 def test_a_second_start_needs_no_toga_and_ends_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlxinfer.app.instance import Instance
 
     shown: list[int] = []
-    first = Instance(tmp_path / "app.sock")
+    first = Instance(short_folder / "app.sock")
     first.listen(lambda: shown.append(1))
     monkeypatch.setitem(sys.modules, "toga", None)
-    mlxinfer.app.main(folder=tmp_path)
+    mlxinfer.app.main(folder=short_folder)
     first.close()
     assert shown == [1]

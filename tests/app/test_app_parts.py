@@ -222,8 +222,8 @@ def test_the_login_agent_starts_the_app_once_in_the_background(tmp_path: Path) -
     assert not agent.set(False)
 
 
-def test_a_second_start_shows_the_first_app(tmp_path: Path) -> None:
-    place = tmp_path / "app.sock"
+def test_a_second_start_shows_the_first_app(short_folder: Path) -> None:
+    place = short_folder / "app.sock"
     assert not Instance(place).show_other()
     place.touch()  # left over from a crash
     shown = threading.Event()
@@ -289,6 +289,7 @@ def test_the_parts_of_a_mac_touch_what_they_are_to_touch(
     assert caplog.text == ""
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="it would reach the clipboard")
 def test_without_a_mac_each_part_is_missed_and_nothing_is_raised(
     cocoa: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -316,3 +317,28 @@ def test_a_click_shows_the_chat_and_the_other_button_the_menu(cocoa: Any) -> Non
     clicked()
     assert (clicks, shown) == ([1], [menu])
     assert icon._impl.native.menu is None
+
+
+def test_a_hotkey_is_registered_once_and_replaced(
+    cocoa: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carbon, pressed = MagicMock(), []
+    carbon.GetApplicationEventTarget.return_value = 1
+    carbon.RegisterEventHotKey.return_value = 0
+    monkeypatch.setattr(cocoa.ctypes, "CDLL", lambda _: carbon)
+    platform = cocoa.CocoaPlatform(bundled=True)
+    assert platform.set_hotkey(parse_hotkey("ctrl+shift+space"), lambda: pressed.append("a"))
+    code, modifiers, id, *_ = carbon.RegisterEventHotKey.call_args.args
+    assert (code.value, modifiers.value) == (49, 0x1000 | 0x200)
+    assert id.signature.to_bytes(4, "big") == b"mlxi"
+    handler = carbon.InstallEventHandler.call_args.args[1]
+    assert handler(None, None, None) == 0
+    platform._hotkey.value = 7  # as Carbon writes it
+    assert platform.set_hotkey(parse_hotkey("cmd+k"), lambda: pressed.append("b"))
+    handler(None, None, None)
+    assert pressed == ["a", "b"]
+    carbon.UnregisterEventHotKey.assert_called_once()
+    carbon.InstallEventHandler.assert_called_once()
+    carbon.RegisterEventHotKey.return_value = -9878  # eventHotKeyExistsErr
+    assert not platform.set_hotkey(parse_hotkey("cmd+l"), print)
+    assert platform.set_hotkey(None, print)

@@ -160,16 +160,16 @@ def exists(pid: int) -> bool:
 
 
 def start_of(pid: int) -> float | None:
-    """When a process was started, seconds since 1970; None: there is no such process."""
-    done = subprocess.run(
-        ["ps", "-o", "lstart=", "-p", str(pid)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "LC_ALL": "C", "TZ": "UTC"},
-    )
+    """When a process was started, seconds since 1970; None: it is not there, or `ps` is not."""
     try:
+        done = subprocess.run(
+            ["ps", "-o", "lstart=", "-p", str(pid)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "LC_ALL": "C", "TZ": "UTC"},
+        )
         return float(timegm(time.strptime(done.stdout.strip(), "%a %b %d %H:%M:%S %Y")))
-    except ValueError:
+    except (OSError, ValueError):
         return None
 
 

@@ -136,16 +136,23 @@ def _new_rich_bars(unit: Unit) -> "Progress":
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
+    from rich.table import Column
 
-    counts: list[ProgressColumn] = [MofNCompleteColumn()]
+    whole = Column(no_wrap=True)
+    counts: list[ProgressColumn] = [MofNCompleteColumn(table_column=whole)]
     if unit == "B":
-        counts = [DownloadColumn(), TransferSpeedColumn()]
+        counts = [DownloadColumn(table_column=whole), TransferSpeedColumn(table_column=whole)]
     return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
+        TextColumn(
+            "{task.description}",
+            markup=False,
+            table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+        ),
+        BarColumn(bar_width=16),
         *counts,
-        TimeRemainingColumn(),
+        TimeRemainingColumn(compact=True, table_column=whole),
         console=Console(stderr=True),
+        expand=True,
         transient=True,
     )
 

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -143,26 +143,24 @@ def start(
 
 def show(deltas: Iterator[Delta], options: dict[str, Any]) -> tuple[Result, bool]:
     """Write the answer as it arrives. Returns its Result, and whether Ctrl-C ended it."""
-    quiet = options["as_json"]
-    thoughts = _thoughts_stream(options)
+    writer = new_writer(options)
     text, reasoning = "", ""
     ids: list[int] = []
     try:
         for delta in deltas:
             text, reasoning = text + delta.text, reasoning + delta.reasoning
             ids += delta.token_ids
-            if not quiet:
-                _write(delta, thoughts)
+            writer.write(delta)
             if delta.result is not None:
-                _end_line(text, quiet=quiet)
+                writer.end(text)
                 return delta.result, False
     except KeyboardInterrupt:
         pass
     except Exception:
         if text:
-            _end_line(text, quiet=quiet)  # what is said of the error begins a line
+            writer.end(text)  # what is said of the error begins a line
         raise
-    _end_line(text, quiet=quiet)
+    writer.end(text)
     stopped = Result(
         text=text,
         reasoning=reasoning or None,
@@ -187,23 +185,71 @@ def explain_end(result: Result, *, limited: bool) -> None:
     note(f"{what} after {len(result.token_ids)} tokens (length): {limit} no more")
 
 
-def _thoughts_stream(options: dict[str, Any]) -> Any:
-    """Where thoughts are written: the terminal of the answer, stderr beside a pipe, or nowhere."""
-    shown = options["show_thinking"]
-    if sys.stdout.isatty():
-        return None if shown is False else sys.stdout
-    return sys.stderr if shown else None
+def new_writer(options: dict[str, Any]) -> "Writer":
+    """Markdown on a terminal, plain text elsewhere and with --raw, nothing with --json."""
+    if options["as_json"]:
+        return Writer()
+    if not sys.stdout.isatty():
+        return PlainWriter(sys.stderr if options["show_thinking"] else None)
+    shows_thoughts = options["show_thinking"] is not False
+    if options["raw"]:
+        return PlainWriter(sys.stdout if shows_thoughts else None)
+    return MarkdownWriter(thoughts=shows_thoughts)
 
 
-def _write(delta: Delta, thoughts: Any) -> None:
-    """Write the answer to stdout, and thoughts where they go."""
-    if thoughts is not None and delta.reasoning:
-        thoughts.write(styled(printable(delta.reasoning), "2", thoughts))
-        thoughts.flush()
-    sys.stdout.write(printable(delta.text) if sys.stdout.isatty() else delta.text)
-    sys.stdout.flush()
+class Writer:
+    """Shows an answer as it arrives; this one does not."""
+
+    def write(self, delta: Delta) -> None:
+        """Show what a step added."""
+
+    def end(self, text: str) -> None:
+        """Begin a line; `text` is all of the answer."""
 
 
-def _end_line(text: str, *, quiet: bool) -> None:
-    if not quiet and not text.endswith("\n"):
-        print(flush=True)
+class PlainWriter(Writer):
+    """Writes the answer to stdout as it is; thoughts to a stream, if there is one."""
+
+    def __init__(self, thoughts: TextIO | None) -> None:
+        self._thoughts = thoughts
+
+    def write(self, delta: Delta) -> None:
+        """Write the text, and thoughts dim."""
+        if self._thoughts is not None and delta.reasoning:
+            self._thoughts.write(styled(printable(delta.reasoning), "2", self._thoughts))
+            self._thoughts.flush()
+        sys.stdout.write(printable(delta.text) if sys.stdout.isatty() else delta.text)
+        sys.stdout.flush()
+
+    def end(self, text: str) -> None:
+        """End the line, unless the text did."""
+        if not text.endswith("\n"):
+            print(flush=True)
+
+
+class MarkdownWriter(Writer):
+    """Draws the answer's Markdown, as `chat` does; thoughts dim, before it."""
+
+    def __init__(self, *, thoughts: bool) -> None:
+        from rich.console import Console
+
+        from ._markdown import MarkdownStream
+
+        console = Console()
+        self._thought = MarkdownStream(console, style="dim") if thoughts else None
+        self._spoken = MarkdownStream(console)
+
+    def write(self, delta: Delta) -> None:
+        """Draw what is new."""
+        if self._thought is not None and delta.reasoning:
+            self._thought.feed(delta.reasoning)
+        if delta.text:
+            if self._thought is not None:
+                self._thought.finish()
+            self._spoken.feed(delta.text)
+
+    def end(self, text: str) -> None:
+        """Draw what is open."""
+        if self._thought is not None:
+            self._thought.finish()
+        self._spoken.finish()

@@ -113,6 +113,8 @@ def arrange(source: Source) -> ArrangedSource:
     """
     config = normalise(source.config)
     builder = family(config.model_type)
+    if builder.transposed_experts:
+        _check_experts(source)
     rename = builder.tensor_name
     if config.tie_word_embeddings and not _is_tied(source, rename):
         config = replace(config, tie_word_embeddings=False)
@@ -122,11 +124,6 @@ def arrange(source: Source) -> ArrangedSource:
     outputs: dict[str, OutputTensor] = {}
     dropped: list[str] = []
     for name in source.tensors:
-        if builder.transposed_experts and name.endswith(_PACKED):
-            raise UnsupportedModelError(
-                f"{name!r} of {source.label} is a stack of experts with inputs before outputs, "
-                "which is not converted here; it loads as it is, and `mlx_lm.convert` converts it."
-            )
         target = stacked_as.get(name, name)
         ours = rename(target)
         ahead = _ahead(target) if ours is None else None
@@ -150,6 +147,16 @@ def arrange(source: Source) -> ArrangedSource:
         raise CheckpointError(f"{source.label} has no tensors of a language model.")
     check_complete(config, {name: out.shape for name, out in outputs.items()}, source.label)
     return ArrangedSource(source, config, tuple(outputs.values()), tuple(dropped))
+
+
+def _check_experts(source: Source) -> None:
+    """Raise UnsupportedModelError for stacks that have inputs before outputs, as on the hub."""
+    for name in source.tensors:
+        if name.endswith(_PACKED):
+            raise UnsupportedModelError(
+                f"{name!r} of {source.label} is a stack of experts with inputs before outputs, "
+                "which is not converted here; it loads as it is, and `mlx_lm.convert` converts it."
+            )
 
 
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -173,44 +173,48 @@ def compare_logits(
         ConversionError: the file is damaged.
     """
     kept = _logits(reference, sum(len(ids) for ids in sequences))
-    kl: list[NDArray[np.float64]] = []
-    same: list[NDArray[np.bool_]] = []
-    clear: list[NDArray[np.bool_]] = []
-    losses: list[NDArray[np.float64]] = []
-    for number, ids in enumerate(sequences):
-        found = logits_of(ids)
-        for start in range(0, len(ids), ROWS):
-            rows = slice(start, min(start + ROWS, len(ids)))
-            first = number * len(ids)
-            plain = log_softmax(kept[first + rows.start : first + rows.stop])
-            other = log_softmax(found[rows])
-            kl.append((np.exp(plain) * (plain - other)).sum(axis=-1))
-            same.append(plain.argmax(-1) == other.argmax(-1))
-            second, first_best = np.partition(plain, -2, axis=-1)[:, -2:].T
-            clear.append(first_best - second >= CLEAR)
-            following = np.array(ids[rows.start + 1 : rows.stop + 1])
-            at = np.arange(len(following)), following
-            losses.append(np.stack([-plain[at], -other[at]]))
-    divergence = np.concatenate(kl)
-    agrees, is_clear = np.concatenate(same), np.concatenate(clear)
-    source_loss, loss = np.concatenate(losses, axis=-1).mean(axis=-1)
+    parts = zip(*_compared(sequences, kept, logits_of), strict=True)
+    divergence, same, clear, losses = (np.concatenate(part, axis=-1) for part in parts)
+    source_loss, loss = losses.mean(axis=-1)
+    by_position = divergence.reshape(len(sequences), -1).mean(axis=0)
     return LogitCheck(
         context=len(sequences[0]),
         positions=len(divergence),
         kl_mean=_short(divergence.mean()),
         kl_p99=_short(np.quantile(divergence, 0.99)),
-        top1=_short(agrees.mean()),
+        top1=_short(same.mean()),
         perplexity=_short(np.exp(loss)),
         source_perplexity=_short(np.exp(source_loss)),
         max_kl=max_kl,
-        clear_top1=_short(agrees[is_clear].mean()) if is_clear.any() else 1.0,
+        clear_top1=_short(same[clear == 1].mean()) if clear.any() else 1.0,
         min_top1=min_top1,
         kl_by_position=tuple(
-            _short(part.mean())
-            for part in np.array_split(divergence.reshape(len(sequences), -1).mean(axis=0), PARTS)
-            if len(part)
+            _short(part.mean()) for part in np.array_split(by_position, PARTS) if len(part)
         ),
     )
+
+
+def _compared(
+    sequences: Sequence[list[int]], kept: NDArray[np.float32], logits_of: LogitsOf
+) -> Iterator[tuple[Doubles, Doubles, Doubles, Doubles]]:
+    """Divergence, same best token, clear best token (T,) each, and losses of source and output.
+
+    Losses are (2, T), less one position where a sequence ends: nothing follows the last token.
+    """
+    for number, ids in enumerate(sequences):
+        found = logits_of(ids)
+        first = number * len(ids)
+        for start in range(0, len(ids), ROWS):
+            rows = slice(start, min(start + ROWS, len(ids)))
+            plain = log_softmax(kept[first + rows.start : first + rows.stop])
+            other = log_softmax(found[rows])
+            second, best = np.partition(plain, -2, axis=-1)[:, -2:].T
+            following = np.array(ids[rows.start + 1 : rows.stop + 1])
+            at = np.arange(len(following)), following
+            losses = np.stack([-plain[at], -other[at]])
+            kl = (np.exp(plain) * (plain - other)).sum(axis=-1)
+            same = (plain.argmax(-1) == other.argmax(-1)).astype(float)
+            yield kl, same, (best - second >= CLEAR).astype(float), losses
 
 
 def _logits(path: Path, count: int) -> NDArray[np.float32]:

@@ -97,13 +97,7 @@ def assemble_gguf(
     _check_parts(headers, label)
     entries = _entries(headers, label)
     factors = _rope_factors(entries, files, read_small)
-    num_layers = ArchitectureFields(metadata, label).num_layers
-    named = {
-        ours: entry
-        for name, entry in entries.items()
-        if name != ROPE_FACTORS
-        for ours in _named(architecture, name, num_layers, label)
-    }
+    named = _named(entries, ArchitectureFields(metadata, label))
     shapes = {ours: entry.shape for ours, (_, entry, _) in named.items()}
     config = make_config(metadata, shapes, factors, label)
     has_tokenizer = side_files is None and check_tokenizer(metadata, label)
@@ -193,13 +187,18 @@ def _check_parts(headers: Mapping[str, GGUFHeader], label: str) -> None:
             )
 
 
-def _named(architecture: str, name: str, num_layers: int, label: str) -> tuple[str, ...]:
-    ours = hf_names(architecture, name, num_layers)
-    if not ours:
-        raise UnsupportedModelError(
-            f"Tensor {name[:80]!r} of {label} is not one of the {architecture} architecture."
-        )
-    return ours
+def _named(entries: Mapping[str, Entry], facts: ArchitectureFields) -> dict[str, Entry]:
+    """The tensors by the names of transformers."""
+    named: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        ours = hf_names(facts.architecture, name, facts.num_layers)
+        if not ours and name != ROPE_FACTORS:
+            raise UnsupportedModelError(
+                f"Tensor {name[:80]!r} of {facts.all.where} is not one of the "
+                f"{facts.architecture} architecture."
+            )
+        named |= dict.fromkeys(ours, entry)
+    return named
 
 
 def _stored(file: str, entry: TensorEntry, data_start: int, files: DroppableFiles) -> StoredArray:

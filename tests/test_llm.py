@@ -441,7 +441,7 @@ def test_a_stream_keeps_its_llm_alive() -> None:
 
 
 def test_logits_and_pin_raise_step_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM("demo", prefix_cache=False) as llm:
+    with LLM("demo", prefix_cache=False, prefill_chunk=256) as llm:
         with pytest.raises(mlxinfer.InvalidRequestError, match="prefix_cache"):
             llm.pin("A page")
         runner = llm._session.client.engine._loop.runner

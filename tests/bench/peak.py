@@ -46,6 +46,7 @@ class LastChunkModel:
     def __init__(self, model: Model, start: int) -> None:
         self.config = model.config
         self.cache_specs, self.activations = model.cache_specs, model.activations
+        self.mixers = model.mixers
         self.activation_dtype = model.activation_dtype
         self.rope_variant = model.rope_variant
         self.logits = model.logits

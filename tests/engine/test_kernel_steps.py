@@ -96,16 +96,17 @@ def test_same_tokens_as_plain_mlx(
     assert {"kv_write", "gated", "sample"} <= ran
     assert "paged_attention" in ran
     assert ("tiled_attention" in ran) == has_prefill
-    again = run(model, kv, choose_none)  # the next loop over the model, without kernels
-    assert not any(activation.in_kernel for activation in model.activations)
-    assert [o.token_ids for o in again] == [o.token_ids for o in plain]
+    if kv == KVOptions():  # the next loop over the model, without kernels
+        again = run(model, kv, choose_none)
+        assert not any(activation.in_kernel for activation in model.activations)
+        assert [o.token_ids for o in again] == [o.token_ids for o in plain]
 
 
 def run_crowded(model: Model, kv: KVOptions, kernels: Chooser, num_pages: int) -> Harness:
     """Six requests that come one after another to a pool of so many pages."""
     harness = Harness(model, kernels=kernels, kv=kv, max_batch=6, num_pages=num_pages)
     for index in range(6):
-        params = SamplingParams(max_tokens=20 + 3 * index, temperature=0.8, seed=index)
+        params = SamplingParams(max_tokens=14 + 2 * index, temperature=0.8, seed=index)
         harness.add(str(index), prompt(9 + 7 * index, seed=index), params)
         harness.turn(3)
     harness.drain()
@@ -130,11 +131,18 @@ def test_preempted_on_kernels_as_undisturbed_in_plain_mlx(
     assert found == expected
 
 
+@pytest.fixture(scope="module")
+def wide() -> tuple[Model, list[Outcome]]:
+    """A model and its answers in plain MLX."""
+    with pytest.MonkeyPatch.context() as patch:
+        model = wide_model(patch, "qwen3-v4")
+    return model, run(model, EIGHT, choose_none)
+
+
 @requires_compiler
 @pytest.mark.parametrize("missing", KINDS)
-def test_any_kernel_may_be_missing(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = wide_model(monkeypatch, "qwen3-v4")
-    plain = run(model, EIGHT, choose_none)
+def test_any_kernel_may_be_missing(missing: str, wide: tuple[Model, list[Outcome]]) -> None:
+    model, plain = wide
     machine = MetalCPU(checked=False)
     with running_on(machine):
         outcomes = run(model, EIGHT, lambda all: frozenset(v for v in all if v.kind != missing))

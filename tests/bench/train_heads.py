@@ -9,27 +9,34 @@ head takes more room than the demo's draft.
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
-import mlx.optimizers as optim
-import numpy as np
-from mlx.utils import tree_flatten
-from tokenizers import Tokenizer
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+from examples.demo_model import fastblas
 
-from examples.demo_model.batches import DRILL_FROM, batch
-from mlxinfer import hub
-from mlxinfer.layers.step import Taps
-from mlxinfer.models import load
-from mlxinfer.models.decoder import Model
-from tests.models.dense_kv import DenseCache
+fastblas.preload()
 
-HEADS, KV_HEADS, DIM, INNER = 4, 2, 64, 512
-CHAIN = 3  # steps of a chain that EAGLE is trained on
+import mlx.core as mx  # noqa: E402
+import mlx.nn as nn  # noqa: E402
+import mlx.optimizers as optim  # noqa: E402
+import numpy as np  # noqa: E402
+from mlx.utils import tree_flatten  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+
+from examples.demo_model.batches import DRILL_FROM, batch  # noqa: E402
+from mlxinfer import hub  # noqa: E402
+from mlxinfer.layers.step import Taps  # noqa: E402
+from mlxinfer.models import load  # noqa: E402
+from mlxinfer.models.decoder import Model  # noqa: E402
+from tests.models.dense_kv import DenseCache  # noqa: E402
+
+HEADS, KV_HEADS, DIM, INNER = 4, 2, 64, 256
+ROWS = 4  # of 128 tokens, a step
+CHAIN = 2  # steps of a chain that EAGLE is trained on
 BLOCK, MASK = 8, 1
 
 
@@ -221,15 +228,13 @@ def train(kind: str, folder: Path, seconds: float) -> None:
     began_s, step, shown = time.monotonic(), 0, 0.0
     while time.monotonic() - began_s < seconds:
         step += 1
-        ids = batch(tokenizer, 1, DRILL_FROM + step)[0]
-        if ids.shape[1] > 129:
-            continue
+        ids = batch(tokenizer, 1, DRILL_FROM + step)[0][:ROWS, :128]
         states = tapped(model, ids, head.taps(model))
         loss, gradients = step_of(mx.array(ids), states)
         optimizer.update(head, gradients)
         mx.eval(head.parameters(), optimizer.state, loss)
         shown = 0.95 * shown + 0.05 * float(loss) if shown else float(loss)
-        if step % 50 == 0:
+        if step % 20 == 0:
             print(f"step {step}: loss {shown:.3f}", flush=True)
     config = model.config
     stated = {

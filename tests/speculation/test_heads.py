@@ -22,6 +22,7 @@ from mlxinfer.models.decoder import Model
 from mlxinfer.models.eagle import load_eagle
 from mlxinfer.models.heads import DraftHead
 from mlxinfer.models.prediction import load_prediction_head
+from mlxinfer.sampling.rejection import DrawnProposals, RejectionChoice
 from mlxinfer.speculation.controller import FixedDepth
 from mlxinfer.speculation.heads import FOLLOW_AT, HeadProposer
 from mlxinfer.speculation.speculation import Speculation
@@ -123,6 +124,24 @@ def test_prompts_are_prefix_cached_in_the_head_too() -> None:
     tree = source._loop.scheduler.kv_manager.tree
     assert tree.counters.tokens_reused >= 80
     assert speculation.stats()["accepted"] == speculation.stats()["drafted"]
+
+
+def test_rejection_sampling_accepts_what_a_right_head_draws() -> None:
+    """Greedy answers stay as they are; drawn ones take every proposal, since both draw alike."""
+    model, head = with_head("qwen3_5_text-v4", right=True)
+    vocab_size, drawn = model.config.vocab_size, DrawnProposals()
+    source = HeadProposer(
+        head, config(num_pages=400), name="mtp", vocab_size=vocab_size, cost=0.1, drawn=drawn
+    )
+    choice = RejectionChoice(drawn, vocab_size)
+    speculation = Speculation(lambda _: [source], FixedDepth(4), max_depth=4, choice=choice)
+    harness = Harness(model, proposer=speculation)
+    harness.add("greedy", prompt(30), GREEDY)
+    harness.add("drawn", prompt(40, 1), DRAWN)
+    outcomes = harness.drain()
+    assert outcomes["greedy"].token_ids == alone(model, prompt(30), GREEDY).token_ids
+    stats = speculation.stats()
+    assert stats["accepted"] >= 0.95 * stats["drafted"] > 0
 
 
 def test_nothing_is_tapped_where_no_source_reads_hidden_states() -> None:

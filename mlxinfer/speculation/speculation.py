@@ -136,7 +136,8 @@ class Speculation(Proposer):
     def take(self, batch: Batch, hidden: Any) -> None:
         """Hand hidden states on to the sources that read them."""
         for source in self._sources:
-            if not source.taps:
+            off = [source.name in self._off.get(s, ()) for s in batch.sequences]
+            if not source.taps or all(off):
                 continue
             try:
                 source.take(batch, hidden)

@@ -49,7 +49,7 @@ def test_same_as_the_twin(name: str) -> None:
 
 
 TRAFFIC = {
-    "256, GQA 4": Scene([300], [200], group=4, dtype=mx.bfloat16, **D256),
+    "256, GQA 4": Scene([150], [70], group=4, dtype=mx.bfloat16, **D256),
     "256, 8 bits": Scene([300], [64], group=4, bits=(8, 8), **D256),
     "256, 4 bits": Scene([300], [64], group=4, bits=(4, 4), **D256),
     "128, GQA 2": Scene([300], [128], group=2, key_dim=128, value_dim=128, prefill=True),
@@ -70,7 +70,7 @@ def test_keys_and_values_are_read_once_a_tile(name: str) -> None:
 @requires_compiler
 def test_one_launch_and_nothing_beside_its_outputs() -> None:
     """Two ragged chunks: no gather, no score matrix, no partials; the plan is what it costs."""
-    inputs = build(Scene([900, 300], [100, 60], kv_heads=2, group=2, **D256))
+    inputs = build(Scene([150, 90], [40, 30], kv_heads=2, group=2, **D256))
     machine = MetalCPU(checked=False)
     with running_on(machine):
         arguments = inputs.queries, inputs.keys, inputs.values, inputs.plan

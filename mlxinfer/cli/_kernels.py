@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..config import default_kernel_folder
+from ..layers.recurrence_check import SHAPES, TOLERANCE, difference
 from ..metal_kernels.kinds import KINDS
 from ..metal_kernels.launch import running_on
 from ..metal_kernels.selfcheck import Gpu, examine, judge, this_gpu
@@ -93,6 +94,17 @@ def kernel_report() -> KernelReport:
     return in_harness()
 
 
+def recurrence_rows() -> tuple[Row, ...]:
+    """Compare MLX's own gated delta recurrence with stepping, on the default device."""
+    rows = []
+    for shape in SHAPES:
+        error = difference(shape)
+        status = "ok" if error <= TOLERANCE else "differs"
+        detail = "" if status == "ok" else "MLX's fused recurrence is not its own single steps."
+        rows.append(Row(str(shape), status, error, TOLERANCE, detail))
+    return tuple(rows)
+
+
 def on_gpu(gpu: Gpu, folder: Path) -> KernelReport:
     """Check and time every sample, and keep the report in `folder`."""
     rows = []
@@ -103,7 +115,7 @@ def on_gpu(gpu: Gpu, folder: Path) -> KernelReport:
     about = f"{gpu.environment}. Times are medians of {ROUNDS} rounds on this machine."
     if any(row.status == CRASHED for row in rows):
         about += f" What crashed is not run again; delete {folder} to have it run."
-    report = KernelReport(GPU, about, tuple(rows))
+    report = KernelReport(GPU, about, (*rows, *recurrence_rows()))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text(json.dumps(report.as_dict(), indent=1))
     return report
@@ -123,7 +135,7 @@ def in_harness() -> KernelReport:
         "There is no Metal here, so kernels are not used. Executed on the CPU, the source that MLX "
         "would compile does this:"
     )
-    return KernelReport(HARNESS, about, tuple(rows))
+    return KernelReport(HARNESS, about, (*rows, *recurrence_rows()))
 
 
 def harness_missing() -> str:

@@ -15,6 +15,7 @@ from metal_cpu import requires_compiler
 
 from mlxinfer.cli import _kernels
 from mlxinfer.cli.doctor import OK, WARN, judge_kernels, kernels
+from mlxinfer.layers.recurrence_check import DeltaShape
 from mlxinfer.metal_kernels.kinds import KINDS
 from mlxinfer.metal_kernels.selfcheck import Gpu
 from mlxinfer.metal_kernels.verdicts import Verdict
@@ -32,6 +33,7 @@ def bitmask_only(monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(kind, samples=kind.samples[:2], timed=kind.case)
     monkeypatch.setattr(_kernels, "KINDS", {"bitmask": small})
     monkeypatch.setattr(_kernels, "ROUNDS", 2)
+    monkeypatch.setattr(_kernels, "SHAPES", ())
 
 
 def use(monkeypatch: pytest.MonkeyPatch, folder: Path, fault: fake_gpu.Fault | None = None) -> None:
@@ -88,6 +90,17 @@ def test_without_metal_kernels_are_executed_on_the_cpu(
     assert "no Metal here" in seen.out
     assert [line.split()[-1] for line in seen.out.splitlines()[1:]] == ["FAULTS", "0", "0"]
     assert json.loads(outcome("doctor", "--kernels", "--json").out)["where"] == "harness"
+
+
+def test_the_gated_delta_recurrence_of_mlx_has_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_kernels, "SHAPES", (DeltaShape(1, 8, 2, 8, 3),))
+    (row,) = _kernels.recurrence_rows()
+    assert row.variant == "gated_delta_update (1, 8) (2, 8) 3 tokens bfloat16"
+    assert (row.status, row.error) == ("ok", 0)
+    monkeypatch.setattr(_kernels, "difference", lambda shape: 0.5)
+    (row,) = _kernels.recurrence_rows()
+    assert not row.ok
+    assert "single steps" in row.detail
 
 
 def test_where_nothing_can_be_run_it_says_what_to_install(

@@ -14,6 +14,7 @@ from mlxinfer.layers.cpu import ViewConv
 from mlxinfer.layers.gated_delta import GatedDeltaNet
 from mlxinfer.layers.linear import Linear
 from mlxinfer.layers.norm import RMSNorm
+from mlxinfer.layers.recurrence_check import TOLERANCE, DeltaShape, difference
 from mlxinfer.layers.step import Arrays
 
 HIDDEN, KEY_HEADS, HEADS, KEY, VALUE, LENGTH = 20, 2, 6, 8, 5, 4
@@ -52,6 +53,23 @@ def test_a_convolution_as_views_is_the_convolution(bias: bool) -> None:
     after = ours.after(inputs[:, :4], state, None)
     parts = [ours(inputs[:, :4], state), ours(inputs[:, 4:], after)]
     np.testing.assert_array_equal(np.array(mx.concatenate(parts, axis=1)), np.array(whole))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_recurrence_of_mlx_is_compared_with_its_own_steps(
+    masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU they are the same bits; what is another is seen."""
+    shape = DeltaShape(2, 8, 4, 5, 9, masked=masked)
+    assert difference(shape) == 0
+    right = mx.fast.gated_delta_update
+
+    def wrong(*arguments: mx.array | None) -> Sequence[mx.array]:
+        y, state = right(*arguments)
+        return (y, state * 1.1) if y.shape[1] > 1 else (y, state)
+
+    monkeypatch.setattr(mx.fast, "gated_delta_update", wrong)
+    assert difference(shape) > TOLERANCE
 
 
 def random_inputs(rng: np.random.Generator, batch: int, length: int) -> Arrays:

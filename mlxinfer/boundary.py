@@ -7,12 +7,12 @@ replaced after an error frees its memory. MLXINFER_TRACEBACK=1 leaves tracebacks
 """
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import aclosing
 from difflib import get_close_matches
 from functools import wraps
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from .errors import MlxinferError, UnknownArgumentError
 
@@ -28,6 +28,21 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return function(*args, **kwargs)
+        except BaseException as error:
+            del args, kwargs
+            shorten(error)
+            raise
+
+    return call
+
+
+def apublic(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """`public` for asyncio."""
+
+    @wraps(function)
+    async def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await function(*args, **kwargs)
         except BaseException as error:
             del args, kwargs
             shorten(error)

@@ -2,12 +2,11 @@
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from . import hub
 from .backend import require_mlx
-from .boundary import ashort_errors, check_names, public, short_errors
+from .boundary import apublic, ashort_errors, check_names, public, short_errors
 from .core import SamplingParams, SamplingValues
 from .errors import InvalidRequestError
 from .outputs import Delta, Facts, Result, Results
@@ -179,6 +178,7 @@ class LLM:
         built: Any = self._session.prompt(prompt, params, response_format)
         return short_errors(self._session.stream(built, self))
 
+    @apublic
     async def agenerate(
         self,
         prompt: Prompt,
@@ -248,6 +248,7 @@ class LLM:
         built = self._chat("stream_chat", messages, params, options)
         return short_errors(self._session.stream(built, self))
 
+    @apublic
     async def achat(
         self,
         messages: str | Sequence[Message],
@@ -357,12 +358,7 @@ class LLM:
     def __enter__(self) -> "LLM":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -151,6 +151,10 @@ def test_answers_models_and_lists_are_cards(outputs: dict[str, Any]) -> None:
     assert "rgba(230,70,40" in html(outputs, "heat")
 
 
+def test_a_list_of_answers_is_a_data_frame(outputs: dict[str, Any]) -> None:
+    assert "'finish_reason'" in outputs["table"][0]["data"]["text/plain"]
+
+
 def test_an_answer_that_is_shown_grows_in_one_place(outputs: dict[str, Any]) -> None:
     for cell in ("show", "magic", "go on"):
         (shown,) = outputs[cell]

@@ -25,6 +25,7 @@ import mlx.core as mx
 from mlxinfer.bench.peer import require_peer
 from mlxinfer.bench.report import Report
 from mlxinfer.convert.calibration.texts import read_text
+from mlxinfer.convert.quantise import dequantised
 from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import ConversionOptions, make_recipe
 from mlxinfer.convert.run import Conversion
@@ -145,13 +146,15 @@ def _plain(folder: Path, out: Path) -> Path:
     """The float32 values that a checkpoint stands for."""
     formats = load_config(folder).quantization
     _cast(folder, out, mx.float32)
-    for path in out.glob("*.safetensors") if formats is not None else ():
+    for path in out.glob("*.safetensors"):
         stored = cast(dict[str, mx.array], mx.load(str(path)))
         for name in [name for name in stored if name.endswith(".scales")]:
+            assert formats is not None
             stem = name.removesuffix(".scales")
-            form = formats.of(stem)
-            parts = (stored.pop(f"{stem}.{kind}", None) for kind in ("weight", "scales", "biases"))
-            stored[f"{stem}.weight"] = mx.dequantize(*parts, form.group_size, form.bits, form.mode)
+            form, biases = formats.of(stem), stored.pop(f"{stem}.biases", None)
+            stored[f"{stem}.weight"] = dequantised(
+                stored[f"{stem}.weight"], stored.pop(name), biases, form
+            )
         mx.eval(stored)
         mx.save_safetensors(str(path), stored, metadata={"format": "mlx"})
     path = out / "config.json"

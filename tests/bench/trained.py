@@ -12,7 +12,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from examples.demo_model import fastblas
@@ -117,7 +117,8 @@ def add_biases(attention: Any, shape: Shape) -> None:
 def grow(model: Model, shape: Shape) -> None:
     """Put the demo model's weights into every second layer, or into all and their experts."""
     path = str(TOKENIZER / "model.safetensors")
-    known = {name: value.astype(mx.float32) for name, value in mx.load(path).items()}
+    stored = cast(dict[str, mx.array], mx.load(path))
+    known = {name: value.astype(mx.float32) for name, value in stored.items()}
     stride = shape.num_layers // dense.Shape().num_layers
     grown = {"lm_head.weight": known["model.embed_tokens.weight"]}
     for name, value in known.items():
@@ -136,7 +137,8 @@ def grow(model: Model, shape: Shape) -> None:
 def _chunks(name: str, matrix: mx.array, shape: Shape) -> mx.array:
     """Experts from parts of the inner dimension, none like another."""
     down = "down_proj" in name
-    parts = mx.split(matrix, matrix.shape[down] // shape.intermediate_size, axis=int(down))
+    pieces = matrix.shape[down] // shape.intermediate_size
+    parts = list(mx.split(matrix, pieces, axis=int(down)))
     count = shape.num_experts // len(parts)
     noise = mx.random.normal((shape.num_experts, *parts[0].shape)) * matrix.std() * SMALL
     experts = mx.concatenate([mx.stack(parts)] * count) + noise

@@ -1,6 +1,6 @@
 """Interrupts the calls of an LLM at any point, and looks whether it is still whole.
 
-    python tests/interrupting.py points CALL ...   at every point of these calls, one by one
+    python tests/interrupting.py points N CALL ...   at every N-th point of these calls, one by one
     python tests/interrupting.py times N SEED      N calls, after times at random
 
 A program of its own: KeyboardInterrupts belong to no test runner. It exits with 0, or says what
@@ -140,18 +140,19 @@ def interrupted_at(call: Callable[[], object], point: int) -> int:
     return count
 
 
-def every_point(victim: Victim, names: Sequence[str]) -> None:
+def every_point(victim: Victim, every: int, names: Sequence[str]) -> None:
     for name in names:
         with no_hang():
             count = interrupted_at(victim.calls[name], 0)
         victim.check(name)
-        for point in range(1, count + 1):
+        points = range(1, count + 1, every)
+        for point in points:
             with no_hang():
                 interrupted_at(victim.calls[name], point)
                 victim.check(name)
         with no_hang():
             victim.check_well()
-        print(f"{name}: whole after interrupts at {count} points", flush=True)
+        print(f"{name}: whole after interrupts at {len(points)} of {count} points", flush=True)
 
 
 # -- at random times ------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ if __name__ == "__main__":
     logging.getLogger("asyncio").disabled = True  # it tells of what it was interrupted in
     victim = Victim()
     if sys.argv[1] == "points":
-        every_point(victim, sys.argv[2:])
+        every_point(victim, int(sys.argv[2]), sys.argv[3:])
     else:
         at_random(victim, int(sys.argv[2]), int(sys.argv[3]))
     victim.llm.close()

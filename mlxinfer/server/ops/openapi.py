@@ -5,6 +5,7 @@ reveal nothing of a server's models, settings or users.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from html import escape
 from importlib.metadata import version
 from typing import Any
@@ -144,19 +145,26 @@ def _type_of(schema: dict[str, Any]) -> str:
 
 
 def documentation(endpoints: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
-    """The endpoints of both descriptions."""
-    document = describe(endpoints)
-    page = Body(
-        page_of(document),
-        media_type=b"text/html; charset=utf-8",
-        headers=[(b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'")],
-    )
+    """The endpoints of both descriptions, which are made when one of them is asked for."""
+
+    @cache
+    def document() -> dict[str, Any]:
+        return describe(endpoints)
+
+    @cache
+    def page() -> Body:
+        policy = b"default-src 'none'; style-src 'unsafe-inline'"
+        return Body(
+            page_of(document()),
+            media_type=b"text/html; charset=utf-8",
+            headers=[(b"content-security-policy", policy)],
+        )
 
     async def openapi(call: Call, _: None) -> Reply:
-        return json_body(document)
+        return json_body(document())
 
     async def docs(call: Call, _: None) -> Reply:
-        return page
+        return page()
 
     return (
         Endpoint(

@@ -14,7 +14,7 @@ from .stored import decoded
 from .variants import Case, Kind, Value, Variant, dtype_name
 
 STARTS = (5, 70, 33)  # positions of first queries: a tail alone, pages and a tail
-TIMED_SEQS, TIMED_TOKENS = 4, 4_096
+LOADS = ((1, 512), (8, 512), (1, 16_384), (8, 4_096))
 ROUNDING = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}  # of outputs below 1
 LATENT_DIM = 512  # what the values of a latent cache are
 
@@ -91,9 +91,9 @@ def _case(variant: Variant) -> Case:
     )
 
 
-def _timed(variant: Variant) -> Case:
+def _timed(variant: Variant, sequences: int, context: int) -> Case:
     heads = 4 if variant.kind == PAGED_NAME else 1
-    starts = np.full(TIMED_SEQS, TIMED_TOKENS, np.int32)
+    starts = np.full(sequences, context, np.int32)
     scene = build_scene(variant, starts, heads, shuffled=False)
     plan = scene.plan(_plan_heads(variant, heads))
     return Case(
@@ -139,8 +139,8 @@ def _by_fused_attention(variant: Variant, scene: Scene) -> list[mx.array]:
     """MLX's attention over each sequence's pages as one view, decoded where they are codes."""
     count, outputs = variant.number("queries"), []
     key_dim, value_dim = variant.number("key_dim"), variant.number("value_dim")
-    for seq in range(TIMED_SEQS):
-        run = slice(seq * TIMED_TOKENS, (seq + 1) * TIMED_TOKENS)
+    for seq, context in enumerate(scene.starts.tolist()):  # all have as many
+        run = slice(seq * context, (seq + 1) * context)
         keys = decoded([part[:, run] for part in scene.keys.pages], key_dim)
         values = decoded([part[:, run] for part in scene.values.pages], key_dim)[..., :value_dim]
         rows = scene.queries[seq * count : (seq + 1) * count].swapaxes(0, 1)
@@ -188,6 +188,7 @@ PAGED_ATTENTION = Kind(
     files=PAGED_FILES,
     case=_case,
     timed=_timed,
+    loads=LOADS,
     samples=(
         _paged_sample(128, 4, (0, 0)),
         _paged_sample(128, 8, (4, 4), queries=4),
@@ -202,6 +203,7 @@ MLA_ATTENTION = Kind(
     files=("mla_attention.metal", "mla_attention.py", *_SHARED_FILES),
     case=_case,
     timed=_timed,
+    loads=LOADS,
     samples=(
         mla_variant(mx.float16, num_heads=16),
         mla_variant(mx.bfloat16, num_heads=16, queries=2, bits=8),

@@ -8,7 +8,7 @@ from .variants import Case, Kind, Variant, dtype_name
 
 ROUNDING = {"float32": 2e-5, "float16": 2**-6, "bfloat16": 2**-3}  # of numbers below 32
 ROWS, DIMS = 3, 300
-TIMED_ROWS, TIMED_DIMS = 8, 12_288
+TIMED_DIMS = 12_288
 
 
 def gated_variant(gate: Gate) -> Variant:
@@ -26,8 +26,8 @@ def _case(variant: Variant) -> Case:
     return _gating(variant, ROWS, DIMS)
 
 
-def _timed(variant: Variant) -> Case:
-    return _gating(variant, TIMED_ROWS, TIMED_DIMS)
+def _timed(variant: Variant, sequences: int, _: int) -> Case:
+    return _gating(variant, sequences, TIMED_DIMS)
 
 
 def _gating(variant: Variant, rows: int, dims: int) -> Case:

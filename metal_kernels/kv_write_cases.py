@@ -9,7 +9,6 @@ from .variants import Case, Kind, Variant, dtype_name
 
 ROUNDING = {"float32": 2e-5, "float16": 8e-3, "bfloat16": 0.0625}  # of numbers below 8
 FEW_TOKENS, SOME_TOKENS = 3, 9  # fewer than 8 positions are passed in another way
-TIMED_TOKENS = 32
 
 
 def kv_write_variant(heads: Heads, dtype: mx.Dtype) -> Variant:
@@ -42,8 +41,8 @@ def _kv_write_case(variant: Variant) -> Case:
     )
 
 
-def _timed_kv_write(variant: Variant) -> Case:
-    heads, (qkv, positions) = _heads(variant), _tokens(variant, TIMED_TOKENS)
+def _timed_kv_write(variant: Variant, sequences: int, _: int) -> Case:
+    heads, (qkv, positions) = _heads(variant), _tokens(variant, sequences)
     return Case(
         lambda: kv_write(qkv, positions, heads).arrays(),
         lambda: _by_fused_operations(qkv, positions, heads).arrays(),
@@ -132,6 +131,7 @@ KV_WRITE = Kind(
     files=("kv_write.metal", "kv_write.py", "heads.py"),
     case=_kv_write_case,
     timed=_timed_kv_write,
+    loads=((8, 0), (32, 0)),  # fewer positions are padded to as many
     samples=(
         _kv_sample(key_bits=4, value_bits=4, rotate=True),
         _kv_sample(dtype="bfloat16"),

@@ -50,8 +50,9 @@ class MetalKernel:
 
     @property
     def header(self) -> str:
-        """The text of the kernel's files, in order."""
-        return "\n".join(source(name) for name in (*self.includes, f"{self.name}.metal"))
+        """The text of the kernel's files, in order; compilers name file and line in messages."""
+        names = *self.includes, f"{self.name}.metal"
+        return "\n".join(f'#line 1 "{name}"\n{source(name)}' for name in names)
 
     def __call__(
         self,
@@ -140,7 +141,8 @@ def compiled(
     keep one library for each name. Kernels have those types among their values.
     """
     body = "\n".join([*(_declared(name, value) for name, value in template), kernel.body])
-    header = f"{kernel.header}\n[[max_total_threads_per_threadgroup({num_threads})]]\n"
+    header = f'{kernel.header}\n#line 1 "{kernel.name}, as MLX calls it"\n'
+    header += f"[[max_total_threads_per_threadgroup({num_threads})]]\n"
     compiled_text = "\n".join([*kernel.inputs, *kernel.outputs, body, header])
     return mx.fast.metal_kernel(
         name=f"{kernel.name}_{sha256(compiled_text.encode()).hexdigest()[:16]}",

@@ -14,7 +14,8 @@ from .variants import Case, Kind, Value, Variant, dtype_name
 
 STARTS = (5, 70)  # positions of first queries
 QUERIES = 40
-TIMED_TOKENS, TIMED_QUERIES = 6_144, 2_048
+TIMED_QUERIES = 2_048
+LOADS = ((1, 2_048), (1, 6_144))
 
 
 def prefill_variant(
@@ -107,9 +108,10 @@ def _case(variant: Variant) -> Case:
     return Case(kernel, twin, (ROUNDING[str(variant["dtype"])],) * len(caps))
 
 
-def _timed(variant: Variant) -> Case:
+def _timed(variant: Variant, sequences: int, context: int) -> Case:
     """A chunk at the end of one long sequence, beside MLX's attention over one view of it."""
-    stops = (TIMED_TOKENS,)
+    assert sequences == 1
+    stops = (context,)
     scene = _scene(variant, stops, TIMED_QUERIES, 4)
     chunks = _chunks(scene, stops, TIMED_QUERIES, None, 0)
     dims = variant.number("key_dim"), variant.number("value_dim")
@@ -128,7 +130,7 @@ def _timed(variant: Variant) -> Case:
 
     def theirs() -> list[mx.array]:
         keys, values = (
-            decoded([part[:, :TIMED_TOKENS] for part in plane.pages], dim).astype(variant.dtype)
+            decoded([part[:, :context] for part in plane.pages], dim).astype(variant.dtype)
             for plane, dim in zip((scene.keys, scene.values), dims, strict=True)
         )
         rows = scene.queries.swapaxes(0, 1)[None]
@@ -153,6 +155,7 @@ PREFILL_ATTENTION = Kind(
     files=("prefill_attention.py", "prefill_plan.py", *PAGED_FILES),
     case=_case,
     timed=_timed,
+    loads=LOADS,
     samples=(
         _sample(256, 4, (0, 0)),
         _sample(128, 4, (8, 8)),

@@ -9,7 +9,7 @@ from .sample import SETTINGS, sample, sample_twin, settings_array
 from .variants import Case, Kind, Variant, dtype_name
 
 SMALL_VOCAB, LARGE_VOCAB = 1_501, 151_936
-TIMED_ROWS = 8
+MASKED_ROWS = 8
 
 
 def sample_variant(dtype: mx.Dtype, *, masked: bool) -> Variant:
@@ -26,8 +26,8 @@ def _sample_case(variant: Variant) -> Case:
     return _sampling(variant, repeated_settings(), SMALL_VOCAB)
 
 
-def _timed_sample(variant: Variant) -> Case:
-    return _sampling(variant, mixed_settings()[:TIMED_ROWS], LARGE_VOCAB)
+def _timed_sample(variant: Variant, sequences: int, _: int) -> Case:
+    return _sampling(variant, mixed_settings()[1 : sequences + 1], LARGE_VOCAB)
 
 
 def _sampling(variant: Variant, rows: NDArray[np.void], vocab_size: int) -> Case:
@@ -60,16 +60,16 @@ def repeated_settings() -> NDArray[np.void]:
 
 
 def _bitmask_case(variant: Variant) -> Case:
-    return _masking(variant, SMALL_VOCAB)
+    return _masking(variant, MASKED_ROWS, SMALL_VOCAB)
 
 
-def _timed_bitmask(variant: Variant) -> Case:
-    return _masking(variant, LARGE_VOCAB)
+def _timed_bitmask(variant: Variant, sequences: int, _: int) -> Case:
+    return _masking(variant, sequences, LARGE_VOCAB)
 
 
-def _masking(variant: Variant, vocab_size: int) -> Case:
-    logits = random_logits(TIMED_ROWS, vocab_size).astype(variant.dtype)
-    mask = _mask(TIMED_ROWS, vocab_size)
+def _masking(variant: Variant, num_rows: int, vocab_size: int) -> Case:
+    logits = random_logits(num_rows, vocab_size).astype(variant.dtype)
+    mask = _mask(num_rows, vocab_size)
     return Case(lambda: [bitmask(logits, mask)], lambda: [bitmask_twin(logits, mask)], (0.0,))
 
 

@@ -1,14 +1,18 @@
 """Compares kernels with their twins on the GPU that will run them, and says which may be used.
 
-Knows neither models nor requests. Verdicts are kept (`verdicts`), by chip, system, versions,
-variant and the kernels' text: a model that is loaded again pays nothing. Reads no clock.
+Knows neither models nor requests. A kernel that is right is timed once beside MLX's own operations.
+Verdicts and times are kept (`verdicts`), by chip, system, versions, variant and the kernels' text:
+a model that is loaded again pays for the compiler alone, since MLX keeps nothing that it compiled.
 """
 
 import hashlib
 import logging
 import platform
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -17,22 +21,61 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from .kinds import KINDS
+from .attention_cases import MLA_ATTENTION, PAGED_ATTENTION
+from .gated_cases import GATED
+from .kv_write_cases import KV_WRITE
 from .launch import Device, Metal, running_on
-from .variants import Case, Variant
+from .prefill_cases import PREFILL_ATTENTION
+from .sampling_cases import BITMASK, SAMPLE
+from .variants import Case, Kind, Outputs, Variant
 from .verdicts import CRASHED, FAILED, OK, TWIN, WRONG, Verdict, Verdicts
 
 logger = logging.getLogger("mlxinfer.kernels")
+ROUNDS, CALLS = 5, 4  # a time is the median of rounds, each of so many calls in a row
+MAX_MESSAGE = 32_768  # characters of a compiler's message that are kept
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        *(PAGED_ATTENTION, PREFILL_ATTENTION, MLA_ATTENTION),
+        *(KV_WRITE, GATED, SAMPLE, BITMASK),
+    )
+}
+
+
+def seconds_of(case: Case) -> tuple[float, float]:
+    """Of a call of the kernel, and of MLX's own operations; measured in turns."""
+    kernel, mlx = [], []
+    for _ in range(ROUNDS + 1):  # the first compiles
+        kernel.append(_seconds(case.kernel))
+        mlx.append(_seconds(case.twin))
+    return statistics.median(kernel[1:]), statistics.median(mlx[1:])
+
+
+def _seconds(call: Outputs) -> float:
+    start = time.perf_counter()
+    mx.eval([call() for _ in range(CALLS)])
+    return (time.perf_counter() - start) / CALLS
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A device that runs kernels, and what a verdict about them depends on."""
+    """A device that runs kernels, and what a verdict about them depends on.
+
+    Attributes:
+        device: compiles a kernel as it first runs it.
+        environment: chip, system and versions, in words.
+        timer: of a kernel beside MLX's own operations, on the device.
+        compiled: variants that were run since the process began.
+    """
 
     device: Device
-    environment: str  # chip, system and versions, in words
+    environment: str
+    timer: Callable[[Case], tuple[float, float]] = seconds_of
+    compiled: set[Variant] = field(default_factory=set, compare=False)
 
 
+@cache
 def this_gpu() -> Gpu | None:
     """The GPU of this machine; None where there is no Metal."""
     if not mx.metal.is_available():
@@ -45,19 +88,28 @@ def this_gpu() -> Gpu | None:
 def choose(variants: Iterable[Variant], *, gpu: Gpu | None, folder: Path) -> frozenset[Variant]:
     """The variants that may be used; twins do the work of the others.
 
-    To be called once a model is known, on the thread that will run it. What was not checked before
-    is checked now. Logs one warning where any is not usable although there is a GPU.
+    To be called on the thread that will run them. What was not checked before is checked and timed
+    now, and all that may be used is compiled. Logs how long that took, and one warning where any is
+    not right although there is a GPU.
 
     Args:
         variants: that the model would use.
         gpu: None: there is no Metal, so none may be used, and nothing is run.
         folder: where verdicts are kept.
     """
+    began_s = time.perf_counter()
     found = judge(variants, gpu=gpu, folder=folder)
+    usable = [variant for variant, verdict in found.items() if verdict.usable]
+    if gpu is not None:
+        usable = [variant for variant in usable if _compile(variant, gpu)]
+        logger.info(
+            "%d of %d Metal kernels are ready, in %.1f s.",
+            *(len(usable), len(found), time.perf_counter() - began_s),
+        )
     bad = [
         f"{variant}: {verdict.status}"
         for variant, verdict in found.items()
-        if not verdict.usable and verdict.status != TWIN
+        if verdict.status not in (OK, TWIN)
     ]
     if bad:
         logger.warning(
@@ -67,7 +119,21 @@ def choose(variants: Iterable[Variant], *, gpu: Gpu | None, folder: Path) -> fro
             len(found),
             "; ".join(bad),
         )
-    return frozenset(variant for variant, verdict in found.items() if verdict.usable)
+    return frozenset(usable)
+
+
+def _compile(variant: Variant, gpu: Gpu) -> bool:
+    """Have a kernel compiled that was right before; whether that went well."""
+    if variant in gpu.compiled:
+        return True
+    try:
+        with running_on(gpu.device):
+            mx.eval(KINDS[variant.kind].case(variant).kernel())
+    except Exception as error:  # whatever a compiler or a driver raises
+        logger.warning("%s is not used: %s", variant, message(error))
+        return False
+    gpu.compiled.add(variant)
+    return True
 
 
 def judge(
@@ -89,15 +155,13 @@ def judge(
         return {variant: known[keys[variant]] for variant in distinct}
     try:
         with store.exclusively():
-            return {v: _remembered(v, keys[v], store, gpu.device, again) for v in distinct}
+            return {v: _remembered(v, keys[v], store, gpu, again) for v in distinct}
     except OSError as error:
         logger.warning("Self-checks of Metal kernels cannot be remembered in %s: %s", folder, error)
-        return {variant: examine(variant, gpu.device) for variant in distinct}
+        return {variant: _found(variant, gpu) for variant in distinct}
 
 
-def _remembered(
-    variant: Variant, key: str, store: Verdicts, device: Device, again: bool
-) -> Verdict:
+def _remembered(variant: Variant, key: str, store: Verdicts, gpu: Gpu, again: bool) -> Verdict:
     """The verdict in the file, or a new one that is put there; to be called exclusively."""
     known = store.read().get(key)
     if known is not None and (not again or known.status == CRASHED):
@@ -108,12 +172,30 @@ def _remembered(
         return crashed
     store.begin(key)
     try:
-        verdict = examine(variant, device)
+        verdict = _found(variant, gpu)
     except BaseException:
         store.forget(key)  # interrupted: that says nothing about the kernel
         raise
     store.put(key, verdict)
     return verdict
+
+
+def _found(variant: Variant, gpu: Gpu) -> Verdict:
+    """The verdict on a variant, and its times where it is right."""
+    verdict = examine(variant, gpu.device)
+    if verdict.status != OK:
+        return verdict
+    gpu.compiled.add(variant)
+    kind = KINDS[variant.kind]
+    try:
+        with running_on(gpu.device):
+            times = {
+                f"{sequences} x {context}": gpu.timer(kind.timed(variant, sequences, context))
+                for sequences, context in kind.loads
+            }
+    except Exception as error:  # as in `examine`: a larger input may be more than a driver takes
+        return Verdict(FAILED, detail=message(error))
+    return replace(verdict, times=times)
 
 
 def examine(variant: Variant, device: Device) -> Verdict:
@@ -127,8 +209,17 @@ def examine(variant: Variant, device: Device) -> Verdict:
             kernel = case.kernel()
             mx.eval(kernel)
     except Exception as error:
-        return Verdict(FAILED, detail=f"{type(error).__name__}: {error}"[:2000])
+        return Verdict(FAILED, detail=message(error))
     return compare(kernel, twin, case)
+
+
+def message(error: Exception) -> str:
+    """What a compiler or a driver said, the lines with errors first."""
+    lines = f"{type(error).__name__}: {error}".splitlines()
+    first = [line for line in lines[1:] if "error:" in line]
+    if first:
+        lines = [lines[0], *first, "In full:", *lines[1:]]
+    return "\n".join(lines)[:MAX_MESSAGE]
 
 
 def compare(kernel: Sequence[mx.array], twin: Sequence[mx.array], case: Case) -> Verdict:

@@ -71,15 +71,18 @@ class Kind:
         name: as in `Variant.kind`.
         files: of this folder, that decide what it computes; a verdict is about their text.
         case: a variant on a small input that takes every path of it.
-        timed: a variant on an input as large as in use.
+        timed: a variant beside MLX's own operations, on an input as large as in use: of so many
+            sequences, with so many tokens before them where that matters.
+        loads: sequences and tokens to time it at.
         samples: variants that `mlxinfer doctor --kernels` looks at, the most telling first.
     """
 
     name: str
     files: tuple[str, ...]
     case: Callable[[Variant], Case]
-    timed: Callable[[Variant], Case]
+    timed: Callable[[Variant, int, int], Case]
     samples: tuple[Variant, ...]
+    loads: tuple[tuple[int, int], ...] = ((1, 0), (8, 0))
 
 
 def dtype_name(dtype: mx.Dtype) -> str:

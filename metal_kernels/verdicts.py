@@ -1,4 +1,4 @@
-"""What self-checks found, kept in a small file so that each is done once. Knows no kernel.
+"""What self-checks found, and what kernels took, kept in a file so that each is done once.
 
 A check is marked before it begins: where it takes the whole process with it, the mark is still
 there the next time, and stands for a kernel that crashes. While one process checks, others wait for
@@ -11,7 +11,8 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from math import exp, log
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ CRASHED = "crashed"  # ended the process that checked it
 TWIN = "twin"  # there is no Metal here: nothing was run
 _CHECKING = "checking"
 STATUSES = (OK, WRONG, FAILED, CRASHED, TWIN)
+WORTH = 1.05  # a kernel is used where it is that much faster than MLX's own operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +35,32 @@ class Verdict:
         error: the largest difference, of the output that differed most for its tolerance.
         tolerance: of that output.
         detail: for people; empty where there is nothing to say.
+        times: of what is right, where it was timed: sequences and tokens before them -> seconds
+            of the kernel, and of MLX's own operations.
     """
 
     status: str
     error: float | None = None
     tolerance: float | None = None
     detail: str = ""
+    times: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def speed(self) -> float | None:
+        """How much faster than MLX's own operations, the geometric mean; None: not timed."""
+        if not self.times:
+            return None
+        return exp(
+            sum(log(mlx_s / kernel_s) for kernel_s, mlx_s in self.times.values()) / len(self.times)
+        )
 
     @property
     def usable(self) -> bool:
-        """Whether the kernel may be used."""
-        return self.status == OK
+        """Whether the kernel may be used: it is right, and not as slow as what it replaces."""
+        return self.status == OK and (self.speed is None or self.speed >= WORTH)
 
 
-_FIELDS = {field.name for field in fields(Verdict)}
+_FIELDS = {each.name for each in fields(Verdict)}
 
 
 class Verdicts:
@@ -121,4 +135,13 @@ def _sound(entry: object) -> bool:
     """Whether an entry of the file is one that was written there."""
     if not isinstance(entry, dict) or not set(entry) <= _FIELDS:
         return False
+    times = entry.get("times", {})
+    if not isinstance(times, dict) or not all(map(_sound_pair, times.values())):
+        return False
     return entry.get("status") in (*STATUSES, _CHECKING)
+
+
+def _sound_pair(pair: object) -> bool:
+    if not isinstance(pair, list) or len(pair) != 2:
+        return False
+    return all(isinstance(seconds, float) and seconds > 0 for seconds in pair)

@@ -1,9 +1,9 @@
 """Segments attend through Metal kernels: one dispatch, two where a sequence is split.
 
-Knows page tables and tails; chooses nothing.
+Knows page tables and tails, and asks which kernels may be used.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -16,7 +16,7 @@ from ..metal_kernels.prefill_plan import Chunks
 from .groups import AttentionWindow
 from .inputs import Ints, QuerySegment, Segments, ints
 from .pool import PagePool
-from .step import Part, ShortPlan
+from .step import Part, Planner, ShortPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,28 @@ class KernelPlanner:
         if self._window.size is None:
             return short.memoised(("pages", self._group), lambda: _page_table(short, self._group))
         return _page_table(short, self._group)
+
+
+ReadyFor = Callable[[int], bool]  # whether segments of up to so many tokens have a kernel now
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPlanner:
+    """Plans the short segments of a layer group for kernels, where all of its layers have them.
+
+    Attributes:
+        kernels, plain: the planners.
+        ready: of the layers; asked before each plan, since kernels may become ready later.
+    """
+
+    kernels: Planner
+    plain: Planner
+    ready: Sequence[ReadyFor]
+
+    def __call__(self, short: Segments, num_rows: int) -> Sequence[Part]:
+        """Plan short segments that stand one after another in the flat list."""
+        missing = [ready for ready in self.ready if not ready(short.width)]  # asks for all of them
+        return (self.plain if missing else self.kernels)(short, num_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from .budget import FIRST_PAGES, check_memory, growth_threshold, layers_to_grow
 from .formats import PLAIN, Bits, KeyBias
 from .groups import ENDLESS, StateGroup
 from .inputs import CacheWork, Load, Move, PartialCopy, Spill, StepSegments, seal_index
+from .kernel_attention import ReadyFor
 from .latent import LatentPool, LatentStep
 from .layer_groups import GroupMaker, LayerGroup
 from .own import OwnCachePool, OwnStep
@@ -21,6 +22,7 @@ from .state import StatePool, StateStep
 from .step import GroupPlan, StepKV, padded_positions, plan_group
 
 FIRST_SLOTS = 4
+NO_KERNELS: Mapping[int, ReadyFor] = {}
 MAX_RUNNING_SHARE = 4  # tails and states may take one part in so many of the budget
 SNAPSHOT_SHARE = 4  # snapshots of states take one part in so many of what is left
 
@@ -40,7 +42,8 @@ class KVCache:
         budget_bytes: for pages and tails together.
         num_pages: pages of every full group instead of as many as the budget holds.
         bits: of keys and values, for each layer; None: all in `dtype`.
-        kernel_layers: layers that attend over pages through a Metal kernel.
+        kernel_layers: layers that attend over pages through Metal kernels, as far as these are
+            ready for so many tokens.
         prefill_layers: layers whose prefill chunks attend through a Metal kernel.
         heads: of layers whose keys and values are written by the Metal kernel.
         key_biases: of layers whose spec has one.
@@ -60,7 +63,7 @@ class KVCache:
         budget_bytes: int,
         num_pages: int | None = None,
         bits: Sequence[Bits] | None = None,
-        kernel_layers: frozenset[int] = frozenset(),
+        kernel_layers: Mapping[int, ReadyFor] = NO_KERNELS,
         prefill_layers: frozenset[int] = frozenset(),
         heads: Mapping[int, Heads] | None = None,
         key_biases: Mapping[int, KeyBias] | None = None,
@@ -83,7 +86,7 @@ class KVCache:
             page_size,
             max_batch,
             prefill_chunk,
-            [self._paged[layer] for layer in kernel_layers],
+            {self._paged[layer]: ready for layer, ready in kernel_layers.items()},
             [self._paged[layer] for layer in prefill_layers],
             own_token_bytes=sum(s.numbers for s in specs if isinstance(s, OwnCacheSpec))
             * dtype.size,

@@ -1,6 +1,6 @@
 """Which layers share page tables, how many pages a budget gives each group, and how they attend."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -9,7 +9,7 @@ from ..core import KVSpec, LatentSpec, PagedSpec
 from .budget import page_counts
 from .formats import PLAIN, Bits
 from .groups import AttentionWindow, PageGroup
-from .kernel_attention import KernelPlanner, PrefillPlanner
+from .kernel_attention import ChosenPlanner, KernelPlanner, PrefillPlanner, ReadyFor
 from .latent import LatentKernelPlanner
 from .pages import PageAllocator
 from .plain_attention import PlainPlanner
@@ -42,7 +42,7 @@ class GroupMaker:
         page_size: tokens a page.
         max_batch: sequences that may run at once.
         prefill_chunk: tokens of a step's prefill.
-        kernel_layers: places of those whose attention has a Metal kernel.
+        kernel_layers: places of those whose attention has Metal kernels.
         prefill_layers: places of those whose prefill has one.
         own_token_bytes: of a token in caches that the model keeps by itself.
     """
@@ -53,7 +53,7 @@ class GroupMaker:
     page_size: int
     max_batch: int
     prefill_chunk: int
-    kernel_layers: Collection[int]
+    kernel_layers: Mapping[int, ReadyFor]
     prefill_layers: Collection[int] = ()
     own_token_bytes: int = 0
 
@@ -120,19 +120,22 @@ class GroupMaker:
         )
 
     def _planner(self, group: int, window: AttentionWindow, layers: list[int]) -> Planner:
-        """How short segments of a group attend: through kernels, or in plain MLX."""
+        """How short segments of a group attend: through kernels where they may, or in plain MLX."""
         spec = self.specs[layers[0]]
-        if set(self.kernel_layers).issuperset(layers):
-            if isinstance(spec, LatentSpec):
-                return LatentKernelPlanner(group, window, self.page_size)
-            return KernelPlanner(group, window, self.page_size, kv_heads=spec.num_kv_heads)
-        return PlainPlanner(
+        plain = PlainPlanner(
             group,
             window,
             self.page_size,
             token_bytes=max([token_bytes(self.specs[i], self.dtype, PLAIN) for i in layers]),
             decodes=any(self.bits[i] != PLAIN for i in layers),
         )
+        if not set(self.kernel_layers).issuperset(layers):
+            return plain
+        ready = list(dict.fromkeys([self.kernel_layers[i] for i in layers]))
+        if isinstance(spec, LatentSpec):
+            return ChosenPlanner(LatentKernelPlanner(group, window, self.page_size), plain, ready)
+        kernels = KernelPlanner(group, window, self.page_size, kv_heads=spec.num_kv_heads)
+        return ChosenPlanner(kernels, plain, ready)
 
     def _prefill(
         self, group: int, window: AttentionWindow, layers: list[int]

@@ -1,35 +1,28 @@
 """`doctor --kernels`: every Metal kernel compared with its twin, on the GPU or in the test harness.
 
-On a Mac kernels are timed too, and the report is kept. Elsewhere, in a checkout with the test
-requirements, `tests/metal_cpu` executes them on the CPU: that shows what they compute and whether
-they are correct, not how fast they are.
+On a Mac kernels are timed too, and the report is kept; what models had checked is in it. Elsewhere,
+in a checkout with the test requirements, `tests/metal_cpu` executes them on the CPU: that shows
+what they compute and whether they are correct, not how fast they are.
 """
 
 import importlib
 import importlib.util
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from ..config import default_kernel_folder
 from ..layers.recurrence_check import SHAPES, TOLERANCE, difference
-from ..metal_kernels.kinds import KINDS
-from ..metal_kernels.launch import running_on
-from ..metal_kernels.selfcheck import Gpu, examine, judge, this_gpu
+from ..metal_kernels.selfcheck import KINDS, Gpu, examine, judge, key_of, this_gpu
 from ..metal_kernels.variants import Variant
-from ..metal_kernels.verdicts import CRASHED, Verdict
+from ..metal_kernels.verdicts import CRASHED, WORTH, Verdict, Verdicts
 from ._output import table
 
 HARNESS_SAMPLES = 2  # variants of a kind; each is compiled, which takes some seconds
-ROUNDS, CALLS = 15, 10  # medians of rounds, each of so many calls in a row
 GPU, HARNESS, NOWHERE = "gpu", "harness", "nowhere"
 
 
@@ -43,8 +36,9 @@ class Row:
     tolerance: float | None
     detail: str
     faults: tuple[str, ...] = ()  # in the harness
-    kernel_us: float | None = None  # on the GPU, one call
-    mlx_us: float | None = None  # the same by MLX's own operations
+    speed: float | None = None  # on the GPU: how much faster than MLX's own operations
+    # Sequences and tokens before them -> microseconds of a call of the kernel, and of MLX's own.
+    times_us: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -73,13 +67,14 @@ class KernelReport:
     def as_text(self) -> str:
         """A table for people, with remarks about single variants."""
         timed = self.where == GPU
-        header = ["VARIANT", "VERDICT", "ERROR", "ALLOWED"]
-        header += ["KERNEL us", "MLX us", "RATIO"] if timed else ["FAULTS"]
+        header = ["VARIANT", "VERDICT", "ERROR", "ALLOWED", "SPEED" if timed else "FAULTS"]
         lines = [self.about]
         if self.rows:
             lines.append(table([_cells(row, timed) for row in self.rows], header=header))
         for row in self.rows:
-            lines += [f"{row.variant}: {said}" for said in (row.detail, *row.faults) if said]
+            times = [f"{load}: {a:.0f} us, MLX {b:.0f} us" for load, (a, b) in row.times_us.items()]
+            said = ("; ".join(times), row.detail, *row.faults)
+            lines += [f"{row.variant}: {text}" for text in said if text]
         return "\n".join(lines)
 
 
@@ -106,13 +101,19 @@ def recurrence_rows() -> tuple[Row, ...]:
 
 
 def on_gpu(gpu: Gpu, folder: Path) -> KernelReport:
-    """Check and time every sample, and keep the report in `folder`."""
-    rows = []
-    for variant in _samples(None):
-        verdict = judge([variant], gpu=gpu, folder=folder, again=True)[variant]
-        kernel_us, mlx_us = _times(variant, gpu) if verdict.usable else (None, None)
-        rows.append(_row(variant, verdict, kernel_us=kernel_us, mlx_us=mlx_us))
-    about = f"{gpu.environment}. Times are medians of {ROUNDS} rounds on this machine."
+    """Check and time every sample, add what models had checked, and keep the report in `folder`."""
+    samples = judge(_samples(None), gpu=gpu, folder=folder, again=True)
+    rows = [_row(str(variant), verdict) for variant, verdict in samples.items()]
+    own = {key_of(variant) for variant in samples}
+    texts = {key.partition("#")[2] for key in own}  # of the kernels as they are now
+    for key, verdict in Verdicts(folder, gpu.environment).read().items():
+        name, _, text = key.partition(" #")
+        if key not in own and text in texts:
+            rows.append(_row(name, verdict))
+    about = (
+        f"{gpu.environment}. A kernel is used where it is right, and at least {WORTH} times as "
+        "fast as MLX's own operations, over so many sequences x tokens before them."
+    )
     if any(row.status == CRASHED for row in rows):
         about += f" What crashed is not run again; delete {folder} to have it run."
     report = KernelReport(GPU, about, (*rows, *recurrence_rows()))
@@ -130,7 +131,7 @@ def in_harness() -> KernelReport:
             machine = machine_class(seed=1, checked=True)
             verdict = examine(variant, machine)
             faults = tuple(str(fault) for report in machine.reports for fault in report.faults)
-            rows.append(_row(variant, verdict, faults=faults))
+            rows.append(_row(str(variant), verdict, faults=faults))
     about = (
         "There is no Metal here, so kernels are not used. Executed on the CPU, the source that MLX "
         "would compile does this:"
@@ -150,44 +151,22 @@ def _samples(limit: int | None) -> list[Variant]:
     return [variant for kind in KINDS.values() for variant in kind.samples[:limit]]
 
 
-def _row(variant: Variant, verdict: Verdict, **more: Any) -> Row:
+def _row(variant: str, verdict: Verdict, faults: tuple[str, ...] = ()) -> Row:
+    times_us = {load: (a * 1e6, b * 1e6) for load, (a, b) in verdict.times.items()}
     found = (verdict.status, verdict.error, verdict.tolerance, verdict.detail)
-    return Row(str(variant), *found, **more)
+    return Row(variant, *found, faults, verdict.speed, times_us)
 
 
 def _cells(row: Row, timed: bool) -> list[str]:
     cells = [row.variant, row.status, _figure(row.error), _figure(row.tolerance)]
     if not timed:
         return [*cells, str(len(row.faults))]
-    if row.kernel_us is None or row.mlx_us is None:
-        return [*cells, "-", "-", "-"]
-    return [
-        *cells,
-        f"{row.kernel_us:.0f}",
-        f"{row.mlx_us:.0f}",
-        f"{row.mlx_us / row.kernel_us:.2f}",
-    ]
+    slower = row.speed is not None and row.speed < WORTH
+    return [*cells, _figure(row.speed) + (", not used" if slower else "")]
 
 
 def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
-
-
-def _times(variant: Variant, gpu: Gpu) -> tuple[float, float]:
-    """Return microseconds per call of the kernel and of MLX's own way, measured in turns."""
-    case = KINDS[variant.kind].timed(variant)
-    kernel, mlx = [], []
-    with running_on(gpu.device):
-        for _ in range(ROUNDS + 1):  # the first compiles
-            kernel.append(_time_us(case.kernel))
-            mlx.append(_time_us(case.twin))
-    return statistics.median(kernel[1:]), statistics.median(mlx[1:])
-
-
-def _time_us(call: Callable[[], list[mx.array]]) -> float:
-    start = time.perf_counter()
-    mx.eval([call() for _ in range(CALLS)])
-    return (time.perf_counter() - start) / CALLS * 1e6
 
 
 def _tests_folder() -> Path:

@@ -113,7 +113,7 @@ def kernels() -> Check:
 
 def judge_kernels(found: "Mapping[str, Verdict]", unfinished: Sequence[str] = ()) -> Check:
     """Judge verdicts by variant, and checks that did not end."""
-    bad = [f"{key.split()[0]} ({v.status})" for key, v in found.items() if not v.usable]
+    bad = [f"{key.split()[0]} ({v.status})" for key, v in found.items() if v.status != "ok"]
     bad += [f"{key.split()[0]} (its check crashed, or is under way)" for key in unfinished]
     if not found and not bad:
         return Check("kernels", OK, "not checked yet", "the first load of a model checks its own")
@@ -121,7 +121,9 @@ def judge_kernels(found: "Mapping[str, Verdict]", unfinished: Sequence[str] = ()
         total = len(found) + len(unfinished)
         detail = f"plain MLX does the work of {len(bad)} of {total}: {', '.join(bad)}"
         return Check("kernels", WARN, detail, "mlxinfer doctor --kernels")
-    return Check("kernels", OK, f"{len(found)} agree with their twins on this GPU")
+    slow = sum(not verdict.usable for verdict in found.values())
+    detail = f"{len(found)} agree with their twins on this GPU"
+    return Check("kernels", OK, f"{detail}; MLX is as fast as {slow}" if slow else detail)
 
 
 def memory() -> Check:

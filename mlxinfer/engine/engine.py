@@ -35,6 +35,7 @@ Listener = Callable[[TokenEvent], None]
 Load = Callable[[], tuple[LanguageModel, EngineConfig]]
 log = logging.getLogger("mlxinfer.engine")
 T = TypeVar("T")
+IDLE_S = 1.0  # without a message, before kernels are checked
 
 
 class Engine:
@@ -194,6 +195,7 @@ class Engine:
                 config,
                 self._emit,
                 kernels=choose_on_this_machine(),
+                kernels_when_idle=True,
                 proposer=None if proposer is None else proposer(),
             )
             self._loop, self._limits = loop, loop.limits
@@ -205,7 +207,7 @@ class Engine:
         sound = True
         while not self._stopping:
             try:
-                self._drain_inbox(block=loop.idle)
+                self._wait_for_work(loop)
                 loop.turn()
             except BaseException as error:  # a fault of ours, or a panic of a library
                 sound = self._start_afresh(loop, error)
@@ -236,13 +238,13 @@ class Engine:
     def _finish(self, loop: Loop, sound: bool) -> None:
         """Answer what is left in the inbox, end what runs, and release the arrays."""
         while not self._inbox.empty():
-            sound &= self._survives(lambda: self._drain_inbox(block=False))
+            sound &= self._survives(lambda: self._drain_inbox(wait_s=0.0))
         if sound:  # else every request has had its last event
             sound = self._survives(loop.abort_all)
         loop.close(save=sound)
         mx.clear_cache()
 
-    def _survives(self, last_work: Callable[[], None]) -> bool:
+    def _survives(self, last_work: Callable[[], object]) -> bool:
         """Whether it went well; else every request that has a listener ends with an error."""
         try:
             last_work()
@@ -253,14 +255,32 @@ class Engine:
             return False
         return True
 
-    def _drain_inbox(self, *, block: bool) -> None:
+    def _wait_for_work(self, loop: Loop) -> None:
+        """Take in what came; while there is nothing to do, kernels that were asked for are checked.
+
+        A check takes a second or so, and a request that comes meanwhile waits: so it begins only
+        when nothing has come for a while.
+        """
+        while loop.idle and loop.asks_for_kernel and not self._stopping:
+            if self._drain_inbox(wait_s=IDLE_S):
+                break
+            loop.prepare_kernel()
+        self._drain_inbox(wait_s=None if loop.idle else 0.0)
+
+    def _drain_inbox(self, *, wait_s: float | None) -> bool:
+        """Take in all messages; whether there were any.
+
+        Args:
+            wait_s: for the first one; None: until it comes.
+        """
+        came = False
         while True:
             try:
-                message = self._inbox.get(block=block)
+                message = self._inbox.get(wait_s != 0.0, wait_s)
             except queue.Empty:
-                return
+                return came
             message()
-            block = False
+            came, wait_s = True, 0.0
 
     def _add(self, request: Request, max_output: int, listener: Listener) -> None:
         self._listeners[request.id] = listener

@@ -1,17 +1,21 @@
-"""Which Metal kernels the steps of a model use: those that pass their self-check on this GPU.
+"""Which Metal kernels the steps of a model use: those that passed their self-check on this GPU.
 
-Knows models, formats and variants. Plain MLX does the work of the others, and of all where there is
-no Metal.
+Knows models, formats and variants. What prefill and decode need is checked and compiled before the
+first step. What odd shapes and speculation may need is asked for by the first step that could use
+it, and is checked while nothing runs: nothing is compiled in the middle of an answer. Plain MLX
+does the work of the others, and of all where there is no Metal.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import mlx.core as mx
 
 from ..cache.chunk_attention import FUSED_DIMS
 from ..cache.formats import PLAIN, Bits, stored_less_bias
+from ..cache.kernel_attention import ReadyFor
 from ..config import default_kernel_folder
 from ..core import CacheSpec, KVSpec, LatentSpec
 from ..layers.attention import AttentionShape, Mixer
@@ -36,21 +40,84 @@ from .batch import MAX_SHORT
 Chooser = Callable[[Sequence[Variant]], frozenset[Variant]]
 
 
+class ReadyVariants:
+    """The variants that may be used now.
+
+    Args:
+        chooser: checks variants and compiles those that may be used.
+        when_idle: it is called for variants that are asked for by `prepare_next`; else at once.
+    """
+
+    def __init__(self, chooser: Chooser, *, when_idle: bool) -> None:
+        self._chooser = chooser
+        self._when_idle = when_idle
+        self._ready: set[Variant] = set()
+        self._known: set[Variant] = set()  # ready or refused
+        self.asked: dict[Variant, None] = {}  # in order, until they are known
+
+    def prepare(self, variants: Iterable[Variant]) -> None:
+        """Check and compile variants now."""
+        new = [variant for variant in dict.fromkeys(variants) if variant not in self._known]
+        if new:
+            self._known.update(new)
+            self._ready |= self._chooser(new)
+
+    def prepare_next(self) -> None:
+        """Check and compile the variant that was asked for first, if there is one."""
+        for variant in self.asked:
+            del self.asked[variant]
+            return self.prepare([variant])
+
+    def __contains__(self, variant: Variant) -> bool:
+        """Whether a variant may be used now; what is not known yet is asked for."""
+        if variant not in self._known:
+            if self._when_idle:
+                self.asked[variant] = None
+                return False
+            self.prepare([variant])
+        return variant in self._ready
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers."""
+        refused = len(self._known) - len(self._ready)
+        return {"ready": len(self._ready), "refused": refused, "asked": len(self.asked)}
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The Metal kernels that may be used; by default none."""
+    """The Metal kernels that a model may use; by default none."""
 
-    attention: frozenset[int] = frozenset()  # layers whose attention over pages has one
+    variants: ReadyVariants
+    attention: dict[int, ReadyFor] = field(default_factory=dict)  # by layer, over pages
     prefill: frozenset[int] = frozenset()  # layers whose prefill chunks have one
     heads: dict[int, Heads] = field(default_factory=dict)  # by layer: of those that write with one
     gates: frozenset[Gate] = frozenset()  # activations that have one
-    samples: bool = False
-    masks: bool = False  # a mask operation, where sampling has no kernel
+    vocab_size: int = MAX_VOCAB + 1
 
     def put_into(self, model: LanguageModel) -> None:
         """Let a model use those that are its own, and no others; one loop has it at a time."""
         for activation in model.activations:
             activation.in_kernel = activation.gate in self.gates
+
+    def samples(self, dtype: mx.Dtype, *, masked: bool) -> bool:
+        """Whether one samples from logits of this dtype, with or without a grammar's mask."""
+        return self.vocab_size <= MAX_VOCAB and sampling(dtype, masked) in self.variants
+
+    def masks(self, dtype: mx.Dtype) -> bool:
+        """Whether one applies masks to logits of this dtype."""
+        return self.vocab_size <= MAX_VOCAB and masking(dtype) in self.variants
+
+
+@cache
+def sampling(dtype: mx.Dtype, masked: bool) -> Variant:
+    """The kernel that samples."""
+    return sample_variant(dtype, masked=masked)
+
+
+@cache
+def masking(dtype: mx.Dtype) -> Variant:
+    """The kernel that applies masks."""
+    return bitmask_variant(dtype)
 
 
 def choose_on_this_machine() -> Chooser:
@@ -64,81 +131,90 @@ def choose_none(variants: Sequence[Variant]) -> frozenset[Variant]:
 
 
 def choose_kernels(
-    model: LanguageModel, specs: Sequence[CacheSpec], bits: Sequence[Bits], chooser: Chooser
+    model: LanguageModel,
+    specs: Sequence[CacheSpec],
+    bits: Sequence[Bits],
+    chooser: Chooser,
+    *,
+    when_idle: bool = False,
 ) -> Kernels:
-    """The kernels for a model, given what each layer keeps and in which format."""
+    """The kernels for a model, given what each layer keeps and in which format.
+
+    Args:
+        when_idle: what the first steps can do without is checked by
+            `Kernels.variants.prepare_next`, once it was asked for.
+    """
+    variants = ReadyVariants(chooser, when_idle=when_idle)
     if chooser is choose_none:
-        return Kernels()
-    dtype = model.activation_dtype
+        return Kernels(variants)
+    dtype, vocab_size = model.activation_dtype, model.config.vocab_size
     layers = list(zip(model.mixers, specs, bits, strict=True))
     attention = [_attention_variants(dtype, *layer) for layer in layers]
     prefill = [_prefill_variant(dtype, *layer) for layer in layers]
     heads = [_heads(*layer) for layer in layers]
     writing = [None if h is None else kv_write_variant(h, dtype) for h in heads]
     gates = {a.gate: gated_variant(a.gate) for a in model.activations if a.gate is not None}
-    sampling = _sampling_variants(dtype, model.config.vocab_size)
-    passed = chooser(
-        [
-            *(variant for some in attention for variant in some),
-            *(variant for variant in (*prefill, *writing) if variant is not None),
-            *gates.values(),
-            *sampling,
-        ]
-    )
+    decode = [by_count.get(1) for by_count in attention]
+    needed = [v for v in (*decode, *prefill, *writing, *gates.values()) if v is not None]
+    variants.prepare([*needed, *([sampling(dtype, False)] if vocab_size <= MAX_VOCAB else [])])
+    ready_for = {tuple(each.items()): _ready_for(each, variants) for each in attention}
     return Kernels(
-        attention=frozenset(i for i, some in enumerate(attention) if some and passed >= set(some)),
-        prefill=frozenset(i for i, variant in enumerate(prefill) if variant in passed),
+        variants,
+        attention={i: ready_for[tuple(each.items())] for i, each in enumerate(attention) if each},
+        prefill=frozenset(i for i, v in enumerate(prefill) if v is not None and v in variants),
         heads={
             i: h
             for i, (h, variant) in enumerate(zip(heads, writing, strict=True))
-            if h is not None and variant in passed
+            if h is not None and variant is not None and variant in variants
         },
-        gates=frozenset(gate for gate, variant in gates.items() if variant in passed),
-        samples=bool(sampling) and passed >= set(sampling[:-1]),
-        masks=bool(sampling) and sampling[-1] in passed,
+        gates=frozenset(gate for gate, variant in gates.items() if variant in variants),
+        vocab_size=vocab_size,
     )
+
+
+def _ready_for(by_count: Mapping[int, Variant], variants: ReadyVariants) -> ReadyFor:
+    def ready(count: int) -> bool:
+        variant = by_count.get(count)
+        return variant is not None and variant in variants
+
+    return ready
 
 
 def _attention_variants(
     dtype: mx.Dtype, mixer: Mixer, spec: CacheSpec, bits: Bits
-) -> list[Variant]:
-    """One for each threadgroup that 1 to 8 query tokens need; none where the sizes have no kernel.
+) -> dict[int, Variant]:
+    """By number of query tokens, 1 to 8; those that have no kernel are left out.
 
-    Token counts that share a threadgroup share the compiled kernel too.
+    Numbers that share a threadgroup share the compiled kernel, and so the variant.
     """
     if isinstance(mixer, LatentAttention) and isinstance(spec, LatentSpec):
         return _latent_variants(dtype, mixer.num_heads, spec, bits)
     if not isinstance(mixer, AttentionShape) or not isinstance(spec, KVSpec):
-        return []
+        return {}
     if stored_less_bias(spec, bits) or spec.chunked:
-        return []
+        return {}
     group = mixer.num_heads // spec.num_kv_heads
     if not has_dims(dtype, (spec.key_dim, spec.value_dim)):
-        return []
-    if group * MAX_SHORT > MAX_ROWS:
-        return []
-    counts = {
-        threadgroup_shape(
-            group * count,
-            key_dim=spec.key_dim,
-            value_dim=spec.value_dim,
-            itemsize=dtype.size,
-        ): count
+        return {}
+    sizes = {"key_dim": spec.key_dim, "value_dim": spec.value_dim}
+    shapes = {
+        count: threadgroup_shape(group * count, **sizes, itemsize=dtype.size)
         for count in range(1, MAX_SHORT + 1)
+        if group * count <= MAX_ROWS
     }
-    return [
-        paged_variant(
+    most = {shape: count for count, shape in shapes.items()}
+    return {
+        count: paged_variant(
             dtype,
-            key_dim=spec.key_dim,
-            value_dim=spec.value_dim,
+            **sizes,
             group=group,
-            queries=count,
+            queries=most[shape],
             key_bits=bits[0],
             value_bits=bits[1],
             sink_logits=mixer.sinks is not None,
         )
-        for count in counts.values()
-    ]
+        for count, shape in shapes.items()
+    }
 
 
 def _prefill_variant(dtype: mx.Dtype, mixer: Mixer, spec: CacheSpec, bits: Bits) -> Variant | None:
@@ -168,16 +244,17 @@ def _prefill_variant(dtype: mx.Dtype, mixer: Mixer, spec: CacheSpec, bits: Bits)
 
 def _latent_variants(
     dtype: mx.Dtype, num_heads: int, spec: LatentSpec, bits: Bits
-) -> list[Variant]:
-    """One for each number of row teams that 1 to 8 query tokens need."""
+) -> dict[int, Variant]:
+    """As `_attention_variants`; numbers that need as many row teams share the variant."""
     dims = spec.latent_dim + spec.rope_dim, spec.latent_dim
     if dims not in DIMS or dtype not in DTYPES or bits[0] not in (None, 8):
-        return []
-    counts = {row_teams(num_heads * count): count for count in range(1, MAX_SHORT + 1)}
-    return [
-        mla_variant(dtype, num_heads=num_heads, queries=count, bits=bits[0])
-        for count in counts.values()
-    ]
+        return {}
+    teams = {count: row_teams(num_heads * count) for count in range(1, MAX_SHORT + 1)}
+    most = {team: count for count, team in teams.items()}
+    return {
+        count: mla_variant(dtype, num_heads=num_heads, queries=most[team], bits=bits[0])
+        for count, team in teams.items()
+    }
 
 
 def _heads(mixer: Mixer, spec: CacheSpec, bits: Bits) -> Heads | None:
@@ -190,12 +267,3 @@ def _heads(mixer: Mixer, spec: CacheSpec, bits: Bits) -> Heads | None:
     if mixer.make_heads is None or dim != spec.value_dim or dim % 8 or dim > MAX_DIM:
         return None
     return mixer.make_heads(*bits)
-
-
-def _sampling_variants(dtype: mx.Dtype, vocab_size: int) -> list[Variant]:
-    """For logits as they are, without and with a mask; for adjusted ones; the mask alone."""
-    if vocab_size > MAX_VOCAB:
-        return []
-    plain, masked = (sample_variant(dtype, masked=masked) for masked in (False, True))
-    adjusted = sample_variant(mx.float32, masked=False)
-    return [*dict.fromkeys([plain, masked, adjusted]), bitmask_variant(dtype)]

@@ -43,6 +43,7 @@ class Loop:
         emit: called with the events of requests, in order; the last event of each request has a
             finish_reason.
         kernels: says which Metal kernels may be used.
+        kernels_when_idle: what the first steps can do without is checked by `prepare_kernel`.
         proposer: of tokens that steps verify; None: every step gives a sequence one token.
         adapters: names that requests may give; row i of the model's adapters is the i-th, from 1.
     """
@@ -54,6 +55,7 @@ class Loop:
         emit: Callable[[list[TokenEvent]], None],
         *,
         kernels: Chooser = choose_none,
+        kernels_when_idle: bool = False,
         proposer: Proposer | None = None,
         adapters: Seq[str] = (),
     ) -> None:
@@ -64,7 +66,7 @@ class Loop:
                 f"Speculation does not go with this model: {model.lacks['speculation']}."
             )
         self._layout = lay_out(model.cache_specs, config.kv, key_bias=model.config.qkv_bias)
-        self.kernels = choose_kernels(model, *self._layout, kernels)
+        self.kernels = choose_kernels(model, *self._layout, kernels, when_idle=kernels_when_idle)
         self.kernels.put_into(model)
         self._emit = emit
         self._in_flight: Launched | None = None
@@ -103,8 +105,7 @@ class Loop:
         self.scheduler = self._make_scheduler()
         sampler = Sampler(
             self.model.config.vocab_size,
-            kernel=self.kernels.samples,
-            mask_kernel=self.kernels.masks,
+            kernels=self.kernels,
             choice=None if self._proposer is None else self._proposer.choice,
         )
         taps = () if self._proposer is None else self._proposer.taps
@@ -146,6 +147,15 @@ class Loop:
     def idle(self) -> bool:
         """Nothing runs, waits or is in flight."""
         return self._in_flight is None and self.scheduler.queues.idle
+
+    @property
+    def asks_for_kernel(self) -> bool:
+        """Whether a step could have used a kernel that was not checked yet."""
+        return bool(self.kernels.variants.asked)
+
+    def prepare_kernel(self) -> None:
+        """Check and compile such a kernel; for a while in which nothing is to be done."""
+        self.kernels.variants.prepare_next()
 
     def turn(self) -> None:
         """Launch the next step, then read the one before it: Python works while MLX does.
@@ -367,7 +377,8 @@ class Loop:
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers of what was done and what is held."""
-        return stats_of(self.scheduler, self.cache, self.store, self._proposer)
+        stats = stats_of(self.scheduler, self.cache, self.store, self._proposer)
+        return {**stats, "kernels": self.kernels.variants.stats()}
 
 
 def _make_store(options: DiskOptions, cache: KVCache) -> PageStore:

@@ -62,27 +62,34 @@ class Choice(Protocol):
         ...
 
 
+class SamplingKernels(Protocol):
+    """Which Metal kernels may be used now; one that may not be is asked for by that."""
+
+    def samples(self, dtype: mx.Dtype, *, masked: bool) -> bool:
+        """Whether one samples from logits of this dtype, with or without a grammar's mask."""
+        ...
+
+    def masks(self, dtype: mx.Dtype) -> bool:
+        """Whether one applies masks to logits of this dtype."""
+        ...
+
+
 class PlainChoice:
-    """In plain MLX.
+    """In plain MLX."""
 
-    Args:
-        mask_kernel: whether masks are applied by a Metal kernel.
-    """
-
-    def __init__(self, *, mask_kernel: bool = False) -> None:
-        self._mask = bitmask if mask_kernel else apply_bitmask
+    def __init__(self) -> None:
         self._ranks: dict[tuple[int, ...], DrawRanks] = {}  # by shape: one for each number of rows
 
     def masked(self, logits: mx.array, mask: mx.array) -> mx.array:
         """(R, V) without the tokens that a mask forbids."""
-        return self._mask(logits, mask)
+        return apply_bitmask(logits, mask)
 
     def choose(
         self, plan: SamplingPlan, logits: mx.array, counts: NDArray[np.int64], mask: mx.array | None
     ) -> mx.array:
         """Choose group by group, then put the tokens in the order of the rows."""
         if mask is not None:
-            logits = self._mask(logits, mask)
+            logits = self.masked(logits, mask)
         if plan.drawn is None:
             return mx.argmax(logits, axis=-1).astype(mx.int32)
         rows = logits if logits.shape[-1] == plan.width else pad_rows(logits, plan.padding)
@@ -117,7 +124,20 @@ class PlainChoice:
 
 
 class KernelChoice(PlainChoice):
-    """One dispatch for all rows, whatever their settings, mask included."""
+    """One dispatch for all rows, whatever their settings, mask included; plain MLX does the rest.
+
+    Args:
+        kernels: that there are.
+    """
+
+    def __init__(self, kernels: SamplingKernels) -> None:
+        super().__init__()
+        self._kernels = kernels
+
+    def masked(self, logits: mx.array, mask: mx.array) -> mx.array:
+        """(R, V) without the tokens that a mask forbids."""
+        apply = bitmask if self._kernels.masks(logits.dtype) else apply_bitmask
+        return apply(logits, mask)
 
     def choose(
         self, plan: SamplingPlan, logits: mx.array, counts: NDArray[np.int64], mask: mx.array | None
@@ -125,6 +145,8 @@ class KernelChoice(PlainChoice):
         """Through `metal_kernels.sample`; a batch that is all greedy is one operation anyway."""
         if mask is None and plan.drawn is None:
             return mx.argmax(logits, axis=-1).astype(mx.int32)
+        if not self._kernels.samples(logits.dtype, masked=mask is not None):
+            return super().choose(plan, logits, counts, mask)
         settings = plan.settings.copy()
         settings["count"] = counts
         return sample(logits, settings_array(settings), mask)
@@ -138,7 +160,7 @@ class Sampler:
 
     Args:
         vocab_size: of the model.
-        kernel, mask_kernel: whether Metal kernels sample, or apply masks.
+        kernels: of Metal; None: none.
         choice: how tokens are chosen, in place of that.
     """
 
@@ -146,13 +168,13 @@ class Sampler:
         self,
         vocab_size: int,
         *,
-        kernel: bool = False,
-        mask_kernel: bool = False,
+        kernels: SamplingKernels | None = None,
         choice: Choice | None = None,
     ) -> None:
         self._vocab_size = vocab_size
-        usual = (KernelChoice if kernel else PlainChoice)(mask_kernel=mask_kernel)
-        self._choice: Choice = usual if choice is None else choice
+        if choice is None:
+            choice = PlainChoice() if kernels is None else KernelChoice(kernels)
+        self._choice: Choice = choice
         self._table = np.zeros(0, dtype=ROW)
         self._biases: dict[int, SparseBias] = {}
         self._prompts: dict[int, mx.array] = {}

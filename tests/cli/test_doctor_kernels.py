@@ -16,28 +16,28 @@ from metal_cpu import requires_compiler
 from mlxinfer.cli import _kernels
 from mlxinfer.cli.doctor import OK, WARN, judge_kernels, kernels
 from mlxinfer.layers.recurrence_check import DeltaShape
-from mlxinfer.metal_kernels.kinds import KINDS
-from mlxinfer.metal_kernels.selfcheck import Gpu
-from mlxinfer.metal_kernels.verdicts import Verdict
+from mlxinfer.metal_kernels.selfcheck import KINDS, Gpu, key_of
+from mlxinfer.metal_kernels.verdicts import Verdict, Verdicts
 
-TIMED_HEADER = [
-    *("VARIANT", "VERDICT", "ERROR", "ALLOWED"),
-    *("KERNEL", "us", "MLX", "us", "RATIO"),
-]
+TIMED_HEADER = ["VARIANT", "VERDICT", "ERROR", "ALLOWED", "SPEED"]
 
 
 @pytest.fixture
 def bitmask_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """One small kernel with two variants."""
     kind = KINDS["bitmask"]
-    small = replace(kind, samples=kind.samples[:2], timed=kind.case)
+    small = replace(kind, samples=kind.samples[:2])
     monkeypatch.setattr(_kernels, "KINDS", {"bitmask": small})
-    monkeypatch.setattr(_kernels, "ROUNDS", 2)
     monkeypatch.setattr(_kernels, "SHAPES", ())
 
 
-def use(monkeypatch: pytest.MonkeyPatch, folder: Path, fault: fake_gpu.Fault | None = None) -> None:
-    monkeypatch.setattr(_kernels, "this_gpu", lambda: fake_gpu.gpu(fault)[0])
+def use(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    fault: fake_gpu.Fault | None = None,
+    kernel_s: float = 1e-5,
+) -> None:
+    monkeypatch.setattr(_kernels, "this_gpu", lambda: fake_gpu.gpu(fault, kernel_s=kernel_s)[0])
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
 
 
@@ -54,7 +54,30 @@ def test_on_a_gpu_kernels_are_timed_and_the_report_is_kept(
     assert lines[2].startswith("bitmask dtype=float32   ok")
     kept = json.loads((tmp_path / "mlxinfer" / "kernels" / "report.json").read_text())
     assert [row["status"] for row in kept["kernels"]] == ["ok", "ok"]
-    assert all(row["kernel_us"] > 0 and row["mlx_us"] > 0 for row in kept["kernels"])
+    assert all(row["speed"] == pytest.approx(2) for row in kept["kernels"])
+    assert all(set(row["times_us"]) == {"1 x 0", "8 x 0"} for row in kept["kernels"])
+    assert "bitmask dtype=float32: 1 x 0: 10 us, MLX 20 us; 8 x 0: 10 us, MLX 20 us" in lines
+
+
+@pytest.mark.usefixtures("bitmask_only")
+def test_a_kernel_slower_than_mlx_is_said_to_be_unused(
+    outcome: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    use(monkeypatch, tmp_path, kernel_s=2e-5)
+    store = Verdicts(tmp_path / "mlxinfer" / "kernels", fake_gpu.CHIP)
+    text = key_of(fake_gpu.BITMASK).partition("#")[2]
+    with store.exclusively():
+        store.put(f"bitmask dtype=of-a-model #{text}", Verdict("ok", times={"1 x 0": (1e-6, 3e-6)}))
+        store.put("bitmask dtype=before #1", Verdict("ok"))
+    seen = outcome("doctor", "--kernels")
+    assert seen.code == 0
+    rows = seen.out.splitlines()[2:5]
+    assert [row.split()[1] for row in rows] == [
+        "dtype=float32",
+        "dtype=bfloat16",
+        "dtype=of-a-model",
+    ]
+    assert [row.endswith("1, not used") for row in rows] == [True, True, False]
 
 
 @pytest.mark.usefixtures("bitmask_only")
@@ -76,7 +99,7 @@ def test_exit_code_1_where_a_kernel_is_at_fault(
     report = json.loads(outcome("doctor", "--kernels", "--json").out)
     assert not report["ok"]
     assert set(report) == {"ok", "where", "about", "kernels"}
-    assert report["kernels"][0]["kernel_us"] is None
+    assert report["kernels"][0]["speed"] is None
 
 
 @requires_compiler
@@ -121,6 +144,8 @@ def test_doctor_alone_tells_what_self_checks_found(monkeypatch: pytest.MonkeyPat
     assert (check.status, check.advice) == (WARN, "mlxinfer doctor --kernels")
     assert "1 of 2: bitmask (wrong)" in check.detail
     assert judge_kernels({"sample #2": Verdict("ok")}).status == OK
+    slow = judge_kernels({"sample #2": Verdict("ok", times={"1 x 0": (1.0, 1.0)})})
+    assert (slow.status, "MLX is as fast as 1" in slow.detail) == (OK, True)
     assert (
         "bitmask (its check crashed, or is under way)" in judge_kernels({}, ["bitmask #1"]).detail
     )

@@ -4,6 +4,7 @@ MLX writes the signature of a custom kernel while it traces a graph, so exportin
 calls the kernel yields the text that it would compile, on a machine without Metal too.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,6 @@ import numpy as np
 from metal_cpu import arrays
 from metal_cpu.report import Size
 from metal_cpu.source import Kernel, Part
-from mlxinfer.metal_kernels import launch as launching
 from mlxinfer.metal_kernels.launch import Launch, MetalKernel
 
 UTILITIES = Part("utils", '#include "mlx/backend/metal/kernels/utils.h"\n')  # MLX prepends it
@@ -80,16 +80,18 @@ def _traced(launch: Launch, inputs: Sequence[mx.array]) -> list[Any]:
 
 
 def _parts(kernel: MetalKernel, source: str) -> Iterator[Part]:
-    """The files that make up the header, then what MLX wrote around the body."""
-    header = kernel.header
-    assert source.startswith(header), "MLX puts something before the header"
-    for name in kernel.includes:
-        text = launching.source(name) + "\n"
-        assert header.startswith(text)
-        yield Part(name, text)
-        header = header[len(text) :]
-    yield Part(f"{kernel.name}.metal", header + "\n")
-    yield Part("body", source[len(kernel.header) :])
+    """The files that make up the header, then what MLX wrote around the body.
+
+    Lines that name a file are left out: the harness writes its own.
+    """
+    assert source.startswith(kernel.header), "MLX puts something before the header"
+    first, *named = re.split(r'^#line 1 "(.+)"\n', kernel.header, flags=re.MULTILINE)
+    if first:
+        yield Part(f"{kernel.name}.metal", first + "\n")
+    for name, text in zip(named[::2], named[1::2], strict=True):
+        yield Part(name, text.removesuffix("\n") + "\n")
+    called = f'\n#line 1 "{kernel.name}, as MLX calls it"\n'
+    yield Part("body", source.removeprefix(kernel.header).removeprefix(called))
 
 
 def _bound(

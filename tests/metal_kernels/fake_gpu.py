@@ -34,9 +34,12 @@ class FakeDevice:
         return self._fault(outputs) if self._fault and name == self._faulty else outputs
 
 
-def gpu(fault: Fault | None = None, environment: str = CHIP) -> tuple[Gpu, FakeDevice]:
+def gpu(
+    fault: Fault | None = None, environment: str = CHIP, kernel_s: float = 1e-5, mlx_s: float = 2e-5
+) -> tuple[Gpu, FakeDevice]:
+    """A GPU on which kernels take so long, and MLX's own operations."""
     device = FakeDevice(fault)
-    return Gpu(device, environment), device
+    return Gpu(device, environment, timer=lambda case: (kernel_s, mlx_s)), device
 
 
 def lies(outputs: list[mx.array]) -> list[mx.array]:

@@ -18,9 +18,16 @@ from metal_cpu import MetalCPU, requires_compiler
 
 from mlxinfer.metal_kernels import selfcheck
 from mlxinfer.metal_kernels.heads import Heads
-from mlxinfer.metal_kernels.kinds import KINDS
 from mlxinfer.metal_kernels.kv_write_cases import kv_write_variant
-from mlxinfer.metal_kernels.selfcheck import choose, compare, examine, judge, this_gpu
+from mlxinfer.metal_kernels.selfcheck import (
+    KINDS,
+    choose,
+    compare,
+    examine,
+    judge,
+    message,
+    this_gpu,
+)
 from mlxinfer.metal_kernels.variants import Case, Kind, Variant
 from mlxinfer.metal_kernels.verdicts import CRASHED, FAILED, OK, TWIN, WRONG, Verdict, Verdicts
 
@@ -93,7 +100,7 @@ def test_a_crash_is_remembered(tmp_path: Path) -> None:
     assert choose(ALL, gpu=fine, folder=tmp_path) == {SAMPLE}
     again = judge(ALL, gpu=fine, folder=tmp_path, again=True)
     assert again[BITMASK].status == CRASHED
-    assert device.launched == ["sample"]
+    assert set(device.launched) == {"sample"}
 
 
 def test_an_interrupted_check_says_nothing(tmp_path: Path) -> None:
@@ -168,6 +175,51 @@ def test_a_check_under_way_elsewhere_is_waited_for(tmp_path: Path) -> None:
     assert found == [{BITMASK: OK, SAMPLE: OK}]
 
 
+@pytest.mark.parametrize(("mlx_s", "used"), [(1.04e-5, False), (1.06e-5, True), (5e-6, False)])
+def test_a_kernel_is_used_where_it_is_faster_than_mlx(
+    mlx_s: float, used: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = gpu(mlx_s=mlx_s)[0]
+    assert choose(ALL, gpu=device, folder=tmp_path) == (ALL if used else frozenset())
+    assert not caplog.records, "it is right all the same"
+    other_times = gpu(mlx_s=1.0)[0]  # what was timed once is not timed again
+    assert choose(ALL, gpu=other_times, folder=tmp_path) == (ALL if used else frozenset())
+    (entry,) = {str(v.times) for v in judge(ALL, gpu=other_times, folder=tmp_path).values()}
+    assert entry == str({"1 x 0": [1e-5, mlx_s], "8 x 0": [1e-5, mlx_s]})
+
+
+def test_the_speed_of_a_kernel_is_the_mean_over_all_loads() -> None:
+    times = {"1 x 512": (2.0, 1.0), "8 x 512": (1.0, 4.0)}
+    verdict = Verdict(OK, times=times)
+    assert verdict.speed == pytest.approx(2**0.5)
+    assert verdict.usable
+    assert not replace(verdict, times={**times, "1 x 4096": (1.0, 0.5)}).usable
+    assert not replace(verdict, status=WRONG).usable
+
+
+def test_what_is_known_to_be_right_is_compiled_before_it_is_used(tmp_path: Path) -> None:
+    assert choose(ALL, gpu=gpu()[0], folder=tmp_path) == ALL
+    another_process, device = gpu()
+    assert choose(ALL, gpu=another_process, folder=tmp_path) == ALL
+    assert sorted(device.launched) == ["bitmask", "sample"]
+    assert choose(ALL, gpu=another_process, folder=tmp_path) == ALL
+    assert len(device.launched) == 2
+    broken = gpu(fake_gpu.does_not_compile)[0]
+    assert choose(ALL, gpu=broken, folder=tmp_path) == {SAMPLE}
+
+
+def test_a_compilers_errors_come_first_and_whole() -> None:
+    notes = [f"k.metal:{n}:1: warning: unused variable" for n in range(400)]
+    said = "\n".join(["Unable to build metal library", *notes, "k.metal:7:3: error: no 'foo'"])
+    lines = message(RuntimeError(said)).splitlines()
+    assert lines[:2] == [
+        "RuntimeError: Unable to build metal library",
+        "k.metal:7:3: error: no 'foo'",
+    ]
+    assert lines[3:] == [*notes, "k.metal:7:3: error: no 'foo'"]
+    assert len(message(RuntimeError("x" * 10**6))) >= 16 * 1024
+
+
 def test_differences_are_measured_against_each_tolerance() -> None:
     def outputs(*errors: float) -> list[mx.array]:
         return [mx.array([1.0, 2.0 + error, -mx.inf]) for error in errors]
@@ -211,9 +263,10 @@ def test_every_sample_passes_on_the_cpu(variant: Variant) -> None:
 @pytest.mark.parametrize("kind", list(KINDS.values()), ids=list(KINDS))
 def test_what_kernels_are_timed_against_runs(kind: Kind) -> None:
     for variant in kind.samples:
-        outputs = kind.timed(variant).twin()
-        assert sum(output.size for output in outputs) >= 8
-        assert not any(mx.isnan(output).any().item() for output in outputs)
+        for load in kind.loads[:2]:
+            outputs = kind.timed(variant, *load).twin()
+            assert sum(output.size for output in outputs) >= load[0]
+            assert not any(mx.isnan(output).any().item() for output in outputs)
 
 
 @requires_compiler

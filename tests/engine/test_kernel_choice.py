@@ -1,0 +1,132 @@
+"""Which Metal kernels a model's steps use, by number of query tokens, and when they are checked."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+from engine.harness import config, prompt
+from models.cases import CASES
+from models.tiny import tiny_checkpoint
+
+from mlxinfer.core import Request, SamplingParams, TokenEvent
+from mlxinfer.engine import engine as engine_module
+from mlxinfer.engine.engine import Engine
+from mlxinfer.engine.kernels import Kernels, choose_kernels
+from mlxinfer.metal_kernels.variants import Variant
+from mlxinfer.models import load
+from mlxinfer.models.decoder import Model
+
+DECODE = {"paged_attention", "kv_write", "gated", "sample"}
+
+
+def wide_model(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> Model:
+    """A tiny model with a head dim that the kernels have."""
+    wide = {"head_dim": 64, "num_hidden_layers": 2, "max_position_embeddings": 256, **sizes}
+    monkeypatch.setitem(CASES, "wide", {**CASES["qwen3-v4"], **wide})
+    return load(tiny_checkpoint(Path(mkdtemp()), "wide"))
+
+
+class RecordingChooser:
+    """Admits what `admits` does not leave out, and records what it was asked for."""
+
+    def __init__(self, refused: Sequence[str] = (), max_queries: int = 8) -> None:
+        self.calls: list[list[Variant]] = []
+        self._refused, self._max_queries = refused, max_queries
+
+    def __call__(self, variants: Sequence[Variant]) -> frozenset[Variant]:
+        self.calls.append(list(variants))
+        return frozenset(v for v in variants if v.kind not in self._refused and self._admits(v))
+
+    def _admits(self, variant: Variant) -> bool:
+        values = dict(variant.values)
+        return int(values.get("queries", 1)) <= self._max_queries
+
+
+def kernels_of(model: Model, chooser: RecordingChooser, **how: bool) -> Kernels:
+    bits = [(None, None)] * len(model.cache_specs)
+    return choose_kernels(model, model.cache_specs, bits, chooser, **how)
+
+
+def test_before_the_first_step_only_what_decode_needs_is_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chooser = RecordingChooser()
+    kernels = kernels_of(wide_model(monkeypatch), chooser, when_idle=True)
+    (first,) = chooser.calls
+    assert {variant.kind for variant in first} == DECODE
+    assert len(set(first)) == len(DECODE)
+    ready = kernels.attention[0]
+    assert ready is kernels.attention[1]  # layers that are alike are asked about once
+    assert ready(1)
+    assert not ready(8)
+    assert not kernels.masks(model_dtype := first[0].dtype)
+    assert not kernels.samples(model_dtype, masked=True)
+    assert len(chooser.calls) == 1
+    assert kernels.variants.stats() == {"ready": 4, "refused": 0, "asked": 3}
+    for _ in range(4):
+        kernels.variants.prepare_next()
+    assert [len(call) for call in chooser.calls] == [4, 1, 1, 1]
+    assert ready(8)
+    assert kernels.masks(model_dtype)
+    assert kernels.samples(model_dtype, masked=True)
+    assert kernels.variants.stats() == {"ready": 7, "refused": 0, "asked": 0}
+
+
+def test_numbers_of_queries_are_admitted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wide_model(monkeypatch, num_attention_heads=8, num_key_value_heads=1)
+    everything = kernels_of(model, RecordingChooser()).attention[0]
+    assert all(everything(count) for count in range(1, 9))
+    few = RecordingChooser(max_queries=4)
+    some = kernels_of(model, few).attention[0]
+    admitted = [count for count in range(1, 9) if some(count)]
+    assert admitted == [1, 2, 3, 4]
+    none = RecordingChooser(["paged_attention"])
+    without = kernels_of(model, none)
+    assert not any(without.attention[0](count) for count in range(1, 9))
+    assert set(without.heads) == {0, 1}  # other kernels are used all the same
+
+
+def test_a_refused_variant_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    chooser = RecordingChooser(["bitmask"])
+    kernels = kernels_of(wide_model(monkeypatch), chooser, when_idle=True)
+    dtype = chooser.calls[0][0].dtype
+    for _ in range(3):
+        assert not kernels.masks(dtype)
+        kernels.variants.prepare_next()
+    assert len(chooser.calls) == 2
+
+
+def test_what_an_answer_asks_for_is_checked_while_the_engine_is_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, running, idle = wide_model(monkeypatch), threading.Event(), threading.Event()
+
+    def choose(variants: Sequence[Variant]) -> frozenset[Variant]:
+        assert not running.is_set(), "checked in the middle of an answer"
+        if [variant.kind for variant in variants] == ["paged_attention"]:
+            asked.append(variants[0])
+            idle.set()
+        return frozenset()
+
+    def listen(event: TokenEvent) -> None:
+        if event.finish_reason is not None:
+            running.clear()
+            ended.set()
+
+    asked: list[Variant] = []
+    ended = threading.Event()
+    monkeypatch.setattr(engine_module, "choose_on_this_machine", lambda: choose)
+    monkeypatch.setattr(engine_module, "IDLE_S", 0.01)
+    engine = Engine(lambda: (model, config()))
+    try:
+        assert not asked
+        running.set()
+        engine.submit(Request("short", prompt(8), SamplingParams(max_tokens=30)), listen)
+        assert ended.wait(30)
+        assert idle.wait(30)
+        assert asked[0].number("queries") == 8
+        assert engine.stats()["kernels"]["asked"] == 0
+    finally:
+        engine.close()

@@ -1,5 +1,6 @@
 """LLM: the Python interface of one model, in this process or behind a server."""
 
+import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
@@ -10,16 +11,10 @@ from .boundary import apublic, ashort_errors, check_names, public, short_errors
 from .core import SamplingParams, SamplingValues
 from .errors import InvalidRequestError
 from .outputs import Delta, Facts, Result, Results
-from .progress import patient, progress_bar, progress_bars
+from .progress import is_watched, patient, progress_bar, progress_bars
 from .session.engine_client import last
 from .session.engine_factory import EngineArguments, EngineOptions
-from .session.request_builder import (
-    ChatOptions,
-    Message,
-    Prompt,
-    ResponseFormat,
-    is_one_prompt,
-)
+from .session.request_builder import ChatOptions, Message, Prompt, ResponseFormat, is_one_prompt
 from .session.session import Session
 
 if TYPE_CHECKING:
@@ -97,7 +92,7 @@ class LLM:
         **options: Unpack[EngineArguments],
     ) -> None:
         check_names("LLM", options, EngineArguments.__annotations__)
-        self._progress = progress
+        self._progress, self._said_params = progress, False
         self.last: Result | None = None
         self._session: Session | RemoteSession
         name = str(model)
@@ -305,6 +300,11 @@ class LLM:
         sampling = {name: value for name, value in options.items() if name not in known}
         rest = {name: value for name, value in options.items() if name in known}
         check_names(method, sampling, SamplingValues.__annotations__)
+        if params is None and not self._said_params and isinstance(self._session, Session):
+            self._said_params = True
+            if is_watched(self._progress) and not self.chat_params.greedy:
+                name, words = self.model_info.name, self.chat_params.words
+                print(f"{name} answers with its own {words}", file=sys.stderr)
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         return self._session.chat(messages, params, sampling, **rest)

@@ -40,7 +40,7 @@ def progress_bars(*, unit: Unit = "B", wanted: bool | None = None) -> Iterator[S
     """
     if wants_lines():
         yield progress_lines()
-    elif wanted is False or (wanted is None and not (in_notebook() or sys.stderr.isatty())):
+    elif not is_watched(wanted):
         yield unwatched
     elif sys.stderr.isatty() and not in_notebook():
         with _rich_bars(unit) as show:
@@ -55,6 +55,11 @@ def progress_bar(label: str, *, unit: Unit = "B", wanted: bool | None = None) ->
     """`progress_bars` of one step."""
     with progress_bars(unit=unit, wanted=wanted) as show:
         yield lambda done, total: show(label, done, total)
+
+
+def is_watched(wanted: bool | None) -> bool:
+    """Whether progress is shown: as wanted, or (None) in a notebook and on a terminal."""
+    return (in_notebook() or sys.stderr.isatty()) if wanted is None else wanted
 
 
 def patient(show: StepWatch) -> StepWatch:

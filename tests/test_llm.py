@@ -279,6 +279,14 @@ def test_chats_are_sampled_as_the_model_wants_and_texts_are_continued_greedily(l
     assert llm.generate("A page", max_tokens=6).token_ids == greedy.token_ids
 
 
+def test_how_chats_are_sampled_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with LLM("demo", progress=True) as made:
+        capsys.readouterr()
+        for _ in range(2):
+            made.chat("Hello", max_tokens=1)
+    assert capsys.readouterr().err == "demo answers with its own temperature 0.3, top_p 0.9\n"
+
+
 def test_chat_refuses_options_that_it_would_ignore(llm: LLM) -> None:
     misspelt: Any = {"max_token": 3}
     for call in (llm.chat, llm.stream_chat, llm.generate, llm.stream):

@@ -16,6 +16,7 @@ from .base import Claim, DenseReader, Leaves, Reader
 from .schemes.awq import AWQ
 from .schemes.fp4 import fp4_modules
 from .schemes.fp8 import BLOCK, FP8, read_block
+from .schemes.gemma4 import gemma4_experts
 from .schemes.gpt_oss import gpt_oss_experts
 from .schemes.gptq import GPTQ
 from .schemes.integers import Integers
@@ -129,6 +130,13 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
+_EXPERTS: dict[str, Claim] = {
+    "gpt_oss": gpt_oss_experts,
+    "gemma4": gemma4_experts,
+    "gemma4_text": gemma4_experts,
+}
+
+
 def choose_method(
     config: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any]], *, is_here: bool
 ) -> StorageScheme:
@@ -144,8 +152,8 @@ def choose_method(
         CheckpointError: a description that makes no sense.
         UnsupportedModelError: a method that is not known.
     """
-    model_type = config.get("model_type")
-    experts: tuple[Claim, ...] = (gpt_oss_experts,) if model_type == "gpt_oss" else ()
+    own = _EXPERTS.get(str(config.get("model_type")))
+    experts: tuple[Claim, ...] = () if own is None else (own,)
     stated = _stated(config, beside)
     if stated is None:
         return StorageScheme("safetensors", (*experts, FP8()))

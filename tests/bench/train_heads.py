@@ -207,11 +207,11 @@ class DFlash(nn.Module):
 def tapped(model: Model, ids: np.ndarray, layers: list[int]) -> mx.array:
     """(B, L, taps * hidden) outputs of layers over rows ids (B, L)."""
     count, length = ids.shape
-    cache, taps = DenseCache(model), Taps(layers)  # type: ignore[no-untyped-call]
+    cache, taps = DenseCache(model), Taps(layers)
     model(
         mx.array(ids.ravel()),
         mx.array(np.tile(np.arange(length, dtype=np.int32), count)),
-        cache.step([(str(row), length) for row in range(count)]),  # type: ignore[no-untyped-call]
+        cache.step([(str(row), length) for row in range(count)]),
         taps=taps,
     )
     return mx.stop_gradient(taps.joined().reshape(count, length, -1))

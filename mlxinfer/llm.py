@@ -3,7 +3,7 @@
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, cast, overload
 
 from . import hub
 from .backend import require_mlx
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from .display.heat import Heat
-    from .remote.session import RemoteSession
 
 
 class ChatArguments(ChatOptions, SamplingValues, total=False):
@@ -94,7 +93,7 @@ class LLM:
         check_names("LLM", options, EngineArguments.__annotations__)
         self._progress, self._said_params = progress, False
         self.last: Result | None = None
-        self._session: Session | RemoteSession
+        self._session: Session
         name = str(model)
         if name.startswith(("http://", "https://")):
             if tool_format != "auto":
@@ -374,7 +373,7 @@ class LLM:
         from .display.cards import facts_card
 
         info, state = self.model_info, " (closed)" if self.closed else ""
-        context = "-" if info.max_context is None else f"{info.max_context:,} tokens"
+        context = f"{info.max_context:,} tokens" if info.max_context else "-"
         facts = {"model": info.summary, "context": context}
         if isinstance(self._session, Session):
             facts["chat"] = self.chat_params.words
@@ -422,8 +421,8 @@ def _load(
 
 def _connect(
     url: str, api_key: str | None, served_model: str | None, options: EngineArguments
-) -> "RemoteSession":
-    """A session at a server; raises InvalidRequestError for options of its engine."""
+) -> Session:
+    """A server's model, with a Session's methods; raises InvalidRequestError for its options."""
     if options:
         raise InvalidRequestError(
             f"{', '.join(options)}: the engine at {url} was set up where it was started "
@@ -432,7 +431,7 @@ def _connect(
         )
     from .remote.session import RemoteSession
 
-    return RemoteSession(url, api_key, served_model)
+    return cast(Session, RemoteSession(url, api_key, served_model))
 
 
 def _changed(method: str, params: Any, sampling: SamplingValues) -> Any:

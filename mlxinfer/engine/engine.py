@@ -261,9 +261,9 @@ class Engine:
         A check takes a second or so, and a request that comes meanwhile waits: so it begins only
         when nothing has come for a while.
         """
-        while loop.idle and loop.asks_for_kernel and not self._stopping:
+        while loop.idle and loop.asks_for_kernel:
             if self._drain_inbox(wait_s=IDLE_S):
-                break
+                return  # to close, perhaps
             loop.prepare_kernel()
         self._drain_inbox(wait_s=None if loop.idle else 0.0)
 

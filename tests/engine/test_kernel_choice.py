@@ -1,7 +1,7 @@
 """Which Metal kernels a model's steps use, by number of query tokens, and when they are checked."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -31,7 +31,7 @@ def wide_model(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> Model:
 class RecordingChooser:
     """Admits what `admits` does not leave out, and records what it was asked for."""
 
-    def __init__(self, refused: Sequence[str] = (), max_queries: int = 8) -> None:
+    def __init__(self, refused: Collection[str] = (), max_queries: int = 8) -> None:
         self.calls: list[list[Variant]] = []
         self._refused, self._max_queries = refused, max_queries
 
@@ -130,3 +130,19 @@ def test_what_an_answer_asks_for_is_checked_while_the_engine_is_idle(
         assert engine.stats()["kernels"]["asked"] == 0
     finally:
         engine.close()
+
+
+def test_an_engine_that_waits_to_check_a_kernel_can_be_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, ended = wide_model(monkeypatch), threading.Event()
+    monkeypatch.setattr(engine_module, "choose_on_this_machine", lambda: RecordingChooser(DECODE))
+    monkeypatch.setattr(engine_module, "IDLE_S", 60.0)
+    engine = Engine(lambda: (model, config()))
+    engine.submit(Request("short", prompt(8), SamplingParams(max_tokens=2)), lambda _: ended.set())
+    assert ended.wait(30)
+    assert engine.stats()["kernels"]["asked"] > 0
+    closing = threading.Thread(target=engine.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()

@@ -99,7 +99,8 @@ def test_where_a_kernel_samples_a_step_has_few_operations() -> None:
     for kernels in (choose_none, only_sampling):
         with running_on(OneOperation()):
             driver = OurDriver(two_layers(), max_batch=8, num_pages=200, kernels=kernels)
-            assert driver.loop.kernels.samples == (kernels is only_sampling)
+            samples = driver.loop.kernels.samples(mx.float32, masked=False)
+            assert samples == (kernels is only_sampling)
             fill(driver, 8, 20, VOCAB)
             driver.store_model()
             driver.step()

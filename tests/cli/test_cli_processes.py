@@ -215,7 +215,7 @@ def test_chat_on_a_terminal(model: str, tmp_path: Path) -> None:
 
 def test_run_on_a_terminal_stops_at_ctrl_c(model: str, tmp_path: Path) -> None:
     with Terminal("run", "-m", model, "--max-tokens", FOREVER, "hi", state=tmp_path) as run:
-        run.read(timeout_s=30.0)
+        run.until(REDRAWN)  # the answer has begun
         run.interrupt()
         run.until("abort")
         assert run.exit_code() == 130

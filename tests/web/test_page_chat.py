@@ -358,6 +358,7 @@ def test_a_key_that_may_not_administer_sees_the_chat_alone(browser: Any, tmp_pat
                 page.page.goto(server.url)
                 page.page.get_by_label("This server answers only with a key").fill(key)
                 page.click("Use this key")
+                page.page.wait_for_selector('textarea[placeholder^="Ask "]')
                 page.answered("Hello")
                 assert page.texts("nav a") == places
                 page.errors.clear()  # the refusal before the key

@@ -1,5 +1,7 @@
 """What the KV cache holds and copies: pages, tails, windows, and nothing in a decode step."""
 
+import gc
+
 import mlx.core as mx
 import pytest
 from engine.harness import PAGE, Harness, prompt, tiny_model
@@ -115,6 +117,7 @@ def test_a_held_view_would_be_noticed() -> None:
     harness.turn(14)
     mx.synchronize()
     held = [pool.keys.pages[0][:, :5] for pool in harness.loop.cache.pools]
+    gc.collect()  # arrays of earlier tests are not freed meanwhile
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     harness.turn(40)

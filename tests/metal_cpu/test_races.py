@@ -1,4 +1,4 @@
-"""Races are told from ordered accesses, also with several readers between SIMD-group barriers."""
+"""Ordered accesses are no races, also with several readers between SIMD-group barriers."""
 
 import mlx.core as mx
 import pytest

@@ -1,7 +1,7 @@
 """The app: a status item, windows, and a loop that shows what the server does.
 
 It never depends on the status item being visible, opens nothing modal, starts no server unless it
-was asked to, and leaves a server running when it ends unless it is told to stop it.
+was asked to, and leaves a server running when it ends unless asked to stop it.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """One app for each user: a second start shows the windows of the first and ends.
 
 The first listens on a socket file that only its user can reach; a file that is left over from a
-crash answers nobody and is replaced.
+crash gives no answer and is replaced.
 """
 
 import contextlib

@@ -169,6 +169,9 @@ def interrupted_after(call: Callable[[], object], seconds: float) -> None:
             call()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+            # CPython may hear a signal late, when another thread has seen it and cannot handle it.
+            # Sending the signal 0, which does nothing, looks for those that wait.
+            signal.pthread_kill(threading.get_ident(), 0)
     except (KeyboardInterrupt, asyncio.CancelledError) as interrupt:  # asyncio.run raises either
         sys.last_value = interrupt
 

@@ -45,9 +45,13 @@ def test_a_shell_completes_the_name_of_a_model(shell: str, environment: dict[str
 def test_zsh_completes_the_name_of_a_model_at_the_tab_key(environment: dict[str, str]) -> None:
     require("zsh")
     terminal, inside = pty.openpty()
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), inside)
     process = subprocess.Popen(
-        ["zsh", "-f", "-i"], env=environment, start_new_session=True, **streams
+        ["zsh", "-f", "-i"],
+        env=environment,
+        start_new_session=True,
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
     )
     os.close(inside)
 

@@ -13,6 +13,7 @@ import pytest
 from models.names import Shape, expanded
 from models.published import PUBLISHED
 
+from mlxinfer.cli.suggest import KV_BYTES, suggestions
 from mlxinfer.core import StateSpec
 from mlxinfer.layers.factory import LayerFactory
 from mlxinfer.models.config import normalise
@@ -81,6 +82,15 @@ def test_every_family_has_a_published_model():
 
     built_by = {FAMILIES[p.config["model_type"]] for p in PUBLISHED.values()}
     assert set(FAMILIES.values()) == built_by
+
+
+@pytest.mark.parametrize("name", ["Gemma-4-E4B", "Gemma-4-31B", "GLM-4.7-Flash", "Qwen3.5-27B"])
+def test_the_table_of_suggestions_agrees_with_published_shapes(name):
+    wanted = name.lower().removeprefix("qwen3.5-")  # of one size in 3.5 and 3.6
+    (found,) = [s for s in suggestions() if wanted in s.name.lower()]
+    published = PUBLISHED[name]
+    assert found.parameters == pytest.approx(published.billions * 1e9, rel=0.01)
+    assert 0 < found.layers * found.kv_numbers * KV_BYTES <= published.kv
 
 
 if __name__ == "__main__":  # the figures, for people

@@ -19,9 +19,14 @@ from ..models.registry import family
 from ..models.weights import Rename, Weights
 from .read import MLXFormat, Source, TensorInfo, expert_groups
 
-_INNER = "language_model."  # where mlx-lm looks for the model of a text_config
+_NESTED = {  # models whose text_config mlx-lm asks for, and where it looks for their tensors
+    "gemma3": "language_model.",
+    "gemma3n": "model.language_",
+    "llama4": "language_model.",
+}
 _ROWS = 8192  # that are compared at a time
-LAYER = re.compile(r"^(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
+_AS_MLX = {"llama4_text": (".feed_forward.switch_mlp.", ".feed_forward.experts.")}  # our name, its
+LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
 _AHEAD = re.compile(r"(?:^|\.)(mtp\..+)$")  # a module that predicts tokens further ahead
 _PACKED = (".experts.gate_up_proj", ".experts.down_proj")  # stacks without ".weight"
 _UNUSED = ("rotary_emb.inv_freq", "masked_bias")
@@ -118,7 +123,8 @@ def arrange(source: Source) -> ArrangedSource:
     rename = builder.tensor_name
     if config.tie_word_embeddings and not _is_tied(source, rename):
         config = replace(config, tie_word_embeddings=False)
-    prefix = "" if language_config(source.config) is None else _INNER
+    nested = language_config(source.config) is not None
+    prefix = _NESTED[source.config["model_type"]] if nested else ""
     groups = expert_groups(source.tensors)
     stacked_as = {expert: name for name, experts in groups.items() for expert in experts}
     outputs: dict[str, OutputTensor] = {}
@@ -135,7 +141,8 @@ def arrange(source: Source) -> ArrangedSource:
             continue
         experts = groups.get(target, [name])
         front = "" if ahead else prefix
-        made = _output(front + ours, [source.tensors[expert] for expert in experts], target)
+        written = ours.replace(*_AS_MLX.get(config.model_type, ("", "")))
+        made = _output(front + written, [source.tensors[expert] for expert in experts], target)
         if ahead or (made.layer is not None and made.layer >= config.num_layers):
             made = replace(made, ahead=True)
         if made.path.endswith(builder.dense_matrices):
@@ -160,9 +167,9 @@ def _check_experts(source: Source) -> None:
 
 
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The part of a multimodal model's config that is about language; None: all of it is."""
+    """The part about language of a config that stays nested in the output; None: none does."""
     inner = config.get("text_config")
-    return inner if config.get("model_type") == "gemma3" and isinstance(inner, Mapping) else None
+    return inner if config.get("model_type") in _NESTED and isinstance(inner, Mapping) else None
 
 
 def _is_tied(source: Source, rename: Rename) -> bool:

@@ -20,7 +20,8 @@ from .files import write_file
 from .plan import ConversionPlan
 from .read import Source
 
-_LEFT_OUT = ("_name_or_path", "vision_config", "auto_map")
+_LEFT_OUT = ("_name_or_path", "vision_config", "audio_config", "auto_map")
+_OF_ALL_SENSES = ("text_config", "architectures")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json")
 _NEVER = (".py", ".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
@@ -83,8 +84,8 @@ def spelled_out(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]
         config: contents of config.json, with or without a text_config.
         model: what it means.
     """
-    top = _old_spelling(config)
     inner = language_config(config)
+    top = _old_spelling(flat(config) if inner is None else config)
     text = top if inner is None else _old_spelling(inner)
     defaults = family(model.model_type).defaults
     if "sliding_window_pattern" in defaults:
@@ -99,6 +100,15 @@ def spelled_out(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]
     if not model.tie_word_embeddings:
         top["tie_word_embeddings"] = False
     return top
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A multimodal model's config as that of its language model, which alone is converted."""
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping):
+        return dict(config)
+    outer = {key: value for key, value in config.items() if key not in _OF_ALL_SENSES}
+    return outer | {key: value for key, value in inner.items() if value is not None}
 
 
 def _old_spelling(stated: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from .base import Claim, DenseReader, Leaves, Reader
 from .schemes.awq import AWQ
 from .schemes.fp4 import fp4_modules
 from .schemes.fp8 import BLOCK, FP8, read_block
-from .schemes.gemma4 import gemma4_experts
 from .schemes.gpt_oss import gpt_oss_experts
 from .schemes.gptq import GPTQ
 from .schemes.integers import Integers
 from .schemes.mlx import MLXModules, widths_of
+from .schemes.stacks import StackedExperts
 from .stored import FLOATS, StoredArray
 
 _ACTIVATIONS = frozenset(
@@ -130,10 +130,16 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-_EXPERTS: dict[str, Claim] = {
+_EXPERTS: dict[str, Claim] = {  # by the model_type of the language model
     "gpt_oss": gpt_oss_experts,
-    "gemma4": gemma4_experts,
-    "gemma4_text": gemma4_experts,
+    "gemma4": StackedExperts("experts.switch_glu"),
+    "gemma4_text": StackedExperts("experts.switch_glu"),
+    "llama4_text": StackedExperts("experts", inputs_first=True),
+    "mistral4": StackedExperts("switch_mlp"),
+    "qwen3_5_moe": StackedExperts("switch_mlp"),
+    "qwen3_5_moe_text": StackedExperts("switch_mlp"),
+    "qwen3_vl_moe": StackedExperts("switch_mlp", inputs_first=True),
+    "qwen3_vl_moe_text": StackedExperts("switch_mlp", inputs_first=True),
 }
 
 
@@ -152,7 +158,9 @@ def choose_method(
         CheckpointError: a description that makes no sense.
         UnsupportedModelError: a method that is not known.
     """
-    own = _EXPERTS.get(str(config.get("model_type")))
+    inner = config.get("text_config")
+    text = inner if isinstance(inner, Mapping) and "model_type" in inner else config
+    own = _EXPERTS.get(str(text.get("model_type")))
     experts: tuple[Claim, ...] = () if own is None else (own,)
     stated = _stated(config, beside)
     if stated is None:

@@ -15,6 +15,7 @@ from ..base import Leaves, Reader, not_packed
 from ..source import Packed, TensorInfo
 from ..stored import FLOATS, StoredArray, to_float32, to_mlx
 from .fp4 import MXFP4, fp4_values
+from .stacks import StackPart
 
 _PIECES = {
     "gate_up_proj": (("gate_proj", slice(0, None, 2)), ("up_proj", slice(1, None, 2))),
@@ -34,7 +35,8 @@ def gpt_oss_experts(path: str, leaves: Leaves) -> Iterator[Reader]:
             if blocks is not None and scales is not None:
                 yield _Blocks(name, blocks, scales, rows)
             if dense is not None:
-                yield _Transposed(name, dense, rows)
+                part = (rows.start or 0, rows.step or 1)
+                yield StackPart(f"{name}.weight", dense, part, inputs_first=True, interleaved=True)
             if bias is not None:
                 yield _Bias(name, bias, rows)
 
@@ -76,34 +78,6 @@ class _Blocks:
         blocks, scales = (np.ascontiguousarray(part.view()[:, self._rows]) for part in self.parts)
         words = blocks.reshape(*blocks.shape[:2], -1).view(np.uint32)
         return Packed(mx.array(words), mx.array(scales), None)
-
-
-class _Transposed:
-    """(E, in, out) as (E, out, in)."""
-
-    def __init__(self, name: str, dense: StoredArray, rows: slice) -> None:
-        if len(dense.expect([*FLOATS]).shape) != 3 or 0 in dense.shape:
-            raise dense.fail(f"has shape {dense.shape}; expected (experts, in, out)")
-        count, in_dims, both = dense.shape
-        out_dims = _rows(dense, both, rows)
-        self._rows = rows
-        self.parts = (dense,)
-        self.info = TensorInfo(
-            name=f"{name}.weight",
-            shape=(count, out_dims, in_dims),
-            dtype=FLOATS[dense.dtype],
-            stored=dense.dtype.lower(),
-            stored_bytes=dense.num_bytes * out_dims // both,
-        )
-
-    def read(self, rows: slice) -> mx.array:
-        """Experts in a range."""
-        (dense,) = self.parts
-        return to_mlx(dense.view(rows)[:, :, self._rows].swapaxes(1, 2), dense.dtype)
-
-    def packed(self) -> Packed:
-        """There are no codes."""
-        raise not_packed(self.info)
 
 
 class _Bias:

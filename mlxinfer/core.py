@@ -259,6 +259,7 @@ class TokenEvent(NamedTuple):
         None  # (n, vocab) of the prompt's next n positions
     )
     made_s: float = 0.0  # monotonic seconds
+    pooled: "NDArray[np.float32] | None" = None  # (rows, dim) of a pooling request
 
     @classmethod
     def without_token(
@@ -268,6 +269,7 @@ class TokenEvent(NamedTuple):
         *,
         error: Exception | None = None,
         prompt_logits: "NDArray[np.float32] | None" = None,
+        pooled: "NDArray[np.float32] | None" = None,
     ) -> "TokenEvent":
         """Made now."""
         return cls(
@@ -277,6 +279,7 @@ class TokenEvent(NamedTuple):
             error=error,
             prompt_logits=prompt_logits,
             made_s=time.monotonic(),
+            pooled=pooled,
         )
 
 

@@ -45,8 +45,10 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "threads": set(),
     "backend": LEAVES,
     "memory": LEAVES,
+    "pooling": LEAVES | {"layers", "models"},
     "session": LEAVES
-    | {"backend", "display", "engine", "grammar", "memory", "models", "speculation", "text"},
+    | {"backend", "display", "engine", "grammar", "memory", "models", "speculation", "text"}
+    | {"pooling"},
     "convert": LEAVES | {"backend", "hub", "layers", "memory", "models", "text"},
     "server": LEAVES | {"backend", "grammar", "history", "hub", "memory", "session", "text"},
 }
@@ -99,6 +101,9 @@ WITHOUT_MLX = (
     "engine.scheduler",
     "engine.kv_manager",
     "engine.pagestore",
+    "pooling.config",
+    "pooling.passes",
+    "pooling.request",
     "server",
     "speculation.acceptance",
     "speculation.controller",

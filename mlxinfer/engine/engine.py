@@ -17,25 +17,103 @@ import weakref
 from _thread import LockType as Lock
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 
 from ..config import EngineConfig
-from ..core import FinishReason, Request, TokenEvent
+from ..core import FinishReason, TokenEvent
 from ..errors import EngineClosedError, MlxinferError, RequestFailedError
 from ..models.decoder import LanguageModel
 from ..threads import Reply, start
 from .kernels import choose_on_this_machine
-from .limits import EngineLimits
 from .loop import Loop
 from .scheduler import Proposer
 
 Listener = Callable[[TokenEvent], None]
+Emit = Callable[[list[TokenEvent]], None]
 Load = Callable[[], tuple[LanguageModel, EngineConfig]]
 log = logging.getLogger("mlxinfer.engine")
 T = TypeVar("T")
 IDLE_S = 1.0  # without a message, before kernels are checked
+
+
+class EngineLoop(Protocol):
+    """What an engine's thread runs: `Loop` generates, `PoolingLoop` computes vectors and scores."""
+
+    @property
+    def limits(self) -> Any:
+        """Plain values with `check(request)`, which any thread may call; new after `fail_all`."""
+        ...
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs, waits or is in flight."""
+        ...
+
+    @property
+    def asks_for_kernel(self) -> bool:
+        """Whether `prepare_kernel` has something to do."""
+        ...
+
+    def prepare_kernel(self) -> None:
+        """Work for a while without requests."""
+        ...
+
+    def turn(self) -> None:
+        """Do one piece of work."""
+        ...
+
+    def add(self, request: Any, checked: Any) -> None:
+        """Queue a request, with what `limits.check` returned."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request if it has not ended."""
+        ...
+
+    def abort_all(self) -> None:
+        """End every request."""
+        ...
+
+    def fail_all(self, error: BaseException) -> None:
+        """Fail every request and start afresh."""
+        ...
+
+    def close(self, *, save: bool = True) -> None:
+        """Release the model and every array."""
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers."""
+        ...
+
+
+MakeLoop = Callable[[Emit], EngineLoop]
+
+
+def generation(
+    load: Load, proposer: Callable[[], Proposer | None] | None = None
+) -> Callable[[Emit], Loop]:
+    """What makes the loop of a model that generates, on the engine's thread.
+
+    Args:
+        load: returns the model and how to run it.
+        proposer: called after it; makes what proposes tokens for steps to verify. None: nothing.
+    """
+
+    def make(emit: Emit) -> Loop:
+        model, config = load()
+        return Loop(
+            model,
+            config,
+            emit,
+            kernels=choose_on_this_machine(),
+            kernels_when_idle=True,
+            proposer=None if proposer is None else proposer(),
+        )
+
+    return make
 
 
 class Engine:
@@ -45,33 +123,26 @@ class Engine:
     hand the event on and return.
 
     Args:
-        load: called once on the engine's thread; returns the model and how to run it.
-        proposer: called after it; makes what proposes tokens for steps to verify. None: nothing.
+        make_loop: called once on the engine's thread; loads the model. `generation` makes such.
         owner: the engine is closed when this object is collected, and when the process ends; None:
-            only by `close`. It must not be reachable from `load`.
+            only by `close`. It must not be reachable from `make_loop`.
 
     Raises:
         EngineClosedError: this process is a fork of one that has used MLX.
-        whatever `load` raises.
+        whatever `make_loop` raises.
     """
 
-    def __init__(
-        self,
-        load: Load,
-        *,
-        proposer: Callable[[], Proposer | None] | None = None,
-        owner: object | None = None,
-    ) -> None:
+    def __init__(self, make_loop: MakeLoop, *, owner: object | None = None) -> None:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, Listener] = {}
         self._stopping = False
         self._pid = claim_process()
         self._gate = threading.Lock()  # what is put into the inbox under it is answered
         self._running = threading.Lock()  # held by the thread until it has left MLX
-        self._limits: EngineLimits  # set on the engine's thread, which is ready then
+        self._limits: Any  # set on the engine's thread, which is ready then
         ready: Reply[None] = Reply()
         self._thread = threading.Thread(
-            target=self._work, args=(load, proposer, ready), name="mlxinfer-engine", daemon=True
+            target=self._work, args=(make_loop, ready), name="mlxinfer-engine", daemon=True
         )
         if owner is not None:  # before there is a thread: Ctrl-C may come as soon as there is one
             weakref.finalize(owner, self.close)
@@ -82,17 +153,19 @@ class Engine:
             self.close()
             raise
 
-    def submit(self, request: Request, listener: Listener) -> None:
-        """Queue a request; events come until one has a finish_reason.
+    def submit(self, request: Any, listener: Listener) -> None:
+        """Queue a `Request`, or a `PoolingRequest`, as the loop takes it.
+
+        Events come until one has a finish_reason.
 
         Raises:
             InvalidRequestError, ContextLengthError, InsufficientMemoryError: it can never run.
             EngineClosedError: the engine was closed.
         """
         self.require_open()
-        max_output = self._limits.check(request)
+        checked = self._limits.check(request)
         request.arrived_s = time.monotonic()
-        self._put(lambda: self._add(request, max_output, listener))
+        self._put(lambda: self._add(request, checked, listener))
 
     def abort(self, request_id: str) -> None:
         """End a request if it has not ended; its last event has FinishReason.ABORT."""
@@ -107,7 +180,7 @@ class Engine:
         return partial(self._inbox.put, lambda: self._abort(request_ids))
 
     @property
-    def limits(self) -> EngineLimits:
+    def limits(self) -> Any:
         """What requests must fit into; a new value after each restart of the loop."""
         return self._limits
 
@@ -173,37 +246,25 @@ class Engine:
 
     # -- on the engine's thread -----------------------------------------------------------------
 
-    def _work(
-        self, load: Load, proposer: Callable[[], Proposer | None] | None, ready: Reply[None]
-    ) -> None:
+    def _work(self, make_loop: MakeLoop, ready: Reply[None]) -> None:
         with self._gate:
             if self._stopping:  # the constructor was interrupted, and has closed the engine
                 return
             self._running.acquire()  # from here on close() waits
         try:
-            self._run(load, proposer, ready)
+            self._run(make_loop, ready)
         finally:
             self._running.release()
 
-    def _run(
-        self, load: Load, proposer: Callable[[], Proposer | None] | None, ready: Reply[None]
-    ) -> None:
+    def _run(self, make_loop: MakeLoop, ready: Reply[None]) -> None:
         try:
-            model, config = load()
-            loop = Loop(
-                model,
-                config,
-                self._emit,
-                kernels=choose_on_this_machine(),
-                kernels_when_idle=True,
-                proposer=None if proposer is None else proposer(),
-            )
+            loop = make_loop(self._emit)
             self._loop, self._limits = loop, loop.limits
         except BaseException as error:  # the constructor raises it in its caller
             ready.fail(error)
             return
         ready.put(None)
-        del model, ready, load, proposer
+        del ready, make_loop
         sound = True
         while not self._stopping:
             try:
@@ -213,7 +274,7 @@ class Engine:
                 sound = self._start_afresh(loop, error)
         self._finish(loop, sound)
 
-    def _start_afresh(self, loop: Loop, error: BaseException) -> bool:
+    def _start_afresh(self, loop: EngineLoop, error: BaseException) -> bool:
         """Fail all requests and go on; where not even that works (False), the engine ends."""
         try:
             loop.fail_all(error)
@@ -235,7 +296,7 @@ class Engine:
         error = FinishReason.ERROR
         self._emit([TokenEvent.without_token(i, error, error=failure) for i in self._listeners])
 
-    def _finish(self, loop: Loop, sound: bool) -> None:
+    def _finish(self, loop: EngineLoop, sound: bool) -> None:
         """Answer what is left in the inbox, end what runs, and release the arrays."""
         while not self._inbox.empty():
             sound &= self._survives(lambda: self._drain_inbox(wait_s=0.0))
@@ -255,7 +316,7 @@ class Engine:
             return False
         return True
 
-    def _wait_for_work(self, loop: Loop) -> None:
+    def _wait_for_work(self, loop: EngineLoop) -> None:
         """Take in what came; while there is nothing to do, kernels that were asked for are checked.
 
         A check takes a second or so, and a request that comes meanwhile waits: so it begins only
@@ -282,12 +343,12 @@ class Engine:
             message()
             came, wait_s = True, 0.0
 
-    def _add(self, request: Request, max_output: int, listener: Listener) -> None:
+    def _add(self, request: Any, checked: Any, listener: Listener) -> None:
         self._listeners[request.id] = listener
         if self._stopping:
             self._emit([TokenEvent.without_token(request.id, FinishReason.ABORT)])
             return
-        self._loop.add(request, max_output)
+        self._loop.add(request, checked)
 
     def _abort(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

@@ -119,6 +119,31 @@ def _geglu_erf(gate: mx.array, up: mx.array) -> mx.array:
     return 0.5 * gate * (1 + mx.erf(gate * math.sqrt(0.5))) * up
 
 
+def _gelu_erf(x: mx.array) -> mx.array:
+    return 0.5 * x * (1 + mx.erf(x * math.sqrt(0.5)))
+
+
+def _gelu_tanh(x: mx.array) -> mx.array:
+    return x * mx.sigmoid(x * (_GELU_SLOPE + _GELU_SLOPE * _GELU_CUBIC * mx.square(x)))
+
+
+def _silu(x: mx.array) -> mx.array:
+    return x * mx.sigmoid(x)
+
+
+def _relu(x: mx.array) -> mx.array:
+    return mx.maximum(x, 0.0)
+
+
+PLAIN: dict[str, Activation] = {
+    **dict.fromkeys(_GELU_ERF, _gelu_erf),
+    **dict.fromkeys(_GELU_TANH, _gelu_tanh),
+    **dict.fromkeys(_SILU, _silu),
+    "relu": _relu,
+    "tanh": mx.tanh,
+}
+
+
 def _clamped_swiglu(gate: mx.array, up: mx.array, *, alpha: float, limit: float) -> mx.array:
     gate = mx.minimum(gate, limit)
     return gate * mx.sigmoid(alpha * gate) * (mx.clip(up, -limit, limit) + 1)

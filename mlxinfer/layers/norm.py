@@ -39,17 +39,18 @@ class HeadRMSNorm:
 
 
 class LayerNorm:
-    """MLX's fused layer norm, without a bias."""
+    """MLX's fused layer norm, with or without a bias."""
 
-    __slots__ = ("eps", "weight")
+    __slots__ = ("bias", "eps", "weight")
 
-    def __init__(self, weight: mx.array, eps: float) -> None:
+    def __init__(self, weight: mx.array, eps: float, bias: mx.array | None = None) -> None:
         self.weight = weight  # (dims,)
+        self.bias = bias  # (dims,)
         self.eps = eps  # added to the variance
 
     def __call__(self, x: mx.array) -> mx.array:
         """x (..., dims), of any dtype, to the same shape and dtype."""
-        return mx.fast.layer_norm(x, self.weight, None, self.eps)
+        return mx.fast.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class WideQKNorm:

@@ -211,9 +211,18 @@ class Step:
 
     Attributes:
         per_layer: (T, L, P) inputs of the layers, of models that have such; see `per_layer.py`.
+        token_types: (T,) int32, of encoders that tell the texts of a pair apart; None: all 0.
     """
 
-    __slots__ = ("_prepared", "adapters", "caches", "per_layer", "positions", "rope_variants")
+    __slots__ = (
+        "_prepared",
+        "adapters",
+        "caches",
+        "per_layer",
+        "positions",
+        "rope_variants",
+        "token_types",
+    )
 
     def __init__(
         self,
@@ -228,6 +237,7 @@ class Step:
         self.rope_variants = rope_variants
         self.adapters = adapters
         self.per_layer: mx.array | None = None
+        self.token_types: mx.array | None = None
         self._prepared: dict[Rope, Any] = {}
 
     def prepared(self, rope: Rope) -> Any:

@@ -59,12 +59,18 @@ def load(folder: Path, *, dtype: str = "auto", watch: Watch | None = None) -> "M
         CheckpointError: a file is broken or disagrees with the config.
         InvalidRequestError: an unknown dtype.
     """
+    from ..errors import UnsupportedModelError
     from .config import load_config
     from .registry import family
     from .weights import Weights, load_tensors
 
     folder = Path(folder)
     config = load_config(folder)
+    if config.headless or config.bidirectional:
+        raise UnsupportedModelError(
+            f"The model in {folder} gives embeddings, no text: LLM(...).embed(texts), or "
+            "/v1/embeddings of a server."
+        )
     builder = family(config.model_type)
     weights = Weights(
         load_tensors(folder),

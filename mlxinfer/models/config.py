@@ -45,6 +45,8 @@ class ModelConfig:
     windows: tuple[int | None, ...]  # tokens a layer sees, itself included; None: all
     ropes: tuple[RopeSpec | None, ...]  # None: a layer without positions
     chunked: bool = False  # windows are chunks, see `KVSpec`
+    bidirectional: bool = False  # tokens see those after them too, as many as of those before
+    headless: bool = False  # without an output projection: hidden states are all it gives
     attention_scale: float
     qkv_bias: bool = False
     o_bias: bool = False
@@ -133,6 +135,7 @@ def normalise(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = Non
         final_softcap=fields.number("final_logit_softcapping", above=0.0, default=None),
         quantization=read_quantization(top),
         dtype=fields.text("dtype", "torch_dtype", default=None),
+        bidirectional=fields.boolean("use_bidirectional_attention", default=False),
         fields=fields,
         **heads,
         **_positions(family, fields, num_layers, heads["head_dim"]),
@@ -236,7 +239,7 @@ def _experts(fields: Fields, num_layers: int) -> dict[str, Any]:
 
 def _check_features(fields: Fields, family: Any) -> None:
     """Refuse what would silently change the answers."""
-    refused = ["use_bidirectional_attention"]
+    refused = [] if family.bidirectional else ["use_bidirectional_attention"]
     refused += [] if family.soft_caps else ["attn_logit_softcapping"]
     for key in refused:
         if fields.get(key) not in (None, False):

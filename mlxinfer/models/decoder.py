@@ -258,7 +258,8 @@ class Model:
 
     Args:
         config: as normalised.
-        embed_tokens, layers, norm, lm_head: the parts, in the order of a forward pass.
+        embed_tokens, layers, norm, lm_head: the parts, in the order of a forward pass. Without an
+            `lm_head` the model has no logits.
         activations: every gated activation, which a Metal kernel may replace.
         activation_dtype: of hidden states, keys and values.
         embed_scale: multiplies the embeddings; None: 1.
@@ -276,7 +277,7 @@ class Model:
         embed_tokens: Embedding,
         layers: Sequence[Layer],
         norm: Norm,
-        lm_head: Projection,
+        lm_head: Projection | None,
         activations: Sequence[Gated],
         activation_dtype: mx.Dtype,
         embed_scale: float | None = None,
@@ -319,11 +320,9 @@ class Model:
         Returns:
             (T, hidden_size) after the final norm.
         """
-        x = self.embed(ids)
         by_mixer = dict(zip(self.mixers, caches, strict=True))
         step = Step(positions, by_mixer, rope_variants=rope_variants, adapters=adapters)
-        if self.entry is not None:
-            x = self.entry(ids, x, step)
+        x = self.enter(ids, step)
         for index, layer in enumerate(self.layers):
             x = layer(x, step)
             if taps is not None:
@@ -333,6 +332,11 @@ class Model:
             taps.put(FINAL, x)
         return x
 
+    def enter(self, ids: mx.array, step: Step) -> mx.array:
+        """Token ids (T,) -> what the first layer reads, (T, hidden_size)."""
+        x = self.embed(ids)
+        return x if self.entry is None else self.entry(ids, x, step)
+
     def embed(self, ids: mx.array) -> mx.array:
         """Token ids (T,) -> (T, hidden_size)."""
         x = self.embed_tokens(ids)
@@ -340,6 +344,7 @@ class Model:
 
     def logits(self, hidden: mx.array) -> mx.array:
         """hidden (R, hidden_size) as `__call__` returns it -> (R, vocab_size)."""
+        assert self.lm_head is not None, "a model without logits"
         return scaled_logits(self.lm_head(hidden), self.config)
 
     def rope_variant(self, max_tokens: int) -> int:

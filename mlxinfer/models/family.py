@@ -48,6 +48,7 @@ class Family:
             of the norms of Q and K, and of the norm behind the last layer.
         transposed_experts: stacks of experts on the hub have inputs before outputs.
         dense_matrices: ends of the paths of matrices that mlx-lm cannot load quantised.
+        bidirectional: the config may say that tokens see what comes after them.
         interleaved: rotary pairs stand side by side in the checkpoint. They are put half a part
             apart as they are loaded, in Q and K alike, which leaves every score as it is.
     """
@@ -62,6 +63,7 @@ class Family:
     interleaved: ClassVar[bool] = False
     transposed_experts: ClassVar[bool] = False
     dense_matrices: ClassVar[tuple[str, ...]] = ()
+    bidirectional: ClassVar[bool] = False
     output_proj: ClassVar[str] = "o_proj"
     qk_norms: ClassVar[tuple[str, str]] = ("q_norm", "k_norm")
     final_norm: ClassVar[str] = "model.norm"
@@ -152,7 +154,8 @@ class Family:
         Raises:
             CheckpointError: a tensor is missing, misshapen or left over.
         """
-        tied = config.tie_word_embeddings and weights.same_matrix("lm_head", "model.embed_tokens")
+        tied = config.tie_word_embeddings and not config.headless
+        tied = tied and weights.same_matrix("lm_head", "model.embed_tokens")
         return cls(replace(config, tie_word_embeddings=tied), weights)._model()
 
     def _model(self: Self) -> Model:
@@ -170,10 +173,10 @@ class Family:
             layers.append(layer)
         norm = self.last_norm()
         self._drop_prediction_layers()
-        if tied:
+        if tied or config.headless:
             weights.drop("lm_head.weight", "lm_head.scales", "lm_head.biases")
-            lm_head = table.as_linear()
-        else:
+        lm_head = table.as_linear() if tied else None
+        if not tied and not config.headless:
             lm_head = weights.linear("lm_head", config.vocab_size, config.hidden_size)
         weights.finish()
         model = Model(

@@ -34,6 +34,17 @@ def read_json(
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
+def read_list(path: Path) -> list[Any]:
+    """The list in a JSON file; errors as of `read_json`."""
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise CheckpointError(f"{path} is larger than {MAX_JSON_BYTES} bytes; not read.")
+    whole = parse_json(b'{"items": ' + path.read_bytes() + b"}", str(path))
+    items = whole["items"]
+    if not isinstance(items, list):
+        raise CheckpointError(f"{path} holds a {type(items).__name__}; expected a list.")
+    return items
+
+
 def parse_json(data: bytes, where: str, *, infinite: bool = False) -> dict[str, Any]:
     """The object in `data`; duplicate keys are refused, since readers disagree about them."""
     constant = _infinity if infinite else _refuse

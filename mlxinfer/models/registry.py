@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from ..errors import UnsupportedModelError
+from .jsonfields import Fields
 from .multimodal import WRAPPERS
 
 FAMILIES = {  # model_type -> module in families/, class
@@ -52,9 +53,24 @@ FAMILIES = {  # model_type -> module in families/, class
     "qwen3_5_text": ("qwen_hybrid", "Qwen3_5"),
     "qwen3_5_moe": ("qwen_hybrid", "Qwen3_5MoE"),
     "qwen3_5_moe_text": ("qwen_hybrid", "Qwen3_5MoE"),
+    "bert": ("bert", "Bert"),
+    "roberta": ("bert", "Roberta"),
+    "xlm-roberta": ("bert", "Roberta"),
+    "camembert": ("bert", "Roberta"),
+    "distilbert": ("bert", "DistilBert"),
+    "nomic_bert": ("nomic", "NomicBert"),
+    "modernbert": ("modernbert", "ModernBert"),
 }
 
 SUPPORTED = (*FAMILIES, *WRAPPERS)
+ENCODERS = frozenset(
+    name for name, (module, _) in FAMILIES.items() if module in ("bert", "nomic", "modernbert")
+)
+
+
+def is_encoder(config: Fields) -> bool:
+    """Whether the architecture of config.json gives hidden states alone, and no text."""
+    return config.get("model_type") in ENCODERS
 
 
 def family(model_type: str) -> Any:

@@ -298,7 +298,10 @@ def open_engine(
         BackendMissingError: MLX does not run here.
     """
     require_mlx()
-    from ..engine.engine import Engine  # imports mlx; where it is missing, require_mlx says why
+    from ..engine.engine import (
+        Engine,
+        generation,
+    )  # imports mlx; where it is missing, require_mlx says why
     from ..models import load_any
 
     described: list[ModelInfo] = []
@@ -312,7 +315,7 @@ def open_engine(
         proposers.append(proposer)
         return model, config
 
-    engine = Engine(build, proposer=lambda: proposers.pop(), owner=owner)
+    engine = Engine(generation(build, lambda: proposers.pop()), owner=owner)
     return engine, described[0]
 
 

@@ -14,14 +14,16 @@ from engine.fake_grammar import FakeGrammar
 from engine.harness import PAGE, alone, config, prompt, tiny_model
 
 from mlxinfer.core import FinishReason, Request, SamplingParams, TokenEvent
-from mlxinfer.engine.engine import Engine, Listener
+from mlxinfer.engine.engine import Engine, Listener, generation
 from mlxinfer.engine.loop import Loop
 from mlxinfer.errors import EngineClosedError, InvalidRequestError
 
 
 @pytest.fixture
 def engine():
-    made = Engine(lambda: (tiny_model("qwen3-v4", quantized=True), config(num_pages=400)))
+    made = Engine(
+        generation(lambda: (tiny_model("qwen3-v4", quantized=True), config(num_pages=400)))
+    )
     yield made
     made.close()
 
@@ -93,7 +95,7 @@ def test_an_error_of_load_is_raised_by_the_constructor() -> None:
         raise InvalidRequestError("no such thing")
 
     with pytest.raises(InvalidRequestError, match="no such thing"):
-        Engine(load)
+        Engine(generation(load))
 
 
 def test_ctrl_c_while_a_model_loads_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +116,7 @@ def test_ctrl_c_while_a_model_loads_ends_the_engine(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Engine, "close", noted)
     with pytest.raises(KeyboardInterrupt):
-        Engine(load)
+        Engine(generation(load))
     (engine,) = engines
     assert engine.closed
     assert not engine._thread.is_alive()
@@ -249,7 +251,9 @@ def test_an_engine_that_cannot_start_afresh_ends_with_an_error_for_each_request(
 
 @pytest.mark.parametrize("times", range(20))
 def test_a_request_submitted_while_the_engine_closes_is_answered(times: int) -> None:
-    engine = Engine(lambda: (tiny_model("qwen3-v4", quantized=True), config(num_pages=40)))
+    engine = Engine(
+        generation(lambda: (tiny_model("qwen3-v4", quantized=True), config(num_pages=40)))
+    )
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
     accepted = 0
     closing = threading.Timer(0.001 * times, engine.close)
@@ -271,7 +275,7 @@ def test_a_thread_that_cannot_start_is_an_error_of_the_constructor(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError, match="new thread"):
-        Engine(lambda: (tiny_model("qwen3-v4"), config()))
+        Engine(generation(lambda: (tiny_model("qwen3-v4"), config())))
 
 
 def test_an_engine_raises_in_a_forked_process(engine: Engine) -> None:
@@ -294,7 +298,7 @@ def test_a_forked_process_cannot_build_an_engine(engine: Engine) -> None:
         child = os.fork()
         if not child:
             try:
-                Engine(lambda: (tiny_model("qwen3-v4"), config()))
+                Engine(generation(lambda: (tiny_model("qwen3-v4"), config())))
             except EngineClosedError as error:
                 engine.close()  # which does not wait for a thread that is not here
                 os._exit("spawn" not in str(error))

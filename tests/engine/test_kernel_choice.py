@@ -12,7 +12,7 @@ from models.tiny import tiny_checkpoint
 
 from mlxinfer.core import Request, SamplingParams, TokenEvent
 from mlxinfer.engine import engine as engine_module
-from mlxinfer.engine.engine import Engine
+from mlxinfer.engine.engine import Engine, generation
 from mlxinfer.engine.kernels import Kernels, choose_kernels
 from mlxinfer.metal_kernels.variants import Variant
 from mlxinfer.models import load
@@ -119,7 +119,7 @@ def test_what_an_answer_asks_for_is_checked_while_the_engine_is_idle(
     ended = threading.Event()
     monkeypatch.setattr(engine_module, "choose_on_this_machine", lambda: choose)
     monkeypatch.setattr(engine_module, "IDLE_S", 0.01)
-    engine = Engine(lambda: (model, config()))
+    engine = Engine(generation(lambda: (model, config())))
     try:
         assert not asked
         running.set()
@@ -138,7 +138,7 @@ def test_an_engine_that_waits_to_check_a_kernel_can_be_closed(
     model, ended = wide_model(monkeypatch), threading.Event()
     monkeypatch.setattr(engine_module, "choose_on_this_machine", lambda: RecordingChooser(DECODE))
     monkeypatch.setattr(engine_module, "IDLE_S", 60.0)
-    engine = Engine(lambda: (model, config()))
+    engine = Engine(generation(lambda: (model, config())))
     engine.submit(Request("short", prompt(8), SamplingParams(max_tokens=2)), lambda _: ended.set())
     assert ended.wait(30)
     assert engine.stats()["kernels"]["asked"] > 0

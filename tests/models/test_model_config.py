@@ -353,9 +353,18 @@ def test_layer_types_must_match_the_layers():
 
 
 def test_what_would_change_the_answers_is_refused():
-    for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
+    for case, key in (
+        ("gemma3_text", "attn_logit_softcapping"),
+        ("qwen3", "use_bidirectional_attention"),
+    ):
         with pytest.raises(UnsupportedModelError, match=key):
-            normalise(tiny_config("gemma3_text") | {key: True})
+            normalise(tiny_config(case) | {key: True})
+
+
+def test_a_bidirectional_window_counts_both_sides():
+    config = normalise(tiny_config("gemma3_text") | {"use_bidirectional_attention": True})
+    assert config.bidirectional
+    assert set(config.windows) == {None, tiny_config("gemma3_text")["sliding_window"] // 2 + 1}
 
 
 def test_an_unknown_architecture_lists_the_known_ones():

@@ -1,7 +1,9 @@
 """Gemma 2, and Gemma 3 alone or as the language model of a multimodal checkpoint."""
 
+from dataclasses import replace
 from typing import ClassVar
 
+from ..config import ModelConfig
 from ..decoder import Layer, SandwichLayer
 from ..family import Family
 from ..jsonfields import Fields
@@ -42,11 +44,20 @@ class Gemma3(Family):
     fits_float16 = False
     head_norms = True
     norm_offset = 1.0
+    bidirectional = True  # EmbeddingGemma
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
         """The text_config of a multimodal model."""
         return language_fields(config, "gemma3")
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """A window counts the tokens of both sides where tokens see both."""
+        if not config.bidirectional:
+            return config
+        halves = tuple(None if window is None else window // 2 + 1 for window in config.windows)
+        return replace(config, windows=halves)
 
     @classmethod
     def biases(cls, fields: Fields) -> tuple[bool, bool]:

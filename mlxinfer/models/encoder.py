@@ -1,0 +1,195 @@
+"""Encoders: every token of a text sees all of it, and hidden states are what comes out.
+
+They are families like decoders, over the same mixers; what is their own is layer norms with biases,
+norms behind each block, and tables of positions and of token types beside that of tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from ..errors import UnsupportedModelError
+from ..layers.linear import Embedding
+from ..layers.mlp import MLP, PLAIN, Activation, Gated
+from ..layers.norm import LayerNorm, Norm
+from ..layers.rope import RopeSpec
+from ..layers.step import Step
+from .config import ModelConfig
+from .decoder import Layer
+from .family import Family
+from .jsonfields import Fields
+
+
+class NormedSumLayer:
+    """norm(x + mixer(x)), then norm(x + mlp(x)): the first Transformer, BERT and its kin."""
+
+    __slots__ = ("mixer", "mixer_norm", "mlp", "mlp_norm")
+
+    def __init__(self, mixer: Any, mixer_norm: Norm, mlp: Any, mlp_norm: Norm) -> None:
+        self.mixer = mixer
+        self.mixer_norm = mixer_norm
+        self.mlp = mlp
+        self.mlp_norm = mlp_norm
+
+    def __call__(self, x: mx.array, step: Step) -> mx.array:
+        """x (T, hidden) -> (T, hidden)."""
+        x = self.mixer_norm(self.mixer(x, step, x))
+        return self.mlp_norm(self.mlp(x, x))
+
+
+class SummedEmbeddings:
+    """norm(token + position + token type), as far as there are tables of these.
+
+    Args:
+        positions: (max_positions, hidden), or None.
+        first: row of a text's first token.
+        token_types: (types, hidden), or None.
+        norm: over the sum.
+    """
+
+    __slots__ = ("first", "norm", "positions", "token_types")
+
+    def __init__(
+        self,
+        norm: Norm,
+        *,
+        positions: Embedding | None = None,
+        first: int = 0,
+        token_types: Embedding | None = None,
+    ) -> None:
+        self.norm = norm
+        self.positions = positions
+        self.first = first
+        self.token_types = token_types
+
+    def __call__(self, ids: mx.array, x: mx.array, step: Step) -> mx.array:
+        """Token ids (T,) and their rows (T, hidden) -> (T, hidden)."""
+        if self.positions is not None:
+            x = x + self.positions(step.positions + self.first)
+        if self.token_types is not None:
+            types = step.token_types
+            x = x + self.token_types(mx.zeros((1,), mx.int32) if types is None else types)
+        return self.norm(x)
+
+
+def identity(x: mx.array) -> mx.array:
+    """The norm of models that have none there."""
+    return x
+
+
+class Encoder(Family):
+    """What encoders have in common.
+
+    Attributes:
+        renamed: parts of the hub's names, and ours; in this order.
+        prefixes: of the hub's names, which say nothing.
+        left_out: beginnings of names that carry nothing here: heads of other tasks.
+        num_token_types: rows of the table of token types, where it is there.
+        rotary: positions turn heads; else they have a table.
+    """
+
+    renamed: ClassVar[Sequence[tuple[str, str]]] = ()
+    prefixes: ClassVar[Sequence[str]] = ()
+    left_out: ClassVar[Sequence[str]] = ("pooler.", "cls.", "lm_head.", "classifier.", "head.")
+    rotary: ClassVar[bool] = False
+    bidirectional = True
+    qkv_bias: ClassVar[bool] = True
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """Bidirectional, without logits, and with the epsilon of layer norms."""
+        eps = config.fields.number("layer_norm_eps", low=0.0, high=1.0, default=1e-12)
+        return replace(
+            config, rms_norm_eps=eps, bidirectional=True, headless=True, tie_word_embeddings=False
+        )
+
+    @classmethod
+    def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
+        """None where positions have a table."""
+        return super().rope_spec(fields, layer_type, head_dim) if cls.rotary else None
+
+    @classmethod
+    def biases(cls, fields: Fields) -> tuple[bool, bool]:
+        """On all of attention's projections, or on none."""
+        return cls.qkv_bias, cls.qkv_bias
+
+    @classmethod
+    def tensor_name(cls, name: str) -> str | None:
+        """The decoder's name of a tensor of the hub; a name that is that already stays."""
+        for prefix in cls.prefixes:
+            name = name.removeprefix(prefix)
+        if name.startswith(tuple(cls.left_out)) or name.endswith(".position_ids"):
+            return None
+        for theirs, ours in cls.renamed:
+            name = name.replace(theirs, ours)
+        return name if name.startswith("model.") else f"model.{name}"
+
+    # -- parts ----------------------------------------------------------------------------------
+
+    @property
+    def plain_activation(self) -> Activation:
+        """Of feed-forward blocks without a gate."""
+        name = self.config.activation
+        if name not in PLAIN:
+            raise UnsupportedModelError(
+                f"hidden_act is {name!r}; supported are {', '.join(PLAIN)}."
+            )
+        return PLAIN[name]
+
+    def norm(self, path: str, dims: int | None = None, eps: float | None = None) -> Norm:
+        """The layer norm at `path`, with a bias where there is one."""
+        width = (self.config.hidden_size if dims is None else dims,)
+        has_bias = f"{path}.bias" in self.weights
+        bias = self.weights.take(f"{path}.bias", width) if has_bias else None
+        weight = self.weights.take(f"{path}.weight", width)
+        return LayerNorm(weight, self.config.rms_norm_eps if eps is None else eps, bias)
+
+    def entry(self) -> SummedEmbeddings:
+        """Tables beside that of tokens, where the checkpoint has them."""
+        return SummedEmbeddings(
+            self.norm("model.embeddings_norm"),
+            positions=self._table("model.position_embeddings"),
+            first=self.first_position,
+            token_types=self._table("model.token_type_embeddings"),
+        )
+
+    @property
+    def first_position(self) -> int:
+        """Row of the table of positions that a text's first token takes."""
+        return 0
+
+    def _table(self, path: str) -> Embedding | None:
+        """The table at `path`, None where there is none."""
+        if f"{path}.weight" not in self.weights:
+            return None
+        rows = self.weights.shape(f"{path}.weight")[0]
+        return self.weights.embedding(path, (rows, self.config.hidden_size), shared=False)
+
+    def layer(self, index: int) -> Layer:
+        """Norms behind both blocks."""
+        path = f"model.layers.{index}"
+        return NormedSumLayer(
+            self.mixer(index),
+            self.norm(f"{path}.post_attention_layernorm"),
+            self.mlp(index),
+            self.norm(f"{path}.post_mlp_layernorm"),
+        )
+
+    def last_norm(self) -> Norm:
+        """The last layer ends with its own."""
+        return identity
+
+    def activations(self) -> list[Gated]:
+        """None: no kernel replaces them."""
+        return []
+
+    def ungated_mlp(self, path: str) -> MLP:
+        """The up and down projections at `path`, with biases."""
+        inner, hidden = self.config.intermediate_size, self.config.hidden_size
+        return MLP(
+            self.weights.linear(f"{path}.up_proj", inner, hidden, bias=True),
+            self.weights.linear(f"{path}.down_proj", hidden, inner, bias=True),
+            self.plain_activation,
+        )

@@ -1,0 +1,137 @@
+"""BERT, RoBERTa and XLM-RoBERTa, DistilBERT: MiniLM, BGE, E5, GTE and most embedding models.
+
+Sources: arXiv 1810.04805, 1907.11692, 1911.02116, 1910.01108; transformers' modeling_bert.py,
+modeling_xlm_roberta.py and modeling_distilbert.py.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ...errors import UnsupportedModelError
+from ...layers.mlp import FeedForward
+from ..config import ModelConfig
+from ..encoder import Encoder
+from ..jsonfields import Fields
+
+_EMBEDDINGS = (
+    ("embeddings.word_embeddings", "embed_tokens"),
+    ("embeddings.position_embeddings", "position_embeddings"),
+    ("embeddings.token_type_embeddings", "token_type_embeddings"),
+    ("embeddings.LayerNorm", "embeddings_norm"),
+)
+
+
+class Bert(Encoder):
+    """Tables of positions and of token types, norms behind each block."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 30_522,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "hidden_act": "gelu",
+        "max_position_embeddings": 512,
+        "layer_norm_eps": 1e-12,
+    }
+    prefixes = ("bert.", "roberta.", "xlm_roberta.")
+    renamed = (
+        *_EMBEDDINGS,
+        ("encoder.layer.", "layers."),
+        (".attention.self.query", ".self_attn.q_proj"),
+        (".attention.self.key", ".self_attn.k_proj"),
+        (".attention.self.value", ".self_attn.v_proj"),
+        (".attention.output.dense", ".self_attn.o_proj"),
+        (".attention.output.LayerNorm", ".post_attention_layernorm"),
+        (".intermediate.dense", ".mlp.up_proj"),
+        (".output.dense", ".mlp.down_proj"),
+        (".output.LayerNorm", ".post_mlp_layernorm"),
+        ("embeddings.norm.", "embeddings_norm."),  # as mlx-embeddings has it
+    )
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """Positions have a table of their own; distances between tokens are not encoded."""
+        kind = config.fields.text("position_embedding_type", default="absolute")
+        if kind != "absolute":
+            raise UnsupportedModelError(
+                f"position_embedding_type in {config.fields.where} is {kind[:40]!r}; supported is "
+                "'absolute'."
+            )
+        return super().configure(config)
+
+    def mlp(self, index: int) -> FeedForward:
+        """Without a gate."""
+        return self.ungated_mlp(f"model.layers.{index}.mlp")
+
+
+class Roberta(Bert):
+    """BERT whose positions begin behind that of padding: 2 in most checkpoints."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **Bert.defaults,
+        "max_position_embeddings": 514,
+        "layer_norm_eps": 1e-5,
+        "pad_token_id": 1,
+    }
+
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """`max_position_embeddings` without the rows that no token takes."""
+        fields = Fields({**cls.defaults, **config.values}, config.where)
+        rows = fields.integer("max_position_embeddings")
+        positions = rows - _first(fields)
+        return Fields({**fields.values, "max_position_embeddings": positions}, fields.where)
+
+    @property
+    def first_position(self) -> int:
+        """Behind the row of padding."""
+        return _first(self.config.fields)
+
+
+class DistilBert(Encoder):
+    """BERT without token types, under names of its own."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {**Bert.defaults}
+    prefixes = ("distilbert.",)
+    left_out = (
+        "pre_classifier.",
+        "classifier.",
+        "vocab_transform.",
+        "vocab_layer_norm.",
+        "vocab_projector.",
+    )
+    renamed = (
+        *_EMBEDDINGS,
+        ("transformer.layer.", "layers."),
+        (".attention.q_lin", ".self_attn.q_proj"),
+        (".attention.k_lin", ".self_attn.k_proj"),
+        (".attention.v_lin", ".self_attn.v_proj"),
+        (".attention.out_lin", ".self_attn.o_proj"),
+        (".sa_layer_norm", ".post_attention_layernorm"),
+        (".ffn.lin1", ".mlp.up_proj"),
+        (".ffn.lin2", ".mlp.down_proj"),
+        (".output_layer_norm", ".post_mlp_layernorm"),
+    )
+
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """The usual keys."""
+        theirs = {
+            "hidden_size": "dim",
+            "num_hidden_layers": "n_layers",
+            "num_attention_heads": "n_heads",
+            "intermediate_size": "hidden_dim",
+            "hidden_act": "activation",
+        }
+        found = {ours: config.get(key) for ours, key in theirs.items()}
+        stated = {ours: value for ours, value in found.items() if value is not None}
+        return Fields({**config.values, **stated}, config.where)
+
+    def mlp(self, index: int) -> FeedForward:
+        """Without a gate."""
+        return self.ungated_mlp(f"model.layers.{index}.mlp")
+
+
+def _first(fields: Fields) -> int:
+    return 1 + int(fields.integer("pad_token_id", low=0, high=2**20, default=1))

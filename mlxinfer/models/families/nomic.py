@@ -1,0 +1,89 @@
+"""Nomic BERT (nomic-embed-text v1 and v1.5): rotary positions and gated blocks in a BERT.
+
+Source: arXiv 2402.01613; transformers' modeling_nomic_bert.py, and the names and keys of the
+checkpoints on the hub, which are those of flash-attn's GPT-2.
+"""
+
+from typing import ClassVar
+
+from ...errors import UnsupportedModelError
+from ...layers.linear import Projection
+from ..encoder import Encoder
+from ..jsonfields import Fields
+
+_KEYS = {  # ours -> the hub's
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "layer_norm_eps": "layer_norm_epsilon",
+    "rope_theta": "rotary_emb_base",
+    "partial_rotary_factor": "rotary_emb_fraction",
+}
+_FIXED = {  # keys whose other values are other networks -> the one that is built here
+    "activation_function": ("swiglu", "silu"),
+    "prenorm": (False,),
+    "qkv_proj_bias": (False,),
+    "mlp_fc1_bias": (False,),
+    "mlp_fc2_bias": (False,),
+    "parallel_block": (False,),
+    "use_rms_norm": (False,),
+    "rotary_emb_interleaved": (False,),
+    "rotary_emb_scale_base": (None,),
+    "moe_every_n_layers": (0, -1),
+    "num_experts": (0,),
+}
+
+
+class NomicBert(Encoder):
+    """As of the module."""
+
+    defaults: ClassVar = {
+        "vocab_size": 30_528,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "layer_norm_eps": 1e-12,
+        "rope_theta": 1000.0,
+    }
+    prefixes = ("nomic_bert.", "bert.")
+    rotary = True
+    qkv_bias = False
+    renamed = (
+        ("embeddings.word_embeddings", "embed_tokens"),
+        ("embeddings.token_type_embeddings", "token_type_embeddings"),
+        ("embeddings.LayerNorm", "embeddings_norm"),
+        ("emb_ln", "embeddings_norm"),
+        ("encoder.layers.", "layers."),
+        (".attn.Wqkv", ".self_attn.qkv_proj"),
+        (".attn.out_proj", ".self_attn.o_proj"),
+        (".mlp.fc11", ".mlp.up_proj"),
+        (".mlp.fc12", ".mlp.gate_proj"),
+        (".mlp.fc2", ".mlp.down_proj"),
+        (".norm1", ".post_attention_layernorm"),
+        (".norm2", ".post_mlp_layernorm"),
+    )
+
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """The usual keys; refuses other networks of the same name."""
+        for key, built in _FIXED.items():
+            value = config.get(key)
+            if value is not None and value not in built:
+                raise UnsupportedModelError(
+                    f"{key} in {config.where} is {value!r}; supported is {built[0]!r}."
+                )
+        found = {ours: config.get(ours, theirs) for ours, theirs in _KEYS.items()}
+        stated = {ours: value for ours, value in found.items() if value is not None}
+        return Fields({**config.values, **stated}, config.where)
+
+    def qkv(self, index: int) -> Projection:
+        """Q, K and V as one matrix, or apart."""
+        path, hidden = f"model.layers.{index}.self_attn.qkv_proj", self.config.hidden_size
+        if f"{path}.weight" in self.weights:
+            return self.weights.linear(path, 3 * hidden, hidden)
+        return super().qkv(index)

@@ -1,0 +1,339 @@
+"""The loop of a pooling model, turn by turn: a pass over waiting rows, and the pass before read.
+
+A pass is a flat list of tokens of several rows, without padding; rows keep nothing between passes.
+A row that is longer than a pass is computed alone, some layers a turn, and passes of shorter rows
+come between: no text waits for more than a slice of another.
+"""
+
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core import FinishReason, TokenEvent
+from ..errors import MlxinferError, RequestFailedError
+from ..layers.step import Step
+from .model import PoolingModel
+from .passes import PassQueue, PassSizer, WaitingRow
+from .request import PoolingLimits, PoolingRequest
+from .segments import Masks, RowGroup, row_groups, segment_cache
+
+SLICE_S = 0.25  # that a pass may take: other models of the process wait as long for the GPU
+MAX_CACHED_BYTES = 1 << 29  # of MLX's free buffers: passes differ in size, so they are many
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """Rows that are computed together, and how far they are."""
+
+    rows: Sequence[WaitingRow]
+    groups: Sequence[RowGroup]
+    step: Step
+    x: mx.array  # (T, hidden) behind `num_layers` layers
+    num_layers: int = 0
+    began_s: float = 0.0  # of the slice that was launched last
+    share: float = 0.0  # of all layers, that this slice computes
+    vectors: mx.array | None = None  # (N, dim) behind all layers
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all rows."""
+        return int(self.x.shape[0])
+
+    @property
+    def output(self) -> mx.array:
+        """What the slice that was launched last computes."""
+        return self.x if self.vectors is None else self.vectors
+
+
+@dataclass(slots=True, eq=False)
+class Unfinished:
+    """A request that waits for some of its rows."""
+
+    request: PoolingRequest
+    rows: list[WaitingRow]
+    vectors: NDArray[np.float32]  # (rows, dim)
+    num_missing: int
+
+
+@dataclass(slots=True)
+class PoolingCounters:
+    """What was done since the loop began."""
+
+    steps: int = 0  # passes, and slices of long rows
+    tokens_computed: int = 0
+    rows_computed: int = 0
+    step_failures: int = 0
+    longest_pass: int = field(default=0)  # tokens
+
+
+class PoolingLoop:
+    """Many requests over one pooling model. All methods are called from one thread, which owns MLX.
+
+    Args:
+        model: evaluated and ready.
+        emit: called with the events of requests: one each, with `pooled` or an error.
+        max_context: tokens of a row.
+        pass_tokens: tokens of a pass; None: as many as take SLICE_S.
+    """
+
+    asks_for_kernel = False
+
+    def __init__(
+        self,
+        model: PoolingModel,
+        emit: Callable[[list[TokenEvent]], None],
+        *,
+        max_context: int,
+        pass_tokens: int | None = None,
+    ) -> None:
+        self.model = model
+        self.limits = PoolingLimits(model.model.config.vocab_size, max_context)
+        self.counters = PoolingCounters()
+        self._emit = emit
+        self._pass_tokens = pass_tokens
+        segment_caches(model, [])  # raises where a layer has none
+        self._assemble()
+
+    def _assemble(self) -> None:
+        self._queue = PassQueue()
+        self._sizer = PassSizer(SLICE_S, self._pass_tokens)
+        self._unfinished: dict[str, Unfinished] = {}
+        self._in_flight: Pass | None = None
+        self._long: Pass | None = None
+        self._long_is_next = False
+        self._ended_s = 0.0  # when the pass that was read last had ended
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs, waits or is in flight."""
+        waits = self._in_flight is not None or self._long is not None
+        return not waits and not self._queue.num_waiting
+
+    def prepare_kernel(self) -> None:
+        """No kernel is ever asked for."""
+
+    def turn(self) -> None:
+        """Launch the next pass, then read the one before it: Python works while MLX does."""
+        previous, self._in_flight = self._in_flight, None
+        current = self._launch()
+        if previous is not None:
+            self._read(previous)
+        self._in_flight = current
+        if mx.get_cache_memory() > MAX_CACHED_BYTES:
+            mx.clear_cache()
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def add(self, request: PoolingRequest, checked: None) -> None:
+        """Queue a request that `limits.check` passed."""
+        rows = [WaitingRow(request, index) for index in range(len(request.rows))]
+        vectors = np.empty((len(rows), self.model.dim), np.float32)
+        self._unfinished[request.id] = Unfinished(request, rows, vectors, len(rows))
+        self._queue.add(rows, self._sizer.num_tokens)
+
+    def abort(self, request_id: str) -> None:
+        """End a request if it has not ended; rows of it that are being computed are dropped."""
+        if self._forget(request_id):
+            self._emit([TokenEvent.without_token(request_id, FinishReason.ABORT)])
+
+    def abort_all(self) -> None:
+        """End every request."""
+        for request_id in list(self._unfinished):
+            self.abort(request_id)
+
+    def _forget(self, request_id: str) -> bool:
+        unfinished = self._unfinished.pop(request_id, None)
+        if unfinished is None:
+            return False
+        self._queue.discard(unfinished.rows)
+        return True
+
+    # -- passes ---------------------------------------------------------------------------------
+
+    def _launch(self) -> Pass | None:
+        """Launch a pass, or a slice of the long row; turn by turn where there are both."""
+        most = self._sizer.num_tokens
+        if self._long is None or self._wanted(self._long) == 0:
+            row = self._queue.take_long()
+            self._long = None if row is None else self._begin([row])
+        if self._long is not None and (self._long_is_next or not self._queue.num_waiting):
+            self._long_is_next = False
+            launched = self._advance(self._long, most)
+            if launched is None or launched.vectors is not None:
+                self._long = None
+            return launched
+        self._long_is_next = True
+        rows = self._queue.take(most)
+        made = self._begin(rows) if rows else None
+        return None if made is None else self._advance(made, made.num_tokens)
+
+    def _wanted(self, computed: Pass) -> int:
+        """Rows of a pass whose requests still wait."""
+        return sum(row.request.id in self._unfinished for row in computed.rows)
+
+    def _begin(self, rows: Sequence[WaitingRow]) -> Pass | None:
+        """A pass over rows in the order of their lengths; None: it failed."""
+        now_s = time.monotonic()
+        for row in rows:
+            row.request.started_s = row.request.started_s or now_s
+        try:
+            return self._made(rows)
+        except BaseException as error:  # the fault boundary of a pass: others go on
+            self._fail(rows, error)
+            return None
+
+    def _made(self, rows: Sequence[WaitingRow]) -> Pass:
+        model = self.model.model
+        groups = row_groups([row.num_tokens for row in rows])
+        ids = np.concatenate([np.asarray(row.row.ids, np.int32) for row in rows])
+        positions = np.concatenate([np.arange(row.num_tokens, dtype=np.int32) for row in rows])
+        variants = [model.rope_variant(row.num_tokens) for row in rows]
+        by_token = None
+        if any(variants):
+            by_token = np.repeat(variants, [row.num_tokens for row in rows]).astype(np.int32)
+        caches = dict(zip(model.mixers, segment_caches(self.model, groups), strict=True))
+        step = Step(mx.array(positions), caches, rope_variants=by_token)
+        step.token_types = _token_types(rows)
+        return Pass(rows, groups, step, model.enter(mx.array(ids), step))
+
+    def _advance(self, computed: Pass, most: int) -> Pass | None:
+        """Launch as many more layers as `most` tokens of all layers are worth; None: it failed."""
+        layers = self.model.model.layers
+        count = max(1, len(layers) * most // computed.num_tokens)
+        stop = min(computed.num_layers + count, len(layers))
+        computed.share = (stop - computed.num_layers) / max(len(layers), 1)
+        computed.began_s = time.monotonic()
+        try:
+            for layer in layers[computed.num_layers : stop]:
+                computed.x = layer(computed.x, computed.step)
+            computed.num_layers = stop
+            if stop == len(layers):
+                hidden = self.model.model.norm(computed.x)
+                skipped = [row.row.num_prompt for row in computed.rows]
+                computed.vectors = self.model.pooler(hidden, computed.groups, skipped)
+            mx.async_eval(computed.output)
+        except BaseException as error:  # the fault boundary, as in _begin
+            self._fail(computed.rows, error)
+            return None
+        self.counters.steps += 1
+        self.counters.longest_pass = max(self.counters.longest_pass, computed.num_tokens)
+        return computed
+
+    def _read(self, computed: Pass) -> None:
+        """Wait for a pass, and pass on the vectors of requests that are complete."""
+        is_whole = computed.vectors is not None
+        try:
+            mx.eval(computed.output)
+            vectors = np.array(computed.vectors) if is_whole else None
+        except BaseException as error:  # evaluation failed
+            self._fail(computed.rows, error)
+            if self._long is computed:
+                self._long = None
+            return
+        now_s = time.monotonic()
+        seconds = now_s - max(computed.began_s, self._ended_s)  # one runs after the other
+        self._ended_s = now_s
+        self._sizer.observe(max(computed.num_tokens * computed.share, 1.0), seconds)
+        if vectors is not None:
+            self.counters.tokens_computed += computed.num_tokens
+            self.counters.rows_computed += len(computed.rows)
+            for row, vector in zip(computed.rows, vectors, strict=True):
+                self._finish(row, vector)
+
+    def _finish(self, row: WaitingRow, vector: NDArray[np.float32]) -> None:
+        request_id = row.request.id
+        unfinished = self._unfinished.get(request_id)
+        if unfinished is None:  # aborted meanwhile
+            return
+        if not np.isfinite(vector).all():
+            self._fail_request(request_id, _not_finite(row.index))
+            return
+        unfinished.vectors[row.index] = vector
+        unfinished.num_missing -= 1
+        if not unfinished.num_missing:
+            del self._unfinished[request_id]
+            reason, pooled = FinishReason.STOP, unfinished.vectors
+            self._emit([TokenEvent.without_token(request_id, reason, pooled=pooled)])
+
+    # -- faults ---------------------------------------------------------------------------------
+
+    def _fail(self, rows: Sequence[WaitingRow], error: BaseException) -> None:
+        """Fail the requests of a pass; others lose nothing."""
+        traceback.clear_frames(error.__traceback__)
+        self.counters.step_failures += 1
+        for request_id in {row.request.id: None for row in rows}:
+            self._fail_request(request_id, _failed(error))
+
+    def _fail_request(self, request_id: str, failure: MlxinferError) -> None:
+        if self._forget(request_id):
+            reason = FinishReason.ERROR
+            self._emit([TokenEvent.without_token(request_id, reason, error=failure)])
+
+    def fail_all(self, error: BaseException) -> None:
+        """Fail every request and start afresh: the bookkeeping itself was wrong."""
+        traceback.clear_frames(error.__traceback__)
+        self.counters.step_failures += 1
+        for request_id in list(self._unfinished):
+            self._fail_request(request_id, _failed(error))
+        self._assemble()
+
+    def close(self, *, save: bool = True) -> None:
+        """Release the model and every array; nothing works afterwards."""
+        del self.model, self._in_flight, self._long
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers, under the names of a model that generates; there is no KV cache."""
+        counters = self.counters
+        running = sum(any(row.taken for row in each.rows) for each in self._unfinished.values())
+        return {
+            "steps": counters.steps,
+            "tokens_computed": counters.tokens_computed,
+            "prompt_tokens_computed": counters.tokens_computed,
+            "rows_computed": counters.rows_computed,
+            "step_failures": counters.step_failures,
+            "longest_pass": counters.longest_pass,
+            "pass_tokens": self._sizer.num_tokens,
+            "running": running,
+            "waiting": len(self._unfinished) - running,
+            "waiting_rows": self._queue.num_waiting,
+            **dict.fromkeys(("preemptions", "bytes_copied", "prompt_tokens_reused"), 0),
+            **dict.fromkeys(("kv_bytes_held", "kv_bytes_cached", "kv_bytes_allocated"), 0),
+            "groups": [],
+            "peak_memory_bytes": mx.get_peak_memory(),
+            "active_memory_bytes": mx.get_active_memory(),
+        }
+
+
+def segment_caches(model: PoolingModel, groups: Sequence[RowGroup]) -> list[Any]:
+    """One for each mixer of a model that has a cache."""
+    masks = Masks(model.model.config.bidirectional)
+    return [segment_cache(spec, groups, masks) for spec in model.model.cache_specs]
+
+
+def _token_types(rows: Sequence[WaitingRow]) -> mx.array | None:
+    """(T,) int32; None: all are 0."""
+    if all(row.row.token_types is None for row in rows):
+        return None
+    types = [row.row.token_types or [0] * row.num_tokens for row in rows]
+    return mx.array(np.concatenate([np.asarray(each, np.int32) for each in types]))
+
+
+def _failed(error: BaseException) -> RequestFailedError:
+    failure = RequestFailedError(
+        f"A pass over texts of this request failed: {type(error).__name__}: {error}"
+    )
+    failure.__cause__ = error
+    return failure
+
+
+def _not_finite(index: int) -> RequestFailedError:
+    return RequestFailedError(
+        f"What the model gives for input {index} is NaN or infinite. Its weights may be damaged: "
+        "download it again; or numbers outgrew float16: try dtype='float32'."
+    )

@@ -1,0 +1,213 @@
+"""A checkpoint folder to what a pooling loop runs: a decoder or an encoder, and its pooler."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..errors import CheckpointError, UnsupportedModelError
+from ..layers.norm import LayerNorm
+from ..models.config import ModelConfig, load_config
+from ..models.decoder import Model, arrays
+from ..models.registry import ENCODERS, FAMILIES, SUPPORTED, family
+from ..models.weights import FLOATS, Weights, load_tensors
+from .config import Dense, Head, LayerNormalise, Normalise, PoolingConfig
+from .pooler import ACTIVATIONS, Pooler, Projected, TokenLogits, Vectors, layer_normed, normalised
+
+_HEADS = ("pooler.", "classifier.", "pre_classifier.", "head.", "score.", "dense.")
+_FRONTS = ("bert.", "roberta.", "xlm_roberta.", "distilbert.", "model.")
+_DECODER = ("model.", "lm_head.", "language_model.", "mtp.")
+Tensors = Mapping[str, mx.array]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingModel:
+    """A model that is ready, and what makes vectors or scores of its hidden states."""
+
+    model: Model
+    pooler: Pooler
+    config: PoolingConfig
+    dim: int  # numbers of a row's vector; 1 of scores
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the weights take."""
+        behind = [module for module in self.pooler.behind if isinstance(module, Projected)]
+        return self.model.num_bytes + sum(array.nbytes for array in arrays(behind))
+
+
+def load_pooling(
+    folder: Path,
+    pooling: PoolingConfig,
+    *,
+    dtype: str = "auto",
+    watch: Callable[[int, int], None] | None = None,
+) -> PoolingModel:
+    """The model in a folder, evaluated and ready.
+
+    Args:
+        folder: config.json and safetensors, and the folders of sentence-transformers' modules.
+        pooling: as `read_pooling` gives it.
+        dtype, watch: as of `models.load`.
+
+    Raises:
+        UnsupportedModelError: no native family builds the model.
+        CheckpointError: a file is broken or disagrees with the config.
+    """
+    config = load_pooling_config(folder, pooling)
+    builder = family(config.model_type)
+    tensors = load_tensors(folder)
+
+    def inner_name(name: str) -> str | None:
+        if _head_name(name) is not None:
+            return None
+        whole = name.startswith(_DECODER) or config.model_type in ENCODERS
+        renamed: str | None = builder.tensor_name(name if whole else f"model.{name}")
+        return renamed
+
+    weights = Weights(
+        tensors,
+        quantization=config.quantization,
+        dtype=dtype,
+        fits_float16=builder.fits_float16,
+        rename=inner_name,
+        watch=watch,
+    )
+    head = Weights(
+        tensors,
+        quantization=config.quantization,
+        dtype=FLOATS[weights.dtype],
+        rename=_head_name,
+    )
+    del tensors
+    model: Model = builder.build(config, weights)
+    if pooling.head is None:
+        behind, dim = _modules(folder, pooling, config, head)
+        pooler = Pooler(pooling.modes, behind)
+    else:
+        pooler, dim = _scorer(pooling, model, head), 1
+    mx.eval(list(arrays([each for each in pooler.behind if isinstance(each, Projected)])))
+    return PoolingModel(model, pooler, pooling, dim)
+
+
+def load_pooling_config(folder: Path, pooling: PoolingConfig) -> ModelConfig:
+    """The model's config, without an output projection unless scores need it.
+
+    Raises:
+        UnsupportedModelError: no native family builds the model.
+        CheckpointError: config.json is broken.
+    """
+    from ..models.jsonfields import read_json
+
+    model_type = read_json(folder / "config.json", infinite=True).get("model_type")
+    if isinstance(model_type, str) and model_type not in SUPPORTED:
+        raise UnsupportedModelError(
+            f"The architecture {model_type[:60]!r} gives no embeddings and scores here; those that "
+            f"do: {', '.join(FAMILIES)}."
+        )
+    config = load_config(folder)
+    return config if pooling.head is Head.TOKENS else replace(config, headless=True)
+
+
+def _head_name(name: str) -> str | None:
+    """The name of a tensor of a head behind the model; None: it is of the model."""
+    for front in _FRONTS:
+        name = name.removeprefix(front)
+    return name if name.startswith(_HEADS) else None
+
+
+def _modules(
+    folder: Path, pooling: PoolingConfig, config: ModelConfig, head: Weights
+) -> tuple[list[Vectors], int]:
+    """sentence-transformers' modules behind pooling, and the length of what comes out."""
+    dim = config.hidden_size * len(pooling.modes)
+    behind: list[Vectors] = []
+    modules = list(pooling.modules)
+    if not any(isinstance(module, Dense) for module in modules):
+        modules = [*_inner_dense(head, dim), *modules]  # as mlx-embeddings stores them
+    for module in modules:
+        if isinstance(module, Normalise):
+            behind.append(normalised)
+        elif isinstance(module, LayerNormalise):
+            own = _own_weights(folder / module.path, head)
+            shape = (module.dims,)
+            behind.append(
+                layer_normed(own.take("norm.weight", shape), own.take("norm.bias", shape))
+            )
+        else:
+            stored = (folder / module.path).is_dir()
+            own = _own_weights(folder / module.path, head) if stored else head
+            path = "linear" if stored else module.path
+            if module.in_dims != dim:
+                raise CheckpointError(
+                    f"{module.path} reads {module.in_dims} numbers, and {dim} come before it."
+                )
+            projection = own.linear(path, module.out_dims, module.in_dims, bias=module.bias)
+            behind.append(Projected(projection, module.activation, own.dtype))
+            dim = module.out_dims
+    return behind, dim
+
+
+def _inner_dense(head: Weights, dim: int) -> list[Dense]:
+    """Projections among the model's own tensors: `dense.0.weight` and so on."""
+    found: list[Dense] = []
+    while (name := f"dense.{len(found)}") and f"{name}.weight" in head:
+        rows = head.shape(f"{name}.weight")[0]
+        found.append(Dense(name, dim, rows, f"{name}.bias" in head, "identity"))
+        dim = rows
+    return found
+
+
+def _own_weights(folder: Path, like: Weights) -> Weights:
+    return Weights(load_tensors(folder), dtype=FLOATS[like.dtype])
+
+
+def _scorer(pooling: PoolingConfig, model: Model, head: Weights) -> Pooler:
+    """What makes the score of a pair of texts."""
+    modes: tuple[str, ...] = pooling.modes
+    if pooling.head is Head.TOKENS:
+        assert pooling.token_ids is not None, "which tokens score is known by now"
+        yes, no = pooling.token_ids
+        steps: list[Vectors] = [TokenLogits(model.logits, yes, no, model.activation_dtype)]
+    else:
+        modes, steps = _classifier(model.config, head)
+    return Pooler(modes, [*steps, ACTIVATIONS[pooling.activation]])
+
+
+def _classifier(config: ModelConfig, head: Weights) -> tuple[tuple[str, ...], list[Vectors]]:
+    """The classification head that is there, and what it pools by: transformers' four kinds."""
+    hidden = config.hidden_size
+
+    def linear(path: str, out_dims: int, activation: str = "identity") -> Vectors:
+        bias = f"{path}.bias" in head
+        return Projected(head.linear(path, out_dims, hidden, bias=bias), activation, head.dtype)
+
+    if "score.weight" in head:  # decoders
+        return ("lasttoken",), [linear("score", 1)]
+    if "classifier.out_proj.weight" in head:  # RoBERTa
+        return ("cls",), [
+            linear("classifier.dense", hidden, "tanh"),
+            linear("classifier.out_proj", 1),
+        ]
+    if "pre_classifier.weight" in head:  # DistilBERT
+        return ("cls",), [linear("pre_classifier", hidden, "relu"), linear("classifier", 1)]
+    if "head.dense.weight" in head:  # ModernBERT
+        fields = config.fields
+        mode = fields.text("classifier_pooling", default="cls")
+        activation = fields.text("classifier_activation", default="gelu")
+        if mode not in ("cls", "mean") or activation not in ACTIVATIONS:
+            raise UnsupportedModelError(
+                f"The classifier of {fields.where} pools by {mode!r} and has the activation "
+                f"{activation!r}; supported are cls or mean, and {', '.join(ACTIVATIONS)}."
+            )
+        norm = LayerNorm(head.take("head.norm.weight", (hidden,)), config.rms_norm_eps)
+        if "head.norm.bias" in head:
+            norm.bias = head.take("head.norm.bias", (hidden,))
+        return (mode,), [linear("head.dense", hidden, activation), norm, linear("classifier", 1)]
+    if "pooler.dense.weight" in head:  # BERT
+        return ("cls",), [linear("pooler.dense", hidden, "tanh"), linear("classifier", 1)]
+    raise CheckpointError(
+        "The checkpoint has no classification head: expected score.weight, classifier.weight, or "
+        "classifier.out_proj.weight."
+    )

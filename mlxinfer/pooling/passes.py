@@ -1,0 +1,127 @@
+"""Which rows are computed together: passes of a bounded number of tokens, no padding. Pure Python.
+
+A pass takes the row that has waited longest, and fills up with the shortest: nothing waits for
+ever, and a short text does not wait behind long ones. A row of more tokens than a pass has is
+computed alone, in slices of a few layers between which passes of other rows take their turns.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Iterable
+
+from .request import PoolingRequest, TokenRow
+
+FIRST = 1024  # tokens of a pass before any was timed
+LEAST, MOST = 256, 16_384  # where passes are sized by time
+LATEST = 0.3  # weight of the latest measurement
+
+
+class WaitingRow:
+    """A row that waits, or is computed."""
+
+    __slots__ = ("index", "request", "row", "taken")
+
+    def __init__(self, request: PoolingRequest, index: int) -> None:
+        self.request = request
+        self.index = index  # of the row in its request
+        self.row: TokenRow = request.rows[index]
+        self.taken = False  # in a pass, or its request has ended
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the row."""
+        return len(self.row.ids)
+
+
+class PassSizer:
+    """Tokens of a pass: as many as take `slice_s`, by how long earlier ones took.
+
+    Args:
+        slice_s: seconds that a pass may take.
+        fixed: tokens of every pass, whatever they take; None: by time.
+    """
+
+    def __init__(self, slice_s: float, fixed: int | None = None) -> None:
+        self._slice_s = slice_s
+        self._fixed = fixed
+        self._token_s: float | None = None  # seconds a token
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the next pass."""
+        if self._fixed is not None:
+            return self._fixed
+        if self._token_s is None:
+            return FIRST
+        return int(min(max(self._slice_s / self._token_s, LEAST), MOST))
+
+    def observe(self, num_tokens: float, seconds: float) -> None:
+        """Take in how long tokens took, all layers of each; few of them say little."""
+        if num_tokens < LEAST:
+            return
+        token_s = max(seconds, 1e-6) / num_tokens
+        if self._token_s is None:
+            self._token_s = token_s
+        else:
+            self._token_s += LATEST * (token_s - self._token_s)
+
+
+class PassQueue:
+    """Rows that wait for a pass."""
+
+    def __init__(self) -> None:
+        self._by_age: deque[WaitingRow] = deque()
+        self._by_length: list[tuple[int, int, WaitingRow]] = []  # a heap
+        self._long: deque[WaitingRow] = deque()
+        self._count = 0
+        self.num_waiting = 0
+
+    def add(self, rows: Iterable[WaitingRow], most: int) -> None:
+        """Queue rows; those of more than `most` tokens are computed alone."""
+        for row in rows:
+            self.num_waiting += 1
+            if row.num_tokens > most:
+                self._long.append(row)
+                continue
+            self._by_age.append(row)
+            self._count += 1
+            heapq.heappush(self._by_length, (row.num_tokens, self._count, row))
+
+    def discard(self, rows: Iterable[WaitingRow]) -> None:
+        """Forget rows whose request has ended."""
+        for row in rows:
+            if not row.taken:
+                row.taken = True
+                self.num_waiting -= 1
+
+    def take(self, most: int) -> list[WaitingRow]:
+        """The rows of the next pass, shortest first: about `most` tokens, at least one row."""
+        oldest = _first(self._by_age)
+        if oldest is None:
+            return []
+        found, room = [self._taken(oldest)], most - oldest.num_tokens
+        while self._by_length and (self._by_length[0][2].taken or self._by_length[0][0] <= room):
+            row = heapq.heappop(self._by_length)[2]
+            if not row.taken:
+                room -= row.num_tokens
+                found.append(self._taken(row))
+        return sorted(found, key=lambda row: row.num_tokens)
+
+    def take_long(self) -> WaitingRow | None:
+        """The row that is computed alone next; None: there is none."""
+        row = _first(self._long)
+        return None if row is None else self._taken(row)
+
+    def _taken(self, row: WaitingRow) -> WaitingRow:
+        row.taken = True
+        self.num_waiting -= 1
+        return row
+
+
+def _first(rows: deque[WaitingRow]) -> WaitingRow | None:
+    """The oldest row that still waits."""
+    while rows:
+        if not rows[0].taken:
+            return rows[0]
+        rows.popleft()
+    return None

@@ -1,0 +1,262 @@
+"""Attention within the rows of one pass: nothing is kept, so nothing is paged.
+
+n = rows of one length, L = that length, H = KV heads, D = head dim. Rows of equal length stand side
+by side in the flat list, so that they attend together as a view (n, heads, L, D), without padding.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import mlx.core as mx
+
+from ..core import CacheSpec, KVSpec, StateSpec
+from ..errors import UnsupportedModelError
+from ..layers.step import Arrays, Replay
+
+MAX_SCORES = 1 << 24  # numbers of a block of scores, where attention materialises them
+QUERY_BLOCK = 256  # queries of a long row at a time
+FUSED_DIMS = frozenset({64, 80, 96, 128})  # for which MLX's Metal kernel keeps no scores
+
+
+class RowGroup:
+    """Rows of one length within a pass."""
+
+    __slots__ = ("count", "length", "start")
+
+    def __init__(self, start: int, count: int, length: int) -> None:
+        self.start = start  # of the first token, in the flat list
+        self.count = count
+        self.length = length
+
+    def of(self, x: mx.array) -> mx.array:
+        """x (T, ...) -> (count, length, ...) of these rows."""
+        rows = x[self.start : self.start + self.count * self.length]
+        return rows.reshape(self.count, self.length, *x.shape[1:])
+
+
+def row_groups(lengths: Sequence[int]) -> list[RowGroup]:
+    """Groups of the rows of a pass, whose lengths are in order."""
+    groups, start = [], 0
+    for length, rows in groupby(lengths):
+        count = len(list(rows))
+        groups.append(RowGroup(start, count, length))
+        start += count * length
+    return groups
+
+
+class Masks:
+    """Which tokens of a row see which, made once for all layers of a pass.
+
+    Args:
+        bidirectional: tokens see those after them too.
+    """
+
+    def __init__(self, bidirectional: bool) -> None:
+        self.bidirectional = bidirectional
+        self._made: dict[tuple[int, int, int, int, int | None], mx.array] = {}
+
+    def of(
+        self, queries: tuple[int, int], keys: tuple[int, int], window: int | None
+    ) -> mx.array | None:
+        """(queries, keys) bool of two ranges of positions; None: every query sees every key."""
+        first, last = queries[0], queries[1] - 1
+        sees_ahead = self.bidirectional or keys[1] - 1 <= first
+        if sees_ahead and (
+            window is None or (last - keys[0] < window and (keys[1] - 1 - first < window))
+        ):
+            return None
+        key = (*queries, *keys, window)
+        if key not in self._made:
+            distance = mx.arange(*queries)[:, None] - mx.arange(*keys)[None]
+            seen = mx.ones(distance.shape, mx.bool_) if self.bidirectional else distance >= 0
+            if window is not None:
+                seen = seen & (mx.abs(distance) < window)
+            self._made[key] = seen
+        return self._made[key]
+
+    def keys(self, queries: tuple[int, int], length: int, window: int | None) -> tuple[int, int]:
+        """The range of positions that some queries see."""
+        start = 0 if window is None else max(queries[0] - window + 1, 0)
+        if not self.bidirectional:
+            return start, queries[1]
+        return start, length if window is None else min(queries[1] + window - 1, length)
+
+
+class SegmentAttention:
+    """What stands for the KV cache of one attention layer in a pass.
+
+    Args:
+        groups: of the pass.
+        masks: of the pass.
+        window: positions that a token sees, itself included; where tokens see ahead, to each side.
+    """
+
+    __slots__ = ("_groups", "_masks", "_stored", "_window", "heads")
+
+    def __init__(self, groups: Sequence[RowGroup], masks: Masks, window: int | None) -> None:
+        self._groups = groups
+        self._masks = masks
+        self._window = window
+        self._stored: tuple[mx.array, mx.array] | None = None
+        self.heads = None  # no kernel stores keys and values
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        soft_cap: float | None = None,
+    ) -> mx.array:
+        """queries (T, heads, D), keys (T, H, D), values (T, H, V) -> (T, heads * V)."""
+        self._stored = keys, values
+        return self.attend_again(queries, scale=scale, sinks=sinks, soft_cap=soft_cap)
+
+    def attend_again(
+        self,
+        queries: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        soft_cap: float | None = None,
+    ) -> mx.array:
+        """Other queries (T, heads, D) over the same keys and values."""
+        assert self._stored is not None
+        keys, values = self._stored
+        attention = _attention(scale, sinks, soft_cap)
+        outputs = [
+            self._of_group(group, queries, keys, values, attention) for group in self._groups
+        ]
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+    def _of_group(
+        self,
+        group: RowGroup,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        attention: "Attend",
+    ) -> mx.array:
+        """All of the pass (T, ...) -> what tokens of one group see, (n * L, heads * V)."""
+        queries, keys, values = (
+            group.of(x).swapaxes(1, 2)
+            for x in (queries, keys, values)  # (n, heads, L, D)
+        )
+        count, heads, length, dim = queries.shape
+        keeps_scores = not (mx.metal.is_available() and dim in FUSED_DIMS)
+        block, rows = length, count
+        if keeps_scores or self._window is not None:
+            block = min(length, max(QUERY_BLOCK, MAX_SCORES // (heads * length)))
+            rows = max(1, MAX_SCORES // (heads * block * length))
+        parts = []
+        for first in range(0, count, rows):
+            some = slice(first, first + rows)
+            blocks = []
+            for start in range(0, length, block):
+                span = start, min(start + block, length)
+                seen = self._masks.keys(span, length, self._window)
+                mask = self._masks.of(span, seen, self._window)
+                blocks.append(
+                    attention(
+                        queries[some, :, span[0] : span[1]],
+                        keys[some, :, seen[0] : seen[1]],
+                        values[some, :, seen[0] : seen[1]],
+                        mask,
+                    )
+                )
+            parts.append(blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=2))
+        found = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        return found.swapaxes(1, 2).reshape(count * group.length, -1)
+
+
+Attend = Callable[[mx.array, mx.array, mx.array, mx.array | None], mx.array]
+
+
+def _attention(scale: float, sinks: mx.array | None, soft_cap: float | None) -> Attend:
+    """Attention of (n, heads, l, D) over (n, H, S, D) and (n, H, S, V), and a mask (l, S)."""
+    if soft_cap is None:
+        return lambda queries, keys, values, mask: mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=mask, sinks=sinks
+        )
+    assert sinks is None
+
+    def capped(
+        queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None
+    ) -> mx.array:
+        count, heads, length, dim = queries.shape
+        grouped = queries.reshape(count, keys.shape[1], -1, dim)  # (n, H, heads / H * l, D)
+        scores = (grouped * scale) @ keys.swapaxes(2, 3)
+        scores = mx.tanh(scores / soft_cap) * soft_cap
+        scores = scores.reshape(count, heads, length, -1)
+        if mask is not None:
+            scores = mx.where(mask, scores, -mx.inf)
+        weights = mx.softmax(scores, axis=-1, precise=True)
+        mixed = weights.reshape(count, keys.shape[1], -1, keys.shape[2]) @ values
+        return mixed.reshape(count, heads, length, -1)
+
+    return capped
+
+
+class SegmentStates:
+    """What stands for the states of a recurrent layer in a pass: every row begins with zeros.
+
+    Args:
+        groups: of the pass.
+        spec: what the layer would keep of a sequence.
+    """
+
+    __slots__ = ("parts",)
+
+    def __init__(self, groups: Sequence[RowGroup], spec: StateSpec) -> None:
+        self.parts = [_FreshRows(group, spec) for group in groups]
+
+    def join(self, outputs: Arrays) -> mx.array:
+        """Outputs (n, L, D) of each part -> (T, D)."""
+        flat = [output.flatten(0, 1) for output in outputs]
+        return flat[0] if len(flat) == 1 else mx.concatenate(flat)
+
+
+class _FreshRows:
+    """Rows of one length that go through a recurrence together, from its beginning."""
+
+    __slots__ = ("_group", "_spec", "lengths")
+
+    def __init__(self, group: RowGroup, spec: StateSpec) -> None:
+        self._group = group
+        self._spec = spec
+        self.lengths: mx.array | None = None
+
+    def take(self, x: mx.array) -> mx.array:
+        """x (T, D) -> (n, L, D)."""
+        return self._group.of(x)
+
+    def read(self) -> Arrays:
+        """Zeros, (n, ...) each."""
+        return [
+            mx.zeros((self._group.count, *shape), getattr(mx, dtype))
+            for shape, dtype in self._spec.shapes
+        ]
+
+    def write(self, states: Arrays, inputs: Arrays, replay: Replay) -> None:
+        """The states after the last token are of no use."""
+
+
+SegmentCache = SegmentAttention | SegmentStates
+
+
+def segment_cache(spec: CacheSpec, groups: Sequence[RowGroup], masks: Masks) -> SegmentCache:
+    """What stands for a mixer's cache in a pass.
+
+    Raises:
+        UnsupportedModelError: a mixer that has none here.
+    """
+    if isinstance(spec, StateSpec):
+        return SegmentStates(groups, spec)
+    if isinstance(spec, KVSpec) and not spec.chunked:
+        return SegmentAttention(groups, masks, spec.window)
+    raise UnsupportedModelError(
+        f"Models with {type(spec).__name__} layers give no embeddings and scores here; those of "
+        "full or windowed attention, and recurrent ones, do."
+    )

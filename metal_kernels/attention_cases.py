@@ -10,7 +10,7 @@ from .attention_scene import Scene, build_scene
 from .mla_attention import mla_attention_gathered, mla_attention_on_metal, row_blocks
 from .paged_attention_gather import paged_attention_gathered
 from .paged_attention_kernel import paged_attention_on_metal
-from .stored import decoded
+from .stored import numbers_of
 from .variants import Case, Kind, Value, Variant, dtype_name
 
 STARTS = (5, 70, 33)  # positions of first queries: a tail alone, pages and a tail
@@ -31,12 +31,14 @@ def paged_variant(
     key_bits: int | None = None,
     value_bits: int | None = None,
     sink_logits: bool = False,
+    joint_dim: int = 0,
 ) -> Variant:
     """What `paged_attention_on_metal` compiles.
 
     Args:
         group: query heads per KV head.
         queries: most query tokens of a sequence in one step.
+        joint_dim: of vectors that hold keys and values both; 0: there are none.
     """
     return Variant.of(
         "paged_attention",
@@ -48,6 +50,7 @@ def paged_variant(
         key_bits=key_bits or 0,
         value_bits=value_bits or 0,
         sink_logits=sink_logits,
+        joint_dim=joint_dim,
     )
 
 
@@ -141,8 +144,10 @@ def _by_fused_attention(variant: Variant, scene: Scene) -> list[mx.array]:
     key_dim, value_dim = variant.number("key_dim"), variant.number("value_dim")
     for seq, context in enumerate(scene.starts.tolist()):  # all have as many
         run = slice(seq * context, (seq + 1) * context)
-        keys = decoded([part[:, run] for part in scene.keys.pages], key_dim)
-        values = decoded([part[:, run] for part in scene.values.pages], key_dim)[..., :value_dim]
+        keys, values = (
+            numbers_of(plane, [part[:, run] for part in plane.pages], dim)
+            for plane, dim in ((scene.keys, key_dim), (scene.values, value_dim))
+        )
         rows = scene.queries[seq * count : (seq + 1) * count].swapaxes(0, 1)
         outputs.append(
             mx.fast.scaled_dot_product_attention(
@@ -161,7 +166,7 @@ def _scale(variant: Variant) -> float:
 
 def _paged_sample(dim: int, group: int, bits: tuple[int, int], **more: Value) -> Variant:
     values: dict[str, Value] = {"key_dim": dim, "value_dim": dim, "group": group, "queries": 1}
-    values |= {"key_bits": bits[0], "value_bits": bits[1], "sink_logits": False}
+    values |= {"key_bits": bits[0], "value_bits": bits[1], "sink_logits": False, "joint_dim": 0}
     return Variant.of(PAGED_NAME, **{"dtype": "float16", **values, **more})
 
 
@@ -196,6 +201,7 @@ PAGED_ATTENTION = Kind(
         _paged_sample(128, 4, (8, 8)),
         _paged_sample(256, 2, (0, 0), dtype="bfloat16"),
         _paged_sample(80, 1, (4, 4)),
+        _paged_sample(512, 8, (8, 8), joint_dim=640),
     ),
 )
 MLA_ATTENTION = Kind(

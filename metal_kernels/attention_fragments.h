@@ -59,13 +59,16 @@ struct PlainRun {
   float at(int i) const { return float(parts[i / WIDE][i % WIDE]); }
 };
 
-// Vectors of D numbers as they are, one after the other, `codes` at the first.
-template <int D, typename C, typename S>
+// Vectors of D numbers as they are, one after the other, `codes` at the first; those that are read
+// begin at number FIRST of each.
+template <int D, int FIRST, typename C, typename S>
 struct StoredNumbers {
   template <int N>
   using Run = PlainRun<C, N>;
   static constant constexpr int WIDTH = D;
   static constant constexpr int GROUPS = 0;
+  static constant constexpr int FIRST_CODE = FIRST;
+  static constant constexpr int FIRST_GROUP = 0;
   static constant constexpr bool RAW = false;
   const device C* codes;
   const device S* scales;
@@ -89,9 +92,9 @@ struct StoredNumbers {
 };
 
 // `Format<...>::Rows` is how vectors are read; BITS 0 stands for numbers as they are.
-template <int BITS, int D, typename C, typename S>
+template <int BITS, int D, int FIRST, typename C, typename S>
 struct Format;
-template <int D, typename C, typename S>
-struct Format<0, D, C, S> {
-  typedef StoredNumbers<D, C, S> Rows;
+template <int D, int FIRST, typename C, typename S>
+struct Format<0, D, FIRST, C, S> {
+  typedef StoredNumbers<D, FIRST, C, S> Rows;
 };

@@ -23,6 +23,8 @@ class Plane:
     pages: list[mx.array]
     tails: list[mx.array]
     tail_head: int = 0
+    first: int = 0
+    vector_dim: int = 0
 
     @property
     def tail_heads(self) -> int:
@@ -68,6 +70,12 @@ def in_shared_tails(keys: Plane, values: Plane) -> tuple[Plane, Plane]:
     return replace(keys, tails=tails), replace(values, tails=tails, tail_head=heads)
 
 
+def in_one_vector(whole: Plane, key_dim: int, vector_dim: int) -> tuple[Plane, Plane]:
+    """Keys, the last numbers of vectors, and values, the first ones."""
+    keys = replace(whole, first=vector_dim - key_dim, vector_dim=vector_dim)
+    return keys, replace(whole, vector_dim=vector_dim)
+
+
 def build_scene(variant: Variant, starts: Ints, kv_heads: int, *, shuffled: bool) -> Scene:
     """Random sequences, always the same.
 
@@ -94,9 +102,12 @@ def build_scene(variant: Variant, starts: Ints, kv_heads: int, *, shuffled: bool
         return Plane(pages, tails)
 
     shape = (len(starts) * variant.number("queries"), kv_heads * variant.number("group"), key_dim)
-    keys = plane(key_dim, variant.number("key_bits"))
-    values = keys
-    if "value_bits" in dict(variant.values):
+    # Of latent attention keys are whole vectors.
+    joint_dim = int(dict(variant.values).get("joint_dim", key_dim))
+    keys = values = plane(joint_dim or key_dim, variant.number("key_bits"))
+    if joint_dim:
+        keys, values = in_one_vector(keys, key_dim, joint_dim)
+    else:
         dims = key_dim, variant.number("value_dim")
         bits = variant.number("key_bits"), variant.number("value_bits")
         values = plane(dims[1], bits[1])

@@ -39,7 +39,7 @@ def _kernel(plain: bool) -> MetalKernel:
   constexpr int SCRATCH = TEAMS * TEAM * SCORES;
   threadgroup float scratch[SCRATCH];
   mla_attention<KEY_DIM, VALUE_DIM, TEAMS, SPLIT, true>(
-      queries, plane_of<BITS, KEY_DIM>({plane_text("tail", "latent", plain=plain)}),
+      queries, plane_of<BITS, KEY_DIM, 0>({plane_text("tail", "latent", plain=plain)}),
       StepPlan{{plan}}, pages, scale, queries_shape[1], latent_codes_shape[1],
       outputs, figures, scratch,
       threadgroup_position_in_grid.x, threadgroup_position_in_grid.y,
@@ -121,6 +121,8 @@ class _Plain:
     tails: list[mx.array]
     tail_head: int = 0
     tail_heads: int = 1
+    first: int = 0
+    vector_dim: int = 0
 
 
 def mla_attention_gathered(

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .attention_plan import AttentionPlan
-from .stored import Stored, decoded
+from .stored import Stored, numbers_of
 
 HIDDEN = float(np.finfo(np.float32).min)
 
@@ -87,7 +87,7 @@ def gathered(
         )
         for pages, tails in zip(stored.pages, stored.tails, strict=True)
     ]
-    return decoded(parts, dim)
+    return numbers_of(stored, parts, dim)
 
 
 def attend(

@@ -92,12 +92,18 @@ class PagedAttention:
         kv_heads = keys.pages[0].shape[0]
         tails = keys.tail_head, keys.tail_heads, values.tail_head
         assert tails in {(0, kv_heads, 0), (0, 2 * kv_heads, kv_heads)}, tails
+        joint_dim = keys.vector_dim if keys.first else 0
+        assert values.first == 0
+        assert joint_dim in (0, keys.first + key_dim)
         asked = Asked(
             rows=(num_tokens, num_heads),
             kv_heads=kv_heads,
             dims=(key_dim, value_dim),
             dtype=queries.dtype,
-            bits=(stored_bits(keys, key_dim), stored_bits(values, value_dim)),
+            bits=(
+                stored_bits(keys, joint_dim or key_dim),
+                stored_bits(values, joint_dim or value_dim),
+            ),
             shared_tails=values.tail_head > 0,
             sinks=sinks,
             log_sums=log_sums,
@@ -106,6 +112,7 @@ class PagedAttention:
             max_queries=plan.max_queries,
             is_split=plan.is_split,
             is_prefill=plan.is_prefill,
+            joint_dim=joint_dim,
         )
         rest = [plan.numbers, plan.pages, _numbers(scale, soft_cap or 0.0)]
         return PagedAttention(rest, passes_of(asked))
@@ -119,7 +126,8 @@ class PagedAttention:
     ) -> list[mx.array]:
         """As `paged_attention_on_metal`, but outputs are (T, H * G * V)."""
         attend, reduce = self.passes
-        own_tails = [] if values.tail_head else values.tails
+        own_tails = [] if values.tail_head or keys.first else values.tails
+        own_pages = [] if keys.first else values.pages
         logits = [] if sink_logits is None else [sink_logits]
         results = attend(
             [
@@ -127,7 +135,7 @@ class PagedAttention:
                 *keys.tails,
                 *keys.pages,
                 *own_tails,
-                *values.pages,
+                *own_pages,
                 *self.rest,
                 *logits,
             ]

@@ -36,6 +36,8 @@ class Asked(NamedTuple):
     max_queries: int
     is_split: bool
     is_prefill: bool = False  # tiles of prompts
+    # Numbers of the stored vectors that hold keys and values both; 0: each has vectors of its own.
+    joint_dim: int = 0
 
 
 class Passes(NamedTuple):
@@ -53,7 +55,7 @@ def passes_of(asked: Asked) -> Passes:
         ValueError: no kernel has these sizes.
     """
     num_rows = asked.max_queries * (asked.rows[1] // asked.kv_heads)
-    check_sizes(asked.dtype, asked.dims, num_rows)
+    check_sizes(asked.dtype, asked.dims, num_rows, joint_dim=asked.joint_dim)
     attend = _attend(asked, num_rows)
     if not asked.is_split:
         return Passes(attend, None)
@@ -77,6 +79,7 @@ def _attend(asked: Asked, num_rows: int) -> Launch:
         plain_keys=key_bits == 0,
         plain_values=value_bits == 0,
         shared_tails=asked.shared_tails,
+        joint=asked.joint_dim > 0,
         sinks=asked.sinks,
         figures=asked.is_split or log_sums,
     )
@@ -92,6 +95,10 @@ def _attend(asked: Asked, num_rows: int) -> Launch:
             ("VALUE_BITS", value_bits),
             ("KEY_DIM", key_dim),
             ("VALUE_DIM", value_dim),
+            ("KEY_VECTOR", asked.joint_dim or key_dim),
+            ("KEY_FIRST", asked.joint_dim - key_dim if asked.joint_dim else 0),
+            ("VALUE_VECTOR", asked.joint_dim or value_dim),
+            ("VALUE_FIRST", 0),
             ("SPLIT", asked.is_split),
             ("SINKS", asked.sinks),
             ("LOG_SUMS", log_sums),
@@ -114,20 +121,27 @@ def _shape(asked: Asked, num_rows: int) -> Shape:
     return shape
 
 
-def has_dims(dtype: mx.Dtype, dims: tuple[int, int]) -> bool:
-    """Whether there is a kernel for keys and values of these dims."""
-    if dtype not in DTYPES:
+def has_dims(dtype: mx.Dtype, dims: tuple[int, int], joint_dim: int = 0) -> bool:
+    """Whether there is a kernel for keys and values of these dims.
+
+    Args:
+        joint_dim: of the vectors that hold both, keys at the end; 0: each has vectors of its own.
+    """
+    if dtype not in DTYPES or joint_dim % 64:
         return False
     return set(dims) <= set(HEAD_DIMS) or (dims == (LARGE_DIM, LARGE_DIM) and dtype.size == 2)
 
 
-def check_sizes(dtype: mx.Dtype, dims: tuple[int, int], num_rows: int) -> None:
+def check_sizes(
+    dtype: mx.Dtype, dims: tuple[int, int], num_rows: int, *, joint_dim: int = 0
+) -> None:
     """Raise ValueError where no kernel fits."""
     if dtype not in DTYPES:
         raise ValueError(f"queries are {dtype}; the kernels take floats of 16 or 32 bits")
-    if not has_dims(dtype, dims):
+    if not has_dims(dtype, dims, joint_dim):
         raise ValueError(
-            f"head dims {dims}; the kernels have {HEAD_DIMS} and, in 16 bits, {LARGE_DIM}"
+            f"head dims {dims}, {joint_dim} in one vector; the kernels have {HEAD_DIMS} and, in "
+            f"16 bits, {LARGE_DIM}, and vectors of multiples of 64 numbers for both"
         )
     if num_rows > MAX_ROWS:
         raise ValueError(f"{num_rows} query rows of a KV head; the kernels take up to {MAX_ROWS}")

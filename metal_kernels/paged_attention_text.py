@@ -44,7 +44,8 @@ class Traits(NamedTuple):
 
     plain_keys: bool
     plain_values: bool
-    shared_tails: bool  # of keys and values
+    shared_tails: bool  # of keys and values, side by side
+    joint: bool  # keys and values are numbers of the same vectors
     sinks: bool
     figures: bool  # beside the outputs
 
@@ -52,12 +53,15 @@ class Traits(NamedTuple):
 @cache
 def attention_kernel(shares: bool, traits: Traits) -> MetalKernel:
     """The one that shares tiles, or the one that streams, with arrays for these traits."""
-    value_tails = "tail" if traits.shared_tails else "value_tail"
+    value_tails = "tail" if traits.shared_tails or traits.joint else "value_tail"
+    value_pages = "key" if traits.joint else "value"
     tail_heads = ("2 * " if traits.shared_tails else "") + "key_codes_shape[0]"
     arguments = f"""
-      queries, plane_of<KEY_BITS, KEY_DIM>({plane_text("tail", "key", plain=traits.plain_keys)}),
-      plane_of<VALUE_BITS, VALUE_DIM>(
-          {plane_text(value_tails, "value", plain=traits.plain_values)}),
+      queries,
+      plane_of<KEY_BITS, KEY_VECTOR, KEY_FIRST>(
+          {plane_text("tail", "key", plain=traits.plain_keys)}),
+      plane_of<VALUE_BITS, VALUE_VECTOR, VALUE_FIRST>(
+          {plane_text(value_tails, value_pages, plain=traits.plain_values)}),
       {"sink_logits" if traits.sinks else "queries"}, StepPlan{{plan}}, pages, numbers,
       queries_shape[1], key_codes_shape[0], {tail_heads}, key_codes_shape[1],
       outputs, {"figures" if traits.figures else NO_FIGURES}"""
@@ -67,8 +71,8 @@ def attention_kernel(shares: bool, traits: Traits) -> MetalKernel:
             "queries",
             *part_names("tail", plain=traits.plain_keys),
             *part_names("key", plain=traits.plain_keys),
-            *([] if traits.shared_tails else part_names("value_tail", plain=traits.plain_values)),
-            *part_names("value", plain=traits.plain_values),
+            *([] if value_tails == "tail" else part_names(value_tails, plain=traits.plain_values)),
+            *([] if traits.joint else part_names(value_pages, plain=traits.plain_values)),
             *("plan", "pages", "numbers"),
             *sink_names(sinks=traits.sinks),
         ),

@@ -105,8 +105,8 @@ struct Plane {
   const device S* biases;
 
   Rows at(BlockPlace place) const {
-    const long number = place.vector * Rows::WIDTH;
-    const long group = place.vector * Rows::GROUPS;
+    const long number = place.vector * Rows::WIDTH + Rows::FIRST_CODE;
+    const long group = place.vector * Rows::GROUPS + Rows::FIRST_GROUP;
     return {
         (place.in_pages ? codes : tail_codes) + number,
         (place.in_pages ? scales : tail_scales) + group,
@@ -114,8 +114,9 @@ struct Plane {
   }
 };
 
-template <int BITS, int D, typename C, typename S>
-METAL_FUNC Plane<typename Format<BITS, D, C, S>::Rows, C, S> plane_of(
+// Of vectors of D numbers, read from number FIRST on.
+template <int BITS, int D, int FIRST, typename C, typename S>
+METAL_FUNC Plane<typename Format<BITS, D, FIRST, C, S>::Rows, C, S> plane_of(
     const device C* tail_codes, const device C* codes,
     const device S* tail_scales, const device S* scales,
     const device S* tail_biases, const device S* biases) {

@@ -9,7 +9,7 @@ from .attention_scene import PAGE, Scene, build_scene
 from .paged_attention_gather import paged_attention_gathered
 from .prefill_attention import prefill_attention_on_metal, tiled
 from .prefill_plan import Chunks
-from .stored import decoded
+from .stored import numbers_of
 from .variants import Case, Kind, Value, Variant, dtype_name
 
 STARTS = (5, 70)  # positions of first queries
@@ -27,8 +27,9 @@ def prefill_variant(
     key_bits: int | None = None,
     value_bits: int | None = None,
     sink_logits: bool = False,
+    joint_dim: int = 0,
 ) -> Variant:
-    """What `prefill_attention_on_metal` compiles; `group`: query heads per KV head."""
+    """What `prefill_attention_on_metal` compiles; arguments as for `paged_variant`."""
     return Variant.of(
         "prefill_attention",
         dtype=dtype_name(dtype),
@@ -38,6 +39,7 @@ def prefill_variant(
         key_bits=key_bits or 0,
         value_bits=value_bits or 0,
         sink_logits=sink_logits,
+        joint_dim=joint_dim,
     )
 
 
@@ -130,7 +132,9 @@ def _timed(variant: Variant, sequences: int, context: int) -> Case:
 
     def theirs() -> list[mx.array]:
         keys, values = (
-            decoded([part[:, :context] for part in plane.pages], dim).astype(variant.dtype)
+            numbers_of(plane, [part[:, :context] for part in plane.pages], dim).astype(
+                variant.dtype
+            )
             for plane, dim in zip((scene.keys, scene.values), dims, strict=True)
         )
         rows = scene.queries.swapaxes(0, 1)[None]
@@ -146,7 +150,7 @@ def _scale(variant: Variant) -> float:
 
 def _sample(dim: int, group: int, bits: tuple[int, int], **more: Value) -> Variant:
     values: dict[str, Value] = {"key_dim": dim, "value_dim": dim, "group": group}
-    values |= {"key_bits": bits[0], "value_bits": bits[1], "sink_logits": False}
+    values |= {"key_bits": bits[0], "value_bits": bits[1], "sink_logits": False, "joint_dim": 0}
     return Variant.of("prefill_attention", **{"dtype": "bfloat16", **values, **more})
 
 
@@ -161,5 +165,6 @@ PREFILL_ATTENTION = Kind(
         _sample(128, 4, (8, 8)),
         _sample(256, 8, (4, 4)),
         _sample(512, 8, (0, 0)),
+        _sample(512, 8, (0, 0), joint_dim=640),
     ),
 )

@@ -30,6 +30,16 @@ class Stored(Protocol):
         ...
 
     @property
+    def first(self) -> int:
+        """The first of the numbers in a stored vector; not 0 of keys that share it with values."""
+        ...
+
+    @property
+    def vector_dim(self) -> int:
+        """Numbers of a stored vector, where `first` is not 0 or others follow; else 0 or all."""
+        ...
+
+    @property
     def tail_heads(self) -> int:
         """How many heads a tail has."""
         ...
@@ -64,6 +74,12 @@ def plane_text(tails: str, pages: str, *, plain: bool) -> str:
     """What a kernel's body hands to `plane_of`; of plain vectors scales and biases are not read."""
     pairs = zip(part_names(tails, plain=plain), part_names(pages, plain=plain), strict=True)
     return ", ".join([name for pair in pairs for name in pair] * (len(PARTS) if plain else 1))
+
+
+def numbers_of(stored: Stored, parts: Sequence[mx.array], dim: int) -> mx.array:
+    """(..., dim) float32 of parts (..., width) of stored vectors: the keys or the values alone."""
+    vectors = decoded(parts, stored.vector_dim or dim)
+    return vectors[..., stored.first : stored.first + dim]
 
 
 def decoded(parts: Sequence[mx.array], dim: int) -> mx.array:

@@ -23,14 +23,16 @@ struct CodeRun {
   float at(int i) const { return code(i) * scale + bias; }
 };
 
-// Vectors of D codes of BITS bits, as StoredNumbers.
-template <int BITS, int D, typename C, typename S>
+// Vectors of D codes of BITS bits, as StoredNumbers; FIRST begins a group.
+template <int BITS, int D, int FIRST, typename C, typename S>
 struct StoredCodes {
   template <int N>
   using Run = CodeRun<BITS, N>;
   static constant constexpr int GROUP = group_size(D);
   static constant constexpr int WIDTH = D * BITS / 8;
   static constant constexpr int GROUPS = D / GROUP;
+  static constant constexpr int FIRST_CODE = FIRST * BITS / 8;
+  static constant constexpr int FIRST_GROUP = FIRST / GROUP;
   // Spans of keys and pairs of spans of values are groups: codes are multiplied as they are.
   static constant constexpr bool RAW = GROUP == 64;
   const device C* codes;
@@ -80,7 +82,7 @@ struct StoredCodes {
   }
 };
 
-template <int BITS, int D, typename C, typename S>
+template <int BITS, int D, int FIRST, typename C, typename S>
 struct Format {
-  typedef StoredCodes<BITS, D, C, S> Rows;
+  typedef StoredCodes<BITS, D, FIRST, C, S> Rows;
 };

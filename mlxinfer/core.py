@@ -295,11 +295,19 @@ class KVSpec:
     # The context is cut into chunks of `window` tokens, and a token sees its own chunk alone.
     chunked: bool = False
     key_bias: bool = False  # the layer says what a bias adds to its keys, see `KeyBias`
+    # Numbers of a key that turn with its position, where all others are those of the value: half
+    # of them at its beginning, half from its middle on. 0: keys and values differ everywhere.
+    turning: int = 0
+
+    @property
+    def joint_dim(self) -> int:
+        """Numbers of a vector that holds a head's key and value; 0: each has one of its own."""
+        return self.value_dim + self.turning if self.turning else 0
 
     @property
     def numbers(self) -> int:
         """Numbers kept per token."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim)
+        return self.num_kv_heads * ((self.turning or self.key_dim) + self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,6 +166,30 @@ def stored_less_bias(spec: KVSpec, bits: Bits) -> bool:
     return spec.key_bias and bits[0] == 4
 
 
+class Cut:
+    """Some numbers of vectors that another format stores.
+
+    Args:
+        whole: the format of the vectors.
+        first, dim: the first of these numbers, and how many there are.
+    """
+
+    def __init__(self, whole: KVFormat, first: int, dim: int) -> None:
+        self.dim = dim
+        self.as_stored = whole.as_stored
+        self.parts = whole.parts
+        self._whole = whole
+        self._own = slice(first, first + dim)
+
+    def encode(self, vectors: mx.array) -> list[mx.array]:
+        """Of whole vectors."""
+        return self._whole.encode(vectors)
+
+    def decode(self, parts: list[mx.array]) -> mx.array:
+        """The parts of whole vectors (..., width) -> (..., dim)."""
+        return self._whole.decode(parts)[..., self._own]
+
+
 def make_format(dim: int, dtype: mx.Dtype, bits: int | None) -> KVFormat:
     """The format for `bits` bits a number; None: the activation dtype."""
     return Plain(dim, dtype) if bits is None else Affine(dim, dtype, bits)
@@ -197,7 +221,7 @@ def lay_out(
     if any(isinstance(spec, OwnCacheSpec) for spec in specs):
         _check_own_caches(options)
         return list(specs), [PLAIN] * len(specs)
-    windowed = [_windowed(spec, options) for spec in specs]
+    windowed = [_as_one(_windowed(spec, options), options.bits) for spec in specs]
     if options.bits == PLAIN:
         return windowed, [PLAIN] * len(specs)
     paged = {i: spec for i, spec in enumerate(specs) if isinstance(spec, KVSpec | LatentSpec)}
@@ -216,6 +240,17 @@ def _windowed(spec: CacheSpec, options: KVOptions) -> CacheSpec:
     if options.window is None or (spec.window is not None and spec.window <= options.window):
         return spec
     return replace(spec, window=options.window, sinks=options.sinks)
+
+
+def _as_one(spec: CacheSpec, bits: Bits) -> CacheSpec:
+    """Keys and values stay in one vector where one format can hold both."""
+    if not isinstance(spec, KVSpec) or not spec.turning or bits == PLAIN:
+        return spec
+    turning, dim = spec.turning, spec.value_dim
+    rotatable_blocks = turning & (turning - 1) == 0 and dim % turning == 0 and turning >= 2
+    if bits[0] != bits[1] or turning % 8 or (bits[0] == 4 and not rotatable_blocks):
+        return replace(spec, turning=0)
+    return spec
 
 
 def _check_own_caches(options: KVOptions) -> None:

@@ -12,6 +12,7 @@ from .budget import FIRST_PAGES, check_memory, growth_threshold, layers_to_grow
 from .formats import PLAIN, Bits, KeyBias
 from .groups import ENDLESS, StateGroup
 from .inputs import CacheWork, Load, Move, PartialCopy, Spill, StepSegments, seal_index
+from .joint import JointPool
 from .kernel_attention import ReadyFor
 from .latent import LatentPool, LatentStep
 from .layer_groups import GroupMaker, LayerGroup
@@ -148,7 +149,7 @@ class KVCache:
         for group in self._filled:
             self._note_size(group)
 
-    def _pool(self, layer: int) -> LayerPool | LatentPool:
+    def _pool(self, layer: int) -> LayerPool | JointPool | LatentPool:
         """The empty pool of a layer."""
         place, bits = self._paged[layer], self.bits[layer]
         spec = self._paged_specs[place]
@@ -162,6 +163,8 @@ class KVCache:
         }
         if isinstance(spec, LatentSpec):
             return LatentPool(spec, **sizes)
+        if spec.turning:
+            return JointPool(spec, **sizes)
         return LayerPool(spec, **sizes, key_bias=self._key_biases.get(layer))
 
     def _first_pages(self, group: LayerGroup) -> int:

@@ -23,7 +23,7 @@ from ..metal_kernels.mla_attention import mla_attention_on_metal, row_blocks
 from .formats import PLAIN, Bits, make_format
 from .groups import AttentionWindow
 from .inputs import Segments
-from .pool import PagePool, Plane, Runs, Stored, Views
+from .pool import PagePool, Runs, Stored
 from .step import GroupPlan, Part, write_step
 
 
@@ -41,28 +41,6 @@ class LatentProjection(Protocol):
     def expand(self, latents: mx.array) -> tuple[mx.array, mx.array]:
         """Latents (S, r) -> keys (S, H, dn) and values (S, H, dv)."""
         ...
-
-
-class LatentValues(Plane):
-    """The first r numbers of a plane's vectors, read as values; the arrays are the plane's."""
-
-    __slots__ = ("dim",)
-
-    def __init__(self, plane: Plane, dim: int) -> None:
-        for name in Plane.__slots__:
-            setattr(self, name, getattr(plane, name))
-        self.dim = dim
-
-    def read_each(
-        self, views: Views, after: mx.array | None = None, *, transposed: bool = False
-    ) -> list[list[mx.array]]:
-        """(1, N, r) of every run of several sequences."""
-        assert not transposed, "values are never transposed"
-        return [[run[..., : self.dim] for run in some] for some in super().read_each(views, after)]
-
-    def read_pages(self, ids: mx.array, page_size: int) -> mx.array:
-        """(1, B, n * P, r) of pages `ids` (B, n), gathered."""
-        return super().read_pages(ids, page_size)[..., : self.dim]
 
 
 class LatentPool(PagePool):
@@ -95,7 +73,7 @@ class LatentPool(PagePool):
         self.form = (spec.latent_dim, spec.rope_dim, bits)
         self._rotates = bits[0] == 4
         self.keys = self.planes[0]
-        self.values = LatentValues(self.keys, spec.latent_dim)
+        self.values = self.keys.cut(0, spec.latent_dim)
 
     def rotate(self, latents: mx.array) -> mx.array:
         """(..., r) to or from the basis in which latents are stored."""

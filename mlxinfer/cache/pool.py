@@ -11,6 +11,7 @@ one array of vectors, (num_slots * H * 2 * P, W).
 
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -21,6 +22,7 @@ from ..metal_kernels.stored import share_tails
 from .formats import (
     PLAIN,
     Bits,
+    Cut,
     KeyBias,
     KVFormat,
     LessBias,
@@ -92,18 +94,35 @@ class Plane:
         own: its heads among those of the tails.
     """
 
-    __slots__ = ("_tail_shape", "fmt", "own", "pages", "tail_head", "tail_heads", "tails")
+    __slots__ = (
+        "_tail_shape",
+        "first",
+        "fmt",
+        "own",
+        "pages",
+        "tail_head",
+        "tail_heads",
+        "tails",
+        "vector_dim",
+    )
 
     def __init__(
         self, fmt: KVFormat, num_tokens: int, tails: Tails, tail_shape: tuple[int, int], own: slice
     ) -> None:
         self.fmt = fmt
+        self.first, self.vector_dim = 0, fmt.dim
         self.tails = tails
         self.tail_heads, self.tail_head = tail_shape[0], int(own.start)
         self.own = own
         self._tail_shape = tail_shape
         heads = own.stop - self.tail_head
         self.pages = [mx.zeros((heads, num_tokens, width), dtype) for width, dtype in fmt.parts]
+
+    def cut(self, first: int, dim: int) -> "Plane":
+        """The same arrays, of which `dim` numbers of a vector are read, from `first` on."""
+        part = copy(self)
+        part.fmt, part.first = Cut(self.fmt, first, dim), first
+        return part
 
     def own_tails(self) -> list[mx.array]:
         """Views (num_slots, H, 2 * P, W) of each part; not to be kept."""
@@ -154,7 +173,7 @@ class Plane:
             transposed: once for all, which is cheaper than for each run.
         """
         if self.fmt.as_stored:
-            (source,), each = self.pages, views.stored
+            source, each = self.fmt.decode(self.pages), views.stored
             sources = [source.swapaxes(1, 2) if transposed else source]
         else:
             sources, each = self._read_covers(views.covers, after, transposed), views.decoded
@@ -324,6 +343,10 @@ class PagePool:
             for pages, part in zip(plane.pages, taken, strict=True):
                 pages[:, targets] = part.swapaxes(0, 1)  # (H, N, W)
 
+    def restored(self, outputs: mx.array) -> mx.array:
+        """What attention over stored values gives (T, heads * V), in the basis of values."""
+        return outputs
+
     def grow_pages(self, num_pages: int) -> None:
         """Make room for `num_pages`."""
         extra = (num_pages - self.num_pages) * self.page_size
@@ -381,11 +404,6 @@ class LayerPool(PagePool):
         self._rotates = bits[0] == 4
         self.keys, self.values = self.planes
 
-    @property
-    def needs_positions(self) -> bool:
-        """Whether what is stored of a key depends on where it stands."""
-        return self._less_bias is not None
-
     def encode(
         self,
         queries: mx.array,
@@ -424,6 +442,8 @@ def token_bytes(spec: PagedSpec, dtype: mx.Dtype, bits: Bits) -> int:
     """Bytes that one layer keeps of one token."""
     if isinstance(spec, LatentSpec):
         return vector_bytes(make_format(spec.latent_dim + spec.rope_dim, dtype, bits[0]))
+    if spec.joint_dim:
+        return spec.num_kv_heads * vector_bytes(make_format(spec.joint_dim, dtype, bits[0]))
     place_bytes = LessBias.place_bytes if stored_less_bias(spec, bits) else 0
     vectors = sum(vector_bytes(fmt) for fmt in layer_formats(spec, dtype, bits))
     return spec.num_kv_heads * (vectors + place_bytes)

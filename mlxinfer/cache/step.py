@@ -12,6 +12,7 @@ from ..metal_kernels.kv_write import KVWrite
 from .chunk_attention import ChunkPlan, plan_chunk
 from .groups import AttentionWindow
 from .inputs import Ints, QuerySegment, Segments, StepSegments
+from .joint import JointPool
 from .pool import LayerPool, PagePool, Stored, TailPlace
 
 
@@ -149,7 +150,7 @@ class StepKV:
 
     def __init__(
         self,
-        pool: LayerPool,
+        pool: LayerPool | JointPool,
         plan: GroupPlan,
         heads: Heads | None = None,
         *,
@@ -211,11 +212,11 @@ class StepKV:
         """Attend over what is stored; queries in the basis of stored keys."""
         pool, order = self._pool, self.plan.order
         parts = self.plan.tiled_parts if self._tiles else self.plan.parts
-        if len(parts) == 1:
-            return parts[0].attend(pool, queries, scale=scale, sinks=sinks, soft_cap=soft_cap)
         how: dict[str, Any] = {"scale": scale, "sinks": sinks, "soft_cap": soft_cap}
+        if len(parts) == 1:
+            return pool.restored(parts[0].attend(pool, queries, **how))
         joined = mx.concatenate([part.attend(pool, queries, **how) for part in parts])
-        return joined if order is None else joined[order]
+        return pool.restored(joined if order is None else joined[order])
 
 
 def write_step(pool: PagePool, plan: GroupPlan, stored: Stored) -> None:

@@ -194,7 +194,7 @@ def _attention_variants(
     if stored_less_bias(spec, bits) or spec.chunked:
         return {}
     group = mixer.num_heads // spec.num_kv_heads
-    if not has_dims(dtype, (spec.key_dim, spec.value_dim)):
+    if not has_dims(dtype, (spec.key_dim, spec.value_dim), spec.joint_dim):
         return {}
     sizes = {"key_dim": spec.key_dim, "value_dim": spec.value_dim}
     shapes = {
@@ -212,6 +212,7 @@ def _attention_variants(
             key_bits=bits[0],
             value_bits=bits[1],
             sink_logits=mixer.sinks is not None,
+            joint_dim=spec.joint_dim,
         )
         for count, shape in shapes.items()
     }
@@ -227,7 +228,9 @@ def _prefill_variant(dtype: mx.Dtype, mixer: Mixer, spec: CacheSpec, bits: Bits)
     if stored_less_bias(spec, bits):
         return None
     dims, group = (spec.key_dim, spec.value_dim), mixer.num_heads // spec.num_kv_heads
-    if not has_dims(dtype, dims) or not tile_queries(group, key_dim=dims[0], value_dim=dims[1]):
+    if not has_dims(dtype, dims, spec.joint_dim) or not tile_queries(
+        group, key_dim=dims[0], value_dim=dims[1]
+    ):
         return None
     if bits == PLAIN and spec.window is None and dims[0] == dims[1] and dims[0] in FUSED_DIMS:
         return None
@@ -239,6 +242,7 @@ def _prefill_variant(dtype: mx.Dtype, mixer: Mixer, spec: CacheSpec, bits: Bits)
         key_bits=bits[0],
         value_bits=bits[1],
         sink_logits=mixer.sinks is not None,
+        joint_dim=spec.joint_dim,
     )
 
 
@@ -263,7 +267,9 @@ def _heads(mixer: Mixer, spec: CacheSpec, bits: Bits) -> Heads | None:
         return None
     if stored_less_bias(spec, bits):
         return None
+    if mixer.make_heads is None or spec.joint_dim:
+        return None
     dim = spec.key_dim
-    if mixer.make_heads is None or dim != spec.value_dim or dim % 8 or dim > MAX_DIM:
+    if dim != spec.value_dim or dim % 8 or dim > MAX_DIM:
         return None
     return mixer.make_heads(*bits)

@@ -60,6 +60,7 @@ class ModelConfig:
     norm_topk_prob: bool = False
     sparse_layers: tuple[bool, ...] = ()  # whether a layer's MLP is a mixture of experts
     heads: tuple[tuple[int, int], ...] = ()  # num_kv_heads and head_dim by layer; empty: as above
+    turning: tuple[int, ...] = ()  # by layer, as of `KVSpec`; empty: 0 everywhere
     latent: LatentSpec | None = None  # of latent attention; None: keys and values are kept
     states: tuple[StateSpec | None, ...] = ()  # of recurrent layers; None: an attention layer
     blocks: tuple[str, ...] = ()  # what each layer is, where it is one block only
@@ -85,7 +86,14 @@ class ModelConfig:
             return self.latent
         kv_heads, dim = self.heads_of(index)
         window = self.windows[index]
-        return KVSpec(kv_heads, dim, dim, window, chunked=self.chunked and window is not None)
+        return KVSpec(
+            kv_heads,
+            dim,
+            dim,
+            window,
+            chunked=self.chunked and window is not None,
+            turning=self.turning[index] if self.turning else 0,
+        )
 
     def heads_of(self, index: int) -> tuple[int, int]:
         """KV heads of a layer, and the size of its heads."""

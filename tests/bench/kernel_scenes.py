@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mlxinfer.cache.formats import make_format
 from mlxinfer.metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page_table
-from mlxinfer.metal_kernels.attention_scene import Plane, in_shared_tails
+from mlxinfer.metal_kernels.attention_scene import Plane, in_one_vector, in_shared_tails
 from mlxinfer.metal_kernels.prefill_attention import tile_queries
 from mlxinfer.metal_kernels.prefill_plan import Chunks
 from mlxinfer.metal_kernels.stored import share_tails
@@ -35,6 +35,8 @@ class Scene:
         dtype: of queries, and of keys and values that are plain.
         bits: of keys and of values; None: plain.
         item_blocks: as for `AttentionPlanner`.
+        turning: keys and values are numbers of vectors of value_dim and so many more; 0: each has
+            vectors of its own.
         prefill: queries are written to pages before they attend, and attend in tiles.
     """
 
@@ -50,6 +52,7 @@ class Scene:
     sinks: int = 0
     page_size: int = 16
     item_blocks: int | None = None
+    turning: int = 0
     prefill: bool = False
     seed: int = 0
 
@@ -72,7 +75,8 @@ class Inputs:
     def least_bytes(self) -> int:
         """Of keys and values, each read once per KV head."""
         heads = self.keys.pages[0].shape[0]
-        return self.visible * heads * (self.keys.vector_bytes + self.values.vector_bytes)
+        values = 0 if self.keys.first else self.values.vector_bytes
+        return self.visible * heads * (self.keys.vector_bytes + values)
 
 
 def build(scene: Scene) -> Inputs:
@@ -86,15 +90,18 @@ def build(scene: Scene) -> Inputs:
     tables, num_pages = _tables(rng, scene, starts, sealed)
     slots = rng.permutation(len(stops) + SPARE_SLOTS)[: len(stops)].astype(np.int32)
     in_pages, in_tails = _seen(scene, starts, stops, sealed, tables, slots, num_pages)
+    dims = (scene.value_dim + scene.turning,) if scene.turning else (scene.key_dim, scene.value_dim)
     planes = [
         _plane(rng, scene, dim, bits, in_pages, in_tails)
-        for dim, bits in zip((scene.key_dim, scene.value_dim), scene.bits, strict=True)
+        for dim, bits in zip(dims, scene.bits, strict=False)
     ]
     shape = (sum(scene.queries), scene.kv_heads * scene.group, scene.key_dim)
     queries = mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(scene.dtype)
     plan = _plan(scene, starts, stops - starts, sealed, slots, page_table(tables))
-    keys, values = planes
-    if share_tails((scene.key_dim, scene.value_dim), scene.bits):
+    keys, values = planes[0], planes[-1]
+    if scene.turning:
+        keys, values = in_one_vector(keys, scene.key_dim, *dims)
+    elif share_tails((scene.key_dim, scene.value_dim), scene.bits):
         keys, values = in_shared_tails(keys, values)
     return Inputs(queries, keys, values, plan, int(in_pages.sum() + in_tails.sum()))
 

@@ -155,6 +155,27 @@ def test_any_kernel_may_be_missing(missing: str, wide: tuple[Model, list[Outcome
 
 
 @requires_compiler
+@pytest.mark.parametrize("kv", [KVOptions(), EIGHT])
+def test_keys_in_values_on_kernels_as_in_plain_mlx(
+    kv: KVOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {**CASES["gemma4_text-v4"], "global_head_dim": 256, "enable_moe_block": False}
+    monkeypatch.setitem(CASES, "gemma4_text-v4", sizes)
+    model = wide_model(monkeypatch, "gemma4_text-v4")
+    assert [spec.joint_dim for spec in model.cache_specs] == [0, 320]
+    plain = run(model, kv, choose_none)
+    kinds: set[str] = set()
+    machine = MetalCPU(seed=1)
+    with running_on(machine):
+        outcomes = run(model, kv, choose_all(kinds))
+    machine.assert_clean()
+    assert {"paged_attention", "prefill_attention"} <= kinds
+    assert {"paged_attention", "tiled_attention"} <= {report.kernel for report in machine.reports}
+    assert [o.error for o in outcomes] == [None] * 4
+    assert [o.token_ids for o in outcomes] == [o.token_ids for o in plain]
+
+
+@requires_compiler
 @pytest.mark.parametrize("kv", [KVOptions(), EIGHT, KVOptions(window=24, sinks=3)])
 def test_latent_attention_on_its_kernel_as_in_plain_mlx(
     kv: KVOptions, monkeypatch: pytest.MonkeyPatch

@@ -56,6 +56,15 @@ def test_a_window_is_all_that_is_read() -> None:
 
 
 @requires_compiler
+@pytest.mark.parametrize("bits", [(None, None), (8, 8)])
+def test_keys_in_values_come_from_memory_once(bits: tuple[int | None, int | None]) -> None:
+    """640 numbers of 1,024: all are keys or values, 384 of them both."""
+    found = moved(Scene([300], [1], group=4, key_dim=512, value_dim=512, turning=128, bits=bits))
+    assert found.unique <= 1.05
+    assert found.requested <= 1.05 * 1024 / 640
+
+
+@requires_compiler
 def test_split_sequences_of_a_batch_too() -> None:
     scene = Scene([400, 3, 50], [1, 1, 1], kv_heads=2, group=4, item_blocks=4)
     assert_least(moved(scene), 4, 1)

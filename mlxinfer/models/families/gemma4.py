@@ -1,8 +1,10 @@
 """Gemma 4: the dense models and the mixture of experts, alone or inside a multimodal checkpoint.
 
 Layers that see everything have larger heads, may have fewer for K and V, and may take their keys,
-before the norm, for values too. The E models have per-layer embeddings, and last layers that read
-the keys and values of earlier ones.
+before the norm, for values too. Of such a key only the numbers that turn with its position differ
+from those of the value, once the factors of its norm went to the queries: the cache keeps the
+others once. The E models have per-layer embeddings, and last layers that read the keys and values
+of earlier ones.
 """
 
 from collections.abc import Sequence
@@ -208,7 +210,8 @@ class Gemma4(Family):
                     f"num_attention_heads is {config.num_heads}, which {kv_heads} heads for K and "
                     "V in some layer do not divide."
                 )
-        return replace(config, attention_scale=1.0, heads=heads)
+        turning = tuple(_turning(config, index, dim) for index, (_, dim) in enumerate(heads))
+        return replace(config, attention_scale=1.0, heads=heads, turning=turning)
 
     @classmethod
     def runs_by_layer(cls, config: ModelConfig) -> bool:
@@ -250,6 +253,19 @@ class Gemma4(Family):
         query = self.weights.matrix(f"{path}.q_proj", (config.num_heads * dim, config.hidden_size))
         key = self.weights.matrix(f"{path}.k_proj", (kv_heads * dim, config.hidden_size))
         return fused([query, key, key], self.make)
+
+    def _head_norm_weight(self, index: int) -> mx.array:
+        """Where keys share numbers with values, what multiplies these is a factor of queries."""
+        weight = super()._head_norm_weight(index)  # (H + Hkv, D)
+        config = self.config
+        turning = config.turning[index]
+        if not turning:
+            return weight
+        half = config.heads_of(index)[1] // 2
+        still = mx.arange(2 * half) % half >= turning // 2
+        queries, keys = mx.split(weight, [config.num_heads])
+        queries = mx.where(still, queries * keys[:1], queries)  # all KV heads have the same
+        return mx.concatenate([queries, mx.where(still, mx.array(1, keys.dtype), keys)])
 
     def v_norm(self, index: int) -> Norm:
         """Over each head, with weights of 1."""
@@ -310,6 +326,16 @@ class Gemma4(Family):
         both = weights.matrix(f"{path}.gate_up_proj", (count, 2 * inner, hidden))
         down = weights.matrix(f"{path}.down_proj", (count, hidden, inner))
         return both.expert_projection(self.make), down.expert_projection(self.make)
+
+
+def _turning(config: ModelConfig, index: int, head_dim: int) -> int:
+    """Numbers of a key that are not those of the value too; 0: none are."""
+    fields, rope = config.fields, config.ropes[index]
+    if config.windows[index] is not None or not fields.boolean("attention_k_eq_v"):
+        return 0
+    if rope is None or rope.kind != "proportional" or fields.integer("num_kv_shared_layers", low=0):
+        return 0
+    return head_dim - 2 * rope.num_still if rope.num_still else 0
 
 
 def _heads(fields: Fields, layer_types: Sequence[str], head_dim: int) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ from ._options import complete_models, json_option
 from ._output import emit_json, escaped, human_count, table
 
 if TYPE_CHECKING:
+    from ..roofline import Machine
     from ._inspect import Summary
 
 KV_BITS = (16, 8, 4)
@@ -19,20 +20,24 @@ CONTEXTS = (4096, 32_768)
 @click.command()
 @click.argument("name", default="demo", shell_complete=complete_models)
 @click.option("--context", type=click.IntRange(min=1), help="Also the memory at N tokens.")
+@click.option("--on", metavar="MAC", help='On another machine, such as "M4 Max 64GB".')
 @json_option
-def command(name: str, context: int | None, as_json: bool) -> None:
+def command(name: str, context: int | None, on: str | None, as_json: bool) -> None:
     """Show a model's architecture, size and memory needs."""
+    from ..roofline import machine
     from ._inspect import summarise
 
     summary = summarise(hub.resolve(name, download=False))
-    facts = describe(name, summary, context)
+    facts = describe(name, summary, context, machine(on) if on else None)
     if as_json:
         emit_json(facts)
     else:
         click.echo(render(facts))
 
 
-def describe(name: str, summary: "Summary", context: int | None) -> dict[str, Any]:
+def describe(
+    name: str, summary: "Summary", context: int | None, mac: "Machine | None" = None
+) -> dict[str, Any]:
     """Return all facts as plain data; keys are stable, unknown values None."""
     from ..fit import kv_bytes
 
@@ -65,6 +70,7 @@ def describe(name: str, summary: "Summary", context: int | None) -> dict[str, An
         "kv_bytes_per_token": config and {str(bits): kv_bytes(config, 1, bits) for bits in KV_BITS},
         "memory": _memory(summary, context),
         "fit": _fit(summary),
+        "on": _estimate(summary, context, mac) if mac else None,
         "files": [{"name": file.name, "size_bytes": file.stat().st_size} for file in files],
     }
 
@@ -100,6 +106,8 @@ def render(facts: dict[str, Any]) -> str:
     ]
     if facts["fit"]:
         rows.append(("this machine", facts["fit"]["text"]))
+    if facts["on"]:
+        rows += _limits(facts["on"])
     rows += [("file", f"{f['name']}  {human_bytes(f['size_bytes'])}") for f in facts["files"]]
     return table([(label, escaped(value)) for label, value in rows])
 
@@ -137,6 +145,33 @@ def _fit(summary: "Summary") -> dict[str, Any] | None:
     if summary.config is None or summary.weights is None:
         return None
     return fit_of(summary.config, summary.weights.num_bytes, models_limit_bytes()).as_dict()
+
+
+def _estimate(summary: "Summary", context: int | None, mac: "Machine") -> dict[str, Any] | None:
+    """Return what a machine can do at most, None where the config or the weights are unknown."""
+    from ..roofline import estimate
+
+    config, weights = summary.config, summary.weights
+    if config is None or weights is None:
+        return None
+    length = context or min(CONTEXTS[0], config.max_context)
+    return estimate(config, weights.num_bytes, weights.work, mac, length)
+
+
+def _limits(estimated: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rows of an estimate; a range is that of the configurations sold under the chip's name."""
+
+    def rate(key: str) -> str:
+        low, high = (f"{round(each):,}" if each >= 10 else f"{each:g}" for each in estimated[key])
+        return high if low == high else f"{low} to {high}"
+
+    return [
+        (f"on {estimated['machine']}", estimated["fit"]["text"]),
+        ("", f"answers: at most {rate('decode_tokens_per_s')} tokens/s at "
+         f"{estimated['context']:,} tokens of context (bandwidth)"),
+        ("", f"prompts: at most {rate('prefill_tokens_per_s')} tokens/s (arithmetic)"),
+        ("", "an estimate from the chip's specifications; nothing was measured"),
+    ]  # fmt: skip
 
 
 def _architecture(facts: dict[str, Any]) -> str:

@@ -164,6 +164,16 @@ class LanguageConfig(Protocol):
         ...
 
     @property
+    def experts_per_token(self) -> int:
+        """Of these, those that a token is computed with."""
+        ...
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        """Whether the embedding is the head as well."""
+        ...
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """Tokens that each layer sees, as far as it keeps anything; None: all."""
         ...

@@ -123,6 +123,7 @@ def test_json_keys_are_stable(tmp_path: Path, outcome: Any) -> None:
         "kv_bytes_per_token",
         "memory",
         "fit",
+        "on",
         "files",
     }
     assert facts["quantization"] == {"bits": 4, "group_size": 64, "mode": "affine"}
@@ -184,3 +185,22 @@ def test_a_config_that_is_none_is_a_problem_and_no_fault(
     assert (seen.code, facts["supported"], facts["architecture"]) == (0, False, None)
     assert "config.json" in facts["problem"]
     assert "cannot run" in outcome("show", str(folder)).out
+
+
+def test_another_mac_is_judged_by_its_memory_and_bandwidth(outcome: Any) -> None:
+    said = json.loads(outcome("show", "demo", "--on", "m4 max 64gb", "--json").out)["on"]
+    assert (said["machine"], said["context"]) == ("M4 Max 64 GB", 2048)
+    low, high = said["decode_tokens_per_s"]
+    assert low / high == pytest.approx(410 / 546, rel=1e-3)
+    assert high == pytest.approx(546e9 / said["bytes_per_token"], rel=1e-3)
+    text = outcome("show", "demo", "--on", "M1 8GB").out
+    assert "on M1 8 GB" in text
+    assert "nothing was measured" in text
+
+
+@pytest.mark.parametrize("text", ["M9 64GB", "M4 Max", "64GB", "M4 Mega 64GB", "M4 Max 64TB"])
+def test_an_unknown_mac_is_refused_with_those_that_are_known(text: str, outcome: Any) -> None:
+    seen = outcome("show", "demo", "--on", text)
+    assert seen.code == 1
+    assert "M4 Max 64GB" in seen.err
+    assert "M3 Ultra" in seen.err

@@ -18,6 +18,7 @@ CONTEXT = (
 WIDTH = ("hidden_size", "d_model", "n_embd", "hidden_dim", "model_dim", "dim")
 LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_topk")
 # Projections that give keys, alone or with others.
 KEY_BIAS = re.compile(
     r"(^|[._])(k|kv|qkv|wqkv|c_attn|query_key_value|key|wk)(_proj|_lin)?(\.linear)?\.bias$", re.I
@@ -38,6 +39,8 @@ class ZooConfig:
     hidden_size: int
     num_layers: int
     num_experts: int
+    experts_per_token: int
+    tie_word_embeddings: bool
     max_context: int  # tokens
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None
@@ -94,6 +97,8 @@ def read_config(
         hidden_size=stated(WIDTH, 0),
         num_layers=stated(LAYERS, 0),
         num_experts=stated(EXPERTS, 0),
+        experts_per_token=stated(CHOSEN, 0),
+        tie_word_embeddings=not any("lm_head" in name for name in parameters),
         max_context=min(stated(CONTEXT, UNSTATED_CONTEXT), 2**31 - 1),
         eos_token_ids=eos_token_ids(raw, inner, generation, vocab_size),
         quantization=read_quantization(top),

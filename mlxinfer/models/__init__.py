@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ..layers.ranks import Link
     from .decoder import LanguageConfig, LanguageModel, Model
 
-__all__ = ["load", "load_any", "load_any_config"]
+__all__ = ["load", "load_any", "load_any_config", "load_share"]
 
 Watch = Callable[[int, int], None]  # bytes of weights that are loaded, and all of them
 
@@ -33,6 +34,63 @@ def load_any_config(folder: Path) -> "LanguageConfig":
     from . import zoo
 
     return zoo.load_config(folder)
+
+
+def load_share(
+    folder: Path,
+    rank: int,
+    link: "Link",
+    *,
+    dtype: str = "auto",
+    watch: Watch | None = None,
+) -> "Model":
+    """The part of a model that one of several ranks has; the others load theirs.
+
+    Only that part of the files is read.
+
+    Args:
+        folder: as of `load`.
+        rank: this one.
+        link: to the others.
+        dtype, watch: as of `load`.
+
+    Raises:
+        UnsupportedModelError: the model cannot be spread over so many ranks; the message says why.
+        others: as of `load`.
+    """
+    from .config import load_config
+    from .cut_weights import CutWeights, open_tensors
+    from .registry import family
+    from .share import Share
+
+    folder = Path(folder)
+    share = Share(rank, link.size)
+    require_native(folder)
+    config = load_config(folder, share)
+    builder = family(config.model_type)
+    weights = CutWeights(
+        open_tensors(folder),
+        share=share,
+        link=link,
+        quantization=config.quantization,
+        dtype=dtype,
+        fits_float16=builder.fits_float16,
+        rename=builder.tensor_name,
+        watch=watch,
+    )
+    model: Model = builder.build(config, weights)
+    return model
+
+
+def require_native(folder: Path) -> None:
+    """Raise UnsupportedModelError where mlx-lm's definition would run the model in a folder."""
+    from ..errors import UnsupportedModelError
+
+    if not _is_native(folder):
+        raise UnsupportedModelError(
+            "This architecture runs by mlx-lm's definition of it, which cannot be spread over "
+            "ranks here: run it with ranks=1."
+        )
 
 
 def _is_native(folder: Path) -> bool:

@@ -16,6 +16,7 @@ from .jsonfields import Fields, read_json
 from .multimodal import text_config
 from .quantization import Quantization, read_quantization
 from .rope_config import SLIDING
+from .share import Share, largest_group
 
 _COMMON = {
     "rope_theta": 10_000.0,
@@ -100,19 +101,29 @@ class ModelConfig:
         return self.heads[index] if self.heads else (self.num_kv_heads, self.head_dim)
 
 
-def load_config(folder: Path) -> ModelConfig:
+def load_config(folder: Path, share: Share | None = None) -> ModelConfig:
     """The config of a checkpoint folder, with the end tokens of generation_config.json."""
     raw = read_json(folder / "config.json", infinite=True)
     generation = folder / "generation_config.json"
-    return normalise(raw, read_json(generation) if generation.is_file() else {})
+    return normalise(raw, read_json(generation) if generation.is_file() else {}, share)
 
 
-def normalise(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+def normalise(
+    raw: Mapping[str, Any],
+    generation: Mapping[str, Any] | None = None,
+    share: Share | None = None,
+) -> ModelConfig:
     """A ModelConfig from the contents of config.json, as transformers 4 or 5 or mlx-lm write it.
+
+    Args:
+        raw: config.json.
+        generation: generation_config.json.
+        share: of the rank whose part of the model is described; None: all of it.
 
     Raises:
         CheckpointError: a key is missing, of the wrong type or out of range; the message names it.
-        UnsupportedModelError: the architecture or a feature of it is not supported.
+        UnsupportedModelError: the architecture or a feature of it is not supported, or cannot be
+            shared.
     """
     top = Fields(raw, "config.json")
     text = text_config(top)
@@ -120,9 +131,12 @@ def normalise(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = Non
     fields = _completed(family.language_model(text), family.defaults)
     model_type = fields.text("model_type")
     _check_features(fields, family)
+    quantization = read_quantization(top)
+    if share is not None:
+        fields = share.fields(fields, model_type, largest_group(quantization))
     vocab_size = fields.integer("vocab_size", high=2**24)
     num_layers = fields.integer("num_hidden_layers", high=2000)
-    heads = _heads(family, fields)
+    heads = _heads(family, fields, 1 if share is None else share.size)
     qkv_bias, o_bias = family.biases(fields)
     config = ModelConfig(
         model_type=model_type,
@@ -141,7 +155,7 @@ def normalise(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = Non
         if family.soft_caps
         else None,
         final_softcap=fields.number("final_logit_softcapping", above=0.0, default=None),
-        quantization=read_quantization(top),
+        quantization=quantization,
         dtype=fields.text("dtype", "torch_dtype", default=None),
         bidirectional=fields.boolean("use_bidirectional_attention", default=False),
         fields=fields,
@@ -161,8 +175,8 @@ def _completed(fields: Fields, defaults: Mapping[str, Any]) -> Fields:
     return Fields({**assumed, **fields.values}, fields.where)
 
 
-def _heads(family: Any, fields: Fields) -> dict[str, Any]:
-    """Sizes of the attention heads, and the scale of their scores."""
+def _heads(family: Any, fields: Fields, num_ranks: int) -> dict[str, Any]:
+    """Sizes of the attention heads, of which `num_ranks` ranks have as many, and their scale."""
     num_heads = fields.integer("num_attention_heads", high=2**14)
     num_kv_heads = fields.integer("num_key_value_heads", high=2**14, default=num_heads)
     if num_heads % num_kv_heads:
@@ -170,7 +184,7 @@ def _heads(family: Any, fields: Fields) -> dict[str, Any]:
             f"num_attention_heads is {num_heads}, which num_key_value_heads, {num_kv_heads}, "
             "does not divide."
         )
-    head_dim = family.head_dim(fields, num_heads)
+    head_dim = family.head_dim(fields, num_heads * num_ranks)
     query_scalar = fields.number("query_pre_attn_scalar", above=0.0, default=float(head_dim))
     return {
         "num_heads": num_heads,

@@ -177,7 +177,7 @@ class Family:
             weights.drop("lm_head.weight", "lm_head.scales", "lm_head.biases")
         lm_head = table.as_linear() if tied else None
         if not tied and not config.headless:
-            lm_head = weights.linear("lm_head", config.vocab_size, config.hidden_size)
+            lm_head = weights.head("lm_head", (config.vocab_size, config.hidden_size))
         weights.finish()
         model = Model(
             config,
@@ -240,6 +240,11 @@ class Family:
         """The RMS norm at `path`, over `dims` numbers; None: over the hidden size."""
         width = self.config.hidden_size if dims is None else dims
         weight = self.weights.take(f"{path}.weight", (width,), offset=self.norm_offset)
+        if self.weights.is_cut(f"{path}.weight"):
+            raise UnsupportedModelError(
+                f"{path} is one norm over what several ranks would have: run this model with "
+                "ranks=1."
+            )
         return self.make.norm(weight, self.config.rms_norm_eps if eps is None else eps)
 
     def mlp(self, index: int) -> FeedForward:
@@ -270,7 +275,7 @@ class Family:
         """gate_up_proj, the gate first, and down_proj at `path`, without biases."""
         hidden = self.config.hidden_size
         return MLP(
-            self.weights.linear(f"{path}.gate_up_proj", 2 * inner, hidden),
+            self.weights.linear(f"{path}.gate_up_proj", 2 * inner, hidden, parts=[inner, inner]),
             self.weights.linear(f"{path}.down_proj", hidden, inner),
             self.activation,
         )
@@ -283,7 +288,7 @@ class Family:
         router: str = "gate",
         shared: FeedForward | None = None,
         weighs_inputs: bool = False,
-    ) -> MoE:
+    ) -> FeedForward:
         """The mixture of experts at `path`.
 
         Its experts are the stacks `switch_mlp.gate_proj` and so on, as in MLX checkpoints, or
@@ -297,18 +302,21 @@ class Family:
         )
         stacks = f"{path}.experts" if packed else f"{path}.switch_mlp"
 
-        def stack(name: str, out_dims: int, in_dims: int) -> StoredMatrix:
+        def stack(name: str, out_dims: int, in_dims: int, *kinds: int) -> StoredMatrix:
             each = f"{path}.experts.{{}}.{name}_proj"
             shape = (count, out_dims, in_dims)
+            side_by_side = kinds or None
             if packed and self.transposed_experts:
-                weight = weights.take(f"{stacks}.{name}_proj.weight", (count, in_dims, out_dims))
+                weight = weights.take(
+                    f"{stacks}.{name}_proj.weight", (count, in_dims, out_dims), parts=side_by_side
+                )
                 return StoredMatrix(mx.contiguous(weight.swapaxes(1, 2)))
             if packed:
-                return weights.matrix(f"{stacks}.{name}_proj", shape)
+                return weights.matrix(f"{stacks}.{name}_proj", shape, parts=side_by_side)
             return weights.experts(f"{stacks}.{name}_proj", each, shape)
 
         if packed:
-            parts = [stack("gate_up", 2 * inner, hidden)]
+            parts = [stack("gate_up", 2 * inner, hidden, inner, inner)]
         else:
             parts = [stack(name, inner, hidden) for name in ("gate", "up")]
         # One projection after the other: together, the experts and what is made of them are held.
@@ -316,26 +324,33 @@ class Family:
         del parts
         weights.evaluate(list(arrays(gate_up)))
         down = stack("down", hidden, inner).expert_projection(self.make)
-        return MoE(
-            router=weights.linear(f"{path}.{router}", count, hidden),
-            choose=choose,
-            gate_up_proj=gate_up,
-            down_proj=down,
-            activation=self.activation,
-            shared=shared,
-            weighs_inputs=weighs_inputs,
+        return weights.block(
+            MoE(
+                router=weights.linear(f"{path}.{router}", count, hidden),
+                choose=choose,
+                gate_up_proj=gate_up,
+                down_proj=down,
+                activation=self.activation,
+                shared=shared,
+                weighs_inputs=weighs_inputs,
+            )
         )
 
-    def causal_conv(self, path: str, state: StateSpec, *, bias: bool = False) -> CausalConv:
-        """The convolution at `path`, whose state is the first of `state`."""
+    def causal_conv(
+        self, path: str, state: StateSpec, *, bias: bool = False, parts: Sequence[int] | None = None
+    ) -> CausalConv:
+        """The convolution at `path`, whose state is the first of `state`.
+
+        `parts`: channels of each kind that stand side by side; None: they are of one kind.
+        """
         before, channels = state.shapes[0][0]
         name, length = f"{path}.weight", before + 1
         if self.weights.has_shape(name, (channels, length, 1)):  # as MLX checkpoints have it
-            weight = self.weights.take(name, (channels, length, 1))[..., 0]
+            weight = self.weights.take(name, (channels, length, 1), parts=parts)[..., 0]
         else:
-            weight = self.weights.take(name, (channels, 1, length))[:, 0]
+            weight = self.weights.take(name, (channels, 1, length), parts=parts)[:, 0]
         return self.make.causal_conv(
-            weight, self.weights.take(f"{path}.bias", (channels,)) if bias else None
+            weight, self.weights.take(f"{path}.bias", (channels,), parts=parts) if bias else None
         )
 
     # -- attention ------------------------------------------------------------------------------

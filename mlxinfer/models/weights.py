@@ -23,9 +23,11 @@ from ..layers.linear import (
     Projection,
     QuantizedHeadLinear,
 )
+from ..layers.mlp import FeedForward
 from ..layers.moe import ExpertProjection, JoinedExperts
 from .quantization import QuantFormat, Quantization, format_of_shapes
 from .safetensors import read_headers
+from .share import Share
 
 Rename = Callable[[str], str | None]
 
@@ -133,6 +135,7 @@ class Weights:
         watch: Callable[[int, int], None] | None = None,
     ) -> None:
         self.make = layer_factory()
+        self.share: Share | None = None  # of the rank that takes its part; None: all is taken
         self._tensors: dict[str, mx.array] = {}
         self._original: dict[str, str] = {}  # our name -> the checkpoint's
         for name, tensor in tensors.items():
@@ -165,11 +168,22 @@ class Weights:
         if self._watch is not None:
             self._watch(self._taken_bytes, self._all_bytes)
 
-    def raw(self, name: str, shape: Sequence[int], *, dtype: mx.Dtype | None = None) -> mx.array:
-        """The tensor as it is stored; it must have this shape, and this dtype if one is given."""
-        tensor = self._tensors.pop(name, None)
-        if tensor is None:
+    def raw(
+        self,
+        name: str,
+        shape: Sequence[int],
+        *,
+        dtype: mx.Dtype | None = None,
+        parts: Sequence[int] | None = None,
+    ) -> mx.array:
+        """The tensor as it is stored; it must have this shape, and this dtype if one is given.
+
+        Args:
+            parts: sizes of what lies side by side along the axis of the outputs; None: one thing.
+        """
+        if name not in self._tensors:
             raise CheckpointError(f"Tensor {name!r} {tuple(shape)} is missing.")
+        tensor = self._pop(name, shape, parts)
         if tensor.shape != tuple(shape):
             raise CheckpointError(
                 f"Tensor {self._original[name]!r} has shape {tensor.shape}; expected "
@@ -182,9 +196,23 @@ class Weights:
             )
         return tensor
 
-    def take(self, name: str, shape: Sequence[int], *, offset: float = 0.0) -> mx.array:
-        """The tensor in the activations' dtype, `offset` added before it is rounded to that."""
-        tensor = self.raw(name, shape)
+    def _pop(self, name: str, shape: Sequence[int], parts: Sequence[int] | None) -> mx.array:
+        """A tensor that is there, to be left out from now on."""
+        return self._tensors.pop(name)
+
+    def take(
+        self,
+        name: str,
+        shape: Sequence[int],
+        *,
+        offset: float = 0.0,
+        parts: Sequence[int] | None = None,
+    ) -> mx.array:
+        """The tensor in the activations' dtype, `offset` added before it is rounded to that.
+
+        `parts`: as of `raw`.
+        """
+        tensor = self.raw(name, shape, parts=parts)
         if tensor.dtype not in FLOATS:
             raise CheckpointError(
                 f"Tensor {self._original[name]!r} is {tensor.dtype}; expected one of "
@@ -202,6 +230,7 @@ class Weights:
         *,
         bias: bool = False,
         order: Sequence[int] | None = None,
+        parts: Sequence[int] | None = None,
     ) -> Projection:
         """The projection at `path`, dense or quantised as the checkpoint has it.
 
@@ -210,8 +239,9 @@ class Weights:
             out_dims, in_dims: the shape of its matrix.
             bias: whether it has one.
             order: (out_dims,) which output of the checkpoint stands where; None: as it is.
+            parts: how many outputs of each kind stand side by side; None: they are of one kind.
         """
-        stored = self.matrix(path, (out_dims, in_dims), bias=bias)
+        stored = self.matrix(path, (out_dims, in_dims), bias=bias, parts=parts)
         return (stored if order is None else stored.reordered(order)).projection(self.make)
 
     def fused(
@@ -238,12 +268,34 @@ class Weights:
             parts.append(stored if order is None else stored.reordered(order))
         return fused(parts, self.make)
 
-    def matrix(self, path: str, shape: tuple[int, ...], *, bias: bool = False) -> StoredMatrix:
-        """One matrix (out_dims, in_dims), or (num_experts, out_dims, in_dims) as one tensor."""
-        offset = self.take(f"{path}.bias", shape[:-1]) if bias else None
+    def matrix(
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        *,
+        bias: bool = False,
+        parts: Sequence[int] | None = None,
+    ) -> StoredMatrix:
+        """One matrix (out_dims, in_dims), or (num_experts, out_dims, in_dims) as one tensor.
+
+        `parts`: as of `linear`.
+        """
+        offset = self.take(f"{path}.bias", shape[:-1], parts=parts) if bias else None
         if f"{path}.scales" in self:
-            return self._quantized(path, shape, offset)
-        return StoredMatrix(self.take(f"{path}.weight", shape), offset)
+            return self._quantized(path, shape, offset, parts)
+        return StoredMatrix(self.take(f"{path}.weight", shape, parts=parts), offset)
+
+    def block(self, block: FeedForward) -> FeedForward:
+        """A block of several summands, whose matrices were taken from here."""
+        return block
+
+    def once(self, bias: mx.array) -> mx.array:
+        """What is added to a sum of summands."""
+        return bias
+
+    def is_cut(self, name: str) -> bool:
+        """Whether only a part of the tensor was taken."""
+        return False
 
     def experts(self, stack: str, each: str, shape: tuple[int, int, int]) -> StoredMatrix:
         """One matrix per expert (num_experts, out_dims, in_dims).
@@ -270,9 +322,15 @@ class Weights:
         self.evaluate([array for array in fields if array is not None])
         return stacked
 
+    def head(self, path: str, shape: tuple[int, int]) -> Projection:
+        """The output projection (vocab_size, hidden_size)."""
+        return self.linear(path, *shape)
+
     def embedding(self, path: str, shape: tuple[int, int], *, shared: bool) -> Embedding:
         """The token table (vocab_size, hidden_size); `shared` with the output projection."""
-        table = self.matrix(path, shape)
+        return self._embedding(self.matrix(path, shape), shared)
+
+    def _embedding(self, table: StoredMatrix, shared: bool) -> Embedding:
         if table.form is None:
             return self.make.embedding(table.weight, shared=shared)
         assert table.scales is not None
@@ -282,22 +340,34 @@ class Weights:
         return self.make.quantized_embedding(packed, self.dtype)
 
     def _quantized(
-        self, path: str, shape: tuple[int, ...], offset: mx.array | None
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        offset: mx.array | None,
+        parts: Sequence[int] | None,
     ) -> StoredMatrix:
         *rows, in_dims = shape
         form = self._format_of(path, in_dims)
         if in_dims % form.group_size:
             raise CheckpointError(
-                f"{path} has {in_dims} inputs, which groups of {form.group_size} do not divide."
+                f"{path} has {in_dims} inputs{self._of_rank}, which groups of {form.group_size} do "
+                "not divide."
             )
         words = (*rows, in_dims * form.bits // 32)
-        weight = self.raw(f"{path}.weight", words, dtype=mx.uint32)
+        weight = self.raw(f"{path}.weight", words, dtype=mx.uint32, parts=parts)
         groups = (*rows, in_dims // form.group_size)
         if form.mode != "affine":
-            scales = self.raw(f"{path}.scales", groups, dtype=mx.uint8)
+            scales = self.raw(f"{path}.scales", groups, dtype=mx.uint8, parts=parts)
             return StoredMatrix(weight, offset, scales, None, form)
-        scales = self.take(f"{path}.scales", groups)
-        return StoredMatrix(weight, offset, scales, self.take(f"{path}.biases", groups), form)
+        scales, biases = (
+            self.take(f"{path}.{name}", groups, parts=parts) for name in ("scales", "biases")
+        )
+        return StoredMatrix(weight, offset, scales, biases, form)
+
+    @property
+    def _of_rank(self) -> str:
+        """Words for messages about sizes."""
+        return "" if self.share is None else f" on one of {self.share.size} ranks (use fewer)"
 
     def _format_of(self, path: str, in_dims: int) -> QuantFormat:
         """The format of a layer that has scales, as the config states it."""

@@ -5,6 +5,7 @@ and `_scales`, transposed; and MLX's `gate_proj` and `up_proj`, quantised in any
 one matrix (E, 2 inner, hidden) whose first half is the gate.
 """
 
+from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -55,12 +56,14 @@ class GptOss(Family):
         """A mixture of experts, with a bias in the router too."""
         config, path = self.config, f"model.layers.{index}.mlp"
         hidden, inner, count = config.hidden_size, config.intermediate_size, config.num_experts
-        return MoE(
-            router=self.weights.linear(f"{path}.router", count, hidden, bias=True),
-            choose=top_k_softmax(config.experts_per_token),
-            gate_up_proj=self._gate_up(f"{path}.experts", (count, 2 * inner, hidden)),
-            down_proj=self._down(f"{path}.experts", (count, hidden, inner)),
-            activation=self.activation,
+        return self.weights.block(
+            MoE(
+                router=self.weights.linear(f"{path}.router", count, hidden, bias=True),
+                choose=top_k_softmax(config.experts_per_token),
+                gate_up_proj=self._gate_up(f"{path}.experts", (count, 2 * inner, hidden)),
+                down_proj=self._down(f"{path}.experts", (count, hidden, inner)),
+                activation=self.activation,
+            )
         )
 
     def _gate_up(self, path: str, shape: tuple[int, int, int]) -> ExpertProjection:
@@ -81,6 +84,8 @@ class GptOss(Family):
             stored = self.weights.matrix(f"{path}.down_proj", shape, bias=True)
         else:
             stored = self._published(f"{path}.down_proj", shape)
+            assert stored.bias is not None
+            stored = replace(stored, bias=self.weights.once(stored.bias))
         return stored.expert_projection(self.make)
 
     def _published(self, path: str, shape: tuple[int, int, int]) -> StoredMatrix:

@@ -63,12 +63,22 @@ class MambaDims:
     @property
     def channels(self) -> int:
         """Numbers that go through the convolution: inputs, keys and queries."""
-        return self.inner + 2 * self.groups * self.state
+        return sum(self.conv_parts)
+
+    @property
+    def conv_parts(self) -> list[int]:
+        """Channels of inputs, of keys and of queries."""
+        return [self.inner, self.groups * self.state, self.groups * self.state]
+
+    @property
+    def projected_parts(self) -> list[int]:
+        """Outputs of the projection: gates, what is convolved, and time steps."""
+        return [self.inner, *self.conv_parts, self.heads]
 
     @property
     def projected(self) -> int:
-        """Outputs of the projection: gates, what is convolved, and time steps."""
-        return self.inner + self.channels + self.heads
+        """All of these."""
+        return sum(self.projected_parts)
 
     @property
     def spec(self) -> StateSpec:
@@ -94,7 +104,7 @@ def mamba_mixer(
     return Mamba2(
         in_proj=in_proj,
         out_proj=out_proj,
-        conv=family.causal_conv(f"{path}.conv1d", dims.spec, bias=conv_bias),
+        conv=family.causal_conv(f"{path}.conv1d", dims.spec, bias=conv_bias, parts=dims.conv_parts),
         norm=norm,
         gate_first=gate_first,
         num_groups=dims.groups,
@@ -120,7 +130,9 @@ def plain_mamba_mixer(family: Family, path: str, dims: MambaDims, *, bias: bool)
         family,
         path,
         dims,
-        in_proj=weights.linear(f"{path}.in_proj", dims.projected, hidden, bias=bias),
+        in_proj=weights.linear(
+            f"{path}.in_proj", dims.projected, hidden, bias=bias, parts=dims.projected_parts
+        ),
         out_proj=weights.linear(f"{path}.out_proj", hidden, dims.inner, bias=bias),
         norm=group_norm(family, path, dims, family.config.rms_norm_eps),
         conv_bias=fields.boolean("mamba_conv_bias"),

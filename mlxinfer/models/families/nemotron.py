@@ -216,8 +216,13 @@ class NemotronH(Family):
         inner = fields.integer("moe_shared_expert_intermediate_size", high=2**22)
         shared = self._relu_mlp(f"{path}.shared_experts", inner)
         if fields.get("moe_latent_size") is None:
-            return self._experts(path, hidden, shared)
+            return weights.block(self._experts(path, hidden, shared))
         latent, bias = fields.integer("moe_latent_size", high=2**20), self.config.mlp_bias
+        if weights.share is not None:
+            raise UnsupportedModelError(
+                f"The experts of {path} work on fewer numbers than the hidden state has, which "
+                "ranks cannot share yet: run this model with ranks=1."
+            )
         return LatentExperts(
             weights.linear(f"{path}.fc1_latent_proj", latent, hidden, bias=bias),
             self._experts(path, latent, None),

@@ -30,8 +30,11 @@ class Phi3(Family):
     def qkv(self, index: int) -> Projection:
         """As stored."""
         config, path = self.config, f"model.layers.{index}.self_attn"
-        heads = config.num_heads + 2 * config.num_kv_heads
-        return self.weights.linear(f"{path}.qkv_proj", heads * config.head_dim, config.hidden_size)
+        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        widths = [count * config.head_dim for count in heads]
+        return self.weights.linear(
+            f"{path}.qkv_proj", sum(widths), config.hidden_size, parts=widths
+        )
 
     def mlp(self, index: int) -> FeedForward:
         """gate_up_proj, the gate first, and down_proj."""

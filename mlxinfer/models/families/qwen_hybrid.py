@@ -81,7 +81,7 @@ class Qwen3Next(Family):
         return GatedDeltaNet(
             in_proj=fused(self.delta_inputs(path, state), self.make),
             out_proj=weights.linear(f"{path}.out_proj", config.hidden_size, heads * values),
-            conv=self.causal_conv(f"{path}.conv1d", state),
+            conv=self.causal_conv(f"{path}.conv1d", state, parts=_conv_widths(state)),
             norm=self.make.norm(
                 weights.take(f"{path}.norm.weight", (values,)), config.rms_norm_eps
             ),
@@ -127,10 +127,11 @@ class Qwen3Next(Family):
         choose = top_k_softmax(k) if config.norm_topk_prob else softmax_top_k(k)
         return self.experts(path, choose, shared=shared)
 
-    def _matrix(self, path: str, out_dims: int) -> StoredMatrix:
+    def _matrix(self, path: str, out_dims: int, parts: Sequence[int] | None = None) -> StoredMatrix:
         """One that reads hidden states; those of attention may have biases."""
         bias = self.config.qkv_bias and ".self_attn." in path
-        return self.weights.matrix(path, (out_dims, self.config.hidden_size), bias=bias)
+        shape = out_dims, self.config.hidden_size
+        return self.weights.matrix(path, shape, bias=bias, parts=parts)
 
     def _of_mlx(self) -> bool:
         """Whether the checkpoint has the layout of MLX, which stores norm weights as they are.
@@ -165,8 +166,9 @@ class Qwen3_5(Qwen3Next):
     def delta_inputs(self, path: str, state: StateSpec) -> list[StoredMatrix]:
         """Four matrices in the order in which they are used."""
         (_, channels), (values, value_dim, _) = (shape for shape, _ in state.shapes)
-        rows = {"qkv": channels, "z": values * value_dim, "b": values, "a": values}
-        return [self._matrix(f"{path}.in_proj_{name}", count) for name, count in rows.items()]
+        rows = {"z": values * value_dim, "b": values, "a": values}
+        qkv = self._matrix(f"{path}.in_proj_qkv", channels, parts=_conv_widths(state))
+        return [qkv, *[self._matrix(f"{path}.in_proj_{kind}", n) for kind, n in rows.items()]]
 
 
 class Qwen3_5MoE(Qwen3_5):
@@ -214,6 +216,13 @@ def _value_heads(state: StateSpec) -> tuple[int, int]:
     """Number and size of the value heads."""
     heads, values, _ = state.shapes[1][0]
     return heads, values
+
+
+def _conv_widths(state: StateSpec) -> list[int]:
+    """Channels of queries, of keys and of values."""
+    (_, channels), (heads, values, _) = (shape for shape, _ in state.shapes)
+    keys = (channels - heads * values) // 2
+    return [keys, keys, heads * values]
 
 
 def _by_kind(num_heads: int, widths: Sequence[int]) -> list[int]:

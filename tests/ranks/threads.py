@@ -1,0 +1,69 @@
+"""Ranks as threads of one process: quick enough to try every family, and to count what is sent."""
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import mlx.core as mx
+import numpy as np
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """Where the threads of a group exchange arrays, one exchange after the other."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size)
+        self.given: list[np.ndarray] = [np.zeros(0)] * size
+
+    def exchange(self, rank: int, x: mx.array) -> list[np.ndarray]:
+        self.given[rank] = np.array(x)
+        self.barrier.wait(timeout=60)
+        found = list(self.given)
+        self.barrier.wait(timeout=60)
+        return found
+
+
+class ThreadLink:
+    """The link of one thread; see `layers.ranks.Link`."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._meeting = meeting
+        self.rank = rank
+        self.size = meeting.size
+        self.calls: list[str] = []
+
+    def sum(self, x: mx.array) -> mx.array:
+        self.calls.append("sum")
+        parts = self._meeting.exchange(self.rank, x)
+        return mx.array(np.sum(parts, axis=0, dtype=parts[0].dtype))
+
+    def gather(self, x: mx.array) -> mx.array:
+        self.calls.append("gather")
+        return mx.array(np.concatenate(self._meeting.exchange(self.rank, x), axis=-1))
+
+
+def run_ranks(size: int, work: Callable[[ThreadLink], T]) -> list[T]:
+    """What `work` gives on each rank; the first error is raised."""
+    meeting = Meeting(size)
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(ThreadLink(meeting, rank))
+        except BaseException as error:
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        real = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
+        raise (real or errors)[0]
+    return [results[rank] for rank in range(size)]
